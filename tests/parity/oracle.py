@@ -72,6 +72,40 @@ class ValueModel(torch.nn.Module):
         return (self.body(input_ids=tokens[None]).last_hidden_state[0] @ self.score.T)[:, 0]
 
 
+class AdaptedLinear(torch.nn.Module):
+    """y = x W^T + scale * (x A^T) B^T, with W frozen (arXiv:2106.09685)."""
+
+    def __init__(self, base: torch.nn.Linear, a: Tensor, b: Tensor, scale: float) -> None:
+        super().__init__()
+        self.weight, self.scale = base.weight, scale
+        self.lora_A = torch.nn.Linear(a.shape[1], a.shape[0], bias=False)
+        self.lora_B = torch.nn.Linear(b.shape[1], b.shape[0], bias=False)
+        self.lora_A.weight, self.lora_B.weight = (torch.nn.Parameter(values.double()) for values in (a, b))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T + self.scale * self.lora_B(self.lora_A(x))
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """tensors: start of every adapter, `model.layers.0.self_attn.q_proj.lora_A.weight` -> [rank, in], lora_B -> [out, rank]."""
+
+    tensors: dict[str, Tensor]
+    scale: float
+
+    def put_on(self, model: torch.nn.Module) -> None:
+        """Freeze the model, except a value head, and adapt its linears."""
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name == "score")
+        root = "body." if isinstance(model, ValueModel) else "model."
+        for name, a in self.tensors.items():
+            if name.endswith(".lora_A.weight"):
+                module = name.removesuffix(".lora_A.weight")
+                path = root + module.removeprefix("model.")
+                b = self.tensors[f"{module}.lora_B.weight"]
+                model.set_submodule(path, AdaptedLinear(model.get_submodule(path), a, b, self.scale))
+
+
 def load(folder: Path) -> torch.nn.Module:
     """The plainest code path of transformers; its grouped GEMM for experts has no fp64."""
     config = transformers.AutoConfig.from_pretrained(folder, attn_implementation="eager", experts_implementation="eager")
@@ -159,10 +193,21 @@ def value_objective(new: Tensor, old: Tensor, returns: Tensor, clip: float) -> T
 
 
 def ppo_step(
-    policy_dir: Path, reference_dir: Path, samples: Sequence[Sample], order: Sequence[Sequence[int]], numbers: Numbers, seed: int
+    policy_dir: Path,
+    reference_dir: Path,
+    samples: Sequence[Sample],
+    order: Sequence[Sequence[int]],
+    numbers: Numbers,
+    seed: int,
+    adapters: Adapters | None = None,
 ) -> Outcome:
-    """order: the samples of each mini-batch, one optimizer step each; critic and policy take the same."""
+    """order: the samples of each mini-batch, one optimizer step each; critic and policy take the same. adapters: of both, each its
+    own copy; None trains all weights.
+    """
     policy, critic, reference = load(policy_dir), ValueModel(policy_dir, seed), load(reference_dir)
+    if adapters is not None:
+        adapters.put_on(policy)
+        adapters.put_on(critic)
     n = numbers
     with torch.no_grad():
         fields: dict[str, list[Tensor]] = {}
@@ -225,8 +270,9 @@ def ppo_step(
 
 def adamw(model: torch.nn.Module, n: Numbers) -> torch.optim.Optimizer:
     """Matrices decay, vectors do not."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.dim() > 1]
+    vectors = [p for p in trained if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": n.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=n.lr, betas=n.betas, eps=n.adam_eps)
 
