@@ -39,6 +39,11 @@ class ForwardFlops:
         """FLOPs of forward and backward, the model FLOPs of MFU: recomputed work is not among them."""
         return (1 + BACKWARD) * self.total
 
+    @property
+    def training_frozen(self) -> int:
+        """The same of a model whose weights have no gradients. Adapters, a percent at most, count nothing."""
+        return self.training - self.layers - self.head
+
     def recomputed(self, recompute: Recompute) -> int:
         """FLOPs that recomputation adds to the backward pass, for HFU: the layers' forward, or that of attention alone."""
         return {"none": 0, "selective": self.attention, "full": self.layers + self.attention}[recompute]

@@ -31,16 +31,20 @@ def activation_bytes(
     *,
     value_head: bool = False,
     fused: bool = False,
+    adapter_width: int = 0,
 ) -> int:
     """Peak bytes of a stage in a training pass: activations of the micro-batches in flight, plus the larger working set of a
     layer's backward pass and of the model's output.
 
     tokens: of a micro-batch on this rank (its part under context parallel). recompute: selective counts like none; full keeps the
     input of every layer, and all activations of the layer being recomputed. fused: SwiGLU is one kernel (`models/fusion.py`).
+    adapter_width: numbers per token and layer between A and B of adapters; 0 if all weights train.
     """
     boundary = arch.hidden_size // sequence_shards(layout)
     sparse = _sparse_layers(arch, layout, stage)
     kept = {kind: layer_elements_per_token(arch, layout, itemsize, kind, fused) for kind in {*sum(sparse, [])}}
+    if adapter_width:  # the weights of norms are frozen: no normalised input is kept for their gradients
+        kept = {kind: elements + adapter_width - 2 * boundary for kind, elements in kept.items()}
     backward = max(backward_elements(arch, layout, kind, fused) for kind in kept)
     # Pipeline messages, in and out, outlive their pass; under full recomputation the input is already the first layer's.
     messages = 0 if layout.pp == 1 else boundary * (1 if recompute == "full" else 2)
@@ -52,7 +56,7 @@ def activation_bytes(
     output = 0
     if stage == layout.pp - 1:
         output = tokens * _final_norm_elements(arch, layout, itemsize, value_head) * itemsize
-        output += 0 if value_head else output_bytes(arch, layout, tokens, itemsize, trained=True)
+        output += 0 if value_head else output_bytes(arch, layout, tokens, itemsize, trained=True, frozen=adapter_width > 0)
     in_flight = peak_in_flight(layout, stage, num_micro_batches, chunks)
     return tokens * in_flight * itemsize + max(tokens * backward * itemsize, output)
 
@@ -199,8 +203,8 @@ def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, c
     return peak
 
 
-def output_bytes(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int, trained: bool) -> int:
-    """Peak bytes of the log-probs, which never hold all logits."""
+def output_bytes(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int, trained: bool, frozen: bool = False) -> int:
+    """Peak bytes of the log-probs, which never hold all logits. frozen: the projection has no gradient in a training pass."""
     rows = -(-arch.vocab_size // layout.tp)
     if not trained:  # a block of logits, and with sequence parallel the gathered input
         return min(tokens * rows, BLOCK_LOGITS) * FP32 + tokens * _gathered(arch, layout) * itemsize
@@ -208,7 +212,7 @@ def output_bytes(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize:
     # While they are computed a block of them exists twice; later their gradient in the weights' type (fp32 overwrites the logits).
     second = max(min(logits, BLOCK_LOGITS) * FP32, 0 if itemsize == FP32 else logits * itemsize)
     # The last term: the projection's fp32 gradient, which waits for the backward pass.
-    return logits * FP32 + second + rows * arch.hidden_size * FP32
+    return logits * FP32 + second + (0 if frozen else rows * arch.hidden_size * FP32)
 
 
 def sequence_shards(layout: ParallelLayout) -> int:

@@ -290,6 +290,7 @@ def _stage_memory(
             offload=away,
             steps=update_schedule(config, role).optimizer_steps(step.samples),
             adam_buffers=device == "cuda" and config.model.impl == "local",
+            lora=settings.lora,
             **common,
         )
     else:

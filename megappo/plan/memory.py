@@ -6,12 +6,17 @@ Weights, gradients and optimizer state are exact counts of what Megatron-core al
 
 from __future__ import annotations
 
+from collections import Counter as Counted
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Literal, Protocol
 
+from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
-from megappo.models.weight_map import LOCAL_VALUE_HEAD, local_shapes
+from megappo.models.lora import adapted_modules
+from megappo.models.lora_shards import adapter_numel
+from megappo.models.weight_map import LOCAL_VALUE_HEAD, hf_tensors, local_shapes
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import FP32, Recompute, activation_bytes, forward_bytes, micro_batch_bytes
 
@@ -23,6 +28,8 @@ EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
 
 Moment = Literal["generate", "train", "pushed"]
 """Of a step, as vLLM sees it: stage 2, and stage 8 where it evaluates; stages 3 to 6; from the push to the next generation."""
+Targets = tuple[str, ...] | str
+"""Of adapters, see `config.role_sections.LoraConfig`."""
 Sleep = Literal["none", "cache", "all"]
 """`rollout.sleep`: what of vLLM leaves the device while the models train."""
 
@@ -135,6 +142,7 @@ def role_memory(
     fused: bool = False,
     steps: int = 1,
     values: tuple[int, int] | None = None,
+    lora: LoraConfig | None = None,
     counter: Counter = count_parameters,
 ) -> RoleMemory:
     """Memory of a rank of `stage`.
@@ -142,13 +150,18 @@ def role_memory(
     offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks; forward_tokens: the same for passes
     without gradients, None if equal. adam_buffers: the optimizer is torch's AdamW on a GPU, which Megatron-core takes without
     TransformerEngine and Apex. fused: SwiGLU is one kernel, as on a GPU. steps: optimizer steps of a phase. values: numbers per
-    token that a pass without gradients and a training pass read, for the bytes of the micro-batches; None leaves these out.
+    token that a pass without gradients and a training pass read, for the bytes of the micro-batches; None leaves these out. lora:
+    of adapters that train, with a value head, on a frozen base.
     """
-    count = counter(arch, layout, stage, value_head)
+    count = trains = counter(arch, layout, stage, value_head)
     itemsize = ITEMSIZE[dtype]
-    weights = (count.total - count.fp32) * itemsize + count.fp32 * FP32
-    gradients = count.total * FP32 if trained else 0
-    optimizer = _optimizer_bytes(count, itemsize, layout, distributed_optimizer) if trained else 0
+    weights = saved = _weight_bytes(count, itemsize)
+    if lora is not None:
+        trains = count_trained(arch, layout, stage, lora, count)
+        saved = _weight_bytes(trains, itemsize)
+        weights += saved - count.fp32 * FP32  # the value head is in both
+    gradients = trains.total * FP32 if trained else 0
+    optimizer = _optimizer_bytes(trains, itemsize, layout, distributed_optimizer) if trained else 0
     tokens = -(-micro_batch_tokens // layout.cp)
     pass_tokens = tokens if forward_tokens is None else -(-forward_tokens // layout.cp)
     forward = forward_bytes(arch, layout, stage, pass_tokens, itemsize, value_head=value_head, fused=fused)
@@ -157,12 +170,21 @@ def role_memory(
     activations = forward
     if trained:
         activations = activation_bytes(
-            arch, layout, stage, tokens, num_micro_batches, itemsize, recompute, value_head=value_head, fused=fused
+            arch,
+            layout,
+            stage,
+            tokens,
+            num_micro_batches,
+            itemsize,
+            recompute,
+            value_head=value_head,
+            fused=fused,
+            adapter_width=0 if lora is None else lora.rank * _adapters_in_layer(arch, lora.targets),
         )
         activations += 0 if values is None else micro_batch_bytes(layout, micro_batch_tokens, values[1])
     parameters_away, gradients_away, optimizer_away = offload
     return RoleMemory(
-        count.total,
+        count.total + trains.total - count.fp32 if lora is not None else count.total,
         weights,
         gradients,
         optimizer,
@@ -172,13 +194,33 @@ def role_memory(
         offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,
         # Its foreach updates all parameters at once, so the roots of all second moments exist together.
-        step_buffers=sharded_bytes(count, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
+        step_buffers=sharded_bytes(trains, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
         steps=steps,
-        written=_each_writes(count, weights + optimizer * (not distributed_optimizer), layout) + optimizer * distributed_optimizer
+        written=_each_writes(trains, saved + optimizer * (not distributed_optimizer), layout) + optimizer * distributed_optimizer
         if trained
         else 0,
-        written_weights=_each_writes(count, weights, layout) if trained else 0,
+        written_weights=_each_writes(trains, saved, layout) if trained else 0,
     )
+
+
+def _weight_bytes(count: ParameterCount, itemsize: int) -> int:
+    return (count.total - count.fp32) * itemsize + count.fp32 * FP32
+
+
+def count_trained(arch: ModelArch, layout: ParallelLayout, stage: int, lora: LoraConfig, count: ParameterCount) -> ParameterCount:
+    """Parameters of one rank of a stage that train beside a frozen base: adapters and a value head. count: of the base and head."""
+    return ParameterCount(_count_adapters(arch, layout, stage, lora.targets, lora.rank) + count.fp32, 0, count.fp32)
+
+
+@cache
+def _count_adapters(arch: ModelArch, layout: ParallelLayout, stage: int, targets: Targets, rank: int) -> int:
+    return adapter_numel(arch, layout, stage, adapted_modules(hf_tensors(arch), targets), rank)
+
+
+@cache
+def _adapters_in_layer(arch: ModelArch, targets: Targets) -> int:
+    """Of the layer with most."""
+    return max(Counted(name.split(".")[2] for name in adapted_modules(hf_tensors(arch), targets)).values())  # model.layers.0.mlp...
 
 
 def _each_writes(count: ParameterCount, held: int, layout: ParallelLayout) -> int:

@@ -343,13 +343,11 @@ def checkpoint_bytes(plan: Plan) -> int:
     for role, section in trained_sections(config).items():
         value_head = value_head_of(section) is not None
         shapes = hf_tensors(plan.archs[role], value_head)
-        if section.lora is not None:  # adapters and a value head alone, all fp32
-            total += (4 if config.checkpoint.save_only_model else 12) * sum(
-                map(prod, shapes_beside_base(shapes, section.lora).values())
-            )
-            continue
+        if section.lora is not None:  # adapters and a value head alone
+            shapes = shapes_beside_base(shapes, section.lora)
+        fp32 = section.dtype == "fp32" or (section.lora is not None and section.engine == "fsdp2")
         for name, shape in shapes.items():
-            in_half = section.dtype == "bf16" and name != VALUE_HEAD
+            in_half = not fp32 and name != VALUE_HEAD
             # Two moments in fp32, and the fp32 main parameter of a bf16 one.
             optimizer = 0 if config.checkpoint.save_only_model else 12 if in_half else 8
             total += ((2 if in_half else 4) + optimizer) * prod(shape)

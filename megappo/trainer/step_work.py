@@ -31,20 +31,22 @@ DECODING = "generate"
 @dataclass(frozen=True)
 class RoleModel:
     """Facts of a role's model that its FLOPs depend on. peak_tflops: of one rank in the role's dtype, None if unknown. ranks: of
-    the world, that share its work."""
+    the world, that share its work. frozen: adapters alone train."""
 
     arch: ModelArch
     value_head: bool
     recompute: Recompute
     peak_tflops: float | None
     ranks: Sequence[int]
+    frozen: bool = False
 
     def forward(self, lengths: Tensor) -> Work:
         return Work(forward_flops(self.arch, lengths, value_head=self.value_head).total, 0, int(lengths.sum()))
 
     def training(self, lengths: Tensor) -> Work:
         flops = forward_flops(self.arch, lengths, value_head=self.value_head)
-        return Work(flops.training, flops.recomputed(self.recompute), int(lengths.sum()))
+        of_model = flops.training_frozen if self.frozen else flops.training
+        return Work(of_model, flops.recomputed(self.recompute), int(lengths.sum()))
 
     def generation(self, prompts: Tensor, responses: Tensor) -> Work:
         return Work(generation_flops(self.arch, prompts, responses).total, 0, int((prompts + responses).sum()))
@@ -132,7 +134,8 @@ def role_models(config: TrainConfig, placements: Mapping[str, Placement], device
         recompute = section.recompute if isinstance(section, TrainableConfig) else "none"
         peak = peak_tflops(config.telemetry, device, section.dtype)
         spec = spec_of_role(config, role, None)
-        models[role] = RoleModel(spec.arch, spec.value_head is not None, recompute, peak, placement.ranks)
+        frozen = isinstance(section, TrainableConfig) and section.lora is not None
+        models[role] = RoleModel(spec.arch, spec.value_head is not None, recompute, peak, placement.ranks, frozen)
     if reference_is_base(config):
         models["reference"] = models["policy"]  # its pass is one more of the same model
     return models

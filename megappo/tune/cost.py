@@ -17,7 +17,7 @@ from megappo.config.role_sections import CriticConfig, FrozenConfig, PolicyConfi
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, sharded_bytes
+from megappo.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, count_trained, sharded_bytes
 from megappo.plan.timeline import padded_micro_batches
 from megappo.platform.hardware import Hardware
 from megappo.tune.links import Axis, Links, span
@@ -96,6 +96,7 @@ def role_cost(
     stage -> memory of a rank, for the time to move offloaded parts; None if nothing is offloaded.
     """
     trained = isinstance(settings, (PolicyConfig, CriticConfig))
+    lora = settings.lora if isinstance(settings, (PolicyConfig, CriticConfig)) else None
     parts: dict[str, float] = defaultdict(float)
 
     kinds = stage_kinds(arch, layout)
@@ -118,6 +119,7 @@ def role_cost(
                     recompute=getattr(settings, "recompute", "none"),
                     value_head=value_head_of(settings) is not None,
                     hardware=hardware,
+                    frozen=lora is not None,
                 )
                 for stage in kinds
             ]
@@ -135,8 +137,11 @@ def role_cost(
     before = dict(parts)
     parts.clear()
     num = one_pass(workload.mini_batch(role), trained=True)
-    _reduce_gradients(parts, layout, settings, counts, hardware)
-    _optimizer(parts, layout, settings, counts, hardware)
+    trains = counts
+    if lora is not None:
+        trains = {stage: count_trained(arch, layout, stage, lora, count) for stage, count in counts.items()}
+    _reduce_gradients(parts, layout, settings, trains, hardware)
+    _optimizer(parts, layout, settings, trains, hardware)
     for part in parts:
         parts[part] *= workload.updates(role)
     parts["offload"] += 2 * (weights_s + optimizer_s)  # both ways, once for all updates of the step

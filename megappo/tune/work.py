@@ -20,6 +20,7 @@ from megappo.platform.hardware import Dtype, Hardware
 from megappo.tune.links import Links, span
 
 Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp"]
+_WITH_WEIGHTS: tuple[Part, ...] = ("matmul", "head")
 TILE_ROWS, TILE_COLUMNS = 128, 256  # of the output, computed by one multiprocessor at a time
 
 
@@ -93,13 +94,15 @@ def stage_pass(
     recompute: str,
     value_head: bool,
     hardware: Hardware,
+    frozen: bool = False,
 ) -> Pass:
     """Seconds of one micro-batch on one rank of `stage`.
 
     tokens: of the micro-batch, over its cp ranks; length: of a sequence. Matrix products take 2 FLOPs for each weight and token,
     attention 4 for each channel of a head and key that it sees (Narayanan et al. 2021, appendix; half of it under a causal mask).
     Elementwise kernels write and read a layer's stored activations (`plan/activations.py`).
-    Backward: twice the products and traffic; full recomputation adds a forward, selective that of attention.
+    Backward: twice the products and traffic; full recomputation adds a forward, selective that of attention. frozen: the weights
+    have no gradients (adapters train, whose products are left out).
     """
     mine = tokens / layout.cp
     itemsize, rate = ITEMSIZE[dtype], hardware.flops_per_s(dtype)
@@ -124,8 +127,10 @@ def stage_pass(
     talk = _communication(arch, layout, stage, layers, mine, itemsize, Links.of(hardware), hardware.gpus_per_node)
     forward: dict[Part, float] = {**times, **talk.forward}
     backward: dict[Part, float] = {part: BACKWARD * seconds for part, seconds in times.items()}
-    # Gradients are added to an fp32 buffer: the product is written and read, the buffer read and written.
-    backward["memory"] += weights_bytes / itemsize * (2 * itemsize + 2 * FP32) / hardware.memory_bytes_per_s
+    if frozen:  # of the two products of a backward pass only that for the input's gradient
+        backward |= {part: (BACKWARD - 1) * times[part] for part in _WITH_WEIGHTS}
+    else:  # Gradients are added to an fp32 buffer: the product is written and read, the buffer read and written.
+        backward["memory"] += weights_bytes / itemsize * (2 * itemsize + 2 * FP32) / hardware.memory_bytes_per_s
     for part, seconds in talk.backward.items():
         backward[part] = backward.get(part, 0.0) + seconds
     again: set[Part] = {"matmul", "attention", "memory", "host", "tp", "cp", "ep"} if recompute == "full" else set()

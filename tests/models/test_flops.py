@@ -18,13 +18,19 @@ LENGTH = torch.tensor(LENGTHS)
 LLAMA_7B = ModelArch("llama", "LlamaForCausalLM", 32, 4096, 32, 32, 128, 11008, 32000, 4096, False, 1e-5, Rope())
 
 
-def counted(case: str, head: str, *, training: bool = False) -> tuple[ModelArch, int]:
-    """(architecture, FLOPs that torch counted in passes over the example sequences, one by one)."""
+def counted(case: str, head: str, *, training: bool = False, frozen: bool = False) -> tuple[ModelArch, int]:
+    """(architecture, FLOPs that torch counted in passes over the example sequences, one by one).
+
+    frozen: no weight has a gradient, but the input of the first layer, as below adapters.
+    """
     stem = {**CASES, **EXPERT_CASES}[case][0]
     config = hf_config(case, num_labels=1)
     model = getattr(transformers, f"{stem}For{head}")(config)
     if "moe" in case:
         model.set_experts_implementation("eager")  # torch's counter does not know the grouped product of all experts
+    if frozen:
+        model.requires_grad_(False)
+        model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.requires_grad_())
     counter = FlopCounterMode(display=False)
     with counter:
         for tokens in example_sequences():
@@ -48,6 +54,13 @@ def test_a_forward_pass_has_as_many_operations_as_torch_counts(case: str) -> Non
 def test_training_is_three_forward_passes_as_torch_counts_them(case: str) -> None:
     arch, found = counted(case, "CausalLM", training=True)
     assert forward_flops(arch, LENGTH, value_head=False, causal=False).training == found
+
+
+@pytest.mark.parametrize("case", ["llama", *EXPERT_CASES])
+def test_training_on_frozen_weights_has_no_products_for_their_gradients(case: str) -> None:
+    arch, found = counted(case, "CausalLM", training=True, frozen=True)
+    flops = forward_flops(arch, LENGTH, value_head=False, causal=False)
+    assert flops.training_frozen == found < flops.training
 
 
 def test_a_critic_has_a_head_of_one_column() -> None:

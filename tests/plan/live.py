@@ -84,6 +84,7 @@ def role_of(
     offload: bool = False,
     device: str = "cpu",
     implementation: str = "local",
+    lora: Any = None,
 ) -> tuple[Any, list[Any]]:
     """(policy or critic with an engine of random weights on all ranks of the world, its wrapped chunks)."""
     import torch.distributed as dist
@@ -93,11 +94,13 @@ def role_of(
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
+    from megappo.models.lora_linear import attach_adapters
     from megappo.parallel.groups import build_groups
     from megappo.trainer.roles import Critic, Policy
 
     groups = build_groups(ParallelLayout(dist.get_world_size(), **axes))
     chunks = build_model(arch, groups, dtype=dtype, recompute=recompute, value_head=critic, implementation=implementation)
+    adapters = None if lora is None else attach_adapters(chunks, arch, groups, lora, role="role", seed=0)
     torch.manual_seed(0)
     with torch.no_grad():
         for chunk in chunks:
@@ -112,6 +115,7 @@ def role_of(
         micro_batch_tokens=budget,
         optimizer=Optimizer(wrapped, groups, OptimizerConfig(), 1),
         offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
+        adapters=adapters,
     )
     return Critic(engine, 0.2) if critic else Policy(engine, 1.0, AlgorithmConfig()), wrapped
 
@@ -133,9 +137,18 @@ def share_of(engine: Any, batch: Any) -> Any:
     return batch.select(sequences_of_share(engine, batch))
 
 
-def peaks(arch: ModelArch, axes: dict, dtype: torch.dtype, recompute: str, critic: bool, lengths: list[int], budget: int) -> tuple:
+def peaks(
+    arch: ModelArch,
+    axes: dict,
+    dtype: torch.dtype,
+    recompute: str,
+    critic: bool,
+    lengths: list[int],
+    budget: int,
+    lora: Any = None,
+) -> tuple:
     """Bytes of (a pass without gradients, forward and backward passes) on this rank, beyond weights, gradients and optimizer."""
-    role, wrapped = role_of(arch, axes, dtype, recompute, critic, budget)
+    role, wrapped = role_of(arch, axes, dtype, recompute, critic, budget, lora=lora)
     engine, batch = role.engine, share_of(role.engine, batch_of(lengths, arch.vocab_size))
     # gloo sums the gradients through copies of the whole buffer, NCCL in place.
     wrapped[0].module.config.finalize_model_grads_func = lambda *args, **kwargs: None

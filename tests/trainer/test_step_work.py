@@ -39,6 +39,15 @@ def figures(models=MODELS, critic=updates(LENGTHS), policy=updates(LENGTHS)) -> 
     return work.metrics(SECONDS, step_s=10.0)
 
 
+def test_a_policy_that_trains_adapters_has_no_products_for_the_gradients_of_its_weights() -> None:
+    one, found = (
+        forward_flops(LLAMA_7B, LENGTHS, value_head=False),
+        figures({**MODELS, "policy": replace(MODELS["policy"], frozen=True)}),
+    )
+    assert found["perf/tflop/update_policy/policy"] == (2 * one.total + one.attention) / 1e12
+    assert found["perf/tflop/logprobs/policy"] == one.total / 1e12
+
+
 def test_every_role_has_its_own_operations_in_every_stage() -> None:
     one = forward_flops(LLAMA_7B, LENGTHS, value_head=False)
     value = forward_flops(CRITIC, LENGTHS, value_head=True)

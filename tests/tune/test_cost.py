@@ -227,6 +227,16 @@ def test_a_link_is_not_taken_to_be_faster_than_what_was_seen():
     assert link_gb_s(10**9, seconds=1.0, latency=1.5) == pytest.approx(2.0), "a busy machine, and not a million GB/s"
 
 
+def test_adapters_save_the_products_and_the_reduction_of_the_weights_gradients():
+    layout = ParallelLayout(8, tp=2)
+    whole, adapted = cost(layout), cost(layout, lora={"rank": 16})
+    assert adapted.phases["forward"] == whole.phases["forward"]
+    for part in ("dp", "optimizer"):
+        assert 0 < adapted.parts[part] < 0.05 * whole.parts[part]
+    # Of a forward pass of log-probs, and of forward and backward, 4 products of 4 are 3.
+    assert adapted.parts["matmul"] == pytest.approx(0.75 * whole.parts["matmul"])
+
+
 def test_a_stage_without_the_head_is_cheaper():
     layout = ParallelLayout(2, pp=2)
     common = dict(dtype="bf16", tokens=4096.0, length=1024.0, recompute="none", hardware=H100)
