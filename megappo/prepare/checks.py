@@ -20,8 +20,8 @@ from megappo.ops.implementations import Kernels, missing
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import placement_of
 from megappo.prepare.critic_source import critic_source
-from megappo.prepare.inputs import check_names, model_paths
-from megappo.prepare.layouts import check_layouts, read_archs
+from megappo.prepare.inputs import check_names
+from megappo.prepare.layouts import check_layouts, model_paths, read_archs
 from megappo.rollout.vllm_limits import check_vllm
 
 
