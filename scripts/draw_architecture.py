@@ -94,7 +94,9 @@ def _parts(loop: ast.ClassDef, modules: dict[str, str]) -> dict[str, str]:
 
 def _timer(statement: ast.stmt) -> str | None:
     if isinstance(statement, ast.With) and isinstance(call := statement.items[0].context_expr, ast.Call) and call.args:
-        return ast.literal_eval(call.args[0])
+        name = call.args[0]
+        # Of a choice the first: the stage of a run with a critic.
+        return ast.literal_eval(name.body if isinstance(name, ast.IfExp) else name)
     return None
 
 

@@ -16,7 +16,7 @@ from megappo.data.sources import find_file
 from megappo.data.tokenizers import find_tokenizer
 from megappo.installed import missing_package
 from megappo.prepare.critic_source import critic_source
-from megappo.prepare.layouts import read_archs
+from megappo.prepare.layouts import model_paths, read_archs
 from megappo.prepare.reward_model import find_reward_tokenizer
 from megappo.rewards.own import read_code
 from megappo.rewards.rules import RULES, make_rule
@@ -41,7 +41,7 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
     if shapes_only:
         return
     if isinstance(config, TrainConfig) and not resume and "critic" in archs:
-        critic_source(config.critic, archs["critic"])
+        critic_source(config.critic, archs["critic"], model_paths(config)["critic"][1])
     find_tokenizer(config.data.tokenizer or config.policy.model)
     if trains:
         find_file(config.data.train)

@@ -15,7 +15,7 @@ from megappo.config.yaml_reader import CoreDumper
 from .examples import SFT, TRAIN, sft_config, train_config, write
 
 EVAL, ADAPTIVE, NONE = "data.eval=e.jsonl", "algorithm.kl.controller=adaptive", "algorithm.kl.placement=none"
-MEGATRON = "rollout.engine=megatron"
+MEGATRON, LORA = "rollout.engine=megatron", "policy.lora.rank=8"
 GRPO, GAE = ["algorithm.estimator=grpo", "rollout.samples_per_prompt=2"], "algorithm.estimator=gae"
 # overrides that set the scene, the key that is dead there (with a value), an override that brings it to life
 DEAD = [
@@ -58,6 +58,8 @@ DEAD = [
     ([], "algorithm.target_kl=0.1", "algorithm.ppo_epochs=2"),
     ([], "critic.warmup_lam=1.0", "critic.warmup_steps=2"),
     ([], "critic.warmup_explained_variance=0.8", "critic.warmup_steps=2"),
+    ([LORA], "reference.parallel.tp=1", "reference.model=m"),
+    ([], "rollout.adapter=merged", LORA),
     ([MEGATRON], "rollout.tp=1", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.dtype=bf16", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.max_num_seqs=8", "rollout.engine=vllm"),
