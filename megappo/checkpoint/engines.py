@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch.distributed as dist
 
+from megappo.checkpoint.sharded import OPTIMIZER, load_sharded
 from megappo.checkpoint.state import StatefulModel
-from megappo.parallel.consensus import raised_by_all
+from megappo.checkpoint.stored import StoredTensors
+from megappo.parallel.consensus import on_every_rank, raised_by_all
 
 Models = Mapping[str, StatefulModel | None]
 """Name of an engine -> the engine; None on ranks that it does not live on. The same names in the same order on every rank."""
@@ -36,3 +39,24 @@ def on_engines(models: Models, action: Callable[[str, StatefulModel], None], *ki
             raise faults[0]
 
     raised_by_all(own, *kinds)
+
+
+def load_engine(engine: StatefulModel, directory: Path, *, with_optimizer: bool, with_head: bool = True) -> None:
+    """Load the state of one engine, in any layout, by whatever engine it was saved. Collective over the engine's ranks.
+
+    Without `with_head` the engine keeps its own head, and the checkpoint may have another one or none. ValueError or RankFault on
+    all of them if the state does not fit.
+    """
+    stored = StoredTensors(directory)
+    try:
+        boxes = engine.boxes_to_load(stored.shapes, with_optimizer=with_optimizer, with_head=with_head)
+    except ValueError as error:
+        raise ValueError(f"{directory} does not fit the model: {error}") from None
+    if boxes is not None:
+        on_every_rank("reading the checkpoint of another engine", lambda: stored.fill(boxes), engine.host_group)
+        engine.boxes_loaded(stored.plain_values() if with_optimizer else {})
+        return
+    state = engine.state_to_load(with_optimizer=with_optimizer, with_head=with_head)
+    passed_over = () if with_optimizer else (OPTIMIZER,)
+    passed_over += () if with_head else engine.head_names
+    engine.load_state(load_sharded(state, directory, engine.host_group, passed_over=passed_over))

@@ -3,9 +3,9 @@
 A resumed run with another reference model, other adapters or another model below them, another tokenizer or other prompts would
 train towards something else without any error: refused.
 Validation data, reward models, the code and the weights of rewards change what is measured or wanted, often on purpose (a mistake
-was corrected): a warning. Layouts, the ranks of roles, versions, the number of prompts of a step and the length of the run may
-change. The seed and the order are the loader's own to compare. A checkpoint of a megappo that did not record a fact is resumed
-without comparing it.
+was corrected): a warning. So is another engine, which rounds otherwise. Layouts, the ranks of roles, versions, the number of
+prompts of a step and the length of the run may change. The seed and the order are the loader's own to compare. A checkpoint of a
+megappo that did not record a fact is resumed without comparing it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | Non
 
 def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:
     """Differences from the checkpoint `name` that are allowed and change what is measured or wanted, one line each."""
-    lines = []
+    lines = _changed_engines(saved, now, name)
     if (old := saved.get("data")) is not None:
         new = now["data"]
         if old["eval"] and new["eval"] and old["eval"]["sha256"] != new["eval"]["sha256"]:
@@ -117,6 +117,17 @@ def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str)
         if changed:
             lines.append(f"{', '.join(f'reward.{key}' for key in changed)} changed since {name}: scores are not comparable")
     return lines
+
+
+def _changed_engines(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:
+    if (old := saved.get("engines")) is None:
+        return []
+    return [
+        f"{role}.engine was {old[role]} until {name} and is {engine} from here: "
+        "the state is the same, what is computed from it is to rounding, not to the bit"
+        for role, engine in now["engines"].items()
+        if old.get(role, engine) != engine
+    ]
 
 
 def _changed_sets(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> list[str]:

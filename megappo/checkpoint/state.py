@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
+
+from megappo.checkpoint.stored import Shape, StoredBox
 
 
 class StatefulModel(Protocol):
@@ -37,6 +40,18 @@ class StatefulModel(Protocol):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state_to_load` described, after the checkpoint reader filled it."""
+
+    def boxes_to_load(
+        self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True
+    ) -> Sequence[StoredBox] | None:
+        """Parts of another engine's tensors that are this rank's state; None if `state_to_load` describes them.
+
+        stored: shapes of the checkpoint's tensors by name. ValueError, the same on every rank, if they are not those of the model.
+        """
+        ...
+
+    def boxes_loaded(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `boxes_to_load` described, now filled. saved: the writer's plain values, none without optimizer."""
 
 
 class StatefulComponent(Protocol):

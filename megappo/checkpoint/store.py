@@ -22,7 +22,7 @@ from megappo.checkpoint.background import BackgroundWriter, SnapshotFile
 from megappo.checkpoint.components import encode_components, read_components
 from megappo.checkpoint.contents import STATE, engine_folder, rng_file
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.engines import Models, on_engines
+from megappo.checkpoint.engines import Models, load_engine, on_engines
 from megappo.checkpoint.errors import DamagedCheckpoint
 from megappo.checkpoint.files import sync_parents, write_file
 from megappo.checkpoint.hashing import cores_of_rank
@@ -31,7 +31,7 @@ from megappo.checkpoint.image import FileImage, device_of
 from megappo.checkpoint.manifest import FileEntry, Manifest, find_wrong_size, list_files, write_manifest
 from megappo.checkpoint.remote import COPY_S, RemoteCopies
 from megappo.checkpoint.rng import encode_rng, load_rng
-from megappo.checkpoint.sharded import OPTIMIZER, ShardedFiles, load_sharded
+from megappo.checkpoint.sharded import ShardedFiles
 from megappo.checkpoint.shared_buffer import SharedBuffer
 from megappo.checkpoint.state import StatefulComponent, StatefulModel
 from megappo.checkpoint.verification import newest_verified, verify
@@ -312,15 +312,14 @@ class CheckpointStore:
     def restore(self, manifest: Manifest, engines: Models, components: Mapping[str, StatefulComponent]) -> int:
         """Load the checkpoint that `find_resumable` verified; returns its step.
 
-        Weights and optimizer load in any layout, on any ranks; random states only with the same number of ranks. Under a lease,
-        newer checkpoints are then renamed to abandoned-step-N: the run will save their steps again.
+        Weights and optimizer load in any layout, on any ranks, under any engine; random states only with the same number of ranks.
+        Under a lease, newer checkpoints are then renamed to abandoned-step-N: the run will save their steps again.
         """
         source = self._directory.step_path(manifest.step)
         state = read_components(source, components)
 
         def load(name: str, engine: StatefulModel) -> None:
-            state = engine.state_to_load(with_optimizer=True)
-            engine.load_state(load_sharded(state, source / engine_folder(name), engine.host_group))
+            load_engine(engine, source / engine_folder(name), with_optimizer=True)
 
         on_engines(engines, load, *LOAD_FAULTS)
         for name, component in components.items():
@@ -354,9 +353,7 @@ class CheckpointStore:
             raise ValueError(f"{source} does not exist: the checkpoint holds no {name}")
 
         def load(_: str, engine: StatefulModel) -> None:
-            state = engine.state_to_load(with_optimizer=False, with_head=with_head)
-            passed_over = (OPTIMIZER,) if with_head else (OPTIMIZER, *engine.head_names)
-            engine.load_state(load_sharded(state, source, engine.host_group, passed_over=passed_over))
+            load_engine(engine, source, with_optimizer=False, with_head=with_head)
 
         on_engines({name: engine}, load, *LOAD_FAULTS)
         return manifest.step

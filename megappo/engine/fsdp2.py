@@ -6,7 +6,7 @@ Gradients are reduced, in fp32, at each micro-batch: kept back to the last they 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -24,13 +24,14 @@ from megappo.engine.linear_output import LinearOutput
 from megappo.engine.micro_batches import MicroBatch, MicroBatches
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
 from megappo.engine.role_engine import RoleEngine
+from megappo.engine.translation import WEIGHT, Held
 from megappo.models.arch import ModelArch, padded_vocab, vocab_shard
 from megappo.models.hf_export import export_pieces
 from megappo.models.lora import Weights, is_beside_base
 from megappo.models.peft_files import AdapterTensors
 from megappo.models.pieces import PieceMap
 from megappo.models.row_shards import plain_piece_map, shard_piece_map
-from megappo.models.weight_map import OUTPUT, VALUE_HEAD
+from megappo.models.weight_map import EMBEDDING, OUTPUT, VALUE_HEAD
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
@@ -39,7 +40,7 @@ from megappo.parallel.groups import ProcessGroups
 class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role."""
 
-    head_names = (OUTPUT, VALUE_HEAD)
+    embedding_name, head_names = EMBEDDING, (OUTPUT, VALUE_HEAD)
 
     def __init__(
         self,
@@ -64,9 +65,13 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
             parameters=lambda: model.shards.values(),
             optimizer_tensors=lambda: () if optimizer is None else optimizer.tensors(),
         )
-        self.arch = arch
+        self._arch = arch
         self._model = model
         self._dtype = dtype
+
+    @property
+    def arch(self) -> ModelArch:
+        return self._arch
 
     @property
     def value_head(self) -> bool:
@@ -221,6 +226,15 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
                     own.copy_(moments[moment][name])
                 self._trained().set_position(state["optimizer"]["updates"], state["optimizer"]["schedule_steps"])
         self.offload_idle()
+
+    def _held(self, *, with_optimizer: bool) -> Iterator[Held]:
+        for name, shard in self._model.shards.items():
+            yield Held(WEIGHT, name, tuple(shard.shape), 0, shard.data)
+        for moment, name, values in self._trained().moments() if with_optimizer else ():
+            yield Held(moment, name, tuple(values.shape), 0, values)
+
+    def _take_new_weights(self) -> None:
+        """Nothing: the weights are those that the optimizer updates."""
 
     def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         model, tp_rank = self._model, self.groups.coordinates.tp

@@ -29,6 +29,7 @@ from megappo.engine.micro_batches import MicroBatch, MicroBatches
 from megappo.engine.offload import without_storages_of
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
 from megappo.engine.role_engine import RoleEngine
+from megappo.engine.translation import WEIGHT, Held
 from megappo.models.arch import ModelArch, vocab_shard
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.hf_export import export_pretrained
@@ -37,7 +38,7 @@ from megappo.models.lora_linear import ModelAdapters, merged_parameters
 from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
 from megappo.models.pieces import PieceMap
-from megappo.models.weight_map import LOCAL_OUTPUT, LOCAL_VALUE_HEAD, VALUE_HEAD, piece_map
+from megappo.models.weight_map import LOCAL_EMBEDDING, LOCAL_OUTPUT, LOCAL_VALUE_HEAD, VALUE_HEAD, piece_map
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
@@ -50,6 +51,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
     adapters: those of the chunks, if they have some.
     """
 
+    embedding_name = LOCAL_EMBEDDING
     head_names = (LOCAL_OUTPUT, LOCAL_VALUE_HEAD, VALUE_HEAD)  # the last: beside adapters, in any engine's checkpoint
 
     def __init__(
@@ -278,9 +280,20 @@ class MegatronEngine(RoleEngine[Optimizer]):
                 chunk.load_state_dict(state["model"][str(index)])
         if "optimizer" in state:
             self._trained().load_state_dict(state["optimizer"])
-        elif self._optimizer is not None:
-            self._optimizer.reload_main_parameters()
+        else:
+            self._take_new_weights()
         self.offload_idle()
+
+    def _held(self, *, with_optimizer: bool) -> Iterator[Held]:
+        names = {id(parameter): name for name, parameter in self.named_parameters().items()}
+        for name, parameter in self.named_parameters().items():
+            yield Held(WEIGHT, name, tuple(parameter.shape), 0, parameter.data)
+        for kind, parameter, start, values in self._trained().held_state() if with_optimizer else ():
+            yield Held(kind, names[id(parameter)], tuple(parameter.shape), start, values)
+
+    def _take_new_weights(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.reload_main_parameters()
 
     def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         # With the group Megatron does not read its globals; with names per layer any pipeline split can read the checkpoint.

@@ -20,7 +20,9 @@ from megappo.config.role_sections import OptimizerConfig
 from megappo.engine.base import StepResult
 from megappo.engine.megatron_optimizer_state import (
     create_moments,
+    held_state,
     load_optimizer_state,
+    set_step_number,
     sharded_optimizer_state,
     whole_main_parameters,
 )
@@ -133,6 +135,18 @@ class Optimizer:
     def reload_main_parameters(self) -> None:
         """Copy the model's weights into the fp32 main parameters, after weights were loaded from elsewhere."""
         self._optimizer.reload_model_params()
+
+    def held_state(self) -> Iterator[tuple[str, torch.nn.Parameter, int, Tensor]]:
+        """(kind, model parameter, start in the flattened parameter, values [n]) of the state that this rank keeps."""
+        for optimizer in self._chained():
+            yield from held_state(optimizer)
+
+    def set_position(self, updates: int, schedule_steps: int) -> None:
+        """Go on after so many updates of the weights and steps of the schedule, with the state that is there."""
+        for optimizer in self._chained():
+            set_step_number(optimizer.optimizer, updates)
+        self._scheduler.num_steps = 0
+        self._scheduler.step(increment=schedule_steps)
 
     def sharded_state_dict(self, model_state: dict) -> dict:
         """Sharded description of the optimizer's state and the position of the schedule. model_state: the model's

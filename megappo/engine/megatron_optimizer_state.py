@@ -49,18 +49,27 @@ def _sharded_tensors(
     optimizer: MegatronOptimizer, described: dict[int, ShardedTensor | ShardedTensorFactory]
 ) -> Iterator[ShardedTensor]:
     """Descriptions of an optimizer's tensors. described: description of a model parameter, by the parameter's id."""
+    for name, parameter, start, values in held_state(optimizer):
+        for at, shard in _shards(described[id(parameter)]):
+            assert shard.data is not None  # Megatron has None for shards that are only compared
+            first, last = max(at, start), min(at + shard.data.numel(), start + values.numel())
+            named = replace(shard, key=f"optimizer.state.{name}.{shard.key}")
+            if isinstance(optimizer, DistributedOptimizer):
+                named.replica_id = unreplicated_id(shard.replica_id)
+            yield from cut(named, first - at, values[first - start : max(first, last) - start])
+
+
+def held_state(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.nn.Parameter, int, Tensor]]:
+    """(kind, model parameter, start in the flattened parameter, values [n]) of the state on this rank.
+
+    The values are all of a parameter's, or a part under the distributed optimizer, and share memory with the optimizer.
+    """
     for parameter, main in _pairs(optimizer):
-        start, shards = 0, list(_shards(described[id(parameter)]))
+        start = 0
         if isinstance(optimizer, DistributedOptimizer):
             start = optimizer._get_model_param_range_map(parameter)["param"].start
-            shards = [(at, replace(shard, replica_id=unreplicated_id(shard.replica_id))) for at, shard in shards]
         for name, values in _local_values(optimizer, parameter, main).items():
-            values = values.detach().view(-1)
-            for at, shard in shards:
-                assert shard.data is not None  # Megatron has None for shards that are only compared
-                first, last = max(at, start), min(at + shard.data.numel(), start + values.numel())
-                named = replace(shard, key=f"optimizer.state.{name}.{shard.key}")
-                yield from cut(named, first - at, values[first - start : max(first, last) - start])
+            yield name, parameter, start, values.detach().view(-1)
 
 
 def _shards(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[int, ShardedTensor]]:
@@ -78,7 +87,7 @@ def load_optimizer_state(chained: Sequence[MegatronOptimizer], state: dict[str, 
     """Set the step numbers from `state`, as described by `sharded_optimizer_state`; its tensors are the optimizers' own, already
     filled by the reader."""
     for index, optimizer in enumerate(chained):
-        _set_step_number(optimizer.optimizer, state[str(index)]["step"])
+        set_step_number(optimizer.optimizer, state[str(index)]["step"])
 
 
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
@@ -146,7 +155,7 @@ def _step_numbers(inner: torch.optim.Optimizer) -> set[int]:
     return {int(group.get("step", 0)) for group in inner.param_groups if group["params"]}
 
 
-def _set_step_number(inner: torch.optim.Optimizer, step: int) -> None:
+def set_step_number(inner: torch.optim.Optimizer, step: int) -> None:
     if _keeps_step_per_parameter(inner):
         for state in inner.state.values():
             state["step"] = torch.tensor(float(step))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.checkpoint.stored import Shape, StoredBox
 from megappo.config.role_sections import OffloadConfig
 from megappo.engine.base import StepResult
 from megappo.engine.offload import StorageOffload
 from megappo.engine.skipped_steps import SkippedSteps
+from megappo.engine.translation import Held, require_same_tensors, saved_by_another, saved_position, stored_boxes
+from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
 from megappo.parallel.groups import ProcessGroups
@@ -29,6 +32,8 @@ class Steps(Protocol):
 
     def advance_schedule(self) -> float: ...
 
+    def set_position(self, updates: int, schedule_steps: int) -> None: ...
+
 
 OptimizerT = TypeVar("OptimizerT", bound=Steps)
 
@@ -38,6 +43,9 @@ class RoleEngine(ABC, Generic[OptimizerT]):
 
     optimizer: None for a frozen role. parameters, optimizer_tensors: what is offloaded as the model and as its optimizer.
     """
+
+    embedding_name: ClassVar[str]
+    """Name under which checkpoints of this engine hold the embedding."""
 
     def __init__(
         self,
@@ -74,11 +82,22 @@ class RoleEngine(ABC, Generic[OptimizerT]):
     def shares(self) -> Shares:
         return shares_of(self.groups.layout, self.groups.placement.ranks)
 
+    @property
+    @abstractmethod
+    def arch(self) -> ModelArch: ...
+
+    @property
+    @abstractmethod
+    def value_head(self) -> bool: ...
+
     @abstractmethod
     def named_parameters(self) -> Mapping[str, torch.nn.Parameter]: ...
 
     @abstractmethod
     def named_gradients(self) -> Mapping[str, Tensor]: ...
+
+    @abstractmethod
+    def pieces(self) -> PieceMap: ...
 
     # --------------------------------------------------------------------------------------- of an engine without adapters
 
@@ -159,3 +178,30 @@ class RoleEngine(ABC, Generic[OptimizerT]):
     @abstractmethod
     def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         """Tensors of the model and its optimizer, as the checkpoint's writer and reader take them."""
+
+    def boxes_to_load(
+        self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True
+    ) -> Sequence[StoredBox] | None:
+        how = {"with_optimizer": with_optimizer, "with_head": with_head}
+        saved = saved_by_another(stored, self.embedding_name, self.arch, self.value_head)
+        if saved is None:
+            return None
+        require_same_tensors(saved, stored, **how)
+        self.to("device")
+        own = self.pieces()[self.groups.position]
+        return list(stored_boxes(self._held(with_optimizer=with_optimizer), own, saved, stored, **how))
+
+    def boxes_loaded(self, saved: Mapping[str, Any]) -> None:
+        if saved:
+            self._trained().set_position(*saved_position(saved))
+        else:
+            self._take_new_weights()
+        self.offload_idle()
+
+    @abstractmethod
+    def _held(self, *, with_optimizer: bool) -> Iterator[Held]:
+        """State of this rank's parameters, resident: their weights, and with the optimizer its moments and main parameters."""
+
+    @abstractmethod
+    def _take_new_weights(self) -> None:
+        """Go on from weights that were loaded without an optimizer."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import megappo
 from megappo.checkpoint.identity import identity_of_model, notable_changes
 from megappo.config.dump import dump_yaml
-from megappo.config.layout_checks import placements_in_use, reference_is_base, role_sections, trained_sections
+from megappo.config.layout_checks import placements_in_use, reference_is_base, role_sections, roles_in_use, trained_sections
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.schema import TrainConfig
 from megappo.data.prompts import PromptSet
@@ -50,6 +50,7 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         },
         "commits": {role: commit for role, path in in_use.items() if (commit := commit_of(path)) is not None},
         "layouts": {name: section.parallel.model_dump() for name, section in role_sections(config).items()},
+        "engines": {name: getattr(config, name).engine for name in roles_in_use(config)},
         "ranks": placements_in_use(config),
         "versions": {"megappo": megappo.__version__, "torch": torch.__version__, **_megatron_version()},
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -115,3 +115,11 @@ class DelegatingEngine:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._engine.load_state(state)
+
+    def boxes_to_load(
+        self, stored: Mapping[str, tuple[int, ...]], *, with_optimizer: bool, with_head: bool = True
+    ) -> Sequence[Any] | None:
+        return self._engine.boxes_to_load(stored, with_optimizer=with_optimizer, with_head=with_head)
+
+    def boxes_loaded(self, saved: Mapping[str, Any]) -> None:
+        self._engine.boxes_loaded(saved)

@@ -274,15 +274,14 @@ def spread(values, start, parameter):
 def assemble(mine, engine, groups):
     """Hugging Face tensors from all ranks' pieces; copies on several ranks must be the same to the bit."""
     from megappo.models.pieces import as_2d
-    from megappo.models.weight_map import hf_tensors, megatron_pieces
+    from megappo.models.weight_map import hf_tensors
 
-    arch, critic = engine.chunks[0].arch, engine.name == "critic"
     held = [
         (piece.hf, box, as_2d(mine[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols].clone())
-        for piece in megatron_pieces(arch, groups.layout, groups.position, critic)
+        for piece in engine.pieces()[groups.position]
         if piece.local in mine and (box := piece.box)
     ]
-    whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(arch, critic).items()}
+    whole = {name: torch.full(shape, torch.nan) for name, shape in hf_tensors(engine.arch, engine.value_head).items()}
     for theirs in runs.gathered(held, groups.host):
         for name, box, values in theirs:
             target, known = as_2d(whole[name])[box.r0 : box.r1, box.c0 : box.c1], ~values.isnan()

@@ -169,6 +169,12 @@ class ToyEngine:
 
     def release_state(self) -> None: ...
 
+    def boxes_to_load(self, stored: Any, *, with_optimizer: bool, with_head: bool = True) -> None:
+        """None: it reads its own checkpoints alone."""
+
+    def boxes_loaded(self, saved: Any) -> None:
+        raise AssertionError("boxes were not asked for")
+
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
         self._loads_head = with_head
         return dict.fromkeys(("model", "optimizer", "updates") if with_optimizer else ("model",))

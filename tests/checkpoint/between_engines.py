@@ -1,0 +1,250 @@
+"""Cases in which one engine reads what another one saved, for `test_between_engines.py`, in a world of two ranks.
+
+Two oracles: whole Hugging Face tensors of weights and optimizer, gathered from the engines' own tensors (`resharding.py`), and the
+run that stays under its first engine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megappo.checkpoint import stored as stored_module
+from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.engine import translation
+from megappo.engine.factory import EngineSpec
+from megappo.engine.whole_batch import pass_whole_batch
+from megappo.models.hf_config import read_arch
+
+from . import runs
+from .resharding import assemble, differing_tensors, only
+from .resharding import whole_state as megatron_state
+
+LAYOUTS = {
+    "megatron tp2": {"engine": "megatron", "parallel": ParallelConfig(tp=2)},
+    "megatron pp2": {"engine": "megatron", "parallel": ParallelConfig(pp=2)},
+    "megatron dp2": {"engine": "megatron"},
+    "fsdp2 dp2": {"engine": "fsdp2"},
+}
+FSDP2 = "fsdp2 dp2"
+# (checkpoint of tests.models.checkpoints, role)
+MODELS = {
+    "policy": ("llama", "policy"),
+    "policy tied": ("qwen2_tied", "policy"),
+    "critic": ("qwen3", "critic"),
+}
+CHAIN = ("megatron tp2", FSDP2, "megatron pp2", FSDP2, "megatron dp2", FSDP2, "megatron tp2")
+GOES_ON = tuple((one, FSDP2) for one in ("megatron tp2", "megatron pp2")) + tuple(
+    (FSDP2, one) for one in ("megatron tp2", "megatron dp2")
+)
+BEFORE, AFTER = 2, 2  # updates
+
+
+class Bench:
+    """Builds engines on the checkpoints in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        from megappo.engine.build import RoleEngines
+
+        self.folder = folder
+        self._engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
+
+    def engine(self, model: str, layout: str, *, seed: int = 0, dtype: Any = "fp32", distributed: bool = True) -> Any:
+        """A model that trains. seed: of small changes of its weights, so that a load has something to do."""
+        checkpoint, role = MODELS.get(model, (model, "policy"))
+        path, optimizer = str(self.folder / checkpoint), OptimizerConfig(lr=1e-3, eps=1e-5, warmup_steps=3, distributed=distributed)
+        common = dict(dtype=dtype, micro_batch_tokens=64, optimizer=optimizer, **LAYOUTS[layout])
+        section = PolicyConfig(model=path, **common) if role == "policy" else CriticConfig(**common)
+        head = "normal" if role == "critic" else None
+        engine: Any = self._engines.build(EngineSpec(role, path, read_arch(path), section, value_head=head, total_updates=10))
+        if seed:
+            with torch.no_grad():
+                for values in engine.named_parameters().values():
+                    values.add_(seed * 0.01)
+        return engine
+
+
+def update(engine: Any, step: int) -> dict[str, Any]:
+    """One update on a batch of its own; its numbers, and whole gradients if every rank has them."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        result = pass_whole_batch(engine, runs.batch(step), loss_of(engine), denominator=25.0)
+        lr = engine.lr_scheduler_step()
+        gradients = whole_gradients(engine)
+        taken = engine.optimizer_step()
+        assert taken.applied
+    return {"loss": result.sums["loss"], "grad_norm": taken.grad_norm, "lr": lr, **gradients}
+
+
+def loss_of(engine: Any) -> Any:
+    from megappo.engine.base import LogprobQuery, LossOutput
+
+    def value_loss(values: Any, micro: Any) -> Any:
+        loss = (values - 1).square().sum()
+        return LossOutput(loss, sums={"loss": loss})
+
+    def language_loss(output: Any, micro: Any) -> Any:
+        target = micro.tokens.roll(-1)
+        logprob, _ = output.logprobs(LogprobQuery(target, 1.0, want_entropy=False))
+        loss = -(logprob * torch.arange(len(target)).cos()).sum()
+        return LossOutput(loss, sums={"loss": loss})
+
+    return value_loss if engine.value_head else language_loss
+
+
+def whole_gradients(engine: Any) -> dict[str, Any]:
+    """ "gradient NAME" -> whole tensor; none where the distributed optimizer keeps each rank's share."""
+    if any(name.startswith("decoder") for name in engine.named_parameters()) and engine.groups.layout.dp > 1:
+        return {}
+    mine = {name: gradient.float() for name, gradient in engine.named_gradients().items()}
+    return {f"gradient {name}": tensor for name, tensor in assemble(mine, engine, engine.groups).items()}
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """Whole weights, moments, main parameters of bf16 models, and the number of updates."""
+    if engine._optimizer is None or not hasattr(engine._optimizer, "moments"):
+        return megatron_state(engine, engine.groups)
+    engine.to("device")
+    kinds = {"weight": {name: shard.detach() for name, shard in engine.named_parameters().items()}}
+    for moment, name, values in engine._optimizer.moments():
+        kinds.setdefault(moment, {})[name] = values
+    whole: dict[str, Any] = {"step": torch.tensor([engine._optimizer.updates])}
+    for kind, mine in kinds.items():
+        whole |= {f"{kind} {name}": tensor for name, tensor in assemble(mine, engine, engine.groups).items()}
+    return whole
+
+
+# ------------------------------------------------------------------------------------------------------------------- cases
+
+
+def chain(bench: Bench, place: Path, model: str, dtype: str) -> dict[str, Any]:
+    """From engine to engine and back without a step between: what differs from the first, on every hop."""
+    current = bench.engine(model, CHAIN[0], dtype=dtype)
+    for step in range(BEFORE):
+        update(current, step)
+    wanted, wrong = state_of(current), []
+    for hop, layout in enumerate(CHAIN[1:]):
+        kept = runs.store(place / str(hop))
+        kept.save(1, {"model": current}, {}, runs.FACTS)
+        # The plain optimizer keeps whole moments, the distributed one parts: both read and write.
+        current = bench.engine(model, layout, seed=1, dtype=dtype, distributed=hop != 3)
+        kept.load({"model": current}, {}, runs.FACTS)
+        found = state_of(current)
+        if layout == FSDP2 and dtype == "bf16":  # its weights are Megatron's main parameters
+            found = {**found, **{f"main {n.removeprefix('weight ')}": t for n, t in only(found, "weight ").items()}}
+            found |= {n: t.bfloat16().float() for n, t in only(found, "weight ").items() if f"main {n[7:]}" in wanted}
+            found = {name: tensor for name, tensor in found.items() if name in wanted}
+        wrong += [f"{layout}: {part}" for part in differing_tensors(wanted, found)]
+    return {"wrong": wrong, "parts": sorted(wanted)}
+
+
+def goes_on(bench: Bench, place: Path, model: str, writer: str, reader: str, *, spoil: Any = None) -> dict[str, float]:
+    """name -> largest difference of the run that changes its engine to the one that does not, relative to the largest number."""
+    first = bench.engine(model, writer)
+    for step in range(BEFORE):
+        update(first, step)
+    kept = runs.store(place)
+    kept.save(1, {"model": first}, {}, runs.FACTS)
+    second = bench.engine(model, reader, seed=1)
+    with spoil or mock.MagicMock():
+        kept.load({"model": second}, {}, runs.FACTS)
+    differences: dict[str, float] = {}
+    for step in range(BEFORE, BEFORE + AFTER):
+        stays, changes = update(first, step), update(second, step)
+        compare(stays, changes, differences)
+    compare(state_of(first), state_of(second), differences)
+    return differences
+
+
+def compare(wanted: dict[str, Any], found: dict[str, Any], differences: dict[str, float]) -> None:
+    for name in wanted.keys() & found.keys():
+        a, b = (torch.as_tensor(values, dtype=torch.float64) for values in (wanted[name], found[name]))
+        kind = name.split()[0]
+        scale = float(a.abs().max()) or 1.0
+        differences[kind] = max(differences.get(kind, 0.0), float((a - b).abs().max()) / scale)
+
+
+def swapped_moments() -> Any:
+    real = translation._key
+    other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+    return mock.patch.object(translation, "_key", lambda kind, name: real(other.get(kind, kind), name))
+
+
+def one_row_off() -> Any:
+    real = translation._overlaps
+
+    def shifted(region: Any, piece: Any, sources: Any) -> Any:
+        for name, box, row, col in real(region, piece, sources):
+            yield name, box, row - (row > 0), col
+
+    return mock.patch.object(translation, "_overlaps", shifted)
+
+
+def forgotten_position() -> Any:
+    return mock.patch("megappo.engine.role_engine.saved_position", lambda saved: (0, 0))
+
+
+SPOILS = {"swapped moments": swapped_moments, "one row off": one_row_off, "forgotten position": forgotten_position}
+
+
+def from_checkpoint(bench: Bench, place: Path) -> dict[str, Any]:
+    """Critics that start from another engine's policy and critic, and what is refused."""
+    kept = runs.store(place)
+    policy, critic = bench.engine("qwen3", "megatron pp2"), bench.engine("critic", FSDP2, seed=2)
+    kept.save(1, {"policy": policy, "critic": critic}, {}, runs.FACTS)
+    sources = {name: only(state_of(engine), "weight ") for name, engine in (("policy", policy), ("critic", critic))}
+    found: dict[str, Any] = {}
+    for role, layout in (("policy", FSDP2), ("critic", "megatron tp2")):
+        engine = bench.engine("critic", layout, seed=1)
+        own_head = only(state_of(engine), "weight score")
+        kept.load_weights(role, engine, 1, with_head=role == "critic")
+        state = only(state_of(engine), "weight ")
+        found[role] = differing_tensors(sources[role], state)
+        found[f"{role} head is its own"] = not differing_tensors(own_head, only(state, "weight score"))
+    refused = {
+        "head": lambda: kept.load_weights("policy", bench.engine("critic", FSDP2), 1),
+        "other model": lambda: kept.load_weights("policy", bench.engine("policy", FSDP2), 1),
+        "other sizes": lambda: kept.load_weights("policy", bench.engine("qwen3 wide", FSDP2), 1),
+        "value model": lambda: kept.load_weights("critic", bench.engine("qwen3", "megatron tp2"), 1),
+    }
+    return {**found, "refused": {name: runs.message(ValueError, action) for name, action in refused.items()}}
+
+
+def bytes_read(bench: Bench, place: Path) -> dict[str, int]:
+    """Bytes that this rank reads of the files, and those of its own state."""
+    kept = runs.store(place)
+    kept.save(1, {"model": bench.engine("policy", "megatron tp2")}, {}, runs.FACTS)
+    engine = bench.engine("policy", FSDP2, seed=1)
+    counted = 0
+    real = stored_module._read
+
+    def count(file: Any, chunk: Any, boxes: Any) -> None:
+        nonlocal counted
+        counted += sum(len(box.target) * chunk.cols * chunk.dtype.itemsize for box in boxes)
+        real(file, chunk, boxes)
+
+    with mock.patch.object(stored_module, "_read", count):
+        kept.load({"model": engine}, {}, runs.FACTS)
+    own = 3 * sum(shard.nbytes for shard in engine.named_parameters().values())
+    return {"read": counted, "own": own}
+
+
+def world_main(rank: int, folder: str) -> dict[str, Any]:
+    from megappo.platform import cpu
+
+    cpu.install()
+    bench, place, found = Bench(Path(folder)), Path(folder, "kept"), {}
+    for model in MODELS:
+        found[f"chain {model}"] = chain(bench, place / f"chain-{model}", model, "fp32")
+        for number, (writer, reader) in enumerate(GOES_ON):
+            found[f"{model}: {writer} to {reader}"] = goes_on(bench, place / f"{model}-{number}", model, writer, reader)
+    found["chain bf16"] = chain(bench, place / "bf16", "critic", "bf16")
+    for name, spoil in SPOILS.items():
+        found[name] = goes_on(bench, place / name, "policy", "megatron tp2", FSDP2, spoil=spoil())
+    found["from checkpoint"] = from_checkpoint(bench, place / "from")
+    found["bytes"] = bytes_read(bench, place / "bytes")
+    return found

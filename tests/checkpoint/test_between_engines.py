@@ -1,0 +1,73 @@
+"""A checkpoint of one engine loads under the other, weights and optimizer, and the run goes on with the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ..models.checkpoints import write_checkpoint
+from ..worlds import spawn_world
+from .between_engines import GOES_ON, MODELS, SPOILS, world_main
+
+TOLERANCE = 1e-5
+KINDS = {"loss", "grad_norm", "lr", "weight", "exp_avg", "exp_avg_sq", "step"}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("engines")
+    for checkpoint in {checkpoint for checkpoint, _ in MODELS.values()}:
+        write_checkpoint(folder / checkpoint, checkpoint)
+    write_checkpoint(folder / "qwen3 wide", "qwen3", intermediate_size=128)
+    return spawn_world(world_main, 2, str(folder), timeout_s=400)
+
+
+@pytest.mark.parametrize("model", [*MODELS, "bf16"])
+def test_weights_and_optimizer_survive_a_chain_of_engines(ranks, model: str) -> None:
+    """Every weight, moment and main parameter, and the step, after every hop, to the bit."""
+    for rank in ranks:
+        found = rank[f"chain {model}"]
+        assert found["wrong"] == []
+        kinds = {"weight", "exp_avg", "exp_avg_sq", "step"} | ({"main"} if model == "bf16" else set())
+        assert {part.split()[0] for part in found["parts"]} == kinds
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("writer, reader", GOES_ON)
+def test_a_run_goes_on_under_the_other_engine(ranks, model: str, writer: str, reader: str) -> None:
+    """Losses, gradients, schedule, then weights and moments, of two more updates, beside the run that keeps its engine."""
+    for rank in ranks:
+        found = rank[f"{model}: {writer} to {reader}"]
+        assert found.keys() - {"gradient"} == KINDS and ("gradient" in found or "dp2" in writer)
+        assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("mistake", SPOILS)
+def test_what_lands_in_the_wrong_place_is_noticed(ranks, mistake: str) -> None:
+    for rank in ranks:
+        assert max(rank[mistake].values()) > 100 * TOLERANCE
+
+
+def test_a_critic_starts_from_another_engines_policy_or_critic(ranks) -> None:
+    for rank in ranks:
+        found = rank["from checkpoint"]
+        assert found["critic"] == [] and not found["critic head is its own"]
+        assert found["policy"] == ["weight lm_head.weight", "weight score.weight"], "each has one of the two"
+        assert found["policy head is its own"]
+
+
+def test_what_does_not_fit_is_refused_in_one_line(ranks) -> None:
+    for rank in ranks:
+        refused = rank["from checkpoint"]["refused"]
+        assert "only the model has value_head.weight (1 such tensors)" in refused["head"]
+        assert "only the checkpoint has decoder.layers.0.self_attention.k_layernorm.weight" in refused["other model"]
+        assert "has the shape [192, 64] there and [256, 64] here" in refused["other sizes"]
+        assert "only the model has lm_head.weight" in refused["value model"]
+        for text in refused.values():
+            assert "does not fit the model" in text and "\n" not in text
+
+
+def test_a_rank_reads_its_own_part_of_the_files_alone(ranks) -> None:
+    for rank in ranks:
+        assert rank["bytes"]["read"] == rank["bytes"]["own"]
