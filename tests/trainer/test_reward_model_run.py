@@ -38,7 +38,7 @@ def keys_of(judge: Path, **section: Any) -> dict[str, Any]:
 
 
 def run_all(rank: int, folder: Path) -> None:
-    """Two layouts of the reward model, a resumed run with another normalisation, and a run in bf16 beside vLLM."""
+    """Two layouts of the reward model, the other engine, a resumed run with another normalisation, and one in bf16 beside vLLM."""
     tp2 = keys_of(folder / "judge", **{"parallel.tp": 2, "micro_batch_tokens": 128})
     other = keys_of(folder / "judge", **{"parallel.pp": 2, "offload.parameters": True})
     vllm = keys_of(folder / "judge", dtype="bf16") | {"rollout.engine": "vllm"}
@@ -47,6 +47,9 @@ def run_all(rank: int, folder: Path) -> None:
         run_many(rank, [(small_config(folder, "tp2", steps=STEPS, **tp2), False)])
     with recorded(folder / f"suffixed{rank}.jsonl"):
         run_many(rank, [(small_config(folder, "pp2", steps=STEPS, evaluations=terse, **other), False)])
+    sharded = keys_of(folder / "judge", **{"engine": "fsdp2", "offload.parameters": True})
+    with recorded(folder / f"sharded{rank}.jsonl"):
+        run_many(rank, [(small_config(folder, "fsdp2", steps=STEPS, **sharded), False)])
     run_many(rank, [(small_config(folder, "tp2", steps=STEPS + 1, **tp2 | {"reward_model.center": 0.0}), True)])
     with recorded(folder / f"sampled{rank}.jsonl"):
         run_many(rank, [(small_config(folder, "vllm", steps=STEPS, **vllm), False)])
@@ -92,13 +95,22 @@ def asked(task: Path, name: str = "asked") -> list[list[Any]]:
     return [json.loads(line) for rank in range(2) for line in (task / f"{name}{rank}.jsonl").read_text().splitlines()]
 
 
-def test_the_scores_of_a_run_are_those_of_transformers(task: Path) -> None:
-    samples = asked(task)
+@pytest.mark.parametrize("run", ["asked", "sharded"])
+def test_the_scores_of_a_run_are_those_of_transformers(task: Path, run: str) -> None:
+    samples = asked(task, run)
     assert len(samples) == 2 * 20 + STEPS * 16, "two evaluations, and the samples of the steps"
     chats = [[{"role": "user", "content": question}] for question, *_ in samples]
     expected = scores_of_transformers(task / "judge", chats, [response for _, response, *_ in samples])
     assert [raw for *_, raw, _ in samples] == pytest.approx(expected, abs=1e-4)
     assert [value for *_, value in samples] == pytest.approx([(raw - CENTER) / SCALE for raw in expected], abs=1e-3)
+
+
+def test_the_reward_model_under_fsdp2_gives_the_same_step(task: Path) -> None:
+    """The first: the policy samples the same then, and later ones differ by rounding that its updates magnify."""
+    found, wanted = (steps(task, name)[0] for name in ("fsdp2", "tp2"))
+    for name in ("policy/loss", "critic/loss", "policy/grad_norm", "reward/judge", "reward/score_mean"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-5), name
+    assert len(steps(task, "fsdp2")) == STEPS
 
 
 def test_the_score_is_made_of_the_model_and_a_rule(task: Path) -> None:
