@@ -23,12 +23,16 @@ def engine_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
     """Problems of every role that runs under fsdp2, one line each."""
     sections = role_sections(config)
     for role in roles_in_use(config):
-        section = sections[role]
-        if section.engine == "fsdp2":
-            yield from _problems_of(role, section)
+        yield from problems_of_role(role, sections[role])
 
 
-def _problems_of(role: str, section: RoleConfig) -> Iterator[str]:
+def problems_of_role(role: str, section: RoleConfig) -> Iterator[str]:
+    """Keys of a role that its engine does not have, one line each."""
+    if section.engine == "fsdp2":
+        yield from _without_fsdp2(role, section)
+
+
+def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
     def refused(key: str, value: Any, why: str, fix: str) -> str:
         return problem(f"{role}.{key}", value, f"{why}; {fix}, or set {role}.engine to megatron")
 

@@ -75,7 +75,6 @@ def make_search(question: Question) -> Search:
     config = question.config.model_copy(update={"run": run})
     if question.placements:
         _check_placements(config)
-    _check_engines(config)
     tuned = _tuned_roles(config, question.roles)
     machine_device = "cuda" if question.hardware.is_gpu() else "cpu"
     implementation = choose_implementation(config.model.impl, machine_device)
@@ -96,14 +95,6 @@ def _check_gpus(gpus: int, hardware: Hardware) -> None:
         below = gpus // hardware.gpus_per_node * hardware.gpus_per_node
         fitting = f"use {below} or {below + hardware.gpus_per_node}, or --gpus-per-node"
         raise ConfigError(f"--gpus {gpus}: is not a multiple of the {hardware.gpus_per_node} GPUs of a node; {fitting}")
-
-
-def _check_engines(config: TrainConfig) -> None:
-    """ConfigError for roles whose layouts are not Megatron's, which the search is about."""
-    for role in roles_in_use(config):
-        if (engine := getattr(config, role).engine) != "megatron":
-            fix = "tune searches Megatron's layouts; leave it out here, or compare settings by `megappo plan`"
-            raise ConfigError(problem(f"{role}.engine", engine, fix))
 
 
 def _check_placements(config: TrainConfig) -> None:

@@ -21,6 +21,7 @@ from megappo.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, coun
 from megappo.plan.timeline import padded_micro_batches
 from megappo.platform.hardware import Hardware
 from megappo.tune.links import Axis, Links, span
+from megappo.tune.sharded import exchange_s
 from megappo.tune.work import Pass, stage_pass
 
 Trained = PolicyConfig | CriticConfig
@@ -97,6 +98,7 @@ def role_cost(
     """
     trained = isinstance(settings, (PolicyConfig, CriticConfig))
     lora = settings.lora if isinstance(settings, (PolicyConfig, CriticConfig)) else None
+    is_sharded = settings.engine == "fsdp2"  # one stage, since it has no pipeline
     parts: dict[str, float] = defaultdict(float)
 
     kinds = stage_kinds(arch, layout)
@@ -126,6 +128,9 @@ def role_cost(
         stages = passes[tokens] if trained else [Pass(one.forward) for one in passes[tokens]]
         for part, seconds in pipeline_parts(list(zip(stages, kinds.values())), layout, count).items():
             parts[part] += seconds
+        if is_sharded:
+            [work], [own] = stages, counts.values()
+            parts["dp"] += count * exchange_s(own.total, layout, ITEMSIZE[settings.dtype], arch.num_layers, work, hardware)
         return count
 
     num = one_pass(workload.samples, trained=False)
@@ -140,7 +145,8 @@ def role_cost(
     trains = counts
     if lora is not None:
         trains = {stage: count_trained(arch, layout, stage, lora, count) for stage, count in counts.items()}
-    _reduce_gradients(parts, layout, settings, trains, hardware)
+    if not is_sharded:
+        _reduce_gradients(parts, layout, settings, trains, hardware)
     _optimizer(parts, layout, settings, trains, hardware)
     for part in parts:
         parts[part] *= workload.updates(role)

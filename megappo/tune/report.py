@@ -81,7 +81,8 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
             ]
         )
     count = f"{len(found)} of {len({one.layout for one in search.candidates[role]})} layouts that fit alone fit beside the others"
-    return [f"{role}{_where(search, role)}: {count}", *aligned(header, rows, LEFT)]
+    engine = "" if choice.roles[role].settings.engine == "megatron" else f" under {choice.roles[role].settings.engine}"
+    return [f"{role}{engine}{_where(search, role)}: {count}", *aligned(header, rows, LEFT)]
 
 
 def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
@@ -160,7 +161,12 @@ def _shares(one: Candidate, hardware: Hardware) -> Iterator[tuple[float, str]]:
         ("cp", "cp", f"cp {layout.cp}", "all-to-all"),
         ("ep", "ep", f"ep {layout.ep}" + (f" etp {layout.etp}" if layout.etp > 1 else ""), "all-to-all"),
         ("pp", "pp", f"pp {layout.pp}" + (f" vpp {layout.vpp}" if layout.vpp > 1 else ""), "messages"),
-        ("dp", "gradients", _shards(layout), "gradients and new weights"),
+        (
+            "dp",
+            "gradients",
+            _shards(layout),
+            "gradients and " + ("new" if one.settings.engine == "megatron" else "gathered") + " weights",
+        ),
     ]
     for part, axis, name, what in axes:
         if (share := cost.share(part)) >= NOTABLE:

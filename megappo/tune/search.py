@@ -15,6 +15,7 @@ from math import lcm
 from typing import Any
 
 from megappo.config.batch import step_arithmetic
+from megappo.config.engine_checks import problems_of_role
 from megappo.config.layout_checks import placements_in_use, roles_in_use, value_head_of
 from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import PolicyConfig
@@ -128,9 +129,11 @@ class Search:
         budgets = token_budgets(settings.micro_batch_tokens, step_arithmetic(self.config).max_sequence_tokens)
         for parallel in layouts(arch, self.num_ranks(role), self.implementation(role)):
             for recompute in recompute_choices(getattr(settings, "recompute", None)):
+                chosen = settings.model_copy(update={"parallel": parallel} | self._recompute(settings, recompute))
+                if not runs_under_its_engine(role, chosen):
+                    continue
                 for tokens in budgets:
-                    chosen = {"parallel": parallel, "micro_batch_tokens": tokens} | self._recompute(settings, recompute)
-                    one = self.candidate(role, settings.model_copy(update=chosen))
+                    one = self.candidate(role, chosen.model_copy(update={"micro_batch_tokens": tokens}))
                     if one is None:  # budgets ascend: larger micro-batches do not fit either
                         break
                     yield one
@@ -269,10 +272,15 @@ class Search:
         return any(self.fits(one, rollout) and self._can_extend(one, fronts[1:], rollout) for one in extended)
 
     def _least_needs(self, role: str, settings: Settings) -> list[Need]:
-        chosen = {"micro_batch_tokens": step_arithmetic(self.config).max_sequence_tokens} | self._recompute(settings, "full")
-        least = settings.model_copy(update=chosen)
+        least = settings.model_copy(update={"micro_batch_tokens": step_arithmetic(self.config).max_sequence_tokens})
         found = layouts(self.archs[role], self.num_ranks(role), self.implementation(role), frugal=True)
-        return [self._need_of(role, least.model_copy(update={"parallel": parallel})) for parallel in found]
+        needs = []
+        for parallel in found:
+            ways = (least.model_copy(update={"parallel": parallel} | self._recompute(settings, one)) for one in ("full", "none"))
+            # An engine may lack the recomputation that saves most, or the layout.
+            if (way := next((way for way in ways if runs_under_its_engine(role, way)), None)) is not None:
+                needs.append(self._need_of(role, way))
+        return needs
 
     def _need_of(self, role: str, settings: Settings) -> Need:
         return self._need(role, settings, self._stages(role, settings).values())
@@ -310,6 +318,11 @@ class Search:
     def rollouts_beside(self, choice: Choice) -> list[RolloutCandidate]:
         needs = {role: one.need for role, one in choice.roles.items()}
         return [one for one in self.rollouts if self.fits(needs, one)]
+
+
+def runs_under_its_engine(role: str, settings: Settings) -> bool:
+    """True unless the role's engine lacks this layout or recomputation."""
+    return next(problems_of_role(role, settings), None) is None
 
 
 def _seen_from(placement: Placement, hardware: Hardware) -> Hardware:

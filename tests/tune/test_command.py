@@ -105,7 +105,27 @@ def test_experts_are_placed(tmp_path, capsys):
     assert "ep2" in told.out and "etp2" in told.out
 
 
+def test_a_role_under_fsdp2_is_searched_in_its_own_layouts(tmp_path, capsys):
+    """Beside a policy of Megatron's; what is chosen passes the checks of `megappo plan`, which count its shards."""
+    path, lines, facts = write_run(tmp_path, extra="critic: {engine: fsdp2}\n"), tmp_path / "layout.txt", tmp_path / "all.json"
+    code, told = tune(capsys, path, "--gpus", 16, "--gpu", "h100", "--output", lines, "--json", facts)
+    assert code == 0, told.err
+    found = json.loads(facts.read_text())
+    assert "critic under fsdp2: 1 of 1 layouts" in told.out and "policy: " in told.out
+    sizes = {f"critic.parallel.{key}=1" for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    assert all({*sizes, "critic.recompute=none"} <= {*one["overrides"]} for one in found["roles"]["critic"])
+    assert len(found["roles"]["policy"]) > 1
+    config = load_config(path, lines.read_text().split())
+    planned = plan_run(config, 16, "cuda", load_hardware("h100").memory_bytes, shapes_only=True).plan
+    assert planned.peak(planned.fullest_rank()) == found["peak_bytes"]
+    assert code == tune(capsys, path, "--gpus", 16, "--gpu", "h100", "--output", lines, "critic.engine=megatron")[0]
+    other = load_config(path, [*lines.read_text().split(), "critic.engine=megatron"])
+    assert plan_run(other, 16, "cuda", None, shapes_only=True).plan.stage("critic", 0) != planned.stage("critic", 0)
+
+
 MISTAKES = [
+    (["--gpu", "h100", "policy.engine=fsdp2", "policy.recompute=full"], 'policy.recompute = "full": policy.engine is fsdp2'),
+    (["--gpu", "h100", "--roles", "critic", "policy.engine=fsdp2"], "policy.parallel.tp = 2: policy.engine is fsdp2"),
     (["--gpu", "h100", "data.fit_batch=true"], "data.fit_batch = true: tune compares layouts at one batch; write the sizes"),
     (["--gpu", "h100", "--placements", "critic.ranks=0-7"], 'critic.ranks = "0-7": --placements would choose others'),
     (["--gpu", "h100", "rollout.ranks=8-16"], 'rollout.ranks = "8-16": 8-16 is outside the world, which has ranks 0-15'),

@@ -125,6 +125,27 @@ def test_ranks_share_the_products(layout):
     assert mine[-1].weights * cut.ep == pytest.approx(whole[-1].weights)
 
 
+def test_a_sharded_role_exchanges_its_weights_for_every_micro_batch():
+    """On the CPU two gathers and a reduction in fp32 for each micro-batch of an update, and one gather for each of a pass."""
+    cpu, layout = load_hardware("cpu"), ParallelLayout(4)
+    sharded = cost(layout, hardware=cpu, engine="fsdp2", dtype="bf16", micro_batch_tokens=1024)
+    size, links, group = count_parameters(ARCH, layout, 0).total, Links.of(cpu), span(layout, "gradients", cpu.gpus_per_node)
+    passes, updates = WORK.samples / 4, WORK.updates * WORK.mini_batch / 4  # micro-batches of one sequence each
+    gather, reduce = (links.gather_s(group, size * itemsize) for itemsize in (2, 4))
+    assert sharded.parts["dp"] == pytest.approx(passes * gather + updates * (2 * gather + reduce))
+    megatron = cost(layout, hardware=cpu, dtype="bf16", micro_batch_tokens=1024)
+    assert megatron.parts["dp"] < sharded.parts["dp"], "once for each update"
+    assert {part: one for part, one in megatron.parts.items() if part not in ("dp", "optimizer")} == {
+        part: one for part, one in sharded.parts.items() if part not in ("dp", "optimizer")
+    }
+    assert cost(ParallelLayout(1), hardware=cpu, engine="fsdp2").parts["dp"] == 0
+
+
+def test_large_micro_batches_hide_the_exchange_on_a_gpu():
+    small, large = (cost(ParallelLayout(8), engine="fsdp2", micro_batch_tokens=tokens) for tokens in (1024, 32768))
+    assert large.share("dp") < 0.05 and small.parts["dp"] > 4 * large.parts["dp"] > 0
+
+
 def test_keys_seen_are_counted():
     window = replace(ARCH, sliding_window=4, sliding_layers=(True,) * 16)
     assert keys_seen(ARCH, 0, 10) == sum(range(1, 11)) / 10

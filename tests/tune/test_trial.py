@@ -75,7 +75,8 @@ def test_a_pass_loads_weights_that_it_does_not_change(copied, role):
 
 
 def test_a_role_is_timed_on_its_own_ranks(tmp_path):
-    """Rank 0, which writes the outcome, has no critic, and finds the time of rank 1, which has; no policy is built there."""
+    """Rank 0, which writes the outcome, has no critic, and finds the time of rank 1, which has; no policy is built there. And a
+    policy under the other engine, on both."""
     model = write_checkpoint(tmp_path / "model", TINY, weights=False, tokenizer=False)
     path = tmp_path / "run.yaml"
     run = {
@@ -90,8 +91,11 @@ def test_a_role_is_timed_on_its_own_ranks(tmp_path):
     for role in ("critic", "policy"):
         trial = Trial(config=load_config(path), role=role, label=role, samples=4, prompt_tokens=8, response_tokens=8)
         write_trial(tmp_path, role, trial)
+    everywhere = ["policy.engine=fsdp2", *(f"{name}.ranks=all" for name in ("policy", "critic", "reference", "rollout"))]
+    trial = Trial(config=load_config(path, everywhere), role="policy", label="", samples=4, prompt_tokens=8, response_tokens=8)
+    write_trial(tmp_path, "fsdp2", trial)
     world_folder(tmp_path, ["critic"]).mkdir()
-    assert start_ranks(2, [str(tmp_path), "critic", "policy"], module="tests.tune.slow_critic_rank") == 0
-    found = {role: read_outcome(tmp_path, role) for role in ("critic", "policy")}
+    assert start_ranks(2, [str(tmp_path), "critic", "policy", "fsdp2"], module="tests.tune.slow_critic_rank") == 0
+    found = {name: read_outcome(tmp_path, name) for name in ("critic", "policy", "fsdp2")}
     assert all(isinstance(one, Measured) and one.update_s for one in found.values())
     assert found["critic"].forward_s >= PAUSE_S > found["policy"].forward_s
