@@ -1,0 +1,62 @@
+"""The benchmark of the engines prints a line for each, with memory beside the plan's, and refuses wrong arguments in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import bench_engines
+from scripts.bench.alive import alive_peak
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--ranks", "2", "--dtypes", "bf16", "--rounds", "1", "--layers", "2", "--hidden", "128", "--vocabulary", "512"]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--rounds", "0"], "error: --rounds 0 is too few; at least 1"),
+        (["--hidden", "100"], "error: --hidden 100 is no multiple of 64, the size of a head"),
+        (["--ranks", "3"], "error: --ranks 3 does not divide the 32 sequences (--samples)"),
+        (["--length", "4"], "error: --length 4 is too short; at least 8"),
+        (["--dtypes", "fp8"], "error: argument --dtypes: invalid choice: 'fp8' (choose from 'fp32', 'bf16')"),
+    ],
+)
+def test_a_mistake_is_one_line(argv: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert bench_engines.main(argv) == 2
+    assert capfd.readouterr().err == f"{message}\n"
+
+
+def test_storages_that_are_resized_are_counted() -> None:
+    held = torch.zeros(1000)
+
+    def work() -> None:
+        first = torch.ones(100)
+        first.untyped_storage().resize_(0)
+        second = held * 2  # 4,000 bytes, alone
+        first.untyped_storage().resize_(400)
+        second.add_(1)  # both
+
+    assert alive_peak(work, [held]) == 4400
+
+
+def test_both_engines_are_measured_side_by_side() -> None:
+    command = [sys.executable, "-W", "ignore", "scripts/bench_engines.py", *SMALL]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "one thread a rank; load" in done.stdout
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| 2 |")]
+    assert [row[2] for row in cells] == ["megatron", "fsdp2"]
+    for row in cells:
+        assert all(float(cell.replace(",", "")) > 0 for cell in (*row[3:7], row[8]))
+        assert row[7] == "+0.0 %", "what is held is what the plan counts"
+    megatron, fsdp2 = (float(row[6]) for row in cells)
+    assert fsdp2 < megatron
