@@ -1,7 +1,8 @@
 """Tensors of one engine in a checkpoint, by the names that their writer gave them, and boxes of them read into any memory.
 
 An engine that did not write a checkpoint reads it this way (`engine/translation.py`). Only the rows that a box asks for are read
-from the files: the data of a tensor lies in one piece in its archive (`image.py`). Nothing here communicates or unpickles.
+from the files: the data of a tensor lies in one piece in its archive (`image.py`), and nothing of it is unpickled. Nothing here
+communicates.
 """
 
 from __future__ import annotations

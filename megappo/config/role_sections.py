@@ -130,8 +130,8 @@ class CriticConfig(TrainableConfig):
     """Initial value head: zeros, normal(0, 1/(hidden+1)), or read from `model` (`score.weight` or `v_head.weight`)."""
     checkpoint: PathText | None = None
     """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights initialise
-    the critic instead of those of `model`; the layouts may differ. `model` still names the architecture. A resumed run takes
-    its own weights."""
+    the critic instead of those of `model`; layouts and engines may differ. `model` still names the architecture. A resumed run
+    takes its own weights."""
     checkpoint_role: Literal["critic", "policy"] = "critic"
     """Role of `checkpoint` to load: the critic with its value head, or the policy, under a new head (`value_head`)."""
     warmup_steps: NonNegative = 0

@@ -9,6 +9,7 @@ import pytest
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
 from .between_engines import GOES_ON, MODELS, SPOILS, world_main
+from .runs import arch
 
 TOLERANCE = 1e-5
 KINDS = {"loss", "grad_norm", "lr", "weight", "exp_avg", "exp_avg_sq", "step"}
@@ -66,6 +67,15 @@ def test_what_does_not_fit_is_refused_in_one_line(ranks) -> None:
         assert "only the model has lm_head.weight" in refused["value model"]
         for text in refused.values():
             assert "does not fit the model" in text and "\n" not in text
+
+
+def test_experts_are_refused_in_one_line() -> None:
+    from megappo.engine.translation import saved_by_another
+    from megappo.models.weight_map import EMBEDDING, LOCAL_EMBEDDING
+
+    with pytest.raises(ValueError, match="^another engine wrote it, and experts are not translated; use the role's engine that"):
+        saved_by_another({EMBEDDING}, LOCAL_EMBEDDING, arch(experts=True), False)
+    assert saved_by_another({EMBEDDING, LOCAL_EMBEDDING}, EMBEDDING, arch(), False) is None, "its own"
 
 
 def test_a_rank_reads_its_own_part_of_the_files_alone(ranks) -> None:

@@ -113,7 +113,7 @@ def test_a_role_under_fsdp2_is_searched_in_its_own_layouts(tmp_path, capsys):
     found = json.loads(facts.read_text())
     assert "critic under fsdp2: 1 of 1 layouts" in told.out and "policy: " in told.out
     sizes = {f"critic.parallel.{key}=1" for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
-    assert all({*sizes, "critic.recompute=none"} <= {*one["overrides"]} for one in found["roles"]["critic"])
+    assert all(sizes <= {*one["overrides"]} for one in found["roles"]["critic"])
     assert len(found["roles"]["policy"]) > 1
     config = load_config(path, lines.read_text().split())
     planned = plan_run(config, 16, "cuda", load_hardware("h100").memory_bytes, shapes_only=True).plan
@@ -124,7 +124,10 @@ def test_a_role_under_fsdp2_is_searched_in_its_own_layouts(tmp_path, capsys):
 
 
 MISTAKES = [
-    (["--gpu", "h100", "policy.engine=fsdp2", "policy.recompute=full"], 'policy.recompute = "full": policy.engine is fsdp2'),
+    (
+        ["--gpu", "h100", "policy.engine=fsdp2", "policy.optimizer.distributed=false"],
+        "policy.optimizer.distributed = false: policy",
+    ),
     (["--gpu", "h100", "--roles", "critic", "policy.engine=fsdp2"], "policy.parallel.tp = 2: policy.engine is fsdp2"),
     (["--gpu", "h100", "data.fit_batch=true"], "data.fit_batch = true: tune compares layouts at one batch; write the sizes"),
     (["--gpu", "h100", "--placements", "critic.ranks=0-7"], 'critic.ranks = "0-7": --placements would choose others'),

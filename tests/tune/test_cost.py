@@ -130,7 +130,7 @@ def test_a_sharded_role_exchanges_its_weights_for_every_micro_batch():
     cpu, layout = load_hardware("cpu"), ParallelLayout(4)
     sharded = cost(layout, hardware=cpu, engine="fsdp2", dtype="bf16", micro_batch_tokens=1024)
     size, links, group = count_parameters(ARCH, layout, 0).total, Links.of(cpu), span(layout, "gradients", cpu.gpus_per_node)
-    passes, updates = WORK.samples / 4, WORK.updates * WORK.mini_batch / 4  # micro-batches of one sequence each
+    passes, updates = WORK.samples / 4, WORK.updates("policy") * WORK.mini_batch("policy") / 4  # micro-batches of one sequence each
     gather, reduce = (links.gather_s(group, size * itemsize) for itemsize in (2, 4))
     assert sharded.parts["dp"] == pytest.approx(passes * gather + updates * (2 * gather + reduce))
     megatron = cost(layout, hardware=cpu, dtype="bf16", micro_batch_tokens=1024)
