@@ -260,13 +260,13 @@ def corruption(layouts, place):
     policy.save(2)
     opened, results, warnings = [], {}, []
     verification.logger.addHandler(collector := Collector(warnings))
-    unwatched = store_module.load_sharded
+    unwatched = store_module.load_engine
 
-    def watched(state, directory, *group):
+    def watched(engine, directory, **how):
         opened.append(directory.parts[-3])
-        return unwatched(state, directory, *group)
+        return unwatched(engine, directory, **how)
 
-    store_module.load_sharded = watched
+    store_module.load_engine = watched
     for file in FILES:
         for how in DAMAGES:
             scratch = place / f"{file.replace('/', '-')} {how}"
@@ -285,7 +285,7 @@ def corruption(layouts, place):
                 "warnings": list(warnings),
             }
             on_one_rank(lambda: shutil.rmtree(scratch))
-    store_module.load_sharded = unwatched
+    store_module.load_engine = unwatched
     verification.logger.removeHandler(collector)
     return results
 

@@ -67,7 +67,7 @@ def run(folder: Path, name: str, kind: str, *, resume: bool = False, stop: bool 
 
 
 # name -> the engine that starts the run, and the one that resumes it after its first step
-INTERRUPTED = {"interrupted": ("fsdp2", "fsdp2"), "to megatron": ("fsdp2", "megatron"), "to fsdp2": ("megatron", "fsdp2")}
+INTERRUPTED = {"interrupted": ("fsdp2", "fsdp2"), "to-megatron": ("fsdp2", "megatron"), "to-fsdp2": ("megatron", "fsdp2")}
 
 
 def run_all(rank: int, folder: Path) -> dict[str, list[str]]:
@@ -86,11 +86,13 @@ def run_all(rank: int, folder: Path) -> dict[str, list[str]]:
 
 def export_first_steps(rank: int, folder: Path) -> None:
     """Step 1 of two runs that both began under fsdp2, one of which has been Megatron's since."""
+    from megappo.platform.device import start_distributed
     from megappo.trainer.export import export_checkpoint
 
     # The world is there, and the test's.
-    with mock.patch("megappo.trainer.export.start_alone"), mock.patch("torch.distributed.destroy_process_group"):
-        for name in ("interrupted", "to megatron"):
+    alone = mock.patch("megappo.trainer.export.start_alone", start_distributed)
+    with alone, mock.patch("torch.distributed.destroy_process_group"):
+        for name in ("interrupted", "to-megatron"):
             export_checkpoint(str(folder / "runs" / name), str(folder / f"{name} 1"), role="policy", step=1)
 
 
@@ -149,7 +151,7 @@ def test_a_checkpoint_resumes_in_another_layout(folder: Path) -> None:
     check_same_numbers(rows(folder, "recut")[-1:], rows(folder, "fsdp2")[-1:])
 
 
-@pytest.mark.parametrize("name", ["to megatron", "to fsdp2"])
+@pytest.mark.parametrize("name", ["to-megatron", "to-fsdp2"])
 def test_a_run_resumes_under_the_other_engine(task, name: str) -> None:
     """The step after the change, and the export, are those of the run that never changed; the log says what changed."""
     (folder, said), (old, new) = task, INTERRUPTED[name]
@@ -167,7 +169,7 @@ def test_a_run_resumes_under_the_other_engine(task, name: str) -> None:
 
 def test_a_step_of_the_other_engine_is_exported(folder: Path) -> None:
     spawn_world(export_first_steps, 1, folder)
-    fsdp2, megatron = (weights_at(folder / f"{name} 1") for name in ("interrupted", "to megatron"))
+    fsdp2, megatron = (weights_at(folder / f"{name} 1") for name in ("interrupted", "to-megatron"))
     assert all(torch.equal(fsdp2[name], megatron[name]) for name in fsdp2)
     assert any(not torch.equal(fsdp2[name], tensor) for name, tensor in weights(folder, "interrupted").items())
 
