@@ -29,6 +29,7 @@ LAYOUTS = {
     "megatron pp2": {"engine": "megatron", "parallel": ParallelConfig(pp=2)},
     "megatron dp2": {"engine": "megatron"},
     "fsdp2 dp2": {"engine": "fsdp2"},
+    "fsdp2 tp2": {"engine": "fsdp2", "parallel": ParallelConfig(tp=2)},
 }
 FSDP2 = "fsdp2 dp2"
 # (checkpoint of tests.models.checkpoints, role)
@@ -37,7 +38,7 @@ MODELS = {
     "policy tied": ("qwen2_tied", "policy"),
     "critic": ("qwen3", "critic"),
 }
-CHAIN = ("megatron tp2", FSDP2, "megatron pp2", FSDP2, "megatron dp2", FSDP2, "megatron tp2")
+CHAIN = ("megatron tp2", FSDP2, "megatron pp2", "fsdp2 tp2", "megatron dp2", FSDP2, "megatron tp2")
 GOES_ON = tuple((one, FSDP2) for one in ("megatron tp2", "megatron pp2")) + tuple(
     (FSDP2, one) for one in ("megatron tp2", "megatron dp2")
 )
@@ -107,7 +108,7 @@ def whole_gradients(engine: Any) -> dict[str, Any]:
 
 def state_of(engine: Any) -> dict[str, Any]:
     """Whole weights, moments, main parameters of bf16 models, and the number of updates."""
-    if engine._optimizer is None or not hasattr(engine._optimizer, "moments"):
+    if not hasattr(engine._optimizer, "moments"):
         return megatron_state(engine, engine.groups)
     engine.to("device")
     kinds = {"weight": {name: shard.detach() for name, shard in engine.named_parameters().items()}}
@@ -135,7 +136,7 @@ def chain(bench: Bench, place: Path, model: str, dtype: str) -> dict[str, Any]:
         current = bench.engine(model, layout, seed=1, dtype=dtype, distributed=hop != 3)
         kept.load({"model": current}, {}, runs.FACTS)
         found = state_of(current)
-        if layout == FSDP2 and dtype == "bf16":  # its weights are Megatron's main parameters
+        if layout.startswith("fsdp2") and dtype == "bf16":  # its weights are Megatron's main parameters
             found = {**found, **{f"main {n.removeprefix('weight ')}": t for n, t in only(found, "weight ").items()}}
             found |= {n: t.bfloat16().float() for n, t in only(found, "weight ").items() if f"main {n[7:]}" in wanted}
             found = {name: tensor for name, tensor in found.items() if name in wanted}
