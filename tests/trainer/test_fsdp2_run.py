@@ -174,7 +174,7 @@ def test_a_step_of_the_other_engine_is_exported(folder: Path) -> None:
     assert any(not torch.equal(fsdp2[name], tensor) for name, tensor in weights(folder, "interrupted").items())
 
 
-@pytest.mark.parametrize("name", ["vllm", "placed"])
+@pytest.mark.parametrize("name", ["vllm", "vllm-cut", "placed"])
 def test_vllm_samples_with_the_pushed_weights(folder: Path, name: str) -> None:
     for row in rows(folder, name):
         assert row["rollout/push_verified"] == 1.0
