@@ -110,7 +110,9 @@ def _rectangle(region: _Region, shape: Shape) -> tuple[int, Box]:
 
 
 def _piece(source: _Region, target: _Region, sources: Mapping[str, Shape], targets: Mapping[str, Shape]) -> Piece:
-    _, box = _rectangle(source, sources[source.name])
+    expert, box = _rectangle(source, sources[source.name])
+    first = expert * sources[source.name].rows  # a checkpoint's tensor of all experts is a matrix of their rows
+    box = box._replace(r0=first + box.r0, r1=first + box.r1)
     slot, place = _rectangle(target, targets[target.name])
     if (place.rows, place.cols) != (box.rows, box.cols):
         raise ValueError(f"{source.name}{tuple(box)} is reshaped into {target.name}{tuple(place)}: not a pure slice")

@@ -49,6 +49,8 @@ def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
         why = f"{role}.lora is set and {role}.engine is fsdp2, which does not cut adapters"
         yield refused("parallel.tp", section.parallel.tp, why, "set tp to 1")
     if section.router_aux_coef > 0:
-        yield refused("router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which has no experts", "leave it out")
+        yield refused(
+            "router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which does not balance experts", "leave it out"
+        )
     if not section.optimizer.distributed:
         yield refused("optimizer.distributed", False, f"{role}.engine is fsdp2, which always shards the optimizer", "leave it out")

@@ -80,14 +80,21 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     # --------------------------------------------------------------------------------------------------------- weights
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Name of a Hugging Face tensor or of an adapter's -> this rank's rectangle, fp32 if it trains; empty ones are left out."""
-        return dict(self._model.shards)
+        """Name of a parameter or an adapter's -> this rank's part, fp32 if it trains; those without any are left out.
+
+        The first rank has the model's constants too.
+        """
+        return {**self._model.shards, **self._constants()}
 
     def named_gradients(self) -> dict[str, Tensor]:
         return self._model.gradients()
 
     def merged_parameters(self) -> Weights:
-        return self._model.merged()
+        return {**self._model.merged(), **self._constants()}
+
+    def _constants(self) -> dict[str, torch.nn.Parameter]:
+        """The model's constants, which are whole and the same on every rank, on the first."""
+        return self._model.constants if self.groups.position == 0 else {}
 
     def without_adapters(self) -> AbstractContextManager[None]:
         adapters = self._model.adapters
@@ -107,7 +114,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     def export(self, directory: Path, source: Path) -> None:
         with self.eval_mode():
             export_pieces(
-                self._model.merged(),
+                self.merged_parameters(),
                 self.pieces(),
                 self.arch,
                 self.groups,
@@ -198,6 +205,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
             sequence_parallel=layout.sequence_parallel,
             context=context,
             widest=padded_vocab(self.arch, layout.tp) // layout.tp,
+            logit_scale=self._model.logit_scale,
         )
 
     # ------------------------------------------------------------------------------------------------------- optimizer
@@ -240,9 +248,8 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         model, tp_rank = self._model, self.groups.coordinates.tp
 
         def rectangle(key: str, name: str, values: Tensor) -> Any:
-            shape, box = model.shapes[name], model.boxes[name]
             copy = tp_rank if name in model.copied else 0
-            return sharded_box(key, values, shape, (box.r0, box.c0)[: len(shape)], copy)
+            return sharded_box(key, values, model.shapes[name], model.starts[name], copy)
 
         weights = {name: rectangle(name, name, shard.data) for name, shard in model.saved.items()}
         state: dict[str, Any] = {"model": weights}

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from megappo.config.role_sections import TrainableConfig
 from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2_lora import Adapters
+from megappo.models.expert_slots import constants_of
 from megappo.models.hf_import import check_tied, fill_value_head, read_box
 from megappo.models.hf_tensors import CheckpointReader
 from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, Weights, is_adapter, is_beside_base
@@ -31,11 +32,12 @@ from megappo.models.own_classes import (
     check_packing,
     decoder_of,
     fill_buffers,
+    names_of_embeddings,
     output_weight,
     tokens_of_all_tp_ranks,
 )
-from megappo.models.pieces import Box, as_2d
-from megappo.models.row_shards import plain_piece_map, shard_piece_map
+from megappo.models.pieces import rectangle
+from megappo.models.row_shards import own_parameters, plain_piece_map, shard_piece_map, shards_of
 from megappo.models.tensor_parallel import copied_names, cut_over_tp, partial_names
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.parallel.context import ContextShard
@@ -46,28 +48,37 @@ from megappo.parallel.layout import ParallelLayout
 class ShardedModel:
     """A model and this rank's shards of it.
 
-    shards: name of a tensor, Hugging Face's or an adapter's -> this rank's rectangle, sharing memory with FSDP2's own; tensors of
-    which the rank holds nothing are left out. trained: those of them with a gradient. saved: those that a checkpoint holds. shapes:
-    of the whole tensors, all of them. boxes: places of the shards. copied: names of tensors that tp does not cut, so that each tp
-    rank has the same shard. adapters: of the model's LoRA adapters; None without.
+    shards: name of a parameter, an adapter's too -> this rank's part, sharing memory with FSDP2's own; those of which the rank
+    holds nothing are left out. trained: those of them with a gradient. saved: those that a checkpoint holds. shapes: of the whole
+    parameters, all of them. starts: first index of each shard in every dimension. copied: names of parameters that tp does not
+    cut, so that each tp rank has the same shard. constants: buffers that the checkpoint brought, whole on every rank. logit_scale:
+    of `check_packing`. adapters: of the model's LoRA adapters; None without.
     """
 
-    def __init__(self, module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adapters: Adapters | None = None) -> None:
-        self.module, self.adapters = module, adapters
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        spec: EngineSpec,
+        groups: ProcessGroups,
+        logit_scale: float,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.module, self.logit_scale, self.adapters = module, logit_scale, adapters
+        self.constants = {name: torch.nn.Parameter(buffer, requires_grad=False) for name, buffer in constants_of(module).items()}
         self._root, self._groups = cast(FSDPModule, module), groups
         self._whole = {name: cast(DTensor, parameter.data) for name, parameter in module.named_parameters()}
         self._sharded = dict(module.named_parameters())  # FSDP2 puts others in their place while they are gathered
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._sharded.items()}
         self.shards: dict[str, torch.nn.Parameter] = {}
-        self.boxes: dict[str, Box] = {}
-        pieces = shard_piece_map(spec.arch, groups.layout, self.is_value_model)[groups.position]
-        if adapters is not None:
-            pieces += plain_piece_map(adapters.shapes, groups.layout)[groups.position]
-        for piece in pieces:
-            trains = self._sharded[piece.hf].requires_grad
-            shard = torch.nn.Parameter(self._whole[piece.hf].to_local().detach(), requires_grad=trains)
-            assert as_2d(shard).shape == (piece.box.rows, piece.box.cols), f"{piece.hf} was cut otherwise"
-            self.shards[piece.hf], self.boxes[piece.hf] = shard, piece.box
+        self.starts: dict[str, tuple[int, ...]] = {}
+        places = shards_of(spec.arch, groups.layout, groups.position, self.is_value_model)
+        for piece in () if adapters is None else plain_piece_map(adapters.shapes, groups.layout)[groups.position]:
+            places[piece.hf] = (piece.box.r0, piece.box.c0), (piece.box.rows, piece.box.cols)
+        for name, (start, shape) in places.items():
+            trains = self._sharded[name].requires_grad
+            self.shards[name] = torch.nn.Parameter(self._whole[name].to_local().detach(), requires_grad=trains)
+            self.starts[name] = start
+            assert self.shards[name].shape == shape, f"{name} was cut otherwise"
         self.saved = {name: shard for name, shard in self.shards.items() if adapters is None or is_beside_base(name)}
         self.trained = {name: shard for name, shard in self.shards.items() if shard.requires_grad}
         self.copied = copied_names(spec.arch, self.is_value_model)
@@ -174,12 +185,12 @@ def build_sharded(
         cut_over_tp(module, spec.arch, over_tp, sequence_parallel=layout.sequence_parallel)
     _shard(module, over_fsdp, dtype)
     module.to_empty(device=device)
-    fill_buffers(module, device)
+    fill_buffers(module)
     with torch.no_grad():
         _fill(module, spec, groups, adapters)
-    check_packing(module, dtype, device, groups)
+    logit_scale = check_packing(module, dtype, device, groups)
     cast(FSDPModule, module).reshard()
-    return ShardedModel(module, spec, groups, adapters)
+    return ShardedModel(module, spec, groups, logit_scale, adapters)
 
 
 def _meshes(groups: ProcessGroups, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
@@ -223,20 +234,25 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
         parts = {name: local.pop(name) for name in list(local) if is_adapter(name)}
         adapters.start(parts, plain_piece_map(adapters.shapes, groups.layout)[groups.position])
     reader, is_value_model = CheckpointReader(spec.model), spec.value_head is not None
-    shapes = hf_tensors(spec.arch, is_value_model)
-    if local.keys() != shapes.keys():
-        other = min(local.keys() ^ shapes.keys())
+    shapes, constants = hf_tensors(spec.arch, is_value_model), constants_of(module)
+    wanted = {one.name for one in own_parameters(spec.arch, is_value_model)} if spec.arch.own else shapes.keys()
+    if wanted != local.keys() | constants.keys():
+        other = min(wanted ^ (local.keys() | constants.keys()))
         raise ValueError(f"{spec.model}: transformers and megappo differ on the tensor {other}; use engine megatron")
-    boxes = {piece.hf: piece.box for piece in shard_piece_map(spec.arch, groups.layout, is_value_model)[groups.position]}
-    for name, box in boxes.items():
-        if name != VALUE_HEAD:
-            source, _ = reader.slice(name, shapes[name])
-            as_2d(local[name]).copy_(read_box(source, box))
+    for piece in shard_piece_map(spec.arch, groups.layout, is_value_model)[groups.position]:
+        if piece.hf != VALUE_HEAD and piece.local in local:
+            box, (source, _) = piece.box, reader.slice(piece.hf, shapes[piece.hf])
+            place = rectangle(local[piece.local], piece.slot, piece.row, piece.col, box.rows, box.cols)
+            place.copy_(read_box(source, box))
+    for one in spec.arch.own:
+        if one.constant:
+            (part,) = one.parts
+            constants[one.name].copy_(reader.slice(part.hf, part.shape)[0][:])
     # Both by every rank in whole, so that all of them refuse a checkpoint, and none waits for the others in the next collective.
     if is_value_model:
         head = torch.empty(shapes[VALUE_HEAD])
         fill_value_head(head, spec.arch, reader, spec.value_head or "zero", spec.seed)
-        if VALUE_HEAD in boxes:
+        if len(local[VALUE_HEAD]):
             local[VALUE_HEAD].copy_(head)
     elif spec.arch.tied_embeddings:
-        check_tied(reader, spec.arch, shard_piece_map(spec.arch, ParallelLayout(1))[0])
+        check_tied(reader, spec.arch, shard_piece_map(spec.arch, ParallelLayout(1))[0], *names_of_embeddings(module))

@@ -26,7 +26,7 @@ class LinearOutput:
     hidden: [T / cp, H], with sequence_parallel [T / cp / tp, H]. weight: [V / tp, H], the rows of this rank of `group` (tp; None
     is this rank alone). vocab_start: global id of its first row; num_valid: number of its rows that are real vocabulary (the rest
     is padding). context: this rank's part of the T tokens under context parallel (None: all). widest: rows of the largest shard
-    (None: all shards are as large as this one).
+    (None: all shards are as large as this one). logit_scale: factor of the products.
     """
 
     hidden: Tensor
@@ -37,6 +37,7 @@ class LinearOutput:
     sequence_parallel: bool = False
     context: ContextShard | None = None
     widest: int | None = None
+    logit_scale: float = 1.0
 
     @property
     def fused_loss(self) -> FusedLoss | None:
@@ -52,7 +53,7 @@ class LinearOutput:
         """See `LanguageOutput`; V is the padded vocabulary. Collective over both groups."""
         hidden = self._gathered(self.hidden) if self.sequence_parallel else self.hidden
         local = _product(self.all_tokens(hidden)[rows], self.weight)
-        local = local.bfloat16().float() if logits_dtype == "bf16" else local
+        local = self.logit_scale * (local.bfloat16().float() if logits_dtype == "bf16" else local)
         local[:, self.num_valid :] = -torch.inf
         if self.widest is not None:  # a gather takes equal shards
             local = pad(local, (0, self.widest - local.shape[1]), value=-torch.inf)
@@ -72,7 +73,7 @@ class LinearOutput:
             sequence_parallel=self.sequence_parallel,
             vocab_start=self.vocab_start,
             num_valid=self.num_valid,
-            temperature=query.temperature,
+            temperature=query.temperature / self.logit_scale,
             want_entropy=query.want_entropy,
             logits_dtype=query.logits_dtype,
             kept=None if query.kept is None else self.own_tokens(query.kept),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from megappo.models.implementation import Implementation
 
@@ -54,6 +54,30 @@ class MoeArch:
     dense_layers: tuple[int, ...] = ()
 
 
+class Part(NamedTuple):
+    """A tensor of a checkpoint inside a parameter: as many rows as it has, from `row` on, both seen as matrices (`as_2d`)."""
+
+    hf: str
+    shape: tuple[int, ...]
+    row: int
+
+
+@dataclass(frozen=True)
+class OwnParameter:
+    """A parameter of transformers' own class, and the tensors of its checkpoint in it, which cover it: one of the same name, or
+    those of all experts of a layer.
+
+    of_head: belongs to the output projection, so that a value model has none. constant: a buffer that the checkpoint brings; every
+    rank has it whole, and nothing changes it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    of_head: bool = False
+    constant: bool = False
+
+
 @dataclass(frozen=True)
 class ModelArch:
     """One decoder-only transformer. family: name of its `Family`. architecture: Hugging Face's, of the whole checkpoint.
@@ -62,6 +86,10 @@ class ModelArch:
 
     sliding_window: tokens that a token sees, itself included, in the layers whose `sliding_layers` is true (one entry per layer).
     None and () if every layer sees the whole sequence.
+
+    own: parameters of transformers' own class, where the family does not say them (`any_model.py`): engine fsdp2 alone runs the
+    model then. Without a family, `family` is transformers' model type, and the other fields are for estimates. keeps_scores: its
+    attention has sinks or capped scores, which no fused kernel computes (`plain_attention.py`).
     """
 
     family: str
@@ -82,6 +110,8 @@ class ModelArch:
     sliding_window: int | None = None
     sliding_layers: tuple[bool, ...] = ()
     moe: MoeArch | None = None
+    own: tuple[OwnParameter, ...] = ()
+    keeps_scores: bool = False
 
     def is_sparse(self, layer: int) -> bool:
         """True if this layer has experts. layer: from 0, in the whole model."""

@@ -192,6 +192,20 @@ class _Unpad(torch.autograd.Function):
         return padded.index_copy_(0, ctx.grouping.packed, grad), None
 
 
+def pad(x: Tensor, grouping: Grouping) -> Tensor:
+    """Packed [T, ...] -> padded rows of the groups [P, ...]; differentiable where `unpad` leaves padding without gradients."""
+    padded = _Pad.apply(x, grouping)
+    assert isinstance(padded, Tensor)
+    return padded
+
+
+def unpad(x: Tensor, grouping: Grouping) -> Tensor:
+    """Padded rows of the groups [P, ...] -> packed [T, ...]; differentiable."""
+    packed = _Unpad.apply(x, grouping)
+    assert isinstance(packed, Tensor)
+    return packed
+
+
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, grouping: Grouping, scale: float, window: int | None = None
 ) -> Tensor:
@@ -202,7 +216,7 @@ def grouped_attention(
     """
     if not grouping.groups:
         return query.new_zeros(query.shape)
-    padded = [_Pad.apply(x, grouping) for x in (query, key, value)]
+    padded = [pad(x, grouping) for x in (query, key, value)]
     outputs = []
     for group in grouping.groups:
         rows = group.num_sequences * group.length
@@ -216,7 +230,7 @@ def grouped_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
         )
         outputs.append(out.transpose(1, 2).reshape(rows, *query.shape[1:]))
-    return _Unpad.apply(torch.cat(outputs), grouping)
+    return unpad(torch.cat(outputs), grouping)
 
 
 def band(length: int, window: int, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ The trainer's statistics and the tuner's cost model share it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import torch
@@ -59,6 +60,24 @@ def layer_weights(arch: ModelArch, sparse: bool) -> tuple[int, int]:
     return attention + h * arch.moe.num_experts, 3 * h * arch.moe.ffn_size * arch.moe.top_k
 
 
+def _family_weights(arch: ModelArch) -> int:
+    """Matrix elements of the layers that a token meets."""
+    num_sparse = sum(arch.is_sparse(layer) for layer in range(arch.num_layers))
+    weights = num_sparse * sum(layer_weights(arch, True)) if num_sparse else 0
+    return weights + (arch.num_layers - num_sparse) * sum(layer_weights(arch, False))
+
+
+def _own_weights(arch: ModelArch) -> int:
+    """The same by the shapes of transformers' parameters: of those of all experts top_k entries."""
+    weights = 0
+    for parameter in arch.own:
+        if "layers." in parameter.name and len(parameter.shape) == 2:
+            weights += prod(parameter.shape)
+        elif len(parameter.shape) == 3 and arch.moe is not None:
+            weights += prod(parameter.shape[1:]) * arch.moe.top_k
+    return weights
+
+
 def window_of(arch: ModelArch, layer: int) -> int | None:
     """Tokens that a token of this layer sees, itself included; None if it sees all before it."""
     return arch.sliding_window if arch.sliding_window is not None and arch.sliding_layers[layer] else None
@@ -82,9 +101,7 @@ def forward_flops(
     count, sliding windows included.
     """
     tokens = int(lengths.sum())
-    num_sparse = sum(arch.is_sparse(layer) for layer in range(arch.num_layers))
-    weights = num_sparse * sum(layer_weights(arch, True)) if num_sparse else 0
-    weights += (arch.num_layers - num_sparse) * sum(layer_weights(arch, False))
+    weights = _own_weights(arch) if arch.own else _family_weights(arch)
     windows = [window_of(arch, layer) for layer in range(arch.num_layers)]
     keys = sum(windows.count(window) * _pairs(lengths, window, causal) for window in set(windows))
     columns = 1 if value_head else arch.vocab_size

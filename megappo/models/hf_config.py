@@ -12,7 +12,7 @@ from typing import Any
 
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.config_file import read_config
-from megappo.models.families.registry import FAMILIES, family_of, wrapped_families
+from megappo.models.families.registry import FAMILIES, NotImplementedByFamilies, family_of, wrapped_families
 from megappo.models.family import Family, Window
 from megappo.models.fp8 import read_fp8
 
@@ -36,14 +36,20 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     architecture = _architecture(config)
     families = {family.name: family for family in wrapped_families().get(architecture, [])}
-    if not families:
+    if not families and not isinstance(config.get("text_config"), Mapping):
         return {key: value for key, value in config.items() if key != "quantization_config"}
     text = {key: value for key, value in (config.get("text_config") or {}).items() if key != "quantization_config"}
+    if not families:  # of an architecture that only transformers knows; whoever runs it names the text-only one
+        return _with_outer_keys({**text, "architectures": [architecture]}, config)
     (default,) = {family.composite.model_type for family in families.values() if family.composite is not None}
     name = text.get("model_type", default)
     if name not in families:
         raise ValueError(f"{architecture} with text_config.model_type {name!r}: supported are {', '.join(families)}")
-    text["architectures"] = [families[name].architecture()]
+    return _with_outer_keys({**text, "architectures": [families[name].architecture()]}, config)
+
+
+def _with_outer_keys(text: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The language model's part of a composite config with what stands outside of it."""
     # True: transformers' default for every config class that has none of its own.
     text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
     for key in ("dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"):
@@ -64,7 +70,8 @@ def read_arch(path: str | Path) -> ModelArch:
     try:
         return arch_of(read_config(path))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
+        kind = NotImplementedByFamilies if isinstance(error, NotImplementedByFamilies) else ValueError
+        raise kind(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
 
 
 def arch_of(config: Mapping[str, Any]) -> ModelArch:
@@ -165,10 +172,10 @@ class _Values:
 def _refuse_unimplemented(values: _Values) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ValueError(f"hidden_act {activation!r} is not supported; only silu is")
+        raise NotImplementedByFamilies(f"hidden_act {activation!r} is not supported; only silu is")
     for key in ("attention_bias", "mlp_bias"):
         if values.get(key):
-            raise ValueError(f"{key} = true is not supported (biases on o_proj or the MLP)")
+            raise NotImplementedByFamilies(f"{key} = true is not supported (biases on o_proj or the MLP)")
     if dropout := values.get("attention_dropout"):
         raise ValueError(f"attention_dropout {dropout} is not supported; set it to 0 in config.json")
     if values.get("pretraining_tp") not in (None, 1):
@@ -239,15 +246,15 @@ def _sliding_layers(values: _Values, first_layer: int | None, num_layers: int, w
 def _read_rope(values: _Values) -> Rope:
     given = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise ValueError("rope_parameters per layer type are not supported")
+        raise NotImplementedByFamilies("rope_parameters per layer type are not supported")
     older_name = given.pop("type", None)
     kind = given.pop("rope_type", None) or older_name or "default"
     if kind not in _ROPE_KEYS:
-        raise ValueError(f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KEYS)}")
+        raise NotImplementedByFamilies(f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KEYS)}")
     theta = given.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
     partial = given.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor {partial} is not supported; the whole head must be rotated")
+        raise NotImplementedByFamilies(f"partial_rotary_factor {partial} is not supported; the whole head must be rotated")
     given.pop("max_position_embeddings", None)  # a second copy in ministral3 configs, which no library reads
     beta = given.pop("llama_4_scaling_beta", None)
     original = given.pop("original_max_position_embeddings", None)

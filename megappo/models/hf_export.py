@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,9 @@ def plan_shards(
     shapes = hf_tensors(arch, value_head)
     written: set[str] = set()
     parts: list[tuple[int, list[str]]] = []
-    # One rank of each stage is enough: its pieces name every tensor of the stage.
-    stages = ParallelLayout(layout.pp, pp=layout.pp, vpp=layout.vpp, layers_per_stage=layout.layers_per_stage)
     for stage in range(layout.pp):
         size = shard_bytes + 1  # full: the stage's first tensor opens a file
-        for name in dict.fromkeys(piece.hf for piece in megatron_pieces(arch, stages, stage, value_head)):
+        for name in shapes if arch.own else _names_of_stage(arch, layout, stage, value_head):
             if name in written:
                 continue
             written.add(name)
@@ -91,6 +89,13 @@ def plan_shards(
         return [Shard("model.safetensors", 0, tuple(parts[0][1]))]
     total = len(parts)
     return [Shard(f"model-{i:05d}-of-{total:05d}.safetensors", stage, tuple(names)) for i, (stage, names) in enumerate(parts, 1)]
+
+
+def _names_of_stage(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool) -> Iterable[str]:
+    """Tensors of a Megatron stage, in order."""
+    # One rank of each stage is enough: its pieces name every tensor of the stage.
+    stages = ParallelLayout(layout.pp, pp=layout.pp, vpp=layout.vpp, layers_per_stage=layout.layers_per_stage)
+    return dict.fromkeys(piece.hf for piece in megatron_pieces(arch, stages, stage, value_head))
 
 
 def export_pretrained(
@@ -205,8 +210,15 @@ def _finish(
 def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype, value_head: bool) -> dict[str, Any]:
     """config.json of the exported text-only model, from the config it was trained from."""
     config = text_config(source)
-    config["architectures"] = [FAMILIES[arch.family].architecture("TokenClassification" if value_head else "CausalLM")]
+    head = "TokenClassification" if value_head else "CausalLM"
+    # Without a family `architecture` is the language model's, whatever the source's own head.
+    known = arch.family in FAMILIES
+    config["architectures"] = [
+        FAMILIES[arch.family].architecture(head) if known else arch.architecture.removesuffix("CausalLM") + head
+    ]
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = _DTYPE_NAMES[dtype]
+    if arch.own:  # explicit: a composite's default may be another than its language model's
+        config["tie_word_embeddings"] = arch.tied_embeddings
     for key in ("num_labels", "id2label", "label2id"):
         config.pop(key, None)
     if arch.rope.llama_4_scaling is not None:

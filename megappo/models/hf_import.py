@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Literal
 
@@ -67,10 +68,16 @@ def load_pretrained(
 
 
 def read_box(source: LazySlice, box: Box) -> Tensor:
-    """Read a rectangle of a safetensors slice as 2-D (a 1-D tensor is one column)."""
-    if len(source.get_shape()) == 1:
+    """Read a rectangle of a safetensors slice as 2-D (`as_2d`)."""
+    shape = source.get_shape()
+    if len(shape) == 1:
         return source[box.r0 : box.r1].view(-1, 1)
-    return source[box.r0 : box.r1, box.c0 : box.c1]
+    if len(shape) == 2:
+        return source[box.r0 : box.r1, box.c0 : box.c1]
+    rows = prod(shape[1:-1])  # of each entry of the first dimension
+    first = box.r0 // rows
+    entries = as_2d(source[first : -(-box.r1 // rows)].contiguous())
+    return entries[box.r0 - first * rows : box.r1 - first * rows, box.c0 : box.c1]
 
 
 def _place(parameter: Tensor, piece: Piece, values: Tensor) -> None:
@@ -78,14 +85,16 @@ def _place(parameter: Tensor, piece: Piece, values: Tensor) -> None:
     target.copy_(values)
 
 
-def check_tied(reader: CheckpointReader, arch: ModelArch, pieces: list[Piece]) -> None:
+def check_tied(
+    reader: CheckpointReader, arch: ModelArch, pieces: Sequence[Piece], embedding_name: str = EMBEDDING, output_name: str = OUTPUT
+) -> None:
     """Raise ValueError for a checkpoint that claims tied embeddings but has another output projection, which would be lost."""
-    if reader.find(OUTPUT) is None:
+    if reader.find(output_name) is None:
         return
     shape = (arch.vocab_size, arch.hidden_size)
-    for piece in (piece for piece in pieces if piece.hf == EMBEDDING):
-        output, where = reader.slice(OUTPUT, shape)
-        embedding, _ = reader.slice(EMBEDDING, shape)
+    for piece in (piece for piece in pieces if piece.hf == embedding_name):
+        output, where = reader.slice(output_name, shape)
+        embedding, _ = reader.slice(embedding_name, shape)
         if not torch.equal(read_box(output, piece.box), read_box(embedding, piece.box)):
             fix = "set tie_word_embeddings to false in config.json"
             raise ValueError(f"{where} differs from the embedding to which it is tied; {fix}")

@@ -25,6 +25,7 @@ from megappo.data.packing import pack
 from megappo.data.positions import moved
 from megappo.models.attention import PackedSequences, grouped_attention, varlen_attention, whole_sequences
 from megappo.models.flops import Recompute
+from megappo.models.plain_attention import plain_attention
 from megappo.parallel.context import ContextShard, context_shard
 from megappo.parallel.groups import ProcessGroups
 
@@ -46,8 +47,13 @@ class ValueModel(torch.nn.Module):
 
     def __init__(self, decoder: PreTrainedModel, hidden_size: int) -> None:
         super().__init__()
-        self.model = decoder
+        self._prefix = decoder.base_model_prefix  # of the decoder's tensors in a checkpoint of the language model
+        self.add_module(self._prefix, decoder)
         self.score = torch.nn.Linear(hidden_size, 1, bias=False, dtype=torch.float32)
+
+    @property
+    def decoder(self) -> Any:
+        return getattr(self, self._prefix)
 
     def packed_output(self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None) -> Tensor:
         """See `OUTPUT_METHOD`."""
@@ -56,8 +62,8 @@ class ValueModel(torch.nn.Module):
     def hidden_states(self, tokens: Tensor, cu_seqlens: Tensor | None, context: ContextShard | None = None) -> Tensor:
         """[1, T, H]; without `cu_seqlens` of one sequence, through transformers' own attention."""
         if cu_seqlens is None:
-            return self.model(input_ids=tokens[None], use_cache=False).last_hidden_state
-        return _hidden_states(self.model, tokens, cu_seqlens, context)
+            return self.decoder(input_ids=tokens[None], use_cache=False).last_hidden_state
+        return _hidden_states(self.decoder, tokens, cu_seqlens, context)
 
 
 def build_on_meta(
@@ -99,7 +105,7 @@ def _again(function: Callable[..., Any], draws: bool, *args: Any, **kwargs: Any)
 
 def decoder_of(model: torch.nn.Module) -> Any:
     """The stack of layers inside, with its embedding."""
-    return model.model if isinstance(model, ValueModel) else model.base_model
+    return model.decoder if isinstance(model, ValueModel) else model.base_model
 
 
 def output_weight(model: torch.nn.Module) -> Tensor:
@@ -117,15 +123,32 @@ def tokens_of_all_tp_ranks(x: Tensor, groups: ProcessGroups) -> Tensor:
     return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False, group=groups.tp)
 
 
-def fill_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Make the tables of rotary embeddings, which no checkpoint brings. ValueError for a model with other buffers."""
-    decoder = decoder_of(model)
-    for name, child in list(decoder.named_children()):
-        if name == "rotary_emb":
-            setattr(decoder, name, type(child)(config=decoder.config).to(device))
-    left = [name for name, buffer in model.named_buffers() if buffer.is_meta or "rotary_emb" not in name]
-    if left:
-        raise ValueError(f"{type(model).__name__} has the buffer {left[0]}, which engine fsdp2 does not load; use engine megatron")
+def names_of_embeddings(model: torch.nn.Module) -> tuple[str, str]:
+    """Tensors of a language model's embedding, and of its output projection if it had one of its own."""
+    assert isinstance(model, PreTrainedModel)
+    names = {id(part): f"{name}.weight" for name, part in model.named_modules()}
+    return names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
+
+
+def fill_buffers(model: torch.nn.Module) -> None:
+    """Make the numbers that a class computes of its config, such as angles of rotary embeddings, by transformers' initialisation.
+
+    Constants that the checkpoint brings are zero until they are read. ValueError if the initialisation leaves a buffer out.
+    """
+    owner: Any = decoder_of(model)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the initialisation passes these by
+    for part in model.modules():
+        buffers = dict(part.named_buffers(recurse=False))
+        for buffer in buffers.values():
+            buffer.fill_(torch.nan if buffer.is_floating_point() else -1)
+        if buffers:
+            owner._init_weights(part)
+        for name, buffer in buffers.items():
+            if name not in part._non_persistent_buffers_set:
+                buffer.zero_()
+            elif buffer.dtype == torch.bool or bool((buffer.isnan() if buffer.is_floating_point() else buffer == -1).any()):
+                raise ValueError(f"{type(owner).__name__} has the buffer {name}, which nothing fills; engine fsdp2 cannot run it")
 
 
 def _hidden_states(decoder: Any, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None) -> Tensor:
@@ -171,22 +194,27 @@ def packed_attention(
     """Causal attention within each sequence, in the form that transformers calls.
 
     query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]; T / cp tokens under context parallel, for
-    which tokens are exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509) and whole sequences attended. sliding_window: tokens
-    that a token sees, itself included. ValueError for scores that are capped or have sinks.
+    which tokens are exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509) and whole sequences attended. Values may have fewer
+    channels than keys, as the result then. sliding_window: tokens that a token sees, itself included. softcap: cap of the scores.
+    s_aux: sink of each head [heads].
     """
-    if softcap is not None or s_aux is not None:
-        what = "softcap" if softcap is not None else "attention sinks"
-        raise ValueError(f"{type(module).__name__} has {what}, which packed attention leaves out; use another model")
     assert attention_mask is None, "packed sequences need no mask"
+    scale, value_dim = query.size(-1) ** -0.5 if scaling is None else scaling, value.size(-1)
+    if value_dim < key.size(-1):  # multi-head latent attention; the kernels want one width
+        value = torch.nn.functional.pad(value, (0, key.size(-1) - value_dim))
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     if packed.context is not None:
         q, k, v = (x.contiguous() for x in whole_sequences(q, k, v, packed.context))
-    scale = q.size(-1) ** -0.5 if scaling is None else scaling
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        s_aux = None if s_aux is None else s_aux.view(packed.context.size, -1)[packed.context.rank]
+    if softcap is not None or s_aux is not None:
+        # Flash kernels have neither, on no device.
+        out = plain_attention(q, k, v, packed.grouping(), scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    elif q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         out = varlen_attention(q, k, v, packed, scale, sliding_window)
     else:
         out = grouped_attention(q, k, v, packed.grouping(), scale, sliding_window)
-    return (out if packed.context is None else packed.context.tokens_from_heads(out))[None], None
+    out = out if packed.context is None else packed.context.tokens_from_heads(out)
+    return out[None, ..., :value_dim], None
 
 
 def _attention_again(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -196,11 +224,12 @@ def _attention_again(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 # ------------------------------------------------------------------------------------------------------------ start-up check
 
 
-def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device, groups: ProcessGroups) -> None:
+def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device, groups: ProcessGroups) -> float:
     """Compare two packed sequences with each alone through transformers' own attention, and logits with the output projection.
 
-    ValueError if they differ: layers carry state from token to token, or scale or cap the logits. Collective over the ranks of a
-    sharded model, whose root stays gathered.
+    The factor by which the model scales its logits (1.0 for a value model), of those that its config names. ValueError if they
+    differ: layers carry state from token to token, or cap the logits. Collective over the ranks of a sharded model, whose root
+    stays gathered.
     """
     decoder, layout = decoder_of(model), groups.layout
     # As long as context and sequence parallel can cut.
@@ -216,14 +245,23 @@ def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.devi
             alone = torch.cat([_rows(model, torch.tensor(part, device=device), None, groups) for part in parts])
     alone = alone if context is None else context.take(alone)
     # Of the tokens and logits of all ranks: all of them refuse, or none.
-    squares = torch.stack([(packed - alone).double().square().sum(), alone.double().square().sum()])
+    scales = _logit_scales(model)
+    squares = torch.stack([one.double().square().sum() for one in (alone, *(scale * packed - alone for scale in scales))])
     dist.all_reduce(squares, group=groups.everyone)
-    error = float((squares[0] / squares[1]).sqrt())
+    error, scale = min(zip((squares[1:] / squares[0]).sqrt().tolist(), scales))
     if not error <= _TOLERANCE[dtype]:
         raise ValueError(
             f"{type(decoder).__name__}: sequences packed together differ from each alone by {error:.1e} of their norm "
             f"(limit {_TOLERANCE[dtype]:g}); this architecture cannot run under engine fsdp2"
         )
+    return scale
+
+
+def _logit_scales(model: torch.nn.Module) -> list[float]:
+    """Factors of the logits that the config may mean: classes multiply (cohere2) or divide (granite) by the same keys."""
+    config: Any = decoder_of(model).config
+    named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling")] if isinstance(model, PreTrainedModel) else []
+    return [1.0, *(factor for value in named if value for factor in (float(value), 1.0 / value))]
 
 
 def _rows(
@@ -244,6 +282,6 @@ def _rows(
 @contextmanager
 def _own_attention(decoder: Any) -> Iterator[None]:
     packed = decoder.config._attn_implementation
-    decoder.config._attn_implementation = "sdpa"
+    decoder.config._attn_implementation = "eager"  # the one that has sinks and caps
     yield
     decoder.config._attn_implementation = packed

@@ -1,14 +1,15 @@
 """Places of the rectangles of Hugging Face tensors in the parameters of a rank.
 
 Import, export, the bridge and every engine share this description. A Piece is a 2-D box of an HF tensor and its place in a local
-tensor; 1-D tensors are [n, 1]. `megatron_pieces` in `weight_map.py` makes those of a Megatron rank, `piece_map` those of a whole
-role. Pure values, no Megatron, no vLLM.
+tensor; 1-D tensors are [n, 1], and those of three dimensions are matrices, one below the other. `megatron_pieces` in
+`weight_map.py` makes those of a Megatron rank, `piece_map` those of a whole role. Pure values, no Megatron, no vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # a configuration is refused without loading torch
@@ -147,5 +148,10 @@ def rectangle(tensor: Tensor, slot: int, row: int, col: int, rows: int, cols: in
 
 
 def as_2d(tensor: Tensor) -> Tensor:
-    """View [n] as [n, 1]; 2-D tensors stay."""
-    return tensor.view(-1, 1) if tensor.dim() == 1 else tensor
+    """View [n] as [n, 1] and [..., m, n] as [... * m, n]; 2-D tensors stay."""
+    return tensor if tensor.dim() == 2 else tensor.view(-1, 1 if tensor.dim() == 1 else tensor.size(-1))
+
+
+def shape_as_2d(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of `as_2d`."""
+    return (shape[0], 1) if len(shape) == 1 else (prod(shape[:-1]), shape[-1])

@@ -2,18 +2,22 @@
 
 tp cuts first, columns or rows, as the family's rules say; the rows that are left are cut over all ranks of the same tp coordinate
 (dp x cp). Both cuts are torch.chunk's, which DTensor and FSDP2 take: ceil(rows / ranks) rows for each rank, fewer or none for the
-last. The names of the parameters are the tensors' own. Pure values, as `pieces.py`.
+last. The names of the parameters are the tensors' own, but for those that hold the tensors of all experts of a layer
+(`ModelArch.own`, without tp): a rank has some of them. Pure values, as `pieces.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
-from megappo.models.arch import ModelArch
-from megappo.models.pieces import Box, Piece, PieceMap, Section
-from megappo.models.weight_map import hf_cuts, hf_layer, hf_tensors
+from megappo.models.arch import ModelArch, OwnParameter, Part
+from megappo.models.pieces import Box, Held, Piece, PieceMap, Section, shape_as_2d
+from megappo.models.weight_map import VALUE_HEAD, hf_cuts, hf_layer, hf_tensors
 from megappo.models.weight_rules import Cut
 from megappo.parallel.layout import ParallelLayout
+
+_LAYER = re.compile(r"(?:.*?\.)??layers\.(\d+)\.")
 
 
 def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -34,8 +38,10 @@ def shard_box(shape: tuple[int, ...], cut: Cut, layout: ParallelLayout, position
 
 
 def shard_piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool = False) -> PieceMap:
-    """Rectangles of every position, from one template for all layers. For a model without experts."""
-    assert arch.moe is None, "experts are one parameter in transformers, and many tensors in its checkpoints"
+    """Rectangles of every position, from one template for each kind of layer."""
+    if arch.own:
+        return _own_piece_map(arch, layout, value_head)
+    assert arch.moe is None, f"parameters of the experts of this {arch.family} model were not read"
     first = hf_layer(0)
     shapes, cuts = hf_tensors(arch, value_head), hf_cuts(arch, value_head)
     prefixes = tuple(map(hf_layer, range(arch.num_layers)))
@@ -65,3 +71,87 @@ def _pieces(
         if box is not None:
             found.append(Piece(name, box, name, 0, 0))
     return found
+
+
+def shards_of(
+    arch: ModelArch, layout: ParallelLayout, position: int, value_head: bool = False
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Parameter -> (first index of its shard in every dimension, shape of the shard) of those of which a position has a part."""
+    found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    if not arch.own:
+        shapes = hf_tensors(arch, value_head)
+        for piece in shard_piece_map(arch, layout, value_head)[position]:
+            box, dims = piece.box, len(shapes[piece.hf])
+            found[piece.hf] = (box.r0, box.c0)[:dims], (box.rows, box.cols)[:dims]
+        return found
+    for one in own_parameters(arch, value_head):
+        start, stop = rows_of_rank(one.shape[0], layout.dp * layout.cp, position)
+        if stop > start and not one.constant:
+            found[one.name] = (start, *(0 for _ in one.shape[1:])), (stop - start, *one.shape[1:])
+    return found
+
+
+# ------------------------------------------------------------------------------------------ parameters of transformers' own class
+
+
+def own_parameters(arch: ModelArch, value_head: bool = False) -> tuple[OwnParameter, ...]:
+    """Parameters and constants of `arch.own`, of a value model with its head in place of the output projection."""
+    if not value_head:
+        return arch.own
+    shape = (1, arch.hidden_size)
+    head = OwnParameter(VALUE_HEAD, shape, (Part(VALUE_HEAD, shape, 0),))
+    return (*(one for one in arch.own if not one.of_head), head)
+
+
+def layer_prefix(name: str) -> str:
+    """Beginning of a parameter's name that its layer has for itself, such as `model.layers.3.`; empty outside the layers."""
+    found = _LAYER.match(name)
+    return found[0] if found else ""
+
+
+def _own_piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool) -> PieceMap:
+    assert layout.tp == 1, f"nothing says how tp cuts this {arch.family} model"
+    by_layer: dict[str, list[OwnParameter]] = {"": []}
+    for parameter in own_parameters(arch, value_head):
+        prefix = layer_prefix(parameter.name)
+        inside = all(part.hf.startswith(prefix) for part in parameter.parts)
+        by_layer.setdefault(prefix if inside else "", []).append(parameter)
+    kinds: dict[tuple[OwnParameter, ...], int] = {}
+    templates: list[tuple[Held, ...]] = []
+    sections = []
+    ranks = layout.world_size
+    for prefix, parameters in by_layer.items():
+        kind = tuple(_without(parameter, len(prefix)) for parameter in parameters)
+        if kind not in kinds:
+            kinds[kind] = len(templates)
+            pieces = {rank: [piece for one in kind for piece in _own_pieces(one, ranks, rank)] for rank in range(ranks)}
+            templates.append(PieceMap.of(pieces).templates[0])
+        sections.append(Section(prefix, prefix, kinds[kind], 0))
+    return PieceMap(ranks, tuple(templates), tuple(sections))
+
+
+def _without(parameter: OwnParameter, prefix: int) -> OwnParameter:
+    """The parameter of a template: its names without the layer's `prefix` characters."""
+    parts = tuple(Part(part.hf[prefix:], part.shape, part.row) for part in parameter.parts)
+    return OwnParameter(parameter.name[prefix:], parameter.shape, parts, parameter.of_head, parameter.constant)
+
+
+def _own_pieces(parameter: OwnParameter, ranks: int, rank: int) -> Iterable[Piece]:
+    """Rectangles of a parameter on a rank. Constants are the first rank's."""
+    entries = parameter.shape[0]
+    start, stop = rows_of_rank(entries, 1 if parameter.constant else ranks, rank)
+    rows, cols = shape_as_2d(parameter.shape)
+    each = rows // entries  # rows of an entry of the first dimension: of an expert
+    return _cut(parameter, start * each, stop * each, cols, each if len(parameter.shape) == 3 else rows)
+
+
+def _cut(parameter: OwnParameter, first: int, last: int, cols: int, slot_rows: int) -> Iterable[Piece]:
+    """Pieces within rows first..last - 1 of a parameter, none of which crosses a slot of its local tensor."""
+    for part in parameter.parts:
+        end = part.row + shape_as_2d(part.shape)[0]
+        row = max(part.row, first)
+        while row < min(end, last):
+            slot, inside = divmod(row - first, slot_rows)
+            stop = min(end, last, row + slot_rows - inside)
+            yield Piece(part.hf, Box(row - part.row, stop - part.row, 0, cols), parameter.name, inside, 0, slot)
+            row = stop

@@ -60,6 +60,9 @@ def _rank_rules(arch: ModelArch, layout: ParallelLayout, at: Coordinates, layer:
 
 def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
     """Every tensor of the Hugging Face checkpoint by name; a value model has `score.weight` in place of the output projection."""
+    if arch.own:
+        held = (part for parameter in arch.own if not (value_head and parameter.of_head) for part in parameter.parts)
+        return {part.hf: part.shape for part in held} | ({VALUE_HEAD: (1, arch.hidden_size)} if value_head else {})
     tensors: dict[str, Shape] = {EMBEDDING: (arch.vocab_size, arch.hidden_size)}
     for layer in range(arch.num_layers):
         rules = list(layer_rules(arch, layer))
@@ -76,7 +79,9 @@ def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
 
 
 def hf_cuts(arch: ModelArch, value_head: bool = False) -> dict[str, Cut]:
-    """Cut of every tensor of `hf_tensors` over tp ranks; those of experts are left out."""
+    """Cut of every tensor of `hf_tensors` over tp ranks; those of experts are left out. None is cut of a model without a family."""
+    if arch.own:
+        return dict.fromkeys(hf_tensors(arch, value_head), Cut(None))
     cuts = {EMBEDDING: Cut(0), OUTPUT: Cut(0), FINAL_NORM: Cut(None), VALUE_HEAD: Cut(None)}
     for layer in range(arch.num_layers):
         for rule in layer_rules(arch, layer):

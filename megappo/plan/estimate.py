@@ -22,7 +22,7 @@ from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
-from megappo.plan.fsdp2 import sharded_memory
+from megappo.plan.fsdp2 import count_own_parameters, score_bytes, sharded_memory
 from megappo.plan.memory import (
     CPU_KV_CACHE_GIB,
     GIB,
@@ -266,15 +266,17 @@ def _stage_memory(
     def full(sequences: int) -> int:
         return _full_micro_batch(settings.micro_batch_tokens, sequences, step.max_sequence_tokens, layout)
 
+    # Log-probs and values are of the whole step.
+    tokens, forward_tokens = full(_sequences(config, role, layout, step)), full(_each(step.samples, layout))
     common = {
         "dtype": settings.dtype,
-        "micro_batch_tokens": full(_sequences(config, role, layout, step)),
-        "forward_tokens": full(_each(step.samples, layout)),  # log-probs and values are of the whole step
+        "micro_batch_tokens": tokens,
+        "forward_tokens": forward_tokens,
         "num_micro_batches": micro_batches,
         "value_head": value_head_of(settings) is not None,
         "fused": device == "cuda",
         "values": values_read(config, role),
-        "counter": counter,
+        "counter": counter if settings.engine == "megatron" else count_own_parameters,
     }
     trained = isinstance(settings, TrainableConfig)
     away = (settings.offload.parameters and device == "cuda", False, False)
@@ -299,7 +301,10 @@ def _stage_memory(
         return memory
     itemsize, value_head = ITEMSIZE[settings.dtype], value_head_of(settings) is not None
     lora = settings.lora if isinstance(settings, TrainableConfig) else None
-    return sharded_memory(memory, arch, layout, itemsize, trained=trained, value_head=value_head, offload=away, lora=lora)
+    recompute = settings.recompute if isinstance(settings, TrainableConfig) else "none"
+    forward, training = (score_bytes(arch, n, step.max_sequence_tokens, itemsize, recompute) for n in (forward_tokens, tokens))
+    how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora}
+    return sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
 
 
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:

@@ -6,22 +6,48 @@ Megatron-core's, with the same recomputation.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.lora import shapes_beside_base
-from megappo.models.row_shards import shard_box
-from megappo.models.weight_map import hf_cuts, hf_layer, hf_tensors
-from megappo.models.weight_rules import Cut, Shape
+from megappo.models.row_shards import layer_prefix, shard_box, shards_of
+from megappo.models.weight_map import VALUE_HEAD, hf_tensors
+from megappo.models.weight_rules import Cut
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.activations import FP32
-from megappo.plan.memory import RoleMemory
+from megappo.plan.activations import FP32, Recompute
+from megappo.plan.memory import ParameterCount, RoleMemory
+
+
+def count_own_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
+    """Count the parameters of transformers' class on one tp rank, not sharded, as a `memory.Counter`."""
+    sizes = _sizes(arch, ParallelLayout(layout.tp, tp=layout.tp), value_head)
+    return ParameterCount(sum(sizes.values()), 0, sizes.get(VALUE_HEAD, 0))
+
+
+def _sizes(arch: ModelArch, layout: ParallelLayout, value_head: bool) -> dict[str, int]:
+    """Parameter -> numbers of its shard on the first rank, which is the fullest."""
+    return {name: prod(shape) for name, (_, shape) in shards_of(arch, layout, 0, value_head).items()}
+
+
+def score_bytes(arch: ModelArch, tokens: int, longest: int, itemsize: int, recompute: Recompute) -> tuple[int, int]:
+    """(bytes in a pass without gradients, in a training pass) of attention whose scores are in memory; (0, 0) for other models.
+
+    tokens: of a micro-batch, in sequences of `longest` tokens. Windows save nothing: the scores are of all pairs.
+    """
+    if not arch.keeps_scores:
+        return 0, 0
+    pairs = arch.num_heads * tokens * longest
+    working = 3 * pairs * FP32  # scores, capped or masked ones, their softmax
+    kept = pairs * (FP32 + itemsize)  # the softmax, and its rounding for the product with the values
+    return working + pairs * itemsize, working + kept * (arch.num_layers if recompute == "none" else 1)
 
 
 def sharded_memory(
-    megatron: RoleMemory,
+    unsharded: RoleMemory,
     arch: ModelArch,
     layout: ParallelLayout,
     itemsize: int,
@@ -30,44 +56,50 @@ def sharded_memory(
     value_head: bool,
     offload: tuple[bool, bool, bool],
     lora: LoraConfig | None = None,
+    scores: tuple[int, int] = (0, 0),
 ) -> RoleMemory:
-    """The memory of a Megatron rank of the same role, with the shards of the fullest rank of `layout` in place of whole weights.
+    """The memory of a rank with whole weights (`role_memory`), with the shards of the fullest rank of `layout` in their place.
 
-    itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer. lora: adapters on a frozen base.
+    itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer. lora: adapters on a frozen base. scores:
+    of `score_bytes`.
     """
-    shapes = hf_tensors(arch, value_head)
-    beside = shapes if lora is None else shapes_beside_base(shapes, lora)
-    cuts = {**dict.fromkeys(beside, Cut(None)), **hf_cuts(arch, value_head)}
-    shapes |= beside
-    train = beside if trained else {}
+    one_tp_rank = ParallelLayout(layout.tp, tp=layout.tp)
+    of_adapters = {} if lora is None else shapes_beside_base(hf_tensors(arch, value_head), lora)
 
-    def sizes(of: Mapping[str, Shape], over: ParallelLayout) -> dict[str, int]:
-        """Name -> numbers of its shard on the first rank, which is the fullest."""
-        return {name: box.area for name, shape in of.items() if (box := shard_box(shape, cuts[name], over, 0)) is not None}
+    def sizes(over: ParallelLayout) -> tuple[dict[str, int], dict[str, int]]:
+        """(all parameters, those that train) -> numbers of their shards on the first rank, which is the fullest."""
+        base = _sizes(arch, over, value_head)
+        boxes = {name: shard_box(shape, Cut(None), over, 0) for name, shape in of_adapters.items()}
+        beside = {name: box.area for name, box in boxes.items() if box is not None}
+        everything = {**base, **beside}
+        return everything, (beside if lora is not None else everything) if trained else {}
 
-    def in_groups(of: Mapping[str, Shape]) -> tuple[int, int]:
-        """Numbers of the root's group and of a layer's on one tp rank, while they are gathered."""
-        whole = sizes(of, ParallelLayout(layout.tp, tp=layout.tp))
-        layer = sum(size for name, size in whole.items() if name.startswith(hf_layer(0)))
-        return sum(whole.values()) - arch.num_layers * layer, layer
+    def in_groups(whole: Mapping[str, int]) -> tuple[int, int]:
+        """Numbers of the root's group and of the largest layer's on one tp rank, while they are gathered."""
+        by_layer: Counter[str] = Counter()
+        for name, size in whole.items():
+            by_layer[layer_prefix(name)] += size
+        root = by_layer.pop("", 0)
+        return root, max(by_layer.values(), default=0)
 
-    held, moving = sum(sizes(shapes, layout).values()), sum(sizes(train, layout).values())
-    root, layer = in_groups(shapes)
+    (of_rank, moving_of_rank), (gathered_sizes, moving_gathered) = sizes(layout), sizes(one_tp_rank)
+    held, moving = sum(of_rank.values()), sum(moving_of_rank.values())
+    root, layer = in_groups(gathered_sizes)
     weights = moving * FP32 + (held - moving) * itemsize
     gradients, optimizer = moving * FP32, 2 * moving * FP32
     # The root's group stays gathered, and of the layers the one at work and the next.
     gathered = (root + 2 * layer) * itemsize
     # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
-    reducing = sum(in_groups(train)) * (itemsize + FP32)
+    reducing = sum(in_groups(moving_gathered)) * (itemsize + FP32)
     parameters_away, gradients_away, optimizer_away = offload
     return replace(
-        megatron,
+        unsharded,
         parameters=held,
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=megatron.activations + gathered + reducing,
-        forward=megatron.forward + gathered,
+        activations=unsharded.activations + scores[1] + gathered + reducing,
+        forward=unsharded.forward + scores[0] + gathered,
         offloaded=weights * parameters_away + gradients * gradients_away,
         offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,

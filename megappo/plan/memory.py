@@ -283,14 +283,30 @@ def rollout_memory(
     arch: ModelArch, tp: int, itemsize: int, kv_cache_gib: float | None, memory_share: float, device_memory: int | None
 ) -> RolloutMemory:
     """Weights and KV cache of one rank of a vLLM replica."""
+    if arch.own:  # without a family's rules for what is cut: as if all were, and the vocabulary not padded
+        weights = itemsize * -(-sum(map(prod, hf_tensors(arch).values())) // tp)
+        return _with_cache(arch, arch.num_kv_heads, tp, weights, itemsize, kv_cache_gib, memory_share, device_memory)
     vocab_size = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
     # vLLM repeats KV heads if there are fewer than ranks.
     repeated = replace(arch, num_kv_heads=max(arch.num_kv_heads, tp), vocab_size=vocab_size)
     # vLLM cuts experts like any other matrix; Megatron's etp does the same.
     layout = ParallelLayout(tp, tp=tp, etp=tp if arch.moe is not None else 1)
     weights = itemsize * count_parameters(repeated, layout, stage=0).total
+    return _with_cache(arch, repeated.num_kv_heads, tp, weights, itemsize, kv_cache_gib, memory_share, device_memory)
+
+
+def _with_cache(
+    arch: ModelArch,
+    kv_heads: int,
+    tp: int,
+    weights: int,
+    itemsize: int,
+    kv_cache_gib: float | None,
+    memory_share: float,
+    device_memory: int | None,
+) -> RolloutMemory:
     # 2: keys and values.
-    per_token = 2 * arch.num_layers * repeated.num_kv_heads // tp * arch.head_dim * itemsize
+    per_token = 2 * arch.num_layers * kv_heads // tp * arch.head_dim * itemsize
     if kv_cache_gib is not None:
         cache: int | None = int(kv_cache_gib * GIB)
     elif device_memory is not None:

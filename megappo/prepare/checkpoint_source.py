@@ -15,7 +15,7 @@ from megappo.checkpoint.manifest import Manifest
 from megappo.config.errors import ConfigError, problem
 from megappo.config.yaml_reader import parse_yaml
 from megappo.models.arch import ModelArch
-from megappo.models.hf_config import read_arch
+from megappo.models.role_arch import arch_for
 
 _KEY = "CHECKPOINT"
 _STEP = re.compile(r"step-(\d+)")
@@ -57,14 +57,14 @@ def other_architecture(text: str, manifest: Manifest, role: str, arch: ModelArch
     written, _ = parse_yaml(str(manifest.facts.get("config", "")), text)
     if not isinstance(written, dict):
         return None
-    models = {name: (written.get(name) or {}).get("model") for name in ("policy", "critic")}
-    model = models[role] or models["policy"]
+    sections = {name: written.get(name) or {} for name in ("policy", "critic")}
+    model = sections[role].get("model") or sections["policy"].get("model")
     if model is None or not Path(model, "config.json").is_file():  # moved: the load compares shapes
         return None
-    theirs = read_arch(model)
+    theirs = arch_for(model, sections[role].get("engine", "megatron"))
     differing = [field.name for field in fields(arch) if getattr(theirs, field.name) != getattr(arch, field.name)]
-    # A critic differs from a policy by its head; the layers below must agree.
-    differing = [name for name in differing if name not in ("architecture", "tied_embeddings")]
+    # A critic differs from a policy by its head; the layers below must agree, in the words of either engine.
+    differing = [name for name in differing if name not in ("architecture", "tied_embeddings", "own")]
     if not differing:
         return None
     return ", ".join(f"{name} {getattr(theirs, name)} instead of {getattr(arch, name)}" for name in differing[:3]), model

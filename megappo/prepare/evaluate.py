@@ -16,7 +16,7 @@ from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import CriticConfig, OffloadConfig, OptimizerConfig, ReferenceConfig, RoleConfig
 from megappo.config.run_sections import CheckpointConfig, TrainerConfig
 from megappo.config.schema import AlgorithmConfig, KLConfig, RolloutConfig, TrainConfig
-from megappo.models.hf_config import read_arch
+from megappo.models.role_arch import arch_for
 from megappo.prepare.checkpoint_source import PolicySource, policy_source
 from megappo.prepare.inputs import check_inputs
 
@@ -58,7 +58,7 @@ def find_evaluation(config: TrainConfig, checkpoint: str, only: Sequence[str]) -
     source = policy_source(checkpoint)
     config = config_of_evaluation(config, source, only)
     check_inputs(config, resume=True, trains=False)
-    source.check_architecture(read_arch(config.policy.model), checkpoint)
+    source.check_architecture(arch_for(config.policy.model, config.policy.engine), checkpoint)
     return config, source
 
 

@@ -14,10 +14,11 @@ from megappo.config.layout_checks import parallel_problems, placement_problems, 
 from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.arch import ModelArch
-from megappo.models.hf_config import read_arch
+from megappo.models.families.registry import FAMILIES
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.models.lora import adapted_modules
 from megappo.models.lora_shards import check_stages
+from megappo.models.role_arch import arch_for
 from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.parallel.placement import Placement, placement_of
@@ -42,7 +43,7 @@ def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True, need_
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():
         try:
-            archs[role] = read_arch(path)
+            archs[role] = arch_for(path, getattr(config, role).engine)
         except ValueError as error:
             raise ConfigError(problem(key, path, str(error))) from None
         if need_weights:
@@ -119,18 +120,19 @@ def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
 
 
 def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    """ConfigError for a model that the role's engine does not have."""
-    if settings.engine == "fsdp2" and arch.moe is not None:
-        if settings.parallel.tp > 1:
-            fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1, or {role}.engine to megatron"
-            raise ConfigError(problem(f"{role}.parallel.tp", settings.parallel.tp, fix))
-        fix = f"has no experts, and this {arch.family} model has {arch.moe.num_experts}; use megatron, or a dense model"
-        raise ConfigError(problem(f"{role}.engine", settings.engine, fix))
+    """ConfigError for a layout that the role's engine does not have for this model."""
+    if settings.engine == "fsdp2" and arch.own and settings.parallel.tp > 1:
+        megatron = f", or {role}.engine to megatron" if arch.family in FAMILIES else ""
+        fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
+        raise ConfigError(problem(f"{role}.parallel.tp", settings.parallel.tp, fix))
 
 
 def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
     """ConfigError for targets of adapters that the model, or a stage of its pipeline, does not have."""
     if isinstance(settings, TrainableConfig) and settings.lora is not None:
+        if arch.own:
+            fix = f"adapters need a family's names of layers, and {arch.family} has none under fsdp2; leave {role}.lora out"
+            raise ConfigError(problem(f"{role}.lora.rank", settings.lora.rank, fix))
         try:
             check_stages(arch, layout, adapted_modules(hf_tensors(arch), settings.lora.targets))
         except ValueError as error:

@@ -14,7 +14,7 @@ from megappo.data.cache import Cache, hash_of_modules
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.models.classifier import pad_id_of
-from megappo.models.hf_config import read_arch
+from megappo.models.role_arch import arch_for
 from megappo.prepare.reward_model import KEY, load_reward_tokenizer, tokenizer_of
 
 
@@ -36,7 +36,7 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, Da
     settings = config.reward_model
     if not sets or settings.model is None:
         return ScoredTexts(None)
-    arch = read_arch(settings.model)
+    arch = arch_for(settings.model, settings.engine)
     key, path = tokenizer_of(settings)
     tokenizer = load_reward_tokenizer(settings)
     if tokenizer.vocab_size > arch.vocab_size:

@@ -95,6 +95,7 @@ def build_rollout(
         timeouts=timeouts,
         subworld=subworld,
         lora=apart,
+        arch=place.arch if place is not None else policy.arch if policy is not None else None,
     )
     engine.connect(policy, route)
     return engine

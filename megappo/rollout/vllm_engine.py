@@ -24,6 +24,7 @@ from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.config.role_sections import LoraConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
+from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.lora import shapes_beside_base
 from megappo.models.weight_map import hf_tensors
@@ -55,8 +56,8 @@ class VllmEngine:
     needed by vLLM for stop strings only; without one, they are searched in the text of `detokenize` (token ids -> text) after
     generation. timeouts: how long ranks wait for each other, in vLLM's groups and around a generation. subworld: the ranks of the
     engine (None: all), of `subworld.prepare_rollout_world`; what is collective here is so over them, and the others have no engine.
-    lora: of the policy, if its adapter is pushed apart from the weights below (`rollout.adapter`).
-    ValueError for mistakes of the user: vLLM missing, or a limit of `vllm_limits`.
+    lora: of the policy, if its adapter is pushed apart from the weights below (`rollout.adapter`). arch: of `model`; None reads
+    that of its family. ValueError for mistakes of the user: vLLM missing, or a limit of `vllm_limits`.
     """
 
     name = "vllm"
@@ -76,12 +77,13 @@ class VllmEngine:
         timeouts: TimeoutsConfig = TimeoutsConfig(),
         subworld: SubWorld | None = None,
         lora: LoraConfig | None = None,
+        arch: ModelArch | None = None,
     ) -> None:
         require_vllm()
         self._subworld = subworld
         with self.in_world():
             num_ranks = dist.get_world_size()
-        arch = read_arch(model)
+        arch = arch or read_arch(model)
         check_vllm(arch, config.tp, num_ranks, max_model_len, device.type)
         self.device, self._dtype = device, dtype
         self._tp, self._meeting_s = config.tp, timeouts.meeting_s
@@ -110,6 +112,7 @@ class VllmEngine:
                 **vllm_options(
                     config,
                     model,
+                    arch=arch,
                     dtype=dtype,
                     max_model_len=max_model_len,
                     seed=seed,

@@ -50,7 +50,8 @@ def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, de
             f"rollout.engine: vLLM on a CPU multiplies experts in blocks of {CPU_EXPERT_ALIGNMENT} and the model's "
             f"hidden_size is {arch.hidden_size}; set rollout.engine: megatron"
         )
-    if any(arch.sliding_layers) and not all(arch.sliding_layers):
+    # Architectures without a family have such layers in vLLM too (gemma3, gpt_oss); of families vLLM reads one window for all.
+    if not arch.own and any(arch.sliding_layers) and not all(arch.sliding_layers):
         raise ValueError(
             f"rollout.engine: vLLM has no sliding attention in some layers only of a {arch.family} model; set "
             "rollout.engine: megatron"

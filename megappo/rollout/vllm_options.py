@@ -5,7 +5,7 @@ Pure: needs neither vLLM nor a device, so that a GPU's options can be checked on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from megappo.config.role_sections import LoraConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
+from megappo.models.arch import ModelArch
 from megappo.models.config_file import read_config
 from megappo.models.hf_config import arch_of, text_config
 from megappo.rollout.vllm_adapter import adapter_options
@@ -27,6 +28,7 @@ def vllm_options(
     config: RolloutConfig,
     model: str,
     *,
+    arch: ModelArch | None = None,
     dtype: torch.dtype,
     max_model_len: int,
     seed: int,
@@ -39,17 +41,18 @@ def vllm_options(
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, or of `vllm.EngineArgs`.
 
-    model: directory with config.json. max_model_len: longest prompt plus response in tokens. device_type: "cpu" or "cuda".
-    executor: vLLM's placement of workers. peers_visible: this process sees the GPUs of the other ranks of its replica.
-    timeouts: of the process groups that vLLM makes. lora: of an adapter that vLLM applies itself.
+    model: directory with config.json. arch: of it; None reads that of its family. max_model_len: longest prompt plus response in
+    tokens. device_type: "cpu" or "cuda". executor: vLLM's placement of workers. peers_visible: this process sees the GPUs of the
+    other ranks of its replica. timeouts: of the process groups that vLLM makes. lora: of an adapter that vLLM applies itself.
     """
     on_cpu = device_type == "cpu"
     cache_gib = CPU_KV_CACHE_GIB if config.kv_cache_gib is None and on_cpu else config.kv_cache_gib
-    arch = arch_of(text_config(read_config(model)))
+    text = text_config(read_config(model))
+    arch = arch or arch_of(text)
     options: dict[str, Any] = dict(
         model=model,
         config_format="hf",
-        hf_overrides=_model_config(model),
+        hf_overrides=_model_config(text, arch),
         tokenizer=tokenizer,
         skip_tokenizer_init=tokenizer is None,
         load_format="dummy",
@@ -108,18 +111,17 @@ def see_each_other(tp: int, places: Sequence[tuple[str, int | None]]) -> bool:
     return all(len(set(places[first : first + tp])) == tp for first in range(0, len(places), tp))
 
 
-def _model_config(model: str) -> Callable[[Any], Any]:
+def _model_config(text: Mapping[str, Any], arch: ModelArch) -> Callable[[Any], Any]:
     """Override of config.json for vLLM: of a multimodal checkpoint only the language model, which is trained, in the policy's
     dtype: vLLM would build fp8 layers for a checkpoint in fp8."""
-    text = text_config(read_config(model))
-    rope = arch_of(text).rope
+    rope = arch.rope
 
     def override(config: Any) -> Any:
         config = getattr(config, "text_config", config)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        config.architectures = text["architectures"]
-        config.tie_word_embeddings = text.get("tie_word_embeddings", False)
+        config.architectures = [arch.architecture] if arch.own else text["architectures"]
+        config.tie_word_embeddings = arch.tied_embeddings
         if rope.llama_4_scaling is not None:
             config.llama_4_scaling = rope.llama_4_scaling
         return config

@@ -16,7 +16,7 @@ from megappo.config.role_sections import RoleConfig
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
-from megappo.models.hf_config import read_arch
+from megappo.models.role_arch import arch_for
 from megappo.parallel.layout import layout_of
 from megappo.parallel.placement import Placement, placement_of
 from megappo.parallel.shares import Shares, shares_of
@@ -150,7 +150,7 @@ def spec_of_role(config: TrainConfig | SftConfig, name: str, total_updates: int 
     return EngineSpec(
         role=name,
         model=path,
-        arch=read_arch(path),
+        arch=arch_for(path, section.engine),
         section=section,
         value_head=value_head_of(section),
         total_updates=total_updates,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.engine.base import Engine
-from megappo.models.pieces import Box, as_2d, sizes_of
+from megappo.models.pieces import Box, Piece, as_2d, rectangle, sizes_of
 from megappo.models.weight_map import hf_tensors
 
 
@@ -40,7 +40,7 @@ def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
     position, adapters = engine.placement.position_of(dist.get_rank()), engine.adapter_pieces()
     of_adapters = sizes_of(adapters)
     mine = [
-        (piece.hf, tuple(piece.box), _part(local[piece.local], piece.row, piece.col, piece.box))
+        (piece.hf, tuple(piece.box), _part(local[piece.local], piece))
         for piece in (*engine.pieces()[position], *adapters[position])
         if not of_adapters or piece.local in local
     ]
@@ -59,9 +59,9 @@ def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
     return gathered
 
 
-def _part(tensor: Tensor, row: int, col: int, box: Box) -> Tensor:
+def _part(tensor: Tensor, piece: Piece) -> Tensor:
     # A copy: the next step changes the parameter in place.
-    return as_2d(tensor.detach())[row : row + box.rows, col : col + box.cols].float().cpu().clone()
+    return rectangle(tensor.detach(), piece.slot, piece.row, piece.col, piece.box.rows, piece.box.cols).float().cpu().clone()
 
 
 def _assemble(name: str, whole: Tensor, boxes: Mapping[Box, list[Tensor]]) -> tuple[Tensor, float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from megappo.config.checks import Device, check_config
+from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import placements_in_use, roles_in_use
 from megappo.config.loading import explicit_keys
 from megappo.config.rank_ranges import ALL, ranges_of
@@ -23,6 +24,7 @@ from megappo.models.hf_config import read_arch
 from megappo.models.implementation import choose_implementation
 from megappo.parallel.layout import layout_of
 from megappo.prepare.checks import check_kernels
+from megappo.prepare.inputs import model_paths
 from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.resilience.run_time import input_accepted
 from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
@@ -74,6 +76,12 @@ def _check(config: TrainConfig, device: Device) -> None:
         ranks = _fewest_ranks(config)
     check_config(config, explicit_keys(config), ranks, device)
     check_kernels(config.kernels, device)
+    for key, path in model_paths(config).values():
+        try:
+            read_arch(path)
+        except ValueError as error:
+            fix = f"verify compares with one rank of engine megatron, which cannot run it ({error}); use a model of a family"
+            raise ConfigError(problem(key, path, fix)) from None
     check_layouts(config, read_archs(config, need_weights=False), ranks, choose_implementation(config.model.impl, device))
 
 

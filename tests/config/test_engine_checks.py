@@ -20,7 +20,7 @@ REFUSED = [
         ["policy.parallel.pp=2", "policy.parallel.layers_per_stage=[3, 1]"],
         "policy.parallel.layers_per_stage = [3, 1]: policy.engine",
     ),
-    (["policy.router_aux_coef=0.1"], "policy.router_aux_coef = 0.1: policy.engine is fsdp2, which has no experts"),
+    (["policy.router_aux_coef=0.1"], "policy.router_aux_coef = 0.1: policy.engine is fsdp2, which does not balance experts"),
     (["critic.optimizer.distributed=false"], "critic.optimizer.distributed = false: critic.engine is fsdp2, which always shards"),
 ]
 

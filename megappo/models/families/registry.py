@@ -14,13 +14,17 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, 
 """`ModelArch.family` -> family."""
 
 
+class NotImplementedByFamilies(ValueError):
+    """A sound config of an architecture, or with a feature, that megappo's own layers do not have."""
+
+
 def family_of(architecture: str) -> Family:
-    """The family of a text-only Hugging Face architecture. ValueError names those that are supported."""
+    """The family of a text-only Hugging Face architecture. NotImplementedByFamilies names those that are supported."""
     for family in FAMILIES.values():
         if architecture in map(family.architecture, HEADS):
             return family
     supported = [family.architecture() for family in FAMILIES.values()] + list(wrapped_families())
-    raise ValueError(f"architecture {architecture} is not supported; supported are {', '.join(supported)}")
+    raise NotImplementedByFamilies(f"architecture {architecture} is not supported; supported are {', '.join(supported)}")
 
 
 def wrapped_families() -> dict[str, list[Family]]:

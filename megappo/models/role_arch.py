@@ -1,0 +1,29 @@
+"""Architecture of a role's model: of its family, or under engine fsdp2 of transformers' own class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import NotImplementedByFamilies, read_arch
+
+
+def arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"]) -> ModelArch:
+    """Architecture of the checkpoint directory `path` for an engine: `read_arch`, and under fsdp2 any causal language model of
+    transformers. ValueError, one line, for a model that the engine does not run.
+    """
+    try:
+        arch = read_arch(path)
+    except NotImplementedByFamilies as error:
+        if engine == "megatron":
+            raise ValueError(f"{error}; engine fsdp2 runs any causal language model of transformers") from None
+        # Imports transformers, which families do without.
+        from megappo.models.any_model import describe_model
+
+        return describe_model(path)
+    if engine == "megatron" or arch.moe is None:
+        return arch
+    from megappo.models.any_model import with_own_parameters
+
+    return with_own_parameters(arch, path)

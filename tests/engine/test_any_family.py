@@ -1,0 +1,234 @@
+"""Models without a family under FSDP2, on two ranks, against transformers itself, one sequence at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.data.packing import PackedBatch
+from megappo.models.pieces import as_2d, rectangle
+from megappo.models.role_arch import arch_for
+from megappo.models.weight_map import hf_tensors
+from tests.engine.runs import recorded_batch
+from tests.models.any_families import FAMILIES, write_any_checkpoint, write_composite
+from tests.worlds import spawn_world
+
+# fp32 in another order of sums, relative to the largest number of a tensor.
+TOLERANCE = 5e-5
+CONTEXT = ("gpt_oss", "deepseek_v3")  # sinks are cut with the heads; values are narrower than keys
+CRITICS = ("gpt_neox", "gemma3_text", "deepseek_v3", "gpt_oss")
+DENOMINATOR = 10.0
+
+
+def run_of_two(rank: int, folder: str) -> dict[str, Any]:
+    from megappo.engine.build import RoleEngines
+    from megappo.platform import cpu
+
+    cpu.install()
+    engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
+    found: dict[str, Any] = {}
+    for kind in FAMILIES:
+        found[kind] = trained(engines, Path(folder, kind))
+    for kind in CRITICS:
+        found["critic", kind] = values(engines, Path(folder, kind))
+    found["resumed"] = resumed(engines, Path(folder, "deepseek_v3"))
+    found["composite"] = trained(engines, Path(folder, "composite"))
+    for kind in CONTEXT:
+        found["cp", kind] = trained(engines, Path(folder, kind), exports=False, parallel={"cp": 2})
+    for recompute in ("selective", "full"):
+        found["recompute", recompute] = trained(engines, Path(folder, "gpt_oss"), recompute=recompute, exports=False)
+    return found
+
+
+def engine_for(engines: Any, path: Path, role: str, section: Any, **spec: Any) -> Any:
+    from megappo.engine.factory import EngineSpec
+
+    return engines.build(EngineSpec(role, str(path), arch_for(path, "fsdp2"), section, total_updates=1, **spec))
+
+
+def trained(engines: Any, path: Path, *, exports: bool = True, **settings: Any) -> dict[str, Any]:
+    """Log-probs and gradients of one pass, the same of transformers; log-probs after an update, and of the export."""
+    from tests.engine.test_conformance import logprobs_of, negative_logprob
+    from tests.engine.whole import Whole
+
+    # Adam divides by |g| + eps: with a small eps a weight whose gradient is rounding noise would move a full step.
+    optimizer = OptimizerConfig(lr=1e-2, eps=1e-3)
+    offload = {"parameters": True, "gradients": True, "optimizer": True}
+    common = dict(engine="fsdp2", dtype="fp32", micro_batch_tokens=64, optimizer=optimizer, offload=offload)
+    engine = Whole(engine_for(engines, path, "policy", PolicyConfig.model_validate(common | {"model": str(path)} | settings)))
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        result = engine.forward_backward(recorded_batch(), negative_logprob, reads=("weight",), denominator=DENOMINATOR)
+        gradients = whole_tensors(engine, engine.named_gradients())
+        engine.lr_scheduler_step()
+        assert engine.optimizer_step().applied
+    found = {"logprobs": result.tokens["logprob"], "gradients": gradients}
+    if exports:
+        found["updated"] = logprobs_of(engine)
+        engine.export(path / "export", path)
+        dist.barrier()
+    return found
+
+
+def resumed(engines: Any, path: Path) -> dict[str, bool]:
+    """Weights and log-probs of an engine that loads another's checkpoint are the other's, to the bit, also after one more step."""
+    from megappo.checkpoint.store import CheckpointStore
+    from tests.engine.test_conformance import logprobs_of, one_update
+    from tests.engine.whole import Whole
+
+    section = PolicyConfig(model=str(path), engine="fsdp2", dtype="fp32", optimizer=OptimizerConfig(lr=1e-2, eps=1e-3))
+    first, second = (Whole(engine_for(engines, path, "policy", section)) for _ in range(2))
+    store = CheckpointStore(path / "run", keep_last=1)
+    with first.train_mode():
+        one_update(first)
+    store.save(1, {"policy": first}, {}, {})
+    found = {"before": torch.equal(logprobs_of(first), logprobs_of(second))}
+    store.load({"policy": second}, {}, {})
+    found["loaded"] = torch.equal(logprobs_of(first), logprobs_of(second))
+    for engine in (first, second):
+        with engine.train_mode():
+            one_update(engine)
+    return found | {"next": torch.equal(logprobs_of(first), logprobs_of(second))}
+
+
+def values(engines: Any, path: Path) -> dict[str, Any]:
+    """Values of a new critic, and its head."""
+    from megappo.trainer.roles import Critic
+    from tests.engine.whole import Whole
+
+    section = CriticConfig(engine="fsdp2", dtype="fp32", micro_batch_tokens=64)
+    engine = Whole(engine_for(engines, path, "critic", section, value_head="normal"))
+    found = {"values": Critic(engine, None).values(recorded_batch())[0]}
+    with engine.eval_mode():
+        found["head"] = whole_tensors(engine, engine.named_parameters())["score.weight"]
+    engine.export(path / "critic", path)
+    dist.barrier()
+    again = Whole(engine_for(engines, path / "critic", "critic", section, value_head="checkpoint"))
+    return found | {"again": Critic(again, None).values(recorded_batch())[0]}
+
+
+def whole_tensors(engine: Any, local: Any) -> dict[str, torch.Tensor]:
+    """Hugging Face name -> tensor, put together by `pieces`; constants have no gradient and stay zero."""
+    mine = []
+    for piece in engine.pieces()[dist.get_rank()]:
+        if piece.local in local:
+            place = piece.slot, piece.row, piece.col, piece.box.rows, piece.box.cols
+            mine.append((piece.hf, piece.box, rectangle(local[piece.local].detach(), *place).clone()))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    tensors = {name: torch.zeros(shape) for name, shape in hf_tensors(engine.arch, engine.value_head).items()}
+    for name, box, part in (one for of_rank in gathered for one in of_rank):
+        as_2d(tensors[name])[box.r0 : box.r1, box.c0 : box.c1] = part
+    return tensors
+
+
+# ------------------------------------------------------------------------------------------------------------------ oracle
+
+
+def sequences(batch: PackedBatch) -> list[tuple[int, int]]:
+    cuts = batch.cu_seqlens.tolist()
+    return list(zip(cuts, cuts[1:], strict=False))
+
+
+def logprobs_of_transformers(model: Any, batch: PackedBatch) -> torch.Tensor:
+    """[T], of each token after its prefix, 0 for the first; differentiable."""
+    found = []
+    for start, end in sequences(batch):
+        ids = batch.tokens[start:end]
+        rows = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        found += [torch.zeros(1), rows.gather(1, ids[1:, None])[:, 0]]
+    return torch.cat(found)
+
+
+def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("any")
+    for kind in FAMILIES:
+        write_any_checkpoint(path / kind, kind)
+    write_composite(path / "composite", path / "gemma3_text")
+    return path
+
+
+@pytest.fixture(scope="module")
+def world(folder) -> dict[str, Any]:
+    return spawn_world(run_of_two, 2, str(folder), timeout_s=400)[0]
+
+
+def read(path: Path, kind: str = "CausalLM", **settings: Any) -> Any:
+    """Through eager attention: the one that has sinks and caps."""
+    load = getattr(transformers, f"AutoModelFor{kind}").from_pretrained
+    return load(path, dtype=torch.float32, attn_implementation="eager", **settings)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_log_probs_and_gradients_are_those_of_transformers(world, folder, kind: str) -> None:
+    batch, model = recorded_batch(), read(folder / kind)
+    theirs = logprobs_of_transformers(model, batch)
+    assert error(world[kind]["logprobs"], theirs.detach()) < TOLERANCE
+    (-(theirs * batch["weight"]).sum() / DENOMINATOR).backward()
+    from transformers.core_model_loading import revert_weight_conversion
+
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    wanted = revert_weight_conversion(model, gradients)
+    ours = {name: one for name, one in world[kind]["gradients"].items() if "correction" not in name}
+    assert ours.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert error(ours[name], gradient) < TOLERANCE, name
+    assert any(float(gradient.abs().max()) > 1e-3 for gradient in wanted.values())
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_export_is_the_updated_model(world, folder, kind: str) -> None:
+    with torch.no_grad():
+        theirs = logprobs_of_transformers(read(folder / kind / "export"), recorded_batch())
+    assert error(world[kind]["updated"], theirs) < TOLERANCE
+    assert error(world[kind]["updated"], world[kind]["logprobs"]) > 1e-3, "the update changed something"
+
+
+def test_a_checkpoint_of_experts_is_resumed_to_the_bit(world) -> None:
+    assert world["resumed"] == {"before": False, "loaded": True, "next": True}
+
+
+def test_of_text_and_images_the_language_model_alone_is_trained_and_exported(world, folder) -> None:
+    ours, alone = world["composite"], world["gemma3_text"]
+    assert torch.equal(ours["logprobs"], alone["logprobs"]) and torch.equal(ours["updated"], alone["updated"])
+    with torch.no_grad():
+        theirs = logprobs_of_transformers(read(folder / "composite" / "export"), recorded_batch())
+    assert error(ours["updated"], theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", CRITICS)
+def test_values_are_the_head_on_hidden_states_of_transformers(world, folder, kind: str) -> None:
+    found, batch, model = world["critic", kind], recorded_batch(), read(folder / kind)
+    rows = [torch.zeros(0)]
+    for start, end in sequences(batch):
+        with torch.no_grad():
+            hidden = model.base_model(batch.tokens[None, start:end], use_cache=False).last_hidden_state[0, :-1]
+        rows += [torch.zeros(1), (hidden @ found["head"].t())[:, 0]]
+    assert error(found["values"], torch.cat(rows)) < TOLERANCE
+    assert torch.equal(found["again"], found["values"]), "an exported critic starts a critic"
+
+
+@pytest.mark.parametrize("kind", CONTEXT)
+def test_context_parallel_gives_the_numbers_of_data_parallel(world, kind: str) -> None:
+    ours, wanted = world["cp", kind], world[kind]
+    assert error(ours["logprobs"], wanted["logprobs"]) < TOLERANCE
+    assert all(error(ours["gradients"][name], gradient) < TOLERANCE for name, gradient in wanted["gradients"].items())
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputation_changes_no_bit_of_experts_sinks_and_windows(world, recompute: str) -> None:
+    ours, wanted = world["recompute", recompute], world["gpt_oss"]
+    assert torch.equal(ours["logprobs"], wanted["logprobs"])
+    assert all(torch.equal(ours["gradients"][name], gradient) for name, gradient in wanted["gradients"].items())
