@@ -40,6 +40,7 @@ def config_for(tmp_path: Path, model: Path, *changes: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_counts_the_shards_of_transformers_own_parameters(folder, tmp_path, kind: str, ranks: int) -> None:
     changes = [*(f"{role}.engine=fsdp2" for role in ROLES), "policy.dtype=bf16", f"data.prompts_per_step={4 * ranks}"]
+    changes.append(f"algorithm.mini_batch_size={4 * ranks}")
     config = config_for(tmp_path, folder / kind, *changes)
     planned = plan_run(config, ranks, "cpu", shapes_only=True)
     with torch.device("meta"):
