@@ -16,8 +16,6 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.families.registry import FAMILIES
 from megappo.models.implementation import Implementation, implementation_of_role
-from megappo.models.lora import adapted_modules
-from megappo.models.lora_shards import check_stages
 from megappo.models.role_arch import arch_for
 from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout, layout_of
@@ -130,6 +128,9 @@ def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
 def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
     """ConfigError for targets of adapters that the model, or a stage of its pipeline, does not have."""
     if isinstance(settings, TrainableConfig) and settings.lora is not None:
+        from megappo.models.lora import adapted_modules  # imports torch
+        from megappo.models.lora_shards import check_stages
+
         if arch.own:
             fix = f"adapters need a family's names of layers, and {arch.family} has none under fsdp2; leave {role}.lora out"
             raise ConfigError(problem(f"{role}.lora.rank", settings.lora.rank, fix))
