@@ -24,8 +24,9 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megappo.bridge.destination import Destination, rectangle
+from megappo.bridge.destination import Destination
 from megappo.bridge.sync import Route, WeightSync
+from megappo.models.pieces import rectangle
 from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout
 from scripts.bench.model import Mistake

@@ -88,7 +88,8 @@ def measure(
         if roles.reward_model is not None:
             measured[REWARD_MODEL].add("scores", _scores(rollout, roles.reward_model))
         score = experience.batch["score"]
-        shaped = shape_experience(experience, score, algorithm.kl.coef, algorithm, greedy=experience.batch["greedy"])
+        greedy = experience.batch["greedy"] if algorithm.estimator == "remax" else None
+        shaped = shape_experience(experience, score, algorithm.kl.coef, algorithm, greedy=greedy)
         experience = shaped.experience
         batch = experience.everywhere()
         for role, quantity, name in _FIELDS:
