@@ -24,7 +24,7 @@ from megappo.engine.linear_output import LinearOutput
 from megappo.engine.micro_batches import MicroBatch, MicroBatches
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
 from megappo.engine.role_engine import RoleEngine
-from megappo.engine.translation import WEIGHT, Held
+from megappo.engine.translation import WEIGHT, Held, saved_position
 from megappo.models.arch import ModelArch, padded_vocab, vocab_shard
 from megappo.models.hf_export import export_pieces
 from megappo.models.lora import Weights, is_beside_base
@@ -232,7 +232,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
                 moments = state["optimizer"]["moments"]
                 for moment, name, own in self._trained().moments():
                     own.copy_(moments[moment][name])
-                self._trained().set_position(state["optimizer"]["updates"], state["optimizer"]["schedule_steps"])
+                self._trained().set_position(*saved_position(state))
         self.offload_idle()
 
     def _held(self, *, with_optimizer: bool) -> Iterator[Held]:

@@ -29,7 +29,7 @@ from megappo.engine.micro_batches import MicroBatch, MicroBatches
 from megappo.engine.offload import without_storages_of
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
 from megappo.engine.role_engine import RoleEngine
-from megappo.engine.translation import WEIGHT, Held
+from megappo.engine.translation import WEIGHT, Held, saved_position
 from megappo.models.arch import ModelArch, vocab_shard
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.hf_export import export_pretrained
@@ -278,7 +278,9 @@ class MegatronEngine(RoleEngine[Optimizer]):
                 load_adapters(chunk, state["model"][str(index)])
             else:
                 chunk.load_state_dict(state["model"][str(index)])
-        if "optimizer" in state:
+        if "updates" in state.get("optimizer", {}):  # adapters have the same names under every engine: fsdp2 saved these
+            self._trained().set_position(*saved_position(state))
+        elif "optimizer" in state:
             self._trained().load_state_dict(state["optimizer"])
         else:
             self._take_new_weights()

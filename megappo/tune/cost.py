@@ -99,6 +99,9 @@ def role_cost(
     trained = isinstance(settings, (PolicyConfig, CriticConfig))
     lora = settings.lora if isinstance(settings, (PolicyConfig, CriticConfig)) else None
     is_sharded = settings.engine == "fsdp2"  # one stage, since it has no pipeline
+    trains = counts
+    if lora is not None:
+        trains = {stage: count_trained(arch, layout, stage, lora, count) for stage, count in counts.items()}
     parts: dict[str, float] = defaultdict(float)
 
     kinds = stage_kinds(arch, layout)
@@ -129,8 +132,9 @@ def role_cost(
         for part, seconds in pipeline_parts(list(zip(stages, kinds.values())), layout, count).items():
             parts[part] += seconds
         if is_sharded:
-            [work], [own] = stages, counts.values()
-            parts["dp"] += count * exchange_s(own.total, layout, ITEMSIZE[settings.dtype], arch.num_layers, work, hardware)
+            [work], [own], [reduced] = stages, counts.values(), trains.values()
+            sizes = own.total * ITEMSIZE[settings.dtype], reduced.total * FP32
+            parts["dp"] += count * exchange_s(*sizes, layout, arch.num_layers, work, hardware)
         return count
 
     num = one_pass(workload.samples, trained=False)
@@ -142,9 +146,6 @@ def role_cost(
     before = dict(parts)
     parts.clear()
     num = one_pass(workload.mini_batch(role), trained=True)
-    trains = counts
-    if lora is not None:
-        trains = {stage: count_trained(arch, layout, stage, lora, count) for stage, count in counts.items()}
     if not is_sharded:
         _reduce_gradients(parts, layout, settings, trains, hardware)
     _optimizer(parts, layout, settings, trains, hardware)

@@ -38,6 +38,8 @@ MODELS = {
     "policy tied": ("qwen2_tied", "policy"),
     "critic": ("qwen3", "critic"),
 }
+ADAPTERS = ("adapters of the policy", "adapters of the critic")
+LORA = {"rank": 4, "alpha": 8.0}
 CHAIN = ("megatron tp2", FSDP2, "megatron pp2", "fsdp2 tp2", "megatron dp2", FSDP2, "megatron tp2")
 GOES_ON = tuple((one, FSDP2) for one in ("megatron tp2", "megatron pp2")) + tuple(
     (FSDP2, one) for one in ("megatron tp2", "megatron dp2")
@@ -56,9 +58,10 @@ class Bench:
 
     def engine(self, model: str, layout: str, *, seed: int = 0, dtype: Any = "fp32", distributed: bool = True) -> Any:
         """A model that trains. seed: of small changes of its weights, so that a load has something to do."""
-        checkpoint, role = MODELS.get(model, (model, "policy"))
+        lora = {"lora": LORA} if model in ADAPTERS else {}
+        checkpoint, role = MODELS.get(model.removeprefix("adapters of the "), (model, "policy"))
         path, optimizer = str(self.folder / checkpoint), OptimizerConfig(lr=1e-3, eps=1e-5, warmup_steps=3, distributed=distributed)
-        common = dict(dtype=dtype, micro_batch_tokens=64, optimizer=optimizer, **LAYOUTS[layout])
+        common = dict(dtype=dtype, micro_batch_tokens=64, optimizer=optimizer, **lora, **LAYOUTS[layout])
         section = PolicyConfig(model=path, **common) if role == "policy" else CriticConfig(**common)
         head = "normal" if role == "critic" else None
         engine: Any = self._engines.build(EngineSpec(role, path, read_arch(path), section, value_head=head, total_updates=10))
@@ -75,10 +78,14 @@ def update(engine: Any, step: int) -> dict[str, Any]:
         engine.optimizer_zero_grad()
         result = pass_whole_batch(engine, runs.batch(step), loss_of(engine), denominator=25.0)
         lr = engine.lr_scheduler_step()
-        gradients = whole_gradients(engine)
+        gradients = {} if has_adapters(engine) else whole_gradients(engine)
         taken = engine.optimizer_step()
         assert taken.applied
     return {"loss": result.sums["loss"], "grad_norm": taken.grad_norm, "lr": lr, **gradients}
+
+
+def has_adapters(engine: Any) -> bool:
+    return any(engine.adapter_pieces().values())
 
 
 def loss_of(engine: Any) -> Any:
@@ -156,14 +163,15 @@ def goes_on(
         update(first, step)
     kept = runs.store(place)
     kept.save(1, {"model": first}, {}, runs.FACTS)
-    second = bench.engine(model, reader, seed=1)
+    second = bench.engine(model, reader, seed=model not in ADAPTERS)  # adapters stand on the same base
     with spoil or mock.MagicMock():
         kept.load({"model": second}, {}, runs.FACTS)
     differences: dict[str, float] = {}
     for step in range(BEFORE, BEFORE + after):
         stays, changes = update(first, step), update(second, step)
         compare(stays, changes, differences)
-    compare(state_of(first), state_of(second), differences)
+    if model not in ADAPTERS:
+        compare(state_of(first), state_of(second), differences)
     return differences
 
 
@@ -249,6 +257,9 @@ def world_main(rank: int, folder: str) -> dict[str, Any]:
         found[f"chain {model}"] = chain(bench, place / f"chain-{model}", model, "fp32")
         for number, (writer, reader) in enumerate(GOES_ON):
             found[f"{model}: {writer} to {reader}"] = goes_on(bench, place / f"{model}-{number}", model, writer, reader)
+    for model in ADAPTERS:
+        for number, (writer, reader) in enumerate((("megatron tp2", FSDP2), (FSDP2, "megatron pp2"))):
+            found[f"{model} {number}"] = goes_on(bench, place / f"{model}-{number}", model, writer, reader)
     found["chain bf16"] = chain(bench, place / "bf16", "critic", "bf16")
     for name, spoil in SPOILS.items():
         found[name] = goes_on(bench, place / name, "policy", "megatron tp2", FSDP2, after=0, spoil=spoil())

@@ -8,7 +8,7 @@ import pytest
 
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
-from .between_engines import GOES_ON, MODELS, SPOILS, world_main
+from .between_engines import ADAPTERS, GOES_ON, MODELS, SPOILS, world_main
 from .runs import arch
 
 TOLERANCE = 1e-5
@@ -42,6 +42,15 @@ def test_a_run_goes_on_under_the_other_engine(ranks, model: str, writer: str, re
         found = rank[f"{model}: {writer} to {reader}"]
         assert found.keys() - {"gradient"} == KINDS and ("gradient" in found or "dp2" in writer)
         assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("model", ADAPTERS)
+@pytest.mark.parametrize("way", [0, 1], ids=["to fsdp2", "to megatron"])
+def test_adapters_go_on_under_the_other_engine(ranks, model: str, way: int) -> None:
+    """Losses after two more updates, which moments and position decide."""
+    for rank in ranks:
+        found = rank[f"{model} {way}"]
+        assert found.keys() == {"loss", "grad_norm", "lr"} and max(found.values()) < TOLERANCE, found
 
 
 @pytest.mark.parametrize("mistake", SPOILS)

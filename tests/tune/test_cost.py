@@ -139,6 +139,8 @@ def test_a_sharded_role_exchanges_its_weights_for_every_micro_batch():
         part: one for part, one in sharded.parts.items() if part not in ("dp", "optimizer")
     }
     assert cost(ParallelLayout(1), hardware=cpu, engine="fsdp2").parts["dp"] == 0
+    adapters = cost(layout, hardware=cpu, engine="fsdp2", dtype="bf16", micro_batch_tokens=1024, lora={"rank": 8})
+    assert adapters.parts["dp"] == pytest.approx(passes * gather + updates * 2 * gather, rel=0.02), "a frozen base has no gradients"
 
 
 def test_large_micro_batches_hide_the_exchange_on_a_gpu():
