@@ -7,6 +7,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent.resolve()
 sys.path.insert(0, str(HERE))
@@ -45,9 +46,18 @@ class BuildKernels(build_ext):
             shutil.copyfile(Path(self.build_lib, facts), HERE / facts)
 
 
+class BuildPackage(build_py):
+    """Adds the recipes, which `megappo config --recipe` prints: an installation has no repository beside it."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            self.copy_tree(str(HERE / "configs/recipes"), str(Path(self.build_lib) / "megappo/recipes"))
+
+
 setup(
     ext_modules=[Extension("megappo._native", sources=[])],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPackage},
     python_requires=versions.PYTHON,
     install_requires=listed(versions.REQUIRED),
     extras_require={name: listed(group) for name, group in versions.EXTRAS.items()},

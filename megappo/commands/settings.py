@@ -23,9 +23,10 @@ def add_commands(command: AddCommand) -> None:
     convert.add_argument("file", metavar="FILE", help="shell script (.sh), YAML (.yaml, .yml) or Python (.py)")
     convert.add_argument("-o", "--output", metavar="CONFIG", help="file to write (default: stdout, and the report on stderr)")
     convert.add_argument("--strict", action="store_true", help="exit code 1 if the source has keys that are unknown")
-    config = command("config", cmd_config, "Print the resolved configuration.", config="[CONFIG]")
+    config = command("config", cmd_config, "Print the resolved configuration, a recipe or the schema.", config="[CONFIG]")
     config.add_argument("--sft", action="store_true", help="the file is a configuration of `megappo sft`")
     config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
+    config.add_argument("--recipe", metavar="NAME", help="print this file of configs/recipes instead, for example grpo")
 
 
 def cmd_doctor(args: argparse.Namespace) -> int:
@@ -47,13 +48,19 @@ def cmd_config(args: argparse.Namespace) -> int:
 
     from megappo.config.dump import dump_yaml
     from megappo.config.loading import json_schema, load_config
+    from megappo.config.recipes import recipe
     from megappo.config.schema import SftConfig, TrainConfig
 
+    if args.recipe is not None:
+        if args.config is not None or args.sft or args.schema:
+            raise ConfigError(f"--recipe {args.recipe}: prints that file alone; save it, then set keys over it")
+        print(recipe(args.recipe), end="")
+        return 0
     cls = SftConfig if args.sft else TrainConfig
     if args.schema:
         print(json.dumps(json_schema(cls), indent=1))
     elif args.config is None:
-        raise ConfigError("config: name a YAML file, or ask for --schema")
+        raise ConfigError("config: name a YAML file, or ask for --schema or --recipe")
     else:
         print(dump_yaml(load_config(args.config, args.overrides, cls)), end="")
     return 0
