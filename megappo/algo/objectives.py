@@ -1,4 +1,4 @@
-"""Parts of the policy's objectives beside PPO's clipped one (`losses.py`): the ratio of a whole sequence, and CISPO.
+"""Parts of the policy's objectives beside PPO's clipped one (`losses.py`): the ratio of a whole sequence, CISPO, and DIS.
 
 `weight` [T] as in `losses.py`: a token with weight 0 is ignored, even if NaN.
 """
@@ -42,18 +42,54 @@ def cispo_loss(
     and 5). All tensors [T]; differentiable with respect to `logprob`. clip_low >= 1 leaves the weight unbounded below, as the paper
     does. Metrics: the names of `losses.POLICY_SUMS` and POLICY_MAXIMA; clip_low and clip_high count tokens with a clipped weight.
     """
+    ratio = _ratio(logprob, old_logprob, weight)
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    return _weighed(logprob, old_logprob, advantage, weight, ratio, ratio.clamp(low, high), ratio < low, ratio > high)
+
+
+def dis_loss(
+    logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, weight: Tensor, low: float, high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(sum of weight * l, metrics), l = -sg(f(r)) A log pi, r = exp(logprob - rollout_logprob), f(r) = r if low < r < high, else 0.
+
+    Direct double-sided importance sampling: the ratio is against the policy that sampled, no other is kept, and tokens out of
+    bounds have no gradient, whatever the sign of A (GLM-5, arXiv:2602.15763, section 4.1.2; SAO, arXiv:2607.07508, section 3.1,
+    low = 1 - eps_l, high = 1 + eps_h). The papers do not say if f(r) has a gradient; here it has none, which makes that of
+    the loss f(r) A grad log pi, the importance-weighted one. low < 1 < high. Shapes and metrics as in `cispo_loss`; clip_low and
+    clip_high count tokens left out.
+    """
+    ratio = _ratio(logprob, rollout_logprob, weight)
+    below, above = ratio <= low, ratio >= high
+    kept = torch.where(below | above, 0.0, ratio)
+    return _weighed(logprob, rollout_logprob, advantage, weight, ratio, kept, below, above)
+
+
+def _ratio(logprob: Tensor, old_logprob: Tensor, weight: Tensor) -> Tensor:
+    """exp(logprob - old_logprob) [T] without gradient, 1 at tokens with weight 0."""
+    log_ratio = torch.where(weight != 0, logprob.detach() - old_logprob, 0.0)
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _weighed(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    weight: Tensor,
+    ratio: Tensor,
+    factor: Tensor,
+    low: Tensor,
+    high: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(minus the sum of weight * factor * A log pi, metrics). low, high: [T] bool, tokens whose ratio is out of bounds."""
     valid = weight != 0
-    log_ratio = torch.where(valid, logprob.detach() - old_logprob, 0.0)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    scale = weight * clipped * torch.where(valid, advantage, 0.0)
+    scale = weight * factor * torch.where(valid, advantage, 0.0)
     # where, not only the weight 0: 0 * NaN is NaN, in the gradient too.
     loss = -(scale * torch.where(valid, logprob, 0.0)).sum(dtype=torch.float64).to(logprob.dtype)
     counted = torch.where(valid, ratio, 0.0).double()
     metrics = {
         "tokens_sum": valid.sum(dtype=torch.float64),
-        "clip_low_sum": (ratio < 1.0 - clip_low).sum(dtype=torch.float64),
-        "clip_high_sum": (ratio > 1.0 + clip_high).sum(dtype=torch.float64),
+        "clip_low_sum": low.sum(dtype=torch.float64),
+        "clip_high_sum": high.sum(dtype=torch.float64),
         "dual_clip_sum": counted.new_zeros(()),
         "approx_kl_sum": token_kl_sum(logprob, old_logprob, weight),
         "ratio_sum": counted.sum(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megappo.config.errors import problem
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import CorrectionConfig, TrainConfig
 
 
 def group_problem(config: TrainConfig) -> str | None:
@@ -32,16 +32,31 @@ def sequence_loss_problem(config: TrainConfig) -> str | None:
 
 
 def correction_problem(config: TrainConfig) -> str | None:
-    """A correction without bounds that leave anything, or of log-probs of two different distributions."""
-    c, sampling = config.algorithm.correction, config.rollout.sampling
-    if c.kind == "none":
-        return None
-    if c.kind == "icepop" and c.low is None:
-        return problem("algorithm.correction.low", None, "icepop leaves out ratios below it; set it, for example to 0.5")
-    if c.kind == "icepop" and c.low is not None and c.low >= c.high:
-        fix = f"leaves nothing below algorithm.correction.high = {c.high:g}; lower it"
-        return problem("algorithm.correction.low", c.low, fix)
-    if sampling.truncates and not sampling.replay_kept_tokens:
+    """A correction without bounds that leave anything, made twice, or of log-probs of two different distributions."""
+    a, sampling = config.algorithm, config.rollout.sampling
+    c = a.correction
+    if c.has_low and (message := _bounds_problem(c)) is not None:
+        return message
+    if c.weighs and a.proximal == "behaviour":
+        fix = f"its ratio is against the sampler's policy already, and {c.kind} would weigh it twice; set kind to none, or dis"
+        return problem("algorithm.correction.kind", c.kind, f"algorithm.proximal is behaviour: {fix}")
+    reads_sampler = c.weighs or a.old_logprob == "rollout_logprob"
+    if reads_sampler and sampling.truncates and not sampling.replay_kept_tokens:
+        key, value = ("proximal", a.proximal) if c.kind == "none" else ("correction.kind", c.kind)
         fix = "the sampler's log-probs are of fewer tokens than the trainer's; set rollout.sampling.replay_kept_tokens to true"
-        return problem("algorithm.correction.kind", c.kind, fix)
+        return problem(f"algorithm.{key}", value, fix)
+    return None
+
+
+def _bounds_problem(c: CorrectionConfig) -> str | None:
+    """Bounds of icepop or dis that leave no token, or none of the policy that sampled."""
+    key, start = "algorithm.correction.low", 0.5 if c.kind == "icepop" else 0.7
+    if c.low is None:
+        return problem(key, None, f"{c.kind} leaves out ratios below it; set it, for example to {start}")
+    if c.low >= c.high:
+        return problem(key, c.low, f"leaves nothing below algorithm.correction.high = {c.high:g}; lower it")
+    for name, bound, is_wrong, way in (("low", c.low, c.low >= 1, "lower"), ("high", c.high, c.high <= 1, "raise")):
+        if c.kind == "dis" and is_wrong:
+            fix = f"dis would leave out every token that is as likely as when it was sampled, of ratio 1; {way} it"
+            return problem(f"algorithm.correction.{name}", bound, fix)
     return None

@@ -19,6 +19,7 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import config_of_set, evaluation_problem, evaluation_sets
 from megappo.config.keys import value_at
 from megappo.config.layout_checks import only_pretrains, world_problems
+from megappo.config.push_checks import push_problem, push_steps_problem
 from megappo.config.reward_checks import reward_problem
 from megappo.config.reward_sections import RewardConfig
 from megappo.config.role_sections import OptimizerConfig
@@ -78,7 +79,7 @@ def timeout_problems(run: RunConfig) -> Iterator[str]:
 def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:
     """Problems of the run's length, once the data has set the number of steps in `trainer.epochs`."""
     counted = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": total_steps})})
-    found = (rule(counted) for rule in (_critic_warmup, _policy_lr_warmup, _critic_lr_warmup, _profile_steps))
+    found = (rule(counted) for rule in (_critic_warmup, _policy_lr_warmup, _critic_lr_warmup, push_steps_problem, _profile_steps))
     yield from (message for message in found if message is not None)
 
 
@@ -339,6 +340,8 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     group_problem,
     sequence_loss_problem,
     correction_problem,
+    push_problem,
+    push_steps_problem,
     _greedy_training,
     _top_k_zero,
     _kept_tokens,

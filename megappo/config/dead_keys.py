@@ -121,7 +121,19 @@ TRAIN: tuple[Dead, ...] = (
     Dead(
         ("algorithm.correction.low",),
         lambda c: c.algorithm.correction.kind in ("tis", "mis"),
-        "it is the lower bound of icepop; remove it, or set algorithm.correction.kind to icepop",
+        "it is the lower bound of icepop and dis; remove it, or set algorithm.correction.kind to one of them",
+    ),
+    Dead(
+        (
+            "algorithm.correction.level",
+            "algorithm.objective",
+            "algorithm.proximal",
+            "algorithm.clip_low",
+            "algorithm.clip_high",
+            "algorithm.dual_clip",
+        ),
+        lambda c: c.algorithm.correction.kind == "dis",
+        "algorithm.correction.kind is dis, whose ratio of each token to the sampler's stands in place of them; remove it",
     ),
     Dead(
         ("algorithm.dual_clip",),
@@ -160,6 +172,7 @@ TRAIN: tuple[Dead, ...] = (
             "rollout.model_runner",
             "rollout.async_scheduling",
             "rollout.adapter",
+            "rollout.push_every",
         ),
         lambda c: c.rollout.engine == "megatron",
         "rollout.engine is megatron, which generates with the policy's own shards; remove it, or set engine to vllm",

@@ -75,8 +75,12 @@ class RolloutConfig(Section):
     adapter: Literal["merged", "separate"] = "merged"
     """How a policy with `policy.lora` reaches vLLM: merged into its weights at every push; or separate, its frozen weights once and
     then its adapter alone, which vLLM's own LoRA layers apply at every token."""
+    push_every: Positive = 1
+    """Steps between pushes of the policy's weights into the sampler; the last step pushes too. Responses are then drawn by weights
+    that are up to `push_every` - 1 steps old, as in asynchronous training (docs/algorithms.md)."""
     max_prob_diff: PositiveFloat = 0.01
-    """Stop the run if the mean |probability difference| between sampler and trainer on sampled tokens exceeds this."""
+    """Stop the run if the mean |probability difference| between sampler and trainer on sampled tokens exceeds this. Steps whose
+    responses are of older weights (`push_every`) are not judged."""
 
 
 # ------------------------------------------------------------------------------------------------------------------- data
@@ -135,15 +139,27 @@ class KLConfig(Section):
 
 
 class CorrectionConfig(Section):
-    kind: Literal["none", "tis", "mis", "icepop"] = "none"
+    kind: Literal["none", "tis", "mis", "icepop", "dis"] = "none"
     """Weight of the policy gradient by the ratio of the trainer's probability before the update to the sampler's recorded one: tis
-    bounds it by `high`, mis leaves out what is above `high`, icepop also what is below `low` (docs/algorithms.md)."""
+    bounds it by `high`, mis leaves out what is above `high`, icepop also what is below `low`. dis takes the ratio of the updated
+    policy to the sampler's and leaves out tokens that are not between `low` and `high`, in place of weight and clip
+    (docs/algorithms.md)."""
     level: Literal["token", "sequence", "geometric"] = "token"
     """The ratio is of each token, of the whole response, or the geometric mean over the response's tokens."""
     low: PositiveFloat | None = None
-    """Lower bound of icepop (0.5 in its paper)."""
+    """Lower bound of icepop (0.5 in its paper) and dis (0.7 or 0.2 in SAO's)."""
     high: PositiveFloat = 2.0
-    """Upper bound (icepop's paper has 5)."""
+    """Upper bound (icepop's paper has 5, SAO's for dis 6 or 4)."""
+
+    @property
+    def weighs(self) -> bool:
+        """True if advantages are weighed once, before the updates."""
+        return self.kind not in ("none", "dis")
+
+    @property
+    def has_low(self) -> bool:
+        """True if `low` bounds the ratio too."""
+        return self.kind in ("icepop", "dis")
 
 
 class AlgorithmConfig(Section):
@@ -165,6 +181,10 @@ class AlgorithmConfig(Section):
     """Surrogate of the policy's loss (docs/algorithms.md): ppo clips the ratio of every token, gspo that of the response
     (arXiv:2507.18071; it needs `loss_aggregation: seq-mean-token-mean` and far smaller clip ranges, 3e-4 and 4e-4 in the paper),
     cispo the importance weight of REINFORCE (arXiv:2506.13585; `clip_low` of 1 or more leaves the weight unbounded below)."""
+    proximal: Literal["recomputed", "behaviour"] = "recomputed"
+    """Policy that the ratio of the update is against, and clipped around: recomputed is the policy before the step's updates, by
+    log-probs computed then (the decoupled objective, arXiv:2110.00641, arXiv:2505.24298); behaviour is the sampler's, by the
+    log-probs that it recorded (docs/algorithms.md)."""
     sequence_advantages: bool = False
     """Give every token of a response the mean of its advantages, one number as GSPO's objective has it; for estimators whose
     advantages differ between the tokens of a response. false is GSPO-token (arXiv:2507.18071, eq. 13)."""
@@ -214,10 +234,15 @@ class AlgorithmConfig(Section):
         return self.estimator in ("grpo", "rloo")
 
     @property
+    def old_logprob(self) -> Literal["logprob", "rollout_logprob"]:
+        """Field of the log-probs that the ratio of the update is against."""
+        return "rollout_logprob" if self.proximal == "behaviour" or self.correction.kind == "dis" else "logprob"
+
+    @property
     def reweights(self) -> bool:
         """True if tokens of a response count differently, or their advantages are averaged."""
         chosen = self.high_entropy_token_ratio is not None
-        return chosen or self.sequence_advantages or self.correction.kind != "none"
+        return chosen or self.sequence_advantages or self.correction.weighs
 
     @property
     def whitens(self) -> bool:

@@ -40,6 +40,10 @@ class SampleTable:
     def num_tokens(self) -> int:
         return int(self.length.sum())
 
+    def ages(self, step: int) -> Tensor:
+        """Steps from the weights that sampled to those that `step` starts with, [N] int32; of the oldest part of a response."""
+        return step - 1 - self.oldest
+
     def rows(self, chosen: Tensor) -> SampleTable:
         """Rows of these samples, int64 [M], in this order."""
         return replace(self, **{field.name: getattr(self, field.name)[chosen] for field in fields(self)})

@@ -168,6 +168,8 @@ class Metric(_Named):
 
     PROB_DIFF_MEAN = "rollout/prob_diff_mean", "mean |probability difference| of sampler and trainer on sampled tokens"
     PROB_DIFF_MAX = "rollout/prob_diff_max", "largest such difference"
+    AGE_MEAN = "rollout/age_mean", "mean age of the weights that drew a response: steps since they were the policy's"
+    AGE_MAX = "rollout/age_max", "age of the oldest such weights, steps"
     KEPT_IDS = "rollout/kept_ids", "mean number of ids that top-k and top-p left to draw a token from"
     KEPT_OVERFLOW = "rollout/kept_overflow", "share of tokens with more such ids, all tied with the last, than are recorded"
     PUSH = "rollout/push_*", "figures of the weight push: bytes, seconds, checks"

@@ -90,7 +90,7 @@ class Checkpoints:
         self._saves_end, self._epochs_done = settings.save_strategy != "no", epochs_done
         self._announced = False
         self._saved_step = 0
-        self._updating = False
+        self._updating, self._awaits_push = False, False
         self._failed_in_a_row = 0
         self._held_s = 0.0
         self.failed_saves = 0
@@ -121,10 +121,14 @@ class Checkpoints:
         """From here to the end of the step's updates its state cannot be saved. Not collective."""
         self._updating = True
 
-    def end_of_step(self, step: int, *, is_last: bool, evaluated: Mapping[str, float] = MappingProxyType({})) -> bool:
+    def end_of_step(
+        self, step: int, *, is_last: bool, evaluated: Mapping[str, float] = MappingProxyType({}), is_pushed: bool = True
+    ) -> bool:
         """Make the checkpoint that is due after `step`; returns True if the run has to stop, because a rank was asked to.
 
         evaluated: metrics of the evaluations after this step, equal on all ranks; the best so far is a reason for a checkpoint.
+        is_pushed: the sampler holds the weights of this step. If not, a checkpoint that is due waits for the next push: a resumed
+        run pushes its weights first, and would sample from others than this one does.
         SaveFailed if the last checkpoint of a run that ends or stops cannot be written, or MAX_FAILED_SAVES in a row could not.
         NonFiniteWeights if there is no state worth saving.
         """
@@ -132,7 +136,9 @@ class Checkpoints:
         pending = self._store.pending
         writing = pending is not None and not pending.done()
         is_best = self._best.observe(step, evaluated)
-        is_due = is_best or (self._schedule.is_due(step, self._epochs_done()) and not (self._chooses and pending is not None))
+        self._awaits_push |= self._schedule.is_due(step, self._epochs_done()) and not (self._chooses and pending is not None)
+        is_due = is_best or (self._awaits_push and is_pushed)
+        self._awaits_push &= not is_pushed
         votes = (self._stop.received is not None, writing, is_due and dist.get_rank() == 0)  # due by rank 0's clock
         asked, still_writing, due = tally(votes)
         stopped = asked > 0 and not is_last

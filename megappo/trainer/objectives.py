@@ -1,4 +1,4 @@
-"""The surrogate of the policy's loss by `algorithm.objective`: PPO's, GSPO's or CISPO's, over the tokens of a micro-batch."""
+"""The surrogate of the policy's loss, over the tokens of a micro-batch: PPO's, GSPO's, CISPO's (`algorithm.objective`) or DIS."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from megappo.algo.objectives import cispo_loss, sequence_log_ratio, token_kl_sum
+from megappo.algo.objectives import cispo_loss, dis_loss, sequence_log_ratio, token_kl_sum
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
 from megappo.ops.losses import policy_loss
@@ -20,18 +20,24 @@ def separates(algorithm: AlgorithmConfig) -> bool:
     return algorithm.objective != "gspo"
 
 
-def fields_of_sequences(micro: PackedBatch, fields: Mapping[str, Tensor], logprob: Tensor) -> dict[str, Tensor]:
+def fields_of_sequences(
+    algorithm: AlgorithmConfig, micro: PackedBatch, fields: Mapping[str, Tensor], logprob: Tensor
+) -> dict[str, Tensor]:
     """The fields that GSPO's `surrogate` reads beside `fields`. micro: whole sequences. fields, logprob: of all its tokens, [T]."""
-    return {SEQUENCE_RATIO: sequence_log_ratio(logprob, fields["logprob"], fields["weight"], micro.cu_seqlens)}
+    old = fields[algorithm.old_logprob]
+    return {SEQUENCE_RATIO: sequence_log_ratio(logprob, old, fields["weight"], micro.cu_seqlens)}
 
 
 def surrogate(algorithm: AlgorithmConfig, fields: Mapping[str, Tensor], logprob: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum of weight * loss, metrics) of some tokens, differentiable with respect to `logprob`; metrics: `algo.losses.POLICY_SUMS`.
 
-    fields: of the same tokens, logprob of the sampling policy, advantage, weight; for GSPO those of `fields_of_sequences` too.
+    fields: of the same tokens, `algorithm.old_logprob`, advantage, weight; for GSPO those of `fields_of_sequences` too.
     """
-    old, advantage, weight = fields["logprob"], fields["advantage"], fields["weight"]
-    a = algorithm
+    a, advantage, weight = algorithm, fields["advantage"], fields["weight"]
+    old = fields[a.old_logprob]
+    if a.correction.kind == "dis":
+        assert a.correction.low is not None, "dis has a lower bound"
+        return dis_loss(logprob, old, advantage, weight, a.correction.low, a.correction.high)
     if a.objective == "cispo":
         return cispo_loss(logprob, old, advantage, weight, a.clip_low, a.clip_high)
     clip = {"clip_low": a.clip_low, "clip_high": a.clip_high, "dual_clip": a.dual_clip}

@@ -79,6 +79,12 @@ class PPO:
     def run(self) -> dict[str, Evaluation]:
         """Run all remaining steps, or those until a stop; returns the last result of every evaluation set by its name."""
         self.push_weights(self.state.step)
+        if behind := self.state.step % self.config.rollout.push_every:
+            # A stop, an error or the run's end left this checkpoint: those that are due wait for a push.
+            step = self.state.step
+            self.log.note(
+                f"rollout: starts with the weights of step {step}; uninterrupted, it would hold those of step {step - behind}"
+            )
         results = []
         if self.state.step == 0:
             results = self.evaluations.after(0, self.instruments.timers())
@@ -118,7 +124,8 @@ class PPO:
             experience = add_model_outputs(experience, self.roles)
             require_finite_outputs(experience, self.roles.shares, self.rollout.name, step)
             agreement = compare_with_sampler(experience.batch, self.sampling)
-            require_agreement(agreement, config.rollout.max_prob_diff, step, self.rollout.name)
+            age = int(experience.table.ages(step).max())
+            require_agreement(agreement, config.rollout.max_prob_diff, step, self.rollout.name, age)
 
         with timers.stage("advantages"):  # 5
             kl_coef, score = self.kl_controller.coef, torch.tensor(scored.total)
@@ -139,8 +146,10 @@ class PPO:
             with timers.stage("check_replicas"):
                 self.check_replicas()
 
-        with timers.stage("push_weights"):  # 7
-            pushed = self.push_weights(step)
+        pushes, pushed = self.is_due(step, config.rollout.push_every), {}
+        if pushes:
+            with timers.stage("push_weights"):  # 7
+                pushed = self.push_weights(step)
 
         self.instruments.settle_times(timers)  # 8
         kl_kind = config.algorithm.kl.estimator
@@ -160,7 +169,8 @@ class PPO:
             self.log.trajectories(step, trajectories_of(record, prompt_of, drawn, self.tokenizer))
         if counts_ratios:
             self.log.histograms(step, histograms_of(record))
-        self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.last_step, evaluated=metrics_of(evaluated))
+        is_last, figures = step == self.last_step, metrics_of(evaluated)
+        self.stopped = self.checkpoints.end_of_step(step, is_last=is_last, evaluated=figures, is_pushed=pushes)
         return evaluated
 
     def push_weights(self, version: int) -> dict[str, float]:

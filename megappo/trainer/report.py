@@ -267,8 +267,10 @@ class StepRecord:
         }
 
     def _rollout(self) -> dict[str, float]:
-        kept = self.agreement.kept
+        kept, ages = self.agreement.kept, self.experience.table.ages(self.step)
         return {
+            Metric.AGE_MEAN.value: _mean(ages),
+            Metric.AGE_MAX.value: int(ages.max()),
             Metric.PROB_DIFF_MEAN.value: self.agreement.mean,
             Metric.PROB_DIFF_MAX.value: self.agreement.max,
             **({} if kept is None else {Metric.KEPT_IDS.value: kept.ids, Metric.KEPT_OVERFLOW.value: kept.overflow}),

@@ -30,7 +30,7 @@ def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experi
     metrics: dict[str, float] = {}
     if algorithm.sequence_advantages:
         experience = experience.with_fields({"advantage": _means_of_sequences(experience.batch)})
-    if algorithm.correction.kind != "none":
+    if algorithm.correction.weighs:
         advantage, figures = _corrected(experience.batch, algorithm.correction)
         experience, metrics = experience.with_fields({"advantage": advantage}), metrics | figures
     if algorithm.high_entropy_token_ratio is not None:

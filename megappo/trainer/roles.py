@@ -94,7 +94,7 @@ def loss_kl_coef(algorithm: AlgorithmConfig) -> float:
 
 def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """Names of the batch's fields that the policy's loss reads."""
-    return ("logprob", "advantage", "weight") + (("ref_logprob",) if loss_kl_coef(algorithm) > 0 else ())
+    return (algorithm.old_logprob, "advantage", "weight") + (("ref_logprob",) if loss_kl_coef(algorithm) > 0 else ())
 
 
 class Policy(LanguageModel):
@@ -117,9 +117,7 @@ class Policy(LanguageModel):
         return {"logprob": logprob, "entropy": entropy}
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
-        """Take one optimizer step on a mini-batch, of which `mini` is this replica's share, with fields logprob, advantage, weight
-        (and ref_logprob with KL in the loss).
-        """
+        """Take one optimizer step on a mini-batch, of which `mini` is this replica's share, with the fields of `policy_reads`."""
         self.engine.optimizer_zero_grad()
         reads = (*self.sampling_fields, *self._reads)
         losses = self.engine.forward_backward(mini, self._loss_of, reads=reads, denominator=denominator)
@@ -136,7 +134,7 @@ class Policy(LanguageModel):
             logprob, entropy = self.token_logprobs(output, micro, want_entropy)
             own = {name: micro[name] for name in self._reads}
             if not separates(self._algorithm):
-                own |= fields_of_sequences(micro, own, logprob)
+                own |= fields_of_sequences(self._algorithm, micro, own, logprob)
             return _loss_output(*self._token_loss(own, logprob, entropy))
 
         fields = {name: shift_left(micro[name], micro.cu_seqlens, 0) for name in self._reads}
@@ -154,7 +152,7 @@ class Policy(LanguageModel):
         loss, metrics = surrogate(a, fields, logprob)
         metrics["surrogate_sum"] = loss
         if self.counts_ratios:
-            metrics |= ratio_counts(logprob, fields["logprob"], weight)
+            metrics |= ratio_counts(logprob, fields[a.old_logprob], weight)
         if entropy is not None:
             loss = loss + a.entropy_coef * entropy_loss(entropy, weight)
         if self._kl_coef > 0:

@@ -6,6 +6,7 @@ large ones, and PPO on them degrades without any error. docs/agreement.md define
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -77,10 +78,14 @@ def _of_chunk(mask: Tensor, logprob: Tensor, drawn: Tensor, one_sided: bool) -> 
     return torch.stack([difference.new_tensor(len(sampled)), difference.sum()]), most
 
 
-def require_agreement(agreement: Agreement, limit: float, step: int, engine: str) -> None:
-    """Raise SamplerMismatch above the limit (`rollout.max_prob_diff`)."""
+def require_agreement(agreement: Agreement, limit: float, step: int, engine: str, age: int = 0) -> None:
+    """Raise SamplerMismatch above the limit (`rollout.max_prob_diff`).
+
+    age: steps since the weights of the oldest sample. Older weights rightly differ: then only a value that is not finite raises.
+    """
     # NaN compares false with any number and must not pass.
-    if not agreement.mean <= limit or not torch.isfinite(torch.tensor(agreement.max)):
+    too_far = age == 0 and not agreement.mean <= limit
+    if too_far or not (math.isfinite(agreement.mean) and math.isfinite(agreement.max)):
         raise SamplerMismatch(
             f"step {step}: {engine} and the trainer disagree on sampled tokens: mean |probability difference| {agreement.mean:.4f} "
             f"(max {agreement.max:.4f}) is above rollout.max_prob_diff = {limit}. Usual causes: weights not pushed or pushed "

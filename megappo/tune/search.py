@@ -248,7 +248,7 @@ class Search:
         plan = work_out(config, self.archs, layouts, machine.world_size, machine.device, machine.device_memory, self._count)
         loaded = max(stage.offloaded_weights for stage in plan.memory["policy"])
         ends = (self.placements["policy"], self.placements[ROLLOUT])
-        pushing = push_s(policy.layout, rollout.memory, machine.hardware, loaded, ends)
+        pushing = push_s(policy.layout, rollout.memory, machine.hardware, loaded, ends) / config.rollout.push_every
         return Choice(roles, rollout, pushing, plan, self.timetable)
 
     def can_fit(self) -> bool:

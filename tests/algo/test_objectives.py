@@ -1,8 +1,9 @@
-"""GSPO and CISPO against their papers' formulas in loops of Python floats, with gradients; the k-th largest of several ranks.
+"""GSPO, CISPO and DIS against their papers' formulas in loops of Python floats, with gradients; the k-th largest of several ranks.
 
 Derived by hand from the papers, as in verl 0.8.0.dev (`core_algos.compute_policy_loss_gspo`, `compute_policy_loss_cispo`), TRL
 1.10.0.dev0 (`importance_sampling_level: sequence`; its `cispo` has no lower bound) and NeMo-RL 0.6.0
-(`sequence_level_importance_ratios`): all take the mean of the token log-ratios under the mask.
+(`sequence_level_importance_ratios`): all take the mean of the token log-ratios under the mask. DIS is that of GLM-5
+(arXiv:2602.15763) and SAO (arXiv:2607.07508).
 """
 
 import math
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from megappo.algo.aggregation import token_weights
-from megappo.algo.objectives import cispo_loss, sequence_log_ratio
+from megappo.algo.objectives import cispo_loss, dis_loss, sequence_log_ratio
 from megappo.algo.selection import kth_largest
-from megappo.config.schema import AlgorithmConfig
+from megappo.config.schema import AlgorithmConfig, CorrectionConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.trainer.objectives import fields_of_sequences, surrogate
 
@@ -69,14 +70,33 @@ def cispo_by_hand(logprob, old, advantage, mask, clip_low, clip_high):
     return loss, gradient
 
 
+BOUNDS = {"low": 0.8, "high": 1.25}
+DIS = {"correction": CorrectionConfig(kind="dis", **BOUNDS)}
+
+
+def dis_by_hand(logprob, rollout, advantage, mask, low, high):
+    """(loss, gradient): mean over sampled tokens of -f(r) A log pi, f(r) without gradient; r in bounds or the token has none."""
+    tokens = [t for places in sequences(mask) for t in places]
+    loss, gradient = 0.0, [0.0] * len(mask)
+    for t in tokens:
+        r = math.exp(float(logprob[t]) - float(rollout[t]))
+        if not low < r < high:
+            continue
+        loss -= r * float(advantage[t]) * float(logprob[t]) / len(tokens)
+        gradient[t] = -r * float(advantage[t]) / len(tokens)
+    return loss, gradient
+
+
 def found(objective, batch, aggregation, **changes):
+    """(loss, gradient, metrics) of the trainer's surrogate; the field of log-probs that it does not read is NaN."""
     logprob, old, advantage, mask, cu = batch
     algorithm = AlgorithmConfig(objective=objective, **{**CLIP, **changes})
     weight, count = token_weights(aggregation, mask, cu)
     leaf = logprob.clone().requires_grad_()
-    fields = {"logprob": old, "advantage": advantage, "weight": weight}
+    nan = torch.full_like(old, torch.nan)
+    fields = {"logprob": nan, "rollout_logprob": nan, "advantage": advantage, "weight": weight} | {algorithm.old_logprob: old}
     if objective == "gspo":
-        fields |= fields_of_sequences(PackedBatch(torch.arange(len(mask)), cu), fields, leaf)
+        fields |= fields_of_sequences(algorithm, PackedBatch(torch.arange(len(mask)), cu), fields, leaf)
     loss, metrics = surrogate(algorithm, fields, leaf)
     (loss / count).backward()
     return float(loss.detach()) / count, leaf.grad, metrics
@@ -112,11 +132,69 @@ def test_cispo_is_the_papers(seed, clip_low):
     assert all(g != 0 for g, m in zip(wanted, batch[3]) if m), "no token is left out"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_dis_is_the_papers(seed):
+    batch = case(seed, per_token_advantages=True)
+    loss, gradient, metrics = found("ppo", batch, "token-mean", **DIS)
+    want, wanted = dis_by_hand(*batch[:4], **BOUNDS)
+    assert loss == pytest.approx(want, abs=1e-5)
+    torch.testing.assert_close(gradient, torch.tensor(wanted), rtol=1e-4, atol=1e-6)
+    ratios = [math.exp(float(new) - float(old)) for new, old, m in zip(*batch[:2], batch[3]) if m]
+    assert float(metrics["clip_low_sum"]) == sum(r < BOUNDS["low"] for r in ratios)
+    assert float(metrics["clip_high_sum"]) == sum(r > BOUNDS["high"] for r in ratios)
+    assert float(metrics["ratio_max"]) == pytest.approx(max(ratios), rel=1e-5)
+
+
+def test_dis_leaves_out_tokens_on_both_sides_whatever_the_advantage():
+    """PPO's clip, in contrast, keeps the gradient of those that it would bring back."""
+    batches = [case(seed, per_token_advantages=True) for seed in range(4)]
+    kinds = {
+        (r < 1, a > 0)
+        for logprob, old, advantage, mask, _ in batches
+        for r, a in zip((logprob - old).exp()[mask].tolist(), advantage[mask].tolist())
+        if not BOUNDS["low"] < r < BOUNDS["high"]
+    }
+    assert kinds == {(below, positive) for below in (True, False) for positive in (True, False)}, "every case is there"
+    clipped = {"clip_low": 1 - BOUNDS["low"], "clip_high": BOUNDS["high"] - 1, "proximal": "behaviour"}
+    for batch in batches:
+        masked, ppo = (found("ppo", batch, "token-mean", **changes)[1][batch[3]] for changes in (DIS, clipped))
+        assert int((masked == 0).sum()) > int((ppo == 0).sum()), "the same ratio, more tokens left out"
+        both = (masked != 0) & (ppo != 0)
+        torch.testing.assert_close(masked[both], ppo[both])  # inside the bounds it is the importance-weighted gradient
+
+
+def test_the_bounds_themselves_are_outside():
+    """f(x) = x for low < x < high: a ratio of 0.5 or 2, exact in binary, is left out by bounds of 0.5 and 2."""
+    old = torch.zeros(3, dtype=torch.float64)
+    logprob = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64).log().requires_grad_()
+    assert logprob.detach().exp().tolist() == [0.5, 1.0, 2.0]
+    loss, metrics = dis_loss(logprob, old, torch.ones_like(old), torch.ones_like(old), 0.5, 2.0)
+    loss.backward()
+    assert logprob.grad.tolist() == [0.0, -1.0, 0.0]
+    assert (float(metrics["clip_low_sum"]), float(metrics["clip_high_sum"])) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "objective, changes", [*((name, {"proximal": "behaviour"}) for name in ("ppo", "gspo", "cispo")), ("ppo", DIS)]
+)
+def test_a_ratio_to_the_proximal_policy_in_place_of_the_samplers_is_noticed(objective, changes):
+    """Negative control: the other field of log-probs is NaN in `found`, and another policy's gives another gradient."""
+    logprob, rollout, advantage, mask, cu = case(2)
+    proximal = torch.where(mask, rollout + 0.05, torch.nan)
+    gradients = []
+    for old in (rollout, proximal):
+        _, gradient, metrics = found(objective, (logprob, old, advantage, mask, cu), "seq-mean-token-mean", **changes)
+        assert gradient[mask].isfinite().all() and math.isfinite(float(metrics["approx_kl_sum"]))
+        gradients.append(gradient)
+    assert (gradients[0] - gradients[1]).abs().max() > 1e-3
+
+
 def test_at_the_sampling_policy_all_objectives_have_one_gradient():
     """The ratio is 1 there: minus weight times advantage, whatever the clip."""
     logprob, old, advantage, mask, cu = case(0)
     on_policy = (old, old, advantage, mask, cu)
-    gradients = [found(name, on_policy, "seq-mean-token-mean")[1] for name in ("ppo", "gspo", "cispo")]
+    asked = [("ppo", {}), ("gspo", {}), ("cispo", {}), ("ppo", DIS), ("ppo", {"proximal": "behaviour"})]
+    gradients = [found(name, on_policy, "seq-mean-token-mean", **changes)[1] for name, changes in asked]
     assert all(torch.allclose(gradients[0], other, atol=1e-7) for other in gradients[1:])
     assert gradients[0][mask].abs().min() > 0 and not gradients[0][~mask].any()
 
@@ -143,8 +221,9 @@ def test_tokens_of_a_sequence_have_the_same_ratio_to_the_bit():
 @pytest.mark.parametrize("cap", [0.0, 1.0])
 def test_tokens_without_weight_count_nowhere_even_if_nan(cap):
     logprob, old, advantage, mask, _ = case(3)
-    loss, metrics = cispo_loss(logprob, old, advantage, mask.float() * cap, 0.2, 0.2)
-    assert math.isfinite(float(loss)) and float(metrics["tokens_sum"]) == cap * int(mask.sum())
+    for surrogate_of, bounds in ((cispo_loss, (0.2, 0.2)), (dis_loss, (0.8, 1.2))):
+        loss, metrics = surrogate_of(logprob, old, advantage, mask.float() * cap, *bounds)
+        assert math.isfinite(float(loss)) and float(metrics["tokens_sum"]) == cap * int(mask.sum())
 
 
 # ------------------------------------------------------------------------------------------------------------ k-th largest

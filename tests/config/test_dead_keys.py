@@ -55,6 +55,17 @@ DEAD = [
     ([], "algorithm.correction.low=0.5", "algorithm.correction.kind=icepop"),
     ([], "algorithm.correction.high=3.0", "algorithm.correction.kind=tis"),
     (["algorithm.correction.kind=tis"], "algorithm.correction.low=0.5", "algorithm.correction.kind=icepop"),
+    *(
+        (["algorithm.correction.kind=dis", "algorithm.correction.low=0.7"], key, "algorithm.correction.kind=icepop")
+        for key in (
+            "algorithm.correction.level=token",
+            "algorithm.objective=ppo",
+            "algorithm.proximal=recomputed",
+            "algorithm.clip_low=0.1",
+            "algorithm.clip_high=0.1",
+            "algorithm.dual_clip=3.0",
+        )
+    ),
     ([], "algorithm.target_kl=0.1", "algorithm.ppo_epochs=2"),
     ([], "critic.warmup_lam=1.0", "critic.warmup_steps=2"),
     ([], "critic.warmup_explained_variance=0.8", "critic.warmup_steps=2"),
@@ -66,6 +77,7 @@ DEAD = [
     ([MEGATRON], "rollout.memory_share=0.5", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.kv_cache_gib=1.0", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.enforce_eager=true", "rollout.engine=vllm"),
+    ([MEGATRON], "rollout.push_every=2", "rollout.engine=vllm"),
     (["rollout.kv_cache_gib=1.0"], "rollout.memory_share=0.5", "rollout.kv_cache_gib=null"),
     ([], "rollout.sampling.replay_kept_tokens=true", "rollout.sampling.top_k=5"),
     ([], "trainer.eval_every=5", EVAL),

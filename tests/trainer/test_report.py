@@ -108,6 +108,8 @@ WANT = {
     "lengths/total_std": 0.0,
     "lengths/total_max": 4.0,
     "lengths/truncated": 0.5,
+    "rollout/age_mean": 0.0,
+    "rollout/age_max": 0,
     "rollout/prob_diff_max": 0.01,
     "rollout/push_seconds": 0.5,
 }
@@ -119,6 +121,14 @@ def wrong(metrics):
 
 def test_metrics_are_the_sums_over_sampled_tokens():
     assert not wrong(metrics_of(record(POLICY_SUMS)))
+
+
+def test_ages_count_steps_from_the_oldest_weights_of_a_response():
+    """Step 3 starts with the weights of step 2; the first response was begun by those of step 0 and ended by those of step 1."""
+    made = record()
+    table = replace(made.experience.table, oldest=torch.tensor([0, 1], dtype=torch.int32), newest=torch.tensor([1, 1]))
+    metrics = metrics_of(replace(made, experience=replace(made.experience, table=table)))
+    assert (metrics["rollout/age_mean"], metrics["rollout/age_max"]) == (1.5, 2)
 
 
 def test_explained_variance_is_of_values_against_returns():

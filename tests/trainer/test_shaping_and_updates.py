@@ -409,6 +409,18 @@ def test_agreement_is_the_difference_of_probabilities(trainer, sampler, sampling
     assert (got.kept is None) == (not sampling.record_kept)
 
 
+def test_the_limit_holds_for_new_data_alone_and_nothing_that_is_not_finite_passes():
+    far = compare_with_sampler(sampled([0.5, 0.2], [0.4, 0.4]), WHOLE)
+    require_agreement(far, 0.2, 3, "vllm")
+    with pytest.raises(SamplerMismatch, match=r"step 3: vllm .* 0\.1500 .* rollout\.max_prob_diff = 0\.1"):
+        require_agreement(far, 0.1, 3, "vllm")
+    require_agreement(far, 0.1, 3, "vllm", age=1)
+    for broken in (Agreement(math.nan, 0.1), Agreement(0.0, math.nan), Agreement(0.0, math.inf)):
+        for age in (0, 2):
+            with pytest.raises(SamplerMismatch):
+                require_agreement(broken, 0.1, 3, "vllm", age)
+
+
 @pytest.mark.parametrize("width, ids, overflow", [(1, 1.0, 1.0), (17, 17.0, 0.0), (18, 9.5, 0.5), (20, 10.5, 0.5)])
 def test_tokens_with_as_many_ids_as_are_recorded_are_counted(width, ids, overflow):
     """The first token was drawn from `width` ids, the second from 1 (from `width` where all rows are equal); 18 are recorded."""
