@@ -62,7 +62,9 @@ class Cluster:
             assert all(daemon.poll() is None for daemon in self._daemons), "a daemon of the cluster ended"
             if time.monotonic() > deadline:
                 said = "\n".join(log.read_text().splitlines()[-40:]) if log is not None and log.exists() else ""
-                raise AssertionError(f"{what}: not within {timeout_s:.0f} s\n{self.command('squeue')}\n{said}")
+                raise AssertionError(
+                    f"{what}: not within {timeout_s:.0f} s\n{self.command('squeue')}\n{self.command('sinfo', '-R')}\n{said}"
+                )
             time.sleep(0.2)
 
     def has_ended(self, job_id: str) -> bool:
@@ -153,6 +155,10 @@ ReturnToService=2
 MpiDefault=none
 JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
+# A machine under load answers late: no node is taken for dead, or out of service for a process that takes long to end.
+SlurmdTimeout=0
+MessageTimeout=60
+UnkillableStepTimeout=600
 # Seconds between SIGTERM and SIGKILL: so many that a job that waited for them would be noticed. No pause before a job is looked at.
 KillWait=60
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
