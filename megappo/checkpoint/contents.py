@@ -23,14 +23,24 @@ def engine_folder(name: str) -> str:
     return f"{_ENGINES}/{name}"
 
 
-def require_complete(manifest: Manifest) -> None:
-    """UnsafeCheckpoint if the manifest leaves out a file that every checkpoint has: nobody would notice that it was changed."""
+def models_of(manifest: Manifest) -> frozenset[str]:
+    """Names of the models that a checkpoint holds."""
+    return frozenset(_files_of_models(manifest))
+
+
+def _files_of_models(manifest: Manifest) -> dict[str, set[str]]:
     models: dict[str, set[str]] = defaultdict(set)
     for name in manifest.files:
         folder, _, rest = name.partition("/")
         if folder == _ENGINES:
             model, _, file = rest.partition("/")
             models[model].add(file)
+    return models
+
+
+def require_complete(manifest: Manifest) -> None:
+    """UnsafeCheckpoint if the manifest leaves out a file that every checkpoint has: nobody would notice that it was changed."""
+    models = _files_of_models(manifest)
     wanted = set() if manifest.model_only else {STATE}
     if not manifest.model_only and manifest.world_size <= len(manifest.files):
         wanted |= {rng_file(rank) for rank in range(manifest.world_size)}

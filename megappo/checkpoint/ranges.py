@@ -69,9 +69,11 @@ def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]
     return found
 
 
-def sharded_box(key: str, values: Tensor, shape: Sequence[int], offset: Sequence[int], copy: int = 0) -> ShardedTensor:
+def sharded_box(
+    key: str, values: Tensor, shape: Sequence[int], offset: Sequence[int], copy: int = 0, data_copy: int = 0
+) -> ShardedTensor:
     """Box of a tensor of this shape that begins at `offset`; shares memory with `values`. copy: 0 for the main one of its copies on
-    tp ranks, which alone is written."""
+    tp ranks, which alone is written. data_copy: number of a copy that is bitwise the same; each writes a part."""
     return ShardedTensor(
         key,
         values,
@@ -80,7 +82,7 @@ def sharded_box(key: str, values: Tensor, shape: Sequence[int], offset: Sequence
         tuple(shape),
         tuple(offset),
         axis_fragmentations=None,
-        replica_id=(0, copy, 0),
+        replica_id=(0, copy, data_copy),
     )
 
 

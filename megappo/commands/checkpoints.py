@@ -42,7 +42,12 @@ def add_commands(command: AddCommand) -> None:
     export.add_argument(
         "--step", type=step_or_best, metavar="N", help="step of the checkpoint, or best, by trainer.keep_best (default: the last)"
     )
-    export.add_argument("--role", metavar="ROLE", default="policy", help="trained role: policy (default) or critic")
+    export.add_argument(
+        "--role",
+        metavar="ROLE",
+        default="policy",
+        help="trained role: policy (default) or critic; or ema, the average of the policy (policy.ema)",
+    )
 
 
 def cmd_generate(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.keys import value_keys
-from megappo.config.layout_checks import reference_is_base, roles_in_use, scores_with_model
+from megappo.config.layout_checks import only_pretrains, reference_is_base, roles_in_use, scores_with_model
 from megappo.config.role_sections import OptimizerConfig
 from megappo.config.schema import SftConfig, TrainConfig
 
@@ -202,6 +202,16 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: c.data.eval is None and all(one.before is not None for one in c.evaluations.values()),
         "data.eval is not set, and every set of evaluations has its own; remove it, or name the held-out prompts",
     ),
+    Dead(
+        ("trainer.evaluate_with",),
+        lambda c: c.data.eval is None and not c.evaluations,
+        "there are no held-out prompts; remove it, or name some in data.eval or evaluations",
+    ),
+    Dead(
+        ("policy.ema.*",),
+        only_pretrains,
+        "critic.warmup_steps is the whole run, in which the policy does not change; remove it, or lower warmup_steps",
+    ),
     Dead(("trainer.keep_best_mode",), lambda c: c.trainer.keep_best is None, "trainer.keep_best is not set; remove it, or set it"),
     Dead(
         ("data.eval", "data.eval_prompts"),
@@ -304,6 +314,7 @@ SFT: tuple[Dead, ...] = (
         lambda c: _constant(c.policy.optimizer),
         "policy.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
     ),
+    Dead(("policy.ema.*",), lambda c: True, "fine-tuning keeps no average of the weights; remove it"),
     Dead(("policy.logits_dtype",), lambda c: True, "fine-tuning has no sampler to agree with; remove it"),
     Dead(
         ("policy.offload.parameters", "policy.offload.gradients"),

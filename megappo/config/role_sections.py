@@ -114,6 +114,15 @@ class TrainableConfig(RoleConfig):
     """State to move off the GPU while another role works."""
 
 
+class EmaConfig(Section):
+    """Exponential moving average of the policy's weights, in fp32, in checkpoints too (docs/algorithms.md)."""
+
+    decay: Decay = 0.992
+    """After the updates of every PPO step: average = decay * average + (1 - decay) * weights."""
+    keep_on: Literal["host", "device"] = "host"
+    """Memory that holds the average between its uses: 4 bytes of each parameter of a rank's tp and pp part (under fsdp2: shard)."""
+
+
 class PolicyConfig(TrainableConfig):
     model: ModelPath
     """Directory of a Hugging Face checkpoint (config.json and safetensors), or its name on the hub (`owner/name`, or
@@ -121,6 +130,9 @@ class PolicyConfig(TrainableConfig):
     logits_dtype: Literal["fp32", "bf16"] = "fp32"
     """Rounding of the logits behind the log-probs of policy and reference: fp32 does not round; bf16 rounds as a sampler in bf16
     does (docs/agreement.md)."""
+    ema: EmaConfig | None = None
+    """Keep a moving average of the weights, to evaluate (`trainer.evaluate_with`), to export (`megappo export --role ema`) and as
+    the reference (`reference.refresh_from`); null keeps none. `{}` takes the defaults."""
 
 
 class CriticConfig(TrainableConfig):

@@ -68,6 +68,9 @@ class TrainerConfig(Section):
     step validates too. 0 turns validation off."""
     eval_before: bool = True
     """Validate before the first step; a set of `evaluations` may say otherwise."""
+    evaluate_with: Literal["policy", "ema"] = "policy"
+    """Weights that validations and `evaluations` sample from: the policy's, or their moving average (`policy.ema`), which is pushed
+    for them, and the policy's again after them."""
     keep_best: str | None = None
     """Metric of an evaluation (`eval/score`, `eval/NAME/pass@4`, ...; `eval/NAME` is short for its mean@N): the checkpoint of the
     step with the best value so far is saved at once, and kept beside those of `checkpoint.keep_last` until a better one."""

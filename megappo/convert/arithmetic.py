@@ -21,6 +21,7 @@ from megappo.convert.engines import (
 from megappo.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
 from megappo.convert.single_values import (
     adapter_rank,
+    average_decay,
     env_rules,
     one_file,
     or_zero,
@@ -267,6 +268,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
         openrlhf_kl,
         adaptive_kl,
         adapter_rank,
+        average_decay,
         with_adapters,
         early_stopping,
         trl_batch,

@@ -43,6 +43,13 @@ def with_adapters(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, value)
 
 
+def average_decay(rule: Rule, value: Any, settings: Settings) -> Values:
+    """The decay of a moving average that is switched on; OpenRLHF's default is the other key's."""
+    if not value:
+        raise implied("off: no average is kept")
+    return same(rule.keys, number(settings.foreign.get("ema_beta", 0.992)))
+
+
 def top_k(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, -1 if value in (None, 0) else value)
 

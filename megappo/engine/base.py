@@ -7,7 +7,7 @@ passes the share of its replica. `whole_batch.py` runs a pass over a batch that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,6 +169,13 @@ class Engine(StatefulModel, Protocol):
     def main_parameters(self) -> Mapping[str, Tensor]:
         """Whole fp32 copies that the optimizer updates in place of bf16 parameters; names as above. Empty without such copies, and
         if the optimizer is sharded. Resident until the mode is left. Not collective."""
+        ...
+
+    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name as above, values on this rank in fp32) of every parameter: those that the optimizer updates, not their rounding.
+
+        Each is good until the next is asked for. Inside a mode; collective over ranks that share a sharded optimizer.
+        """
         ...
 
     def merged_parameters(self) -> Weights:

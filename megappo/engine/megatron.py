@@ -115,6 +115,14 @@ class MegatronEngine(RoleEngine[Optimizer]):
         main = {id(parameter): copy for parameter, copy in self._optimizer.main_parameters()}
         return {name: main[id(parameter)] for name, parameter in self.named_parameters().items() if id(parameter) in main}
 
+    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
+        names = {id(parameter): name for name, parameter in self.named_parameters().items()}
+        if self._optimizer is not None:
+            self._optimizer_storages.restore(to_change=False)
+            for parameter, copy in self._optimizer.gathered_main_parameters():
+                yield names.pop(id(parameter)), copy
+        yield from ((name, values) for name, values in super().fp32_weights() if name in names.values())
+
     def merged_parameters(self) -> Weights:
         return merged_parameters(self.chunks)
 

@@ -20,6 +20,7 @@ from megappo.config.role_sections import OptimizerConfig
 from megappo.engine.base import StepResult
 from megappo.engine.megatron_optimizer_state import (
     create_moments,
+    gathered_main_parameters,
     held_state,
     load_optimizer_state,
     set_step_number,
@@ -131,6 +132,11 @@ class Optimizer:
         """(model parameter, its whole fp32 copy) of bf16 parameters; none under the distributed optimizer."""
         for optimizer in self._chained():
             yield from whole_main_parameters(optimizer)
+
+    def gathered_main_parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(bf16 model parameter, its whole fp32 copy), one at a time. Collective over the ranks that share a sharded optimizer."""
+        for optimizer in self._chained():
+            yield from gathered_main_parameters(optimizer)
 
     def reload_main_parameters(self) -> None:
         """Copy the model's weights into the fp32 main parameters, after weights were loaded from elsewhere."""

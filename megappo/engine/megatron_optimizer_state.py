@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
@@ -113,6 +114,28 @@ def whole_main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor
     """(model parameter, the whole fp32 tensor that this rank updates in its place); a sharded optimizer has none."""
     if not isinstance(optimizer, DistributedOptimizer):
         yield from ((parameter, main) for parameter, main in _pairs(optimizer) if main is not parameter)
+
+
+def gathered_main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """(bf16 model parameter, its whole fp32 main parameter), one at a time.
+
+    A sharded optimizer gathers the parts, collectively over the ranks that share it; the tensor then is a copy.
+    """
+    if not isinstance(optimizer, DistributedOptimizer):
+        yield from whole_main_parameters(optimizer)
+        return
+    if optimizer.is_stub_optimizer:  # nothing of this kind trains on this rank
+        return
+    parts = {id(parameter): (start, values) for name, parameter, start, values in held_state(optimizer) if name == _MAIN}
+    for buffer in optimizer.buffers:
+        for parameter in buffer.param_index_map:  # in one order on all ranks, also those without a part of it
+            if parameter.dtype != torch.float32:
+                whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+                if id(parameter) in parts:
+                    start, values = parts[id(parameter)]
+                    whole[start : start + values.numel()] = values
+                dist.all_reduce(whole, group=optimizer.data_parallel_group)  # exact: each element has one part
+                yield parameter, whole.view(parameter.shape)
 
 
 def _names(parameter: Tensor) -> tuple[str, ...]:

@@ -99,6 +99,10 @@ class RoleEngine(ABC, Generic[OptimizerT]):
     @abstractmethod
     def pieces(self) -> PieceMap: ...
 
+    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.named_parameters().items():
+            yield name, parameter.detach().float()
+
     # --------------------------------------------------------------------------------------- of an engine without adapters
 
     def merged_parameters(self) -> Weights:

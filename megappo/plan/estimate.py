@@ -29,12 +29,14 @@ from megappo.plan.memory import (
     ITEMSIZE,
     Counter,
     Moment,
+    ParameterCount,
     RoleMemory,
     RolloutMemory,
     count_parameters,
     fullest_moment,
     role_memory,
     rollout_memory,
+    with_average,
 )
 from megappo.plan.reserve import reserve_bytes
 from megappo.rollout.types import SamplingParams
@@ -268,6 +270,7 @@ def _stage_memory(
 
     # Log-probs and values are of the whole step.
     tokens, forward_tokens = full(_sequences(config, role, layout, step)), full(_each(step.samples, layout))
+    count = counter if settings.engine == "megatron" else count_own_parameters
     common = {
         "dtype": settings.dtype,
         "micro_batch_tokens": tokens,
@@ -276,7 +279,7 @@ def _stage_memory(
         "value_head": value_head_of(settings) is not None,
         "fused": device == "cuda",
         "values": values_read(config, role),
-        "counter": counter if settings.engine == "megatron" else count_own_parameters,
+        "counter": count,
     }
     trained = isinstance(settings, TrainableConfig)
     away = (settings.offload.parameters and device == "cuda", False, False)
@@ -298,13 +301,24 @@ def _stage_memory(
     else:
         memory = role_memory(arch, layout, stage, trained=False, offload=away, **common)
     if settings.engine == "megatron":
-        return memory
+        return _with_average(config, role, memory, count(arch, layout, stage), layout, device)
     itemsize, value_head = ITEMSIZE[settings.dtype], value_head_of(settings) is not None
     lora = settings.lora if isinstance(settings, TrainableConfig) else None
     recompute = settings.recompute if isinstance(settings, TrainableConfig) else "none"
     forward, training = (score_bytes(arch, n, step.max_sequence_tokens, itemsize, recompute) for n in (forward_tokens, tokens))
     how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora}
-    return sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
+    memory = sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
+    return _with_average(config, role, memory, None, layout, device)
+
+
+def _with_average(
+    config: TrainConfig, role: str, memory: RoleMemory, count: ParameterCount | None, layout: ParallelLayout, device: Device
+) -> RoleMemory:
+    """With the average of the policy's weights, if there is one. count: as in `memory.with_average`."""
+    if role != "policy" or config.policy.ema is None:
+        return memory
+    on_device = config.policy.ema.keep_on == "device" or device == "cpu"  # whose memory is the host's
+    return with_average(memory, count, layout, on_device=on_device, swaps=config.trainer.evaluate_with == "ema")
 
 
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:

@@ -41,7 +41,8 @@ class RoleMemory:
     forward: activations of a pass without gradients. offloaded: weights (offloaded_weights) and gradients that are off the device
     while others work. offloaded_optimizer: state that is on the device from the first optimizer step of a phase to its end.
     written, written_weights: this rank's share of a checkpoint, and of one without optimizer; none for a frozen role.
-    steps: optimizer steps of a phase. step_buffers: temporaries of such a step, when there are no activations.
+    steps: optimizer steps of a phase. step_buffers: temporaries of such a step, when there are no activations. average: of the
+    policy's weights, on the device; average_on_host: on the host.
     """
 
     parameters: int
@@ -57,11 +58,13 @@ class RoleMemory:
     steps: int = 1
     written: int = 0
     written_weights: int = 0
+    average: int = 0
+    average_on_host: int = 0
 
     @property
     def held(self) -> int:
-        """Weights, gradients and optimizer, on the device or offloaded."""
-        return self.weights + self.gradients + self.optimizer
+        """Weights, gradients, optimizer and average, on the device or offloaded."""
+        return self.weights + self.gradients + self.optimizer + self.average
 
     @property
     def resident(self) -> int:
@@ -200,6 +203,24 @@ def role_memory(
         if trained
         else 0,
         written_weights=_each_writes(trains, saved, layout) if trained else 0,
+    )
+
+
+def with_average(
+    memory: RoleMemory, count: ParameterCount | None, layout: ParallelLayout, *, on_device: bool, swaps: bool
+) -> RoleMemory:
+    """The memory of a policy whose weights are averaged, in fp32. count: of its parameters, None if every rank has a shard of them.
+
+    on_device: the average stays there, and with swaps the policy's weights beside it while the average is sampled.
+    """
+    average = memory.parameters * FP32
+    saved = average if count is None else _each_writes(count, average, layout)
+    return replace(
+        memory,
+        average=(average + memory.weights * swaps) * on_device,
+        average_on_host=(average + memory.weights * swaps) * (not on_device),
+        written=memory.written + saved,
+        written_weights=memory.written_weights + saved,
     )
 
 

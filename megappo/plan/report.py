@@ -182,6 +182,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         *_shared_lines(plan, size),
         *(["  reserve: an estimate of what the CUDA context and NCCL's communicators take"] if plan.reserve else []),
         *_offload_lines(plan),
+        *_average_lines(plan, size, name),
         *_snapshot_lines(plan, size, name),
         *_adam_lines(plan),
         *(f"  {line}" for line in _cache_lines(plan)),
@@ -205,6 +206,16 @@ def _offload_lines(plan: Plan) -> Iterator[str]:
     host_memory = max(plan.host_memory(rank) for rank in ranks)
     if host_memory and plan.device == "cuda":
         yield f"  offloaded parts take {gib(host_memory)} GiB of pinned host memory a rank, {gib(8 * host_memory)} on a node of 8"
+
+
+def _average_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
+    """Memory of the moving average of the policy."""
+    memory = max(plan.memory["policy"], key=lambda one: one.average + one.average_on_host)
+    if memory.average:
+        yield f"  the policy's average takes {size(memory.average)} {unit} of that on each of its ranks"
+    elif memory.average_on_host:
+        host = memory.average_on_host
+        yield f"  the policy's average takes {gib(host)} GiB of host memory on each of its ranks, {gib(8 * host)} on a node of 8"
 
 
 def _snapshot_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:

@@ -11,20 +11,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from megappo.checkpoint.contents import models_of
 from megappo.checkpoint.finite import non_finite_tensors
 from megappo.checkpoint.interval import expected_mtbf_hours
 from megappo.checkpoint.manifest import BEST, Manifest
 from megappo.checkpoint.rng import read_rng, set_rng
-from megappo.checkpoint.state import StatefulComponent
+from megappo.checkpoint.state import StatefulComponent, StatefulModel
 from megappo.checkpoint.store import CheckpointStore, SaveFailed
 from megappo.config.run_sections import CheckpointConfig
 from megappo.engine.base import Engine
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, tally, warn_once
 from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.placement import Placement
 from megappo.resilience.faults import Unrecoverable
 from megappo.resilience.sections import CHECKPOINT, Sections
 from megappo.resilience.signals import StopRequest
@@ -51,11 +53,18 @@ class NonFiniteWeights(Unrecoverable):
     """A weight or the optimizer's state is NaN or infinite. The message names role, rank, stage and tensor."""
 
 
+class PlacedModel(StatefulModel, Protocol):
+    """A model of a checkpoint and the ranks that it lives on."""
+
+    @property
+    def placement(self) -> Placement: ...
+
+
 class Checkpoints:
     """Checkpoints of one run.
 
     models: trained role -> engine, None on ranks that it does not live on. components: small state beside them and `state`.
-    layouts: of the models, for messages.
+    extras: further models with state of their own, which a checkpoint may lack. layouts: of all models, for messages.
     epochs_done: whole passes over the prompts so far, for `save_strategy: epoch`.
     failed_saves: of this process. The checkpoints that are due are written while training goes on, unless
     `checkpoint.asynchronous` is false; the last one is waited for.
@@ -70,6 +79,7 @@ class Checkpoints:
         state: TrainerState,
         components: Mapping[str, StatefulComponent],
         *,
+        extras: Mapping[str, PlacedModel | None] = MappingProxyType({}),
         layouts: Mapping[str, ParallelLayout],
         stop: StopRequest,
         log: RunLog,
@@ -79,7 +89,8 @@ class Checkpoints:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._asynchronous, self._facts = store, settings.asynchronous, facts
-        self._models, self._state, self._components = models, state, {"trainer": state, **components}
+        self._models: dict[str, PlacedModel | None] = {**models, **extras}
+        self._extras, self._state, self._components = extras, state, {"trainer": state, **components}
         self._with_optimizer = not settings.save_only_model
         self._layouts, self._stop, self._log, self._sections = layouts, stop, log, sections
         self._best = best or BestCheckpoint(None, "max", state)
@@ -268,13 +279,13 @@ class Checkpoints:
 
     # ------------------------------------------------------------------------------------------------------------- resume
 
-    def resume(self, manifest: Manifest) -> None:
+    def resume(self, manifest: Manifest) -> list[str]:
         """Restore the checkpoint that `CheckpointStore.find_resumable` found; if it is not finite, the next older valid one.
 
-        NonFiniteWeights if there is no other.
+        Returns the names of the extra models that it lacks, which stay as they are. NonFiniteWeights if there is no other.
         """
         skipped: list[int] = []
-        step = self._store.restore(manifest, self._models, self._components)
+        step = self._store.restore(manifest, self._held_in(manifest), self._components)
         while fault := self._non_finite():
             skipped.append(step)
             warn_once(logger, "step-%d is no state to go on from (%s); trying the next older checkpoint", step, fault)
@@ -282,13 +293,19 @@ class Checkpoints:
                 manifest = self._store.find_resumable(self._facts, skip=tuple(skipped))
             except ValueError as error:
                 raise NonFiniteWeights(f"no checkpoint to go on from: {fault} in step-{step}; {error}") from error
-            step = self._store.restore(manifest, self._models, self._components)
+            step = self._store.restore(manifest, self._held_in(manifest), self._components)
         self._saved_step = step
         if line := self._best.resume(on_rank_zero("looking for checkpoints", self._store.steps)):
             warn_once(logger, "%s", line)
         self._schedule.expect(manifest.facts.get(SAVE_S, 0.0), self._epochs_done())
         self._log.resume_after(step)
         self._log.note(f"resumed after step {step}")
+        return [name for name in self._models if name not in self._held_in(manifest)]
+
+    def _held_in(self, manifest: Manifest) -> dict[str, PlacedModel | None]:
+        """The models, without extra ones that a checkpoint lacks."""
+        there = models_of(manifest)
+        return {name: model for name, model in self._models.items() if name in there or name not in self._extras}
 
     # ------------------------------------------------------------------------------------------------------------- finite
 
@@ -305,7 +322,7 @@ class Checkpoints:
         everyone = on_every_rank("looking for NaN", lambda: faults[:1])
         return next((fault for theirs in everyone for fault in theirs), "")
 
-    def _describe(self, role: str, engine: Engine, tensors: list[str]) -> str:
+    def _describe(self, role: str, engine: PlacedModel, tensors: list[str]) -> str:
         rank = dist.get_rank()
         at = self._layouts[role].coordinates(engine.placement.position_of(rank))
         others = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""

@@ -171,6 +171,10 @@ class Evaluations:
         self._evaluators, self._total_steps = evaluators, total_steps
         self._rollout, self._tokenizer, self._log = rollout, tokenizer, log
 
+    def any_due(self, step: int) -> bool:
+        """True if a set is due after `step`."""
+        return any(one.is_due(step, self._total_steps) for one in self._evaluators)
+
     def after(self, step: int, timers: StageTimers) -> list[Evaluation]:
         """Evaluate the sets that are due after `step` (0: before training), log and return their results. Collective."""
         results = []

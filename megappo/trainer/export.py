@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -20,6 +21,7 @@ from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend
 from megappo.platform.device import select_device, start_alone
 from megappo.resilience.run_time import input_accepted
+from megappo.trainer.average import AVERAGE, PolicyAverage
 from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.rundir import RunDir
 
@@ -29,8 +31,9 @@ def export_checkpoint(
 ) -> int:
     """Export `role` of the run in directory `run` to `output`, which must not exist; returns the step.
 
-    role: a trained one. step: None takes the newest valid one, best that of `trainer.keep_best`. engines: builds the model of the
-    run's resolved configuration; those of the run. ValueError for a missing run or checkpoint, another role, or an existing output.
+    role: a trained one, or ema, the average of the policy's weights. step: None takes the newest valid one, best that of
+    `trainer.keep_best`. engines: builds the model of the run's resolved configuration; those of the run. ValueError for a missing
+    run or checkpoint, another role, or an existing output.
     """
     run_dir = RunDir(Path(run))
     if not run_dir.config.is_file():
@@ -42,11 +45,12 @@ def export_checkpoint(
     if Path(output).exists():
         raise ValueError(f"{output} exists; export to another directory")
     config = load_config(str(run_dir.config), [])
-    if role not in trained_sections(config):
-        raise ValueError(f"--role {role}: checkpoints hold {', '.join(trained_sections(config))}")
+    held = [*trained_sections(config), *([AVERAGE] if config.policy.ema is not None else [])]
+    if role not in held:
+        raise ValueError(f"--role {role}: checkpoints hold {', '.join(held)}")
     if step == "best":
         step = _best_step(run_dir)
-    spec = spec_of_role(config, role, None)
+    spec = spec_of_role(config, "policy" if role == AVERAGE else role, None)
     alone = spec.section.model_copy(update={"parallel": ParallelConfig(), "ranks": ALL})
     # The head comes from the checkpoint, whatever it started from.
     spec = replace(spec, section=alone, value_head="zero" if spec.value_head is not None else None)
@@ -54,8 +58,9 @@ def export_checkpoint(
     start_alone(device)
     engine = engines(ModelConfig(impl="local"), TimeoutsConfig(), device).build(spec)
     assert engine is not None, "alone in its world"
-    exported = CheckpointStore(run_dir.checkpoints, keep_last=1).load_weights(role, engine, step)
-    with input_accepted():
+    average = PolicyAverage(engine, 0.0, "host") if role == AVERAGE else None
+    exported = CheckpointStore(run_dir.checkpoints, keep_last=1).load_weights(role, average or engine, step)
+    with input_accepted(), nullcontext() if average is None else average.in_place():
         engine.export(Path(output), Path(spec.model))
     dist.destroy_process_group()
     return exported

@@ -54,6 +54,7 @@ from megappo.telemetry.log import configure_logging
 from megappo.telemetry.progress import columns_without_critic
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.trackers.group import make_trackers
+from megappo.trainer.average import AVERAGE, PolicyAverage, average_of
 from megappo.trainer.best import BestCheckpoint
 from megappo.trainer.build_roles import Roles, build_roles, spec_of_role
 from megappo.trainer.checkpoints import Checkpoints
@@ -165,8 +166,11 @@ def _train(
     _note_layers(config, factory, log)
     select_kernels(config.kernels, device, log, host_ops=HOST_OPS)
     roles = build_roles(config, factory, updates_of_run(config, data.total_steps))
+    average = average_of(config.policy.ema, roles.engines.get("policy"))
     rollout = rollout_of(config, data.tokenizer, roles.engines.get("policy"), device)
     state, kl = TrainerState(), kl_controller(config.algorithm.kl)
+    layouts = {role: layout_of(sizes, len(roles.placements[role])) for role, sizes in roles_in_use(config).items()}
+    layouts[AVERAGE] = layouts["policy"]
     checkpoints = Checkpoints(
         store,
         config.checkpoint,
@@ -174,7 +178,8 @@ def _train(
         roles.trained_engines,
         state,
         {"loader": data.loader, "kl_controller": kl},
-        layouts={role: layout_of(sizes, len(roles.placements[role])) for role, sizes in roles_in_use(config).items()},
+        extras={} if config.policy.ema is None else {AVERAGE: average},
+        layouts=layouts,
         stop=stop,
         log=log,
         sections=watchdog.sections,
@@ -183,9 +188,13 @@ def _train(
     )
     instruments = Instruments(config, roles, run_dir, device, watchdog.sections)
     log.note(instruments.note)
-    ppo = _build_ppo(config, data, roles, rollout, state, kl, log, checkpoints, factory, instruments)
+    ppo = _build_ppo(config, data, roles, average, rollout, state, kl, log, checkpoints, factory, instruments)
     if manifest is not None:
-        checkpoints.resume(manifest)
+        absent = checkpoints.resume(manifest)
+        if AVERAGE in absent:
+            log.note("policy.ema: the checkpoint has no average; it starts from the policy's weights there")
+            if average is not None:
+                average.start()
         run_dir.record_config(dump_yaml(config))
     else:
         load_critic(config, roles.engines.get("critic"), log)
@@ -250,6 +259,7 @@ def _build_ppo(
     config: TrainConfig,
     data: RunData,
     roles: Roles,
+    average: PolicyAverage | None,
     rollout: RolloutEngine,
     state: TrainerState,
     kl: KLController,
@@ -266,6 +276,7 @@ def _build_ppo(
         config,
         data.total_steps,
         roles=roles,
+        average=average,
         rollout=rollout,
         sampling=sampling,
         prompts=data.train.prompts,

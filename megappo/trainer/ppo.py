@@ -20,6 +20,8 @@ from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.runlog import RunLog
+from megappo.telemetry.timers import StageTimers
+from megappo.trainer.average import PolicyAverage
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.evaluation import Evaluation, Evaluations, metrics_of
@@ -30,7 +32,7 @@ from megappo.trainer.histograms import histograms_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.report import StepRecord
-from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
+from megappo.trainer.sampler_check import average_version, compare_with_sampler, require_agreement, require_version
 from megappo.trainer.scoring import begin_rewards, score_responses
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.state import TrainerState
@@ -42,7 +44,8 @@ from megappo.trainer.warmup import CriticWarmup
 class PPO:
     """The loop. Its parts are built in `main.py`. stopped: a rank was asked to stop, and the run ended early with a checkpoint.
 
-    check_replicas: collective; raises if ranks hold different copies of a weight. instruments: measure the steps.
+    average: of the policy's weights, None without one and on ranks without the policy. check_replicas: collective; raises if ranks
+    hold different copies of a weight. instruments: measure the steps.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class PPO:
         total_steps: int,
         *,
         roles: Roles,
+        average: PolicyAverage | None,
         rollout: RolloutEngine,
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
@@ -67,7 +71,7 @@ class PPO:
         instruments: Instruments,
     ) -> None:
         self.config, self.total_steps, self.warmup = config, total_steps, CriticWarmup(config, state)
-        self.roles = roles
+        self.roles, self.average = roles, average
         self.rollout, self.sampling = rollout, sampling
         self.prompts, self.loader, self.evaluations = prompts, loader, evaluations
         self.tokenizer, self.scorer = tokenizer, scorer
@@ -87,7 +91,7 @@ class PPO:
             )
         results = []
         if self.state.step == 0:
-            results = self.evaluations.after(0, self.instruments.timers())
+            results = self.evaluate(0, self.instruments.timers())
             self.log.end_of_start()
         last = {result.name: result for result in results}
         while self.state.step < self.last_step and not self.stopped:
@@ -114,6 +118,7 @@ class PPO:
             greedy = draw_greedy(self.rollout, requests, self.sampling) if config.algorithm.estimator == "remax" else None
             self.rollout.sleep()
             experience = collect(requests, responses, with_kept=self.sampling.kept_width > 0)
+            require_version(experience.table, step, config.rollout.push_every, self.rollout.name)
 
         with timers.stage("score"):  # 3
             scoring = self.tokenizer, self.scorer, self.sampling.stop
@@ -140,6 +145,8 @@ class PPO:
             updates.run("critic")
         with timers.stage("update_policy"):
             updates.run("policy")
+            if self.average is not None and updates.changed("policy"):
+                self.average.update()
         critic, policy = updates.summary("critic"), updates.summary("policy")
 
         if self.is_due(step, config.run.replica_check_every):  # before wrong weights reach the sampler or a checkpoint
@@ -160,7 +167,7 @@ class PPO:
         self.count(record)
         if self.warmup.covers(step) and self.warmup.end_if_fitted(step, record.explained_variance):
             self.log.note(f"critic: explains {record.explained_variance:.3f} of the returns; its warm-up ends after step {step}")
-        evaluated = self.evaluations.after(step, timers)
+        evaluated = self.evaluate(step, timers)
         costs = self.instruments.costs(record, timers)
         timeline = self.instruments.timeline(timers, step) if self.is_due(step, config.telemetry.summary_every) else []
         self.log.step({**record.metrics(timers), **costs, **self.checkpoints.metrics()}, step, self.total_steps, timeline)
@@ -177,6 +184,16 @@ class PPO:
         """Push the policy's current weights into the rollout engine; they must be resident."""
         with nullcontext() if self.roles.policy is None else self.roles.policy.engine.eval_mode():
             return self.rollout.push_weights(version)
+
+    def evaluate(self, step: int, timers: StageTimers) -> list[Evaluation]:
+        """Evaluate what is due after `step`, with the weights of `trainer.evaluate_with`; then the sampler has the policy's."""
+        if self.config.trainer.evaluate_with == "policy" or not self.evaluations.any_due(step):
+            return self.evaluations.after(step, timers)
+        with nullcontext() if self.average is None else self.average.in_place():
+            self.push_weights(average_version(step))
+            results = self.evaluations.after(step, timers)
+        self.push_weights(step)
+        return results
 
     def is_due(self, step: int, interval: int) -> bool:
         return interval > 0 and (step % interval == 0 or step == self.last_step)

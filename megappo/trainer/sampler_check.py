@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megappo.algo.chunks import in_chunks
 from megappo.data.packing import PackedBatch
+from megappo.experience.table import SampleTable
 from megappo.parallel.totals import largest, total
 from megappo.rollout.types import SamplingParams
 
@@ -41,6 +42,21 @@ class KeptSummary:
 
     ids: float
     overflow: float
+
+
+def average_version(step: int) -> int:
+    """Version of the policy's average after `step` in the sampler: below 0, and so no step's."""
+    return -1 - step
+
+
+def require_version(table: SampleTable, step: int, push_every: int, engine: str) -> None:
+    """Raise SamplerMismatch on every rank if a response of `step` was sampled by other weights than the policy's after one of the
+    `push_every` steps before it: by the average, or by weights that a missing push left there."""
+    newest, oldest = step - 1, max(0, step - push_every)
+    wrong = [version for version in (int(table.oldest.min()), int(table.newest.max())) if not oldest <= version <= newest]
+    if wrong:
+        whose = f"the average after step {-1 - wrong[0]}" if wrong[0] < 0 else f"step {wrong[0]}"
+        raise SamplerMismatch(f"step {step}: {engine} sampled with the weights of {whose}, not with the policy's of step {newest}")
 
 
 def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreement:

@@ -225,6 +225,10 @@ class Updates:
         )
         self._summaries[name] = run_updates(cast(Trainable, role), minis)
 
+    def changed(self, name: str) -> bool:
+        """True if `run` has changed the role's weights. On its ranks; not collective."""
+        return name in self._summaries and self._summaries[name].num_updates > 0
+
     def summary(self, name: str) -> UpdateSummary:
         """Summary of the role's updates, empty without any; the same on every rank. Collective over the world."""
         if name not in self._summaries:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,9 @@ class DelegatingEngine:
 
     def main_parameters(self) -> Mapping[str, Tensor]:
         return self._engine.main_parameters()
+
+    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._engine.fp32_weights()
 
     def merged_parameters(self) -> Weights:
         return self._engine.merged_parameters()

@@ -159,6 +159,13 @@ BROKEN = [
         ["rollout.sampling.temperature = 0.0"],
         "rollout.sampling.temperature=0.1",
     ),
+    ("average_problem", ["policy.ema.decay=0.9", "policy.lora.rank=4"], ["policy.ema.decay = 0.9", "adapters"], "policy.ema=null"),
+    (
+        "average_problem",
+        ["trainer.evaluate_with=ema"],
+        ['trainer.evaluate_with = "ema": policy.ema is not set', "set policy.ema.decay"],
+        "policy.ema.decay=0.9",
+    ),
     (
         "_separate_adapter",
         ["policy.engine=fsdp2", "policy.lora.rank=600", "rollout.adapter=separate"],

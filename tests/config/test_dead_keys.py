@@ -105,6 +105,8 @@ DEAD = [
     (["checkpoint.save_every=5"], "checkpoint.mtbf_hours=2.0", "checkpoint.save_every=auto"),
     (["checkpoint.save_every=0"], "checkpoint.asynchronous=false", "checkpoint.save_every=5"),
     (["telemetry.trajectories_every=0"], "telemetry.trajectories_per_step=4", "telemetry.trajectories_every=5"),
+    (["policy.ema.decay=0.9"], "trainer.evaluate_with=ema", EVAL),
+    (["trainer.steps=4", "critic.warmup_steps=4"], "policy.ema.decay=0.9", "critic.warmup_steps=2"),
     ([], "telemetry.mode=offline", "telemetry.trackers=[wandb]"),
     ([], "telemetry.project=mine", "telemetry.trackers=[mlflow]"),
     ([], "telemetry.experiment=first", "telemetry.trackers=[wandb]"),
@@ -121,6 +123,7 @@ DEAD_SFT = [
     ([], "policy.optimizer.min_lr_ratio=0.1", "policy.optimizer.lr_schedule=cosine"),
     ([], "policy.offload.parameters=true", None),
     ([], "policy.logits_dtype=bf16", None),
+    ([], "policy.ema.decay=0.9", None),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from pathlib import Path
@@ -100,6 +100,9 @@ class ToyEngine:
 
     def main_parameters(self) -> dict[str, Tensor]:
         return {}
+
+    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._weights.items())
 
     def merged_parameters(self) -> Weights:
         return self._weights
