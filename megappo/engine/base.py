@@ -202,6 +202,10 @@ class Engine(StatefulModel, Protocol):
         ValueError or OSError on every rank if one fails or `directory` exists; it appears when it is complete.
         """
 
+    def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+        """Make weights, or optimizer state, resident and free to change; or move them to the host. Not collective."""
+        ...
+
     # ------------------------------------------------------------------------------------------------------------ passes
 
     def train_mode(self) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -80,6 +80,9 @@ class DelegatingEngine:
 
     def export(self, directory: Path, source: Path) -> None:
         self._engine.export(directory, source)
+
+    def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+        self._engine.to(device, model=model, optimizer=optimizer)
 
     def train_mode(self) -> AbstractContextManager[None]:
         return self._engine.train_mode()

@@ -124,6 +124,9 @@ class ToyEngine:
         for file in source.glob("tokenizer*"):
             shutil.copyfile(file, directory / file.name)
 
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        pass  # it offloads nothing
+
     def train_mode(self) -> AbstractContextManager[None]:
         return nullcontext()
 
