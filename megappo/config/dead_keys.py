@@ -124,6 +124,11 @@ TRAIN: tuple[Dead, ...] = (
         "it is the lower bound of icepop and dis; remove it, or set algorithm.correction.kind to one of them",
     ),
     Dead(
+        ("algorithm.correction.count_rejected",),
+        lambda c: c.algorithm.correction.kind not in ("mis", "icepop"),
+        "no token is left out before the updates; remove it, or set algorithm.correction.kind to mis or icepop",
+    ),
+    Dead(
         (
             "algorithm.correction.level",
             "algorithm.objective",

@@ -150,11 +150,19 @@ class CorrectionConfig(Section):
     """Lower bound of icepop (0.5 in its paper) and dis (0.7 or 0.2 in SAO's)."""
     high: PositiveFloat = 2.0
     """Upper bound (icepop's paper has 5, SAO's for dis 6 or 4)."""
+    count_rejected: bool = True
+    """mis and icepop: count the tokens that they leave out in the denominator of the policy's loss. false takes them out of the
+    loss altogether, of its entropy bonus and KL too."""
 
     @property
     def weighs(self) -> bool:
         """True if advantages are weighed once, before the updates."""
         return self.kind not in ("none", "dis")
+
+    @property
+    def drops(self) -> bool:
+        """True if tokens that are left out count nowhere in the policy's loss."""
+        return self.kind in ("mis", "icepop") and not self.count_rejected
 
     @property
     def has_low(self) -> bool:

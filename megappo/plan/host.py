@@ -19,6 +19,7 @@ from megappo.config.schema import AlgorithmConfig
 from megappo.parallel.shares import Shares, shares_of
 from megappo.plan.estimate import Plan, values_read
 from megappo.trainer.model_outputs import OUTPUTS
+from megappo.trainer.reweighting import REJECTED
 from megappo.trainer.updates import READS, update_reads
 
 # Nanoseconds of one core. Measured at 64 samples of 8,192 tokens on a server's core, CPU time, memory touched before.
@@ -229,7 +230,7 @@ class HostWork:
 
     def _size(self, fields: Collection[str]) -> float:
         """Bytes of these fields of a token."""
-        sizes = {"tokens": TOKEN, "response_mask": MASK, "kept": KEPT_ROW + ID * self._kept}
+        sizes = {"tokens": TOKEN, "response_mask": MASK, REJECTED: MASK, "kept": KEPT_ROW + ID * self._kept}
         return sum(sizes.get(name, FIELD) for name in fields)
 
     def _of_own(self, fields: Collection[str]) -> float:
@@ -272,7 +273,8 @@ class HostWork:
 def _shaped_fields(algorithm: AlgorithmConfig) -> set[str]:
     """Fields of a token that stage 5 adds with memory of their own: if nothing changes the advantage, it is the raw one."""
     changed = algorithm.whitens or algorithm.reweights
-    return {"reward", "raw_advantage", *(["returns"] if algorithm.has_critic else []), *(["advantage"] if changed else [])}
+    asked = {"returns": algorithm.has_critic, "advantage": changed, REJECTED: algorithm.correction.drops}
+    return {"reward", "raw_advantage", *(name for name, is_there in asked.items() if is_there)}
 
 
 def _part(shares: Shares, rank: int) -> Part:

@@ -1,7 +1,7 @@
 """Stage 5, after the advantages: which tokens of a response the policy learns from, and how much from each.
 
 Every surrogate is proportional to its advantage (for factors >= 0), so that a weight of a token's loss is one of its advantage, and
-losses stay sums over tokens that the fused op computes. Denominators of the loss count all tokens.
+losses stay sums over tokens that the fused op computes. Denominators of the loss count all tokens but those of REJECTED.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from megappo.experience.experience import Experience
 from megappo.parallel.totals import largest, total
 from megappo.telemetry.metrics import Metric
 
+REJECTED = "rejected"
+"""Field of the sampled tokens that count nowhere in the policy's loss (`correction.count_rejected`)."""
+
 
 def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experience, dict[str, float]]:
     """The experience with its field advantage as `algorithm` wants it, and figures of that by metric. Collective over the world.
@@ -31,8 +34,8 @@ def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experi
     if algorithm.sequence_advantages:
         experience = experience.with_fields({"advantage": _means_of_sequences(experience.batch)})
     if algorithm.correction.weighs:
-        advantage, figures = _corrected(experience.batch, algorithm.correction)
-        experience, metrics = experience.with_fields({"advantage": advantage}), metrics | figures
+        fields, figures = _corrected(experience.batch, algorithm.correction)
+        experience, metrics = experience.with_fields(fields), metrics | figures
     if algorithm.high_entropy_token_ratio is not None:
         advantage, figures = _of_high_entropy(experience, algorithm.high_entropy_token_ratio)
         experience, metrics = experience.with_fields({"advantage": advantage}), metrics | figures
@@ -53,15 +56,16 @@ def _means_of_sequences(batch: PackedBatch) -> Tensor:
     return on_sampled(sums / counts.clamp(min=1), batch)
 
 
-def _corrected(batch: PackedBatch, correction: CorrectionConfig) -> tuple[Tensor, dict[str, float]]:
-    """(advantages [T] times the weights of the correction, its figures over all ranks)."""
+def _corrected(batch: PackedBatch, correction: CorrectionConfig) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """(fields, figures over all ranks): advantage [T] times the weights of the correction, and REJECTED [T] bool if it drops."""
     mask = batch["response_mask"]
     ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, correction.level)
     found = correction_weights(ratio, mask, correction.kind, correction.low, correction.high)
     count, weights, cut = total(torch.stack([x.sum(dtype=torch.float64) for x in (mask, found.weight, found.cut)])).tolist()
     most = float(largest(torch.cat((ratio, ratio.new_zeros(1))).amax()))
     advantage = torch.where(mask, batch["advantage"] * found.weight, 0.0).float()
-    return advantage, {
+    fields = {"advantage": advantage} | ({REJECTED: found.cut} if correction.drops else {})
+    return fields, {
         Metric.CORRECTION_MEAN.value: weights / max(count, 1.0),
         Metric.CORRECTION_CUT.value: cut / max(count, 1.0),
         Metric.CORRECTION_MAX.value: most,

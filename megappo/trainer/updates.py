@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.algo.aggregation import loss_count, token_weights
+from megappo.algo.aggregation import loss_count, token_weights, tokens_per_sequence
 from megappo.config.batch import UpdateSchedule, update_schedule
 from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
@@ -23,6 +23,7 @@ from megappo.experience.table import SampleTable
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
+from megappo.trainer.reweighting import REJECTED
 from megappo.trainer.roles import Critic, LanguageModel, UpdateResult, policy_reads
 
 READS = ("response_mask",)
@@ -59,15 +60,18 @@ def mini_batches(
     max_tokens: int,
     seed: int,
     left_out: Tensor | None = None,
+    rejected: Tensor | None = None,
 ) -> Iterator[MiniBatch]:
     """Optimizer steps of a role by its schedule; each epoch is in a new seeded order.
 
     experience: sent to the owners of the first epoch (`first_epoch`). shares, group: of the role, which is collective over the
     group: later epochs exchange samples there. max_tokens: the length that `loss_aggregation: fixed-length` divides by.
-    left_out: [N] bool, samples whose tokens count nowhere in the loss; None for none.
+    left_out: [N] bool, samples whose tokens count nowhere in the loss; None for none. rejected: [N], sampled tokens of each sample
+    that count nowhere, those of its field REJECTED; None for none.
     """
     table, mode, size = experience.table, schedule.loss_aggregation, schedule.mini_batch_size
-    counted = table.sampled if left_out is None else table.sampled.masked_fill(left_out, 0)
+    counted = table.sampled if rejected is None else table.sampled - rejected
+    counted = counted if left_out is None else counted.masked_fill(left_out, 0)
     for epoch in range(schedule.epochs):
         if epoch > 0 and shares.count > 1:
             assert group is not None, "several replicas are several ranks"
@@ -82,6 +86,8 @@ def mini_batches(
                 mask = share["response_mask"]
                 if left_out is not None:
                     mask = mask & ~left_out[own].repeat_interleave(share.lengths, output_size=mask.numel())
+                if rejected is not None:
+                    mask = mask & ~share[REJECTED]
                 weights = token_weights(mode, mask, share.cu_seqlens, max_tokens)
                 share = share.with_fields({"weight": weights.weight})
             # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
@@ -98,12 +104,21 @@ def first_epoch(experience: Experience, shares: Shares, fields: Collection[str],
 
 def update_reads(role: str, algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """Fields of the experience that the updates of policy or critic read, if there are."""
-    return Critic.reads if role == "critic" else (*LanguageModel.sampling_fields, *policy_reads(algorithm))
+    if role == "critic":
+        return Critic.reads
+    rejected = (REJECTED,) if algorithm.correction.drops else ()
+    return (*LanguageModel.sampling_fields, *policy_reads(algorithm), *rejected)
 
 
 def left_out_of(role: str, table: SampleTable, algorithm: AlgorithmConfig) -> Tensor | None:
     """[N] bool, samples that count nowhere in the loss of policy or critic; None if all do."""
     return table.truncated.bool() if role == "policy" and algorithm.mask_truncated else None
+
+
+def rejected_of(experience: Experience) -> Tensor:
+    """[N] int32, sampled tokens of each sample that its field REJECTED leaves out. Collective over the world."""
+    mine = tokens_per_sequence(experience.batch[REJECTED], experience.batch.cu_seqlens)
+    return experience.column(mine).int()
 
 
 class Trainable(Protocol):
@@ -207,6 +222,8 @@ class Updates:
         self._data = {name: sent[division[name]].only({*update_reads(name, config.algorithm), *READS}) for name in names}
         self._summaries = {name: UpdateSummary() for name in roles.trained}
         self._table = experience.table
+        drops = "policy" in names and config.algorithm.correction.drops
+        self._rejected = {"policy": rejected_of(experience)} if drops else {}
 
     def run(self, name: str) -> None:
         """Run the role's updates if it is to be updated and lives here; nothing for a role that the run does not have. Collective
@@ -222,6 +239,7 @@ class Updates:
             self._config.rollout.max_response_tokens,
             self._seed,
             left_out_of(name, self._table, self._config.algorithm),
+            self._rejected.get(name),
         )
         self._summaries[name] = run_updates(cast(Trainable, role), minis)
 

@@ -55,6 +55,7 @@ DEAD = [
     ([], "algorithm.correction.low=0.5", "algorithm.correction.kind=icepop"),
     ([], "algorithm.correction.high=3.0", "algorithm.correction.kind=tis"),
     (["algorithm.correction.kind=tis"], "algorithm.correction.low=0.5", "algorithm.correction.kind=icepop"),
+    (["algorithm.correction.kind=tis"], "algorithm.correction.count_rejected=false", "algorithm.correction.kind=mis"),
     *(
         (["algorithm.correction.kind=dis", "algorithm.correction.low=0.7"], key, "algorithm.correction.kind=icepop")
         for key in (

@@ -34,7 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm.clip_low": 0.01,
         "algorithm.clip_high": 0.01,
         "algorithm.mask_truncated": True,
-        "algorithm.correction.kind": "tis",
+        "algorithm.correction": {"kind": "icepop", "low": 0.5, "high": 2.0, "count_rejected": False},
     },
     "cispo": {"algorithm.estimator": "rloo", "algorithm.objective": "cispo", "algorithm.high_entropy_token_ratio": 0.3},
 }

@@ -15,7 +15,7 @@ from megappo.experience.owners import Owners
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.shaping import shape_experience
-from megappo.trainer.updates import left_out_of, mini_batches, samples_of_epoch
+from megappo.trainer.updates import left_out_of, mini_batches, rejected_of, samples_of_epoch, update_reads
 from tests.worlds import spawn_world
 
 # Responses of one to three turns: (given, sampled) tokens of each. The third has no sampled token.
@@ -237,12 +237,45 @@ def test_cut_responses_count_neither_in_the_loss_nor_in_its_denominator(mode):
     assert 0 < seen < sum(counts.values())
 
 
+@pytest.mark.parametrize("mask_truncated", [False, True])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"])
+def test_rejected_tokens_leave_the_denominator_if_asked(mode, mask_truncated):
+    """icepop by loops: weights of the kept tokens alone, counts of them alone. With `count_rejected` they stay in both."""
+    batch, bounds = whole_batch(), {"kind": "icepop", "low": 0.8, "high": 1.2}
+    ratio = [math.exp(float(new) - float(old)) for new, old in zip(batch["logprob"], batch["rollout_logprob"])]
+    sampled = [len(places) for places in responses()]
+    kept = [sum(bounds["low"] <= ratio[t] <= bounds["high"] for t in places) for places in responses()]
+    changes = {"mask_truncated": mask_truncated, "loss_aggregation": mode, "mini_batch_size": 4}
+    denominators: dict[bool, list[float]] = {}
+    for counts_all in (False, True):
+        asked = algorithm("rloo", correction={**bounds, "count_rejected": counts_all}, **changes)
+        experience = shape_experience(Experience.of_whole(batch), torch.tensor(SCORE), KL, asked).experience
+        rejected, left_out = (None if counts_all else rejected_of(experience)), left_out_of("policy", experience.table, asked)
+        assert ("rejected" in update_reads("policy", asked)) == (not counts_all) and "rejected" not in update_reads("critic", asked)
+        denominators[counts_all] = []
+        minis = mini_batches(experience, Shares.of_ranks([0]), None, shared_schedule(asked), 9, 7, left_out, rejected)
+        for chosen, mini in zip(samples_of_epoch(experience.table, 4, 7), minis, strict=True):
+            counted = sampled if counts_all else kept
+            sizes = [0 if mask_truncated and i % 2 else counted[i] for i in chosen.tolist()]
+            sequences = sum(n > 0 for n in sizes)
+            want = {"token-mean": sum(sizes), "fixed-length": 9 * sequences}.get(mode, sequences)
+            assert mini.denominator == max(want, 1)
+            for n, weight in zip(sizes, mini.share["weight"].split(mini.share.lengths.tolist()), strict=True):
+                each = 1 / max(n, 1) if mode == "seq-mean-token-mean" else 1.0
+                assert weight[weight != 0].tolist() == pytest.approx([each] * n)
+            if not counts_all:
+                assert not mini.share["weight"][mini.share["rejected"]].any() and mini.share["rejected"].any()
+            denominators[counts_all].append(mini.denominator)
+    if mode == "token-mean":
+        assert all(few < all_ for few, all_ in zip(*denominators.values())), "the case rejects some of each mini-batch"
+
+
 # Responses to one prompt are on different ranks, and rank 1 has none.
 ON_RANKS = [0, 2, 0, 2, 2, 0, 0]
 ON_THREE_RANKS = [
     *(algorithm(name) for name in ESTIMATORS),
     algorithm("rloo", high_entropy_token_ratio=0.3),
-    algorithm("grpo", correction={"kind": "icepop", "low": 0.8, "high": 1.2}),
+    algorithm("grpo", correction={"kind": "icepop", "low": 0.8, "high": 1.2, "count_rejected": False}),
     algorithm("remax", correction={"kind": "tis", "level": "geometric"}, objective="gspo", sequence_advantages=True),
 ]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megappo.config.batch import UpdateSchedule
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.role_sections import CriticConfig, PolicyConfig
-from megappo.config.schema import AlgorithmConfig, DataConfig, KLConfig, TrainConfig
+from megappo.config.schema import AlgorithmConfig, CorrectionConfig, DataConfig, KLConfig, TrainConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.data.ragged import Ragged
@@ -319,29 +319,34 @@ def test_a_declined_step_ends_the_updates_of_all_epochs():
 
 
 class Recording(Counting):
-    """Notes the samples of its mini-batches, and the sums of their weights over the denominators."""
+    """Notes the samples of its mini-batches, the sums of their weights over the denominators, and these."""
 
     counts_ratios = False
     host_group = None
 
     def __init__(self):
         super().__init__()
-        self.seen, self.weights = [], []
+        self.seen, self.weights, self.denominators = [], [], []
 
     def update(self, mini, denominator):
         self.seen.append(mini.tokens[mini.cu_seqlens[:-1].long()].tolist())
         self.weights.append(float(mini["weight"].sum()) / denominator)
+        self.denominators.append(denominator)
         return super().update(mini, denominator)
 
 
-def updated(**critic):
-    """Policy and critic after the updates of a step of 12 samples, 6 a mini-batch and one epoch but for the critic's own keys."""
+def updated(correction=CorrectionConfig(), rejected=None, **critic):
+    """Policy and critic after the updates of a step of 12 samples, 6 a mini-batch and one epoch but for the critic's own keys.
+
+    rejected: [T] bool, the field of that name.
+    """
     fields = dict.fromkeys(("logprob", "advantage", "value", "returns"), torch.zeros(numbered(12).num_tokens))
+    fields |= {} if rejected is None else {"rejected": rejected}
     config = TrainConfig(
         policy=PolicyConfig(model="m"),
         critic=CriticConfig(**critic),
         data=DataConfig(train="t"),
-        algorithm=AlgorithmConfig(mini_batch_size=6),
+        algorithm=AlgorithmConfig(mini_batch_size=6, correction=correction),
     )
     models, shares = {"policy": Recording(), "critic": Recording()}, Shares.of_ranks([0])
     roles = Roles(models, {}, tuple(models), dict.fromkeys(models, shares))
@@ -364,6 +369,17 @@ def test_the_critics_loss_is_aggregated_in_its_own_way():
     policy, critic, _ = updated(loss_aggregation="seq-mean-token-sum")
     assert policy.weights == pytest.approx([1.0, 1.0]), "a mean over tokens"
     assert sum(critic.weights) == pytest.approx(sum(len_of - 1 for len_of in numbered(12).lengths.tolist()) / 6)
+
+
+def test_rejected_tokens_count_nowhere_in_the_policys_loss_and_as_ever_in_the_critics():
+    mask = numbered(12)["response_mask"]
+    rejected = mask & (torch.arange(len(mask)) % 3 == 0)
+    asked = CorrectionConfig(kind="mis", count_rejected=False)
+    policy, critic, _ = updated(asked, rejected)
+    assert policy.seen == critic.seen and policy.weights == critic.weights == pytest.approx([1.0, 1.0])
+    assert sum(policy.denominators) == int((mask & ~rejected).sum()) < sum(critic.denominators) == int(mask.sum())
+    counting, _, _ = updated(CorrectionConfig(kind="mis"), rejected)
+    assert counting.denominators == critic.denominators
 
 
 # -------------------------------------------------------------------------------------------------------------- agreement
