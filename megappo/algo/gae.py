@@ -9,6 +9,8 @@ over 8192 tokens at gamma = lambda = 1. `ops/advantages.py` states shapes and er
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -47,10 +49,10 @@ def token_advantages(
 
     A lambda is one number, or one per sequence if lam_*_each [B] is given.
     """
-    sequence, following, after_last = _links(response_mask, cu_seqlens, None)
+    links = Links.of(response_mask, cu_seqlens)
     reward = token_rewards(logprob, ref_logprob, score, response_mask, cu_seqlens, kl_estimator, kl_coef)
-    lams = _per_token_lambdas(sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
-    scanned = _scan(reward, value, response_mask, sequence, following, after_last, bootstrap, gamma * lams, gamma)
+    lams = _per_token_lambdas(links.sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
+    scanned = _scan(reward, value, response_mask, links, bootstrap, lams, gamma)
     reward, advantage, returns, moments = _nan_unless_sound(cu_seqlens, reward.float(), *scanned)
     return reward, advantage, returns, moments
 
@@ -65,7 +67,7 @@ def token_rewards(
     kl_coef: float,
 ) -> Tensor:
     """Reward of each token, [T] fp64: -kl_coef * KL, and the score [B] at the last sampled token; 0 outside the mask."""
-    sequence, _, after_last = _links(response_mask, cu_seqlens, None)
+    sequence, _, after_last = Links.of(response_mask, cu_seqlens)
     reward = torch.zeros(logprob.shape, dtype=torch.float64, device=logprob.device)
     if ref_logprob is not None and kl_coef != 0.0:
         reward = reward - kl_coef * kl_estimate(logprob.double(), ref_logprob.double(), kl_estimator)
@@ -88,9 +90,9 @@ def gae(
     lam_value_each: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(advantage [T], returns [T], moments [3]): the reference of `ops.advantages.gae`; lambdas as in `token_advantages`."""
-    sequence, following, after_last = _links(response_mask, cu_seqlens, done)
-    lams = _per_token_lambdas(sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
-    scanned = _scan(reward.double(), value, response_mask, sequence, following, after_last, bootstrap, gamma * lams, gamma)
+    links = Links.of(response_mask, cu_seqlens, done)
+    lams = _per_token_lambdas(links.sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
+    scanned = _scan(reward.double(), value, response_mask, links, bootstrap, lams, gamma)
     advantage, returns, moments = _nan_unless_sound(cu_seqlens, *scanned)
     return advantage, returns, moments
 
@@ -114,49 +116,71 @@ def _first_at_or_after(flag: Tensor) -> Tensor:
     return at.flip(0).cummin(0).values.flip(0)
 
 
-def _links(response_mask: Tensor, cu_seqlens: Tensor, done: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(sequence [T], following [T], after_last [T]) of each token.
+class Links(NamedTuple):
+    """Order of the sampled tokens of a packed batch, [T] each.
 
-    following: position of the next sampled token of its episode, T if there is none. after_last: true if its sequence has none,
-    so that the bootstrap follows.
+    sequence: that the token is in. following: position of the next sampled token of its episode, T if there is none. after_last:
+    true if its sequence has none, so that the bootstrap follows.
     """
-    num_tokens = response_mask.numel()
-    position = torch.arange(num_tokens, device=response_mask.device)
-    # Search from the right: an empty sequence starts at the same token as the next one, and owns none.
-    sequence = torch.searchsorted(cu_seqlens[1:].long(), position, right=True).clamp(max=max(cu_seqlens.numel() - 2, 0))
-    following = _first_at_or_after(response_mask)[1:]
-    end = cu_seqlens.long()[sequence + 1]
-    after_last = following >= end
-    ends_episode = after_last
-    if done is not None:
-        done_at = _first_at_or_after(done)[:-1]
-        after_last = after_last & (done_at >= end)
-        ends_episode = ends_episode | (done_at < following)
-    return sequence, torch.where(ends_episode, num_tokens, following), after_last
+
+    sequence: Tensor
+    following: Tensor
+    after_last: Tensor
+
+    @classmethod
+    def of(cls, response_mask: Tensor, cu_seqlens: Tensor, done: Tensor | None = None) -> Links:
+        """Arguments as in `gae`."""
+        num_tokens = response_mask.numel()
+        position = torch.arange(num_tokens, device=response_mask.device)
+        # Search from the right: an empty sequence starts at the same token as the next one, and owns none.
+        sequence = torch.searchsorted(cu_seqlens[1:].long(), position, right=True).clamp(max=max(cu_seqlens.numel() - 2, 0))
+        following = _first_at_or_after(response_mask)[1:]
+        end = cu_seqlens.long()[sequence + 1]
+        after_last = following >= end
+        ends_episode = after_last
+        if done is not None:
+            done_at = _first_at_or_after(done)[:-1]
+            after_last = after_last & (done_at >= end)
+            ends_episode = ends_episode | (done_at < following)
+        return cls(sequence, torch.where(ends_episode, num_tokens, following), after_last)
 
 
 def _scan(
     reward: Tensor,
     value: Tensor,
     response_mask: Tensor,
-    sequence: Tensor,
-    following: Tensor,
-    after_last: Tensor,
+    links: Links,
     bootstrap: Tensor | None,
-    decay: Tensor,
+    lams: Tensor,
     gamma: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """decay: [2, T] gamma * lambda; the others as in `gae` and `_links`."""
-    num_tokens = value.numel()
+    """lams: [2, T], of policy and critic; the others as in `gae`."""
+    delta = td_errors(reward, value, response_mask, links, bootstrap, gamma)
+    total = decayed_sums(delta, gamma * lams, links.following)
+    advantage = torch.where(response_mask, total[0], 0.0).float()
+    returns = torch.where(response_mask, total[1] + value.double(), 0.0).float()
+    return advantage, returns, whitening_moments(advantage, response_mask)
+
+
+def td_errors(reward: Tensor, value: Tensor, response_mask: Tensor, links: Links, bootstrap: Tensor | None, gamma: float) -> Tensor:
+    """reward + gamma * value of the next sampled token - value, [T] fp64; 0 outside the mask. Arguments as in `gae`."""
     value = torch.where(response_mask, value.double(), 0.0)
     reward = torch.where(response_mask, reward, 0.0)
-    # Slot T means "no further sampled token": value 0, advantage 0, factor 0, and it links to itself.
-    next_value = torch.cat((value, value.new_zeros(1)))[following]
-    if bootstrap is not None and num_tokens:
-        next_value = torch.where(after_last, bootstrap.double()[sequence], next_value)
-    delta = torch.where(response_mask, reward + gamma * next_value - value, 0.0)
+    # Slot T means "no further sampled token": its value is 0.
+    next_value = torch.cat((value, value.new_zeros(1)))[links.following]
+    if bootstrap is not None and value.numel():
+        next_value = torch.where(links.after_last, bootstrap.double()[links.sequence], next_value)
+    return torch.where(response_mask, reward + gamma * next_value - value, 0.0)
 
-    total = torch.nn.functional.pad(delta.expand(2, -1), (0, 1))
+
+def decayed_sums(terms: Tensor, decay: Tensor, following: Tensor) -> Tensor:
+    """[2, T] fp64, total_t = term_t + decay_t total_following(t): two recurrences over the same terms [T].
+
+    decay: [2, T], one row for each. following: [T], of `Links`.
+    """
+    num_tokens = following.numel()
+    # Slot T means "no further sampled token": sum 0, factor 0, and it links to itself.
+    total = torch.nn.functional.pad(terms.expand(2, -1), (0, 1))
     factor = torch.nn.functional.pad(torch.where(following < num_tokens, decay, 0.0), (0, 1))
     link = torch.cat((following, following.new_full((1,), num_tokens)))
     for _ in range(num_tokens.bit_length()):
@@ -164,10 +188,7 @@ def _scan(
         total = total + torch.where(link < num_tokens, factor * total[:, link], 0.0)
         factor = factor * factor[:, link]
         link = link[link]
-
-    advantage = torch.where(response_mask, total[0, :num_tokens], 0.0).float()
-    returns = torch.where(response_mask, total[1, :num_tokens] + value, 0.0).float()
-    return advantage, returns, whitening_moments(advantage, response_mask)
+    return total[:, :num_tokens]
 
 
 def _nan_unless_sound(cu_seqlens: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
