@@ -5,6 +5,8 @@ from __future__ import annotations
 from megappo.config.errors import problem
 from megappo.config.schema import CorrectionConfig, TrainConfig
 
+_OF_FEWER_TOKENS = "the sampler's log-probs are of fewer tokens than the trainer's; set rollout.sampling.replay_kept_tokens to true"
+
 
 def group_problem(config: TrainConfig) -> str | None:
     """An estimator that compares the responses to a prompt, of which there is one."""
@@ -43,8 +45,7 @@ def correction_problem(config: TrainConfig) -> str | None:
     reads_sampler = c.weighs or a.old_logprob == "rollout_logprob"
     if reads_sampler and sampling.truncates and not sampling.replay_kept_tokens:
         key, value = ("proximal", a.proximal) if c.kind == "none" else ("correction.kind", c.kind)
-        fix = "the sampler's log-probs are of fewer tokens than the trainer's; set rollout.sampling.replay_kept_tokens to true"
-        return problem(f"algorithm.{key}", value, fix)
+        return problem(f"algorithm.{key}", value, _OF_FEWER_TOKENS)
     return None
 
 
@@ -59,4 +60,23 @@ def _bounds_problem(c: CorrectionConfig) -> str | None:
         if c.kind == "dis" and is_wrong:
             fix = f"dis would leave out every token that is as likely as when it was sampled, of ratio 1; {way} it"
             return problem(f"algorithm.correction.{name}", bound, fix)
+    return None
+
+
+def vtrace_problem(config: TrainConfig) -> str | None:
+    """V-trace with bounds out of order, with a second weight of the same ratio, or of log-probs of two different distributions."""
+    a, sampling = config.algorithm, config.rollout.sampling
+    if a.estimator != "vtrace":
+        return None
+    if a.vtrace.c_bar > a.vtrace.rho_bar:
+        fix = f"is above algorithm.vtrace.rho_bar = {a.vtrace.rho_bar:g}, which V-trace's fixed point needs as its bound; lower it"
+        return problem("algorithm.vtrace.c_bar", a.vtrace.c_bar, fix)
+    if a.correction.kind != "none":
+        fix = "vtrace weighs advantages by the same ratio already; set it to none, or algorithm.estimator to gae"
+        return problem("algorithm.correction.kind", a.correction.kind, fix)
+    if a.proximal == "behaviour":
+        fix = "its ratio is against the sampler's policy, by which vtrace weighs advantages already; set it to recomputed"
+        return problem("algorithm.proximal", a.proximal, fix)
+    if sampling.truncates and not sampling.replay_kept_tokens:
+        return problem("algorithm.estimator", a.estimator, _OF_FEWER_TOKENS)
     return None

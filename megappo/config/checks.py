@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from megappo.config.algorithm_checks import correction_problem, group_problem, sequence_loss_problem
+from megappo.config.algorithm_checks import correction_problem, group_problem, sequence_loss_problem, vtrace_problem
 from megappo.config.batch import nearest_divisors, step_arithmetic, update_schedule
 from megappo.config.copy_checks import average_problem
 from megappo.config.dead_keys import dead_keys
@@ -344,6 +344,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     push_steps_problem,
     push_problem,
     average_problem,
+    vtrace_problem,
     _greedy_training,
     _top_k_zero,
     _kept_tokens,

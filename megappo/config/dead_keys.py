@@ -101,7 +101,17 @@ TRAIN: tuple[Dead, ...] = (
             "algorithm.bootstrap_truncated",
         ),
         lambda c: not c.algorithm.has_critic,
-        "algorithm.estimator is not gae, so there is no critic; remove it, or set algorithm.estimator to gae",
+        "algorithm.estimator has no critic; remove it, or set algorithm.estimator to gae or vtrace",
+    ),
+    Dead(
+        ("algorithm.gae_level",),
+        lambda c: c.algorithm.estimator != "gae",
+        "algorithm.estimator is not gae; remove it, or set algorithm.estimator to gae",
+    ),
+    Dead(
+        ("algorithm.vtrace.*",),
+        lambda c: c.algorithm.estimator != "vtrace",
+        "algorithm.estimator is not vtrace; remove it, or set algorithm.estimator to vtrace",
     ),
     Dead(
         ("algorithm.gamma",),

@@ -170,15 +170,29 @@ class CorrectionConfig(Section):
         return self.kind in ("icepop", "dis")
 
 
+class VTraceConfig(Section):
+    rho_bar: PositiveFloat = 1.0
+    """Upper bound of the ratio that weighs a token's TD error and its advantage: with it values are those of a policy between the
+    sampler's (small) and the trainer's (large)."""
+    c_bar: PositiveFloat = 1.0
+    """Upper bound of the ratio by which later TD errors reach back over a token; at most `rho_bar`."""
+
+
 class AlgorithmConfig(Section):
-    estimator: Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "remax"] = "gae"
-    """Estimator of the advantages (docs/algorithms.md): gae over the critic's values, or one without a critic, and then none is
-    built. grpo and rloo compare the responses to a prompt with each other, remax with a greedy one; reinforce_plus_plus whitens
-    returns."""
+    estimator: Literal["gae", "vtrace", "grpo", "rloo", "reinforce_plus_plus", "remax"] = "gae"
+    """Estimator of the advantages (docs/algorithms.md): gae over the critic's values, vtrace (arXiv:1802.01561) over them with
+    the ratios of the trainer's policy to the sampler's, or one without a critic, and then none is built. grpo and rloo compare the
+    responses to a prompt with each other, remax with a greedy one; reinforce_plus_plus whitens returns."""
+    vtrace: VTraceConfig = VTraceConfig()
+    """Bounds of the ratios of vtrace."""
+    gae_level: Literal["token", "turn"] = "token"
+    """Time step of gae: a sampled token, or a turn, which is a run of sampled tokens between observations (Turn-PPO,
+    arXiv:2512.17008). With turn, `gamma`, `lam` and lengths count turns, the value of a turn is that before its first token, all
+    its tokens have its advantage, and the critic learns at its first token alone. A response without observations is one turn."""
     divide_by_group_std: bool = True
     """grpo: divide by the standard deviation of the rewards of the prompt's responses; false is Dr. GRPO (arXiv:2503.20783)."""
     gamma: Fraction = 1.0
-    """Discount per token."""
+    """Discount per token, or per turn (`gae_level`)."""
     lam: Fraction = 0.95
     """GAE lambda of the policy's advantages."""
     lam_value: Fraction | None = None
@@ -215,8 +229,8 @@ class AlgorithmConfig(Section):
     entropy_coef: NonNegativeFloat = 0.0
     """Factor of the entropy bonus."""
     whiten_advantages: bool | None = None
-    """Normalise advantages by mean and standard deviation of the global batch; null means true for the estimators gae and
-    reinforce_plus_plus, false for the others, whose advantages have mean 0 or a baseline already."""
+    """Normalise advantages by mean and standard deviation of the global batch; null means true for the estimators gae, vtrace
+    and reinforce_plus_plus, false for the others, whose advantages have mean 0 or a baseline already."""
     kl: KLConfig = KLConfig()
     """KL to the reference model."""
     ppo_epochs: Positive = 1
@@ -228,13 +242,14 @@ class AlgorithmConfig(Section):
     Skipped updates do not advance the learning-rate schedule."""
     loss_aggregation: LossAggregation = "token-mean"
     """Reduction of token losses to one number; fixed-length divides by samples * `rollout.max_response_tokens`."""
-    bootstrap_truncated: bool = False
-    """Bootstrap responses cut by the length limit with the critic's value after the last token instead of 0."""
+    bootstrap_truncated: bool | Literal["last"] = False
+    """Bootstrap responses cut by the length limit instead of ending them with 0: true with the critic's value after the last token,
+    last with that of the last step itself (the last sampled token, or turn), the EGAE of T-PPO (arXiv:2506.15050)."""
 
     @property
     def has_critic(self) -> bool:
         """True if the advantages are those of a critic's values."""
-        return self.estimator == "gae"
+        return self.estimator in ("gae", "vtrace")
 
     @property
     def compares_groups(self) -> bool:
@@ -255,7 +270,7 @@ class AlgorithmConfig(Section):
     @property
     def whitens(self) -> bool:
         """`whiten_advantages`, or its default for the estimator."""
-        default = self.estimator in ("gae", "reinforce_plus_plus")
+        default = self.has_critic or self.estimator == "reinforce_plus_plus"
         return default if self.whiten_advantages is None else self.whiten_advantages
 
 
@@ -276,7 +291,8 @@ class TrainConfig(Section):
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
-    """The model that learns the value of a prefix, with its own layout and optimizer; built if `algorithm.estimator` is gae."""
+    """The model that learns the value of a prefix, with its own layout and optimizer; built if `algorithm.estimator` is gae
+    or vtrace."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL; built unless `algorithm.kl.placement` is none."""
     reward_model: RewardModelConfig = RewardModelConfig()

@@ -230,7 +230,8 @@ class HostWork:
 
     def _size(self, fields: Collection[str]) -> float:
         """Bytes of these fields of a token."""
-        sizes = {"tokens": TOKEN, "response_mask": MASK, REJECTED: MASK, "kept": KEPT_ROW + ID * self._kept}
+        masks = dict.fromkeys(("response_mask", "value_mask", REJECTED), MASK)
+        sizes = {"tokens": TOKEN, **masks, "kept": KEPT_ROW + ID * self._kept}
         return sum(sizes.get(name, FIELD) for name in fields)
 
     def _of_own(self, fields: Collection[str]) -> float:
@@ -273,7 +274,8 @@ class HostWork:
 def _shaped_fields(algorithm: AlgorithmConfig) -> set[str]:
     """Fields of a token that stage 5 adds with memory of their own: if nothing changes the advantage, it is the raw one."""
     changed = algorithm.whitens or algorithm.reweights
-    asked = {"returns": algorithm.has_critic, "advantage": changed, REJECTED: algorithm.correction.drops}
+    by_turns = algorithm.gae_level == "turn"
+    asked = {"returns": algorithm.has_critic, "value_mask": by_turns, "advantage": changed, REJECTED: algorithm.correction.drops}
     return {"reward", "raw_advantage", *(name for name, is_there in asked.items() if is_there)}
 
 

@@ -127,7 +127,10 @@ class Metric(_Named):
     POLICY_EXPERTS_IDLE = "policy/experts_idle", "share of the experts that no token of the updates chose"
     POLICY_BALANCE_LOSS = "policy/balance_loss", "routers' balancing loss per sequence, all layers, before router_aux_coef"
     ADVANTAGE = "policy/advantage_*", "mean, std, min, max of the advantages before whitening"
-    CORRECTION_MEAN = "policy/correction_mean", "mean importance weight of a sampled token (algorithm.correction), after its bounds"
+    CORRECTION_MEAN = (
+        "policy/correction_mean",
+        "mean importance weight of a sampled token (algorithm.correction, vtrace), after its bounds",
+    )
     CORRECTION_CUT = "policy/correction_cut", "share of the sampled tokens whose ratio was out of the correction's bounds"
     CORRECTION_MAX = "policy/correction_max", "largest ratio of trainer and sampler at a sampled token, before the bounds"
     HIGH_ENTROPY = (

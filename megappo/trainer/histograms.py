@@ -33,7 +33,8 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
         Distribution.SCORE: torch.tensor(record.scored.total),
     }
     if "value" in batch:
-        values |= {Distribution.VALUE: batch["value"][mask], Distribution.RETURN: batch["returns"][mask]}
+        targets = record.value_mask
+        values |= {Distribution.VALUE: batch["value"][targets], Distribution.RETURN: batch["returns"][targets]}
     if "ref_logprob" in batch:
         values[Distribution.KL] = kl_estimate(batch["logprob"], batch["ref_logprob"], record.kl_estimator)[mask]
     found = even_histograms({name.value: x for name, x in values.items()})

@@ -87,24 +87,26 @@ class StepRecord:
         moments = {**self._of_tokens(), **of_samples}
         sums = {name: found.sums for name, found in moments.items()}
         if self._has_values:
-            sums["fit"] = regression_moments(self.batch["value"], self.batch["returns"], self._mask)
+            sums["fit"] = regression_moments(self.batch["value"], self.batch["returns"], self.value_mask)
         sums["retries"] = torch.tensor(list(self.scored.retries.values()), dtype=torch.float64)
         sums["unscored"] = torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64)
         return Totals(sums, {name: found.maxima for name, found in moments.items()})
 
     def _of_tokens(self) -> dict[str, Moments]:
-        """Name -> moments over the sampled tokens, a chunk of tokens at a time."""
-        names = ["entropy", "raw_advantage", *(["value", "returns"] if self._has_values else [])]
+        """Name -> moments over the sampled tokens, of value and returns over those with a target, a chunk of tokens at a time."""
+        of_critic = ["value", "returns"] if self._has_values else []
+        names = ["entropy", "raw_advantage", *of_critic]
         read = [*names, "logprob", "ref_logprob"] if "ref_logprob" in self.batch else names
         parts: dict[str, list[Moments]] = {}
-        for mask, *chunk in in_chunks(self._mask, *(self.batch[name] for name in read)):
+        for mask, targets, *chunk in in_chunks(self._mask, self.value_mask, *(self.batch[name] for name in read)):
             values = dict(zip(names, chunk))
             if len(read) > len(names):
                 log_ratio = chunk[-2] - chunk[-1]
                 values |= {f"kl {kind}": kl_of_log_ratio(log_ratio, kind) for kind in {self.kl_estimator, "k1", "k3"}}
-            count = mask.sum()
+            count, num_targets = mask.sum(), targets.sum()
             for name, x in sorted(values.items()):
-                parts.setdefault(name, []).append(moments_of_chunk(x, mask, count))
+                counted = (targets, num_targets) if name in of_critic else (mask, count)
+                parts.setdefault(name, []).append(moments_of_chunk(x, *counted))
         return {name: Moments.joined(found) for name, found in parts.items()}
 
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -306,6 +308,11 @@ class StepRecord:
     def _has_values(self) -> bool:
         """True in a run with a critic."""
         return "value" in self.batch
+
+    @property
+    def value_mask(self) -> Tensor:
+        """[T] bool, tokens at which the critic has a target: all sampled ones, but with `gae_level: turn`."""
+        return self.batch["value_mask"] if "value_mask" in self.batch else self._mask
 
     @property
     def _mask(self) -> Tensor:

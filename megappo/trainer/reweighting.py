@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
-from megappo.algo.correction import behaviour_ratio, correction_weights
+from megappo.algo.correction import Correction, behaviour_ratio, correction_weights
 from megappo.algo.selection import kth_largest
 from megappo.config.schema import AlgorithmConfig, CorrectionConfig
 from megappo.data.packing import PackedBatch
@@ -61,11 +61,16 @@ def _corrected(batch: PackedBatch, correction: CorrectionConfig) -> tuple[dict[s
     mask = batch["response_mask"]
     ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, correction.level)
     found = correction_weights(ratio, mask, correction.kind, correction.low, correction.high)
-    count, weights, cut = total(torch.stack([x.sum(dtype=torch.float64) for x in (mask, found.weight, found.cut)])).tolist()
-    most = float(largest(torch.cat((ratio, ratio.new_zeros(1))).amax()))
     advantage = torch.where(mask, batch["advantage"] * found.weight, 0.0).float()
     fields = {"advantage": advantage} | ({REJECTED: found.cut} if correction.drops else {})
-    return fields, {
+    return fields, correction_figures(ratio, found, mask)
+
+
+def correction_figures(ratio: Tensor, found: Correction, mask: Tensor) -> dict[str, float]:
+    """Figures of the weights of a correction [T] over the sampled tokens of all ranks. Collective over the world."""
+    count, weights, cut = total(torch.stack([x.sum(dtype=torch.float64) for x in (mask, found.weight, found.cut)])).tolist()
+    most = float(largest(torch.cat((ratio, ratio.new_zeros(1))).amax()))
+    return {
         Metric.CORRECTION_MEAN.value: weights / max(count, 1.0),
         Metric.CORRECTION_CUT.value: cut / max(count, 1.0),
         Metric.CORRECTION_MAX.value: most,

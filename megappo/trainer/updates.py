@@ -30,6 +30,14 @@ READS = ("response_mask",)
 """Fields that mini-batches are weighted by, beside those that the role's loss reads."""
 
 
+class Targets(NamedTuple):
+    """Tokens that count in a role's loss, if they are not all sampled ones. field: of the experience, [T] bool. counts: [N], their
+    number in each sample."""
+
+    field: str
+    counts: Tensor
+
+
 class MiniBatch(NamedTuple):
     """One optimizer step of a role. share: this rank's samples, with the field `weight`. denominator: count of the loss over all
     ranks. lengths: [M] tokens of all samples of the mini-batch."""
@@ -61,16 +69,18 @@ def mini_batches(
     seed: int,
     left_out: Tensor | None = None,
     rejected: Tensor | None = None,
+    targets: Targets | None = None,
 ) -> Iterator[MiniBatch]:
     """Optimizer steps of a role by its schedule; each epoch is in a new seeded order.
 
     experience: sent to the owners of the first epoch (`first_epoch`). shares, group: of the role, which is collective over the
     group: later epochs exchange samples there. max_tokens: the length that `loss_aggregation: fixed-length` divides by.
     left_out: [N] bool, samples whose tokens count nowhere in the loss; None for none. rejected: [N], sampled tokens of each sample
-    that count nowhere, those of its field REJECTED; None for none.
+    that count nowhere, those of its field REJECTED; None for none. targets: None for all sampled tokens.
     """
     table, mode, size = experience.table, schedule.loss_aggregation, schedule.mini_batch_size
-    counted = table.sampled if rejected is None else table.sampled - rejected
+    field, counted = targets or Targets("response_mask", table.sampled)
+    counted = counted if rejected is None else counted - rejected
     counted = counted if left_out is None else counted.masked_fill(left_out, 0)
     for epoch in range(schedule.epochs):
         if epoch > 0 and shares.count > 1:
@@ -82,8 +92,8 @@ def mini_batches(
         for chosen in samples_of_epoch(table, size, seed + epoch):
             own = chosen[owners.share[chosen] == index]  # in the order of the mini-batch
             share = experience.batch.select(torch.searchsorted(mine, own))
-            if "response_mask" in share:
-                mask = share["response_mask"]
+            if field in share:
+                mask = share[field]
                 if left_out is not None:
                     mask = mask & ~left_out[own].repeat_interleave(share.lengths, output_size=mask.numel())
                 if rejected is not None:
@@ -105,7 +115,7 @@ def first_epoch(experience: Experience, shares: Shares, fields: Collection[str],
 def update_reads(role: str, algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """Fields of the experience that the updates of policy or critic read, if there are."""
     if role == "critic":
-        return Critic.reads
+        return (*Critic.reads, *(["value_mask"] if algorithm.gae_level == "turn" else []))
     rejected = (REJECTED,) if algorithm.correction.drops else ()
     return (*LanguageModel.sampling_fields, *policy_reads(algorithm), *rejected)
 
@@ -119,6 +129,14 @@ def rejected_of(experience: Experience) -> Tensor:
     """[N] int32, sampled tokens of each sample that its field REJECTED leaves out. Collective over the world."""
     mine = tokens_per_sequence(experience.batch[REJECTED], experience.batch.cu_seqlens)
     return experience.column(mine).int()
+
+
+def targets_of(role: str, experience: Experience) -> Targets | None:
+    """Targets of policy or critic. Collective over the world."""
+    if role != "critic" or "value_mask" not in experience.batch:
+        return None
+    counts = tokens_per_sequence(experience.batch["value_mask"], experience.batch.cu_seqlens)
+    return Targets("value_mask", experience.column(counts).int())
 
 
 class Trainable(Protocol):
@@ -220,6 +238,7 @@ class Updates:
         sent = {key: first_epoch(experience, key[0], fields, key[1], seed) for key, fields in reads.items()}
         # Each role cuts, and exchanges for later epochs, its own fields alone.
         self._data = {name: sent[division[name]].only({*update_reads(name, config.algorithm), *READS}) for name in names}
+        self._targets = {name: targets_of(name, experience) for name in names}
         self._summaries = {name: UpdateSummary() for name in roles.trained}
         self._table = experience.table
         drops = "policy" in names and config.algorithm.correction.drops
@@ -240,6 +259,7 @@ class Updates:
             self._seed,
             left_out_of(name, self._table, self._config.algorithm),
             self._rejected.get(name),
+            self._targets[name],
         )
         self._summaries[name] = run_updates(cast(Trainable, role), minis)
 

@@ -148,6 +148,30 @@ BROKEN = [
         "trainer.steps=6",
     ),
     (
+        "vtrace_problem",
+        ["algorithm.estimator=vtrace", "algorithm.vtrace.c_bar=1.5"],
+        ["algorithm.vtrace.c_bar = 1.5", "is above algorithm.vtrace.rho_bar = 1"],
+        "algorithm.vtrace.rho_bar=1.5",
+    ),
+    (
+        "vtrace_problem",
+        ["algorithm.estimator=vtrace", "algorithm.correction.kind=tis"],
+        ['algorithm.correction.kind = "tis"', "vtrace weighs advantages by the same ratio already"],
+        "algorithm.estimator=gae",
+    ),
+    (
+        "vtrace_problem",
+        ["algorithm.estimator=vtrace", "algorithm.proximal=behaviour"],
+        ['algorithm.proximal = "behaviour"', "set it to recomputed"],
+        "algorithm.proximal=recomputed",
+    ),
+    (
+        "vtrace_problem",
+        ["algorithm.estimator=vtrace", "rollout.sampling.top_k=5", "rollout.sampling.replay_kept_tokens=false"],
+        ['algorithm.estimator = "vtrace"', "set rollout.sampling.replay_kept_tokens to true"],
+        "rollout.sampling.replay_kept_tokens=true",
+    ),
+    (
         "_critic_mini_batches",
         ["critic.mini_batch_size=100"],
         ["critic.mini_batch_size = 100", "56 would be dropped", "use 64 or 128"],

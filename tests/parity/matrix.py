@@ -116,7 +116,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # Other losses: each layout against one rank with the same ones.
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "mean of sequences, KL in the loss": {
+    "turns, mean of sequences, KL in the loss": {
+        "algorithm__gae_level": "turn",
+        "algorithm__bootstrap_truncated": "last",
         "algorithm__loss_aggregation": "seq-mean-token-mean",
         "algorithm__kl": {"placement": "loss", "estimator": "k3", "coef": 0.05},
     },
@@ -127,7 +129,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__lam_length_alpha": 0.05,
         "algorithm__value_clip": None,
     },
-    "top-k and top-p": {"rollout__sampling__top_k": 6, "rollout__sampling__top_p": 0.9},
+    "vtrace, top-k and top-p": {
+        "algorithm__estimator": "vtrace",
+        "rollout__sampling__top_k": 6,
+        "rollout__sampling__top_p": 0.9,
+    },
     "grpo, gspo, no cut responses": {
         "algorithm__estimator": "grpo",
         "algorithm__objective": "gspo",

@@ -9,67 +9,19 @@ import torch
 
 from megappo.config.batch import shared_schedule
 from megappo.config.schema import AlgorithmConfig, KLConfig
-from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.experience.experience import Experience
-from megappo.experience.owners import Owners
 from megappo.parallel.shares import Shares
-from megappo.parallel.totals import place_in_world
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import left_out_of, mini_batches, rejected_of, samples_of_epoch, update_reads
+from tests.trainer.multi_turn import GAMMA, GREEDY, GROUP, KL, ON_RANKS, PER_TOKEN, SCORE, TURNS, shaped, whole_batch
 from tests.worlds import spawn_world
 
-# Responses of one to three turns: (given, sampled) tokens of each. The third has no sampled token.
-TURNS = [[(2, 3), (2, 1)], [(1, 1)], [(3, 0)], [(1, 2), (1, 2), (2, 3)], [(2, 4)], [(1, 3)], [(2, 2)]]
-GROUP = [0, 1, 1, 0, 1, 0, 1]
-SCORE = [1.0, -0.5, 0.25, 2.0, 0.0, 1.5, 0.25]
-GREEDY = [0.5, -1.0]
-GAMMA, KL = 0.9, 0.3
-PER_TOKEN = [[0.25 * (t + 1) for t in range(sum(s for _, s in turns))] if i % 3 == 0 else None for i, turns in enumerate(TURNS)]
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "remax")
-
-
-def whole_batch():
-    mask = [flag for turns in TURNS for given, sampled in turns for flag in [False] * given + [True] * sampled]
-    generator = torch.Generator().manual_seed(4)
-    names = ("logprob", "ref_logprob", "rollout_logprob", "entropy")
-    fields = {name: (-1.0) ** (name != "entropy") * torch.rand(len(mask), generator=generator) for name in names}
-    mask = torch.tensor(mask)
-    nan = torch.full(mask.shape, torch.nan)  # nothing outside the mask may be read
-    return PackedBatch(
-        tokens=torch.arange(len(mask)),
-        cu_seqlens=cu_seqlens_of([sum(map(sum, turns)) for turns in TURNS]),
-        token_fields={"response_mask": mask, **{name: torch.where(mask, x, nan) for name, x in fields.items()}},
-        sequence_fields={
-            "truncated": torch.tensor([i % 2 == 1 for i in range(len(TURNS))]),
-            "group": torch.tensor(GROUP, dtype=torch.int32),
-        },
-    )
 
 
 def algorithm(estimator, placement="reward", **changes):
     discount = {"gamma": GAMMA} if estimator == "reinforce_plus_plus" else {}
     return AlgorithmConfig(estimator=estimator, kl=KLConfig(placement=placement), **discount, **changes)
-
-
-def shaped(asked, on_own_ranks=None, per_token=None):
-    """Fields on all samples, from the samples of every rank. on_own_ranks: rank of each sample."""
-    batch = whole_batch()
-    experience = Experience.of_whole(batch)
-    if on_own_ranks is not None:
-        rank, world_size = place_in_world()
-        owners = Owners(torch.tensor(on_own_ranks), Shares.of_ranks(range(world_size)))
-        experience = Experience(experience.table, owners, batch.select(owners.numbers(rank)), rank, experience.wire)
-    mine = experience.numbers.tolist()
-    result = shape_experience(
-        experience,
-        torch.tensor([SCORE[i] for i in mine]),
-        KL,
-        asked,
-        None if per_token is None else [per_token[i] for i in mine],
-        greedy=torch.tensor([GREEDY[GROUP[i]] for i in mine], dtype=torch.float64),
-    )
-    found = result.experience.everywhere(("reward", "raw_advantage", "advantage"))
-    return {name: found[name] for name in ("reward", "raw_advantage", "advantage")}, result.metrics
 
 
 def by_hand(asked, per_token=None, group=GROUP):
@@ -270,13 +222,14 @@ def test_rejected_tokens_leave_the_denominator_if_asked(mode, mask_truncated):
         assert all(few < all_ for few, all_ in zip(*denominators.values())), "the case rejects some of each mini-batch"
 
 
-# Responses to one prompt are on different ranks, and rank 1 has none.
-ON_RANKS = [0, 2, 0, 2, 2, 0, 0]
 ON_THREE_RANKS = [
     *(algorithm(name) for name in ESTIMATORS),
     algorithm("rloo", high_entropy_token_ratio=0.3),
     algorithm("grpo", correction={"kind": "icepop", "low": 0.8, "high": 1.2, "count_rejected": False}),
     algorithm("remax", correction={"kind": "tis", "level": "geometric"}, objective="gspo", sequence_advantages=True),
+    # with a critic: oracles in test_critic_estimators.py
+    algorithm("vtrace", gamma=GAMMA, bootstrap_truncated=True),
+    algorithm("gae", gamma=GAMMA, gae_level="turn", lam_length_alpha=0.5, bootstrap_truncated="last"),
 ]
 
 
@@ -290,6 +243,6 @@ def test_three_ranks_of_which_one_has_nothing_give_the_numbers_of_one():
         for asked, (found, metrics) in zip(ON_THREE_RANKS, of_rank, strict=True):
             alone, figures = shaped(asked, per_token=PER_TOKEN)
             # whitening sums in another order
-            tolerance = 1e-6 if asked.estimator == "reinforce_plus_plus" else 0.0
+            tolerance = 1e-6 if asked.whitens else 0.0
             assert all((found[name] - alone[name]).abs().max() <= tolerance for name in alone), asked
             assert metrics == pytest.approx(figures)

@@ -137,6 +137,15 @@ def test_explained_variance_is_of_values_against_returns():
     assert metrics_of(record())["critic/explained_variance"] == pytest.approx(float(want), abs=1e-6)
 
 
+def test_figures_of_the_critic_are_over_the_tokens_that_it_learns_at():
+    """With turns as steps: the first sampled token of each response."""
+    of_turns = metrics_of(record(fields={**FIELDS, "value_mask": [place in (2, 5) for place in range(8)]}))
+    assert of_turns["critic/value_mean"] == pytest.approx(0.2) and of_turns["critic/value_max"] == pytest.approx(0.3)
+    assert of_turns["critic/return_mean"] == pytest.approx(0.5)
+    assert of_turns["critic/explained_variance"] == pytest.approx(1 - (0.9 + 0.3) ** 2 / 4 / 0.25)
+    assert of_turns["policy/entropy"] == 3.0, "those of the policy are over all sampled tokens"
+
+
 @pytest.mark.parametrize(
     "name, noticed",
     [
