@@ -1,4 +1,5 @@
-"""Complete PPO steps without a critic, one short run for each estimator: what is built, logged, saved and resumed."""
+"""Complete PPO steps, one short run for each estimator: what is built, logged, saved and resumed without a critic; and what
+estimators with one train it on."""
 
 from __future__ import annotations
 
@@ -40,19 +41,31 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+WITH_CRITIC: dict[str, dict[str, Any]] = {
+    "turns": {"algorithm.gae_level": "turn", "algorithm.bootstrap_truncated": False},
+    "vtrace": {
+        "algorithm.estimator": "vtrace",
+        "algorithm.vtrace": {"rho_bar": 2.0, "c_bar": 1.0},
+        "algorithm.bootstrap_truncated": "last",
+    },
+}
+USUAL = {"rollout.engine": "megatron", "rollout.samples_per_prompt": 4, "trainer.eval_every": 0, "checkpoint.save_every": 0}
+
+
 def config_of(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     """The small run without the keys of the critic."""
     config = small_config(folder, name, steps=STEPS)
     del config["critic"], config["algorithm"]["bootstrap_truncated"]
     if name == "dr_grpo":
         del config["reference"]
-    usual = {"rollout.engine": "megatron", "rollout.samples_per_prompt": 4, "trainer.eval_every": 0, "checkpoint.save_every": 0}
-    return set_keys(config, {**usual, **RUNS[name], **changes})
+    return set_keys(config, {**USUAL, **RUNS[name], **changes})
 
 
 def run_all(rank: int, folder: Path) -> str:
     """All runs; grpo is resumed to one step more than it had. Returns the message of a resume with a critic."""
     run_many(rank, [(config_of(folder, name), False) for name in RUNS])
+    with_critic = [(set_keys(small_config(folder, name, steps=2), {**USUAL, **keys}), False) for name, keys in WITH_CRITIC.items()]
+    run_many(rank, with_critic)
     run_many(rank, [(config_of(folder, "grpo", **{"trainer.steps": STEPS + 1}), True)])
     try:
         run_many(rank, [(small_config(folder, "grpo", steps=STEPS + 2), True)])
@@ -124,6 +137,21 @@ def test_the_plan_has_no_critic(task) -> None:
     planned = plan_run(load_config(str(path), []), 2, "cpu")
     text = report(planned.plan, planned.data)
     assert "policy" in text and "reference" in text and "critic" not in text
+
+
+@pytest.mark.parametrize("name", WITH_CRITIC)
+def test_estimators_with_a_critic_train_it(task, name: str) -> None:
+    folder, _ = task
+    found = rows(folder, name)
+    assert len(found) == 2
+    for row in found:
+        assert row["critic/updates"] == row["policy/updates"] > 0 and row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0
+    if name == "vtrace":
+        # The sampler has the policy's weights: ratios are 1 but for rounding.
+        assert all(abs(row["policy/correction_max"] - 1) < 1e-3 and row["policy/correction_cut"] == 0 for row in found)
+    else:
+        # One turn for a response: its return is its reward, and none follows it with another.
+        assert all(row["critic/return_max"] == pytest.approx(row["reward/shaped_max"], abs=1e-5) for row in found)
 
 
 def test_remax_draws_the_greedy_responses_of_the_weights_at_hand(task) -> None:
