@@ -147,6 +147,13 @@ def test_a_choice_is_the_plan_of_its_placement(tmp_path, overrides):
     assert search.fits(needs, choice.rollout) and not search_of(path, overrides, tight).fits(needs, choice.rollout)
 
 
+def test_pushes_after_every_third_step_cost_a_third_of_one_in_each(tmp_path):
+    path = write_run(tmp_path, TINY)
+    each, third = (search_of(path, [f"rollout.push_every={every}"]).best() for every in (1, 3))
+    assert each is not None and third is not None and each.push_s > 0
+    assert third.push_s == pytest.approx(each.push_s / 3)
+
+
 def test_a_rank_holds_its_own_roles_only(tmp_path):
     """A cache that never sleeps leaves no room for the models, unless it has ranks of its own."""
     search = search_of(write_run(tmp_path, LLAMA_7B | {"num_hidden_layers": 24}, rollout={"kv_cache_gib": 60.0}))
