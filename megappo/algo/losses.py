@@ -92,6 +92,18 @@ def entropy_loss(entropy: Tensor, weight: Tensor) -> Tensor:
     return -(weight * kept).sum()
 
 
+def nll_loss(logprob: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """(minus the sum of weight * logprob, {"nll_sum", "nll_tokens_sum"}: unweighted fp64 sum and number of tokens with weight).
+
+    Both tensors [T]; differentiable with respect to `logprob`. Negative log-likelihood of chosen tokens: VAPO's positive-example
+    loss (Yue et al. 2025, arXiv:2504.05118, eq. 12).
+    """
+    check_per_token(logprob=logprob, weight=weight)
+    chosen = weight != 0
+    kept = torch.where(chosen, logprob, 0.0)
+    return -(weight * kept).sum(), {"nll_sum": -kept.detach().double().sum(), "nll_tokens_sum": chosen.sum(dtype=torch.float64)}
+
+
 def check_per_token(**tensors: Tensor) -> None:
     """ValueError unless all are floating-point [T], of one T and on one device."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -13,7 +13,7 @@ from typing import Literal
 
 from megappo.config.algorithm_checks import correction_problem, group_problem, sequence_loss_problem, vtrace_problem
 from megappo.config.batch import nearest_divisors, step_arithmetic, update_schedule
-from megappo.config.copy_checks import average_problem
+from megappo.config.copy_checks import average_problem, refresh_problem
 from megappo.config.dead_keys import dead_keys
 from megappo.config.engine_checks import engine_problems
 from megappo.config.errors import ConfigError, problem
@@ -345,6 +345,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     push_problem,
     average_problem,
     vtrace_problem,
+    refresh_problem,
     _greedy_training,
     _top_k_zero,
     _kept_tokens,

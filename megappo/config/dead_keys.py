@@ -151,6 +151,16 @@ TRAIN: tuple[Dead, ...] = (
         "algorithm.correction.kind is dis, whose ratio of each token to the sampler's stands in place of them; remove it",
     ),
     Dead(
+        ("algorithm.entropy_step",),
+        lambda c: c.algorithm.entropy_target is None,
+        "algorithm.entropy_target is not set, so the factor stays; remove it, or set entropy_target",
+    ),
+    Dead(
+        ("algorithm.positive_score",),
+        lambda c: c.algorithm.positive_nll_coef == 0,
+        "algorithm.positive_nll_coef is 0; remove it, or set positive_nll_coef",
+    ),
+    Dead(
         ("algorithm.dual_clip",),
         lambda c: c.algorithm.objective == "cispo",
         "cispo bounds every weight by clip_high; remove it, or set algorithm.objective to ppo or gspo",
@@ -223,7 +233,12 @@ TRAIN: tuple[Dead, ...] = (
         "there are no held-out prompts; remove it, or name some in data.eval or evaluations",
     ),
     Dead(
-        ("policy.ema.*",),
+        ("reference.refresh_from",),
+        lambda c: not c.reference.refreshes,
+        "reference.refresh_every is 0 and refresh_above_kl null, so nothing is copied; remove it, or set one of the two",
+    ),
+    Dead(
+        ("policy.ema.*", "reference.refresh_every", "reference.refresh_above_kl", "reference.refresh_from"),
         only_pretrains,
         "critic.warmup_steps is the whole run, in which the policy does not change; remove it, or lower warmup_steps",
     ),

@@ -186,6 +186,18 @@ class ReferenceConfig(FrozenConfig):
     model: ModelPath | None = None
     """Checkpoint of the reference model; null means `policy.model`, and with `policy.lora` the policy itself without its adapters:
     no second model is built, and the other keys of this section have no effect."""
+    refresh_every: NonNegative = 0
+    """PPO steps between copies of the policy's weights into the reference (ProRL, arXiv:2505.24864); 0 makes none. Needs engine,
+    layout and ranks of the policy."""
+    refresh_above_kl: PositiveFloat | None = None
+    """Copy them after a step whose KL per response (`kl/per_response`), in nats, exceeds this; null does not."""
+    refresh_from: Literal["policy", "ema"] = "policy"
+    """Weights that are copied: the policy's, or their moving average (`policy.ema`)."""
+
+    @property
+    def refreshes(self) -> bool:
+        """True if the reference changes in a run, and is a part of its checkpoints."""
+        return self.refresh_every > 0 or self.refresh_above_kl is not None
 
 
 class RewardModelConfig(FrozenConfig):

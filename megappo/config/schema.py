@@ -227,7 +227,17 @@ class AlgorithmConfig(Section):
     value_clip: PositiveFloat | None = 0.2
     """Clip new values to this distance from the old ones in the value loss; null turns it off."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Factor of the entropy bonus."""
+    """Factor of the entropy bonus; with `entropy_target` that of the first step."""
+    entropy_target: PositiveFloat | None = None
+    """Entropy per sampled token, in nats, that the bonus aims at: it acts while a step's entropy is at most this, and its factor
+    rises by `entropy_step` in each step below it and falls in each other (Skywork-OR1, arXiv:2505.22312). null keeps the factor."""
+    entropy_step: PositiveFloat = 0.005
+    """Change of the factor in a step (with `entropy_target`)."""
+    positive_nll_coef: NonNegativeFloat = 0.0
+    """Factor of the mean negative log-likelihood of the sampled tokens of correct responses, added to the policy's loss (VAPO,
+    arXiv:2504.05118, has 0.1); 0 leaves it out."""
+    positive_score: float = 1.0
+    """Least score of a correct response (with `positive_nll_coef`)."""
     whiten_advantages: bool | None = None
     """Normalise advantages by mean and standard deviation of the global batch; null means true for the estimators gae, vtrace
     and reinforce_plus_plus, false for the others, whose advantages have mean 0 or a baseline already."""

@@ -141,7 +141,14 @@ class Plan:
         if not self.config.checkpoint.asynchronous:
             return 0
         roles = [self.stage(role, rank) for role in self.roles_on(rank) if role in trained_sections(self.config)]
-        return sum(m.written_weights if self.config.checkpoint.save_only_model else m.written for m in roles)
+        written = sum(m.written_weights if self.config.checkpoint.save_only_model else m.written for m in roles)
+        refreshed = "reference" in self.roles_on(rank) and self.config.reference.refreshes
+        return written + (-(-self.stage("reference", rank).weights // self._copies("reference")) if refreshed else 0)
+
+    def _copies(self, role: str) -> int:
+        """Ranks that share the writing of the same weights of a frozen role."""
+        layout = self.layouts[role]
+        return 1 if getattr(self.config, role).engine == "fsdp2" else layout.dp * layout.cp
 
     def fullest_rank(self) -> int:
         return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))

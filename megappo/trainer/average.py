@@ -53,6 +53,11 @@ class PolicyAverage:
                 average = self._values[name]
                 average.lerp_(weights.detach().to(average.device), 1.0 - self._decay)
 
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The average under the names of the engine's parameters, fp32, in the memory of `keep_on`."""
+        return self._values
+
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the engine's parameters are the average, rounded to their type; then they are what they were, to the bit."""

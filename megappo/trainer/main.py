@@ -57,11 +57,12 @@ from megappo.telemetry.trackers.group import make_trackers
 from megappo.trainer.average import AVERAGE, PolicyAverage, average_of
 from megappo.trainer.best import BestCheckpoint
 from megappo.trainer.build_roles import Roles, build_roles, spec_of_role
-from megappo.trainer.checkpoints import Checkpoints
+from megappo.trainer.checkpoints import Checkpoints, PlacedModel
 from megappo.trainer.evaluation import Evaluations, Evaluator, evaluators_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
+from megappo.trainer.refresh import REFERENCE, FrozenModel
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.reward_model import ModelScorer, model_scorer
 from megappo.trainer.run_facts import require_equal_data, run_facts, warn_of_changes
@@ -178,7 +179,7 @@ def _train(
         roles.trained_engines,
         state,
         {"loader": data.loader, "kl_controller": kl},
-        extras={} if config.policy.ema is None else {AVERAGE: average},
+        extras=_extra_models(config, roles, average),
         layouts=layouts,
         stop=stop,
         log=log,
@@ -313,6 +314,15 @@ def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine | None,
         place=_place_of_policy(config),
         lora=config.policy.lora,
     )
+
+
+def _extra_models(config: TrainConfig, roles: Roles, average: PolicyAverage | None) -> dict[str, PlacedModel | None]:
+    """Models of a checkpoint beside those that train: the average, and a reference that changes; None where they do not live."""
+    found: dict[str, PlacedModel | None] = {} if config.policy.ema is None else {AVERAGE: average}
+    if config.reference.refreshes and REFERENCE in roles.placements:
+        reference = roles.reference
+        found[REFERENCE] = None if reference is None else FrozenModel(reference.engine)
+    return found
 
 
 def _place_of_policy(config: TrainConfig) -> PolicyPlace | None:

@@ -16,14 +16,17 @@ from megappo.algo.kl import KLController
 from megappo.config.schema import TrainConfig
 from megappo.data.prompts import Prompt, PromptLoader
 from megappo.data.tokenizers import Tokenizer
+from megappo.experience.experience import Experience
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.average import PolicyAverage
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.checkpoints import Checkpoints
+from megappo.trainer.entropy import EntropyBonus
 from megappo.trainer.evaluation import Evaluation, Evaluations, metrics_of
 from megappo.trainer.experience import collect, requests_of_step, sample_seed
 from megappo.trainer.finite_outputs import require_finite_outputs
@@ -31,13 +34,15 @@ from megappo.trainer.greedy import draw_greedy, score_greedy
 from megappo.trainer.histograms import histograms_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.refresh import ReferenceRefresh
 from megappo.trainer.report import StepRecord
 from megappo.trainer.sampler_check import average_version, compare_with_sampler, require_agreement, require_version
 from megappo.trainer.scoring import begin_rewards, score_responses
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.state import TrainerState
 from megappo.trainer.trajectories import draw_samples, trajectories_of
-from megappo.trainer.updates import Updates
+from megappo.trainer.updates import Updates, positive_samples
+from megappo.trainer.usable import nothing_to_learn
 from megappo.trainer.warmup import CriticWarmup
 
 
@@ -76,6 +81,9 @@ class PPO:
         self.prompts, self.loader, self.evaluations = prompts, loader, evaluations
         self.tokenizer, self.scorer = tokenizer, scorer
         self.kl_controller, self.state = kl_controller, state
+        self.entropy_bonus = EntropyBonus(config.algorithm, state)
+        policy, reference = (None if role is None else role.engine for role in (roles.policy, roles.reference))
+        self.refresh = ReferenceRefresh(config.reference, policy, reference, average)
         self.log, self.checkpoints = log, checkpoints
         self.settle, self.stopped = settle, False
         self.check_replicas, self.instruments = check_replicas, instruments
@@ -124,6 +132,8 @@ class PPO:
             scoring = self.tokenizer, self.scorer, self.sampling.stop
             scored = score_responses(experience, prompt_of, *scoring)
             baseline = None if greedy is None else score_greedy(greedy, experience, lambda group: prompt_of(group * n), *scoring)
+            if reason := nothing_to_learn(experience.table, scored):
+                self.log.note(f"step {step}: no model is updated: {reason}")
 
         with timers.stage("logprobs"):  # 4
             experience = add_model_outputs(experience, self.roles)
@@ -135,13 +145,16 @@ class PPO:
         with timers.stage("advantages"):  # 5
             kl_coef, score = self.kl_controller.coef, torch.tensor(scored.total)
             shaped = shape_experience(experience, score, kl_coef, self.warmup.algorithm(step), scored.per_token, baseline)
-            experience = shaped.experience
+            experience, figures = shaped.experience, dict(shaped.metrics)
+            if not (reason or self.warmup.covers(step)):
+                figures |= self.set_entropy_bonus(experience)
 
         with timers.stage("update_critic" if self.roles.trains("critic") else "update_policy"):  # 6
             self.checkpoints.begin_updates()
-            updated = ("critic",) if self.warmup.covers(step) else self.roles.trained
+            updated = () if reason else ("critic",) if self.warmup.covers(step) else self.roles.trained
             counts_ratios = self.is_due(step, config.telemetry.histogram_interval)
-            updates = Updates(experience, self.roles, updated, config, sample_seed(config.run.seed, step, -1), counts_ratios)
+            seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, config.algorithm)
+            updates = Updates(experience, self.roles, updated, config, seed, counts_ratios, positive)
             updates.run("critic")
         with timers.stage("update_policy"):
             updates.run("policy")
@@ -160,10 +173,13 @@ class PPO:
 
         self.instruments.settle_times(timers)  # 8
         kl_kind = config.algorithm.kl.estimator
-        record = StepRecord(step, experience, scored, agreement, kl_kind, kl_coef, critic, policy, pushed, shaped.metrics)
+        record = StepRecord(step, experience, scored, agreement, kl_kind, kl_coef, critic, policy, pushed, figures)
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
-        if not self.warmup.covers(step):
+        if not (reason or self.warmup.covers(step)):
             self.kl_controller.update(record.kl_per_response(), experience.table.num_samples)
+            if self.refresh.is_due(step, record.kl_per_response()):
+                self.refresh.copy()
+                self.log.note(f"reference: refreshed from the {config.reference.refresh_from} after step {step}")
         self.count(record)
         if self.warmup.covers(step) and self.warmup.end_if_fitted(step, record.explained_variance):
             self.log.note(f"critic: explains {record.explained_variance:.3f} of the returns; its warm-up ends after step {step}")
@@ -176,9 +192,16 @@ class PPO:
             self.log.trajectories(step, trajectories_of(record, prompt_of, drawn, self.tokenizer))
         if counts_ratios:
             self.log.histograms(step, histograms_of(record))
-        is_last, figures = step == self.last_step, metrics_of(evaluated)
-        self.stopped = self.checkpoints.end_of_step(step, is_last=is_last, evaluated=figures, is_pushed=pushes)
+        is_last, of_evaluation = step == self.last_step, metrics_of(evaluated)
+        self.stopped = self.checkpoints.end_of_step(step, is_last=is_last, evaluated=of_evaluation, is_pushed=pushes)
         return evaluated
+
+    def set_entropy_bonus(self, experience: Experience) -> dict[str, float]:
+        """Set the coefficient of the bonus in this step's updates of the policy; returns it as a metric if it is steered."""
+        coef = self.entropy_bonus.coef_of(experience)
+        if self.roles.policy is not None:
+            self.roles.policy.entropy_coef = coef
+        return {} if self.config.algorithm.entropy_target is None else {Metric.POLICY_ENTROPY_COEF.value: coef}
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Push the policy's current weights into the rollout engine; they must be resident."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megappo.algo.alignment import align_values, next_token_targets, shift_left, shift_right
 from megappo.algo.kl import kl_loss
-from megappo.algo.losses import entropy_loss
+from megappo.algo.losses import entropy_loss, nll_loss
 from megappo.algo.ratio_bins import ratio_counts
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
@@ -87,6 +87,10 @@ class BaseOfPolicy(LanguageModel):
             return super().logprobs(share, want_entropy=want_entropy)
 
 
+NLL_WEIGHT = "nll_weight"
+"""Field of a mini-batch: weight of each token's negative log-likelihood, 0 outside correct responses."""
+
+
 def loss_kl_coef(algorithm: AlgorithmConfig) -> float:
     """Coefficient of the KL term in the policy's loss; 0 if the KL is in the reward or nowhere."""
     return algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0
@@ -94,11 +98,14 @@ def loss_kl_coef(algorithm: AlgorithmConfig) -> float:
 
 def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """Names of the batch's fields that the policy's loss reads."""
-    return (algorithm.old_logprob, "advantage", "weight") + (("ref_logprob",) if loss_kl_coef(algorithm) > 0 else ())
+    kl = ("ref_logprob",) if loss_kl_coef(algorithm) > 0 else ()
+    return (algorithm.old_logprob, "advantage", "weight", *kl, *((NLL_WEIGHT,) if algorithm.positive_nll_coef > 0 else ()))
 
 
 class Policy(LanguageModel):
-    """The trained policy. counts_ratios: updates also count the probability ratios in bins (`algo.ratio_bins`)."""
+    """The trained policy. counts_ratios: updates also count the probability ratios in bins (`algo.ratio_bins`).
+    entropy_coef: of the bonus in the next updates.
+    """
 
     loss_name = "surrogate_sum"
     """Name of the main loss among the sums of an update."""
@@ -109,6 +116,7 @@ class Policy(LanguageModel):
         self._kl_coef = loss_kl_coef(algorithm)
         self._reads = policy_reads(algorithm)
         self.counts_ratios = False
+        self.entropy_coef = algorithm.entropy_coef
 
     def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
         """logprob and entropy [T], on the rank that reports them."""
@@ -129,7 +137,7 @@ class Policy(LanguageModel):
 
     def _loss_of(self, output: LanguageOutput, micro: PackedBatch) -> LossOutput:
         # Without an entropy bonus its gradient is 0, and a pass over the logits is saved.
-        want_entropy = self._algorithm.entropy_coef > 0
+        want_entropy = self.entropy_coef > 0
         if output.fused_loss is None or not separates(self._algorithm):
             logprob, entropy = self.token_logprobs(output, micro, want_entropy)
             own = {name: micro[name] for name in self._reads}
@@ -154,11 +162,15 @@ class Policy(LanguageModel):
         if self.counts_ratios:
             metrics |= ratio_counts(logprob, fields[a.old_logprob], weight)
         if entropy is not None:
-            loss = loss + a.entropy_coef * entropy_loss(entropy, weight)
+            loss = loss + self.entropy_coef * entropy_loss(entropy, weight)
         if self._kl_coef > 0:
             penalty, kl_metrics = kl_loss(logprob, fields["ref_logprob"], weight, a.kl.estimator)
             loss = loss + self._kl_coef * penalty
             metrics = {**metrics, **kl_metrics}
+        if a.positive_nll_coef > 0:
+            nll, nll_metrics = nll_loss(logprob, fields[NLL_WEIGHT])
+            loss = loss + a.positive_nll_coef * nll
+            metrics = {**metrics, **nll_metrics}
         return loss, metrics
 
 

@@ -12,7 +12,8 @@ class TrainerState:
     """Counters of a run. step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled.
 
     policy_updates, critic_updates: optimizer steps taken; policy_skipped, critic_skipped: those left out, as the gradients were not
-    finite. warmup_ended: step after which the critic's warm-up ended early, or 0. best: metric, mode, step and value of the best
+    finite. warmup_ended: step after which the critic's warm-up ended early, or 0. entropy_coef: of the next step, if it is
+    steered (`entropy.py`). best: metric, mode, step and value of the best
     step, or None (`best.py`).
     """
 
@@ -24,6 +25,7 @@ class TrainerState:
     policy_skipped: int = 0
     critic_skipped: int = 0
     warmup_ended: int = 0
+    entropy_coef: float | None = None
     best: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -31,5 +33,5 @@ class TrainerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in asdict(self):
-            # What an older megappo did not keep: a counter is 0, and there was no best.
-            setattr(self, name, state.get(name) if name == "best" else int(state.get(name, 0)))
+            # What an older megappo did not keep: a counter is 0, and there was no best and no coefficient.
+            setattr(self, name, state.get(name) if name in ("best", "entropy_coef") else int(state.get(name, 0)))

@@ -24,7 +24,7 @@ from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.reweighting import REJECTED
-from megappo.trainer.roles import Critic, LanguageModel, UpdateResult, policy_reads
+from megappo.trainer.roles import NLL_WEIGHT, Critic, LanguageModel, UpdateResult, policy_reads
 
 READS = ("response_mask",)
 """Fields that mini-batches are weighted by, beside those that the role's loss reads."""
@@ -70,13 +70,16 @@ def mini_batches(
     left_out: Tensor | None = None,
     rejected: Tensor | None = None,
     targets: Targets | None = None,
+    positive: Tensor | None = None,
 ) -> Iterator[MiniBatch]:
     """Optimizer steps of a role by its schedule; each epoch is in a new seeded order.
 
     experience: sent to the owners of the first epoch (`first_epoch`). shares, group: of the role, which is collective over the
     group: later epochs exchange samples there. max_tokens: the length that `loss_aggregation: fixed-length` divides by.
     left_out: [N] bool, samples whose tokens count nowhere in the loss; None for none. rejected: [N], sampled tokens of each sample
-    that count nowhere, those of its field REJECTED; None for none. targets: None for all sampled tokens.
+    that count nowhere, those of its field REJECTED; None for none. targets: None for all sampled tokens. positive: [N] bool,
+    samples whose tokens have a field `roles.NLL_WEIGHT` that makes their loss the mean over such tokens of the mini-batch; None
+    without the field.
     """
     table, mode, size = experience.table, schedule.loss_aggregation, schedule.mini_batch_size
     field, counted = targets or Targets("response_mask", table.sampled)
@@ -92,17 +95,22 @@ def mini_batches(
         for chosen in samples_of_epoch(table, size, seed + epoch):
             own = chosen[owners.share[chosen] == index]  # in the order of the mini-batch
             share = experience.batch.select(torch.searchsorted(mine, own))
+            # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
+            denominator = max(loss_count(mode, counted[chosen], max_tokens), 1.0)
             if field in share:
                 mask = share[field]
                 if left_out is not None:
                     mask = mask & ~left_out[own].repeat_interleave(share.lengths, output_size=mask.numel())
                 if rejected is not None:
                     mask = mask & ~share[REJECTED]
-                weights = token_weights(mode, mask, share.cu_seqlens, max_tokens)
-                share = share.with_fields({"weight": weights.weight})
-            # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
-            count = loss_count(mode, counted[chosen], max_tokens)
-            yield MiniBatch(share, max(count, 1.0), table.length[chosen].long())
+                weights = {"weight": token_weights(mode, mask, share.cu_seqlens, max_tokens).weight}
+                if positive is not None:
+                    correct = mask & positive[own].repeat_interleave(share.lengths, output_size=mask.numel())
+                    # The loss is divided by `denominator`, their mean by their own number.
+                    number = float(counted[chosen][positive[chosen]].sum())
+                    weights[NLL_WEIGHT] = correct.float() * (denominator / max(number, 1.0))
+                share = share.with_fields(weights)
+            yield MiniBatch(share, denominator, table.length[chosen].long())
 
 
 def first_epoch(experience: Experience, shares: Shares, fields: Collection[str], mini_batch_size: int, seed: int) -> Experience:
@@ -137,6 +145,16 @@ def targets_of(role: str, experience: Experience) -> Targets | None:
         return None
     counts = tokens_per_sequence(experience.batch["value_mask"], experience.batch.cu_seqlens)
     return Targets("value_mask", experience.column(counts).int())
+
+
+def positive_samples(experience: Experience, score: Tensor, algorithm: AlgorithmConfig) -> Tensor | None:
+    """[N] bool, samples whose score is at least `algorithm.positive_score`; None if the loss does not ask for them.
+
+    score: [B] of this rank's samples. Collective over the world.
+    """
+    if algorithm.positive_nll_coef == 0:
+        return None
+    return experience.column(score).float() >= algorithm.positive_score  # in fp32, as which scores are added up
 
 
 class Trainable(Protocol):
@@ -224,10 +242,17 @@ class Updates:
     """
 
     def __init__(
-        self, experience: Experience, roles: Roles, names: Collection[str], config: TrainConfig, seed: int, counts_ratios: bool
+        self,
+        experience: Experience,
+        roles: Roles,
+        names: Collection[str],
+        config: TrainConfig,
+        seed: int,
+        counts_ratios: bool,
+        positive: Tensor | None = None,
     ) -> None:
-        """Collective over the world. names: of the roles to update, of policy and critic."""
-        self._roles, self._config, self._seed = roles, config, seed
+        """Collective over the world. names: of the roles to update, of policy and critic. positive: of `positive_samples`."""
+        self._roles, self._config, self._seed, self._positive = roles, config, seed, positive
         if roles.policy is not None:
             roles.policy.counts_ratios = counts_ratios
         # Once for roles that divide a batch, and an epoch, alike.
@@ -260,6 +285,7 @@ class Updates:
             left_out_of(name, self._table, self._config.algorithm),
             self._rejected.get(name),
             self._targets[name],
+            self._positive if name == "policy" else None,
         )
         self._summaries[name] = run_updates(cast(Trainable, role), minis)
 

@@ -26,7 +26,7 @@ from megappo.trainer.experience import sample_seed
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.roles import RewardModel
 from megappo.trainer.shaping import shape_experience
-from megappo.trainer.updates import Updates
+from megappo.trainer.updates import Updates, positive_samples
 from megappo.verify.delegate import DelegatingEngine
 from megappo.verify.gather import Gathered, gather_tensors
 
@@ -95,7 +95,8 @@ def measure(
         for role, quantity, name in _FIELDS:
             if name in batch:
                 measured[role].add(quantity, batch[name])
-        updates = Updates(experience, roles, roles.trained, config, sample_seed(config.run.seed, step, -1), counts_ratios=False)
+        seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, algorithm)
+        updates = Updates(experience, roles, roles.trained, config, seed, counts_ratios=False, positive=positive)
         for role in updated:
             updates.run(role.engine.name)
             recording.recorders[role.engine.name].end_step(role.loss_name)

@@ -191,6 +191,30 @@ BROKEN = [
         "policy.ema.decay=0.9",
     ),
     (
+        "refresh_problem",
+        ["reference.refresh_every=5", "policy.parallel.tp=2"],
+        ["reference.refresh_every = 5", "reference.parallel is not the policy's"],
+        "reference.parallel.tp=2",
+    ),
+    (
+        "refresh_problem",
+        ["reference.refresh_above_kl=3", "policy.lora.rank=4", "reference.model=m"],
+        ["reference.refresh_above_kl = 3", "adapters beside a frozen model"],
+        "reference.refresh_above_kl=null",
+    ),
+    (
+        "refresh_problem",
+        ["reference.refresh_every=5", "reference.model=other"],
+        ["reference.refresh_every = 5: reference.model is another model"],
+        "reference.model=null",
+    ),
+    (
+        "refresh_problem",
+        ["reference.refresh_every=1", "reference.refresh_from=ema"],
+        ['reference.refresh_from = "ema": policy.ema is not set'],
+        "policy.ema.decay=0.9",
+    ),
+    (
         "_separate_adapter",
         ["policy.engine=fsdp2", "policy.lora.rank=600", "rollout.adapter=separate"],
         ["policy.lora.rank = 600: vLLM applies adapters up to rank 512"],

@@ -128,6 +128,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__whiten_advantages": False,
         "algorithm__lam_length_alpha": 0.05,
         "algorithm__value_clip": None,
+        "algorithm__positive_nll_coef": 0.1,
+        "algorithm__positive_score": 0.0,  # scores are drawn around it
     },
     "vtrace, top-k and top-p": {
         "algorithm__estimator": "vtrace",

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megappo.algo.entropy import steered
 from megappo.checkpoint.stored import StoredBox, StoredTensors
 from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import count_parameters, role_memory, with_average
+from megappo.rewards.compose import Scored
+from megappo.trainer import ppo
 from megappo.trainer.export import export_checkpoint
+from megappo.trainer.usable import nothing_to_learn
 from tests.trainer.averages import POLICIES, Found, averages, write_models
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
@@ -74,6 +83,25 @@ def test_in_place_it_is_the_policy_and_then_nothing_has_changed(found: dict[str,
 STEPS, DECAY = 3, 0.5
 ENGINES = {"megatron": {"policy.parallel": {"tp": 2}}, "fsdp2": {"policy.engine": "fsdp2", "policy.parallel": {}}}
 
+COMPARED = ("policy/entropy_coef", "policy/positive_nll", "policy/loss", "policy/entropy", "policy/grad_norm")
+STEERED = {
+    "algorithm.entropy_target": 3.0,  # between the entropies of the first steps, of 32 tokens
+    "algorithm.entropy_step": 0.25,
+    "algorithm.positive_nll_coef": 0.5,
+    "algorithm.positive_score": 0.5,
+}
+
+WITHOUT = {"policy.ema": None, "trainer.evaluate_with": "policy"}
+REFRESHED = {
+    **WITHOUT,
+    "algorithm.kl": {"coef": 0.01},
+    "reference": {"dtype": "fp32", "parallel": {"tp": 2}, "refresh_every": 2, "offload": {"parameters": True}},
+}
+FROM_EMA = {
+    "algorithm.kl": {"coef": 0.01},
+    "reference": {"engine": "fsdp2", "dtype": "fp32", "refresh_above_kl": 1e-9, "refresh_from": "ema"},
+}
+
 
 def config_of(folder: Path, name: str, engine: str, steps: int = STEPS, **changes: Any) -> dict[str, Any]:
     """Without critic and reference; the average is evaluated at every step."""
@@ -92,25 +120,45 @@ def config_of(folder: Path, name: str, engine: str, steps: int = STEPS, **change
     return set_keys(config, {**usual, **ENGINES[engine], **changes})
 
 
+@contextmanager
+def unscored_step(step: int) -> Iterator[None]:
+    """The rules decide nothing about the responses of this step."""
+    plain, calls = ppo.score_responses, []
+
+    def scored(*arguments: Any) -> Scored:
+        found = plain(*arguments)
+        calls.append(None)
+        return replace(found, num_undecided=len(found.total)) if len(calls) == step else found
+
+    with mock.patch.object(ppo, "score_responses", scored):
+        yield
+
+
 def run_all(rank: int, folder: Path) -> str:
     """Whole and resumed runs of both engines, and one whose average stays in the sampler: its error."""
-    from unittest import mock
-
-    from megappo.trainer.ppo import PPO
-
     for engine in ENGINES:
         run_many(rank, [(config_of(folder, engine, engine), False)])
         first = config_of(folder, f"{engine}-resumed", engine, steps=STEPS - 1)
         run_many(rank, [(first, False), (config_of(folder, f"{engine}-resumed", engine), True)])
+    keys = {**WITHOUT, **STEERED}
+    run_many(rank, [(config_of(folder, "steered", "megatron", **keys), False)])
+    for steps, resume in ((STEPS - 1, False), (STEPS, True)):
+        run_many(rank, [(config_of(folder, "steered-resumed", "megatron", steps, **keys), resume)])
+    run_many(rank, [(config_of(folder, "refreshed", "megatron", **REFRESHED), False)])
+    for steps, resume in ((STEPS - 1, False), (STEPS, True)):
+        run_many(rank, [(config_of(folder, "refreshed-resumed", "megatron", steps, **REFRESHED), resume)])
+    run_many(rank, [(config_of(folder, "from-ema", "fsdp2", **FROM_EMA), False)])
+    with unscored_step(2):
+        run_many(rank, [(config_of(folder, "unscored", "megatron", **WITHOUT), False)])
     # A checkpoint without an average, and under the other engine.
-    run_many(rank, [(config_of(folder, "late", "megatron", 1, **{"policy.ema": None, "trainer.evaluate_with": "policy"}), False)])
+    run_many(rank, [(config_of(folder, "late", "megatron", 1, **WITHOUT), False)])
     run_many(rank, [(config_of(folder, "late", "fsdp2", 2), True)])
-    plain = PPO.push_weights
+    plain = ppo.PPO.push_weights
 
-    def push(self: PPO, version: int) -> dict[str, float]:
+    def push(self: ppo.PPO, version: int) -> dict[str, float]:
         return {} if version == 1 else plain(self, version)  # neither after the updates of step 1 nor after its evaluation
 
-    with mock.patch.object(PPO, "push_weights", push):
+    with mock.patch.object(ppo.PPO, "push_weights", push):
         try:
             run_many(rank, [(config_of(folder, "faulty", "megatron"), False)])
         except RuntimeError as error:
@@ -131,6 +179,12 @@ def stored(folder: Path, run: str, step: int, role: str) -> dict[str, Tensor]:
     found = {name: torch.empty((*shape, 1)[:2]) for name, shape in tensors.shapes.items() if not name.startswith("optimizer.")}
     tensors.fill(StoredBox(name, 0, 0, values) for name, values in found.items())
     return found
+
+
+def steps_of(folder: Path, run: str) -> list[dict[str, Any]]:
+    """Metrics of the steps, without those of validations before the first."""
+    rows = [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "policy/updates" in row]
 
 
 def export(rank: int, folder: Path, run: str, role: str, step: int) -> None:
@@ -186,3 +240,61 @@ def test_export_writes_the_average(runs: tuple[Path, str]) -> None:
     exported, average = load_file(folder / f"megatron-ema-{STEPS}" / "model.safetensors"), stored(folder, "megatron", STEPS, "ema")
     assert exported.keys() == average.keys()
     assert all(torch.equal(values.view_as(average[name]), average[name]) for name, values in exported.items())
+
+
+def test_the_steered_bonus_and_the_loss_of_correct_responses_resume_to_the_bit(runs: tuple[Path, str]) -> None:
+    folder, _ = runs
+    whole, resumed = (steps_of(folder, name) for name in ("steered", "steered-resumed"))
+    coef = 0.0
+    for one, other in zip(whole, resumed, strict=True):
+        assert [one[name] for name in COMPARED] == [other[name] for name in COMPARED]
+        acting, coef = steered(coef, one["policy/entropy"], 3.0, 0.25)
+        assert one["policy/entropy_coef"] == acting
+        assert one["policy/positive_nll"] > 0
+    assert coef > 0, "negative control: it has moved"
+
+
+def test_a_reference_is_refreshed_and_resumes_to_the_bit(runs: tuple[Path, str]) -> None:
+    folder, _ = runs
+    whole, resumed = (steps_of(folder, name) for name in ("refreshed", "refreshed-resumed"))
+    divergence = [row["kl/per_response"] for row in whole]
+    assert divergence[0] == 0 == divergence[2], "the policy has just been copied"
+    assert divergence[1] > 0, "negative control: a step after which nothing is copied"
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(one[name] == other[name] for name in ("kl/per_response", "policy/loss", "policy/grad_norm"))
+    for step, is_copy in ((1, False), (2, True), (3, False)):
+        policy, reference = (stored(folder, "refreshed", step, role) for role in ("policy", "reference"))
+        assert all(torch.equal(policy[name], reference[name]) for name in reference) == is_copy
+
+
+def test_a_reference_follows_the_average_once_its_kl_is_above_the_limit(runs: tuple[Path, str]) -> None:
+    folder, _ = runs
+    divergence = [row["kl/per_response"] for row in steps_of(folder, "from-ema")]
+    assert divergence[0] == 0 < min(divergence[1:])
+    start = load_file(folder / "model" / "model.safetensors")
+    for step in range(1, STEPS + 1):
+        reference, average = (stored(folder, "from-ema", step, role) for role in ("reference", "ema"))
+        wanted = average if step > 1 else {name: values.view_as(average[name]) for name, values in start.items()}
+        assert all(torch.equal(reference[name], wanted[name]) for name in reference)
+
+
+def test_a_step_without_a_reward_updates_nothing_and_the_run_goes_on(runs: tuple[Path, str]) -> None:
+    folder, _ = runs
+    assert [row["policy/updates"] > 0 for row in steps_of(folder, "unscored")] == [True, False, True]
+    first, second, third = (stored(folder, "unscored", step, "policy") for step in range(1, STEPS + 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(second[name], third[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "undecided", "unusable", "says"),
+    [
+        ([0, 0], 0, 0, "none of the 2 responses has a sampled token"),
+        ([3, 4], 1, 1, "none of the 2 responses has a reward: 1 undecided, 1 with a reference answer that a rule cannot read"),
+        ([0, 4], 1, 0, ""),
+    ],
+)
+def test_what_cannot_be_trained_on_has_a_reason(sampled: list[int], undecided: int, unusable: int, says: str) -> None:
+    table = SimpleNamespace(num_samples=2, sampled=torch.tensor(sampled))
+    scored = Scored(["", ""], [0.0, 0.0], {}, undecided, unusable)
+    assert nothing_to_learn(table, scored) == says  # type: ignore[arg-type]

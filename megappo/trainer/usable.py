@@ -1,0 +1,28 @@
+"""Steps whose responses say nothing about what to learn: all ranks leave their updates out, for a reason that is told.
+
+Faults end a run (`rewards.base.RewardError`, `finite_outputs.NonFiniteOutput`); here everything has worked.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megappo.experience.table import SampleTable
+from megappo.parallel.totals import total
+from megappo.rewards.compose import Scored
+
+
+def nothing_to_learn(table: SampleTable, scored: Scored) -> str:
+    """Reason why no model can be updated on a step's responses, the same on every rank; empty if one can.
+
+    table: of all samples. scored: this rank's. Collective over the world.
+    """
+    undecided, unusable = total(torch.tensor([scored.num_undecided, scored.num_unusable])).tolist()
+    if not int(table.sampled.sum()):
+        return f"none of the {table.num_samples} responses has a sampled token"
+    if undecided + unusable >= table.num_samples:
+        return (
+            f"none of the {table.num_samples} responses has a reward: {undecided} undecided, {unusable} with a reference answer "
+            "that a rule cannot read"
+        )
+    return ""
