@@ -192,9 +192,9 @@ BROKEN = [
     ),
     (
         "refresh_problem",
-        ["reference.refresh_every=5", "policy.parallel.tp=2"],
-        ["reference.refresh_every = 5", "reference.parallel is not the policy's"],
-        "reference.parallel.tp=2",
+        ["reference.refresh_every=5", "reference.engine=fsdp2"],
+        ["reference.refresh_every = 5", "reference.engine is not the policy's"],
+        "policy.engine=fsdp2",
     ),
     (
         "refresh_problem",

@@ -99,7 +99,7 @@ REFRESHED = {
 }
 FROM_EMA = {
     "algorithm.kl": {"coef": 0.01},
-    "reference": {"engine": "fsdp2", "dtype": "fp32", "refresh_above_kl": 1e-9, "refresh_from": "ema"},
+    "reference": {"engine": "fsdp2", "dtype": "fp32", "refresh_above_kl": 1e-3, "refresh_from": "ema"},
 }
 
 
@@ -258,8 +258,8 @@ def test_a_reference_is_refreshed_and_resumes_to_the_bit(runs: tuple[Path, str])
     folder, _ = runs
     whole, resumed = (steps_of(folder, name) for name in ("refreshed", "refreshed-resumed"))
     divergence = [row["kl/per_response"] for row in whole]
-    assert divergence[0] == 0 == divergence[2], "the policy has just been copied"
-    assert divergence[1] > 0, "negative control: a step after which nothing is copied"
+    assert divergence[0] == pytest.approx(0, abs=1e-6) and divergence[2] == pytest.approx(0, abs=1e-6), "just copied"
+    assert abs(divergence[1]) > 1e-3, "negative control: a step after which nothing is copied"
     for one, other in zip(whole, resumed, strict=True):
         assert all(one[name] == other[name] for name in ("kl/per_response", "policy/loss", "policy/grad_norm"))
     for step, is_copy in ((1, False), (2, True), (3, False)):
@@ -269,13 +269,14 @@ def test_a_reference_is_refreshed_and_resumes_to_the_bit(runs: tuple[Path, str])
 
 def test_a_reference_follows_the_average_once_its_kl_is_above_the_limit(runs: tuple[Path, str]) -> None:
     folder, _ = runs
-    divergence = [row["kl/per_response"] for row in steps_of(folder, "from-ema")]
-    assert divergence[0] == 0 < min(divergence[1:])
-    start = load_file(folder / "model" / "model.safetensors")
-    for step in range(1, STEPS + 1):
+    wanted = load_file(folder / "model" / "model.safetensors")
+    above = []
+    for step, row in enumerate(steps_of(folder, "from-ema"), 1):
         reference, average = (stored(folder, "from-ema", step, role) for role in ("reference", "ema"))
-        wanted = average if step > 1 else {name: values.view_as(average[name]) for name, values in start.items()}
-        assert all(torch.equal(reference[name], wanted[name]) for name in reference)
+        above.append(row["kl/per_response"] > 1e-3)
+        wanted = average if above[-1] else wanted
+        assert all(torch.equal(reference[name], wanted[name].view_as(reference[name])) for name in reference)
+    assert not above[0] and any(above)
 
 
 def test_a_step_without_a_reward_updates_nothing_and_the_run_goes_on(runs: tuple[Path, str]) -> None:
