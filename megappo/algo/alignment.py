@@ -23,13 +23,14 @@ def first_token_mask(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
 
 
 def shift_right(output: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Move model outputs [T] to their tokens: out[t] = output[t-1] in each sequence, 0 at its first token. Differentiable."""
+    """Move model outputs [T, ...] to their tokens: out[t] = output[t-1] in each sequence, 0 at its first token. Differentiable."""
     before = torch.cat((output[:1], output[:-1]))
-    return torch.where(first_token_mask(output.numel(), cu_seqlens), 0.0, before)
+    first = first_token_mask(output.shape[0], cu_seqlens)
+    return torch.where(first.view(-1, *(1,) * (output.dim() - 1)), 0.0, before)
 
 
 def align_values(output: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Value head output [T] -> (value [T], bootstrap [B]), differentiable.
+    """Value head output [T, ...] -> (value [T, ...], bootstrap [B, ...]), differentiable.
 
     value[t] = V(x_<t) = output[t-1], 0 at the first token. bootstrap[b] = output at the last token of sequence b, the value after
     the whole response, 0 for an empty sequence. The caller decides on its use (only for responses cut by the length limit).
@@ -37,8 +38,8 @@ def align_values(output: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     value = shift_right(output, cu_seqlens)
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     # Empty sequences take one extra output, of value 0.
-    padded = torch.cat((output, output.new_zeros(1)))
-    last = torch.where(ends > starts, ends - 1, output.numel())
+    padded = torch.cat((output, output.new_zeros(1, *output.shape[1:])))
+    last = torch.where(ends > starts, ends - 1, output.shape[0])
     return value, padded[last]
 
 

@@ -25,6 +25,7 @@ _WHOLE_FILE_BYTES = 1 << 20  # files up to this size are hashed whole
 
 
 _ADAPTER_KEYS = ("rank", "alpha", "targets", "use_rslora")  # of the section lora; dropout may change
+_SCALAR_HEAD = {"loss": "mse or huber"}  # both losses train the same head
 MUST_MATCH = ("reference", "tokenizer")
 """Keys of the facts that a resumed run must share with its checkpoint; all other keys are only recorded."""
 
@@ -41,6 +42,8 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
             "resume with the estimator of then, or start a new run in another directory"
         )
     if (change := other_adapters(manifest.facts.get("lora"), facts.get("lora", {}))) is not None:
+        raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
+    if (change := other_head(manifest.facts.get("value_head"), facts.get("value_head"))) is not None:
         raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
     for key in MUST_MATCH:
         saved, now = manifest.facts.get(key), facts.get(key)
@@ -68,6 +71,19 @@ def other_adapters(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> s
         if _identity(old["base"]) != _identity(new["base"]):
             return f"adapters of the {role} on {old['base']['path']}, this run has another model, {new['base']['path']}"
     return None
+
+
+def other_head(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
+    """The first difference of two critics' heads, with its key; None if there is none.
+
+    saved, now: keys of a categorical head (`loss`, `bins`, ...); None of a head that gives the value itself, also of one that a
+    megappo without others wrote.
+    """
+    old, new = (_SCALAR_HEAD if one is None else one for one in (saved, now))
+    changed = next((key for key in ("loss", *new) if old.get(key) != new.get(key)), None)
+    if changed is None:
+        return None
+    return f"critic.{changed} = {json.dumps(old.get(changed))}, this run has {json.dumps(new[changed])}"
 
 
 def _rank(lora: Mapping[str, Any] | None) -> str:

@@ -26,6 +26,7 @@ from megappo.config.reward_sections import RewardConfig
 from megappo.config.role_sections import OptimizerConfig
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.value_checks import value_bins_problem
 
 Device = Literal["cpu", "cuda"]
 # Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.
@@ -340,6 +341,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     _critic_mini_batches,
     group_problem,
     sequence_loss_problem,
+    value_bins_problem,
     correction_problem,
     push_steps_problem,
     push_problem,

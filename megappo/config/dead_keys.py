@@ -114,6 +114,21 @@ TRAIN: tuple[Dead, ...] = (
         "algorithm.estimator is not vtrace; remove it, or set algorithm.estimator to vtrace",
     ),
     Dead(
+        ("algorithm.value_clip",),
+        lambda c: c.critic.is_categorical,
+        "critic.loss is a cross-entropy, which has no clip; remove it, or set critic.loss to mse or huber",
+    ),
+    Dead(
+        ("critic.huber_delta",),
+        lambda c: c.critic.loss != "huber",
+        "critic.loss is not huber; remove it, or set critic.loss to huber",
+    ),
+    Dead(
+        ("critic.bins", "critic.value_low", "critic.value_high"),
+        lambda c: not c.critic.is_categorical,
+        "critic.loss has no bins; remove it, or set critic.loss to hl_gauss or two_hot",
+    ),
+    Dead(
         ("algorithm.gamma",),
         lambda c: c.algorithm.estimator in ("grpo", "rloo", "remax"),
         "algorithm.estimator does not discount; remove it, or use gae or reinforce_plus_plus",

@@ -77,6 +77,11 @@ def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"
     return section.value_head if isinstance(section, CriticConfig) else None
 
 
+def head_rows_of(section: RoleConfig) -> int:
+    """Outputs of a value model's head."""
+    return section.head_rows if isinstance(section, CriticConfig) else 1
+
+
 def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
     """Ranks and parallel sizes that do not fit the ranks of the run or each other, for any model."""
     wanted = config.run.num_ranks

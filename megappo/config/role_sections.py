@@ -162,6 +162,32 @@ class CriticConfig(TrainableConfig):
     """Samples per optimizer step of the critic; null means `algorithm.mini_batch_size`."""
     loss_aggregation: LossAggregation | None = None
     """Reduction of the critic's token losses; null means `algorithm.loss_aggregation`."""
+    loss: Literal["mse", "huber", "hl_gauss", "two_hot"] = "mse"
+    """Loss of the values: half the squared error; huber, whose gradient is bounded; or cross-entropy of a head that gives
+    probabilities of `bins`, with returns as a normal distribution over them (hl_gauss, arXiv:2403.03950) or shared by the two
+    nearest (two_hot). See docs/algorithms.md."""
+    huber_delta: PositiveFloat = 1.0
+    """Error from which on the loss huber is linear."""
+    bins: Annotated[int, Field(ge=2)] = 51
+    """Bins of a categorical head (hl_gauss, two_hot): the value is the mean of their centres."""
+    value_low: float | None = None
+    """Low end of the bins. A lower return counts as this one (`critic/return_outside`)."""
+    value_high: float | None = None
+    """High end of the bins."""
+
+    @property
+    def is_categorical(self) -> bool:
+        return self.loss in ("hl_gauss", "two_hot")
+
+    @property
+    def head_rows(self) -> int:
+        """Outputs of the value head."""
+        return self.bins if self.is_categorical else 1
+
+    @property
+    def head_facts(self) -> dict[str, str | int | float] | None:
+        """Meaning of a categorical head's outputs, by key; None of a head that gives the value itself."""
+        return self.model_dump(include={"loss", "bins", "value_low", "value_high"}) if self.is_categorical else None
 
 
 class FrozenOffloadConfig(Section):

@@ -88,7 +88,7 @@ class LossOutput:
 
 LanguageLoss = Callable[[LanguageOutput, PackedBatch], LossOutput]
 ValueLoss = Callable[[Tensor, PackedBatch], LossOutput]
-"""Loss of a value model: takes [T] fp32, the head's raw output at every token."""
+"""Loss of a value model: takes the head's raw output at every token, fp32: [T], or [T, rows] of a head with several."""
 LossFunction = LanguageLoss | ValueLoss
 
 

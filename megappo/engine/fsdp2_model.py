@@ -91,7 +91,8 @@ class ShardedModel:
         return isinstance(self.module, ValueModel)
 
     def __call__(self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None) -> Tensor:
-        """Final hidden states of this rank's tokens, [T / cp, H] ([T / cp / tp, H] under sequence parallel), or values [T] fp32.
+        """Final hidden states of this rank's tokens, [T / cp, H] ([T / cp / tp, H] under sequence parallel), or the head's outputs
+        fp32, [T], or [T, rows] of a head with several.
 
         tokens: all T. cu_seqlens: on the host. context: this rank's part of the tokens under context parallel. Collective over the
         ranks.
@@ -168,7 +169,7 @@ def build_sharded(
     assert lora is None or layout.tp == 1, "adapters are not cut over tp; the configuration is refused"
     module = build_on_meta(
         spec.model,
-        value_head=spec.value_head is not None,
+        head_rows=0 if spec.value_head is None else spec.arch.head_rows,
         dtype=torch.float32 if trains and lora is None else dtype,
         recompute=recompute,
         draws=lora is not None and lora.dropout > 0,

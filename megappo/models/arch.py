@@ -90,6 +90,8 @@ class ModelArch:
     own: parameters of transformers' own class, where the family does not say them (`any_model.py`): engine fsdp2 alone runs the
     model then. Without a family, `family` is transformers' model type, and the other fields are for estimates. keeps_scores: its
     attention has sinks or capped scores, which no fused kernel computes (`plain_attention.py`).
+
+    head_rows: outputs of the head of a value model, more than 1 if they are the bins of a categorical one.
     """
 
     family: str
@@ -112,6 +114,7 @@ class ModelArch:
     moe: MoeArch | None = None
     own: tuple[OwnParameter, ...] = ()
     keeps_scores: bool = False
+    head_rows: int = 1
 
     def is_sparse(self, layer: int) -> bool:
         """True if this layer has experts. layer: from 0, in the whole model."""

@@ -96,15 +96,15 @@ def forward_flops(
 ) -> ForwardFlops:
     """FLOPs of a forward pass over packed sequences. lengths: [B] int64 tokens of each, on the host.
 
-    value_head: a Linear(hidden, 1) in place of the output projection. head_rows: tokens that the head is computed for, all by
-    default. causal=False: attention over whole squares of a sequence, as `torch.utils.flop_counter` and Megatron-LM before 2025
+    value_head: a Linear(hidden, arch.head_rows) in place of the output projection. head_rows: tokens that the head is computed for,
+    all by default. causal=False: attention over whole squares of a sequence, as `torch.utils.flop_counter` and Megatron-LM before 2025
     count, sliding windows included.
     """
     tokens = int(lengths.sum())
     weights = _own_weights(arch) if arch.own else _family_weights(arch)
     windows = [window_of(arch, layer) for layer in range(arch.num_layers)]
     keys = sum(windows.count(window) * _pairs(lengths, window, causal) for window in set(windows))
-    columns = 1 if value_head else arch.vocab_size
+    columns = arch.head_rows if value_head else arch.vocab_size
     return ForwardFlops(
         layers=MULTIPLY_ADD * weights * tokens,
         attention=MULTIPLY_ADD * SCORES_AND_VALUES * arch.num_heads * arch.head_dim * keys,

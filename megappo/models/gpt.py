@@ -104,9 +104,10 @@ class PolicyModel(PackedModel):
 
 
 class CriticModel(PackedModel):
-    """Value model. The last stage returns V after every token, [T] fp32 on every tp and cp rank, not shifted.
+    """Value model. The last stage returns the head's output after every token, fp32 on every tp and cp rank, not shifted: V [T], or
+    [T, rows] of a categorical head.
 
-    The head is a replicated fp32 Linear(H, 1). There is no output projection, and embeddings are untied for any checkpoint.
+    The head is a replicated fp32 Linear(H, rows). There is no output projection, and embeddings are untied for any checkpoint.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +116,8 @@ class CriticModel(PackedModel):
         if self.post_process:
             del self.output_layer
             device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
-            self.value_head = torch.nn.Linear(self.config.hidden_size, 1, bias=False, device=device, dtype=torch.float32)
+            sizes = self.config.hidden_size, self.arch.head_rows
+            self.value_head = torch.nn.Linear(*sizes, bias=False, device=device, dtype=torch.float32)
             torch.nn.init.zeros_(self.value_head.weight)
             # Each tp rank sees its part of the tokens only: finalize_model_grads sums the partial gradients.
             setattr(self.value_head.weight, "sequence_parallel", self.config.sequence_parallel)
@@ -130,7 +132,7 @@ class CriticModel(PackedModel):
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not self.post_process:
             return hidden_states
-        values = self.value_head(hidden_states.float()).flatten()
+        values = self.value_head(hidden_states.float()).squeeze((1, 2))  # of the one sequence, of the one output
         if self.config.sequence_parallel:
             # Every tp rank computes the same loss from all values, so the backward takes this rank's slice without a sum.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.tp_group)

@@ -224,5 +224,8 @@ def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype
     if arch.rope.llama_4_scaling is not None:
         config["llama_4_scaling"] = arch.rope.llama_4_scaling  # for vLLM
     if value_head:
-        config.update(id2label={"0": "VALUE"}, label2id={"VALUE": 0})
+        labels = ["VALUE"] if arch.head_rows == 1 else [f"BIN_{row}" for row in range(arch.head_rows)]
+        config.update(
+            id2label={str(row): label for row, label in enumerate(labels)}, label2id=dict(zip(labels, range(len(labels))))
+        )
     return config

@@ -101,28 +101,28 @@ def check_tied(
 
 
 def fill_value_head(weight: Tensor, arch: ModelArch, reader: CheckpointReader, source: ValueHeadSource, seed: int) -> None:
-    """Fill the whole head [1, hidden] as `load_pretrained` says. ValueError names tensor and file."""
+    """Fill the whole head [head_rows, hidden] as `load_pretrained` says. ValueError names tensor and file."""
     if source == "zero":
         weight.zero_()
     elif source == "normal":
         # Drawn on the host from the seed: the same on every tp rank and any device.
         generator = torch.Generator().manual_seed(seed)
         # Variance 1 / (hidden + 1), as Stiennon et al. 2020 start the head of their reward model.
-        weight.copy_(torch.randn(1, arch.hidden_size, generator=generator) * (arch.hidden_size + 1) ** -0.5)
+        weight.copy_(torch.randn(arch.head_rows, arch.hidden_size, generator=generator) * (arch.hidden_size + 1) ** -0.5)
     else:
         name = next((name for name in _HEAD_NAMES if reader.find(name)), None)
         if name is None:
             known = ", ".join(_HEAD_NAMES)
             raise ValueError(f"{reader.path} has no value head ({known}); set critic.value_head to zero or normal")
-        head, _ = reader.slice(name, (1, arch.hidden_size))
+        head, _ = reader.slice(name, (arch.head_rows, arch.hidden_size))
         weight.copy_(head[:])
-        _refuse_bias(reader, name.removesuffix("weight") + "bias")
+        _refuse_bias(reader, name.removesuffix("weight") + "bias", arch.head_rows)
 
 
-def _refuse_bias(reader: CheckpointReader, name: str) -> None:
+def _refuse_bias(reader: CheckpointReader, name: str, rows: int) -> None:
     if reader.find(name) is None:
         return
-    bias, where = reader.slice(name, (1,))
+    bias, where = reader.slice(name, (rows,))
     if bool(bias[:].ne(0).any()):
         fix = "set critic.value_head to zero or normal"
-        raise ValueError(f"{where} is {bias[:].item():g}, but the value head has no bias; {fix}")
+        raise ValueError(f"{where} is {float(bias[:].flatten()[0]):g}, but the value head has no bias; {fix}")

@@ -221,8 +221,8 @@ class ModelAdapters:
         """Adapters and value head for an export."""
         by_rank = {position: list(held) for position, held in self.pieces().items()}
         if isinstance(self._chunks[0], CriticModel):
-            layout, columns = self._groups.layout, self._arch.hidden_size
-            head = Piece(VALUE_HEAD, Box(0, 1, 0, columns), LOCAL_VALUE_HEAD, 0, 0)
+            layout, (rows, columns) = self._groups.layout, (self._arch.head_rows, self._arch.hidden_size)
+            head = Piece(VALUE_HEAD, Box(0, rows, 0, columns), LOCAL_VALUE_HEAD, 0, 0)
             by_rank[layout.rank_of(pp=layout.pp - 1)].append(head)
         parameters = {name: parameter.detach() for name, parameter in named_parameters(self._chunks).items()}
         return AdapterTensors(self.lora, parameters, PieceMap.of(by_rank))

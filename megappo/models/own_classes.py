@@ -43,13 +43,13 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 class ValueModel(torch.nn.Module):
-    """Decoder without output projection under a value head in fp32 (`score.weight` [1, H])."""
+    """Decoder without output projection under a value head in fp32 (`score.weight` [head_rows, H])."""
 
-    def __init__(self, decoder: PreTrainedModel, hidden_size: int) -> None:
+    def __init__(self, decoder: PreTrainedModel, hidden_size: int, head_rows: int) -> None:
         super().__init__()
         self._prefix = decoder.base_model_prefix  # of the decoder's tensors in a checkpoint of the language model
         self.add_module(self._prefix, decoder)
-        self.score = torch.nn.Linear(hidden_size, 1, bias=False, dtype=torch.float32)
+        self.score = torch.nn.Linear(hidden_size, head_rows, bias=False, dtype=torch.float32)
 
     @property
     def decoder(self) -> Any:
@@ -67,17 +67,18 @@ class ValueModel(torch.nn.Module):
 
 
 def build_on_meta(
-    path: str, *, value_head: bool, dtype: torch.dtype, recompute: Recompute = "none", draws: bool = False
+    path: str, *, head_rows: int, dtype: torch.dtype, recompute: Recompute = "none", draws: bool = False
 ) -> torch.nn.Module:
     """The model of a checkpoint directory, its parameters in `dtype` on the meta device (a value head in fp32).
 
+    head_rows: outputs of a value model's head, 0 for a language model.
     recompute: activations that a backward pass computes again: of core attention (selective), or of every layer (full). draws: the
     layers draw random numbers, which they are to draw again.
     """
     AttentionInterface.register(_ATTENTION, packed_attention)
     AttentionInterface.register(_ATTENTION_AGAIN, _attention_again)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
-    kind = AutoModel if value_head else AutoModelForCausalLM
+    kind = AutoModel if head_rows else AutoModelForCausalLM
     with torch.device("meta"):
         attention = _ATTENTION_AGAIN if recompute == "selective" else _ATTENTION
         model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -85,8 +86,8 @@ def build_on_meta(
             _recompute_layers(model, draws)
         # transformers gives the embedding of the padding token no gradient; here no token is padding.
         model.get_input_embeddings().padding_idx = None
-        if value_head:
-            return ValueModel(model, config.hidden_size)
+        if head_rows:
+            return ValueModel(model, config.hidden_size, head_rows)
     model.tie_weights()
     setattr(model, OUTPUT_METHOD, types.MethodType(_language_output, model))
     return model

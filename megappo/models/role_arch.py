@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -9,10 +10,15 @@ from megappo.models.arch import ModelArch
 from megappo.models.hf_config import NotImplementedByFamilies, read_arch
 
 
-def arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"]) -> ModelArch:
+def arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"], head_rows: int = 1) -> ModelArch:
     """Architecture of the checkpoint directory `path` for an engine: `read_arch`, and under fsdp2 any causal language model of
-    transformers. ValueError, one line, for a model that the engine does not run.
+    transformers. head_rows: see `ModelArch`. ValueError, one line, for a model that the engine does not run.
     """
+    arch = _arch_for(path, engine)
+    return arch if head_rows == 1 else replace(arch, head_rows=head_rows)
+
+
+def _arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"]) -> ModelArch:
     try:
         arch = read_arch(path)
     except NotImplementedByFamilies as error:

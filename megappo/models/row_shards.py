@@ -98,7 +98,7 @@ def own_parameters(arch: ModelArch, value_head: bool = False) -> tuple[OwnParame
     """Parameters and constants of `arch.own`, of a value model with its head in place of the output projection."""
     if not value_head:
         return arch.own
-    shape = (1, arch.hidden_size)
+    shape = (arch.head_rows, arch.hidden_size)
     head = OwnParameter(VALUE_HEAD, shape, (Part(VALUE_HEAD, shape, 0),))
     return (*(one for one in arch.own if not one.of_head), head)
 

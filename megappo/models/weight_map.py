@@ -62,7 +62,7 @@ def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
     """Every tensor of the Hugging Face checkpoint by name; a value model has `score.weight` in place of the output projection."""
     if arch.own:
         held = (part for parameter in arch.own if not (value_head and parameter.of_head) for part in parameter.parts)
-        return {part.hf: part.shape for part in held} | ({VALUE_HEAD: (1, arch.hidden_size)} if value_head else {})
+        return {part.hf: part.shape for part in held} | ({VALUE_HEAD: (arch.head_rows, arch.hidden_size)} if value_head else {})
     tensors: dict[str, Shape] = {EMBEDDING: (arch.vocab_size, arch.hidden_size)}
     for layer in range(arch.num_layers):
         rules = list(layer_rules(arch, layer))
@@ -72,7 +72,7 @@ def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
             tensors.update({hf_layer(layer) + name: shape for name, shape in rule.hf(arch).items()})
     tensors[FINAL_NORM] = (arch.hidden_size,)
     if value_head:
-        tensors[VALUE_HEAD] = (1, arch.hidden_size)
+        tensors[VALUE_HEAD] = (arch.head_rows, arch.hidden_size)
     elif not arch.tied_embeddings:
         tensors[OUTPUT] = (arch.vocab_size, arch.hidden_size)
     return tensors
@@ -104,7 +104,7 @@ def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head:
     if at.pp == layout.pp - 1:
         shapes[LOCAL_FINAL_NORM] = (arch.hidden_size,)
         if value_head:
-            shapes[LOCAL_VALUE_HEAD] = (1, arch.hidden_size)
+            shapes[LOCAL_VALUE_HEAD] = (arch.head_rows, arch.hidden_size)
         elif not arch.tied_embeddings or layout.pp > 1:  # tied: the last stage of a pipeline has its own copy
             shapes[LOCAL_OUTPUT] = vocab_rows
     return shapes
@@ -191,7 +191,7 @@ def _last_pieces(arch: ModelArch, layout: ParallelLayout, tp_rank: int, value_he
     """Pieces after the layers, on the last stage."""
     pieces = [Piece(FINAL_NORM, Box(0, arch.hidden_size, 0, 1), LOCAL_FINAL_NORM, 0, 0)]
     if value_head:
-        pieces.append(Piece(VALUE_HEAD, Box(0, 1, 0, arch.hidden_size), LOCAL_VALUE_HEAD, 0, 0))
+        pieces.append(Piece(VALUE_HEAD, Box(0, arch.head_rows, 0, arch.hidden_size), LOCAL_VALUE_HEAD, 0, 0))
     elif not arch.tied_embeddings:
         pieces += _vocab_piece(arch, layout.tp, tp_rank, OUTPUT, LOCAL_OUTPUT)
     elif layout.pp > 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megappo.checkpoint.identity import identity_of_model, other_adapters
+from megappo.checkpoint.identity import identity_of_model, other_adapters, other_head
 from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import CriticConfig
 from megappo.models.arch import ModelArch
@@ -31,7 +31,8 @@ class CriticSource:
 def critic_source(critic: CriticConfig, arch: ModelArch, model: str) -> CriticSource | None:
     """Find the source that `critic.checkpoint` names; None if it is not set. arch, model: of the critic to build, its directory.
 
-    ConfigError, one line: no directory, no complete checkpoint, weights of that role missing, another architecture, other adapters.
+    ConfigError, one line: no directory, no complete checkpoint, weights of that role missing, another architecture, other adapters,
+    another value head.
     """
     text = critic.checkpoint
     if text is None:
@@ -45,6 +46,8 @@ def critic_source(critic: CriticConfig, arch: ModelArch, model: str) -> CriticSo
         fix = f"{there} holds no {source.role} (it has: {', '.join(held) or 'no weights'}); set critic.checkpoint_role"
         raise ConfigError(problem(_KEY, text, fix))
     _check_adapters(critic, model, source, manifest.facts.get("lora"), text)
+    if source.role == "critic" and (change := other_head(manifest.facts.get("value_head"), critic.head_facts)) is not None:
+        raise ConfigError(problem(_KEY, text, f"was written with {change}; make them the same, or start from its policy"))
     if (other := other_architecture(text, manifest, source.role, arch)) is not None:
         what, model = other
         fix = f"its {source.role} is of another architecture ({what}); set critic.model to {model}"

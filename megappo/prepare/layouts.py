@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import parallel_problems, placement_problems, placements_in_use, roles_in_use
+from megappo.config.layout_checks import head_rows_of, parallel_problems, placement_problems, placements_in_use, roles_in_use
 from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.arch import ModelArch
@@ -40,8 +40,9 @@ def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True, need_
     """
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():
+        section: RoleConfig = getattr(config, role)
         try:
-            archs[role] = arch_for(path, getattr(config, role).engine)
+            archs[role] = arch_for(path, section.engine, head_rows_of(section))
         except ValueError as error:
             raise ConfigError(problem(key, path, str(error))) from None
         if need_weights:

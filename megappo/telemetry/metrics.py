@@ -140,9 +140,10 @@ class Metric(_Named):
         "least entropy of a token that is trained on (algorithm.high_entropy_token_ratio), nats",
     )
 
-    CRITIC_LOSS = "critic/loss", "clipped value loss, mean over the step's updates"
+    CRITIC_LOSS = "critic/loss", "value loss (critic.loss), mean over the step's updates"
     CRITIC_EXPLAINED_VARIANCE = "critic/explained_variance", "1 - Var(return - value) / Var(return) before the updates"
     CRITIC_VALUE_CLIP = "critic/value_clip", "share of tokens whose gradient the value clip cut"
+    CRITIC_RETURN_OUTSIDE = "critic/return_outside", "share of tokens whose return lies outside of the bins of a categorical head"
     CRITIC_VALUE_ERROR_MAX = "critic/value_error_max", "largest |value - return|"
     CRITIC_GRAD_NORM = "critic/grad_norm", "global gradient norm before clipping, mean over updates"
     CRITIC_LR = "critic/lr", "learning rate of the last update"

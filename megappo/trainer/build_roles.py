@@ -11,7 +11,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from megappo.config.layout_checks import reference_is_base, roles_in_use, value_head_of
+from megappo.config.layout_checks import head_rows_of, reference_is_base, roles_in_use, value_head_of
 from megappo.config.role_sections import RoleConfig
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.engine.base import Engine
@@ -32,7 +32,7 @@ def _policy(config: TrainConfig, engine: Engine) -> Policy:
 
 
 def _critic(config: TrainConfig, engine: Engine) -> Critic:
-    return Critic(engine, config.algorithm.value_clip)
+    return Critic(engine, config.algorithm.value_clip, config.critic)
 
 
 def _language_model(config: TrainConfig, engine: Engine) -> LanguageModel:
@@ -150,7 +150,7 @@ def spec_of_role(config: TrainConfig | SftConfig, name: str, total_updates: int 
     return EngineSpec(
         role=name,
         model=path,
-        arch=arch_for(path, section.engine),
+        arch=arch_for(path, section.engine, head_rows_of(section)),
         section=section,
         value_head=value_head_of(section),
         total_updates=total_updates,

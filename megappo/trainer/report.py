@@ -234,7 +234,6 @@ class StepRecord:
         metrics = {
             Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
             Metric.CRITIC_EXPLAINED_VARIANCE.value: self.explained_variance,
-            Metric.CRITIC_VALUE_CLIP.value: c.per_token("value_clip_sum"),
             Metric.CRITIC_VALUE_ERROR_MAX.value: c.maxima.get("value_error_max", 0.0),
             Metric.CRITIC_GRAD_NORM.value: c.grad_norm,
             Metric.CRITIC_SKIPPED.value: c.skipped,
@@ -242,6 +241,9 @@ class StepRecord:
             **self._summary("value", "critic/value"),
             **self._summary("returns", "critic/return"),
         }
+        for key, metric in (("value_clip_sum", Metric.CRITIC_VALUE_CLIP), ("return_outside_sum", Metric.CRITIC_RETURN_OUTSIDE)):
+            if key in c.sums:
+                metrics[metric.value] = c.per_token(key)
         if c.lr is not None:
             metrics[Metric.CRITIC_LR.value] = c.lr
         return metrics | expert_metrics("critic", c.expert_tokens, c.balance_loss)

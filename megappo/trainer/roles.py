@@ -12,12 +12,13 @@ from megappo.algo.alignment import align_values, next_token_targets, shift_left,
 from megappo.algo.kl import kl_loss
 from megappo.algo.losses import entropy_loss, nll_loss
 from megappo.algo.ratio_bins import ratio_counts
+from megappo.config.role_sections import CriticConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
 from megappo.data.ragged import NO_ID
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LogprobQuery, LossOutput, PassResult, StepResult
-from megappo.ops.losses import value_loss
 from megappo.trainer.objectives import fields_of_sequences, separates, surrogate
+from megappo.trainer.value_losses import bins_of, value_surrogate
 
 
 @dataclass(frozen=True)
@@ -174,17 +175,20 @@ class Policy(LanguageModel):
         return loss, metrics
 
 
+_SQUARED_ERROR = CriticConfig()
+
+
 class Critic:
-    """The model of state values V(s_t)."""
+    """The model of state values V(s_t). value_clip: of `algorithm`. section: the loss, and the bins of a categorical head."""
 
     loss_name = "loss_sum"
     """As the policy's."""
     reads = ("value", "returns", "weight")
     """Names of the batch's fields that the loss reads."""
 
-    def __init__(self, engine: Engine, value_clip: float | None) -> None:
+    def __init__(self, engine: Engine, value_clip: float | None, section: CriticConfig = _SQUARED_ERROR) -> None:
         self.engine = engine
-        self._value_clip = value_clip
+        self._value_clip, self._section, self._bins = value_clip, section, bins_of(section)
 
     def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
         """value [T] and bootstrap [B], see `values`."""
@@ -209,11 +213,11 @@ class Critic:
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
 
     def _report(self, output: Tensor, micro: PackedBatch) -> LossOutput:
-        return LossOutput(tokens={"raw_value": output})
+        return LossOutput(tokens={"raw_value": output if self._bins is None else self._bins.expectation(output)})
 
     def _loss_of(self, output: Tensor, micro: PackedBatch) -> LossOutput:
-        value, _ = align_values(output, micro.cu_seqlens)
-        loss, metrics = value_loss(value, *(micro[name] for name in self.reads), clip=self._value_clip)
+        aligned, _ = align_values(output, micro.cu_seqlens)
+        loss, metrics = value_surrogate(self._section, self._value_clip, aligned, {name: micro[name] for name in self.reads})
         return _loss_output(loss, {**metrics, "loss_sum": loss})
 
 

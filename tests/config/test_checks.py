@@ -267,6 +267,19 @@ BROKEN = [
         "algorithm.kl.horizon=52",
     ),
     ("_k1_in_loss", ["algorithm.kl.placement=loss"], ["algorithm.kl.estimator", "k2 or k3"], "algorithm.kl.estimator=k3"),
+    (
+        "value_bins_problem",
+        ["critic.loss=hl_gauss", "critic.value_low=0"],
+        ["critic.value_high = null: the bins of critic.loss hl_gauss need both ends", "set critic.value_low and"],
+        "critic.value_high=1",
+    ),
+    (
+        "value_bins_problem",
+        ["critic.loss=two_hot", "critic.value_low=1", "critic.value_high=0.5"],
+        ["critic.value_low = 1.0: is not below critic.value_high 0.5"],
+        "critic.value_high=1.5",
+    ),
+    ("value_bins_problem", ["critic.loss=two_hot", "critic.value_low=.nan", "critic.value_high=1"], ["nan"], "critic.value_low=0"),
     ("_critic_head", ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"], "critic.model=m"),
     (
         "_critic_head",

@@ -17,6 +17,7 @@ from .examples import SFT, TRAIN, sft_config, train_config, write
 EVAL, ADAPTIVE, NONE = "data.eval=e.jsonl", "algorithm.kl.controller=adaptive", "algorithm.kl.placement=none"
 MEGATRON, LORA = "rollout.engine=megatron", "policy.lora.rank=8"
 GRPO, GAE = ["algorithm.estimator=grpo", "rollout.samples_per_prompt=2"], "algorithm.estimator=gae"
+HL_GAUSS = ["critic.loss=hl_gauss", "critic.value_low=-1", "critic.value_high=1"]
 # overrides that set the scene, the key that is dead there (with a value), an override that brings it to life
 DEAD = [
     ([NONE], "reference.model=m", "algorithm.kl.placement=reward"),
@@ -74,6 +75,11 @@ DEAD = [
     ),
     ([], "algorithm.target_kl=0.1", "algorithm.ppo_epochs=2"),
     ([], "critic.warmup_lam=1.0", "critic.warmup_steps=2"),
+    (HL_GAUSS, "algorithm.value_clip=0.1", "critic.loss=huber"),
+    ([], "critic.huber_delta=2.0", "critic.loss=huber"),
+    ([], "critic.bins=11", "critic.loss=two_hot"),
+    (["critic.loss=huber"], "critic.value_low=0.0", "critic.loss=hl_gauss"),
+    ([], "critic.value_high=1.0", "critic.loss=hl_gauss"),
     ([], "critic.warmup_explained_variance=0.8", "critic.warmup_steps=2"),
     ([LORA], "reference.parallel.tp=1", "reference.model=m"),
     ([], "rollout.adapter=merged", LORA),

@@ -468,6 +468,39 @@ def check_values(critic: Engine, model: Any) -> None:
         assert values[start] == 0.0 and torch.allclose(values[start + 1 : end], after, atol=TOLERANCE)
 
 
+def a_categorical_head_trains_as_transformers_own_model(world: World) -> None:
+    """Values, loss and gradients of a head of seven bins, by autograd in transformers' model of the export."""
+    from megappo.algo.value_losses import categorical_loss
+    from megappo.trainer.roles import Critic
+    from megappo.trainer.value_losses import bins_of
+
+    section = CriticConfig(**world.settings(), loss="hl_gauss", bins=7, value_low=-1.0, value_high=1.5)
+    spec, bins, batch = world.spec("critic", section, value_head="normal"), bins_of(section), recorded_batch()
+    engine = Whole(world.engines.build(replace(spec, arch=replace(spec.arch, head_rows=7))))
+    directory = world.folder / "bins"
+    engine.export(directory, Path(world.path))
+    dist.barrier()
+    model = transformers.AutoModelForTokenClassification.from_pretrained(directory, dtype=torch.float32)
+    critic, cuts = Critic(engine, None, section), batch.cu_seqlens.tolist()
+    after = [model(batch.tokens[None, start:end]).logits[0] for start, end in zip(cuts, cuts[1:])]
+    aligned = torch.cat([torch.cat((torch.zeros(1, 7), rows[:-1])) for rows in after])
+    values, bootstrap = critic.values(batch)
+    inside = torch.ones(len(values), dtype=torch.bool).index_fill(0, batch.cu_seqlens[:-1].long(), False)
+    assert torch.allclose(values[inside], bins.expectation(aligned)[inside], atol=TOLERANCE) and not values[~inside].any()
+    assert torch.allclose(bootstrap, bins.expectation(torch.stack([rows[-1] for rows in after])), atol=TOLERANCE)
+    returns = torch.linspace(-1.2, 1.7, len(values))
+    fields = {"returns": returns, "weight": batch["weight"] * inside, "value": torch.zeros_like(returns)}
+    loss, _ = categorical_loss(aligned, returns, fields["weight"], bins)
+    (loss / 10).backward()
+    with engine.train_mode():
+        found = critic.update(batch.with_fields(fields), 10.0)
+        assert math.isclose(found.losses.sums["loss_sum"], loss.item(), rel_tol=TOLERANCE)
+        gradients = whole(engine, engine.named_gradients())
+    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(torch.allclose(gradient, theirs[name], atol=TOLERANCE) for name, gradient in gradients.items())
+    dist.barrier()
+
+
 def logits_of_a_few_rows_are_those_behind_the_log_probs(world: World) -> None:
     from megappo.rollout.megatron_engine import MegatronRollout
     from megappo.rollout.types import Request, SamplingParams

@@ -122,7 +122,7 @@ def start_up_checks(rank: int, folder: str) -> dict[str, Any]:
 
     groups, found = build_groups(ParallelLayout(1)), {}
     for path in sorted(Path(folder).iterdir()):
-        model = build_on_meta(str(path), value_head=False, dtype=torch.float32).eval().to_empty(device="cpu")
+        model = build_on_meta(str(path), head_rows=0, dtype=torch.float32).eval().to_empty(device="cpu")
         fill_buffers(model)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():

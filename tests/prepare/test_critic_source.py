@@ -102,6 +102,23 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, other_run):
     assert source_of(tmp_path, f"critic.checkpoint={other_run}", f"critic.model={headed}").step == 10
 
 
+def test_a_checkpoint_with_another_value_head_is_refused(tmp_path):
+    """Its outputs mean something else; a head that gives the value itself is the same under both of its losses."""
+    bins = ["critic.loss=hl_gauss", "critic.value_low=0", "critic.value_high=1"]
+    config = load_config(write_run(tmp_path), bins)
+    write_step(tmp_path / "other", 1, config, value_head=config.critic.head_facts)
+    write_step(tmp_path / "scalar", 1, config)
+    binned, scalar = (f"critic.checkpoint={tmp_path / name}" for name in ("other", "scalar"))
+    assert source_of(tmp_path, binned, *bins).role == "critic"
+    assert 'written with critic.loss = "hl_gauss", this run has "mse or huber"' in refusal(tmp_path, binned, "critic.loss=huber")
+    assert 'critic.loss = "hl_gauss", this run has "two_hot"' in refusal(tmp_path, binned, *bins, "critic.loss=two_hot")
+    assert "critic.bins = 51, this run has 5" in refusal(tmp_path, binned, *bins, "critic.bins=5")
+    assert "critic.value_high = 1.0, this run has 2.0" in refusal(tmp_path, binned, *bins, "critic.value_high=2")
+    assert 'critic.loss = "mse or huber", this run has "hl_gauss"' in refusal(tmp_path, scalar, *bins)
+    assert source_of(tmp_path, scalar, "critic.loss=huber").role == "critic"
+    assert source_of(tmp_path, scalar, *bins, "critic.checkpoint_role=policy").role == "policy"
+
+
 def test_the_critics_own_model_of_the_other_run_is_what_counts(tmp_path):
     larger = write_checkpoint(tmp_path / "larger", TINY | {"num_hidden_layers": 8}, tokenizer=False)
     other = load_config(write_run(tmp_path), [f"critic.model={larger}"])
