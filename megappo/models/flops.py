@@ -97,8 +97,8 @@ def forward_flops(
     """FLOPs of a forward pass over packed sequences. lengths: [B] int64 tokens of each, on the host.
 
     value_head: a Linear(hidden, arch.head_rows) in place of the output projection. head_rows: tokens that the head is computed for,
-    all by default. causal=False: attention over whole squares of a sequence, as `torch.utils.flop_counter` and Megatron-LM before 2025
-    count, sliding windows included.
+    all by default. causal=False: attention over whole squares of a sequence, as `torch.utils.flop_counter` and Megatron-LM before
+    2025 count, sliding windows included.
     """
     tokens = int(lengths.sum())
     weights = _own_weights(arch) if arch.own else _family_weights(arch)

@@ -60,7 +60,7 @@ class ToyEngine:
         self._budget, self._loads_head, self._updates = spec.section.micro_batch_tokens, True, 0
         if self.value_head:
             self._model, found = AutoModelForTokenClassification.from_pretrained(
-                spec.model, num_labels=1, dtype=torch.float32, output_loading_info=True
+                spec.model, num_labels=spec.arch.head_rows, dtype=torch.float32, output_loading_info=True
             )
             self._start_head(spec, found["missing_keys"])
         else:
@@ -144,7 +144,7 @@ class ToyEngine:
                 # One token of padding where there is no sequence.
                 sequences_of_ids = micro.tokens.split(micro.lengths.tolist()) or (torch.zeros(1, dtype=torch.long),)
                 raw = torch.cat([self._model(ids[None]).logits[0] for ids in sequences_of_ids])[: micro.num_tokens]
-                output: Any = raw.flatten() if self.value_head else self.output(raw)
+                output: Any = raw.squeeze(-1) if self.value_head else self.output(raw)
                 found = loss_fn(output, micro)
                 if found.loss_sum is not None:
                     (found.loss_sum / denominator).backward()
