@@ -43,6 +43,8 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
         )
     if (change := other_adapters(manifest.facts.get("lora"), facts.get("lora", {}))) is not None:
         raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
+    if (change := _other_freeze(manifest.facts.get("freeze", {}), facts.get("freeze", {}))) is not None:
+        raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
     if (change := other_head(manifest.facts.get("value_head"), facts.get("value_head"))) is not None:
         raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
     for key in MUST_MATCH:
@@ -70,6 +72,15 @@ def other_adapters(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> s
                 return f"{role}.lora.{key} = {json.dumps(old[key])}, this run has {json.dumps(new[key])}"
         if _identity(old["base"]) != _identity(new["base"]):
             return f"adapters of the {role} on {old['base']['path']}, this run has another model, {new['base']['path']}"
+    return None
+
+
+def _other_freeze(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first role with other frozen weights, which have no optimizer state; None if there is none. Both: role -> `freeze`."""
+    for role in sorted({*saved, *now}):
+        old, new = sorted(saved.get(role, [])), sorted(now.get(role, []))
+        if old != new:
+            return f"{role}.freeze = {json.dumps(old)}, this run has {json.dumps(new)}"
     return None
 
 

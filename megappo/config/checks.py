@@ -23,10 +23,10 @@ from megappo.config.layout_checks import only_pretrains, world_problems
 from megappo.config.push_checks import push_problem, push_steps_problem
 from megappo.config.reward_checks import reward_problem
 from megappo.config.reward_sections import RewardConfig
+from megappo.config.role_checks import freeze_problems, value_bins_problem
 from megappo.config.role_sections import OptimizerConfig
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import SftConfig, TrainConfig
-from megappo.config.value_checks import value_bins_problem
 
 Device = Literal["cpu", "cuda"]
 # Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.
@@ -55,6 +55,7 @@ def rule_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> 
     """Problems that do not depend on the world."""
     yield from timeout_problems(config.run)
     yield from engine_problems(config)
+    yield from freeze_problems(config)
     if isinstance(config, TrainConfig):
         found = (rule(config) for rule in TRAIN_RULES)
     else:

@@ -103,6 +103,10 @@ class TrainableConfig(RoleConfig):
     lora: LoraConfig | None = None
     """Train low-rank adapters on a frozen model instead of all weights (docs/lora.md); null trains all. A critic's value head is
     trained in full. `{}` takes the defaults."""
+    freeze: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Weights that do not train: parts of their names in the checkpoint, such as `[embed_tokens, layers.0-15, mlp.down_proj]`; a
+    range of layers counts over the whole model. They have no gradient and no optimizer state. A value head always trains
+    (docs/algorithms.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     recompute: Literal["none", "selective", "full"] = "none"

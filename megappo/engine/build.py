@@ -18,6 +18,8 @@ from megappo.engine.factory import EngineSpec
 from megappo.engine.megatron import MegatronEngine
 from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
 from megappo.models.build import build_model
+from megappo.models.freeze import frozen_on_rank
+from megappo.models.frozen_chunks import freeze_chunks
 from megappo.models.gpt import PackedModel
 from megappo.models.hf_import import load_pretrained
 from megappo.models.implementation import Implementation, Requested, choose_implementation, implementation_of_role
@@ -94,16 +96,20 @@ def build_trainable(
     """Build a model that trains. `spec.section` is a `TrainableConfig` and `spec.total_updates` a number."""
     section = spec.section
     assert isinstance(section, TrainableConfig) and spec.total_updates is not None, f"{spec.role} has no optimizer to train with"
+    value_head = spec.value_head is not None
     chunks = build_model(
         spec.arch,
         groups,
         dtype=DTYPES[section.dtype],
         recompute=section.recompute,
-        value_head=spec.value_head is not None,
+        value_head=value_head,
         implementation=implementation,
     )
     _fill(chunks, spec, groups)
     adapters = _adapt(chunks, spec, groups, section.lora)
+    if frozen := spec.frozen:
+        names = frozen_on_rank(spec.arch, groups.layout, groups.position, frozen, value_head=value_head)
+        freeze_chunks(chunks, names.__contains__)
     wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=section.optimizer.distributed)
     optimizer = Optimizer(wrapped, groups, section.optimizer, spec.total_updates)
     engine = MegatronEngine(
@@ -116,6 +122,7 @@ def build_trainable(
         offload=section.offload,
         router_aux_coef=section.router_aux_coef,
         adapters=adapters,
+        frozen=frozen,
     )
     engine.offload_idle()
     return engine

@@ -15,6 +15,7 @@ from megappo.config.role_sections import ModelConfig, RoleConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_of
 
 ValueHead = Literal["zero", "normal", "checkpoint"]
 
@@ -36,6 +37,13 @@ class EngineSpec:
     total_updates: int | None = None
     seed: int = 0
     random_weights: bool = False
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Hugging Face names of the weights that the section freezes, of a model that trains."""
+        if self.total_updates is None:
+            return frozenset()
+        return frozen_of(self.section, self.arch, value_head=self.value_head is not None)
 
 
 class EngineFactory(Protocol):

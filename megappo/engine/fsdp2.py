@@ -38,7 +38,8 @@ from megappo.parallel.groups import ProcessGroups
 
 
 class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
-    """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role."""
+    """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role. frozen: see
+    `RoleEngine`."""
 
     embedding_name, head_names = EMBEDDING, (OUTPUT, VALUE_HEAD)
 
@@ -54,6 +55,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         micro_batch_tokens: int,
         optimizer: ShardedOptimizer | None = None,
         offload: OffloadConfig = OffloadConfig(),
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(
             name,
@@ -64,6 +66,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
             offload=offload,
             parameters=lambda: model.shards.values(),
             optimizer_tensors=lambda: () if optimizer is None else optimizer.tensors(),
+            frozen=frozen,
         )
         self._arch = arch
         self._model = model

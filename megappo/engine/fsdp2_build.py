@@ -35,6 +35,7 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
         micro_batch_tokens=section.micro_batch_tokens,
         optimizer=optimizer,
         offload=offload,
+        frozen=spec.frozen,
     )
     engine.offload_idle()
     return engine

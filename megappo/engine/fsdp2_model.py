@@ -21,6 +21,7 @@ from megappo.config.role_sections import TrainableConfig
 from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2_lora import Adapters
 from megappo.models.expert_slots import constants_of
+from megappo.models.freeze import frozen_whole
 from megappo.models.hf_import import check_tied, fill_value_head, read_box
 from megappo.models.hf_tensors import CheckpointReader
 from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, Weights, is_adapter, is_beside_base
@@ -178,8 +179,11 @@ def build_sharded(
     if lora is not None:
         adapters = Adapters(hf_tensors(spec.arch), lora, spec.seed)
         adapters.add_to(module)
+    still = frozen_whole(spec.arch, spec.frozen, value_head=spec.value_head is not None)
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(trains and (lora is None or is_beside_base(name)))
+        parameter.requires_grad_(trains and (lora is None or is_beside_base(name)) and name not in still)
+        if name in still:
+            parameter.data = parameter.data.to(dtype)
     module.eval()  # no dropout, as in every engine; it does not turn off gradients
     over_fsdp, over_tp = _meshes(groups, device)
     if layout.tp > 1:
@@ -240,7 +244,8 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
     if wanted != local.keys() | constants.keys():
         other = min(wanted ^ (local.keys() | constants.keys()))
         raise ValueError(f"{spec.model}: transformers and megappo differ on the tensor {other}; use engine megatron")
-    for piece in shard_piece_map(spec.arch, groups.layout, is_value_model)[groups.position]:
+    pieces = shard_piece_map(spec.arch, groups.layout, is_value_model)[groups.position]
+    for piece in pieces:
         if piece.hf != VALUE_HEAD and piece.local in local:
             box, (source, _) = piece.box, reader.slice(piece.hf, shapes[piece.hf])
             place = rectangle(local[piece.local], piece.slot, piece.row, piece.col, box.rows, box.cols)
@@ -253,7 +258,8 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
     if is_value_model:
         head = torch.empty(shapes[VALUE_HEAD])
         fill_value_head(head, spec.arch, reader, spec.value_head or "zero", spec.seed)
-        if len(local[VALUE_HEAD]):
-            local[VALUE_HEAD].copy_(head)
+        for piece in pieces:
+            if piece.hf == VALUE_HEAD:
+                local[VALUE_HEAD].copy_(head[piece.box.r0 : piece.box.r1])
     elif spec.arch.tied_embeddings:
         check_tied(reader, spec.arch, shard_piece_map(spec.arch, ParallelLayout(1))[0], *names_of_embeddings(module))

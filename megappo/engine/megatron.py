@@ -48,7 +48,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
     """Engine (see base.py) of one role.
 
     chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. `optimizer` is None for a frozen role.
-    adapters: those of the chunks, if they have some.
+    adapters: those of the chunks, if they have some. frozen: see `RoleEngine`.
     """
 
     embedding_name = LOCAL_EMBEDDING
@@ -66,6 +66,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         offload: OffloadConfig = OffloadConfig(),
         router_aux_coef: float = 0.0,
         adapters: ModelAdapters | None = None,
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(
             name,
@@ -76,6 +77,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
             offload=offload,
             parameters=self._parameters,
             optimizer_tensors=self._optimizer_tensors,
+            frozen=frozen,
         )
         self._wrapped = list(chunks)
         self._with_gradients = [c for c in chunks if isinstance(c, DistributedDataParallel)]  # all of a model that trains

@@ -41,7 +41,8 @@ OptimizerT = TypeVar("OptimizerT", bound=Steps)
 class RoleEngine(ABC, Generic[OptimizerT]):
     """Base of engines (see base.py) with offload by storages.
 
-    optimizer: None for a frozen role. parameters, optimizer_tensors: what is offloaded as the model and as its optimizer.
+    optimizer: None for a frozen role. parameters, optimizer_tensors: what is offloaded as the model and as its optimizer. frozen:
+    Hugging Face names of weights of a trained role that do not train.
     """
 
     embedding_name: ClassVar[str]
@@ -58,6 +59,7 @@ class RoleEngine(ABC, Generic[OptimizerT]):
         offload: OffloadConfig,
         parameters: Callable[[], Iterable[Tensor]],
         optimizer_tensors: Callable[[], Iterable[Tensor]],
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         self.name = name
         self.groups = groups
@@ -65,6 +67,7 @@ class RoleEngine(ABC, Generic[OptimizerT]):
         self._micro_batch_tokens = micro_batch_tokens
         self._optimizer = optimizer
         self._offload = offload
+        self._frozen = frozen
         self._passes = 0
         self._skipped_steps = SkippedSteps(name, groups)
         self._parameter_storages = StorageOffload(parameters)
@@ -190,7 +193,7 @@ class RoleEngine(ABC, Generic[OptimizerT]):
         saved = saved_by_another(stored, self.embedding_name, self.arch, self.value_head)
         if saved is None:
             return None
-        require_same_tensors(saved, stored, **how)
+        require_same_tensors(saved, stored, self._frozen, **how)
         self.to("device")
         own = self.pieces()[self.groups.position]
         return list(stored_boxes(self._held(with_optimizer=with_optimizer), own, saved, stored, **how))

@@ -84,10 +84,17 @@ def saved_by_another(stored: Collection[str], own: str, arch: ModelArch, value_h
     return _WRITERS[other](arch, value_head)
 
 
-def require_same_tensors(saved: Saved, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool) -> None:
-    """ValueError, the same on every rank, unless the checkpoint holds exactly the tensors of the model."""
+def require_same_tensors(
+    saved: Saved, stored: Mapping[str, Shape], frozen: Collection[str] = (), *, with_optimizer: bool, with_head: bool
+) -> None:
+    """ValueError, the same on every rank, unless the checkpoint holds exactly the tensors of the model.
+
+    frozen: Hugging Face names of weights without optimizer state.
+    """
     wanted = {name: shape for name, shape in saved.shapes.items() if with_head or name not in _HEADS}
-    keys = {key: shape for name, shape in wanted.items() for key, shape in _keys_of(name, shape, with_optimizer)}
+    still = {piece.local for piece in saved.pieces if piece.hf in frozen}
+    trained = {name for name in wanted if name not in still} if with_optimizer else ()
+    keys = {key: shape for name, shape in wanted.items() for key, shape in _keys_of(name, shape, name in trained)}
     if missing := sorted(keys.keys() - stored.keys()):
         raise ValueError(f"only the model has {missing[0]} ({len(missing)} such tensors); {_FIX}")
     mains = {_key(MAIN, name) for name in wanted} if with_optimizer else set()

@@ -11,13 +11,30 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
+from megappo.config.role_sections import RoleConfig, TrainableConfig
 from megappo.models.arch import ModelArch
 from megappo.models.row_shards import own_parameters, shard_piece_map
-from megappo.models.weight_map import VALUE_HEAD, expert_rules, hf_layer, hf_tensors, layer_rules, megatron_pieces, rank_experts
+from megappo.models.weight_map import (
+    VALUE_HEAD,
+    expert_rules,
+    hf_layer,
+    hf_tensors,
+    layer_rules,
+    local_shapes,
+    megatron_pieces,
+    rank_experts,
+)
 from megappo.parallel.layout import ParallelLayout
 
 _RANGE = re.compile(r"(\d+)-(\d+)")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def frozen_of(section: RoleConfig, arch: ModelArch, *, value_head: bool) -> frozenset[str]:
+    """Names of the tensors that a role's section freezes, none if it does not train. ValueError as `frozen_tensors`."""
+    if not isinstance(section, TrainableConfig) or not section.freeze:
+        return frozenset()
+    return frozen_tensors(arch, section.freeze, section.engine, value_head=value_head)
 
 
 def frozen_tensors(
@@ -101,7 +118,8 @@ def frozen_on_rank(arch: ModelArch, layout: ParallelLayout, rank: int, frozen: f
     # The stage's first rank too: one with nothing but padding of the vocabulary has no piece of the embedding.
     first = layout.rank_of(pp=layout.coordinates(rank).pp)
     pieces = [piece for one in {first, rank} for piece in megatron_pieces(arch, layout, one, value_head)]
-    return {piece.local for piece in pieces if piece.hf in frozen}
+    held = local_shapes(arch, layout, rank, value_head)
+    return {piece.local for piece in pieces if piece.hf in frozen and piece.local in held}
 
 
 def frozen_whole(arch: ModelArch, frozen: frozenset[str], *, value_head: bool) -> set[str]:

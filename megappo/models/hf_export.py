@@ -144,7 +144,7 @@ def export_pieces(
     shards = plan_shards(arch, groups.layout, value_head, dtype.itemsize, shard_bytes)
     gather, is_first = Gather(parameters, pieces, hf_tensors(arch, value_head), groups), groups.position == 0
     on_all_ranks(lambda: _start(out, partial) if is_first else None, groups)
-    on_all_ranks(lambda: _write_stage(gather, groups, partial, shards, dtype), groups)
+    on_all_ranks(lambda: _write_stage(gather, groups, partial, shards, dtype, arch.head_rows), groups)
     if adapter is not None:
         on_all_ranks(lambda: write_adapter(adapter, groups, partial / ADAPTER_FOLDER, Path(source_dir)), groups)
     on_all_ranks(lambda: _finish(arch, out, partial, Path(source_dir), shards, dtype, value_head) if is_first else None, groups)
@@ -172,7 +172,9 @@ def _start(out: Path, partial: Path) -> None:
     partial.mkdir(parents=True)
 
 
-def _write_stage(gather: Gather, groups: ProcessGroups, folder: Path, shards: list[Shard], dtype: torch.dtype) -> None:
+def _write_stage(
+    gather: Gather, groups: ProcessGroups, folder: Path, shards: list[Shard], dtype: torch.dtype, head_rows: int
+) -> None:
     failure: Exception | None = None
     for shard in shards:
         if shard.stage != groups.coordinates.pp:
@@ -180,7 +182,7 @@ def _write_stage(gather: Gather, groups: ProcessGroups, folder: Path, shards: li
         tensors = {}
         for name in shard.names:
             kept = torch.float32 if name in (VALUE_HEAD, _SCORE_BIAS) else dtype
-            whole = torch.zeros(1, dtype=kept) if name == _SCORE_BIAS else gather(name, kept)
+            whole = torch.zeros(head_rows, dtype=kept) if name == _SCORE_BIAS else gather(name, kept)
             if whole is not None:
                 tensors[name] = whole
         if gather.is_root and failure is None:

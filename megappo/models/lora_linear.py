@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
+from megappo.models.frozen_chunks import freeze_chunks
 from megappo.models.gpt import CriticModel, PackedModel
 from megappo.models.lora import Adapted, adapted_modules, initial_a, is_adapter, scaling, seed_of
 from megappo.models.lora_shards import AdaptedLinear, adapted_linears, adapter_piece_map, check_stages
@@ -150,13 +151,9 @@ def attach_adapters(
     """
     model = ModelAdapters(chunks, arch, groups, lora, role, seed)
     check_stages(arch, groups.layout, model.modules)
+    freeze_chunks(chunks, lambda name: name != LOCAL_VALUE_HEAD)
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(name.startswith("value_head."))
         model.add_to(chunk)
-        if chunk.pre_process and chunk.config.recompute_granularity == "full":
-            # A recomputed layer whose input needs no gradient gives none to its weights either.
-            chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_(torch.is_grad_enabled()))
     return model
 
 

@@ -49,7 +49,7 @@ def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, 
         return
     tensors = {name: whole for name, whole in found.items() if whole is not None}
     if VALUE_HEAD in shapes:
-        tensors[f"{_PREFIX}score.bias"] = torch.zeros(1)  # transformers' token classifiers have one
+        tensors[f"{_PREFIX}score.bias"] = torch.zeros(shapes[VALUE_HEAD][0])  # transformers' token classifiers have one
     folder.mkdir()
     config = adapter_config(adapter.lora, list(shapes), source)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")

@@ -20,6 +20,7 @@ from megappo.config.layout_checks import placements_in_use, scores_with_model, t
 from megappo.config.role_sections import TrainableConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_of
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
 from megappo.plan.fsdp2 import count_own_parameters, score_bytes, sharded_memory
@@ -289,6 +290,7 @@ def _stage_memory(
         "counter": count,
     }
     trained = isinstance(settings, TrainableConfig)
+    frozen = frozen_of(settings, arch, value_head=value_head_of(settings) is not None)
     away = (settings.offload.parameters and device == "cuda", False, False)
     if isinstance(settings, TrainableConfig):
         away = (away[0], settings.offload.gradients, settings.offload.optimizer and device == "cuda")
@@ -303,6 +305,7 @@ def _stage_memory(
             steps=update_schedule(config, role).optimizer_steps(step.samples),
             adam_buffers=device == "cuda" and config.model.impl == "local",
             lora=settings.lora,
+            frozen=frozen if settings.engine == "megatron" else frozenset(),  # sharded below, by transformers' parameters
             **common,
         )
     else:
@@ -313,6 +316,7 @@ def _stage_memory(
     lora = settings.lora if isinstance(settings, TrainableConfig) else None
     recompute = settings.recompute if isinstance(settings, TrainableConfig) else "none"
     forward, training = (score_bytes(arch, n, step.max_sequence_tokens, itemsize, recompute) for n in (forward_tokens, tokens))
+<<<<<<< HEAD
     how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora}
     memory = sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
     return _with_average(config, role, memory, None, layout, device)
@@ -326,6 +330,10 @@ def _with_average(
         return memory
     on_device = config.policy.ema.keep_on == "device" or device == "cpu"  # whose memory is the host's
     return with_average(memory, count, layout, on_device=on_device, swaps=config.trainer.evaluate_with == "ema")
+=======
+    how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora, "frozen": frozen}
+    return sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
+>>>>>>> 435d9a6 (Freeze parts of a role by patterns of names: no gradient, no optimizer state, under both engines and in every layout)
 
 
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from math import prod
 
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_whole
 from megappo.models.lora import shapes_beside_base
 from megappo.models.row_shards import layer_prefix, shard_box, shards_of
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
@@ -26,6 +27,15 @@ def count_own_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, va
     """Count the parameters of transformers' class on one tp rank, not sharded, as a `memory.Counter`."""
     sizes = _sizes(arch, ParallelLayout(layout.tp, tp=layout.tp), value_head)
     return ParameterCount(sum(sizes.values()), 0, sizes.get(VALUE_HEAD, 0))
+
+
+def count_own_unfrozen(
+    arch: ModelArch, layout: ParallelLayout, stage: int, frozen: frozenset[str], count: ParameterCount, value_head: bool
+) -> ParameterCount:
+    """Parameters of `count_own_parameters` that are not frozen, as `memory.count_unfrozen`."""
+    sizes = _sizes(arch, ParallelLayout(layout.tp, tp=layout.tp), value_head)
+    away = sum(sizes[name] for name in frozen_whole(arch, frozen, value_head=value_head))
+    return ParameterCount(count.dense - away, count.experts, count.fp32)
 
 
 def _sizes(arch: ModelArch, layout: ParallelLayout, value_head: bool) -> dict[str, int]:
@@ -56,14 +66,16 @@ def sharded_memory(
     value_head: bool,
     offload: tuple[bool, bool, bool],
     lora: LoraConfig | None = None,
+    frozen: frozenset[str] = frozenset(),
     scores: tuple[int, int] = (0, 0),
 ) -> RoleMemory:
     """The memory of a rank with whole weights (`role_memory`), with the shards of the fullest rank of `layout` in their place.
 
-    itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer. lora: adapters on a frozen base. scores:
-    of `score_bytes`.
+    itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer. lora: adapters on a frozen base. frozen:
+    Hugging Face names of weights that do not train. scores: of `score_bytes`.
     """
     one_tp_rank = ParallelLayout(layout.tp, tp=layout.tp)
+    still = frozen_whole(arch, frozen, value_head=value_head)
     of_adapters = {} if lora is None else shapes_beside_base(hf_tensors(arch, value_head), lora)
 
     def sizes(over: ParallelLayout) -> tuple[dict[str, int], dict[str, int]]:
@@ -72,7 +84,8 @@ def sharded_memory(
         boxes = {name: shard_box(shape, Cut(None), over, 0) for name, shape in of_adapters.items()}
         beside = {name: box.area for name, box in boxes.items() if box is not None}
         everything = {**base, **beside}
-        return everything, (beside if lora is not None else everything) if trained else {}
+        trains = beside if lora is not None else {name: size for name, size in everything.items() if name not in still}
+        return everything, trains if trained else {}
 
     def in_groups(whole: Mapping[str, int]) -> tuple[int, int]:
         """Numbers of the root's group and of the largest layer's on one tp rank, while they are gathered."""
@@ -91,6 +104,7 @@ def sharded_memory(
     gathered = (root + 2 * layer) * itemsize
     # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
     reducing = sum(in_groups(moving_gathered)) * (itemsize + FP32)
+    saved = weights if frozen else moving * FP32  # of adapters not their base
     parameters_away, gradients_away, optimizer_away = offload
     return replace(
         unsharded,
@@ -104,6 +118,6 @@ def sharded_memory(
         offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,
         step_buffers=moving * FP32,  # AdamW's foreach holds the roots of all second moments at once
-        written=moving * FP32 + optimizer,
-        written_weights=moving * FP32,
+        written=saved + optimizer,
+        written_weights=saved,
     )

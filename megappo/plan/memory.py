@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_on_rank
 from megappo.models.lora import adapted_modules
 from megappo.models.lora_shards import adapter_numel
 from megappo.models.weight_map import LOCAL_VALUE_HEAD, hf_tensors, local_shapes
@@ -146,6 +147,7 @@ def role_memory(
     steps: int = 1,
     values: tuple[int, int] | None = None,
     lora: LoraConfig | None = None,
+    frozen: frozenset[str] = frozenset(),
     counter: Counter = count_parameters,
 ) -> RoleMemory:
     """Memory of a rank of `stage`.
@@ -154,7 +156,8 @@ def role_memory(
     without gradients, None if equal. adam_buffers: the optimizer is torch's AdamW on a GPU, which Megatron-core takes without
     TransformerEngine and Apex. fused: SwiGLU is one kernel, as on a GPU. steps: optimizer steps of a phase. values: numbers per
     token that a pass without gradients and a training pass read, for the bytes of the micro-batches; None leaves these out. lora:
-    of adapters that train, with a value head, on a frozen base.
+    of adapters that train, with a value head, on a frozen base. frozen: Hugging Face names of weights that do not train; their
+    activations are counted as if they did.
     """
     count = trains = counter(arch, layout, stage, value_head)
     itemsize = ITEMSIZE[dtype]
@@ -163,6 +166,8 @@ def role_memory(
         trains = count_trained(arch, layout, stage, lora, count)
         saved = _weight_bytes(trains, itemsize)
         weights += saved - count.fp32 * FP32  # the value head is in both
+    elif frozen:
+        trains = count_unfrozen(arch, layout, stage, frozen, count, value_head)
     gradients = trains.total * FP32 if trained else 0
     optimizer = _optimizer_bytes(trains, itemsize, layout, distributed_optimizer) if trained else 0
     tokens = -(-micro_batch_tokens // layout.cp)
@@ -186,6 +191,7 @@ def role_memory(
         )
         activations += 0 if values is None else micro_batch_bytes(layout, micro_batch_tokens, values[1])
     parameters_away, gradients_away, optimizer_away = offload
+    written = count if frozen else trains  # a checkpoint holds frozen weights too, but not the base of adapters
     return RoleMemory(
         count.total + trains.total - count.fp32 if lora is not None else count.total,
         weights,
@@ -199,10 +205,10 @@ def role_memory(
         # Its foreach updates all parameters at once, so the roots of all second moments exist together.
         step_buffers=sharded_bytes(trains, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
         steps=steps,
-        written=_each_writes(trains, saved + optimizer * (not distributed_optimizer), layout) + optimizer * distributed_optimizer
+        written=_each_writes(written, saved + optimizer * (not distributed_optimizer), layout) + optimizer * distributed_optimizer
         if trained
         else 0,
-        written_weights=_each_writes(trains, saved, layout) if trained else 0,
+        written_weights=_each_writes(written, saved, layout) if trained else 0,
     )
 
 
@@ -231,6 +237,17 @@ def _weight_bytes(count: ParameterCount, itemsize: int) -> int:
 def count_trained(arch: ModelArch, layout: ParallelLayout, stage: int, lora: LoraConfig, count: ParameterCount) -> ParameterCount:
     """Parameters of one rank of a stage that train beside a frozen base: adapters and a value head. count: of the base and head."""
     return ParameterCount(_count_adapters(arch, layout, stage, lora.targets, lora.rank) + count.fp32, 0, count.fp32)
+
+
+def count_unfrozen(
+    arch: ModelArch, layout: ParallelLayout, stage: int, frozen: frozenset[str], count: ParameterCount, value_head: bool
+) -> ParameterCount:
+    """Parameters of one Megatron rank of a stage that are not frozen. count: of all of them."""
+    rank = layout.rank_of(pp=stage)
+    shapes, still = local_shapes(arch, layout, rank, value_head), frozen_on_rank(arch, layout, rank, frozen, value_head=value_head)
+    away = {name: prod(shapes[name]) for name in still}
+    experts = sum(size for name, size in away.items() if EXPERTS in name)
+    return ParameterCount(count.dense - (sum(away.values()) - experts), count.experts - experts, count.fp32)
 
 
 @cache

@@ -11,6 +11,7 @@ from megappo.config.batch import StepArithmetic, update_schedule
 from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of
 from megappo.config.rank_ranges import ranges_text
 from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_of
 from megappo.models.lora import shapes_beside_base
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.parallel.layout import ParallelLayout
@@ -76,10 +77,14 @@ def _model_lines(plan: Plan) -> list[str]:
     )
     lines += [f"  {row[0]}: {row[-1]}" for row in rows]
     for role, section in trained_sections(plan.config).items():
+        shapes = hf_tensors(plan.archs[role], value_head_of(section) is not None)
+        whole = sum(map(prod, shapes.values()))
         if section.lora is not None:
-            shapes = hf_tensors(plan.archs[role], value_head_of(section) is not None)
             beside = sum(map(prod, shapes_beside_base(shapes, section.lora).values()))
             lines.append(f"  {role}: trains {beside:,} parameters beside a frozen model (lora.rank {section.lora.rank})")
+        if frozen := _frozen(plan, role):
+            away = sum(prod(shapes[name]) for name in frozen)
+            lines.append(f"  {role}: {away:,} parameters are frozen ({', '.join(section.freeze)}), {whole - away:,} train")
     if reference_is_base(plan.config):
         lines.append("  reference: the policy without its adapters")
     critic = plan.config.critic
@@ -348,6 +353,11 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what if number == 1 else plural}"
 
 
+def _frozen(plan: Plan, role: str) -> frozenset[str]:
+    section = getattr(plan.config, role)
+    return frozen_of(section, plan.archs[role], value_head=value_head_of(section) is not None)
+
+
 def checkpoint_bytes(plan: Plan) -> int:
     """Bytes of one checkpoint, without what the files' format adds."""
     config, total = plan.config, 0
@@ -357,10 +367,11 @@ def checkpoint_bytes(plan: Plan) -> int:
         if section.lora is not None:  # adapters and a value head alone
             shapes = shapes_beside_base(shapes, section.lora)
         fp32 = section.dtype == "fp32" or (section.lora is not None and section.engine == "fsdp2")
+        frozen = _frozen(plan, role)
         for name, shape in shapes.items():
             in_half = not fp32 and name != VALUE_HEAD
             # Two moments in fp32, and the fp32 main parameter of a bf16 one.
-            optimizer = 0 if config.checkpoint.save_only_model else 12 if in_half else 8
+            optimizer = 0 if config.checkpoint.save_only_model or name in frozen else 12 if in_half else 8
             total += ((2 if in_half else 4) + optimizer) * prod(shape)
     return total
 

@@ -10,11 +10,19 @@ from pathlib import Path
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import head_rows_of, parallel_problems, placement_problems, placements_in_use, roles_in_use
+from megappo.config.layout_checks import (
+    head_rows_of,
+    parallel_problems,
+    placement_problems,
+    placements_in_use,
+    roles_in_use,
+    value_head_of,
+)
 from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.families.registry import FAMILIES
+from megappo.models.freeze import check_frozen_stages, frozen_of
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.models.role_arch import arch_for
 from megappo.models.weight_map import hf_tensors
@@ -92,6 +100,7 @@ def check_layouts(
             raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
         _check_router(role, getattr(config, role), archs[role])
         _check_adapters(role, getattr(config, role), archs[role], layout_of(parallel, len(places[role])))
+        _check_frozen(role, getattr(config, role), archs[role], layout_of(parallel, len(places[role])))
     if isinstance(config, TrainConfig):
         # A reward model reads text: it needs neither the policy's ids nor room for as many of them.
         of_tokens = {role: arch for role, arch in archs.items() if not isinstance(getattr(config, role), RewardModelConfig)}
@@ -139,6 +148,18 @@ def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: Pa
             check_stages(arch, layout, adapted_modules(hf_tensors(arch), settings.lora.targets))
         except ValueError as error:
             raise ConfigError(problem(f"{role}.lora.targets", settings.lora.targets, str(error))) from None
+
+
+def _check_frozen(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
+    """ConfigError for patterns of frozen weights that name none, or too many."""
+    if not isinstance(settings, TrainableConfig) or not settings.freeze:
+        return
+    head = value_head_of(settings) is not None
+    try:
+        frozen = frozen_of(settings, arch, value_head=head)
+        check_frozen_stages(arch, layout, frozen, value_head=head)
+    except ValueError as error:
+        raise ConfigError(problem(f"{role}.freeze", list(settings.freeze), str(error))) from None
 
 
 def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:

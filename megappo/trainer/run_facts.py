@@ -41,6 +41,7 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
             for role, section in trained_sections(config).items()
             if section.lora is not None
         },
+        "freeze": {role: list(section.freeze) for role, section in trained_sections(config).items() if section.freeze},
         "value_head": config.critic.head_facts if config.algorithm.has_critic else None,
         "reward_model": _reward_model_facts(config, data, in_use),
         "data": _data_facts(config, data),

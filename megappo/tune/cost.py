@@ -16,8 +16,10 @@ from megappo.config.layout_checks import trained_sections, value_head_of
 from megappo.config.role_sections import CriticConfig, FrozenConfig, PolicyConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_of
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, count_trained, sharded_bytes
+from megappo.plan.fsdp2 import count_own_unfrozen
+from megappo.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, count_trained, count_unfrozen, sharded_bytes
 from megappo.plan.timeline import padded_micro_batches
 from megappo.platform.hardware import Hardware
 from megappo.tune.links import Axis, Links, span
@@ -102,6 +104,9 @@ def role_cost(
     trains = counts
     if lora is not None:
         trains = {stage: count_trained(arch, layout, stage, lora, count) for stage, count in counts.items()}
+    elif frozen := frozen_of(settings, arch, value_head=value_head_of(settings) is not None):
+        unfrozen, head = count_own_unfrozen if is_sharded else count_unfrozen, value_head_of(settings) is not None
+        trains = {stage: unfrozen(arch, layout, stage, frozen, count, head) for stage, count in counts.items()}
     parts: dict[str, float] = defaultdict(float)
 
     kinds = stage_kinds(arch, layout)

@@ -35,25 +35,28 @@ class Gathered:
 def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
     """Assemble `local`, this rank's parameters of the engine or their gradients by its names. Collective over the world.
 
-    Of a model with adapters the tensors of the frozen base may be missing.
+    Frozen tensors may be missing, which have no gradients.
     """
     position, adapters = engine.placement.position_of(dist.get_rank()), engine.adapter_pieces()
     of_adapters = sizes_of(adapters)
-    mine = [
-        (piece.hf, tuple(piece.box), _part(local[piece.local], piece))
-        for piece in (*engine.pieces()[position], *adapters[position])
-        if not of_adapters or piece.local in local
-    ]
+    frozen = {name for name, parameter in engine.named_parameters().items() if not parameter.requires_grad} - local.keys()
+    held = [*engine.pieces()[position], *adapters[position]]
+    mine = [(one.hf, tuple(one.box), None if one.local in frozen else _part(local[one.local], one)) for one in held]
     parts: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, parts if dist.get_rank() == 0 else None, dst=0)
     if dist.get_rank() != 0:
         return Gathered()
+    absent: set[str] = set()
     copies: dict[str, dict[Box, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
     for name, box, values in (part for rank in parts for part in rank):
-        copies[name][Box(*box)].append(values)
+        if values is None:
+            absent.add(name)
+        else:
+            copies[name][Box(*box)].append(values)
     gathered = Gathered()
+    assert not absent & copies.keys(), f"frozen on some ranks alone: {sorted(absent & copies.keys())}"
     for name, shape in {**hf_tensors(engine.arch, engine.value_head), **of_adapters}.items():
-        if of_adapters and name not in of_adapters and name not in copies:
+        if name in absent:
             continue
         gathered.tensors[name], gathered.spread[name] = _assemble(name, torch.zeros(shape), copies[name])
     return gathered

@@ -279,7 +279,6 @@ BROKEN = [
         ["critic.value_low = 1.0: is not below critic.value_high 0.5"],
         "critic.value_high=1.5",
     ),
-    ("value_bins_problem", ["critic.loss=two_hot", "critic.value_low=.nan", "critic.value_high=1"], ["nan"], "critic.value_low=0"),
     ("_critic_head", ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"], "critic.model=m"),
     (
         "_critic_head",
@@ -416,6 +415,14 @@ def test_a_rule_refuses_its_case_and_nothing_beside_it(tmp_path, rule, overrides
     assert getattr(checks, rule)(train_config(tmp_path, overrides)) == text, "another rule spoke"
     mended = train_config(tmp_path, [*overrides, mend])
     assert getattr(checks, rule)(mended) is None
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_frozen_weights_below_adapters_are_refused(tmp_path, role):
+    both = [f"{role}.lora.rank=8", f"{role}.freeze=[embed_tokens]"]
+    text = first_problem(train_config(tmp_path, both))
+    assert text == f'{role}.freeze = ["embed_tokens"]: {role}.lora freezes the whole model already; remove one of the two'
+    assert first_problem(train_config(tmp_path, both[:1])) is None and first_problem(train_config(tmp_path, both[1:])) is None
 
 
 def test_every_rule_has_a_case():

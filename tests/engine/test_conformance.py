@@ -468,6 +468,39 @@ def check_values(critic: Engine, model: Any) -> None:
         assert values[start] == 0.0 and torch.allclose(values[start + 1 : end], after, atol=TOLERANCE)
 
 
+def frozen_weights_stay_and_the_rest_trains_as_without(world: World) -> None:
+    """Also under full recomputation, which needs a gradient through frozen layers, and after a checkpoint."""
+    from megappo.checkpoint.store import CheckpointStore
+
+    patterns = ("embed_tokens", "self_attn", "layers.0-0.mlp")
+    free, store = world.policy(), CheckpointStore(world.folder / "run", keep_last=1)
+    wanted, before = whole(free, gradients_of(free, denominator=10.0)), whole(free, weights_of(free))
+    recompute = {"recompute": "full"} if world.engine != "toy" else {}
+
+    def partly_frozen() -> Engine:
+        section = PolicyConfig(model=world.path, freeze=patterns, **world.settings(), **recompute)
+        return Whole(world.fault(world.engines.build(world.spec("policy", section))))
+
+    engine = partly_frozen()
+    names = {piece.local: piece.hf for piece in engine.pieces()[dist.get_rank()]}
+    still = {name for name in before if any(part in name for part in ("embed_tokens", "self_attn", "layers.0.mlp"))}
+    with engine.train_mode():
+        one_update(engine)
+        gradients = {name: gradient.clone() for name, gradient in engine.named_gradients().items()}
+    trained = {name for name in engine.named_parameters() if names[name] not in still}
+    assert gradients.keys() == trained, "a frozen weight has no gradient"
+    found = whole(engine, {name: gradients.get(name, torch.zeros(one.shape)) for name, one in engine.named_parameters().items()})
+    assert all(torch.allclose(found[name], wanted[name], atol=TOLERANCE) for name in {*before} - still)
+    after = whole(engine, weights_of(engine))
+    assert all(torch.equal(after[name], before[name]) == (name in still) for name in before), "what is frozen stays, nothing else"
+    store.save(1, {"policy": engine}, {}, {})
+    other = partly_frozen()
+    store.load({"policy": other}, {}, {})
+    update(engine)
+    update(other)
+    assert same(weights_of(engine), weights_of(other)), "moments of what trains came back"
+
+
 def a_categorical_head_trains_as_transformers_own_model(world: World) -> None:
     """Values, loss and gradients of a head of seven bins, by autograd in transformers' model of the export."""
     from megappo.algo.value_losses import categorical_loss
@@ -621,6 +654,8 @@ CHECKS: tuple[Callable[[World], None], ...] = (
     a_critic_takes_the_layers_of_a_policy_and_keeps_its_head,
     a_weight_that_is_nan_is_found_in_what_would_be_saved,
     exports_are_read_by_transformers,
+    frozen_weights_stay_and_the_rest_trains_as_without,
+    a_categorical_head_trains_as_transformers_own_model,
     logits_of_a_few_rows_are_those_behind_the_log_probs,
     shares_are_of_all_ranks_and_say_who_holds_what,
     results_of_a_share_are_in_its_order_on_its_reporter_alone,

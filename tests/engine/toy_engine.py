@@ -69,9 +69,11 @@ class ToyEngine:
         self._weights = {name: p for name, p in self._model.named_parameters() if name != "score.bias"}
         if spec.total_updates is not None:
             o = self._settings = spec.section.optimizer  # type: ignore[attr-defined]
-            self._optimizer = AdamW(self._weights.values(), o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay)
-            for parameter in self._weights.values():
-                parameter.grad = torch.zeros_like(parameter)
+            trained = [parameter for name, parameter in self._weights.items() if name not in spec.frozen]
+            self._model.requires_grad_(False)
+            self._optimizer = AdamW(trained, o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay)
+            for parameter in trained:
+                parameter.requires_grad_().grad = torch.zeros_like(parameter)
 
     def _start_head(self, spec: EngineSpec, missing: Collection[str]) -> None:
         weight = self._model.score.weight.data

@@ -147,9 +147,17 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__objective": "cispo",
         "algorithm__high_entropy_token_ratio": 0.4,
     },
+    "hl_gauss critic, frozen parts": {
+        "critic__loss": "hl_gauss",
+        "critic__bins": 9,
+        "critic__value_low": -2.0,
+        "critic__value_high": 1.5,
+        "critic__freeze": ["embed_tokens", "self_attn"],
+        "policy__freeze": ["input_layernorm", "lm_head"],
+    },
 }
-# The one of them that is run under FSDP2 too, on two ranks.
-SHARDED_LOSS = "grpo, gspo, no cut responses"
+# Those of them that are run under FSDP2 too, on two ranks.
+SHARDED_LOSSES = ("grpo, gspo, no cut responses", "hl_gauss critic, frozen parts")
 
 
 FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
@@ -257,8 +265,9 @@ def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapp
         with roles_of(MIXED_CASE) as roles:
             measured["llama"]["mixed"] = measure_case(folders["llama"], roles, MIXED)
         with roles_of({}) as roles:
-            changes = {**FSDP2["fsdp2"], **ALGORITHMS[SHARDED_LOSS]}
-            measured["llama"][f"fsdp2, {SHARDED_LOSS}"] = measure_case(folders["llama"], roles, changes)
+            for name in SHARDED_LOSSES:
+                changes = {**FSDP2["fsdp2"], **ALGORITHMS[name]}
+                measured["llama"][f"fsdp2, {name}"] = measure_case(folders["llama"], roles, changes)
     return measured
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megappo.verify.compare import compare
-from tests.parity.matrix import ALGORITHMS, MODELS, SHARDED, SHARDED_LOSS, VARIANTS, VARIED, title
+from tests.parity.matrix import ALGORITHMS, MODELS, SHARDED, SHARDED_LOSSES, VARIANTS, VARIED, title
 
 BASELINE = "tp1 pp1 dp1"
 # Log-probs, values and losses of order 1 to 10 through four layers whose numbers have 8 bits; experts may be chosen differently.
@@ -33,7 +33,7 @@ OTHER_LOSSES = [
     for variant in ALGORITHMS
     if size > 1
 ]
-OTHER_LOSSES.append(pytest.param("llama", 2, "fsdp2", SHARDED_LOSS, id=f"llama-fsdp2-{SHARDED_LOSS}"))
+OTHER_LOSSES += [pytest.param("llama", 2, "fsdp2", name, id=f"llama-fsdp2-{name}") for name in SHARDED_LOSSES]
 BF16_LAYOUTS = [
     pytest.param(model, size, title(case, size), id=f"{model}-{title(case, size)}")
     for model, sizes in VARIED.items()

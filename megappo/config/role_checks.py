@@ -1,11 +1,20 @@
-"""Rules about the critic's loss and its categorical head, see `checks.py`."""
+"""Rules about what a role trains: frozen weights, the critic's loss and its categorical head. See `checks.py`."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 
 from megappo.config.errors import problem
-from megappo.config.schema import TrainConfig
+from megappo.config.layout_checks import trained_sections
+from megappo.config.schema import SftConfig, TrainConfig
+
+
+def freeze_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
+    """Frozen weights under adapters, whose base is frozen as a whole. Patterns that fit no weight: `prepare/layouts.py`."""
+    for role, section in trained_sections(config).items():
+        if section.freeze and section.lora is not None:
+            fix = f"{role}.lora freezes the whole model already; remove one of the two"
+            yield problem(f"{role}.freeze", list(section.freeze), fix)
 
 
 def value_bins_problem(config: TrainConfig) -> str | None:
@@ -14,7 +23,7 @@ def value_bins_problem(config: TrainConfig) -> str | None:
     if not critic.is_categorical:
         return None
     for key, end in (("value_low", critic.value_low), ("value_high", critic.value_high)):
-        if end is None or not math.isfinite(end):
+        if end is None:
             fix = f"the bins of critic.loss {critic.loss} need both ends of the returns; set critic.value_low and critic.value_high"
             return problem(f"critic.{key}", end, fix)
     assert critic.value_low is not None and critic.value_high is not None
