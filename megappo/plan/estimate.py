@@ -316,8 +316,7 @@ def _stage_memory(
     lora = settings.lora if isinstance(settings, TrainableConfig) else None
     recompute = settings.recompute if isinstance(settings, TrainableConfig) else "none"
     forward, training = (score_bytes(arch, n, step.max_sequence_tokens, itemsize, recompute) for n in (forward_tokens, tokens))
-<<<<<<< HEAD
-    how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora}
+    how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora, "frozen": frozen}
     memory = sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
     return _with_average(config, role, memory, None, layout, device)
 
@@ -330,10 +329,6 @@ def _with_average(
         return memory
     on_device = config.policy.ema.keep_on == "device" or device == "cpu"  # whose memory is the host's
     return with_average(memory, count, layout, on_device=on_device, swaps=config.trainer.evaluate_with == "ema")
-=======
-    how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora, "frozen": frozen}
-    return sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
->>>>>>> 435d9a6 (Freeze parts of a role by patterns of names: no gradient, no optimizer state, under both engines and in every layout)
 
 
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
