@@ -64,6 +64,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
         if isinstance(section, TrainableConfig):
             optimizer = {"lr": LEARNING_RATE, "eps": ADAM_EPS, "warmup_steps": 0}
             changes["optimizer"] = section.optimizer.model_copy(update=optimizer)
+            changes["freeze"] = ()  # names layers that the small model may not have
         if isinstance(section, CriticConfig):
             # A head of zeros would let no gradient reach the layers.
             changes |= {"value_head": "normal", "warmup_steps": 0, "warmup_lam": None, "checkpoint": None}
