@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,19 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
             f"{name} was written with {had} critic, and under algorithm.estimator this run has {has}; "
             "resume with the estimator of then, or start a new run in another directory"
         )
+    had, has = (one.get("critics", ["critic"]) for one in (manifest.facts, facts))  # of earlier versions: at most one
+    if had and has and had != has:
+        raise ValueError(
+            f"{name} was written with {_critics(had)}, this run has {_critics(has)}; "
+            "add or remove the section critic_b, or start a new run in another directory"
+        )
     if (change := other_adapters(manifest.facts.get("lora"), facts.get("lora", {}))) is not None:
         raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
     if (change := _other_freeze(manifest.facts.get("freeze", {}), facts.get("freeze", {}))) is not None:
         raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
-    if (change := other_head(manifest.facts.get("value_head"), facts.get("value_head"))) is not None:
-        raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
+    for role in has or ["critic"]:
+        if (change := other_head(head_of(manifest.facts, role), head_of(facts, role), role)) is not None:
+            raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
     for key in MUST_MATCH:
         saved, now = manifest.facts.get(key), facts.get(key)
         if _identity(saved) != _identity(now):
@@ -75,6 +82,10 @@ def other_adapters(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> s
     return None
 
 
+def _critics(roles: Sequence[str]) -> str:
+    return f"the critics {' and '.join(roles)}" if len(roles) > 1 else "one critic"
+
+
 def _other_freeze(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first role with other frozen weights, which have no optimizer state; None if there is none. Both: role -> `freeze`."""
     for role in sorted({*saved, *now}):
@@ -84,17 +95,22 @@ def _other_freeze(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | Non
     return None
 
 
-def other_head(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
+def head_of(facts: Mapping[str, Any], role: str) -> Mapping[str, Any] | None:
+    """Keys of a critic's categorical head in the facts of a run; None of a head that gives the value itself."""
+    return facts.get("value_head") if role == "critic" else facts.get("further_value_heads", {}).get(role)
+
+
+def other_head(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, role: str = "critic") -> str | None:
     """The first difference of two critics' heads, with its key; None if there is none.
 
     saved, now: keys of a categorical head (`loss`, `bins`, ...); None of a head that gives the value itself, also of one that a
-    megappo without others wrote.
+    megappo without others wrote. role: whose section the key is of.
     """
     old, new = (_SCALAR_HEAD if one is None else one for one in (saved, now))
     changed = next((key for key in ("loss", *new) if old.get(key) != new.get(key)), None)
     if changed is None:
         return None
-    return f"critic.{changed} = {json.dumps(old.get(changed))}, this run has {json.dumps(new[changed])}"
+    return f"{role}.{changed} = {json.dumps(old.get(changed))}, this run has {json.dumps(new[changed])}"
 
 
 def _rank(lora: Mapping[str, Any] | None) -> str:

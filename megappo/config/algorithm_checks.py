@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megappo.config.batch import step_arithmetic
 from megappo.config.errors import problem
 from megappo.config.schema import CorrectionConfig, TrainConfig
 
@@ -19,6 +20,28 @@ def group_problem(config: TrainConfig) -> str | None:
     return None
 
 
+def critics_problem(config: TrainConfig) -> str | None:
+    """A further critic under an estimator without one, or samples that the critics cannot share evenly."""
+    a, samples, parts = config.algorithm, step_arithmetic(config).samples, len(config.critics)
+    if config.critic_b is not None and not a.has_critic:
+        fix = f"has no effect: algorithm.estimator is {a.estimator}, so there is no critic; remove it, or set the estimator to gae"
+        return problem("critic_b", config.critic_b.model_dump(mode="json", exclude_unset=True), fix)
+    if parts < 2:
+        return None
+    for key in ("disagreement_mask_ratio", "disagreement_entropy_ratio"):
+        if a.gae_level == "turn" and (ratio := getattr(a, key)) is not None:
+            fix = "it compares values of tokens, and by algorithm.gae_level critics learn those of turns; remove it, or use token"
+            return problem(f"algorithm.{key}", ratio, fix)
+    if samples % parts:
+        fix = f"with {parts} critics the {samples} samples of a step must divide by {parts}, as each trains on its own part"
+        return problem("data.prompts_per_step", config.data.prompts_per_step, f"{fix}; change it, or rollout.samples_per_prompt")
+    shared = any(critic.mini_batch_size is None for critic in config.critics.values())
+    if shared and a.mini_batch_size % parts:
+        fix = f"does not divide by the {parts} critics, each of which trains on its own part; use a multiple of {parts}"
+        return problem("algorithm.mini_batch_size", a.mini_batch_size, f"{fix}, or set mini_batch_size of every critic")
+    return None
+
+
 def sequence_loss_problem(config: TrainConfig) -> str | None:
     """Settings of tokens under GSPO, whose loss is one number of a response."""
     a = config.algorithm
@@ -27,9 +50,10 @@ def sequence_loss_problem(config: TrainConfig) -> str | None:
     if a.loss_aggregation != "seq-mean-token-mean":
         fix = "gspo's loss is one number of each response; set it to seq-mean-token-mean, or algorithm.objective to ppo"
         return problem("algorithm.loss_aggregation", a.loss_aggregation, fix)
-    if a.high_entropy_token_ratio is not None:
-        fix = "it chooses tokens, and gspo's ratio is of whole responses; remove it, or set algorithm.objective to ppo or cispo"
-        return problem("algorithm.high_entropy_token_ratio", a.high_entropy_token_ratio, fix)
+    for key in ("high_entropy_token_ratio", "disagreement_mask_ratio"):
+        if (ratio := getattr(a, key)) is not None:
+            fix = "it chooses tokens, and gspo's ratio is of whole responses; remove it, or set algorithm.objective to ppo or cispo"
+            return problem(f"algorithm.{key}", ratio, fix)
     return None
 
 

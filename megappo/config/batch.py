@@ -6,22 +6,38 @@ Used by the checks, by `megappo plan` and by the trainer, so that all three coun
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.config.section import LossAggregation
 
 
+class Part(NamedTuple):
+    """Samples of a step that a role trains on: those whose number modulo `count` is `index`.
+
+    Samples of one prompt have numbers in a row, so that each of several critics has its part of the responses to every prompt
+    (AsyPPO, arXiv:2510.01656).
+    """
+
+    index: int = 0
+    count: int = 1
+
+
+WHOLE = Part()
+
+
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """Updates of one role in a PPO step: `epochs` passes over all samples, an optimizer step for each mini-batch."""
+    """Updates of one role in a PPO step: `epochs` passes over its part of the samples, an optimizer step for each mini-batch."""
 
     epochs: int
     mini_batch_size: int
     loss_aggregation: LossAggregation
+    part: Part = WHOLE
 
     def mini_batches(self, samples: int) -> int:
-        """Mini-batches of an epoch."""
-        return samples // self.mini_batch_size  # exact: `checks.py` refuses a remainder
+        """Mini-batches of an epoch. samples: of the whole step."""
+        return samples // self.part.count // self.mini_batch_size  # exact: `checks.py` refuses a remainder
 
     def optimizer_steps(self, samples: int) -> int:
         """Optimizer steps of a PPO step; the policy makes fewer if `target_kl` stops it."""
@@ -29,27 +45,29 @@ class UpdateSchedule:
 
 
 def shared_schedule(algorithm: AlgorithmConfig) -> UpdateSchedule:
-    """Schedule of `algorithm`: the policy's, and the critic's but for what its section says."""
+    """Schedule of `algorithm`: the policy's, and a critic's but for what its section says."""
     return UpdateSchedule(algorithm.ppo_epochs, algorithm.mini_batch_size, algorithm.loss_aggregation)
 
 
 def update_schedule(config: TrainConfig, role: str) -> UpdateSchedule:
-    """Schedule of a role that trains: the critic's keys, where they are set, replace those of `algorithm`."""
-    shared, critic = shared_schedule(config.algorithm), config.critic
-    if role != "critic":
+    """Schedule of a role that trains: a critic's keys, where they are set, replace those of `algorithm`. Of several critics each
+    has its part of the samples, and makes as many updates of it as one critic would of all."""
+    shared, critics = shared_schedule(config.algorithm), config.critics
+    if role not in critics:
         return shared
+    critic, part = critics[role], Part(list(critics).index(role), len(critics))
     return UpdateSchedule(
         shared.epochs if critic.ppo_epochs is None else critic.ppo_epochs,
-        shared.mini_batch_size if critic.mini_batch_size is None else critic.mini_batch_size,
+        max(1, shared.mini_batch_size // part.count) if critic.mini_batch_size is None else critic.mini_batch_size,
         shared.loss_aggregation if critic.loss_aggregation is None else critic.loss_aggregation,
+        part,
     )
 
 
 def mini_batch_key(config: TrainConfig, role: str) -> str:
     """Key that says the mini-batch of a role that trains."""
-    return (
-        "critic.mini_batch_size" if role == "critic" and config.critic.mini_batch_size is not None else "algorithm.mini_batch_size"
-    )
+    critic = config.critics.get(role)
+    return f"{role}.mini_batch_size" if critic is not None and critic.mini_batch_size is not None else "algorithm.mini_batch_size"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from megappo.config.algorithm_checks import correction_problem, group_problem, sequence_loss_problem, vtrace_problem
+from megappo.config.algorithm_checks import (
+    correction_problem,
+    critics_problem,
+    group_problem,
+    sequence_loss_problem,
+    vtrace_problem,
+)
 from megappo.config.batch import nearest_divisors, step_arithmetic, update_schedule
 from megappo.config.copy_checks import average_problem, refresh_problem
 from megappo.config.dead_keys import dead_keys
@@ -26,7 +32,7 @@ from megappo.config.reward_sections import RewardConfig
 from megappo.config.role_checks import freeze_problems, value_bins_problem
 from megappo.config.role_sections import OptimizerConfig
 from megappo.config.run_sections import RunConfig
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import CRITICS, SftConfig, TrainConfig
 
 Device = Literal["cpu", "cuda"]
 # Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.
@@ -102,16 +108,22 @@ def _mini_batches(config: TrainConfig) -> str | None:
 
 
 def _critic_mini_batches(config: TrainConfig) -> str | None:
-    size = config.critic.mini_batch_size
-    return None if size is None else _mini_batch_divides("critic.mini_batch_size", size, config)
+    for role, critic in config.critics.items():
+        if critic.mini_batch_size is not None:
+            parts = update_schedule(config, role).part.count
+            if (message := _mini_batch_divides(f"{role}.mini_batch_size", critic.mini_batch_size, config, parts)) is not None:
+                return message
+    return None
 
 
-def _mini_batch_divides(key: str, size: int, config: TrainConfig) -> str | None:
-    samples = step_arithmetic(config).samples
+def _mini_batch_divides(key: str, size: int, config: TrainConfig, parts: int = 1) -> str | None:
+    """Problem of a mini-batch of a role that trains on one of `parts` equal parts of the samples."""
+    samples = step_arithmetic(config).samples // parts
     if samples % size == 0:
         return None
     product = (
         f"data.prompts_per_step {config.data.prompts_per_step} x rollout.samples_per_prompt {config.rollout.samples_per_prompt}"
+        + (f" / {parts} critics" if parts > 1 else "")
     )
     left = f"{samples % size} would be dropped" if size < samples else "not one mini-batch would be full"
     nearest = " or ".join(str(d) for d in nearest_divisors(samples, size))
@@ -233,17 +245,16 @@ def _k1_in_loss(config: TrainConfig) -> str | None:
 
 
 def _critic_head(config: TrainConfig) -> str | None:
-    critic = config.critic
-    if critic.value_head != "checkpoint":
-        return None
-    if critic.checkpoint is not None and critic.checkpoint_role == "policy":
-        return problem("critic.value_head", "checkpoint", "the policy of critic.checkpoint has no head; use zero or normal")
-    if critic.model is None and critic.checkpoint is None:
-        return problem(
-            "critic.value_head",
-            "checkpoint",
-            "needs critic.model, a reward or critic checkpoint that holds the head; set it, or use zero",
-        )
+    for role, critic in config.critics.items():
+        key, value = f"{role}.value_head", critic.value_head
+        if value != "checkpoint":
+            continue
+        if critic.checkpoint is not None and critic.checkpoint_role == "policy":
+            return problem(key, value, f"the policy of {role}.checkpoint has no head; use zero or normal")
+        if critic.model is None and critic.checkpoint is None:
+            return problem(
+                key, value, f"needs {role}.model, a reward or critic checkpoint that holds the head; set it, or use zero"
+            )
     return None
 
 
@@ -273,8 +284,11 @@ def _policy_lr_warmup(config: TrainConfig) -> str | None:
 def _critic_lr_warmup(config: TrainConfig) -> str | None:
     if config.trainer.steps is None:
         return None
-    total = config.trainer.steps * update_schedule(config, "critic").optimizer_steps(step_arithmetic(config).samples)
-    return _warmup_fits("critic.optimizer.warmup_steps", config.critic.optimizer, total)
+    for role, critic in config.critics.items():
+        total = config.trainer.steps * update_schedule(config, role).optimizer_steps(step_arithmetic(config).samples)
+        if (message := _warmup_fits(f"{role}.optimizer.warmup_steps", critic.optimizer, total)) is not None:
+            return message
+    return None
 
 
 def _rewards_of_evaluations(config: TrainConfig) -> str | None:
@@ -339,6 +353,7 @@ TrainRule = Callable[[TrainConfig], str | None]
 
 TRAIN_RULES: tuple[TrainRule, ...] = (
     _mini_batches,
+    critics_problem,
     _critic_mini_batches,
     group_problem,
     sequence_loss_problem,
@@ -395,8 +410,7 @@ GPU_KEYS = (
     "rollout.async_scheduling",
     "policy.offload.parameters",
     "policy.offload.optimizer",
-    "critic.offload.parameters",
-    "critic.offload.optimizer",
+    *(f"{role}.offload.{key}" for role in CRITICS for key in ("parameters", "optimizer")),
     "reference.offload.parameters",
     "reward_model.offload.parameters",
 )

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.keys import value_keys
 from megappo.config.layout_checks import only_pretrains, reference_is_base, roles_in_use, scores_with_model
-from megappo.config.role_sections import OptimizerConfig
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.role_sections import AnyCriticConfig, OptimizerConfig
+from megappo.config.schema import CRITICS, SftConfig, TrainConfig
 
 
 class Dead(NamedTuple):
@@ -35,6 +35,19 @@ def _unsplit(role: str) -> Dead:
     )
 
 
+def _of_critics(key: str, when: Callable[[AnyCriticConfig], bool], because: str) -> tuple[Dead, ...]:
+    """The rule about one key of a critic, for each of them. because: with `{role}` for its section."""
+
+    def rule(role: str) -> Dead:
+        return Dead(
+            (f"{role}.{key}",),
+            lambda c: (one := getattr(c, role)) is not None and when(one),
+            because.format(role=role),
+        )
+
+    return tuple(rule(role) for role in CRITICS)
+
+
 def _without_megatron(config: TrainConfig | SftConfig) -> bool:
     return all(getattr(config, role).engine != "megatron" for role in roles_in_use(config))
 
@@ -48,6 +61,13 @@ def _constant(optimizer: OptimizerConfig) -> bool:
     return optimizer.lr_schedule == "constant"
 
 
+SEVERAL_CRITICS = (
+    "algorithm.value_of_critics",
+    "algorithm.disagreement_mask_ratio",
+    "algorithm.disagreement_entropy_ratio",
+)
+"""Keys about the values of several critics."""
+
 TRAIN: tuple[Dead, ...] = (
     _IMPL,
     Dead(
@@ -56,7 +76,11 @@ TRAIN: tuple[Dead, ...] = (
         "neither top_p nor top_k cuts anything; remove it, or set top_k",
     ),
     _unsplit("policy"),
-    _unsplit("critic"),
+    *_of_critics(
+        "parallel.layers_per_stage",
+        lambda critic: critic.parallel.pp * critic.parallel.vpp == 1,
+        "{role}.parallel.pp is 1, so one stage holds all layers; remove it, or set pp",
+    ),
     _unsplit("reference"),
     _unsplit("reward_model"),
     Dead(
@@ -93,12 +117,13 @@ TRAIN: tuple[Dead, ...] = (
     ),
     Dead(
         (
-            "critic.*",
+            *(f"{role}.*" for role in CRITICS),
             "algorithm.lam",
             "algorithm.lam_value",
             "algorithm.lam_length_alpha",
             "algorithm.value_clip",
             "algorithm.bootstrap_truncated",
+            *SEVERAL_CRITICS,
         ),
         lambda c: not c.algorithm.has_critic,
         "algorithm.estimator has no critic; remove it, or set algorithm.estimator to gae or vtrace",
@@ -114,19 +139,31 @@ TRAIN: tuple[Dead, ...] = (
         "algorithm.estimator is not vtrace; remove it, or set algorithm.estimator to vtrace",
     ),
     Dead(
+        SEVERAL_CRITICS,
+        lambda c: len(c.critics) == 1,
+        "there is one critic, which agrees with itself; remove it, or add the section critic_b",
+    ),
+    Dead(
+        ("algorithm.disagreement_entropy_ratio",),
+        lambda c: c.algorithm.entropy_coef == 0 and c.algorithm.entropy_target is None,
+        "algorithm.entropy_coef is 0, so there is no entropy bonus; remove it, or set entropy_coef",
+    ),
+    Dead(
         ("algorithm.value_clip",),
-        lambda c: c.critic.is_categorical,
+        lambda c: all(one.is_categorical for one in c.critics.values()),
         "critic.loss is a cross-entropy, which has no clip; remove it, or set critic.loss to mse or huber",
     ),
-    Dead(
-        ("critic.huber_delta",),
-        lambda c: c.critic.loss != "huber",
-        "critic.loss is not huber; remove it, or set critic.loss to huber",
+    *_of_critics(
+        "huber_delta", lambda critic: critic.loss != "huber", "{role}.loss is not huber; remove it, or set {role}.loss to huber"
     ),
-    Dead(
-        ("critic.bins", "critic.value_low", "critic.value_high"),
-        lambda c: not c.critic.is_categorical,
-        "critic.loss has no bins; remove it, or set critic.loss to hl_gauss or two_hot",
+    *(
+        rule
+        for key in ("bins", "value_low", "value_high")
+        for rule in _of_critics(
+            key,
+            lambda critic: not critic.is_categorical,
+            "{role}.loss has no bins; remove it, or set {role}.loss to hl_gauss or two_hot",
+        )
     ),
     Dead(
         ("algorithm.gamma",),
@@ -291,20 +328,20 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: _constant(c.policy.optimizer),
         "policy.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
     ),
-    Dead(
-        ("critic.optimizer.min_lr_ratio",),
-        lambda c: _constant(c.critic.optimizer),
-        "critic.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
+    *_of_critics(
+        "optimizer.min_lr_ratio",
+        lambda critic: _constant(critic.optimizer),
+        "{role}.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
     ),
-    Dead(
-        ("critic.checkpoint_role",),
-        lambda c: c.critic.checkpoint is None,
-        "critic.checkpoint is not set; remove it, or name the checkpoint",
+    *_of_critics(
+        "checkpoint_role",
+        lambda critic: critic.checkpoint is None,
+        "{role}.checkpoint is not set; remove it, or name the checkpoint",
     ),
-    Dead(
-        ("critic.value_head",),
-        lambda c: c.critic.checkpoint is not None and c.critic.checkpoint_role == "critic",
-        "the critic of critic.checkpoint brings its own head; remove it, or set critic.checkpoint_role to policy",
+    *_of_critics(
+        "value_head",
+        lambda critic: critic.checkpoint is not None and critic.checkpoint_role != "policy",
+        "the critic of {role}.checkpoint brings its own head; remove it, or set {role}.checkpoint_role to policy",
     ),
     Dead(
         ("checkpoint.save_every", "checkpoint.mtbf_hours"),

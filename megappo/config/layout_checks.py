@@ -14,14 +14,14 @@ from megappo.config.evaluations import rewards_of
 from megappo.config.rank_ranges import ALL, ranges_text, ranks_of
 from megappo.config.reward_sections import RewardConfig
 from megappo.config.role_sections import (
-    CriticConfig,
+    AnyCriticConfig,
     FrozenConfig,
     ParallelConfig,
     RewardModelConfig,
     RoleConfig,
     TrainableConfig,
 )
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import CRITICS, SftConfig, TrainConfig
 
 
 def role_sections(config: TrainConfig | SftConfig) -> dict[str, RoleConfig]:
@@ -37,7 +37,7 @@ def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
     if isinstance(config, TrainConfig) and not scores_with_model(config):
         del roles["reward_model"]
     if isinstance(config, TrainConfig) and not config.algorithm.has_critic:
-        del roles["critic"]  # nobody reads its values
+        roles = {name: sizes for name, sizes in roles.items() if name not in CRITICS}  # nobody reads their values
     return roles
 
 
@@ -74,12 +74,12 @@ def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"
     """Start of a value model's head; None for a language model."""
     if isinstance(section, RewardModelConfig):
         return "checkpoint"
-    return section.value_head if isinstance(section, CriticConfig) else None
+    return section.value_head if isinstance(section, AnyCriticConfig) else None
 
 
 def head_rows_of(section: RoleConfig) -> int:
     """Outputs of a value model's head."""
-    return section.head_rows if isinstance(section, CriticConfig) else 1
+    return section.head_rows if isinstance(section, AnyCriticConfig) else 1
 
 
 def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:

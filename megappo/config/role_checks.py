@@ -19,14 +19,16 @@ def freeze_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
 
 def value_bins_problem(config: TrainConfig) -> str | None:
     """A categorical head without a range, or with none that is one."""
-    critic = config.critic
-    if not critic.is_categorical:
-        return None
-    for key, end in (("value_low", critic.value_low), ("value_high", critic.value_high)):
-        if end is None:
-            fix = f"the bins of critic.loss {critic.loss} need both ends of the returns; set critic.value_low and critic.value_high"
-            return problem(f"critic.{key}", end, fix)
-    assert critic.value_low is not None and critic.value_high is not None
-    if critic.value_low >= critic.value_high:
-        return problem("critic.value_low", critic.value_low, f"is not below critic.value_high {critic.value_high:g}; exchange them")
+    for role, critic in config.critics.items():
+        if not critic.is_categorical:
+            continue
+        for key, end in (("value_low", critic.value_low), ("value_high", critic.value_high)):
+            if end is None:
+                both = f"set {role}.value_low and {role}.value_high"
+                fix = f"the bins of {role}.loss {critic.loss} need both ends of the returns; {both}"
+                return problem(f"{role}.{key}", end, fix)
+        assert critic.value_low is not None and critic.value_high is not None
+        if critic.value_low >= critic.value_high:
+            fix = f"is not below {role}.value_high {critic.value_high:g}; exchange them"
+            return problem(f"{role}.value_low", critic.value_low, fix)
     return None

@@ -139,7 +139,9 @@ class PolicyConfig(TrainableConfig):
     the reference (`reference.refresh_from`); null keeps none. `{}` takes the defaults."""
 
 
-class CriticConfig(TrainableConfig):
+class AnyCriticConfig(TrainableConfig):
+    """A critic, but for the warm-up, which is of all critics together."""
+
     model: ModelPath | None = None
     """Checkpoint that initialises the critic; null means `policy.model`. A reward or critic checkpoint may carry its head."""
     value_head: Literal["zero", "normal", "checkpoint"] = "zero"
@@ -148,22 +150,13 @@ class CriticConfig(TrainableConfig):
     """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights initialise
     the critic instead of those of `model`; layouts and engines may differ. `model` still names the architecture. A resumed run
     takes its own weights."""
-    checkpoint_role: Literal["critic", "policy"] = "critic"
-    """Role of `checkpoint` to load: the critic with its value head, or the policy, under a new head (`value_head`)."""
-    warmup_steps: NonNegative = 0
-    """PPO steps at the start that train only the critic. As many as `trainer.steps`: the run pretrains the critic, and the policy
-    has no optimizer (`megappo pretrain-critic`)."""
-    warmup_lam: Fraction | None = None
-    """GAE lambda of the critic's returns in these steps; 1 means Monte Carlo returns (value pretraining, arXiv:2503.01491). null
-    means `algorithm.lam_value`."""
-    warmup_explained_variance: Annotated[float, Field(lt=1.0)] | None = None
-    """End these steps early, after the first whose values explain this share of the variance of their returns
-    (`critic/explained_variance`). The policy's schedule of learning rates then counts all steps of the run."""
+    checkpoint_role: Literal["critic", "critic_b", "policy"] = "critic"
+    """Role of `checkpoint` to load: a critic with its value head, or the policy, under a new head (`value_head`)."""
     ppo_epochs: Positive | None = None
     """The critic's passes over the responses of a step, for example 2 for two critic updates to one of the policy; null means
     `algorithm.ppo_epochs`."""
     mini_batch_size: Positive | None = None
-    """Samples per optimizer step of the critic; null means `algorithm.mini_batch_size`."""
+    """Samples per optimizer step of the critic; null means `algorithm.mini_batch_size`, divided by the number of critics."""
     loss_aggregation: LossAggregation | None = None
     """Reduction of the critic's token losses; null means `algorithm.loss_aggregation`."""
     loss: Literal["mse", "huber", "hl_gauss", "two_hot"] = "mse"
@@ -192,6 +185,19 @@ class CriticConfig(TrainableConfig):
     def head_facts(self) -> dict[str, str | int | float] | None:
         """Meaning of a categorical head's outputs, by key; None of a head that gives the value itself."""
         return self.model_dump(include={"loss", "bins", "value_low", "value_high"}) if self.is_categorical else None
+
+
+class CriticConfig(AnyCriticConfig):
+    warmup_steps: NonNegative = 0
+    """PPO steps at the start that train only the critic. As many as `trainer.steps`: the run pretrains the critic, and the policy
+    has no optimizer (`megappo pretrain-critic`). Of several critics all train."""
+    warmup_lam: Fraction | None = None
+    """GAE lambda of the critic's returns in these steps; 1 means Monte Carlo returns (value pretraining, arXiv:2503.01491). null
+    means `algorithm.lam_value`."""
+    warmup_explained_variance: Annotated[float, Field(lt=1.0)] | None = None
+    """End these steps early, after the first whose values explain this share of the variance of their returns
+    (`critic/explained_variance`, the least of several critics). The policy's schedule of learning rates then counts all steps of
+    the run."""
 
 
 class FrozenOffloadConfig(Section):

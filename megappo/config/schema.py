@@ -15,7 +15,14 @@ from pydantic import Field
 from megappo.config.paths import ModelPath, PathText
 from megappo.config.rank_ranges import ALL, RankRanges
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
-from megappo.config.role_sections import CriticConfig, ModelConfig, PolicyConfig, ReferenceConfig, RewardModelConfig
+from megappo.config.role_sections import (
+    AnyCriticConfig,
+    CriticConfig,
+    ModelConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+)
 from megappo.config.run_sections import CheckpointConfig, RunConfig, TelemetryConfig, TrainerConfig
 from megappo.config.section import Fraction, LossAggregation, NonNegativeFloat, Positive, PositiveFloat, Section
 
@@ -215,6 +222,14 @@ class AlgorithmConfig(Section):
     high_entropy_token_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Train on this share of the sampled tokens of a step, those with the highest entropy (arXiv:2506.01939 has 0.2): the others
     have advantage 0. null trains on all."""
+    value_of_critics: Literal["mean", "min"] = "mean"
+    """With several critics (`critic_b`): value of a prefix in the advantages, the mean of theirs or the least."""
+    disagreement_mask_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """With several critics: give advantage 0 to this share of the sampled tokens of a step, those whose values deviate least from
+    each other (AsyPPO, arXiv:2510.01656, has 0.2). Tokens tied with the first that counts keep theirs. null masks none."""
+    disagreement_entropy_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """With several critics and an entropy bonus: leave this share of the sampled tokens out of the bonus, those whose values
+    deviate most from each other (0.2 in AsyPPO). null leaves out none."""
     mask_truncated: bool = False
     """Leave responses cut by the length limit out of the policy's loss (DAPO, arXiv:2503.14476, overlong filtering). Their rewards
     still count in the advantages of others, and the critic learns from them."""
@@ -274,7 +289,7 @@ class AlgorithmConfig(Section):
     @property
     def reweights(self) -> bool:
         """True if tokens of a response count differently, or their advantages are averaged."""
-        chosen = self.high_entropy_token_ratio is not None
+        chosen = self.high_entropy_token_ratio is not None or self.disagreement_mask_ratio is not None
         return chosen or self.sequence_advantages or self.correction.weighs
 
     @property
@@ -285,6 +300,9 @@ class AlgorithmConfig(Section):
 
 
 # ------------------------------------------------------------------------------------------------------------------ train
+
+CRITICS = ("critic", "critic_b")
+"""Roles that value prefixes, each a section of its own; the first is in every run with a critic."""
 
 
 class TrainConfig(Section):
@@ -303,6 +321,9 @@ class TrainConfig(Section):
     critic: CriticConfig = CriticConfig()
     """The model that learns the value of a prefix, with its own layout and optimizer; built if `algorithm.estimator` is gae
     or vtrace."""
+    critic_b: AnyCriticConfig | None = None
+    """A second critic with its own model, layout, ranks and optimizer; `{}` takes the defaults, null builds none. Each critic
+    learns from its own half of the responses to every prompt, and all value all responses (docs/algorithms.md)."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL; built unless `algorithm.kl.placement` is none."""
     reward_model: RewardModelConfig = RewardModelConfig()
@@ -323,6 +344,12 @@ class TrainConfig(Section):
     """Checkpoints: interval, contents and number kept."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Records besides the metrics of every step."""
+
+    @property
+    def critics(self) -> dict[str, AnyCriticConfig]:
+        """Role -> section of the critics that this run has; empty under an estimator without one."""
+        sections: dict[str, AnyCriticConfig | None] = {role: getattr(self, role) for role in CRITICS}
+        return {role: one for role, one in sections.items() if one is not None} if self.algorithm.has_critic else {}
 
 
 # -------------------------------------------------------------------------------------------------------------------- sft

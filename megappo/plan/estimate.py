@@ -42,7 +42,7 @@ from megappo.plan.memory import (
 from megappo.plan.reserve import reserve_bytes
 from megappo.rollout.types import SamplingParams
 from megappo.telemetry.tables import gib
-from megappo.trainer.roles import Critic, policy_reads
+from megappo.trainer.roles import critic_reads, policy_reads
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,7 @@ def _with_average(
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
     """Numbers of a token that a role's passes read, without and with gradients: kept ids, fields of losses."""
     if value_head_of(getattr(config, role)) is not None:
-        return 0, len(Critic.reads)
+        return 0, len(critic_reads(role))
     s = config.rollout.sampling
     sampling = SamplingParams(config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_kept=s.replay_kept_tokens)
     return sampling.kept_width, sampling.kept_width + len(policy_reads(config.algorithm))

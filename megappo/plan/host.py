@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 from megappo.config.batch import update_schedule
 from megappo.config.layout_checks import trained_sections
-from megappo.config.schema import AlgorithmConfig
+from megappo.config.schema import TrainConfig
 from megappo.parallel.shares import Shares, shares_of
 from megappo.plan.estimate import Plan, values_read
+from megappo.trainer.critics import BONUS, DISAGREEMENT, fields_of
 from megappo.trainer.model_outputs import OUTPUTS
 from megappo.trainer.reweighting import REJECTED
 from megappo.trainer.updates import READS, update_reads
@@ -103,7 +104,7 @@ class HostWork:
         self._drawn, self._responses = self._tokens_each(drawing), ceil(step.samples / drawing) * config.rollout.max_response_tokens
         self._fields = {"response_mask", "rollout_logprob", *self._existing({"kept"})}
         self._outputs = {name for role in shares for name in OUTPUTS[role].tokens}
-        self._shaped = _shaped_fields(config.algorithm)
+        self._shaped = _shaped_fields(config)
 
     @cached_property
     def fullest_rank(self) -> int:
@@ -198,10 +199,11 @@ class HostWork:
         reads = {role: self._existing({*update_reads(role, algorithm), *READS}) for role in self._trained}
         parts_of = dict(zip(self._divisions, parts))
         # Sent once for roles that divide a batch, and an epoch, alike.
-        alike = {(self._shares[role], schedules[role].mini_batch_size) for role in self._trained}
-        for shares, size in sorted(alike, key=lambda one: (self._divisions.index(one[0]), one[1])):
+        division = {role: (self._shares[role], one.mini_batch_size, one.part) for role, one in schedules.items()}
+        for key in sorted(set(division.values()), key=lambda one: (self._divisions.index(one[0]), *one[1:])):
+            shares, size, _ = key
             part = parts_of[shares]
-            roles = [role for role in self._trained if (self._shares[role], schedules[role].mini_batch_size) == (shares, size)]
+            roles = [role for role in self._trained if division[role] == key]
             fields = set().union(*(reads[role] for role in roles))
             here, sent = self._held(shares, part, fields), self._sent(shares, part, fields)
             later = sum(schedules[role].epochs - 1 for role in roles)
@@ -271,12 +273,17 @@ class HostWork:
         return (FIELD_NS * count + ids_ns) * self._tokens_each(shares.count)
 
 
-def _shaped_fields(algorithm: AlgorithmConfig) -> set[str]:
+def _shaped_fields(config: TrainConfig) -> set[str]:
     """Fields of a token that stage 5 adds with memory of their own: if nothing changes the advantage, it is the raw one."""
-    changed = algorithm.whitens or algorithm.reweights
-    by_turns = algorithm.gae_level == "turn"
-    asked = {"returns": algorithm.has_critic, "value_mask": by_turns, "advantage": changed, REJECTED: algorithm.correction.drops}
-    return {"reward", "raw_advantage", *(name for name, is_there in asked.items() if is_there)}
+    algorithm, returns = config.algorithm, {fields_of(role).returns for role in config.critics}
+    asked = {
+        "value_mask": algorithm.gae_level == "turn",
+        "advantage": algorithm.whitens or algorithm.reweights,
+        REJECTED: algorithm.correction.drops,
+        DISAGREEMENT: len(config.critics) > 1,
+        BONUS: algorithm.disagreement_entropy_ratio is not None,
+    }
+    return {"reward", "raw_advantage", *returns, *(name for name, is_there in asked.items() if is_there)}
 
 
 def _part(shares: Shares, rank: int) -> Part:

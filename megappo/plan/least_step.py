@@ -49,7 +49,8 @@ def _role_s(plan: Plan, role: str, hardware: Hardware) -> float:
     flops = one.total
     if role in trained_sections(config):
         recompute: Literal["none", "selective", "full"] = section.recompute if isinstance(section, TrainableConfig) else "none"
-        flops += update_schedule(config, role).epochs * (one.training + one.recomputed(recompute))
+        schedule = update_schedule(config, role)
+        flops += schedule.epochs * (one.training + one.recomputed(recompute)) / schedule.part.count
     return plan.step.samples * flops / hardware.flops_per_s(section.dtype) / len(plan.placements[role])
 
 

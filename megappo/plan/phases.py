@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megappo.config.layout_checks import roles_in_use, trained_sections, value_head_of
 from megappo.config.role_sections import RewardModelConfig
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import CRITICS, TrainConfig
 from megappo.plan.estimate import Plan, beside_sampler, roles_beside_sampler
 from megappo.plan.memory import Moment, RoleMemory
 
@@ -51,7 +51,7 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
         add("generate", "policy", memory("policy").inferring, "generate")
     for role in filter(here.__contains__, forward_passes(plan.config)):
         add(pass_name(plan.config, role), role, memory(role).inferring)
-    for role in filter(here.__contains__, ("critic", "policy")):  # PPO's updates, in its order
+    for role in filter(here.__contains__, (*CRITICS, "policy")):  # PPO's updates, in its order
         add(f"{role} update", role, memory(role).updating)
         add(f"{role} optimizer step", role, memory(role).stepping)
     if "policy" in here:

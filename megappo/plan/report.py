@@ -7,7 +7,7 @@ from itertools import combinations
 from math import prod
 
 from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
-from megappo.config.batch import StepArithmetic, update_schedule
+from megappo.config.batch import WHOLE, StepArithmetic, update_schedule
 from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of
 from megappo.config.rank_ranges import ranges_text
 from megappo.models.arch import ModelArch
@@ -87,9 +87,9 @@ def _model_lines(plan: Plan) -> list[str]:
             lines.append(f"  {role}: {away:,} parameters are frozen ({', '.join(section.freeze)}), {whole - away:,} train")
     if reference_is_base(plan.config):
         lines.append("  reference: the policy without its adapters")
-    critic = plan.config.critic
-    if critic.checkpoint is not None:
-        lines.append(f"  critic: starts from the {critic.checkpoint_role} in {critic.checkpoint}")
+    for role, critic in plan.config.critics.items():
+        if critic.checkpoint is not None:
+            lines.append(f"  {role}: starts from the {critic.checkpoint_role} in {critic.checkpoint}")
     return lines
 
 
@@ -318,9 +318,10 @@ def _batch_lines(plan: Plan) -> list[str]:
     ]
     for schedule in dict.fromkeys(schedules.values()):
         roles = ", ".join(role for role in schedules if schedules[role] == schedule)
+        each = "" if schedule.part == WHOLE else f", of {step.samples // schedule.part.count:,} samples of its own"
         lines.append(
             f"  updates of {roles}: {_count(schedule.mini_batches(step.samples), 'mini-batch')} of {schedule.mini_batch_size:,} "
-            f"x {_count(schedule.epochs, 'epoch')} = {_count(schedule.optimizer_steps(step.samples), 'optimizer step')}"
+            f"x {_count(schedule.epochs, 'epoch')} = {_count(schedule.optimizer_steps(step.samples), 'optimizer step')}{each}"
         )
     lines += table(
         ["micro-batches", "dp", "sequences each", "token budget", "micro-batches at most", "bubble"],

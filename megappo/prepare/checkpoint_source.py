@@ -13,6 +13,7 @@ from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.manifest import Manifest
 from megappo.config.errors import ConfigError, problem
+from megappo.config.schema import CRITICS
 from megappo.config.yaml_reader import parse_yaml
 from megappo.models.arch import ModelArch
 from megappo.models.role_arch import arch_for
@@ -57,7 +58,7 @@ def other_architecture(text: str, manifest: Manifest, role: str, arch: ModelArch
     written, _ = parse_yaml(str(manifest.facts.get("config", "")), text)
     if not isinstance(written, dict):
         return None
-    sections = {name: written.get(name) or {} for name in ("policy", "critic")}
+    sections = {name: written.get(name) or {} for name in ("policy", *CRITICS)}
     model = sections[role].get("model") or sections["policy"].get("model")
     if model is None or not Path(model, "config.json").is_file():  # moved: the load compares shapes
         return None

@@ -19,9 +19,9 @@ from megappo.models.implementation import choose_implementation, implementation_
 from megappo.ops.implementations import Kernels, missing
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import placement_of
-from megappo.prepare.critic_source import critic_source
+from megappo.prepare.critic_source import check_critic_sources
 from megappo.prepare.inputs import check_names
-from megappo.prepare.layouts import check_layouts, model_paths, read_archs
+from megappo.prepare.layouts import check_layouts, read_archs
 from megappo.rollout.vllm_limits import check_vllm
 
 
@@ -58,8 +58,8 @@ def check_run(
         longest = longest_sequence_tokens(config)
         num_ranks = len(placement_of(config.rollout.ranks, world_size))
         check_vllm(archs["policy"], config.rollout.tp, num_ranks, longest, device)  # raises if vLLM cannot serve it
-    if "critic" in archs and not resume and not shapes_only:  # a resumed run takes the critic from its own checkpoint
-        critic_source(config.critic, archs["critic"], model_paths(config)["critic"][1])  # raises if there is no such checkpoint
+    if not resume and not shapes_only:  # a resumed run takes the critics from its own checkpoint
+        check_critic_sources(config, archs)
     if config.checkpoint.remote is not None and not shapes_only:
         _check_remote(config.checkpoint.remote)
     return CheckedRun(config, archs, layouts, notes)

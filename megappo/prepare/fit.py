@@ -29,24 +29,29 @@ def fit_if_asked(
 def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> tuple[TrainConfig, tuple[str, ...]]:
     """Lower `data.prompts_per_step` and the mini-batch sizes until they fit; returns notes on what was changed.
 
-    A step takes at most all prompts, its samples divide evenly over the data-parallel ranks of policy and critic, and so do those
+    A step takes at most all prompts, its samples divide evenly over the data-parallel ranks of policy and critics, and so do those
     of a mini-batch, which divides the step. If there are fewer samples than ranks, some ranks stay without any. num_prompts: after
     the filter; None if unknown, then only the ranks count.
     """
-    replicas = _replicas(config, world_size)
+    critics = max(1, len(config.critics))  # each trains on its own part of the samples
+    replicas = _replicas(config, world_size) * critics
     n = config.rollout.samples_per_prompt
     unit = replicas // gcd(replicas, n)  # prompts whose samples divide over the replicas
     asked = config.data.prompts_per_step
     prompts = min(asked, num_prompts) if num_prompts else asked
     prompts -= prompts % unit if prompts >= unit else 0
     sizes = {"algorithm.mini_batch_size": config.algorithm.mini_batch_size}
-    if config.critic.mini_batch_size is not None:
-        sizes["critic.mini_batch_size"] = config.critic.mini_batch_size
     fitting = {key: _mini_batch(prompts * n, size, replicas) for key, size in sizes.items()}
+    for role, critic in config.critics.items():
+        if critic.mini_batch_size is not None:
+            key = f"{role}.mini_batch_size"
+            sizes[key] = critic.mini_batch_size
+            fitting[key] = _mini_batch(prompts * n // critics, critic.mini_batch_size, replicas // critics)
     notes = []
     if prompts != asked:
         of_data = f"of {num_prompts:,} prompts " if num_prompts is not None else ""
-        notes.append(f"data.fit_batch: data.prompts_per_step {asked} -> {prompts} ({of_data}on {replicas} data-parallel ranks)")
+        ranks = f"{replicas // critics} data-parallel ranks" + (f", for {critics} critics" if critics > 1 else "")
+        notes.append(f"data.fit_batch: data.prompts_per_step {asked} -> {prompts} ({of_data}on {ranks})")
     for key, size in sizes.items():
         if fitting[key] != size:
             notes.append(f"data.fit_batch: {key} {size} -> {fitting[key]} (of {prompts * n} samples a step)")

@@ -15,8 +15,8 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.sources import find_file
 from megappo.data.tokenizers import find_tokenizer
 from megappo.installed import missing_package
-from megappo.prepare.critic_source import critic_source
-from megappo.prepare.layouts import model_paths, read_archs
+from megappo.prepare.critic_source import check_critic_sources
+from megappo.prepare.layouts import read_archs
 from megappo.prepare.reward_model import find_reward_tokenizer
 from megappo.rewards.own import read_code
 from megappo.rewards.rules import RULES, make_rule
@@ -40,8 +40,8 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
     archs = read_archs(config, need_weights=not shapes_only, need_heads=False)
     if shapes_only:
         return
-    if isinstance(config, TrainConfig) and not resume and "critic" in archs:
-        critic_source(config.critic, archs["critic"], model_paths(config)["critic"][1])
+    if isinstance(config, TrainConfig) and not resume:
+        check_critic_sources(config, archs)
     find_tokenizer(config.data.tokenizer or config.policy.model)
     if trains:
         find_file(config.data.train)

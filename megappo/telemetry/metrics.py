@@ -15,6 +15,7 @@ GROUPS = (
     "eval",
     "policy",
     "critic",
+    "critics",
     "kl",
     "lengths",
     "rollout",
@@ -155,6 +156,16 @@ class Metric(_Named):
     VALUE = "critic/value_*", "mean, std, min, max of the values"
     RETURN = "critic/return_*", "mean, std, min, max of the returns"
 
+    DISAGREEMENT = "critics/disagreement", "mean over the sampled tokens of the standard deviation of the critics' values"
+    DISAGREEMENT_MASKED = (
+        "critics/masked_advantages",
+        "share of the sampled tokens whose advantage is 0 as the critics agree (algorithm.disagreement_mask_ratio)",
+    )
+    DISAGREEMENT_FILTERED = (
+        "critics/filtered_entropy",
+        "share of the sampled tokens without entropy bonus as the critics disagree (algorithm.disagreement_entropy_ratio)",
+    )
+
     KL_TOKEN = "kl/per_token", "mean KL to the reference per sampled token, by the estimator of algorithm.kl, nats"
     KL_TOKEN_K3 = "kl/per_token_k3", "the same by the k3 estimator, nats"
     KL_RESPONSE = (
@@ -214,6 +225,11 @@ class Metric(_Named):
     SFT_EXPERT_VIOLATION = "sft/expert_max_violation", "busiest expert of any layer above its even share, relative to it"
     SFT_EXPERTS_IDLE = "sft/experts_idle", "share of the experts that no token of the update chose"
     SFT_BALANCE_LOSS = "sft/balance_loss", "routers' balancing loss per sequence, summed over layers, before router_aux_coef"
+
+
+def of_critic(name: str, role: str) -> str:
+    """Name of a metric of the first critic for another one: `critic/loss` -> `critic_b/loss`."""
+    return role + name.removeprefix("critic")
 
 
 def finite_or_none(value: Any) -> Any:

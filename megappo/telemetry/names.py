@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from megappo.telemetry.metrics import MODEL_STAGES, MOMENTS, REWARD_MODEL_STAGE, STAGES, Metric
+from megappo.config.schema import CRITICS
+from megappo.telemetry.metrics import MODEL_STAGES, MOMENTS, REWARD_MODEL_STAGE, STAGES, Metric, of_critic
 
 _OF_PART = ("", "/std", "/min", "/max", "/share")
 
@@ -14,10 +15,14 @@ def metric_names(parts: Sequence[str], roles: Sequence[str]) -> list[str]:
     """Names of a run with these parts of the reward and these roles, without those of `open_beginnings`."""
     members = _members(parts, roles)
     names: list[str] = []
+    critics = [role for role in CRITICS if role in roles]
     for metric in Metric:
-        if metric.value.startswith("sft/") or (metric.value.startswith("critic/") and "critic" not in roles):
+        if metric.value.startswith("sft/") or (metric.value.startswith("critics/") and len(critics) < 2):
             continue
-        names += [metric.of(one) for one in members.get(metric, ())] if metric.value.endswith("*") else [metric.value]
+        found = [metric.of(one) for one in members.get(metric, ())] if metric.value.endswith("*") else [metric.value]
+        if metric.value.startswith("critic/"):
+            found = [of_critic(one, role) for role in critics for one in found]
+        names += found
     return names
 
 

@@ -13,7 +13,7 @@ from megappo.telemetry.metrics import MODEL_STAGES, MOMENTS, REWARD_MODEL_STAGE,
 from megappo.telemetry.tables import figures, table
 
 Row = Mapping[str, float]
-ROLES = ("policy", "critic", "reference", "reward_model")
+ROLES = ("policy", "critic", "critic_b", "reference", "reward_model")
 UNITS = (("PFLOP", 1e3), ("TFLOP", 1.0), ("GFLOP", 1e-3), ("MFLOP", 1e-6))
 RATES = (Metric.STAGE_TOKENS, Metric.TFLOPS, Metric.MFU, Metric.HFU)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megappo.config.layout_checks import head_rows_of, reference_is_base, roles_in_use, value_head_of
 from megappo.config.role_sections import RoleConfig
-from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.schema import CRITICS, SftConfig, TrainConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.role_arch import arch_for
@@ -32,7 +32,7 @@ def _policy(config: TrainConfig, engine: Engine) -> Policy:
 
 
 def _critic(config: TrainConfig, engine: Engine) -> Critic:
-    return Critic(engine, config.algorithm.value_clip, config.critic)
+    return Critic(engine, config.algorithm.value_clip, config.critics[engine.name], engine.name)
 
 
 def _language_model(config: TrainConfig, engine: Engine) -> LanguageModel:
@@ -45,7 +45,7 @@ def _reward_model(config: TrainConfig, engine: Engine) -> RewardModel:
 
 ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
     "policy": _policy,
-    "critic": _critic,
+    **dict.fromkeys(CRITICS, _critic),
     "reference": _language_model,
     "reward_model": _reward_model,
 }
@@ -72,14 +72,19 @@ class Roles:
         return name in self.trained
 
     @property
+    def critics(self) -> tuple[str, ...]:
+        """Names of the critics, here or on other ranks; empty if the estimator needs none."""
+        return tuple(name for name in CRITICS if name in self.trained)
+
+    @property
+    def update_order(self) -> tuple[str, ...]:
+        """Names of the trained roles in the order of their updates, stage 6."""
+        return (*self.critics, *(name for name in self.trained if name not in CRITICS))
+
+    @property
     def policy(self) -> Policy | None:
         """The policy; None on ranks that it does not live on, as every role."""
         return cast("Policy | None", self.by_name.get("policy"))
-
-    @property
-    def critic(self) -> Critic | None:
-        """The critic; None on every rank if the estimator needs none."""
-        return cast("Critic | None", self.by_name.get("critic"))
 
     @property
     def reference(self) -> LanguageModel | None:

@@ -12,13 +12,21 @@ import torch
 from torch import Tensor
 
 from megappo.algo.chunks import in_chunks
+from megappo.config.schema import CRITICS
 from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import largest, total
+from megappo.trainer.critics import fields_of
 from megappo.trainer.model_outputs import computing_ranks
 
 # Field of the batch -> role that computes it, None for the sampler. Not the entropy, which is only measured.
-_TOKENS = {"rollout_logprob": None, "logprob": "policy", "value": "critic", "ref_logprob": "reference"}
+_TOKENS = {
+    "rollout_logprob": None,
+    "logprob": "policy",
+    **{fields_of(role).value: role for role in CRITICS},
+    "ref_logprob": "reference",
+}
+_ENDS = {fields_of(role).bootstrap: role for role in CRITICS}
 
 
 class NonFiniteOutput(RuntimeError):
@@ -34,7 +42,7 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
     Collective over the world.
 
     shares: role -> its division of a batch. sampler: name of the rollout engine. The step's fields: logprob, rollout_logprob, value
-    and bootstrap (of cut responses) if there is a critic, ref_logprob if there is a reference.
+    and bootstrap (of cut responses) of every critic, ref_logprob if there is a reference.
     """
     batch, numbers = experience.batch, experience.numbers
     ends = batch.cu_seqlens[1:].long()
@@ -44,8 +52,7 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
         for name in _TOKENS
         if name in batch
     }
-    if "bootstrap" in batch:
-        bad["bootstrap"] = numbers[_bad(batch["bootstrap"], batch["truncated"])]
+    bad |= {name: numbers[_bad(batch[name], batch["truncated"])] for name in _ENDS if name in batch}
     counts = total(torch.tensor([len(samples) for samples in bad.values()]))
     if not int(counts.sum()):
         return
@@ -54,7 +61,7 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
     for name, number, first in zip(bad, counts.tolist(), firsts.tolist()):
         if not number:
             continue
-        role = _TOKENS.get(name, "critic")
+        role = _TOKENS[name] if name in _TOKENS else _ENDS[name]
         whose, where = sampler, ""
         if role is not None:
             whose, where = f"the {role}", f", computed by {computing_ranks(experience, shares[role], first)}"
@@ -73,5 +80,5 @@ def _bad(values: Tensor, counts: Tensor) -> Tensor:
 
 
 def _count(name: str, number: int) -> str:
-    kind = "the end of {} cut response" if name == "bootstrap" else "{} sampled token"
+    kind = "the end of {} cut response" if name in _ENDS else "{} sampled token"
     return kind.format("a") if number == 1 else f"{kind}s".format(number)

@@ -12,8 +12,9 @@ from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.kl import kl_estimate
 from megappo.algo.ratio_bins import ratio_histogram
 from megappo.parallel.totals import maxima, totals
-from megappo.telemetry.metrics import Distribution
+from megappo.telemetry.metrics import Distribution, of_critic
 from megappo.telemetry.trackers.base import Histogram
+from megappo.trainer.critics import critics_in
 from megappo.trainer.report import StepRecord
 
 NUM_BINS = 64  # TensorBoard shows about 30
@@ -32,12 +33,14 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
         Distribution.RESPONSE: tokens_per_sequence(mask, batch.cu_seqlens),
         Distribution.SCORE: torch.tensor(record.scored.total),
     }
-    if "value" in batch:
-        targets = record.value_mask
-        values |= {Distribution.VALUE: batch["value"][targets], Distribution.RETURN: batch["returns"][targets]}
+    of_critics = {
+        of_critic(name.value, role): batch[field][record.value_mask]
+        for role, fields in critics_in(batch).items()
+        for name, field in ((Distribution.VALUE, fields.value), (Distribution.RETURN, fields.returns))
+    }
     if "ref_logprob" in batch:
         values[Distribution.KL] = kl_estimate(batch["logprob"], batch["ref_logprob"], record.kl_estimator)[mask]
-    found = even_histograms({name.value: x for name, x in values.items()})
+    found = even_histograms({name.value: x for name, x in values.items()} | of_critics)
     if (ratios := ratio_histogram(record.policy.sums)) is not None:
         found[Distribution.RATIO.value] = Histogram(tuple(ratios[0]), tuple(ratios[1]))
     return found

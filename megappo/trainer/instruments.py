@@ -68,7 +68,7 @@ class Instruments:
         """FLOPs, their rates, and memory of a step. Collective: memory is the largest over all ranks."""
         lengths, sampled = record.experience.table.length.long(), record.response_lengths.long()
         work = StepWork.of_step(
-            self._models, lengths, sampled, record.critic, record.policy, self._generating, self._scoring(record)
+            self._models, lengths, sampled, record.critics, record.policy, self._generating, self._scoring(record)
         )
         return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
 

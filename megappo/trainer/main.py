@@ -198,7 +198,7 @@ def _train(
                 average.start()
         run_dir.record_config(dump_yaml(config))
     else:
-        load_critic(config, roles.engines.get("critic"), log)
+        load_critics(config, roles.engines, log)
 
     done_before = state.step
     with input_accepted(), closing(ppo.scorer), closing(ppo.evaluations):
@@ -228,18 +228,19 @@ def _store_of(config: TrainConfig, run_dir: RunDir, lease: Lease) -> CheckpointS
 # ---------------------------------------------------------------------------------------------------- weights in and out
 
 
-def load_critic(config: TrainConfig, engine: Engine | None, log: RunLog) -> None:
-    """Load the weights of `critic.checkpoint`, if set, in place of those of `critic.model`. engine: None where it does not live."""
-    if not config.algorithm.has_critic:
-        return
-    # Another run may be writing there: rank 0 decides which of its checkpoints all ranks read.
-    spec = spec_of_role(config, "critic", None)
-    source = on_rank_zero("finding critic.checkpoint", lambda: critic_source(config.critic, spec.arch, spec.model))
-    if source is None:
-        return
-    store = CheckpointStore(source.directory, keep_last=1)
-    store.load_weights(source.role, engine, source.step, with_head=source.role == "critic")
-    log.note(f"critic: starts from the {source.role} of step {source.step} in {source.directory}")
+def load_critics(config: TrainConfig, engines: Mapping[str, Engine], log: RunLog) -> None:
+    """Load the weights of `critic.checkpoint`, if set, in place of those of `critic.model`, and so for every critic. engines: by
+    role, of those that live here."""
+    for role, critic in config.critics.items():
+        # Another run may be writing there: rank 0 decides which of its checkpoints all ranks read.
+        spec = spec_of_role(config, role, None)
+        find = partial(critic_source, critic, spec.arch, spec.model, role)
+        source = on_rank_zero(f"finding {role}.checkpoint", find)
+        if source is None:
+            continue
+        store = CheckpointStore(source.directory, keep_last=1)
+        store.load_weights(source.role, engines.get(role), source.step, with_head=source.role != "policy")
+        log.note(f"{role}: starts from the {source.role} of step {source.step} in {source.directory}")
 
 
 def export_policy(engine: Engine | None, run_dir: RunDir, source: Path) -> None:

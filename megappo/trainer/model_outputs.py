@@ -7,11 +7,13 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
+from megappo.config.schema import CRITICS
 from megappo.data.packing import PackedBatch
 from megappo.experience.experience import Experience
 from megappo.experience.owners import Owners
 from megappo.parallel.shares import Shares
 from megappo.trainer.build_roles import Roles
+from megappo.trainer.critics import fields_of
 from megappo.trainer.roles import LanguageModel
 
 
@@ -29,7 +31,7 @@ class Outputs(NamedTuple):
 
 OUTPUTS: dict[str, Outputs] = {
     "policy": Outputs(LanguageModel.sampling_fields, ("logprob", "entropy")),
-    "critic": Outputs((), ("value",), ("bootstrap",)),
+    **{role: Outputs((), (fields_of(role).value,), (fields_of(role).bootstrap,)) for role in CRITICS},
     "reference": Outputs(LanguageModel.sampling_fields, ("ref_logprob",)),
 }
 """Role -> its fields. In this order a rank makes the passes of the roles that it hosts."""

@@ -149,18 +149,20 @@ class PPO:
             if not (reason or self.warmup.covers(step)):
                 figures |= self.set_entropy_bonus(experience)
 
-        with timers.stage("update_critic" if self.roles.trains("critic") else "update_policy"):  # 6
+        critics = self.roles.critics
+        with timers.stage("update_critic" if critics else "update_policy"):  # 6
             self.checkpoints.begin_updates()
-            updated = () if reason else ("critic",) if self.warmup.covers(step) else self.roles.trained
+            updated = () if reason else critics if self.warmup.covers(step) else self.roles.trained
             counts_ratios = self.is_due(step, config.telemetry.histogram_interval)
             seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, config.algorithm)
             updates = Updates(experience, self.roles, updated, config, seed, counts_ratios, positive)
-            updates.run("critic")
+            for name in critics:
+                updates.run(name)
         with timers.stage("update_policy"):
             updates.run("policy")
             if self.average is not None and updates.changed("policy"):
                 self.average.update()
-        critic, policy = updates.summary("critic"), updates.summary("policy")
+        of_critics, policy = {name: updates.summary(name) for name in critics}, updates.summary("policy")
 
         if self.is_due(step, config.run.replica_check_every):  # before wrong weights reach the sampler or a checkpoint
             with timers.stage("check_replicas"):
@@ -173,7 +175,7 @@ class PPO:
 
         self.instruments.settle_times(timers)  # 8
         kl_kind = config.algorithm.kl.estimator
-        record = StepRecord(step, experience, scored, agreement, kl_kind, kl_coef, critic, policy, pushed, figures)
+        record = StepRecord(step, experience, scored, agreement, kl_kind, kl_coef, of_critics, policy, pushed, figures)
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
         if not (reason or self.warmup.covers(step)):
             self.kl_controller.update(record.kl_per_response(), experience.table.num_samples)
@@ -226,11 +228,11 @@ class PPO:
         return self.warmup.last_step(self.total_steps)
 
     def count(self, record: StepRecord) -> None:
-        table, critic, policy = record.experience.table, record.critic, record.policy
+        table, critics, policy = record.experience.table, record.critics.values(), record.policy
         self.state.step += 1
         self.state.episodes += table.num_samples
         self.state.tokens += int(table.sampled.sum())
-        self.state.critic_updates += critic.num_updates
+        self.state.critic_updates += sum(critic.num_updates for critic in critics)
         self.state.policy_updates += policy.num_updates
-        self.state.critic_skipped += critic.skipped
+        self.state.critic_skipped += sum(critic.skipped for critic in critics)
         self.state.policy_skipped += policy.skipped

@@ -5,6 +5,7 @@ Each rank adds up its own samples; one exchange of sums and one of maxima make t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,8 +32,9 @@ from megappo.experience.experience import Experience
 from megappo.parallel.totals import maxima as maxima_of_ranks
 from megappo.parallel.totals import totals
 from megappo.rewards.compose import Scored
-from megappo.telemetry.metrics import Metric
+from megappo.telemetry.metrics import Metric, of_critic
 from megappo.telemetry.timers import StageTimers
+from megappo.trainer.critics import CriticFields, critics_in
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.updates import UpdateSummary
 
@@ -61,8 +63,8 @@ class Totals:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Results of one PPO step. experience, scored: of this rank's samples. All else is the same on every rank; critic and policy on
-    the ranks of the role."""
+    """Results of one PPO step. experience, scored: of this rank's samples. All else is the same on every rank; critics (by role)
+    and policy on the ranks of the role."""
 
     step: int
     experience: Experience
@@ -70,7 +72,7 @@ class StepRecord:
     agreement: Agreement
     kl_estimator: str
     kl_coef: float
-    critic: UpdateSummary
+    critics: Mapping[str, UpdateSummary]
     policy: UpdateSummary
     pushed: dict[str, float]
     shaping: Mapping[str, float] = field(default_factory=dict)
@@ -86,16 +88,16 @@ class StepRecord:
         of_samples = {name: masked_moments(x, mask) for name, (x, mask) in self._of_samples().items()}
         moments = {**self._of_tokens(), **of_samples}
         sums = {name: found.sums for name, found in moments.items()}
-        if self._has_values:
-            sums["fit"] = regression_moments(self.batch["value"], self.batch["returns"], self.value_mask)
+        for role, (value, _, returns) in self._critic_fields.items():
+            sums[f"fit {role}"] = regression_moments(self.batch[value], self.batch[returns], self.value_mask)
         sums["retries"] = torch.tensor(list(self.scored.retries.values()), dtype=torch.float64)
         sums["unscored"] = torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64)
         return Totals(sums, {name: found.maxima for name, found in moments.items()})
 
     def _of_tokens(self) -> dict[str, Moments]:
         """Name -> moments over the sampled tokens, of value and returns over those with a target, a chunk of tokens at a time."""
-        of_critic = ["value", "returns"] if self._has_values else []
-        names = ["entropy", "raw_advantage", *of_critic]
+        of_critics = [name for one in self._critic_fields.values() for name in (one.value, one.returns)]
+        names = ["entropy", "raw_advantage", *of_critics]
         read = [*names, "logprob", "ref_logprob"] if "ref_logprob" in self.batch else names
         parts: dict[str, list[Moments]] = {}
         for mask, targets, *chunk in in_chunks(self._mask, self.value_mask, *(self.batch[name] for name in read)):
@@ -105,7 +107,7 @@ class StepRecord:
                 values |= {f"kl {kind}": kl_of_log_ratio(log_ratio, kind) for kind in {self.kl_estimator, "k1", "k3"}}
             count, num_targets = mask.sum(), targets.sum()
             for name, x in sorted(values.items()):
-                counted = (targets, num_targets) if name in of_critic else (mask, count)
+                counted = (targets, num_targets) if name in of_critics else (mask, count)
                 parts.setdefault(name, []).append(moments_of_chunk(x, *counted))
         return {name: Moments.joined(found) for name, found in parts.items()}
 
@@ -145,7 +147,7 @@ class StepRecord:
         return {
             **self._reward(),
             **self._policy(),
-            **self._critic(),
+            **self._of_critics(),
             **self._kl_metrics(),
             **self.shaping,
             **self._lengths(),
@@ -223,23 +225,30 @@ class StepRecord:
 
     @property
     def explained_variance(self) -> float:
-        """Share of the variance of the returns that the values explain, before the updates; NaN if the returns are all alike."""
-        return explained_variance(self.totals["fit"])
+        """Share of the variance of the returns that the values explain, before the updates: the least of the critics'. NaN if the
+        returns of one are all alike."""
+        found = [explained_variance(self.totals[f"fit {role}"]) for role in self._critic_fields]
+        return min(found, key=lambda one: (not math.isnan(one), one))
 
-    def _critic(self) -> dict[str, float]:
+    def _of_critics(self) -> dict[str, float]:
         """Empty without a critic."""
-        if not self._has_values:
-            return {}
-        c = self.critic
+        found: dict[str, float] = {}
+        for role, fields in self._critic_fields.items():
+            found |= {of_critic(name, role): value for name, value in self._of_critic(role, fields).items()}
+        return found
+
+    def _of_critic(self, role: str, fields: CriticFields) -> dict[str, float]:
+        """Metrics of one critic under the names of the first."""
+        c = self.critics[role]
         metrics = {
             Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
-            Metric.CRITIC_EXPLAINED_VARIANCE.value: self.explained_variance,
+            Metric.CRITIC_EXPLAINED_VARIANCE.value: explained_variance(self.totals[f"fit {role}"]),
             Metric.CRITIC_VALUE_ERROR_MAX.value: c.maxima.get("value_error_max", 0.0),
             Metric.CRITIC_GRAD_NORM.value: c.grad_norm,
             Metric.CRITIC_SKIPPED.value: c.skipped,
             Metric.CRITIC_UPDATES.value: c.num_updates,
-            **self._summary("value", "critic/value"),
-            **self._summary("returns", "critic/return"),
+            **self._summary(fields.value, "critic/value"),
+            **self._summary(fields.returns, "critic/return"),
         }
         for key, metric in (("value_clip_sum", Metric.CRITIC_VALUE_CLIP), ("return_outside_sum", Metric.CRITIC_RETURN_OUTSIDE)):
             if key in c.sums:
@@ -309,9 +318,9 @@ class StepRecord:
         return self.experience.table.sampled
 
     @property
-    def _has_values(self) -> bool:
-        """True in a run with a critic."""
-        return "value" in self.batch
+    def _critic_fields(self) -> dict[str, CriticFields]:
+        """Critics of the run by role."""
+        return critics_in(self.batch)
 
     @property
     def value_mask(self) -> Tensor:

@@ -19,6 +19,7 @@ from megappo.data.packing import PackedBatch
 from megappo.experience.experience import Experience
 from megappo.parallel.totals import largest, total
 from megappo.telemetry.metrics import Metric
+from megappo.trainer.critics import BONUS, DISAGREEMENT
 
 REJECTED = "rejected"
 """Field of the sampled tokens that count nowhere in the policy's loss (`correction.count_rejected`)."""
@@ -28,7 +29,7 @@ def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experi
     """The experience with its field advantage as `algorithm` wants it, and figures of that by metric. Collective over the world.
 
     Nothing changes under the defaults. Reads response_mask, with a correction logprob and rollout_logprob, with a ratio of tokens
-    entropy.
+    entropy or disagreement. Adds `critics.BONUS` if critics choose the tokens of the entropy bonus.
     """
     metrics: dict[str, float] = {}
     if algorithm.sequence_advantages:
@@ -39,6 +40,12 @@ def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experi
     if algorithm.high_entropy_token_ratio is not None:
         advantage, figures = _of_high_entropy(experience, algorithm.high_entropy_token_ratio)
         experience, metrics = experience.with_fields({"advantage": advantage}), metrics | figures
+    if algorithm.disagreement_mask_ratio is not None:
+        advantage, figures = _where_critics_disagree(experience, algorithm.disagreement_mask_ratio)
+        experience, metrics = experience.with_fields({"advantage": advantage}), metrics | figures
+    if algorithm.disagreement_entropy_ratio is not None:
+        bonus, figures = _where_critics_agree(experience, algorithm.disagreement_entropy_ratio)
+        experience, metrics = experience.with_fields({BONUS: bonus}), metrics | figures
     return experience, metrics
 
 
@@ -83,7 +90,40 @@ def _of_high_entropy(experience: Experience, ratio: float) -> tuple[Tensor, dict
     Wang et al. 2025, arXiv:2506.01939, eq. 6, whose threshold is of a mini-batch; tokens tied with the last one count too. Entropy
     bonus and KL term of the loss are of all tokens.
     """
-    batch, sampled = experience.batch, int(experience.table.sampled.sum())
+    batch, sampled = experience.batch, _num_sampled(experience)
     entropy = batch["entropy"]
     threshold = kth_largest(entropy[batch["response_mask"]], max(1, math.ceil(ratio * sampled)), total)
     return torch.where(entropy >= threshold, batch["advantage"], 0.0), {Metric.HIGH_ENTROPY.value: threshold}
+
+
+def _where_critics_disagree(experience: Experience, ratio: float) -> tuple[Tensor, dict[str, float]]:
+    """(advantages [T], 0 at this share of the sampled tokens of all ranks, those with the least disagreement; its figures).
+
+    Liu et al. 2025, arXiv:2510.01656: critics that agree have learned such a state, and it teaches little more. Tokens
+    tied with the first that counts keep their advantages: critics that start alike mask nothing before they differ.
+    """
+    deviation, mask, sampled = experience.batch[DISAGREEMENT], experience.batch["response_mask"], _num_sampled(experience)
+    threshold = kth_largest(deviation[mask], max(1, sampled - int(ratio * sampled)), total)
+    kept = mask & (deviation >= threshold)
+    advantage = torch.where(kept, experience.batch["advantage"], 0.0)
+    return advantage, {Metric.DISAGREEMENT_MASKED.value: _share_without(kept, sampled)}
+
+
+def _where_critics_agree(experience: Experience, ratio: float) -> tuple[Tensor, dict[str, float]]:
+    """([T] fp32, 0 at this share of the sampled tokens of all ranks, those with the most disagreement, 1 at others; its figures).
+
+    The same paper: states that critics value apart are often noise, which an entropy bonus would explore. Tokens tied with the
+    first that counts stay.
+    """
+    deviation, mask, sampled = experience.batch[DISAGREEMENT], experience.batch["response_mask"], _num_sampled(experience)
+    kept = mask & (deviation <= kth_largest(deviation[mask], int(ratio * sampled) + 1, total))
+    return kept.float(), {Metric.DISAGREEMENT_FILTERED.value: _share_without(kept, sampled)}
+
+
+def _num_sampled(experience: Experience) -> int:
+    return int(experience.table.sampled.sum())
+
+
+def _share_without(kept: Tensor, sampled: int) -> float:
+    """Share of the sampled tokens of all ranks that are not in `kept`, this rank's mask."""
+    return 1.0 - int(total(kept.sum())) / max(sampled, 1) if sampled else 0.0

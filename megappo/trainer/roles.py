@@ -12,11 +12,12 @@ from megappo.algo.alignment import align_values, next_token_targets, shift_left,
 from megappo.algo.kl import kl_loss
 from megappo.algo.losses import entropy_loss, nll_loss
 from megappo.algo.ratio_bins import ratio_counts
-from megappo.config.role_sections import CriticConfig
+from megappo.config.role_sections import AnyCriticConfig, CriticConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
 from megappo.data.ragged import NO_ID
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LogprobQuery, LossOutput, PassResult, StepResult
+from megappo.trainer.critics import BONUS, fields_of
 from megappo.trainer.objectives import fields_of_sequences, separates, surrogate
 from megappo.trainer.value_losses import bins_of, value_surrogate
 
@@ -99,8 +100,14 @@ def loss_kl_coef(algorithm: AlgorithmConfig) -> float:
 
 def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     """Names of the batch's fields that the policy's loss reads."""
-    kl = ("ref_logprob",) if loss_kl_coef(algorithm) > 0 else ()
-    return (algorithm.old_logprob, "advantage", "weight", *kl, *((NLL_WEIGHT,) if algorithm.positive_nll_coef > 0 else ()))
+    reads = [algorithm.old_logprob, "advantage", "weight"]
+    if loss_kl_coef(algorithm) > 0:
+        reads.append("ref_logprob")
+    if algorithm.positive_nll_coef > 0:
+        reads.append(NLL_WEIGHT)
+    if algorithm.disagreement_entropy_ratio is not None:
+        reads.append(BONUS)
+    return tuple(reads)
 
 
 class Policy(LanguageModel):
@@ -163,7 +170,8 @@ class Policy(LanguageModel):
         if self.counts_ratios:
             metrics |= ratio_counts(logprob, fields[a.old_logprob], weight)
         if entropy is not None:
-            loss = loss + self.entropy_coef * entropy_loss(entropy, weight)
+            bonus = weight * fields[BONUS] if BONUS in fields else weight
+            loss = loss + self.entropy_coef * entropy_loss(entropy, bonus)
         if self._kl_coef > 0:
             penalty, kl_metrics = kl_loss(logprob, fields["ref_logprob"], weight, a.kl.estimator)
             loss = loss + self._kl_coef * penalty
@@ -175,25 +183,33 @@ class Policy(LanguageModel):
         return loss, metrics
 
 
+def critic_reads(role: str) -> tuple[str, ...]:
+    """Names of the batch's fields that the loss of a critic reads: its own values and returns, and the weight."""
+    fields = fields_of(role)
+    return fields.value, fields.returns, "weight"
+
+
 _SQUARED_ERROR = CriticConfig()
 
 
 class Critic:
-    """The model of state values V(s_t). value_clip: of `algorithm`. section: the loss, and the bins of a categorical head."""
+    """A model of state values V(s_t). value_clip: of `algorithm`. section: the loss, and the bins of a categorical head. role: its
+    name, which its fields have (`critics.fields_of`)."""
 
     loss_name = "loss_sum"
     """As the policy's."""
-    reads = ("value", "returns", "weight")
-    """Names of the batch's fields that the loss reads."""
 
-    def __init__(self, engine: Engine, value_clip: float | None, section: CriticConfig = _SQUARED_ERROR) -> None:
+    def __init__(
+        self, engine: Engine, value_clip: float | None, section: AnyCriticConfig = _SQUARED_ERROR, role: str = "critic"
+    ) -> None:
         self.engine = engine
         self._value_clip, self._section, self._bins = value_clip, section, bins_of(section)
+        self._fields, self._reads = fields_of(role), critic_reads(role)
 
     def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
-        """value [T] and bootstrap [B], see `values`."""
+        """Its value [T] and bootstrap [B], see `values`."""
         value, bootstrap = self.values(share)
-        return {"value": value, "bootstrap": bootstrap}
+        return {self._fields.value: value, self._fields.bootstrap: bootstrap}
 
     def values(self, share: PackedBatch) -> tuple[Tensor, Tensor]:
         """(value [T], value after the last token [B]); value[t] = V(x_<t), 0 at the first token of a sequence.
@@ -206,9 +222,9 @@ class Critic:
         return align_values(raw, share.cu_seqlens)
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
-        """Take one optimizer step on a mini-batch, of which `mini` is this replica's share, with fields value, returns, weight."""
+        """Take one optimizer step on a mini-batch, of which `mini` is this replica's share, with its fields `critic_reads`."""
         self.engine.optimizer_zero_grad()
-        losses = self.engine.forward_backward(mini, self._loss_of, reads=self.reads, denominator=denominator)
+        losses = self.engine.forward_backward(mini, self._loss_of, reads=self._reads, denominator=denominator)
         lr = self.engine.lr_scheduler_step()
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
 
@@ -217,7 +233,8 @@ class Critic:
 
     def _loss_of(self, output: Tensor, micro: PackedBatch) -> LossOutput:
         aligned, _ = align_values(output, micro.cu_seqlens)
-        loss, metrics = value_surrogate(self._section, self._value_clip, aligned, {name: micro[name] for name in self.reads})
+        own = {"value": micro[self._fields.value], "returns": micro[self._fields.returns], "weight": micro["weight"]}
+        loss, metrics = value_surrogate(self._section, self._value_clip, aligned, own)
         return _loss_output(loss, {**metrics, "loss_sum": loss})
 
 

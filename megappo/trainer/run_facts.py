@@ -36,6 +36,7 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "tokenizer": data.tokenizer.fingerprint,
         "reference": identity_of_model(in_use["reference"]) if "reference" in in_use else None,
         "critic": config.algorithm.has_critic,
+        "critics": list(config.critics),
         "lora": {
             role: {"base": identity_of_model(in_use[role]), **section.lora.model_dump(mode="json")}
             for role, section in trained_sections(config).items()
@@ -43,6 +44,7 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         },
         "freeze": {role: list(section.freeze) for role, section in trained_sections(config).items() if section.freeze},
         "value_head": config.critic.head_facts if config.algorithm.has_critic else None,
+        "further_value_heads": {role: one.head_facts for role, one in config.critics.items() if one is not config.critic},
         "reward_model": _reward_model_facts(config, data, in_use),
         "data": _data_facts(config, data),
         "reward": {

@@ -20,11 +20,13 @@ from megappo.experience.experience import Experience
 from megappo.ops.whiten import whiten_apply
 from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric
+from megappo.trainer.critics import critics_in, of_critic, of_critics, with_disagreement
 from megappo.trainer.reweighting import correction_figures, on_sampled, reweight
 from megappo.trainer.token_scans import (
     Discount,
     PerToken,
     Rewards,
+    Scanned,
     gae_over_tokens,
     gae_over_turns,
     value_after,
@@ -58,6 +60,8 @@ def shape_experience(
     """
     if algorithm.has_critic:
         batch, figures = _with_critic(experience.batch, score, kl_coef, algorithm, per_token)
+        batch, of_disagreement = with_disagreement(batch)
+        figures = {**figures, **of_disagreement}
         shaped = Shaped(experience.with_batch(batch), figures)
     else:
         shaped = _without_critic(experience, score, kl_coef, algorithm, per_token, greedy)
@@ -72,13 +76,14 @@ def shape_advantages(
     algorithm: AlgorithmConfig,
     per_token: PerToken | None = None,
 ) -> PackedBatch:
-    """Add reward, advantage (whitened if asked), raw_advantage and returns, all [T] fp32 and 0 outside the response mask. With
-    `gae_level: turn` also value_mask, [T] bool: the tokens that the critic learns at.
+    """Add reward, advantage (whitened if asked), raw_advantage and the returns of every critic, all [T] fp32 and 0 outside the
+    response mask. Of several critics the joint value makes the advantages, and its own values each critic's returns. With
+    `gae_level: turn` also value_mask, [T] bool: the tokens that the critics learn at.
 
-    batch: this rank's samples; whitening takes the moments of all ranks'. Collective over the world. It has logprob, value,
-    response_mask, bootstrap, truncated (and ref_logprob with the KL in the reward, rollout_logprob with V-trace); score: [B].
-    kl_coef: the controller's current coefficient, used only with the KL in the reward. per_token: [B] rewards of the sampled
-    tokens, one for each, or None for a sample without; they add to KL and score.
+    batch: this rank's samples; whitening takes the moments of all ranks'. Collective over the world. It has logprob, response_mask,
+    truncated, value and bootstrap of every critic (and ref_logprob with the KL in the reward, rollout_logprob with V-trace);
+    score: [B]. kl_coef: the controller's current coefficient, used only with the KL in the reward. per_token: [B] rewards of the
+    sampled tokens, one for each, or None for a sample without; they add to KL and score.
     """
     return _with_critic(batch, score, kl_coef, algorithm, per_token)[0]
 
@@ -90,17 +95,25 @@ def _with_critic(
     mask, by_turns, metrics = batch["response_mask"], algorithm.gae_level == "turn", {}
     steps = turn_starts(mask, batch.cu_seqlens) if by_turns else mask
     rewards, discount = Rewards.of(batch, score, kl_coef, algorithm, per_token), _discount(batch, steps, algorithm)
-    bootstrap = value_after(batch, steps, algorithm.bootstrap_truncated)
+    ratio = None
     if algorithm.estimator == "vtrace":
         ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, "token")
-        scanned = vtrace_over_tokens(batch, rewards, ratio, algorithm.vtrace, bootstrap, discount)
         metrics = correction_figures(ratio, correction_weights(ratio, mask, "tis", None, algorithm.vtrace.rho_bar), mask)
-    elif by_turns:
-        scanned = gae_over_turns(batch, rewards, steps, bootstrap, discount)
-    else:
-        scanned = gae_over_tokens(batch, rewards, batch["value"], bootstrap, discount)
+
+    def scan(view: PackedBatch) -> Scanned:
+        bootstrap = value_after(view, steps, algorithm.bootstrap_truncated)
+        if ratio is not None:
+            return vtrace_over_tokens(view, rewards, ratio, algorithm.vtrace, bootstrap, discount)
+        if by_turns:
+            return gae_over_turns(view, rewards, steps, bootstrap, discount)
+        return gae_over_tokens(view, rewards, view["value"], bootstrap, discount)
+
+    critics, scanned = critics_in(batch), scan(of_critics(batch, algorithm.value_of_critics))
+    returns = {"returns": scanned.returns}
+    if len(critics) > 1:
+        returns = {one.returns: scan(of_critic(batch, one)).returns for one in critics.values()}
     whitened = whiten_apply(scanned.advantage, mask, total(scanned.moments)) if algorithm.whitens else scanned.advantage
-    fields = {"reward": scanned.reward, "advantage": whitened, "raw_advantage": scanned.advantage, "returns": scanned.returns}
+    fields = {"reward": scanned.reward, "advantage": whitened, "raw_advantage": scanned.advantage, **returns}
     return batch.with_fields({**fields, **({"value_mask": steps} if by_turns else {})}), metrics
 
 

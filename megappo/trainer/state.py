@@ -11,10 +11,9 @@ from typing import Any
 class TrainerState:
     """Counters of a run. step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled.
 
-    policy_updates, critic_updates: optimizer steps taken; policy_skipped, critic_skipped: those left out, as the gradients were not
-    finite. warmup_ended: step after which the critic's warm-up ended early, or 0. entropy_coef: of the next step, if it is
-    steered (`entropy.py`). best: metric, mode, step and value of the best
-    step, or None (`best.py`).
+    policy_updates, critic_updates (of all critics): optimizer steps taken; policy_skipped, critic_skipped: those left out, as the
+    gradients were not finite. warmup_ended: step after which the critics' warm-up ended early, or 0. entropy_coef: of the next
+    step, if it is steered (`entropy.py`). best: metric, mode, step and value of the best step, or None (`best.py`).
     """
 
     step: int = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from megappo.config.layout_checks import reference_is_base
 from megappo.config.role_sections import RoleConfig, TrainableConfig
 from megappo.config.run_sections import TelemetryConfig
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import CRITICS, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.flops import Recompute, forward_flops, generation_flops
 from megappo.parallel.placement import Placement
@@ -21,7 +21,7 @@ from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.updates import UpdateSummary
 
 TERA = 1e12
-PASSING = ("policy", "critic", "reference")
+PASSING = ("policy", *CRITICS, "reference")
 """Roles that pass over the step's samples as they were generated. A reward model reads texts of its own."""
 REWARD_MODEL = "reward_model"
 DECODING = "generate"
@@ -76,19 +76,20 @@ class StepWork:
         models: Mapping[str, RoleModel],
         lengths: Tensor,
         response_lengths: Tensor,
-        critic: UpdateSummary,
+        critics: Mapping[str, UpdateSummary],
         policy: UpdateSummary,
         generating: Sequence[int],
         scoring: Work | None = None,
     ) -> StepWork:
         """Work of a step from the lengths [N] of all its samples and of their responses; an update that `target_kl` ended early has
         done what it has done. scoring: work of the reward model, None without one."""
-        updated = {"critic": critic.lengths, "policy": policy.lengths}
+        by_critic = {role: models[role].training(torch.cat(one.lengths)) for role, one in critics.items() if one.lengths}
+        by_policy = {"policy": models["policy"].training(torch.cat(policy.lengths))} if policy.lengths else {}
         by_stage = {
             "generate": {"policy": models["policy"].generation(lengths - response_lengths, response_lengths)},
             **({} if scoring is None else {REWARD_MODEL_STAGE: {REWARD_MODEL: scoring}}),
             "logprobs": {role: models[role].forward(lengths) for role in PASSING if role in models},
-            **{f"update_{role}": {role: models[role].training(torch.cat(minis))} for role, minis in updated.items() if minis},
+            **{stage: works for stage, works in (("update_critic", by_critic), ("update_policy", by_policy)) if works},
         }
         return cls(by_stage, models, generating)
 
@@ -99,8 +100,9 @@ class StepWork:
             rank_s = max(seconds[stage], 1e-9) * len(self._ranks(stage, roles))
             found |= {Metric.TFLOP.of(f"{stage}/{role}"): work.flops / TERA for role, work in roles.items()}
             found[Metric.TFLOPS.of(stage)] = sum(work.flops for work in roles.values()) / TERA / rank_s
-            # Roles of one stage pass the same tokens.
-            found[Metric.STAGE_TOKENS.of(stage)] = max(work.tokens for work in roles.values()) / rank_s
+            # Roles of one stage pass the same tokens, but for updates of critics, each of which has its own.
+            together = sum if stage == "update_critic" else max
+            found[Metric.STAGE_TOKENS.of(stage)] = together(work.tokens for work in roles.values()) / rank_s
             found |= dict(self._shares_of_peak(stage, roles, rank_s))
         whole = sum(work.flops for roles in self.by_stage.values() for work in roles.values())
         ranks = {rank for stage, roles in self.by_stage.items() for rank in self._ranks(stage, roles)}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megappo.config.schema import CRITICS
 from megappo.parallel.placement import Placement
 from megappo.telemetry.metrics import STAGES
 from megappo.telemetry.tables import table
@@ -20,7 +21,7 @@ STAGES_OF_ROLE: Mapping[str, Sequence[str]] = {
     "reward_model": ("score",),
     "policy": ("logprobs", "update_policy", "push_weights"),
     "reference": ("logprobs",),
-    "critic": ("logprobs", "update_critic"),
+    **dict.fromkeys(CRITICS, ("logprobs", "update_critic")),
 }
 """Role -> stages in which its ranks work for it. In the others they work for another role, exchange, or wait."""
 SHARED = ("score", "advantages", "check_replicas", "evaluate")

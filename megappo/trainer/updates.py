@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.algo.aggregation import loss_count, token_weights, tokens_per_sequence
-from megappo.config.batch import UpdateSchedule, update_schedule
-from megappo.config.schema import AlgorithmConfig, TrainConfig
+from megappo.config.batch import WHOLE, Part, UpdateSchedule, update_schedule
+from megappo.config.schema import CRITICS, AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
 from megappo.experience.experience import Experience
@@ -24,7 +24,7 @@ from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.reweighting import REJECTED
-from megappo.trainer.roles import NLL_WEIGHT, Critic, LanguageModel, UpdateResult, policy_reads
+from megappo.trainer.roles import NLL_WEIGHT, LanguageModel, UpdateResult, critic_reads, policy_reads
 
 READS = ("response_mask",)
 """Fields that mini-batches are weighted by, beside those that the role's loss reads."""
@@ -47,15 +47,17 @@ class MiniBatch(NamedTuple):
     lengths: Tensor
 
 
-def samples_of_epoch(table: SampleTable, size: int, seed: int) -> tuple[Tensor, ...]:
-    """Numbers of the samples of each mini-batch of an epoch, `size` in a seeded order; the same on every rank."""
-    return torch.randperm(table.num_samples, generator=torch.Generator().manual_seed(seed % 2**63)).split(size)
+def samples_of_epoch(table: SampleTable, size: int, seed: int, part: Part = WHOLE) -> tuple[Tensor, ...]:
+    """Numbers of the samples of each mini-batch of an epoch, `size` of the part in a seeded order; the same on every rank."""
+    numbers = torch.arange(part.index, table.num_samples, part.count)
+    return numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed % 2**63))].split(size)
 
 
-def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int) -> Owners:
-    """Owners of the samples in an epoch, balanced over the shares one mini-batch at a time."""
-    share = torch.empty(table.num_samples, dtype=torch.long)
-    for chosen in samples_of_epoch(table, size, seed):
+def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int, part: Part = WHOLE) -> Owners:
+    """Owners of the samples in an epoch, balanced over the shares one mini-batch at a time. Samples outside of the part belong to
+    someone too, and are not looked at."""
+    share = torch.zeros(table.num_samples, dtype=torch.long) if part == WHOLE else balanced(table.length, shares.count)
+    for chosen in samples_of_epoch(table, size, seed, part):
         share[chosen] = balanced(table.length[chosen], shares.count)
     return Owners(share, shares)
 
@@ -81,18 +83,18 @@ def mini_batches(
     samples whose tokens have a field `roles.NLL_WEIGHT` that makes their loss the mean over such tokens of the mini-batch; None
     without the field.
     """
-    table, mode, size = experience.table, schedule.loss_aggregation, schedule.mini_batch_size
+    table, mode, size, part = experience.table, schedule.loss_aggregation, schedule.mini_batch_size, schedule.part
     field, counted = targets or Targets("response_mask", table.sampled)
     counted = counted if rejected is None else counted - rejected
     counted = counted if left_out is None else counted.masked_fill(left_out, 0)
     for epoch in range(schedule.epochs):
         if epoch > 0 and shares.count > 1:
             assert group is not None, "several replicas are several ranks"
-            owners = owners_of_epoch(table, shares, size, seed + epoch)
+            owners = owners_of_epoch(table, shares, size, seed + epoch, part)
             experience = experience.redistribute(owners, wire=GroupWire(group))
         mine, owners = experience.numbers, experience.owners
         index = shares.index_of(experience.rank)
-        for chosen in samples_of_epoch(table, size, seed + epoch):
+        for chosen in samples_of_epoch(table, size, seed + epoch, part):
             own = chosen[owners.share[chosen] == index]  # in the order of the mini-batch
             share = experience.batch.select(torch.searchsorted(mine, own))
             # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
@@ -113,17 +115,19 @@ def mini_batches(
             yield MiniBatch(share, denominator, table.length[chosen].long())
 
 
-def first_epoch(experience: Experience, shares: Shares, fields: Collection[str], mini_batch_size: int, seed: int) -> Experience:
+def first_epoch(
+    experience: Experience, shares: Shares, fields: Collection[str], mini_batch_size: int, seed: int, part: Part = WHOLE
+) -> Experience:
     """Experience with these fields where the first epoch of a role's updates needs it. Collective over the world."""
     assert "response_mask" in experience.batch, "sequences that were not sampled (`Experience.of_own`) cannot be trained on"
-    owners = owners_of_epoch(experience.table, shares, mini_batch_size, seed)
+    owners = owners_of_epoch(experience.table, shares, mini_batch_size, seed, part)
     return experience.redistribute(owners, {*fields, *READS})
 
 
 def update_reads(role: str, algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """Fields of the experience that the updates of policy or critic read, if there are."""
-    if role == "critic":
-        return (*Critic.reads, *(["value_mask"] if algorithm.gae_level == "turn" else []))
+    """Fields of the experience that the updates of policy or a critic read, if there are."""
+    if role in CRITICS:
+        return (*critic_reads(role), *(["value_mask"] if algorithm.gae_level == "turn" else []))
     rejected = (REJECTED,) if algorithm.correction.drops else ()
     return (*LanguageModel.sampling_fields, *policy_reads(algorithm), *rejected)
 
@@ -140,8 +144,8 @@ def rejected_of(experience: Experience) -> Tensor:
 
 
 def targets_of(role: str, experience: Experience) -> Targets | None:
-    """Targets of policy or critic. Collective over the world."""
-    if role != "critic" or "value_mask" not in experience.batch:
+    """Targets of policy or a critic. Collective over the world."""
+    if role not in CRITICS or "value_mask" not in experience.batch:
         return None
     counts = tokens_per_sequence(experience.batch["value_mask"], experience.batch.cu_seqlens)
     return Targets("value_mask", experience.column(counts).int())
@@ -251,16 +255,20 @@ class Updates:
         counts_ratios: bool,
         positive: Tensor | None = None,
     ) -> None:
-        """Collective over the world. names: of the roles to update, of policy and critic. positive: of `positive_samples`."""
+        """Collective over the world. names: of the roles to update, of policy and critics. positive: of `positive_samples`."""
         self._roles, self._config, self._seed, self._positive = roles, config, seed, positive
         if roles.policy is not None:
             roles.policy.counts_ratios = counts_ratios
         # Once for roles that divide a batch, and an epoch, alike.
-        division = {name: (roles.shares[name], update_schedule(config, name).mini_batch_size) for name in names}
-        reads: dict[tuple[Shares, int], set[str]] = {}
+        schedules = {name: update_schedule(config, name) for name in names}
+        division = {name: (roles.shares[name], one.mini_batch_size, one.part) for name, one in schedules.items()}
+        reads: dict[tuple[Shares, int, Part], set[str]] = {}
         for name in names:
             reads.setdefault(division[name], set()).update(update_reads(name, config.algorithm))
-        sent = {key: first_epoch(experience, key[0], fields, key[1], seed) for key, fields in reads.items()}
+        sent = {
+            (shares, size, part): first_epoch(experience, shares, fields, size, seed, part)
+            for (shares, size, part), fields in reads.items()
+        }
         # Each role cuts, and exchanges for later epochs, its own fields alone.
         self._data = {name: sent[division[name]].only({*update_reads(name, config.algorithm), *READS}) for name in names}
         self._targets = {name: targets_of(name, experience) for name in names}

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megappo.algo.value_losses import ValueBins, categorical_loss, huber_loss
-from megappo.config.role_sections import CriticConfig
+from megappo.config.role_sections import AnyCriticConfig
 from megappo.ops.losses import value_loss
 
 
-def bins_of(critic: CriticConfig) -> ValueBins | None:
+def bins_of(critic: AnyCriticConfig) -> ValueBins | None:
     """Bins of a categorical head; None for a head that gives the value itself."""
     if critic.loss == "mse" or critic.loss == "huber":
         return None
@@ -20,7 +20,7 @@ def bins_of(critic: CriticConfig) -> ValueBins | None:
 
 
 def value_surrogate(
-    critic: CriticConfig, value_clip: float | None, output: Tensor, fields: Mapping[str, Tensor]
+    critic: AnyCriticConfig, value_clip: float | None, output: Tensor, fields: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(sum of weight * loss, metrics). output: of the head, aligned with the tokens, [T] or [T, bins]. fields: value (the old one),
     returns and weight, [T]."""

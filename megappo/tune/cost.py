@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megappo.config.batch import UpdateSchedule, micro_batches_bound, step_arithmetic, update_schedule
 from megappo.config.layout_checks import trained_sections, value_head_of
-from megappo.config.role_sections import CriticConfig, FrozenConfig, PolicyConfig
+from megappo.config.role_sections import AnyCriticConfig, FrozenConfig, PolicyConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
@@ -26,7 +26,7 @@ from megappo.tune.links import Axis, Links, span
 from megappo.tune.sharded import exchange_s
 from megappo.tune.work import Pass, stage_pass
 
-Trained = PolicyConfig | CriticConfig
+Trained = PolicyConfig | AnyCriticConfig
 Settings = Trained | FrozenConfig
 
 
@@ -98,8 +98,8 @@ def role_cost(
     """Seconds of `role`. settings: its dtype, micro-batch budget, recomputation. counts: stage -> parameters of a rank. memory:
     stage -> memory of a rank, for the time to move offloaded parts; None if nothing is offloaded.
     """
-    trained = isinstance(settings, (PolicyConfig, CriticConfig))
-    lora = settings.lora if isinstance(settings, (PolicyConfig, CriticConfig)) else None
+    trained = isinstance(settings, (PolicyConfig, AnyCriticConfig))
+    lora = settings.lora if isinstance(settings, (PolicyConfig, AnyCriticConfig)) else None
     is_sharded = settings.engine == "fsdp2"  # one stage, since it has no pipeline
     trains = counts
     if lora is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megappo.config.layout_checks import placements_in_use, roles_in_use, world_problems
 from megappo.config.rank_ranges import ranges_text
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import CRITICS, TrainConfig
 from megappo.parallel.placement import Placement, placement_of
 from megappo.tune.candidates import ROLLOUT, Choice, Machine
 from megappo.tune.search import Search
@@ -70,18 +70,18 @@ def placings(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
 def _proposed(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
     yield Placing(COLOCATED, {})
     roles, world_size = list(roles_in_use(config)), machine.world_size
-    by_vllm, frozen = config.rollout.engine == "vllm", [role for role in roles if role not in ("policy", "critic")]
+    by_vllm, frozen = config.rollout.engine == "vllm", [role for role in roles if role not in ("policy", *CRITICS)]
     for size in _sizes(machine):
         first, last = ranges_text(range(world_size - size)), ranges_text(range(world_size - size, world_size))
         if by_vllm:
             yield Placing(f"rollout on {last}", {**{f"{role}.ranks": first for role in roles}, "rollout.ranks": last})
-        critic = [role for role in roles if role == "critic"]
-        for apart in [one for one in dict.fromkeys(((*critic,), (*critic, *frozen))) if one]:
+        critics = [role for role in roles if role in CRITICS]
+        for apart in [one for one in dict.fromkeys(((*critics,), (*critics, *frozen))) if one]:
             ranks = {f"{role}.ranks": last if role in apart else first for role in roles}
             name = f"{' and '.join(apart).replace('_', ' ')} on {last}"
             if by_vllm:
                 yield Placing(name, ranks)
-            # Fewer ranks generate, and the critic has no vLLM beside it.
+            # Fewer ranks generate, and the critics have no vLLM beside it.
             yield Placing(f"{name}, rollout on {first}", {**ranks, "rollout.ranks": first})
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from megappo.config.schema import CRITICS
 from megappo.parallel.placement import Placement, ranks_by_roles
 
-UPDATES = ("critic", "policy")  # PPO's updates, in its order
+UPDATES = (*CRITICS, "policy")  # PPO's updates, in its order
 SCORES = "reward_model"  # its results are shared before any other role begins
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,15 +17,16 @@ from torch import Tensor
 from megappo.config.batch import update_schedule
 from megappo.config.layout_checks import trained_sections
 from megappo.config.role_sections import RoleConfig
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import CRITICS, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.experience.experience import Experience
 from megappo.trainer.build_roles import build_roles
+from megappo.trainer.critics import fields_of
 from megappo.trainer.experience import sample_seed
 from megappo.trainer.model_outputs import add_model_outputs
-from megappo.trainer.roles import RewardModel
+from megappo.trainer.roles import Critic, Policy, RewardModel
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates, positive_samples
 from megappo.verify.delegate import DelegatingEngine
@@ -81,8 +83,8 @@ def measure(
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
     roles = build_roles(config, recording, num_updates)
-    updated = [role for role in (roles.critic, roles.policy) if role is not None]  # in the trainer's order, stage 6
-    assert len(updated) == len(trained), "a measurement has its roles on all ranks"
+    assert all(name in roles.by_name for name in roles.trained), "a measurement has its roles on all ranks"
+    updated = {name: cast("Critic | Policy", roles.by_name[name]) for name in roles.update_order}
     for step, rollout in enumerate(rollouts, 1):
         experience = add_model_outputs(Experience.of_whole(rollout), roles)
         if roles.reward_model is not None:
@@ -97,9 +99,9 @@ def measure(
                 measured[role].add(quantity, batch[name])
         seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, algorithm)
         updates = Updates(experience, roles, roles.trained, config, seed, counts_ratios=False, positive=positive)
-        for role in updated:
-            updates.run(role.engine.name)
-            recording.recorders[role.engine.name].end_step(role.loss_name)
+        for name, role in updated.items():
+            updates.run(name)
+            recording.recorders[name].end_step(role.loss_name)
     if parameters:
         for recorder in recording.recorders.values():
             recorder.gather_parameters()
@@ -123,11 +125,11 @@ _FIELDS = (
     ("policy", "logprobs", "logprob"),
     ("policy", "entropies", "entropy"),
     ("reference", "logprobs", "ref_logprob"),
-    ("critic", "values", "value"),
-    ("critic", "bootstrap values", "bootstrap"),
+    *((role, "values", fields_of(role).value) for role in CRITICS),
+    *((role, "bootstrap values", fields_of(role).bootstrap) for role in CRITICS),
     ("experience", "rewards", "reward"),
     ("experience", "advantages", "advantage"),
-    ("experience", "returns", "returns"),
+    *(("experience", fields_of(role).returns, fields_of(role).returns) for role in CRITICS),
 )
 
 

@@ -24,8 +24,7 @@ from megappo.models.hf_config import read_arch
 from megappo.models.implementation import choose_implementation
 from megappo.parallel.layout import layout_of
 from megappo.prepare.checks import check_kernels
-from megappo.prepare.inputs import model_paths
-from megappo.prepare.layouts import check_layouts, read_archs
+from megappo.prepare.layouts import check_layouts, model_paths, read_archs
 from megappo.resilience.run_time import input_accepted
 from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
 from megappo.verify.features import features, on_one_rank, one_at_a_time

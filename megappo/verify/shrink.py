@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.rank_ranges import ALL
-from megappo.config.role_sections import CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig
+from megappo.config.role_sections import AnyCriticConfig, CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.config_file import read_config
 from megappo.models.implementation import Implementation, choose_implementation
@@ -66,9 +66,10 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
             changes["optimizer"] = section.optimizer.model_copy(update=optimizer)
             changes["freeze"] = ()  # names layers that the small model may not have
         if isinstance(section, CriticConfig):
+            changes |= {"warmup_steps": 0, "warmup_lam": None, "warmup_explained_variance": None}
+        if isinstance(section, AnyCriticConfig):
             # A head of zeros would let no gradient reach the layers.
-            changes |= {"value_head": "normal", "warmup_steps": 0, "warmup_lam": None, "checkpoint": None}
-            changes["warmup_explained_variance"] = None
+            changes |= {"value_head": "normal", "checkpoint": None}
             if section.mini_batch_size is not None:
                 changes["mini_batch_size"] = MINI_BATCH
             if section.ppo_epochs is not None:

@@ -178,6 +178,45 @@ BROKEN = [
         "critic.mini_batch_size=128",
     ),
     (
+        "_critic_mini_batches",
+        ["critic_b.dtype=bf16", "critic_b.mini_batch_size=256"],
+        ["critic_b.mini_batch_size = 256", "the 128 samples of a step", "/ 2 critics", "use 128"],
+        "critic_b.mini_batch_size=128",
+    ),
+    (
+        "critics_problem",
+        ["critic_b.dtype=fp32", "algorithm.estimator=reinforce_plus_plus"],
+        ['critic_b = {"dtype": "fp32"}: has no effect: algorithm.estimator is reinforce_plus_plus', "remove it"],
+        "critic_b=null",
+    ),
+    (
+        "critics_problem",
+        ["critic_b.dtype=bf16", "algorithm.gae_level=turn", "algorithm.disagreement_mask_ratio=0.2"],
+        ["algorithm.disagreement_mask_ratio = 0.2: it compares values of tokens"],
+        "algorithm.disagreement_mask_ratio=null",
+    ),
+    (
+        "critics_problem",
+        ["critic_b.dtype=bf16", "data.prompts_per_step=7", "algorithm.mini_batch_size=7"],
+        ["data.prompts_per_step = 7: with 2 critics the 7 samples of a step must divide by 2"],
+        "critic_b=null",
+    ),
+    (
+        "critics_problem",
+        ["critic_b.dtype=bf16", "data.prompts_per_step=10", "algorithm.mini_batch_size=5"],
+        ["algorithm.mini_batch_size = 5: does not divide by the 2 critics", "use a multiple of 2"],
+        "algorithm.mini_batch_size=10",
+    ),
+    (
+        "sequence_loss_problem",
+        [
+            *("critic_b.dtype=bf16", "algorithm.objective=gspo", "algorithm.loss_aggregation=seq-mean-token-mean"),
+            "algorithm.disagreement_mask_ratio=0.2",
+        ],
+        ["algorithm.disagreement_mask_ratio = 0.2: it chooses tokens"],
+        "algorithm.disagreement_mask_ratio=null",
+    ),
+    (
         "_greedy_training",
         ["rollout.sampling.temperature=0"],
         ["rollout.sampling.temperature = 0.0"],

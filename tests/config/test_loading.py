@@ -122,6 +122,8 @@ PATHS = {
     "policy.model",
     "critic.model",
     "critic.checkpoint",
+    "critic_b.model",
+    "critic_b.checkpoint",
     "reference.model",
     "reward_model.model",
     "reward_model.tokenizer",

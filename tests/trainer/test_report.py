@@ -52,7 +52,7 @@ def record(policy_sums=None, fields=FIELDS, kl_estimator="k1"):
     policy = UpdateSummary() if policy_sums is None else updates(policy_sums)
     critic = updates({"tokens_sum": 5.0, "loss_sum": 4.0})
     return StepRecord(
-        3, dealt(batch, version=2), scored, Agreement(0.001, 0.01), kl_estimator, 0.02, critic, policy, {"seconds": 0.5}
+        3, dealt(batch, version=2), scored, Agreement(0.001, 0.01), kl_estimator, 0.02, {"critic": critic}, policy, {"seconds": 0.5}
     )
 
 
