@@ -168,10 +168,9 @@ class PPO:
             with timers.stage("check_replicas"):
                 self.check_replicas()
 
-        pushes, pushed = self.is_due(step, config.rollout.push_every), {}
-        if pushes:
-            with timers.stage("push_weights"):  # 7
-                pushed = self.push_weights(step)
+        pushes = self.is_due(step, config.rollout.push_every)
+        with timers.stage("push_weights"):  # 7
+            pushed = self.push_weights(step) if pushes else {}
 
         self.instruments.settle_times(timers)  # 8
         kl_kind = config.algorithm.kl.estimator
