@@ -756,6 +756,20 @@ class StepsThroughNaN(ToyEngine):
         return super().optimizer_step()
 
 
+class MovesFrozenWeights(ToyEngine):
+    def optimizer_step(self) -> Any:
+        taken = super().optimizer_step()
+        for weight in self.named_parameters().values():
+            if not weight.requires_grad:
+                weight.data.mul_(1.001)
+        return taken
+
+
+class ReadsBinsBackwards(ToyEngine):
+    def forward_backward(self, share: Any, loss_fn: Any, **how: Any) -> PassResult:
+        return super().forward_backward(share, lambda output, micro: loss_fn(output.flip(-1), micro), **how)
+
+
 class RecordsInEvalMode(ToyEngine):
     def eval_mode(self) -> Any:
         return nullcontext()
@@ -897,6 +911,8 @@ FAULTY: dict[type[ToyEngine], tuple[Callable[[World], None], str]] = {
     OverwritesAnExport: (exports_are_read_by_transformers, "an export that exists"),
     GivesTheNextRow: (logits_of_a_few_rows_are_those_behind_the_log_probs, "torch.allclose(logprob["),
     HasNoHolder: (shares_are_of_all_ranks_and_say_who_holds_what, "assert holders"),
+    MovesFrozenWeights: (frozen_weights_stay_and_the_rest_trains_as_without, "what is frozen stays"),
+    ReadsBinsBackwards: (a_categorical_head_trains_as_transformers_own_model, "values[inside], bins.expectation"),
     LeavesEmptySharesOut: (any_division_of_a_batch_gives_its_gradient, "nothing.tokens["),
 }
 # The same of engines on two ranks, with the layout.
