@@ -29,13 +29,14 @@ from megappo.rewards.compose import Scored
 from megappo.rollout.types import Request, Response, SamplingParams, Segment
 from megappo.trainer.experience import pack_experience
 from megappo.trainer.finite_outputs import require_finite_outputs
-from megappo.trainer.model_outputs import OUTPUTS, results_of
+from megappo.trainer.model_outputs import results_of
 from megappo.trainer.report import StepRecord
 from megappo.trainer.sampler_check import Agreement, compare_with_sampler
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import READS, UpdateSummary, first_epoch, mini_batches, owners_of_epoch, update_reads
 
 MINI_BATCHES = 8  # of an epoch
+ROLES = ("policy", "critic", "reference")
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,9 @@ def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
         share = experience.for_role(shares, ())
     found = _outputs(share.batch)
     with meter.phase("results back"):
-        experience = experience.with_results(share, *results_of(OUTPUTS), found)
+        experience = experience.with_results(share, *results_of(ROLES), found)
     with meter.phase("checks"):
-        require_finite_outputs(experience, dict.fromkeys(OUTPUTS, shares), "bench", 1)
+        require_finite_outputs(experience, dict.fromkeys(ROLES, shares), "bench", 1)
         agreement = compare_with_sampler(experience.batch, SamplingParams(shape.tokens))
     with meter.phase("advantages"):
         score = torch.rand(experience.batch.num_sequences)
@@ -212,7 +213,7 @@ def plan_of_step(table: SampleTable, shares: Shares, shape: Shape, rank: int, wi
 
 def _outputs(share: PackedBatch) -> dict[str, Tensor]:
     """Random outputs of all roles for a share."""
-    names = [name for outputs in OUTPUTS.values() for name in outputs.tokens]
+    names, _ = results_of(ROLES)
     values = -torch.rand(share.num_tokens)
     return {**dict.fromkeys(names, values), "bootstrap": torch.zeros(share.num_sequences)}
 
