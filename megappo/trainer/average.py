@@ -67,13 +67,11 @@ class PolicyAverage:
         finally:
             self._swap(weights)
 
-    @torch.no_grad()
     def _swap(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Put `values` into the parameters; returns what was there."""
         before = {}
-        with self._engine.eval_mode():
-            self._engine.to("device", optimizer=False)  # to change them: what an offload left on the host is not theirs any more
-            for name, parameter in self._engine.named_parameters().items():
+        with parameters_to_change(self._engine) as parameters:
+            for name, parameter in parameters.items():
                 before[name] = self._placed(parameter, parameter.dtype)
                 parameter.copy_(values[name])
         return before
@@ -135,6 +133,14 @@ class PolicyAverage:
                     assert key not in mine, f"{key[0]} has two places on one rank"  # a load would fill one of them
                     mine[key] = piece._replace(hf=key[0], local=section.local + piece.local)
         return [(piece, sorted(holders[key]).index(position)) for key, piece in mine.items()]
+
+
+@contextmanager
+def parameters_to_change(engine: Engine) -> Iterator[Mapping[str, torch.nn.Parameter]]:
+    """Inside, the engine's parameters are resident and may be overwritten. Collective over its ranks."""
+    with torch.no_grad(), engine.eval_mode():
+        engine.to("device", optimizer=False)  # what an offload left on the host will not be theirs any more
+        yield engine.named_parameters()
 
 
 def average_of(ema: EmaConfig | None, policy: Engine | None) -> PolicyAverage | None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from megappo.checkpoint.stored import Shape, StoredBox
 from megappo.config.role_sections import ReferenceConfig
 from megappo.engine.base import Engine
 from megappo.parallel.placement import Placement
-from megappo.trainer.average import PolicyAverage
+from megappo.trainer.average import PolicyAverage, parameters_to_change
 
 REFERENCE = "reference"
 """Name of a refreshed reference among the models of a checkpoint."""
@@ -45,12 +44,10 @@ class ReferenceRefresh:
             replace_weights(self._reference, weights)
 
 
-@torch.no_grad()
 def replace_weights(engine: Engine, weights: Mapping[str, Tensor]) -> None:
     """Copy values into all parameters of a frozen engine, rounded to their type. Collective over its ranks."""
-    with engine.eval_mode():
-        engine.to("device", optimizer=False)  # to change them: what an offload left on the host is not theirs any more
-        for name, parameter in engine.named_parameters().items():
+    with parameters_to_change(engine) as parameters:
+        for name, parameter in parameters.items():
             assert parameter.shape == weights[name].shape, f"{name} of the {engine.name} is cut in another way"
             parameter.copy_(weights[name])
 
