@@ -300,7 +300,7 @@ class Checkpoints:
         self._schedule.expect(manifest.facts.get(SAVE_S, 0.0), self._epochs_done())
         self._log.resume_after(step)
         self._log.note(f"resumed after step {step}")
-        return [name for name in self._models if name not in self._held_in(manifest)]
+        return sorted(self._models.keys() - self._held_in(manifest).keys())
 
     def _held_in(self, manifest: Manifest) -> dict[str, PlacedModel | None]:
         """The models, without extra ones that a checkpoint lacks."""
