@@ -26,8 +26,9 @@ sys.path.insert(0, str(ROOT))
 
 from megappo.data.arithmetic import train_tokenizer
 from megappo.data.cache import Cache
+from megappo.data.loader import PromptLoader
 from megappo.data.prompt_rows import PromptRules, prompts_of
-from megappo.data.prompts import Prompt, PromptFormat, PromptLoader, PromptSet, answer_field, encode_question, question_field
+from megappo.data.prompts import Prompt, PromptFormat, PromptSet, answer_field, encode_question, question_field
 from megappo.data.sources import Record, open_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.telemetry.tables import table

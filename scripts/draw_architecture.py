@@ -51,7 +51,8 @@ def stages_of(source: str) -> list[Stage]:
     step = methods["step"]
     found: dict[int, list[ast.stmt]] = {}
     number = 0
-    for statement in step.body:
+    # A loop repeats the stages in it.
+    for statement in (one for outer in step.body for one in (outer.body if isinstance(outer, ast.While) else [outer])):
         comment = lines[statement.lineno - 1].rpartition("#")[2].strip()
         number = int(comment) if comment.isdigit() else number
         if number:

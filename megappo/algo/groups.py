@@ -56,10 +56,14 @@ def rloo_advantages(reward: Tensor, group: Tensor) -> Tensor:
 
 def equal_groups(reward: Tensor, group: Tensor) -> float:
     """Share of the groups whose rewards are all equal: their responses teach nothing. 0 without groups."""
+    equal = are_equal(reward, group)
+    return float(equal.double().mean()) if len(equal) else 0.0
+
+
+def are_equal(reward: Tensor, group: Tensor) -> Tensor:
+    """[G] bool, true of the groups whose rewards are all equal, by ascending group. Arguments as `group_moments`."""
     names, member = torch.unique(group, return_inverse=True)
-    if not len(names):
-        return 0.0
     exact = reward.double()
     largest = torch.full((len(names),), -torch.inf, dtype=torch.float64).scatter_reduce_(0, member, exact, "amax")
     smallest = torch.full((len(names),), torch.inf, dtype=torch.float64).scatter_reduce_(0, member, exact, "amin")
-    return float((largest == smallest).double().mean())
+    return largest == smallest

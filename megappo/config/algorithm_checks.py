@@ -104,3 +104,20 @@ def vtrace_problem(config: TrainConfig) -> str | None:
     if sampling.truncates and not sampling.replay_kept_tokens:
         return problem("algorithm.estimator", a.estimator, _OF_FEWER_TOKENS)
     return None
+
+
+def dynamic_sampling_problem(config: TrainConfig) -> str | None:
+    """Groups that cannot differ, differences that do not matter, or a part of the reward that is not there."""
+    section, key = config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
+    if not section.enable:
+        return None
+    if config.rollout.samples_per_prompt == 1:
+        fix = "one response to a prompt has none to differ from; set rollout.samples_per_prompt to 2 or more, or this to false"
+        return problem(f"{key}.enable", True, fix)
+    if config.algorithm.estimator == "remax":
+        fix = "remax compares with a greedy response, from which equal ones differ too; set this to false, or use grpo or rloo"
+        return problem(f"{key}.enable", True, fix)
+    labels = config.reward.all_parts
+    if section.metric is not None and section.metric not in labels:
+        return problem(f"{key}.metric", section.metric, f"no part of the reward has this label; name one of {', '.join(labels)}")
+    return None

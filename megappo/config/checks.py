@@ -14,6 +14,7 @@ from typing import Literal
 from megappo.config.algorithm_checks import (
     correction_problem,
     critics_problem,
+    dynamic_sampling_problem,
     group_problem,
     sequence_loss_problem,
     vtrace_problem,
@@ -325,6 +326,14 @@ def _length_penalty(config: TrainConfig) -> str | None:
     return None
 
 
+def _weights(config: TrainConfig) -> str | None:
+    data = config.data
+    if data.weight_key is not None and not data.shuffle:
+        fix = "weights draw at random, and the prompts come in the order of the data; set data.shuffle to true, or remove it"
+        return problem("data.weight_key", data.weight_key, fix)
+    return None
+
+
 def _trajectories(config: TrainConfig) -> str | None:
     wanted, samples = config.telemetry.trajectories_per_step, step_arithmetic(config).samples
     # The default may exceed a small batch; only a written number is a mistake.
@@ -364,6 +373,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     average_problem,
     vtrace_problem,
     refresh_problem,
+    dynamic_sampling_problem,
     _greedy_training,
     _top_k_zero,
     _kept_tokens,
@@ -383,6 +393,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     _reward_model,
     _length_penalty,
     _rewards_of_evaluations,
+    _weights,
     _trajectories,
     _trackers,
     _profile_steps,

@@ -213,6 +213,11 @@ TRAIN: tuple[Dead, ...] = (
         "algorithm.positive_nll_coef is 0; remove it, or set positive_nll_coef",
     ),
     Dead(
+        ("algorithm.dynamic_sampling.metric", "algorithm.dynamic_sampling.max_rounds"),
+        lambda c: not c.algorithm.dynamic_sampling.enable,
+        "algorithm.dynamic_sampling.enable is false; remove it, or set enable to true",
+    ),
+    Dead(
         ("algorithm.dual_clip",),
         lambda c: c.algorithm.objective == "cispo",
         "cispo bounds every weight by clip_high; remove it, or set algorithm.objective to ppo or gspo",
@@ -304,6 +309,11 @@ TRAIN: tuple[Dead, ...] = (
         ("trainer.epochs",),
         lambda c: c.trainer.steps is not None,
         "trainer.steps sets the length of the run; remove one of the two",
+    ),
+    Dead(
+        ("data.curriculum.pass_score", "data.curriculum.min_chance"),
+        lambda c: c.data.curriculum.kind == "none",
+        "data.curriculum.kind is none; remove it, or set kind to pass_rate",
     ),
     Dead(
         ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"

@@ -2,8 +2,8 @@
 
 The models are frozen and reject unknown keys. The text under a field is its documentation: `docs/config.md`, the JSON schema and
 `megappo config` are generated from it. Rules that involve two or more keys live in `checks.py`; reading YAML and command line
-overrides lives in `loading.py`. The sections of roles, rewards and the process are in `role_sections.py`, `reward_sections.py` and
-`run_sections.py`. Imports nothing of megappo but them and the rules of a path.
+overrides lives in `loading.py`. The sections of roles, rewards, the process and the choice of prompts are in `role_sections.py`,
+`reward_sections.py`, `run_sections.py` and `prompt_sections.py`. Imports nothing of megappo but them and the rules of a path.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megappo.config.paths import ModelPath, PathText
+from megappo.config.prompt_sections import CurriculumConfig, DynamicSamplingConfig
 from megappo.config.rank_ranges import ALL, RankRanges
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
 from megappo.config.role_sections import (
@@ -118,6 +119,11 @@ class DataConfig(Section):
     """Handling of longer prompts: leave them out (the count is printed), or refuse the run. They are never truncated."""
     shuffle: bool = True
     """Visit the prompts in a new random order every epoch, seeded by `run.seed`."""
+    weight_key: str | None = None
+    """Field of a record with its weight, a number of 0 or more: a prompt is visited in proportion to it, in each epoch floor or
+    ceil of prompts * weight / sum of weights times; `a.b` reaches into a nested object. null visits each prompt once an epoch."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Choice of prompts by what the run has seen of them."""
     prompts_per_step: Positive = 256
     """Prompts per PPO step (the train batch, before `rollout.samples_per_prompt`)."""
     fit_batch: bool = False
@@ -233,6 +239,8 @@ class AlgorithmConfig(Section):
     mask_truncated: bool = False
     """Leave responses cut by the length limit out of the policy's loss (DAPO, arXiv:2503.14476, overlong filtering). Their rewards
     still count in the advantages of others, and the critic learns from them."""
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    """Rounds of a step that replace what teaches nothing."""
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: PositiveFloat = 0.2

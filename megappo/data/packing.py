@@ -157,6 +157,19 @@ class PackedBatch:
         )
 
 
+def joined(batches: Sequence[PackedBatch]) -> PackedBatch:
+    """One or more batches of the same fields, end to end."""
+    first = batches[0]
+    return replace(
+        first,
+        tokens=torch.cat([one.tokens for one in batches]),
+        cu_seqlens=cu_seqlens_of(torch.cat([one.lengths for one in batches])),
+        token_fields={k: torch.cat([one.token_fields[k] for one in batches]) for k in first.token_fields},
+        sequence_fields={k: torch.cat([one.sequence_fields[k] for one in batches]) for k in first.sequence_fields},
+        ragged_fields={k: Ragged.joined([one.ragged_fields[k] for one in batches]) for k in first.ragged_fields},
+    )
+
+
 def padded_lengths(lengths: Tensor, sequence_multiple: int = 1, total_multiple: int = 1) -> Tensor:
     """[B] int64 lengths of the sequences of `PackedBatch.padded`, or [B+1] with the sequence that completes the total."""
     lengths = -(-lengths // sequence_multiple) * sequence_multiple

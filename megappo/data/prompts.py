@@ -1,14 +1,13 @@
-"""Prompts of a run: the fields of a record, their format, and the resumable order of visits.
+"""Prompts of a run: the fields of a record and their format.
 
-`sources.py` reads files, `prompt_rows.py` makes the prompts of a source. Every rank has the same PromptSet and the same loader, so
-nothing is communicated.
+`sources.py` reads files, `prompt_rows.py` makes the prompts of a source, `loader.py` has the order of visits. Every rank has the
+same PromptSet.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import random
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,9 @@ from typing import Any
 
 import numpy
 
-from megappo.data.cache import Cache
-from megappo.data.token_rows import write_rows
 from megappo.data.tokenizers import Message, Tokenizer
 
 Record = Mapping[str, Any]
-
-KEPT_ORDER = 1_000_000  # prompts from which on an order is kept in the cache: to shuffle them takes 0.6 s, 10 M 6 s
 
 
 @dataclass(frozen=True)
@@ -206,87 +201,3 @@ def _is_message(value: Any) -> bool:
 def _shorten(value: Any) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-class PromptLoader:
-    """Prompts of each step: an endless, resumable walk through seeded permutations, one per epoch.
-
-    No prompt is dropped: a step at the end of an epoch takes the rest from the next one. So every prompt is visited exactly once
-    per epoch, and only a step across an epoch's end can hold a prompt twice. The permutation of an epoch depends on
-    (seed, epoch) alone; without shuffle it is the order of the data. cache: keeps the orders of many prompts.
-    """
-
-    def __init__(self, num_prompts: int, prompts_per_step: int, shuffle: bool, seed: int, cache: Cache | None = None) -> None:
-        if prompts_per_step > num_prompts:
-            raise ValueError(
-                f"data.prompts_per_step={prompts_per_step} is more than the {num_prompts:,} prompts: lower it or add data"
-            )
-        self.num_prompts = num_prompts
-        self.prompts_per_step = prompts_per_step
-        self.shuffle = shuffle
-        self.seed = seed
-        self._cache = cache
-        self.epoch = 0
-        self.index = 0
-        self._order = self._permutation(0)
-
-    def num_steps(self, epochs: int = 1) -> int:
-        """Fewest steps that visit every prompt `epochs` times: ceil(epochs * num_prompts / prompts_per_step)."""
-        # The last step may reach into the next epoch.
-        return -(-epochs * self.num_prompts // self.prompts_per_step)
-
-    @property
-    def epochs_done(self) -> int:
-        """Whole passes over the prompts so far."""
-        return self.epoch + (self.index == self.num_prompts)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.num_steps(1)
-
-    def next_step(self) -> list[int]:
-        """Advance the cursor; returns [prompts_per_step] indices of prompts."""
-        chosen: list[int] = []
-        while len(chosen) < self.prompts_per_step:
-            if self.index == self.num_prompts:
-                self.epoch, self.index = self.epoch + 1, 0
-                self._order = self._permutation(self.epoch)
-            taken = self._order[self.index : self.index + self.prompts_per_step - len(chosen)]
-            self.index += len(taken)
-            chosen += map(int, taken)
-        return chosen
-
-    def state_dict(self) -> dict[str, int]:
-        """Cursor, and the settings that it is valid for. JSON-compatible."""
-        return {
-            "epoch": self.epoch,
-            "index": self.index,
-            "num_prompts": self.num_prompts,
-            "shuffle": int(self.shuffle),
-            "seed": self.seed,
-        }
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the saved run's last prompt. prompts_per_step may differ; ValueError if data, shuffle or seed do."""
-        for name, option in (("num_prompts", "data.train"), ("shuffle", "data.shuffle"), ("seed", "run.seed")):
-            mine = int(getattr(self, name))
-            if state[name] != mine:
-                raise ValueError(
-                    f"cannot resume: {option} changed ({name} was {state[name]}, is {mine}); restore it or start a new run"
-                )
-        self.epoch, self.index = state["epoch"], state["index"]
-        self._order = self._permutation(self.epoch)
-
-    def _permutation(self, epoch: int) -> Sequence[int] | numpy.ndarray:
-        if not self.shuffle:
-            return range(self.num_prompts)
-        if self._cache is None or self.num_prompts < KEPT_ORDER:
-            return self._shuffled(epoch)
-        key = {"order": [self.num_prompts, self.seed, epoch]}
-        return self._cache.rows(key, lambda folder: write_rows(folder, [self._shuffled(epoch)])).read_array(0)
-
-    def _shuffled(self, epoch: int) -> array:
-        order = array("i", range(self.num_prompts))  # 4 bytes a prompt; a list takes 36
-        # Seeding by a string hashes all of it (SHA-512); random.Random keeps its sequence across Python versions.
-        random.Random(f"prompts {self.seed} {epoch}").shuffle(order)  # pyright: ignore[reportArgumentType]  no MutableSequence
-        return order

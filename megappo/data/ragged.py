@@ -5,6 +5,7 @@ A table [T, K] would take the longest row for every token; `padded` makes that o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,6 +30,11 @@ class Ragged:
         """Rows of table [T, K] int32 without their NO_ID."""
         there = table != NO_ID
         return cls(table[there], there.sum(1, dtype=torch.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
+        """Rows of all parts, one part after the other."""
+        return cls(torch.cat([one.ids for one in parts]), torch.cat([one.counts for one in parts]))
 
     def __len__(self) -> int:
         """Number of rows."""

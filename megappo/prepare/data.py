@@ -16,16 +16,20 @@ from megappo.config.layout_checks import uses_model
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.cache import Cache
 from megappo.data.demonstrations import DemonstrationRules, DemonstrationSet, demonstrations_of
-from megappo.data.prompts import PromptFormat, PromptLoader, PromptSet
+from megappo.data.loader import PromptLoader
+from megappo.data.pass_rates import PassRates
+from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.sources import open_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from megappo.data.weights import weights_of
 from megappo.models.arch import ModelArch
 from megappo.prepare.evaluations import EvaluationSet, check_evaluations, load_evaluations
 from megappo.prepare.prompts import load_prompts, open_cache
 from megappo.prepare.reward_notes import reward_notes
 from megappo.prepare.reward_parts import load_parts
 from megappo.prepare.reward_text import ScoredTexts, load_reward_text
+from megappo.prepare.sampling_notes import sampling_notes
 from megappo.rewards.base import PreparedPart
 
 
@@ -53,24 +57,34 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     """Load tokenizer and prompts of this configuration. train: the prompts of `data.train`, if they are loaded already.
 
     ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
-    a step takes, a tokenizer with ids that the model does not have, warm-ups longer than the run, a reward rule that can read no
-    reference answer, reward code that cannot be loaded or requires fields that records lack, a reward model whose tokenizer or
-    template does not take the prompts.
+    a step takes, weights that are no weights, a tokenizer with ids that the model does not have, warm-ups longer than the run, a
+    reward rule that can read no reference answer, reward code that cannot be loaded or requires fields that records lack, a reward
+    model whose tokenizer or template does not take the prompts.
     """
     reward_parts = load_parts(config.reward)
     tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
     if train is None:
         train = load_prompts(config.data, config.data.train, tokenizer, cache)
     evaluations = load_evaluations(config, tokenizer, cache)
-    loader = PromptLoader(len(train), config.data.prompts_per_step, config.data.shuffle, config.run.seed, cache)
+    loader = _loader(config, train, cache)
     total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
     sets = {"data.train": train} | {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
     notes = [*reward_notes(config.reward, reward_parts, sets, cache), *check_evaluations(evaluations, cache)]
     scored = _scored_texts(config, train, evaluations, cache)
-    notes += [*scored.notes, *cache.notes]
+    notes += [*sampling_notes(config, loader), *scored.notes, *cache.notes]
     return RunData(tokenizer, train, evaluations, loader, total_steps, tuple(notes), reward_parts, scored.text)
+
+
+def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader:
+    """The loader at its start. ValueError as `load_run_data`."""
+    data, seed = config.data, config.run.seed
+    weights = None if data.weight_key is None else weights_of(train, data.weight_key, cache)
+    rates = None
+    if data.curriculum.kind == "pass_rate":
+        rates = PassRates(len(train), data.curriculum.pass_score, data.curriculum.min_chance, seed)
+    return PromptLoader(len(train), data.prompts_per_step, data.shuffle, seed, cache, weights=weights, pass_rates=rates)
 
 
 def load_train_prompts(config: TrainConfig, cache: Cache) -> PromptSet:

@@ -9,11 +9,14 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
 from megappo.rewards.base import RewardError
 from megappo.rewards.verdict import LARGEST, Verdict
+
+Row = TypeVar("Row")
 
 MISSING_EOS = "missing_eos_penalty"
 LENGTH = "length_penalty"
@@ -66,9 +69,56 @@ class Scored:
         has: 0, or NaN for a sample without that other part."""
         return replace(self, parts={name: self.parts.get(name) or self._without(name) for name in names})
 
+    def select(self, chosen: Sequence[int]) -> Scored:
+        """Scores of these samples, in this order. Counts, seconds, lengths and retries stay those of all that were scored."""
+
+        def rows(values: list[Row] | None) -> list[Row] | None:
+            return None if values is None else [values[i] for i in chosen]
+
+        return replace(
+            self,
+            texts=[self.texts[i] for i in chosen],
+            total=[self.total[i] for i in chosen],
+            parts={name: [values[i] for i in chosen] for name, values in self.parts.items()},
+            labels=[self.labels[i] for i in chosen] if self.labels else [],
+            per_token=rows(self.per_token),
+            model_total=rows(self.model_total),
+        )
+
     def _without(self, name: str) -> list[float]:
         outer = next((values for part, values in self.parts.items() if name.startswith(f"{part}.")), None)
         return [math.nan if outer is None or math.isnan(outer[i]) else 0.0 for i in range(len(self.total))]
+
+
+def joined(scores: Sequence[Scored]) -> Scored:
+    """One or more scores of the same reward, one after the other; counts and retries are added up."""
+    names = list(dict.fromkeys(name for one in scores for name in one.parts))
+    scores = [one.with_parts(names) for one in scores]
+    no_model = all(one.model_total is None for one in scores)
+    seconds = list(dict.fromkeys(name for one in scores for name in one.seconds))
+    early = [one.early_s for one in scores if one.early_s is not None]
+    return replace(
+        scores[0],
+        texts=[text for one in scores for text in one.texts],
+        total=[value for one in scores for value in one.total],
+        parts={name: [value for one in scores for value in one.parts[name]] for name in names},
+        num_undecided=sum(one.num_undecided for one in scores),
+        num_unusable=sum(one.num_unusable for one in scores),
+        labels=[label for one in scores for label in one.labels],
+        per_token=_per_token_of_all(scores),
+        seconds={name: [s for one in scores for s in one.seconds.get(name, [])] for name in seconds},
+        # Without a sample of the reward models' recipes a round has none.
+        model_total=None if no_model else [s for one in scores for s in one.model_total or [0.0] * len(one.total)],
+        early_s=sum(early) if early else None,
+        model_lengths=[length for one in scores for length in one.model_lengths],
+        retries={name: sum(one.retries[name] for one in scores) for name in scores[0].retries},
+    )
+
+
+def _per_token_of_all(scores: Sequence[Scored]) -> list[list[float] | None] | None:
+    if all(one.per_token is None for one in scores):
+        return None
+    return [values for one in scores for values in one.per_token or [None] * len(one.total)]
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,13 @@ class Metric(_Named):
     AGE_MAX = "rollout/age_max", "age of the oldest such weights, steps"
     KEPT_IDS = "rollout/kept_ids", "mean number of ids that top-k and top-p left to draw a token from"
     KEPT_OVERFLOW = "rollout/kept_overflow", "share of tokens with more such ids, all tied with the last, than are recorded"
+    ROUNDS = "rollout/rounds", "rounds of generation and scoring of the step (algorithm.dynamic_sampling)"
+    PROMPTS_DRAWN = "rollout/prompts_drawn", "prompts that the rounds generated responses to"
+    PROMPTS_REPLACED = "rollout/prompts_replaced", "those of them whose responses scored alike, and were not trained on"
+    EQUAL_LEFT = "rollout/equal_left", "prompts of equal scores that were trained on, as max_rounds was reached"
+    TOKENS_REPLACED = "rollout/tokens_replaced", "response tokens that were generated and not trained on"
+    PROMPTS_SEEN = "rollout/prompts_seen", "prompts of the data with a pass rate so far (data.curriculum)"
+    PROMPTS_SKIPPED = "rollout/prompts_skipped", "prompts passed over at their turn so far, by their pass rate"
     PUSH = "rollout/push_*", "figures of the weight push: bytes, seconds, checks"
 
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"
@@ -200,7 +207,10 @@ class Metric(_Named):
     )
     SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, no part of step_s, s"
     TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens of the step per second of the whole step"
-    GENERATED_PER_S = "throughput/generated_tokens_per_s", "response tokens per second of generation"
+    GENERATED_PER_S = (
+        "throughput/generated_tokens_per_s",
+        "response tokens per second of generation, those that were replaced included",
+    )
     SAMPLES_PER_S = "throughput/samples_per_s", "responses per second of the whole step"
     HOST_PEAK = "memory/host_peak_gib", "peak resident memory of any rank since this start, GiB"
     DEVICE_PEAK = "memory/device_peak_gib", "peak memory that torch allocated on the GPU of any rank since this start, GiB"

@@ -59,9 +59,13 @@ def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run
     return SampleRequests(len(prompts), samples_per_prompt, prompts.__getitem__, partial(sample_seed, run_seed, step))
 
 
-def requests_of_step(prompts: Sequence[Prompt], rows: Sequence[int], n: int, run_seed: int, step: int) -> SampleRequests:
-    """`n` requests for each of the prompts in these rows."""
-    return SampleRequests(len(rows), n, lambda place: prompts[rows[place]].tokens, partial(sample_seed, run_seed, step))
+def requests_of_step(
+    prompts: Sequence[Prompt], rows: Sequence[int], n: int, run_seed: int, step: int, num_before: int = 0
+) -> SampleRequests:
+    """`n` requests for each of the prompts in these rows. num_before: samples that the step drew in earlier rounds."""
+    return SampleRequests(
+        len(rows), n, lambda place: prompts[rows[place]].tokens, lambda number: sample_seed(run_seed, step, num_before + number)
+    )
 
 
 def evaluation_requests(prompts: Sequence[Prompt], n: int, run_seed: int, name: str) -> SampleRequests:
@@ -76,6 +80,11 @@ def evaluation_requests(prompts: Sequence[Prompt], n: int, run_seed: int, name: 
         return _seed_of(f"eval/{run_seed}/{name}/{prompts[place].id.rpartition('#')[2]}/{sample}")
 
     return SampleRequests(len(prompts), n, lambda place: prompts[place].tokens, seed_of)
+
+
+def prompt_of_sample(prompts: Sequence[Prompt], rows: Sequence[int], n: int, sample: int) -> Prompt:
+    """Prompt of a sample of a batch that has `n` for each of the prompts in these rows."""
+    return prompts[rows[sample // n]]
 
 
 def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False) -> Experience:

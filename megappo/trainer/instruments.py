@@ -66,9 +66,10 @@ class Instruments:
 
     def costs(self, record: StepRecord, timers: StageTimers) -> dict[str, float]:
         """FLOPs, their rates, and memory of a step. Collective: memory is the largest over all ranks."""
-        lengths, sampled = record.experience.table.length.long(), record.response_lengths.long()
+        lengths, (generated, sampled) = record.experience.table.length.long(), record.generated
+        prompts = (generated - sampled).long()
         work = StepWork.of_step(
-            self._models, lengths, sampled, record.critics, record.policy, self._generating, self._scoring(record)
+            self._models, lengths, (prompts, sampled.long()), record.critics, record.policy, self._generating, self._scoring(record)
         )
         return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
 

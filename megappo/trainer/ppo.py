@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from megappo.algo.kl import KLController
 from megappo.config.schema import TrainConfig
-from megappo.data.prompts import Prompt, PromptLoader
+from megappo.data.loader import PromptLoader
+from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
 from megappo.experience.experience import Experience
 from megappo.rewards.scorer import Scorer
@@ -26,9 +28,11 @@ from megappo.telemetry.timers import StageTimers
 from megappo.trainer.average import PolicyAverage
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.checkpoints import Checkpoints
+from megappo.trainer.curriculum import curriculum_metrics, observe_pass_rates
+from megappo.trainer.dynamic_sampling import StepSamples
 from megappo.trainer.entropy import EntropyBonus
 from megappo.trainer.evaluation import Evaluation, Evaluations, metrics_of
-from megappo.trainer.experience import collect, requests_of_step, sample_seed
+from megappo.trainer.experience import collect, prompt_of_sample, requests_of_step, sample_seed
 from megappo.trainer.finite_outputs import require_finite_outputs
 from megappo.trainer.greedy import draw_greedy, score_greedy
 from megappo.trainer.histograms import histograms_of
@@ -110,30 +114,36 @@ class PPO:
         return last
 
     def step(self) -> list[Evaluation]:
-        step, config = self.state.step + 1, self.config
+        step, config, n = self.state.step + 1, self.config, self.config.rollout.samples_per_prompt
         timers = self.instruments.timers(step)
 
-        with timers.stage("prompts"):  # 1
-            rows, n = self.loader.next_step(), config.rollout.samples_per_prompt
-            requests = requests_of_step(self.prompts, rows, n, config.run.seed, step)
+        samples = StepSamples(config.algorithm.dynamic_sampling, self.loader.prompts_per_step, n)
+        while samples.num_open:  # again only for what dynamic sampling replaces
+            with timers.stage("prompts"):  # 1
+                rows = self.loader.next_step(samples.num_open)
+                requests = requests_of_step(self.prompts, rows, n, config.run.seed, step, samples.num_drawn)
+                prompt_of = partial(prompt_of_sample, self.prompts, rows, n)
 
-            def prompt_of(sample: int) -> Prompt:
-                return self.prompts[rows[sample // n]]
+            with timers.stage("generate"):  # 2
+                if samples.num_drawn and config.rollout.sleep == "all":
+                    self.push_weights(self.state.step)  # they were released for the scoring of the round before
+                begin = begin_rewards(prompt_of, self.tokenizer, self.scorer, self.sampling.stop)
+                responses = generate(self.rollout, requests, self.sampling, begin)
+                greedy = draw_greedy(self.rollout, requests, self.sampling) if config.algorithm.estimator == "remax" else None
+                self.rollout.sleep()
+                drawn = collect(requests, responses, with_kept=self.sampling.kept_width > 0)
+                require_version(drawn.table, step, config.rollout.push_every, self.rollout.name)
 
-        with timers.stage("generate"):  # 2
-            begin = begin_rewards(prompt_of, self.tokenizer, self.scorer, self.sampling.stop)
-            responses = generate(self.rollout, requests, self.sampling, begin)
-            greedy = draw_greedy(self.rollout, requests, self.sampling) if config.algorithm.estimator == "remax" else None
-            self.rollout.sleep()
-            experience = collect(requests, responses, with_kept=self.sampling.kept_width > 0)
-            require_version(experience.table, step, config.rollout.push_every, self.rollout.name)
-
-        with timers.stage("score"):  # 3
-            scoring = self.tokenizer, self.scorer, self.sampling.stop
-            scored = score_responses(experience, prompt_of, *scoring)
-            baseline = None if greedy is None else score_greedy(greedy, experience, lambda group: prompt_of(group * n), *scoring)
-            if reason := nothing_to_learn(experience.table, scored):
-                self.log.note(f"step {step}: no model is updated: {reason}")
+            with timers.stage("score"):  # 3
+                scoring = self.tokenizer, self.scorer, self.sampling.stop
+                scores = score_responses(drawn, prompt_of, *scoring)
+                baseline = None if greedy is None else score_greedy(greedy, drawn, lambda group: prompt_of(group * n), *scoring)
+                samples.add(rows, drawn, scores)
+                observe_pass_rates(self.loader, rows, drawn, scores)
+        experience, scored = samples.result()
+        prompt_of = partial(prompt_of_sample, self.prompts, samples.rows, n)
+        if reason := nothing_to_learn(experience.table, scored, samples.num_drawn):
+            self.log.note(f"step {step}: no model is updated: {reason}")
 
         with timers.stage("logprobs"):  # 4
             experience = add_model_outputs(experience, self.roles)
@@ -174,7 +184,9 @@ class PPO:
 
         self.instruments.settle_times(timers)  # 8
         kl_kind = config.algorithm.kl.estimator
-        record = StepRecord(step, experience, scored, agreement, kl_kind, kl_coef, of_critics, policy, pushed, figures)
+        record = StepRecord(
+            step, experience, scored, agreement, kl_kind, kl_coef, of_critics, policy, pushed, figures, samples.rounds()
+        )
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
         if not (reason or self.warmup.covers(step)):
             self.kl_controller.update(record.kl_per_response(), experience.table.num_samples)
@@ -185,11 +197,11 @@ class PPO:
         if self.warmup.covers(step) and self.warmup.end_if_fitted(step, record.explained_variance):
             self.log.note(f"critic: explains {record.explained_variance:.3f} of the returns; its warm-up ends after step {step}")
         evaluated = self.evaluate(step, timers)
-        costs = self.instruments.costs(record, timers)
+        costs = {**self.instruments.costs(record, timers), **curriculum_metrics(self.loader)}
         timeline = self.instruments.timeline(timers, step) if self.is_due(step, config.telemetry.summary_every) else []
         self.log.step({**record.metrics(timers), **costs, **self.checkpoints.metrics()}, step, self.total_steps, timeline)
         if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
-            drawn = draw_samples(len(requests), n, config.telemetry.trajectories_per_step, config.run.seed, step)
+            drawn = draw_samples(experience.table.num_samples, n, config.telemetry.trajectories_per_step, config.run.seed, step)
             self.log.trajectories(step, trajectories_of(record, prompt_of, drawn, self.tokenizer))
         if counts_ratios:
             self.log.histograms(step, histograms_of(record))

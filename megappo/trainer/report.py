@@ -35,6 +35,7 @@ from megappo.rewards.compose import Scored
 from megappo.telemetry.metrics import Metric, of_critic
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.critics import CriticFields, critics_in
+from megappo.trainer.dynamic_sampling import Rounds
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.updates import UpdateSummary
 
@@ -77,6 +78,8 @@ class StepRecord:
     pushed: dict[str, float]
     shaping: Mapping[str, float] = field(default_factory=dict)
     """Figures of stage 5 by metric."""
+    rounds: Rounds | None = None
+    """Of dynamic sampling."""
 
     @property
     def batch(self) -> PackedBatch:
@@ -153,6 +156,7 @@ class StepRecord:
             **self._lengths(),
             **self._rollout(),
             **self._costs(timers),
+            **({} if self.rounds is None else self.rounds.metrics()),
         }
 
     def _reward(self) -> dict[str, float]:
@@ -308,9 +312,17 @@ class StepRecord:
             **slow,
             Metric.STEP_SECONDS.value: total,
             Metric.TOKENS_PER_S.value: table.num_tokens / total,
-            Metric.GENERATED_PER_S.value: int(table.sampled.sum()) / max(timers.seconds["generate"], 1e-9),
+            Metric.GENERATED_PER_S.value: int(self.generated[1].sum()) / max(timers.seconds["generate"], 1e-9),
             Metric.SAMPLES_PER_S.value: table.num_samples / total,
         }
+
+    @property
+    def generated(self) -> tuple[Tensor, Tensor]:
+        """[M] int32 each: tokens of every generated sample of all ranks, and those of its response; the replaced ones included."""
+        table = self.experience.table
+        if self.rounds is None:
+            return table.length, table.sampled
+        return torch.cat([table.length, self.rounds.length]), torch.cat([table.sampled, self.rounds.sampled])
 
     @property
     def response_lengths(self) -> Tensor:

@@ -12,8 +12,8 @@ from megappo.config.dump import dump_yaml
 from megappo.config.redaction import redacted_values
 from megappo.config.schema import SftConfig
 from megappo.data.demonstrations import DemonstrationSet
+from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch
-from megappo.data.prompts import PromptLoader
 from megappo.engine.base import Engine, LanguageOutput, LossOutput
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class TrainerState:
-    """Counters of a run. step: PPO steps done. episodes: responses sampled. tokens: response tokens sampled.
+    """Counters of a run. step: PPO steps done. episodes: responses trained on. tokens: their sampled tokens.
 
     policy_updates, critic_updates (of all critics): optimizer steps taken; policy_skipped, critic_skipped: those left out, as the
     gradients were not finite. warmup_ended: step after which the critics' warm-up ended early, or 0. entropy_coef: of the next

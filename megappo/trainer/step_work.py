@@ -75,18 +75,19 @@ class StepWork:
         cls,
         models: Mapping[str, RoleModel],
         lengths: Tensor,
-        response_lengths: Tensor,
+        generated: tuple[Tensor, Tensor],
         critics: Mapping[str, UpdateSummary],
         policy: UpdateSummary,
         generating: Sequence[int],
         scoring: Work | None = None,
     ) -> StepWork:
-        """Work of a step from the lengths [N] of all its samples and of their responses; an update that `target_kl` ended early has
-        done what it has done. scoring: work of the reward model, None without one."""
+        """Work of a step from the lengths [N] of all its samples; an update that `target_kl` ended early has done what it has done.
+        generated: [M] each, tokens of the prompts and of the responses that were generated, which may be more than those N.
+        scoring: work of the reward model, None without one."""
         by_critic = {role: models[role].training(torch.cat(one.lengths)) for role, one in critics.items() if one.lengths}
         by_policy = {"policy": models["policy"].training(torch.cat(policy.lengths))} if policy.lengths else {}
         by_stage = {
-            "generate": {"policy": models["policy"].generation(lengths - response_lengths, response_lengths)},
+            "generate": {"policy": models["policy"].generation(*generated)},
             **({} if scoring is None else {REWARD_MODEL_STAGE: {REWARD_MODEL: scoring}}),
             "logprobs": {role: models[role].forward(lengths) for role in PASSING if role in models},
             **{stage: works for stage, works in (("update_critic", by_critic), ("update_policy", by_policy)) if works},

@@ -12,15 +12,16 @@ from megappo.parallel.totals import total
 from megappo.rewards.compose import Scored
 
 
-def nothing_to_learn(table: SampleTable, scored: Scored) -> str:
+def nothing_to_learn(table: SampleTable, scored: Scored, num_scored: int | None = None) -> str:
     """Reason why no model can be updated on a step's responses, the same on every rank; empty if one can.
 
-    table: of all samples. scored: this rank's. Collective over the world.
+    table: of all samples. scored: this rank's. num_scored: samples of all ranks that its counts are of, by default those of the
+    table. Collective over the world.
     """
     undecided, unusable = total(torch.tensor([scored.num_undecided, scored.num_unusable])).tolist()
     if not int(table.sampled.sum()):
         return f"none of the {table.num_samples} responses has a sampled token"
-    if undecided + unusable >= table.num_samples:
+    if undecided + unusable >= (table.num_samples if num_scored is None else num_scored):
         return (
             f"none of the {table.num_samples} responses has a reward: {undecided} undecided, {unusable} with a reference answer "
             "that a rule cannot read"

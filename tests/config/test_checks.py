@@ -172,6 +172,34 @@ BROKEN = [
         "rollout.sampling.replay_kept_tokens=true",
     ),
     (
+        "dynamic_sampling_problem",
+        ["algorithm.dynamic_sampling.enable=true"],
+        ["algorithm.dynamic_sampling.enable = true", "set rollout.samples_per_prompt to 2 or more"],
+        "rollout.samples_per_prompt=2",
+    ),
+    (
+        "dynamic_sampling_problem",
+        ["algorithm.dynamic_sampling.enable=true", "rollout.samples_per_prompt=2", "algorithm.estimator=remax"],
+        ["algorithm.dynamic_sampling.enable = true", "remax compares with a greedy response"],
+        "algorithm.estimator=rloo",
+    ),
+    (
+        "dynamic_sampling_problem",
+        [
+            "algorithm.dynamic_sampling.enable=true",
+            "algorithm.dynamic_sampling.metric=acuracy",
+            "rollout.samples_per_prompt=2",
+        ],
+        ['algorithm.dynamic_sampling.metric = "acuracy"', "no part of the reward has this label; name one of exact_match"],
+        "algorithm.dynamic_sampling.metric=exact_match",
+    ),
+    (
+        "_weights",
+        ["data.weight_key=w", "data.shuffle=false"],
+        ['data.weight_key = "w"', "set data.shuffle to true"],
+        "data.shuffle=true",
+    ),
+    (
         "_critic_mini_batches",
         ["critic.mini_batch_size=100"],
         ["critic.mini_batch_size = 100", "56 would be dropped", "use 64 or 128"],

@@ -74,6 +74,10 @@ DEAD = [
             "algorithm.dual_clip=3.0",
         )
     ),
+    ([], "algorithm.dynamic_sampling.metric=exact_match", "algorithm.dynamic_sampling.enable=true"),
+    ([], "algorithm.dynamic_sampling.max_rounds=4", "algorithm.dynamic_sampling.enable=true"),
+    ([], "data.curriculum.pass_score=1.0", "data.curriculum.kind=pass_rate"),
+    ([], "data.curriculum.min_chance=0.2", "data.curriculum.kind=pass_rate"),
     ([], "algorithm.target_kl=0.1", "algorithm.ppo_epochs=2"),
     ([], "critic.warmup_lam=1.0", "critic.warmup_steps=2"),
     (HL_GAUSS, "algorithm.value_clip=0.1", "critic.loss=huber"),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megappo.data.cache import Cache
-from megappo.data.prompts import PromptLoader
+from megappo.data.loader import PromptLoader
 
 sizes = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
@@ -132,7 +132,7 @@ def test_more_prompts_per_step_than_prompts_is_refused() -> None:
 
 def test_the_order_is_that_of_a_shuffled_list_with_a_cache_and_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Golden runs and checkpoints depend on it; a cache makes it once."""
-    monkeypatch.setattr("megappo.data.prompts.KEPT_ORDER", 1000)
+    monkeypatch.setattr("megappo.data.loader.KEPT_ORDER", 1000)
     expected = []
     for epoch in range(2):
         order = list(range(2000))

@@ -141,7 +141,7 @@ def ended_twice(folder: Path) -> Trained:
     """Rank 1 is stopped in step 3, raises in the data of step 5, in a loss of step 5 and in the save of step 6. Then a request to
     stop comes in step 5, and another one while its checkpoint gets its name."""
     faults = "stop=1:megappo.trainer.ppo:score_responses:3:stop"
-    faults += " data=1:megappo.data.prompts:PromptLoader.next_step:3:assertion_error:stop"
+    faults += " data=1:megappo.data.loader:PromptLoader.next_step:3:assertion_error:stop"
     faults += " loss=1:megappo.trainer.roles:Policy._loss_of:1:assertion_error:data"
     faults += " save=1:megappo.checkpoint.store:encode_rng:1:assertion_error:loss"
     faults += " ask=0:megappo.trainer.ppo:score_responses:1:term:save"

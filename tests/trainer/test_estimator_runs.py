@@ -27,6 +27,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "rloo": {"algorithm.estimator": "rloo"},
     "reinforce_plus_plus": {"algorithm.estimator": "reinforce_plus_plus", "algorithm.gamma": 0.99},
     "remax": {"algorithm.estimator": "remax", "policy.parallel": {}},
+    # One response to a prompt, and as many updates.
+    "remax_single": {"algorithm.estimator": "remax", "rollout.samples_per_prompt": 1, "algorithm.ppo_epochs": 4},
+    "single": {"algorithm.estimator": "reinforce_plus_plus", "rollout.samples_per_prompt": 1, "algorithm.ppo_epochs": 4},
     # Everything else that the policy's loss can be, without a critic.
     "gspo": {
         "algorithm.estimator": "grpo",

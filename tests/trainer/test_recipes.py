@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from megappo import cli
 from megappo.config.loading import load_config
 from megappo.config.schema import TrainConfig
-from megappo.data.prompts import PromptLoader
+from megappo.data.loader import PromptLoader
 from megappo.models.hf_config import read_arch
 from megappo.prepare.data import load_run_data
 from megappo.runs.gate import read_gates

@@ -35,7 +35,7 @@ def updates(*minis: torch.Tensor) -> UpdateSummary:
 
 
 def figures(models=MODELS, critic=updates(LENGTHS), policy=updates(LENGTHS)) -> dict[str, float]:
-    work = StepWork.of_step(models, LENGTHS, RESPONSES, {"critic": critic}, policy, range(RANKS))
+    work = StepWork.of_step(models, LENGTHS, (LENGTHS - RESPONSES, RESPONSES), {"critic": critic}, policy, range(RANKS))
     return work.metrics(SECONDS, step_s=10.0)
 
 
@@ -77,8 +77,15 @@ def test_a_reward_model_works_in_the_stage_of_the_scores() -> None:
     pairs = 3 * 4 // 2 + 8 * 9 // 2
     by_hand = 2 * weights * 11 + 4 * judge.num_heads * judge.head_dim * pairs + 2 * judge.hidden_size * 11
     models = {**MODELS, "reward_model": model}
-    critics = {"critic": updates(LENGTHS)}
-    work = StepWork.of_step(models, LENGTHS, RESPONSES, critics, updates(LENGTHS), range(RANKS), model.forward(texts))
+    work = StepWork.of_step(
+        models,
+        LENGTHS,
+        (LENGTHS - RESPONSES, RESPONSES),
+        {"critic": updates(LENGTHS)},
+        updates(LENGTHS),
+        range(RANKS),
+        model.forward(texts),
+    )
     found, without = work.metrics({**SECONDS, "score": 0.5}, step_s=10.0), figures()
     assert found["perf/tflop/score/reward_model"] == by_hand / 1e12
     assert found["perf/tflops/score"] == pytest.approx(by_hand / 1e12 / 0.5), "of the one rank where it lives"

@@ -173,8 +173,10 @@ _RUN = {
     "ppo.seed": take("run.seed"),
     "ppo.max_rollout_turns": missing("one turn a prompt", off=(None, 1)),
     "ppo.overlong_filtering": take("algorithm.mask_truncated"),
-    "ppo.use_dynamic_sampling": missing("every prompt of a step counts", "data.prompts_per_step"),
-    "ppo.dynamic_sampling_max_gen_batches": unneeded("every prompt of a step counts", "data.prompts_per_step"),
+    "ppo.use_dynamic_sampling": take("algorithm.dynamic_sampling.enable"),
+    "ppo.dynamic_sampling_max_gen_batches": unneeded(
+        "rounds are smaller than its batches", "algorithm.dynamic_sampling.max_rounds"
+    ),
     "ppo.batch_multiplier": missing("every prompt of a step counts", "data.prompts_per_step", off=(None, 1)),
     "ppo.skip_reference_policy_logprobs_calculation": implied("no reference is built without a KL", "algorithm.kl.placement"),
     "ppo.async_ppo.enabled": missing("a step trains on its own responses"),

@@ -1,0 +1,31 @@
+"""Keys of which prompts a run trains on. The text under a field is its documentation (`schema.py`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megappo.config.section import Section
+
+
+class CurriculumConfig(Section):
+    kind: Literal["none", "pass_rate"] = "none"
+    """pass_rate: pass over prompts that responses nearly always or nearly never pass. A prompt of pass rate p so far is visited at
+    its turn with chance 4 p (1 - p), one that was not seen yet always (docs/algorithms.md)."""
+    pass_score: float = 0.5
+    """Least score of a response that passes."""
+    min_chance: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    """Least chance of a prompt at its turn, so that its rate is measured again."""
+
+
+class DynamicSamplingConfig(Section):
+    enable: bool = False
+    """Replace prompts whose responses all have the same score by others, in further rounds of generation and scoring (DAPO,
+    arXiv:2503.14476, section 3.2). A step keeps its size, and uses more prompts of an epoch."""
+    metric: str | None = None
+    """Label of the part of the reward that is compared, for example an accuracy beside a penalty for length; null compares the
+    scores."""
+    max_rounds: Annotated[int, Field(ge=2)] = 10
+    """Rounds of a step, the first one included. What the last one draws is trained on as it is, with its prompts of equal scores;
+    `rollout/equal_left` counts them."""

@@ -1,0 +1,29 @@
+"""Notes for the plan on which prompts a run trains on, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megappo.config.batch import step_arithmetic
+from megappo.config.schema import TrainConfig
+from megappo.data.loader import PromptLoader
+
+
+def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
+    """Lines on dynamic sampling, weights and the curriculum; none without them."""
+    dynamic, step = config.algorithm.dynamic_sampling, step_arithmetic(config)
+    if dynamic.enable:
+        yield (
+            "algorithm.dynamic_sampling: a share q of prompts with equal scores costs 1 / (1 - q) times the generation and scoring "
+            f"of {step.samples:,} responses (2 times at q = 0.5), at most {dynamic.max_rounds} times in {dynamic.max_rounds} rounds"
+        )
+    if config.data.weight_key is not None:
+        yield (
+            f"data.weight_key={config.data.weight_key}: an epoch is {loader.num_prompts:,} visits of {loader.num_weighted:,} "
+            f"prompts, the heaviest of them up to {loader.most_visits:,} times"
+        )
+    if config.data.curriculum.kind == "pass_rate" and config.rollout.samples_per_prompt == 1:
+        yield (
+            'data.curriculum.kind = "pass_rate": with rollout.samples_per_prompt = 1 a prompt has passed always or never after its '
+            "first visit, so it comes back with data.curriculum.min_chance"
+        )

@@ -1,0 +1,163 @@
+"""Rounds of stages 1 to 3: prompts whose responses all have the same score are replaced by others (DAPO, Yu et al. 2025,
+arXiv:2503.14476, section 3.2).
+
+Each prompt of a step has a place, 0..P-1, whose samples are `place * n .. place * n + n - 1`. A round draws a prompt for every
+place that is open; a place stays open while its responses score alike. Every rank decides from the scores of all. Samples stay on
+the rank that scored them. Without `algorithm.dynamic_sampling` there is one round, whose samples are the step's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from megappo.algo.groups import are_equal
+from megappo.config.prompt_sections import DynamicSamplingConfig
+from megappo.data.packing import PackedBatch, joined
+from megappo.experience.experience import Experience
+from megappo.experience.owners import Owners
+from megappo.experience.table import SampleTable
+from megappo.rewards import compose
+from megappo.rewards.compose import Scored
+from megappo.telemetry.metrics import Metric
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Figures of a step's rounds. prompts: drawn in all. equal_left: prompts of equal scores among those that are trained on.
+
+    length, sampled: [M] int32, tokens of the samples that were replaced, and those of their responses.
+    """
+
+    count: int
+    prompts: int
+    prompts_replaced: int
+    equal_left: int
+    length: Tensor
+    sampled: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            Metric.ROUNDS.value: self.count,
+            Metric.PROMPTS_DRAWN.value: self.prompts,
+            Metric.PROMPTS_REPLACED.value: self.prompts_replaced,
+            Metric.EQUAL_LEFT.value: self.equal_left,
+            Metric.TOKENS_REPLACED.value: int(self.sampled.sum()),
+        }
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Samples of a round that the step trains on. numbers: [K] int64, in the step. share: [K], their owners. own: [B], those of
+    them that this rank has."""
+
+    numbers: Tensor
+    table: SampleTable
+    share: Tensor
+    own: Tensor
+    batch: PackedBatch
+    scored: Scored
+
+
+class StepSamples:
+    """Samples of one step, from its rounds. rows: of the prompt of each place. n: samples of a prompt.
+
+    open: [number of prompts to draw in the next round] int64, their places; empty once the step is whole.
+    """
+
+    def __init__(self, settings: DynamicSamplingConfig, num_prompts: int, n: int) -> None:
+        self._settings, self._n = settings, n
+        self.rows = [-1] * num_prompts
+        self.open = torch.arange(num_prompts)
+        self._rounds = self._prompts = self._equal_left = 0
+        self._like: Experience
+        self._whole: tuple[Experience, Scored] | None = None
+        self._kept: list[_Kept] = []
+        self._replaced: list[SampleTable] = []
+
+    @property
+    def num_open(self) -> int:
+        return len(self.open)
+
+    @property
+    def num_drawn(self) -> int:
+        """Samples of the rounds so far: the number of the next one, for its seed."""
+        return self._prompts * self._n
+
+    def add(self, rows: list[int], experience: Experience, scored: Scored) -> None:
+        """Add a round: one row for each open place, and the samples of these prompts, in their order. Collective over the world."""
+        self._rounds, self._prompts = self._rounds + 1, self._prompts + len(rows)
+        for place, row in zip(self.open.tolist(), rows, strict=True):
+            self.rows[place] = row
+        if not self._settings.enable:
+            self._finish(experience, scored)
+            return
+        equal = are_equal(experience.column(self._compared(scored)), experience.table.group)
+        is_last = self._rounds == self._settings.max_rounds
+        self._equal_left = int(equal.sum()) if is_last else 0
+        chosen = torch.ones_like(equal) if is_last else ~equal
+        self._keep(experience, scored, chosen)
+        self.open = self.open[~chosen]
+        if self._rounds == 1 and not self.num_open:
+            self._finish(experience, scored)
+
+    def result(self) -> tuple[Experience, Scored]:
+        """Experience of the whole step, and the scores of this rank's samples in the order of its batch."""
+        assert not self.num_open, f"{self.num_open} prompts are missing"
+        return self._merged() if self._whole is None else self._whole
+
+    def _finish(self, experience: Experience, scored: Scored) -> None:
+        """One round is the whole step."""
+        self.open, self._whole = self.open[:0], (experience, scored)
+
+    def _merged(self) -> tuple[Experience, Scored]:
+        """The kept samples of all rounds under their numbers in the step, each where it was scored."""
+        order = torch.cat([one.numbers for one in self._kept]).argsort()
+        columns = {
+            field.name: torch.cat([getattr(one.table, field.name) for one in self._kept])[order] for field in fields(SampleTable)
+        }
+        columns["group"] = (torch.arange(len(order)) // self._n).int()
+        own = torch.cat([one.own for one in self._kept]).argsort()
+        experience = replace(
+            self._like,
+            table=SampleTable(**columns),
+            owners=Owners(torch.cat([one.share for one in self._kept])[order], self._like.owners.shares),
+            batch=joined([one.batch for one in self._kept]).select(own),
+        )
+        return experience, compose.joined([one.scored for one in self._kept]).select(own.tolist())
+
+    def rounds(self) -> Rounds | None:
+        """Figures of the rounds; None without dynamic sampling."""
+        if not self._settings.enable:
+            return None
+        length, sampled = (
+            torch.cat([torch.empty(0, dtype=torch.int32), *(getattr(one, name) for one in self._replaced)])
+            for name in ("length", "sampled")
+        )
+        return Rounds(self._rounds, self._prompts, self._prompts - len(self.rows), self._equal_left, length, sampled)
+
+    def _compared(self, scored: Scored) -> Tensor:
+        """[B] fp64: the part of the reward that decides, or the score of a sample without it."""
+        total = torch.tensor(scored.total, dtype=torch.float64)
+        if self._settings.metric is None:
+            return total
+        part = torch.tensor(scored.parts[self._settings.metric], dtype=torch.float64)
+        return torch.where(part.isnan(), total, part)
+
+    def _keep(self, experience: Experience, scored: Scored, chosen: Tensor) -> None:
+        """chosen: [places of this round] bool."""
+        self._like = experience
+        sample = torch.arange(experience.table.num_samples)
+        is_kept = chosen[sample // self._n]
+        self._replaced.append(experience.table.rows(sample[~is_kept]))
+        kept, mine = sample[is_kept], is_kept[experience.numbers].nonzero().flatten()
+
+        def number_in_step(numbers: Tensor) -> Tensor:
+            return self.open[numbers // self._n] * self._n + numbers % self._n
+
+        own = number_in_step(experience.numbers[mine])
+        batch, share = experience.batch.select(mine), experience.owners.share[kept]
+        table = experience.table.rows(kept)
+        self._kept.append(_Kept(number_in_step(kept), table, share, own, batch, scored.select(mine.tolist())))
