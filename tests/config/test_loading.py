@@ -160,9 +160,11 @@ def test_every_other_text_is_none_that_a_script_or_a_file_system_sees(tmp_path):
     assert {key for key in texts if takes(key, r"a\nb")} == {
         "data.prompt_key",
         "data.answer_key",
+        "data.weight_key",
         "data.system_prompt",
         "data.prompt_suffix",
         "reward.route.key",
+        "algorithm.dynamic_sampling.metric",
         "trainer.keep_best",  # refused by the checks unless it is a metric of the run
     }
 

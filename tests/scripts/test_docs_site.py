@@ -23,7 +23,7 @@ def test_the_stages_are_the_designs_eight():
     assert [stage.number for stage in stages] == list(range(1, 9))
     assert ("requests_of_step", "trainer.experience") in stages[0].calls
     assert ("RolloutEngine.push_weights", "rollout.types") in stages[6].calls, "the loop's own methods are followed"
-    assert "experience" in stages[1].leaves and "experience" in stages[4].leaves
+    assert "drawn" in stages[1].leaves and "experience" in stages[2].leaves and "experience" in stages[4].leaves
 
 
 def test_a_changed_loop_changes_the_picture():

@@ -288,14 +288,24 @@ def test_a_step_without_a_reward_updates_nothing_and_the_run_goes_on(runs: tuple
 
 
 @pytest.mark.parametrize(
-    ("sampled", "undecided", "unusable", "says"),
+    ("sampled", "num_drawn", "undecided", "unusable", "says"),
     [
-        ([0, 0], 0, 0, "none of the 2 responses has a sampled token"),
-        ([3, 4], 1, 1, "none of the 2 responses has a reward: 1 undecided, 1 with a reference answer that a rule cannot read"),
-        ([0, 4], 1, 0, ""),
+        ([0, 0], None, 0, 0, "none of the 2 responses has a sampled token"),
+        (
+            [3, 4],
+            None,
+            1,
+            1,
+            "none of the 2 responses has a reward: 1 undecided, 1 with a reference answer that a rule cannot read",
+        ),
+        ([0, 4], None, 1, 0, ""),
+        ([3, 4], 6, 2, 0, ""),
+        ([3, 4], 6, 5, 1, "none of the 6 responses has a reward: 5 undecided, 1 with a reference answer that a rule cannot read"),
     ],
 )
-def test_what_cannot_be_trained_on_has_a_reason(sampled: list[int], undecided: int, unusable: int, says: str) -> None:
+def test_what_cannot_be_trained_on_has_a_reason(
+    sampled: list[int], num_drawn: int | None, undecided: int, unusable: int, says: str
+) -> None:
     table = SimpleNamespace(num_samples=2, sampled=torch.tensor(sampled))
     scored = Scored(["", ""], [0.0, 0.0], {}, undecided, unusable)
-    assert nothing_to_learn(table, scored) == says  # type: ignore[arg-type]
+    assert nothing_to_learn(table, scored, num_drawn) == says  # type: ignore[arg-type]
