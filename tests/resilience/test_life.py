@@ -64,7 +64,8 @@ def test_ranks_that_nobody_else_can_end_are_ended_with_a_report(tmp_path: Path, 
     stacks = (tmp_path / f"rank-{end.failure.rank}.stacks").read_text()
     # Its own watchdog is late at the same moment, and says so in another file.
     assert "in rank_main" in stacks and "Timeout" not in stacks
-    assert "in rank_main" in (tmp_path / f"rank-{end.failure.rank}.late.stacks").read_text()
+    if fault != "stopped":  # that one is woken to be asked and then killed: its own delay may end between the two, or not
+        assert "in rank_main" in (tmp_path / f"rank-{end.failure.rank}.late.stacks").read_text()
 
 
 def test_a_slow_rank_is_left_alone(tmp_path: Path) -> None:
