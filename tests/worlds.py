@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megappo.launch.local import loopback_store
+
 # They start no thread, so that the server can be forked.
 IMPORTED_ONCE = [
     "torch",
@@ -89,7 +91,7 @@ def spawn_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: 
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED_ONCE)
         # A store in memory: through a file, which every rank polls, groups take three to eight times as long to build.
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = loopback_store()
         common = (fn, world_size, folder, store.port, timeout_s, dict(os.environ), args)
         processes = [context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(world_size)]
         for process in processes:

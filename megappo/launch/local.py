@@ -16,12 +16,16 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megappo.launch.exit_codes import FAILED, KILLED, UNRECOVERABLE, as_shell, describe_exit
 from megappo.launch.failure import ATTEMPT_DIR, KILL_GRACE_S, Failure, first_failure
 from megappo.launch.processes import NewProcesses, RankProcess, Starter
 from megappo.launch.requests import Requests
 from megappo.resilience.life import LAUNCHER_LISTENS, Listener, Store
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 HOST = "127.0.0.1"
 _LOOK_S = 1.0  # between looks at the ranks; a signal or the end of a rank wakes at once
@@ -136,13 +140,23 @@ def _watch(
 _STOPPING = "the ranks finish their step, save and end; SIGTERM or Ctrl-C once more ends them at once"
 
 
+def loopback_store() -> TCPStore:
+    """Serve a store for the processes of this machine: a free port (`store.port`) of 127.0.0.1."""
+    from torch.distributed import TCPStore
+
+    # torch's own socket would listen on all interfaces, whatever the address.
+    with socket.socket() as listening:
+        listening.bind((HOST, 0))
+        listening.listen(socket.SOMAXCONN)
+        port = listening.getsockname()[1]
+        return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
 @contextlib.contextmanager
 def _meeting_point(num_ranks: int) -> Iterator[tuple[Store, dict[str, str]]]:
     """The store in which the ranks of a world on this machine find each other, and the world's variables."""
-    from torch.distributed import TCPStore
-
     # Here and not in rank 0: the system chooses a free port, and the store outlives every rank.
-    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     yield (
         store,
         {

@@ -312,8 +312,9 @@ PROMISES = (
     ),
     Promise(
         "S10",
-        "Nothing but torch's rendezvous listens on all interfaces",
+        "Nothing but torch's rendezvous of several machines listens on all interfaces",
         (
+            "tests/launch/test_local.py::test_the_store_of_a_world_on_this_machine_listens_to_this_machine",
             "tests/trainer/test_late_ranks.py::test_only_the_rendezvous_listens_on_all_interfaces",
             "tests/trainer/test_resume.py::test_nothing_listens_on_all_interfaces",
         ),

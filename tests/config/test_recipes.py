@@ -69,6 +69,7 @@ def test_what_is_no_recipe_is_refused_in_one_line(capsys, arguments, said):
     assert (code, out) == (2, "") and said in err and err.count("\n") == 1
 
 
+@pytest.mark.slow  # builds the package: 17 s
 def test_an_installed_package_has_the_recipes(tmp_path):
     """Without the repository beside it."""
     repository = CONFIGS.parent

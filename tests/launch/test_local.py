@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from megappo.launch import local, training
 from megappo.launch.failure import ATTEMPT_DIR, first_failure
@@ -24,6 +25,7 @@ from megappo.launch.restart import read_starts
 from megappo.platform.device import select_device
 from megappo.resilience import ended
 from megappo.resilience.ended import read_end
+from tests.listening import listeners
 
 RANK = "tests.launch.local_rank"
 
@@ -263,6 +265,15 @@ def test_other_faults_of_the_launcher_are_not_swallowed(monkeypatch):
     monkeypatch.setattr(local, "_meeting_point", fail)
     with pytest.raises(RuntimeError, match="out of ports"):
         start_ranks(2, ["train"])
+
+
+def test_the_store_of_a_world_on_this_machine_listens_to_this_machine() -> None:
+    """And serves a client; torch's own socket would listen on all interfaces."""
+    before = listeners()
+    store = local.loopback_store()
+    new = [(listener.address, listener.port) for listener in listeners() - before]
+    TCPStore("127.0.0.1", store.port).set("key", "value")
+    assert new == [("127.0.0.1", store.port)] and store.get("key") == b"value"
 
 
 def test_more_ranks_than_gpus_are_refused_before_they_start(monkeypatch, two_gpus):

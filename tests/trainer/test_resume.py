@@ -61,7 +61,7 @@ def test_weights_optimizer_state_and_components_are_equal_to_the_last_bit(runs: 
 
 
 def test_nothing_listens_on_all_interfaces(runs: Path) -> None:
-    """Ranks, vLLM's engines in them and their helpers; this world has no rendezvous by TCP."""
+    """Ranks, vLLM's engines in them, their helpers, and the store of the ranks, as of `megappo train`."""
     seen = [Listener(*listener) for listener in json.loads((runs / "listeners.json").read_text())]
     assert seen and not [listener for listener in seen if listener.address in WILDCARDS]
 
