@@ -43,6 +43,8 @@ needs_cuda_torch() {
 if [ -z "$quick" ] && needs_cuda_torch "$@"; then
   scripts/setup_cuda_env.sh --optional || echo "[test] the environment with a CUDA torch could not be made: see above" >&2
 fi
+# Hundreds of processes import megappo: they compile it once.
+unset PYTHONDONTWRITEBYTECODE
 # One thread per process: the worlds of the tests are several processes on few cores. Two workers, because the ranks of a world wait
 # for each other half of their time.
 export OMP_NUM_THREADS=1

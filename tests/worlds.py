@@ -25,16 +25,14 @@ import torch.multiprocessing as mp
 
 from megappo.launch.local import loopback_store
 
-# They start no thread, so that the server can be forked.
+# The server can be forked: they start no thread but OpenBLAS' idle ones.
 IMPORTED_ONCE = [
     "torch",
     "transformers.models.auto.modeling_auto",
     "megappo.engine.megatron",
     "megappo.trainer.ppo",
-    # Of what vLLM imports in a rank, that which has nothing to do with torch or the process: a third of its 3 s.
-    "openai.types.responses",
-    "aiohttp",
-    "fastapi",
+    "megappo.trainer.main",
+    "tests.vllm_imported",
 ]
 
 
@@ -42,25 +40,10 @@ class WorldError(AssertionError):
     """A rank failed or the world ran past its time; the text holds the traceback that came first."""
 
 
-def _freeze_once() -> None:
-    """Keep a rank's collections off what is imported: a million objects, which vLLM visits seven times for each engine.
-
-    vLLM freezes when its first engine is built, by when it has been imported, and thaws everything whenever one is closed.
-    """
-    gc.freeze()  # what the server has imported
-    real = gc.freeze
-
-    def freeze() -> None:
-        real()
-        gc.freeze = lambda: None  # later engines are garbage once they are closed, and must be found
-
-    gc.freeze, gc.unfreeze = freeze, lambda: None
-
-
 def _rank_main(
     rank: int, fn: Callable, world_size: int, folder: str, port: int, timeout_s: float, environment: dict[str, str], args: tuple
 ) -> None:
-    _freeze_once()
+    gc.freeze()  # what the server has imported: a million objects, which each of a rank's collections would visit
     os.environ.clear()  # of the server, which is that of its start
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
@@ -97,14 +80,17 @@ def _first_failure(folder: str, world_size: int) -> str:
     return f"rank {rank} failed first:\n{text}"
 
 
-def spawn_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0) -> list[Any]:
+def spawn_world(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0, method: str = "forkserver"
+) -> list[Any]:
     """Run `fn(rank, *args)` on every rank of a new gloo world; returns the ranks' results, which must be picklable.
 
-    `fn` is a module-level function. Raises WorldError with the first traceback, or after `timeout_s` seconds.
+    `fn` is a module-level function. method: "spawn" for ranks that have imported nothing. Raises WorldError with the first traceback, or after `timeout_s` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="world") as folder:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED_ONCE)
+        context: Any = mp.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(IMPORTED_ONCE)
         # A store in memory: through a file, which every rank polls, groups take three to eight times as long to build.
         store = loopback_store()
         common = (fn, world_size, folder, store.port, timeout_s, dict(os.environ), args)

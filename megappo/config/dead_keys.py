@@ -7,6 +7,7 @@ dump of a resolved configuration leaves them out, so that it loads again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -423,10 +424,15 @@ def dead_keys(config: BaseModel) -> dict[str, str]:
     found: dict[str, str] = {}
     for rule in RULES[type(config)]:
         if rule.when(config):
-            for name, _ in value_keys(type(config)):
-                if any(_covers(pattern, name) for pattern in rule.keys):
-                    found.setdefault(name, rule.because)  # the first reason in the order of the table
+            for name in _covered(rule.keys, type(config)):
+                found.setdefault(name, rule.because)  # the first reason in the order of the table
     return found
+
+
+@cache
+def _covered(patterns: tuple[str, ...], cls: type[BaseModel]) -> tuple[str, ...]:
+    """Names of value keys that one of the patterns covers, in the order of the schema."""
+    return tuple(name for name, _ in value_keys(cls) if any(_covers(pattern, name) for pattern in patterns))
 
 
 def _covers(pattern: str, name: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_origin
 
@@ -37,14 +38,15 @@ def is_mapping(field: FieldInfo) -> bool:
     return get_origin(field.annotation) is dict and get_args(field.annotation)[-1] is item_class(field)
 
 
-def value_keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+@cache  # a walk of all classes; the rules of keys without effect ask for it dozens of times for each configuration
+def value_keys(cls: type[BaseModel]) -> tuple[tuple[str, FieldInfo], ...]:
     """(dotted name, field) of every key that holds a value, in the order of the schema."""
+    found: list[tuple[str, FieldInfo]] = []
     for name, field in cls.model_fields.items():
         section = section_class(field)
-        if section is None:
-            yield prefix + name, field
-        else:
-            yield from value_keys(section, f"{prefix}{name}.")
+        inner = ((f".{key}", value) for key, value in value_keys(section)) if section is not None else (("", field),)
+        found += ((name + key, value) for key, value in inner)
+    return tuple(found)
 
 
 def sections(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:

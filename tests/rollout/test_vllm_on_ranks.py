@@ -161,7 +161,7 @@ def checkpoint(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def world(checkpoint) -> list[dict[str, Any]]:
-    return spawn_world(in_world, RANKS, checkpoint)
+    return spawn_world(in_world, RANKS, checkpoint, method="spawn")
 
 
 @pytest.fixture(scope="module")
