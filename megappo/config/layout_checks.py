@@ -6,11 +6,13 @@ Limits of a model (heads, layers, experts) are checked in `megappo/prepare/model
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Literal
 
 from megappo.config.batch import nearest_divisors
 from megappo.config.errors import problem
 from megappo.config.evaluations import rewards_of
+from megappo.config.keys import section_class
 from megappo.config.rank_ranges import ALL, ranges_text, ranks_of
 from megappo.config.reward_sections import RewardConfig
 from megappo.config.role_sections import (
@@ -26,7 +28,14 @@ from megappo.config.schema import CRITICS, SftConfig, TrainConfig
 
 def role_sections(config: TrainConfig | SftConfig) -> dict[str, RoleConfig]:
     """Role -> its section, for all roles that the configuration knows."""
-    return {name: section for name, section in config if isinstance(section, RoleConfig)}
+    values = vars(config)
+    return {name: section for name in _role_names(type(config)) if (section := values[name]) is not None}
+
+
+@cache  # a search of layouts asks for the roles of each of its configurations
+def _role_names(cls: type[TrainConfig | SftConfig]) -> tuple[str, ...]:
+    classes = {name: section_class(field) for name, field in cls.model_fields.items()}
+    return tuple(name for name, section in classes.items() if section is not None and issubclass(section, RoleConfig))
 
 
 def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:

@@ -18,11 +18,9 @@ def slow_attention(q, k, v, lengths, scale, window=None):
         for head in range(q.size(1)):
             kv = head // (q.size(1) // k.size(1))
             scores = q[rows, head].double() @ k[rows, kv].double().T * scale
-            for i in range(length):
-                scores[i, i + 1 :] = float("-inf")
-                if window is not None:
-                    scores[i, : max(0, i + 1 - window)] = float("-inf")
-            out[rows, head] = scores.softmax(-1) @ v[rows, kv].double()
+            age = torch.arange(length)[:, None] - torch.arange(length)
+            seen = (age >= 0) & (age < (length if window is None else window))
+            out[rows, head] = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v[rows, kv].double()
         start += length
     return out
 

@@ -18,11 +18,9 @@ def slow_attention(q, k, v, lengths, scale, window, softcap, sinks):
             scores = q[rows, head].double() @ k[rows, kv].double().T * scale
             if softcap is not None:
                 scores = softcap * (scores / softcap).tanh()
-            for i in range(length):
-                scores[i, i + 1 :] = float("-inf")
-                if window is not None:
-                    scores[i, : max(0, i + 1 - window)] = float("-inf")
-            weights = scores.exp()
+            age = torch.arange(length)[:, None] - torch.arange(length)
+            seen = (age >= 0) & (age < (length if window is None else window))
+            weights = scores.exp() * seen
             total = weights.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks[head].double().exp())
             out[rows, head] = weights / total @ v[rows, kv].double()
         start += length

@@ -45,7 +45,8 @@ REPLAYED: dict[str, dict[int, list[Case]]] = {
 }
 # The same under FSDP2.
 FSDP2_REPLAYED: dict[str, dict[int, list[str]]] = {"llama": {4: ["fsdp2 tp2"]}}
-DISTRIBUTED = {"policy__optimizer__distributed": True, "critic__optimizer__distributed": True}
+# Whole mini-batches take half of the time; that their split changes nothing is the matrix's to show.
+REPLAY = {"policy__optimizer__distributed": True, "critic__optimizer__distributed": True, **VARIANTS["whole batch"]}
 Curves = dict[str, list[float]]
 
 
@@ -60,11 +61,10 @@ def replay_world(rank: int, folders: Mapping[str, str]) -> dict[str, dict[str, A
     for model, folder in folders.items():
         for case in REPLAYED[model].get(size, []):
             with roles_of(case) as roles:
-                measured[model][title(case, size)] = measure_case(folder, roles, DISTRIBUTED, rollouts, gradients=False)
+                measured[model][title(case, size)] = measure_case(folder, roles, REPLAY, rollouts, gradients=False)
         for name in FSDP2_REPLAYED.get(model, {}).get(size, []):
-            changes = {**DISTRIBUTED, **FSDP2[name], **VARIANTS["whole batch"]}  # a third of the time
             with roles_of(FSDP2_CASES[name]) as roles:
-                measured[model][name] = measure_case(folder, roles, changes, rollouts, gradients=False)
+                measured[model][name] = measure_case(folder, roles, {**REPLAY, **FSDP2[name]}, rollouts, gradients=False)
     return measured
 
 
