@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class FaultyServer(ThreadingHTTPServer):
-    """requests: (headers, JSON) of all so far. most_at_once: requests under way together."""
+    """requests: (headers, JSON) of all since the last `do`. url_of_now: for clients whose late requests count no more after the next."""
 
     daemon_threads = True
 
@@ -56,6 +56,7 @@ class FaultyServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.behaviours: list[Behaviour] = []
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.round = 0
         self.lock = threading.Lock()
         self.scheme = "http"
 
@@ -63,12 +64,20 @@ class FaultyServer(ThreadingHTTPServer):
     def url(self) -> str:
         return f"{self.scheme}://127.0.0.1:{self.server_address[1]}/score"
 
+    @property
+    def url_of_now(self) -> str:
+        return f"{self.url}/{self.round}"
+
     def do(self, behaviours: Iterable[Behaviour]) -> None:
         """Answer the next requests so."""
-        self.behaviours, self.requests = list(behaviours), []
+        with self.lock:
+            self.behaviours, self.requests = list(behaviours), []
+            self.round += 1
 
     def take(self, handler: Handler) -> Behaviour:
         with self.lock:
+            if handler.path.rpartition("/")[2] not in ("score", str(self.round)):
+                return fine  # sent by a client that has been closed
             self.requests.append((dict(handler.headers), handler.asked))
             return self.behaviours.pop(0) if self.behaviours else fine
 

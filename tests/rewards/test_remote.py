@@ -42,7 +42,7 @@ def server() -> Iterator[FaultyServer]:
 
 
 def part(server: FaultyServer, token: str | None = None, **settings: Any) -> RemotePart:
-    return RemotePart(Server("rm", server.url, RemoteConfig(**{**QUICK, **settings}), token))
+    return RemotePart(Server("rm", server.url_of_now, RemoteConfig(**{**QUICK, **settings}), token))
 
 
 def results(
@@ -184,7 +184,7 @@ def test_retries_are_counted_and_told_once(server: FaultyServer, caplog: pytest.
         assert remote.num_retries == 4
     told = [record.getMessage() for record in caplog.records if record.name.startswith("megappo")]
     assert told == [
-        f"reward rm: {server.url}: answered 500 Internal Server Error: CUDA out of memory; trying again for up to 10 s",
+        f"reward rm: {server.url_of_now}: answered 500 Internal Server Error: CUDA out of memory; trying again for up to 10 s",
         "reward rm: 4 requests were sent again, then all was scored",
     ]
 
@@ -204,7 +204,7 @@ def test_a_lasting_fault_ends_at_the_budget(server: FaultyServer, fault: Behavio
     start = time.monotonic()
     said = failure(server, [fault] * 100, retry_budget_s=1.0, **settings)
     assert 1.0 <= time.monotonic() - start < 1.0 + 5.0
-    assert f"reward rm: {server.url} after " in said and " tries in " in said and says in said
+    assert f"reward rm: {server.url_of_now} after " in said and " tries in " in said and says in said
     assert "; 2 samples, the first: sample t#" in said or "; sample t#4, response 'xxxx'" in said
     assert len(server.requests) >= 3
 
@@ -299,7 +299,7 @@ REFUSED: list[tuple[Behaviour, str]] = [
 @pytest.mark.parametrize("answer, says", REFUSED, ids=[says[:40] for _, says in REFUSED])
 def test_a_wrong_answer_ends_the_run_at_once(server: FaultyServer, answer: Behaviour, says: str) -> None:
     said = failure(server, [answer] * 100, concurrency=1)
-    assert f"reward rm: {server.url}: " in said and says in said and "sample t#" in said
+    assert f"reward rm: {server.url_of_now}: " in said and says in said and "sample t#" in said
     assert len(server.requests) == 1
     assert said.isprintable()
 
