@@ -1,7 +1,7 @@
-"""Benchmark the engines side by side on the CPU: `python scripts/bench_engines.py [--ranks 1 2] [--dtypes fp32 bf16] [--rounds 7]`.
+"""Benchmark the engines side by side: `python scripts/bench_engines.py [--ranks 1 2] [--dtypes fp32 bf16] [--rounds 7] [--device cuda]`.
 
 The same policy (a Qwen3 of random weights, given by --layers, --hidden, --vocabulary) under engine megatron and engine fsdp2, data
-parallel over gloo, on the same sequences. Tokens of all ranks per second of the slowest rank: of a pass without gradients
+parallel over gloo or NCCL, on the same sequences. Tokens of all ranks per second of the slowest rank: of a pass without gradients
 (log-probs and entropies), and of an update (forward, backward, reduction, optimizer step). Medians of rounds in which the engines
 take turns; spread: the slowest update to the fastest. Memory of a rank: bytes that are held between passes and the most that is
 alive in forward and backward, each beside the figure of `megappo plan`; counted by the tensors, so that the allocator and other
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 from unittest import mock
 
 import torch
@@ -38,6 +38,7 @@ from megappo.data.packing import pack
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineSpec
 from megappo.engine.whole_batch import sequences_of_share
+from megappo.models.flops import forward_flops
 from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.estimate import memory_of_stage
@@ -68,6 +69,7 @@ class Case:
     length: int
     budget: int
     rounds: int
+    device: Literal["cpu", "cuda"] = "cpu"
 
     @property
     def tokens(self) -> int:
@@ -78,7 +80,7 @@ class Case:
         policy = {"model": self.model, "engine": engine, "dtype": self.dtype, "micro_batch_tokens": self.budget}
         return TrainConfig.model_validate(
             {
-                "run": {"device": "cpu"},
+                "run": {"device": self.device},
                 "policy": policy,
                 "data": {"train": "none", "max_prompt_tokens": prompt, "prompts_per_step": self.samples},
                 "rollout": {"engine": "megatron", "max_response_tokens": self.length - prompt, "samples_per_prompt": 1},
@@ -97,6 +99,8 @@ class Figures:
     peak: int
     planned_held: int
     planned_peak: int
+    flops: int
+    """Of an update, over all ranks; recomputed work is not among them."""
 
 
 class Work:
@@ -104,13 +108,15 @@ class Work:
 
     def __init__(self, case: Case, engine: str) -> None:
         config, arch = case.config(engine), read_arch(case.model)
-        factory = RoleEngines(config.model, config.run.timeouts, torch.device("cpu"))
+        device = torch.device(case.device, dist.get_rank() if case.device == "cuda" else None)
+        factory = RoleEngines(config.model, config.run.timeouts, device)
         spec = EngineSpec("policy", case.model, arch, config.policy, total_updates=10**6, random_weights=True)
         built = factory.build(spec)
         assert built is not None, "the policy lives on all ranks"
         self.engine: Any = built
         self.role = Policy(self.engine, 1.0, config.algorithm)
-        self.planned = memory_of_stage(config, "policy", arch, ParallelLayout(case.ranks), 0, "cpu", count_parameters)
+        self.planned = memory_of_stage(config, "policy", arch, ParallelLayout(case.ranks), 0, case.device, count_parameters)
+        self.flops = forward_flops(arch, torch.full((case.samples,), case.length), value_head=False).training
         generator = torch.Generator().manual_seed(0)
         batch = pack(torch.randint(0, arch.vocab_size, (case.samples, case.length), generator=generator).tolist())
         mask = (torch.arange(batch.num_tokens) % case.length) >= case.length // PROMPT_SHARE
@@ -151,6 +157,8 @@ def seconds(work: Callable[[], None]) -> float:
     dist.barrier()
     started = time.perf_counter()
     work()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     taken = torch.tensor(time.perf_counter() - started)
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return float(taken)
@@ -159,8 +167,13 @@ def seconds(work: Callable[[], None]) -> float:
 def in_rank(rank: int, cases: Sequence[Case], folder: str) -> None:
     """Measure every case; rank 0 writes {case: {engine: figures}}."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=cases[0].ranks)
-    cpu.install()
+    on_gpu = cases[0].device == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        cpu.install()
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=cases[0].ranks)
     found: dict[Case, dict[str, Figures]] = {}
     for case in cases:
         works = {engine: Work(case, engine) for engine in ENGINES}
@@ -178,6 +191,7 @@ def in_rank(rank: int, cases: Sequence[Case], folder: str) -> None:
                 *memory[engine],
                 work.planned.held,
                 work.planned.held + work.planned.activations,
+                work.flops,
             )
             for engine, work in works.items()
         }
@@ -201,6 +215,7 @@ def rows_of(case: Case, found: dict[str, Figures]) -> list[str]:
     for engine, one in found.items():
         speed = [f"{case.tokens / statistics.median(taken):,.0f}" for taken in (one.forward_s, one.update_s)]
         spread = f"{max(one.update_s) / min(one.update_s):.2f}"
+        speed.append(f"{one.flops / statistics.median(one.update_s) / 10**12 / case.ranks:.2f}")
         bytes_ = [f"{size / MIB:.1f}" for size in (one.held, one.peak)]
         off = [f"{100 * (a - b) / b:+.1f} %" for a, b in ((one.held, one.planned_held), (one.peak, one.planned_peak))]
         cells = [str(case.ranks), case.dtype, engine, *speed, spread, bytes_[0], off[0], bytes_[1], off[1]]
@@ -209,8 +224,8 @@ def rows_of(case: Case, found: dict[str, Figures]) -> list[str]:
 
 
 HEADER = [
-    "| ranks | dtype | engine | forward, tokens/s | update, tokens/s | spread | held, MiB | to plan | peak, MiB | to plan |",
-    "|" + "---|" * 10,
+    "| ranks | dtype | engine | forward, tokens/s | update, tokens/s | TFLOP/s a rank | spread | held, MiB | to plan | peak, MiB | to plan |",
+    "|" + "---|" * 11,
 ]
 
 
@@ -218,6 +233,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
@@ -268,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder, "model"), args)
         for ranks in args.ranks:
-            sizes = (args.samples, args.length, args.budget, args.rounds)
+            sizes = (args.samples, args.length, args.budget, args.rounds, args.device)
             cases, place = [Case(model, ranks, dtype, *sizes) for dtype in args.dtypes], Path(folder, str(ranks))
             place.mkdir()
             mp.spawn(in_rank, (cases, str(place)), nprocs=ranks)
@@ -279,6 +295,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"Qwen3 of {shape}; {args.samples} sequences of {args.length} tokens, micro-batches of {args.budget}, {args.rounds} rounds"
     )
     machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    if args.device == "cuda":
+        machine = f"{torch.cuda.get_device_name()}, {machine}"
     print(f"{machine}, one thread a rank; load {before:.1f} before and {os.getloadavg()[0]:.1f} after\n")
     print("\n".join(lines))
     return 0

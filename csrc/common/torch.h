@@ -73,6 +73,9 @@ struct CudaContext {
 };
 inline bool is_for_cuda(const Tensor&) { return true; }
 #elif defined(MEGAPPO_CUDA)
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // torch 2.11 has it by the older name alone
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
 // Kernels launch on the device of their tensors, whichever is current, and on its current stream.
 struct CudaContext {
   explicit CudaContext(const Tensor& x) : guard(x.get_device_index()) {

@@ -11,6 +11,7 @@ keys and values round a ring.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from megappo.data.positions import moved
 from megappo.models.arch import ModelArch
 from megappo.models.rope import inverse_frequencies, query_scale, rotary_table, rotate
 from megappo.parallel.context import ContextShard
+
+VARLEN_SETTINGS = frozenset(inspect.signature(varlen_attn).parameters)
 
 # A sequence joins a group of padded sequences when it fills at least this share of the group's length (attention costs length^2,
 # so a share of 0.8 wastes at most 36 % of the products); below _SHORT tokens a call costs more than the padding.
@@ -242,6 +245,11 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, window: int | None = None
 ) -> Tensor:
     """As `grouped_attention`, by torch's flash kernel (CUDA, fp16 or bf16)."""
+    # More splits than one would add up a row in an order that depends on the other sequences.
+    settings: dict[str, Any] = {"enable_gqa": query.size(1) != key.size(1), "num_splits": 1}
+    if not VARLEN_SETTINGS.issuperset(settings):  # torch 2.11 knows neither: it does not split, and wants a KV head for each head
+        key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
+        settings = {}
     out = varlen_attn(
         query,
         key,
@@ -252,8 +260,7 @@ def varlen_attention(
         packed.max_seqlen_kv,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.size(1) != key.size(1),
-        num_splits=1,  # more would add up a row in an order that depends on the other sequences
+        **settings,
     )
     assert isinstance(out, Tensor)  # a tuple only if more outputs are requested
     return out

@@ -155,7 +155,8 @@ def fill_buffers(model: torch.nn.Module) -> None:
 def _hidden_states(decoder: Any, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None) -> Tensor:
     """[1, T, H] of packed sequences; of this rank's tokens under context parallel."""
     lengths = cu_seqlens.long().diff()
-    positions = torch.arange(int(cu_seqlens[-1])) - cu_seqlens[:-1].long().repeat_interleave(lengths)
+    places = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    positions = places - cu_seqlens[:-1].long().repeat_interleave(lengths)
     positions = moved(positions, tokens.device)
     if context is not None:
         tokens, positions = context.take(tokens), context.take(positions)

@@ -31,7 +31,7 @@ NUMBERS = {"gamma": 0.98, "lam_policy": 0.9, "lam_value": 0.97}
 
 
 def check(device, inputs, done=None, gamma=0.98, lam_policy=0.9, lam_value=0.97, call=gae):
-    got = call(**on(device, inputs), **on(device, {"done": done}), gamma=gamma, lam_policy=lam_policy, lam_value=lam_value)
+    got = call(**on(device, inputs), **on(device, {"done": done, "lam_policy": lam_policy, "lam_value": lam_value}), gamma=gamma)
     advantage, returns, moments = (x.cpu() for x in got)
     count = inputs["cu_seqlens"].numel() - 1
     lams = per_sequence(lam_policy, count), per_sequence(lam_value, count)

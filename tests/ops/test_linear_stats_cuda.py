@@ -147,7 +147,8 @@ def test_invariant_bits_do_not_depend_on_the_other_tokens(kernel):
     assert torch.equal(q.run(kernel, invariant=True), whole[order])
     few = Problem(p.hidden[77:90], p.weight, p.target[77:90], 0, 1290)
     assert torch.equal(few.run(kernel, invariant=True), whole[77:90])
-    assert not torch.equal(few.run(kernel), p.run(kernel)[77:90]), "the division of the work makes no difference here"
+    if kernel.device.type == "cpu":  # 132 multiprocessors divide as little as this alike
+        assert not torch.equal(few.run(kernel), p.run(kernel)[77:90]), "the division of the work makes no difference here"
 
 
 def test_every_column_is_counted_once_and_padding_never(kernel):
@@ -369,6 +370,7 @@ def test_at_full_size_it_is_as_exact_as_an_fp32_product():
     kernel = Kernel(torch.ops.megappo_native.linear_stats_wgmma, torch.device("cuda"))
     want, got = oracle(p), p.run(kernel).double()
     plain = torch.mm(p.hidden.cuda(), p.weight[: p.num_valid].cuda().t(), out_dtype=torch.float32).cpu().double()
-    worst = max(float((plain.logsumexp(1) - (want[:, 0] + want[:, 1].log())).abs().amax()), 2e-6)
-    lse = got[:, 0] + got[:, 1].log()
-    assert float((lse - (want[:, 0] + want[:, 1].log())).abs().amax()) <= 3 * worst
+    counts = p.target != IGNORE  # the others have statistics of no column
+    exact, plain = (want[:, 0] + want[:, 1].log())[counts], plain.logsumexp(1)[counts]
+    worst = max(float((plain - exact).abs().amax()), 2e-6)
+    assert float(((got[:, 0] + got[:, 1].log())[counts] - exact).abs().amax()) <= 3 * worst
