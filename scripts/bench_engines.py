@@ -1,11 +1,11 @@
-"""Benchmark the engines side by side: `python scripts/bench_engines.py [--ranks 1 2] [--dtypes fp32 bf16] [--rounds 7] [--device cuda]`.
+"""Benchmark the engines side by side: `python scripts/bench_engines.py [--ranks 1 2] [--dtypes fp32 bf16] [--device cuda]`.
 
 The same policy (a Qwen3 of random weights, given by --layers, --hidden, --vocabulary) under engine megatron and engine fsdp2, data
 parallel over gloo or NCCL, on the same sequences. Tokens of all ranks per second of the slowest rank: of a pass without gradients
 (log-probs and entropies), and of an update (forward, backward, reduction, optimizer step). Medians of rounds in which the engines
-take turns; spread: the slowest update to the fastest. Memory of a rank: bytes that are held between passes and the most that is
-alive in forward and backward, each beside the figure of `megappo plan`; counted by the tensors, so that the allocator and other
-processes do not matter.
+take turns; TFLOP/s: of the model, by a rank in an update; spread: the slowest update to the fastest. Memory of a rank: bytes that are
+held between passes and the most that is alive in forward and backward, each beside the figure of `megappo plan`; counted by the
+tensors, so that the allocator and other processes do not matter.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def rows_of(case: Case, found: dict[str, Figures]) -> list[str]:
 
 
 HEADER = [
-    "| ranks | dtype | engine | forward, tokens/s | update, tokens/s | TFLOP/s a rank | spread | held, MiB | to plan | peak, MiB | to plan |",
+    "| ranks | dtype | engine | forward, tok/s | update, tok/s | TFLOP/s | spread | held, MiB | to plan | peak, MiB | to plan |",
     "|" + "---|" * 11,
 ]
 

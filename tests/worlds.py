@@ -85,7 +85,8 @@ def spawn_world(
 ) -> list[Any]:
     """Run `fn(rank, *args)` on every rank of a new gloo world; returns the ranks' results, which must be picklable.
 
-    `fn` is a module-level function. method: "spawn" for ranks that have imported nothing. Raises WorldError with the first traceback, or after `timeout_s` seconds.
+    `fn` is a module-level function. method: "spawn" for ranks that have imported nothing. Raises WorldError with the first
+    traceback, or after `timeout_s` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="world") as folder:
         context: Any = mp.get_context(method)

@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class FaultyServer(ThreadingHTTPServer):
-    """requests: (headers, JSON) of all since the last `do`. url_of_now: for clients whose late requests count no more after the next."""
+    """requests: (headers, JSON) of all since the last `do`. url_of_now: for clients whose late requests count for nobody."""
 
     daemon_threads = True
 
