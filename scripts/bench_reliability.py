@@ -26,6 +26,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megappo.telemetry.metrics import Metric
 from scripts import chaos
 from scripts.reliability import page
 
@@ -98,10 +99,29 @@ def saves(folder: Path) -> dict[str, Any]:
     return {
         "bytes": sum(row.written),
         "sync_s": row.save.seconds,
-        "stall_s": row.stalls["asynchronous save"],
-        "copy_s": row.stalls["bare copy of the tensors"],
+        "stall_s": row.stalls[bench_checkpoint.STALL],
+        "begin_s": row.stalls[bench_checkpoint.COPYING],
+        "complete_s": row.stalls[bench_checkpoint.COMPLETION],
+        "copy_s": row.stalls[bench_checkpoint.BARE_COPY],
+        "search_s": row.stalls[bench_checkpoint.SEARCH],
         "load_s": row.load.seconds,
+        "verify_s": row.verify_s,
     }
+
+
+def held(folder: Path) -> dict[str, Any]:
+    """Share of a run's time, from its first step to its last but one, for which its saves in the background hold it."""
+    every, steps = 50, 201
+    keys = ["run.name=held", f"trainer.steps={steps}", f"checkpoint.save_every={every}"]
+    subprocess.run([sys.executable, "-m", "megappo", "train", *small(folder), *keys], cwd=ROOT, check=True)
+    lines = [json.loads(line) for line in (folder / "held" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    # What a step held is in the next one's line. The first save plans, the last is waited for; neither is one of the rest.
+    lines = [line for line in lines if every + 1 < line["step"] < steps]
+    stalls = [line[Metric.SAVE_SECONDS.value] for line in lines]
+    wall_s = sum(line[Metric.STEP_SECONDS.value] for line in lines) + sum(stalls)
+    size = sum(file.stat().st_size for file in (folder / "held" / "checkpoints" / f"step-{steps}").rglob("*") if file.is_file())
+    saves = sum(line["step"] % every == 1 for line in lines)
+    return {"share": sum(stalls) / wall_s, "held_s": sum(stalls) / saves, "every": every, "wall_s": wall_s, "bytes": size}
 
 
 MEASUREMENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -110,6 +130,7 @@ MEASUREMENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "goodput": goodput,
     "baseline": baseline,
     "saves": saves,
+    "held": held,
 }
 
 

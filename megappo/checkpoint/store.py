@@ -186,7 +186,8 @@ class CheckpointStore:
         """Wait until all ranks have written the save in flight, if any, and make it a checkpoint; returns its directory.
 
         SaveFailed on every rank if one of them could not write, or its writer process was killed: nothing is left of the save, and
-        the next one starts another process.
+        the next one starts another process. The files of checkpoints that are not kept any more go in a thread of rank 0, for which
+        the next save and `close` wait.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -194,7 +195,7 @@ class CheckpointStore:
         with self._all_or_nothing(pending.step):
             reports = on_every_rank("writing the checkpoint", pending.entries)
             manifest = self._publish(pending.place, pending.step, pending.facts, reports)
-        return self._retain(manifest)
+        return self._retain(manifest, wait=False)
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, newest first, damaged ones included. Not collective."""
@@ -210,6 +211,7 @@ class CheckpointStore:
         self._pending = None
         self._writer.close()
         self._buffers.clear()
+        self._directory.finish_removal()
 
     @contextmanager
     def _all_or_nothing(self, step: int) -> Iterator[None]:
@@ -310,20 +312,20 @@ class CheckpointStore:
         on_rank_zero("committing the checkpoint", lambda: self._commit(place, manifest))
         return manifest
 
-    def _retain(self, manifest: Manifest) -> Path:
-        """Remove old checkpoints, now that this one is complete; returns its directory."""
+    def _retain(self, manifest: Manifest, *, wait: bool = True) -> Path:
+        """Remove old checkpoints, now that this one is complete; returns its directory. wait: until their files are gone."""
         step = manifest.step
-        removed = on_rank_zero("removing old checkpoints", lambda: self._remove_old(manifest))
+        removed = on_rank_zero("removing old checkpoints", lambda: self._remove_old(manifest, wait))
         if dist.get_rank() == 0:
             logger.info("saved step-%d (%.1f MB)%s", step, manifest.total_bytes / 1e6, f", removed {removed}" if removed else "")
         return self._directory.step_path(step)
 
-    def _remove_old(self, manifest: Manifest) -> list[int]:
+    def _remove_old(self, manifest: Manifest, wait: bool) -> list[int]:
         keep = {manifest.step, manifest.best_step}
         if self._copies is not None:
             self._copies.submit(manifest.step, self._directory.step_path(manifest.step))
             keep |= self._copies.steps_needed
-        return self._directory.retain(self._keep_last, keep)
+        return self._directory.retain(self._keep_last, keep, wait=wait)
 
     def _commit(self, place: Path, manifest: Manifest) -> None:
         unreported = set(list_files(place)) ^ set(manifest.files)

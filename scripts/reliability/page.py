@@ -79,7 +79,7 @@ def _linked(name: str) -> str:
 
 def sentences(figures: Figures) -> dict[str, str]:
     """Measured figures as texts, by the names that promises and template use."""
-    kills, soak, saves = figures["kills"], figures["all"], figures["saves"]
+    kills, soak, saves, held = figures["kills"], figures["all"], figures["saves"], figures["held"]
     by_kind = {kind: [outcome for outcome in outcomes(soak) if outcome.injection.kind == kind] for kind in KINDS}
     return {
         "kills": f"{_survived(kills)}: {_times(outcomes(kills))}",
@@ -91,8 +91,14 @@ def sentences(figures: Figures) -> dict[str, str]:
         "by_hand_s": f"{_first_step_s(figures['baseline']):.1f} s",
         "save_size": f"{saves['bytes'] / 1e6:.0f} MB with its optimizer",
         "save_stall": f"{saves['stall_s'] * 1000:.1f} ms for {saves['bytes'] / 1e6:.0f} MB, "
-        f"{saves['stall_s'] / saves['sync_s']:.1%} of a save that is waited for ({saves['sync_s']:.2f} s); "
-        f"a bare copy of its tensors takes {saves['copy_s'] * 1000:.1f} ms",
+        f"{saves['stall_s'] / saves['sync_s']:.1%} of a save that is waited for ({saves['sync_s']:.2f} s): "
+        f"{saves['begin_s'] * 1000:.1f} ms for the snapshot (a bare copy of its tensors takes {saves['copy_s'] * 1000:.1f} ms) "
+        f"and {saves['complete_s'] * 1000:.1f} ms at the step after which it is complete",
+        "verify": f"reading {saves['bytes'] / 1e6:.0f} MB takes {saves['load_s']:.2f} s, its hashes {saves['verify_s']:.2f} s "
+        "before that, both from memory",
+        "held_wall": f"{held['wall_s']:.0f} s",
+        "held": f"{held['share']:.2%} of the time of a run that saves every {held['every']} steps, the search for NaN included "
+        f"({held['held_s'] * 1000:.0f} ms a save of {held['bytes'] / 1e6:.1f} MB)",
     }
 
 
