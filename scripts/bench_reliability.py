@@ -26,7 +26,6 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megappo.telemetry.metrics import Metric
 from scripts import chaos
 from scripts.reliability import page
 
@@ -97,6 +96,7 @@ def saves(folder: Path) -> dict[str, Any]:
 
     row = bench_checkpoint.measure(dp=2, hidden=512, layers=6, repeats=3)
     return {
+        "machine": machine(),
         "bytes": sum(row.written),
         "sync_s": row.save.seconds,
         "stall_s": row.stalls[bench_checkpoint.STALL],
@@ -109,28 +109,12 @@ def saves(folder: Path) -> dict[str, Any]:
     }
 
 
-def held(folder: Path) -> dict[str, Any]:
-    """Share of a run's time, from its first step to its last but one, for which its saves in the background hold it."""
-    every, steps = 50, 201
-    keys = ["run.name=held", f"trainer.steps={steps}", f"checkpoint.save_every={every}"]
-    subprocess.run([sys.executable, "-m", "megappo", "train", *small(folder), *keys], cwd=ROOT, check=True)
-    lines = [json.loads(line) for line in (folder / "held" / "metrics.jsonl").read_text("utf-8").splitlines()]
-    # What a step held is in the next one's line. The first save plans, the last is waited for; neither is one of the rest.
-    lines = [line for line in lines if every + 1 < line["step"] < steps]
-    stalls = [line[Metric.SAVE_SECONDS.value] for line in lines]
-    wall_s = sum(line[Metric.STEP_SECONDS.value] for line in lines) + sum(stalls)
-    size = sum(file.stat().st_size for file in (folder / "held" / "checkpoints" / f"step-{steps}").rglob("*") if file.is_file())
-    saves = sum(line["step"] % every == 1 for line in lines)
-    return {"share": sum(stalls) / wall_s, "held_s": sum(stalls) / saves, "every": every, "wall_s": wall_s, "bytes": size}
-
-
 MEASUREMENTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "kills": kills,
     "all": every_fault,
     "goodput": goodput,
     "baseline": baseline,
     "saves": saves,
-    "held": held,
 }
 
 
