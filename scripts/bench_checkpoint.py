@@ -3,10 +3,11 @@
 For each number of data-parallel ranks: seconds, bytes written, and the rise of a rank's resident memory (the largest of all ranks).
 The rise excludes memory that the process had before and reused; it includes a worker thread's buffers.
 
-Then what an asynchronous save costs: its stall (`begin_save`, the first one, which plans and allocates, apart) beside a synchronous
-save, beside a bare copy of as many bytes in memory (the limit: a snapshot is a copy), and beside the stall of torch's own
-`async_save` of the same tensors, in turn; and, on rank 0 alone, the speed of the hash beside that of `cp` and of the disk (write
-and fsync), of the same file.
+Then what an asynchronous save costs: its stall (`begin_save`, the first one, which plans and allocates, apart; and `drain` once its
+files are written, at a later step) beside a synchronous save, beside a bare copy of as many bytes in memory (the limit: a snapshot
+is a copy), and beside the stall of torch's own `async_save` of the same tensors, in turn. The trainer searches the state for NaN
+before either kind of save, which has a line of its own. And, on rank 0 alone, the speed of the hash beside that of `cp` and of the
+disk (write and fsync), of the same file.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ sys.path.insert(0, str(ROOT))
 from scripts.bench.model import Mistake
 
 MIB = 1 << 20
+STALL, COPYING, COMPLETION = "asynchronous save", "  the copy, begin_save", "  its completion, drain"
+BARE_COPY, SEARCH = "bare copy of the tensors", "search for NaN"
 _RANK = re.compile(r"__(\d+)_\d+\.distcp$")
 
 
@@ -45,13 +48,17 @@ class Cost(NamedTuple):
 
 
 class Row(NamedTuple):
-    """written: bytes of every rank. save, load: of the slowest and of the largest rank. stalls: seconds. speeds: bytes/s."""
+    """written: bytes of every rank. save, load: of the slowest and of the largest rank. verify_s: of all files, before a load.
+
+    stalls: seconds. speeds: bytes/s.
+    """
 
     dp: int
     parameters: int
     written: list[int]
     save: Cost
     load: Cost
+    verify_s: float
     stalls: dict[str, float]
     speeds: dict[str, float]
 
@@ -99,13 +106,15 @@ def measure(dp: int, hidden: int, layers: int, repeats: int) -> Row:
     written = [entry["written"] for entry in found]
     save, load = (Cost(max(e[what][0] for e in found), max(e[what][1] for e in found)) for what in ("save", "load"))
     stalls = {name: max(entry["stalls"][name] for entry in found) for name in found[0]["stalls"]}
-    return Row(dp, found[0]["parameters"], written, save, load, stalls, found[0]["speeds"])
+    verify_s = max(entry["verify"] for entry in found)
+    return Row(dp, found[0]["parameters"], written, save, load, verify_s, stalls, found[0]["speeds"])
 
 
 def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dp), LOCAL_WORLD_SIZE=str(dp))
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=dp)
+    from megappo.checkpoint.finite import non_finite_tensors
     from megappo.checkpoint.store import CheckpointStore
 
     engine = _engine(hidden, layers)
@@ -118,18 +127,23 @@ def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folde
     for step in range(1, 2 * repeats, 2):
         saves.append(_cost(lambda: store.save(step, {"policy": engine}, {}, {})))
         stall = _seconds(lambda: store.begin_save(step + 1, {"policy": engine}, {}, {}))
-        turns.append((stall, _seconds(store.drain), _bare_copy(engine), *_peer(engine, Path(folder, f"peer{step}"), peers_group)))
-    commit, written = "  until it is committed", "  until it is written"
-    names = ("asynchronous save", commit, "bare copy of the tensors", "torch's async_save", written)
+        assert (pending := store.pending) is not None
+        writing, completion = _seconds(lambda: pending.writer.is_done(timeout_s=None)), _seconds(store.drain)
+        search = _seconds(lambda: non_finite_tensors(engine, with_optimizer=True))
+        peer = _peer(engine, Path(folder, f"peer{step}"), peers_group)
+        turns.append((stall + completion, stall, completion, writing, _bare_copy(engine), search, *peer))
+    names = (STALL, COPYING, COMPLETION, "  until it is written", BARE_COPY, SEARCH, "torch's async_save", "  until it is written ")
     stalls |= {name: statistics.median(values) for name, values in zip(names, zip(*turns))}
     mine = [path for path in Path(folder, "checkpoints").rglob("*.distcp") if int(_RANK.search(path.name)[1]) == rank]  # type: ignore[index]
     manifest = store.find_resumable({})
     loads = [_cost(lambda: store.restore(manifest, {"policy": engine}, {})) for _ in range(repeats)]
+    verifications = [_seconds(lambda: store.find_resumable({})) for _ in range(repeats)]
     found = {
         "parameters": sum(parameter.numel() for parameter in engine.named_parameters().values()),
         "written": sum(path.stat().st_size for path in mine),
         "save": _median(saves),
         "load": _median(loads),
+        "verify": statistics.median(verifications),
         "stalls": stalls,
         "speeds": _speeds(max(mine, key=lambda path: path.stat().st_size), repeats) if rank == 0 else {},
     }
@@ -234,12 +248,14 @@ def report(rows: Sequence[Row]) -> str:
     """Format a line for each world."""
     parameters = rows[0].parameters
     lines = [f"{parameters / 1e6:.1f} million parameters in bf16, {14 * parameters / MIB:.0f} MiB with the optimizer"]
-    lines.append(f"{'dp':>3}{'save s':>9}{'MiB written by a rank':>24}{'rise MiB':>11}{'load s':>10}{'rise MiB':>11}")
+    lines.append(
+        f"{'dp':>3}{'save s':>9}{'MiB written by a rank':>24}{'rise MiB':>11}{'load s':>10}{'rise MiB':>11}{'verify s':>11}"
+    )
     for row in rows:
         written = f"{min(row.written) / MIB:.1f} .. {max(row.written) / MIB:.1f}"
         lines.append(
             f"{row.dp:>3}{row.save.seconds:>9.2f}{written:>24}{row.save.growth / MIB:>11.1f}"
-            f"{row.load.seconds:>10.2f}{row.load.growth / MIB:>11.1f}"
+            f"{row.load.seconds:>10.2f}{row.load.growth / MIB:>11.1f}{row.verify_s:>11.2f}"
         )
     for row in rows:
         lines += ["", f"dp {row.dp}: stall of a save, seconds (share of a synchronous save of {row.save.seconds:.2f} s)"]

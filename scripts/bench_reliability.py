@@ -96,11 +96,16 @@ def saves(folder: Path) -> dict[str, Any]:
 
     row = bench_checkpoint.measure(dp=2, hidden=512, layers=6, repeats=3)
     return {
+        "machine": machine(),
         "bytes": sum(row.written),
         "sync_s": row.save.seconds,
-        "stall_s": row.stalls["asynchronous save"],
-        "copy_s": row.stalls["bare copy of the tensors"],
+        "stall_s": row.stalls[bench_checkpoint.STALL],
+        "begin_s": row.stalls[bench_checkpoint.COPYING],
+        "complete_s": row.stalls[bench_checkpoint.COMPLETION],
+        "copy_s": row.stalls[bench_checkpoint.BARE_COPY],
+        "search_s": row.stalls[bench_checkpoint.SEARCH],
         "load_s": row.load.seconds,
+        "verify_s": row.verify_s,
     }
 
 

@@ -5,6 +5,7 @@ tokenizers, data, directories, packages), for every command, and the recipes as 
 """
 
 import json
+import time
 from io import BytesIO
 from pathlib import Path
 
@@ -363,6 +364,19 @@ def test_train_refuses_what_its_keys_name(case, tmp_path, capsys):
     path = write_run(tmp_path)
     prepare(tmp_path)
     assert_refused(capsys, tmp_path, fragments, "train", path, *[text.replace("{}", str(tmp_path)) for text in overrides])
+
+
+@pytest.mark.parametrize("case", ["empty data", "all filtered"])
+def test_data_that_is_too_short_is_refused_within_a_second(case, tmp_path, capsys):
+    """F13. Of processor time, once everything is imported: other programs may have this machine's cores."""
+    prepare, overrides, fragments = BAD[case]
+    path = write_run(tmp_path)
+    prepare(tmp_path)
+    command = ["train", path, *[text.replace("{}", str(tmp_path)) for text in overrides]]
+    assert_refused(capsys, tmp_path, fragments, *command)
+    started = time.process_time()
+    assert_refused(capsys, tmp_path, fragments, *command)
+    assert time.process_time() - started <= 1
 
 
 APART = ["run.num_ranks=4", "policy.ranks=0-1", "critic.ranks=2-3", "reference.ranks=0-1", "rollout.ranks=0-1"]

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.contents import STATE
 from megappo.checkpoint.state import StatefulComponent
-from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero
+from megappo.parallel.consensus import RankFault, on_rank_zero
 
 
-def encode_components(components: Mapping[str, StatefulComponent]) -> str:
-    """Content of the file. Collective. RankFault if a state is not plain data or differs between ranks."""
-    encoded = on_every_rank(
-        "encoding the trainer's state",
-        lambda: {name: _encode(name, component.state_dict()) for name, component in components.items()},
-    )
-    for name, text in encoded[0].items():  # only rank 0's is written, so the others must equal it
-        differing = [rank for rank, theirs in enumerate(encoded) if theirs.get(name) != text]
+def encode_components(components: Mapping[str, StatefulComponent]) -> dict[str, str]:
+    """State of every component on this rank, as JSON. ValueError if one is not plain data. Not collective."""
+    return {name: _encode(name, component.state_dict()) for name, component in components.items()}
+
+
+def digests(encoded: Mapping[str, str]) -> dict[str, bytes]:
+    """SHA-256 of every component's state, for `require_equal`."""
+    return {name: hashlib.sha256(text.encode()).digest() for name, text in encoded.items()}
+
+
+def require_equal(everyone: Sequence[Mapping[str, bytes]]) -> None:
+    """RankFault if a component's state differs between ranks. everyone: the digests of all ranks, which all raise or none."""
+    for name, digest in everyone[0].items():  # only rank 0's is written, so the others must equal it
+        differing = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != digest]
         if differing:
             raise RankFault(f"state of {name} on ranks {differing} differs from rank 0's")
-    return json.dumps({name: json.loads(text) for name, text in encoded[0].items()}, indent=1)
+
+
+def file_content(encoded: Mapping[str, str]) -> bytes:
+    """Content of the file with the state of all components."""
+    return json.dumps({name: json.loads(text) for name, text in encoded.items()}, indent=1).encode()
 
 
 def _encode(name: str, state: dict[str, Any]) -> str:

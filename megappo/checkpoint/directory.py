@@ -17,7 +17,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint, unreadable
@@ -41,6 +42,7 @@ class CheckpointDirectory:
     def __init__(self, path: Path, owner: str | None = None) -> None:
         self.path = path
         self.owner = owner
+        self._removal: threading.Thread | None = None
 
     def step_path(self, step: int) -> Path:
         return self.path / f"step-{step}"
@@ -142,13 +144,28 @@ class CheckpointDirectory:
         except OSError as error:  # no load reads it, and the checkpoint that it should name is complete
             logger.warning("%s cannot be pointed to step-%d: %s", self.path / name, step, error.strerror)
 
-    def retain(self, keep_last: int, keep: Collection[int | None]) -> list[int]:
+    def retain(self, keep_last: int, keep: Collection[int | None], *, wait: bool = True) -> list[int]:
         """Remove all complete checkpoints but the newest `keep_last` and the steps `keep`; returns those that are gone.
 
-        Damaged ones stay and do not count. One that cannot be removed is a warning.
+        Damaged ones stay and do not count. One that cannot be removed is a warning. Without `wait` they lose their names now and
+        their files in a thread: a disk gives back a large file in 0.1 s and more.
         """
         complete = [manifest.step for manifest in self._complete()]
-        return [candidate for candidate in complete[keep_last:] if candidate not in keep and self._remove_step(candidate)]
+        doomed = {step: self._hide(step) for step in complete[keep_last:] if step not in keep}
+        hidden = [path for path in doomed.values() if path is not None]
+        if wait:
+            _remove_all(hidden)
+        elif hidden:
+            self.finish_removal()
+            self._removal = threading.Thread(target=_remove_all, args=(hidden,), name="removal of checkpoints")
+            self._removal.start()
+        return [step for step, path in doomed.items() if path is not None]
+
+    def finish_removal(self) -> None:
+        """Wait for what `retain` removes in a thread."""
+        if self._removal is not None:
+            self._removal.join()
+            self._removal = None
 
     def set_aside(self, step: int) -> Path:
         """Rename a damaged checkpoint to bad-step-N, so that it is not tried again."""
@@ -166,6 +183,7 @@ class CheckpointDirectory:
 
     def remove_leftovers(self) -> None:
         """Remove leftovers of killed or failed saves, under a lease. One that cannot be removed is a warning."""
+        self.finish_removal()
         # The lease says that whoever wrote the leftovers of other leases is gone.
         if self.owner is None or not self.path.is_dir():
             return
@@ -183,16 +201,16 @@ class CheckpointDirectory:
             except DamagedCheckpoint:
                 continue  # stays for a person to look at
 
-    def _remove_step(self, step: int) -> bool:
+    def _hide(self, step: int) -> Path | None:
+        """Take a checkpoint's name away; returns its new path, None if that fails."""
         # Renamed first: a kill during the removal leaves no half checkpoint under a valid name.
         doomed = _free_name(self.path, f"{_TEMPORARY}removed-step-{step}")
         try:
             os.rename(self.step_path(step), doomed)
         except OSError as error:
             logger.warning("old checkpoint %s cannot be removed: %s", self.step_path(step), error.strerror)
-            return False
-        _remove(doomed)
-        return True
+            return None
+        return doomed
 
     def _rename(self, step: int, name: str) -> Path:
         target = _free_name(self.path, name)
@@ -207,6 +225,11 @@ def _free_name(folder: Path, name: str) -> Path:
         attempt += 1
         target = folder / f"{name}.{attempt}"
     return target
+
+
+def _remove_all(entries: Sequence[Path]) -> None:
+    for entry in entries:
+        _remove(entry)
 
 
 def _remove(entry: Path) -> None:

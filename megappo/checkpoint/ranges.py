@@ -8,7 +8,9 @@ boxes of any cut serve any other. Nothing here communicates or copies.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from math import prod
+from typing import NamedTuple
 
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensor
 from torch import Tensor
@@ -21,8 +23,13 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+@cache  # layers repeat their shapes, optimizers their ranges, and saves all of them
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Sequence[Box]:
     """Contiguous boxes, in order, that make up elements start..stop - 1 of a flattened tensor; at most 2 n - 1 in n dimensions."""
+    return tuple(_boxes(shape, start, stop))
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     # The end of a row, whole rows, and the beginning of a row; partial rows are cut in the same way.
     if start >= stop:
         return
@@ -40,13 +47,18 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     yield from _in_row(shape, last, 0, stop - last * row)
 
 
-def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
-    for offset, size in boxes(shape[1:], start, stop):
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+    for offset, size in _boxes(shape[1:], start, stop):
         yield (index, *offset), (1, *size)
 
 
-def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]:
-    """Boxes of `values` [n], the elements start..start + n - 1 of the flattened local tensor of `entry`, sharing its memory."""
+def cut(
+    entry: ShardedTensor, start: int, values: Tensor, key: str | None = None, replica_id: ReplicaId | None = None
+) -> list[ShardedTensor]:
+    """Boxes of `values` [n], the elements start..start + n - 1 of the flattened local tensor of `entry`, sharing its memory.
+
+    key, replica_id: of the boxes, None for the entry's.
+    """
     # Prepended axes become axes of the boxes.
     shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
     found, at = [], 0
@@ -55,14 +67,14 @@ def cut(entry: ShardedTensor, start: int, values: Tensor) -> list[ShardedTensor]
         at += part.numel()
         found.append(
             ShardedTensor(
-                entry.key,
+                entry.key if key is None else key,
                 part,
                 part.dtype,
                 size,
                 entry.global_shape,
                 tuple(a + b for a, b in zip(entry.global_offset, offset)),
                 axis_fragmentations=None,  # an irregular grid, in Megatron-core's terms
-                replica_id=entry.replica_id,
+                replica_id=entry.replica_id if replica_id is None else replica_id,
                 allow_shape_mismatch=entry.allow_shape_mismatch,
             )
         )
@@ -105,23 +117,34 @@ def holders_of(everyone: Sequence[Sequence[ShardedTensor]]) -> Holders:
     return holders
 
 
-def parts_to_write(mine: list[ShardedTensor], holders: Holders, rank: int) -> list[ShardedTensor]:
+class Part(NamedTuple):
+    """Box that a rank writes: that of consecutive elements of a flattened shard, from `start` on. source: number of the shard."""
+
+    box: ShardedTensor
+    source: int
+    start: int
+
+
+def parts_to_write(mine: Sequence[ShardedTensor], holders: Holders, rank: int) -> list[Part]:
     """Parts of `mine` that this rank writes.
 
     Ranks with copies of the same shards write equal parts of their concatenated bytes, so each border cuts at most one shard.
     """
-    groups: dict[tuple[int, ...], list[ShardedTensor]] = {}
-    for entry in sorted((entry for entry in mine if is_written(entry.replica_id)), key=_shard):
-        groups.setdefault(tuple(holders[_shard(entry)]), []).append(entry)
-    found: list[ShardedTensor] = []
+    groups: dict[tuple[int, ...], list[tuple[int, ShardedTensor]]] = {}
+    written = [(source, entry) for source, entry in enumerate(mine) if is_written(entry.replica_id)]
+    for source, entry in sorted(written, key=lambda one: _shard(one[1])):
+        groups.setdefault(tuple(holders[_shard(entry)]), []).append((source, entry))
+    found: list[Part] = []
     for ranks, entries in groups.items():
-        total, index, at = sum(_data(entry).nbytes for entry in entries), ranks.index(rank), 0
+        total, index, at = sum(_data(entry).nbytes for _, entry in entries), ranks.index(rank), 0
         begin, end = total * index // len(ranks), total * (index + 1) // len(ranks)
-        for entry in entries:
+        for source, entry in entries:
             values = _data(entry).detach().contiguous().view(-1)
             # Both neighbours round the border to the same element.
             start, stop = (min(max(0, edge - at) // values.element_size(), values.numel()) for edge in (begin, end))
-            found += cut(entry, start, values[start:stop])
+            for box in cut(entry, start, values[start:stop]):
+                found.append(Part(box, source, start))
+                start += _data(box).numel()
             at += values.nbytes
     return found
 

@@ -8,15 +8,16 @@ theirs meanwhile (`as_world`); torch's descriptions of shards hold ranks of the 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from math import prod
 from pathlib import Path
 from pickle import dumps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megappo.checkpoint.image import FileImage, archive, archive_bytes
-from megappo.checkpoint.ranges import Holders, holders_of, parts_to_write
+from megappo.checkpoint.ranges import holders_of, parts_to_write
 from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
 from megappo.parallel.consensus import RankFault, on_every_rank
 from megappo.platform.device import as_world
@@ -62,17 +63,38 @@ OPTIMIZER = "optimizer."
 _EXTRA_STATE = "._extra_state"
 
 
+class _Box(NamedTuple):
+    """Consecutive elements of a flattened tensor of the state, from `start` on. source: number of the tensor."""
+
+    source: int
+    start: int
+    shape: tuple[int, ...]
+
+
+class _Described(NamedTuple):
+    """State of one rank as a checkpoint takes it: shards of tensors and objects, the objects it writes, and plain values."""
+
+    shards: dict[str, Any]
+    tensors: Sequence[ShardedTensor]
+    objects: Mapping[str, bytes]
+    common: dict[str, Any]
+
+    def facts(self) -> list[Any]:
+        """Everything that the layout depends on: all but the values."""
+        entries = [{**vars(entry), "data": None} for entry in nested_values(self.shards)]
+        return [*entries, *((key, len(value)) for key, value in self.objects.items())]
+
+
 @dataclass(frozen=True)
 class _Layout:
     """Places of the tensors of one state in the files of all ranks.
 
-    holders: see `ranges.py`; by position in the group. items: of this rank's file, in order; key, and offset of a tensor, None of
-    an object. index: content of `.metadata`, on the group's first rank.
+    facts: of the state that it was planned for, on this rank. items: of this rank's file, in order; an object is its key. index:
+    content of `.metadata`, on the group's first rank.
     """
 
-    fingerprint: bytes
-    holders: Holders
-    items: Sequence[tuple[str, tuple[int, ...] | None]]
+    facts: list[Any]
+    items: Sequence[_Box | str]
     index: bytes | None
 
 
@@ -87,30 +109,45 @@ class ShardedFiles:
         self._folder, self._group = folder, group
         self._layout: _Layout | None = None
 
-    def images(self, state: dict[str, Any]) -> list[FileImage]:
+    def images(self, state: dict[str, Any]) -> list[FileImage] | None:
         """This rank's files of `state` (tensors wrapped in ShardedTensor, the rest plain and equal on all ranks).
 
-        The images share memory with the state. RankFault on every rank if one cannot describe its state.
+        None if the layout was planned for another state, or not yet. The images share memory with the state. Not collective: the
+        files of all ranks fit together only if no rank has None.
         """
-        shards, common = save_preprocess(state, validate_access_integrity=False)
-        assert isinstance(shards, dict), "as the state is"
-        entries = list(nested_values(shards))
-        objects = _encoded_objects(entries)
-        fingerprint = _fingerprint(entries, objects)
-        is_planned = self._layout is not None and self._layout.fingerprint == fingerprint
-        # One agreement instead of a plan, for which every rank describes everything to all others.
-        if not all(on_every_rank("comparing the layout of the checkpoint", lambda: is_planned, self._group)):
-            self._layout = _plan(shards, common, objects, fingerprint, self._group)
+        return self._images(_describe(state))
+
+    def plan(self, state: dict[str, Any]) -> list[FileImage]:
+        """Agree with all ranks on the layout of `state`; returns this rank's files. Collective.
+
+        RankFault on every rank if one cannot describe its state.
+        """
+        self._layout = None  # a rank that fails must not go on with an older one than the others
+        described = _describe(state)
+        self._layout = _plan(described, self._group)
+        images = self._images(described)
+        assert images is not None, "it was planned for this state"
+        return images
+
+    def _images(self, described: _Described) -> list[FileImage] | None:
         layout = self._layout
-        assert layout is not None
-        parts = _parts(entries, layout.holders, self._group)
-        tensors = {(part.key, tuple(part.global_offset)): part.data for part in parts if part.data is not None}
-        contents = [archive(tensors[key, offset]) if offset is not None else [objects[key]] for key, offset in layout.items]
-        images = [self._image(_shard_file(dist.get_rank()), [piece for content in contents for piece in content])]
+        if layout is None or layout.facts != described.facts():
+            return None
+        flat: dict[int, torch.Tensor] = {}  # one copy of a tensor that is not contiguous, whatever number of boxes it has
+        pieces: list[bytes | torch.Tensor] = []
+        for item in layout.items:
+            if isinstance(item, str):
+                pieces.append(described.objects[item])
+            else:
+                if item.source not in flat:
+                    flat[item.source] = _data(described.tensors[item.source]).detach().contiguous().view(-1)
+                values = flat[item.source][item.start : item.start + prod(item.shape)]
+                pieces += archive(values.view(item.shape))
+        images = [self._image(_shard_file(dist.get_rank()), pieces)]
         if layout.index is not None:
             images.append(self._image(".metadata", [layout.index]))
         if self._group.rank() == 0:
-            images.append(self._image(COMMON_STATE_FNAME, [_saved(common)]))
+            images.append(self._image(COMMON_STATE_FNAME, [_saved(described.common)]))
             images.append(self._image(CONFIG_FNAME, [json.dumps(asdict(CheckpointingConfig("torch_dist", 1))).encode()]))
         return images
 
@@ -122,10 +159,23 @@ def _shard_file(rank: int) -> str:
     return f"__{rank}_0{DEFAULT_SUFFIX}"
 
 
+def _describe(state: dict[str, Any]) -> _Described:
+    shards, common = save_preprocess(state, validate_access_integrity=False)
+    assert isinstance(shards, dict), "as the state is"
+    entries = list(nested_values(shards))
+    tensors = [entry for entry in entries if isinstance(entry, ShardedTensor)]
+    return _Described(shards, tensors, _encoded_objects(entries), common)
+
+
 def _saved(data: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(data, buffer)
     return buffer.getvalue()
+
+
+@cache  # what layers have without FP8, each of them; torch takes 30 us for one
+def _saved_nothing(count: int) -> bytes:
+    return _saved([None] * count)
 
 
 def _encoded_objects(entries: Sequence[ShardedBase]) -> dict[str, bytes]:
@@ -134,46 +184,46 @@ def _encoded_objects(entries: Sequence[ShardedBase]) -> dict[str, bytes]:
     for entry in entries:
         if isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
             by_key.setdefault(entry.unique_key, []).append(entry.data)
-    return {key: _saved(values) for key, values in by_key.items()}
+    return {
+        key: _saved_nothing(len(values)) if all(value is None for value in values) else _saved(values)
+        for key, values in by_key.items()
+    }
 
 
-def _fingerprint(entries: Sequence[ShardedBase], objects: dict[str, bytes]) -> bytes:
-    """Digest of everything that the layout depends on: all but the values."""
-    described = [repr(entry.without_data()) for entry in entries]
-    return hashlib.sha256(repr((described, [(key, len(value)) for key, value in objects.items()])).encode()).digest()
+def _data(entry: ShardedTensor) -> torch.Tensor:
+    assert entry.data is not None, f"{entry.key} is a description without data"
+    return entry.data
 
 
-def _plan(
-    shards: dict[str, Any], common: dict[str, Any], objects: dict[str, bytes], fingerprint: bytes, group: dist.ProcessGroup
-) -> _Layout:
+def _plan(described: _Described, group: dist.ProcessGroup) -> _Layout:
     """Agree with all ranks of the group on the layout. Collective."""
     planned, planner = _PlanOnly(dist.get_rank()), MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     with as_world(group):
         # Megatron's validation, done here because the shards of all ranks are needed below too.
-        _, everyone = determine_global_metadata(shards)
-        validate_sharding_integrity(everyone, common_state_dict=common)
+        _, everyone = determine_global_metadata(described.shards)
+        validate_sharding_integrity(everyone, common_state_dict=described.common)
     holders = holders_of([[entry for entry in theirs if isinstance(entry, ShardedTensor)] for theirs in everyone])
+    parts = parts_to_write(described.tensors, holders, group.rank())
     by_key: dict[str, list[ShardedBase]] = {}
-    for part in _parts(list(nested_values(shards)), holders, group):
-        by_key.setdefault(part.key, []).append(part)
-    described = {**mcore_to_pyt_state_dict(by_key), **{key: io.BytesIO(value) for key, value in objects.items()}}
+    for part in parts:
+        by_key.setdefault(part.box.key, []).append(part.box)
+    content = {**mcore_to_pyt_state_dict(by_key), **{key: io.BytesIO(value) for key, value in described.objects.items()}}
     try:
-        dcp.save(described, storage_writer=planned, planner=planner, process_group=group)
+        dcp.save(content, storage_writer=planned, planner=planner, process_group=group)
     except CheckpointException as error:
         # torch gathers the faults of all ranks and raises on all, but as a BaseException.
         raise RankFault(f"planning the shards failed on {_first_failure(error, group)}") from error
-    return _Layout(fingerprint, holders, planned.items, planned.index)
-
-
-def _parts(entries: Sequence[ShardedBase], holders: Holders, group: dist.ProcessGroup) -> list[ShardedTensor]:
-    """Tensors, or parts of them, that this rank writes."""
-    return parts_to_write([entry for entry in entries if isinstance(entry, ShardedTensor)], holders, group.rank())
+    places = {
+        (part.box.key, tuple(part.box.global_offset)): _Box(part.source, part.start, tuple(_data(part.box).shape)) for part in parts
+    }
+    items = [key if offset is None else places[key, offset] for key, offset in planned.items]
+    return _Layout(described.facts(), items, planned.index)
 
 
 class _PlanOnly(dcp.StorageWriter):
     """Storage for torch's planner that writes nothing: it notes the order of a rank's items and the index of all files.
 
-    rank: of the world, for the file's name. items, index: see `_Layout`.
+    rank: of the world, for the file's name. items: key, and offset of a tensor, None of an object. index: see `_Layout`.
     """
 
     def __init__(self, rank: int) -> None:

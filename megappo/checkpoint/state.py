@@ -28,7 +28,10 @@ class StatefulModel(Protocol):
         ...
 
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Sharded state for the checkpoint writer."""
+        """Sharded state for the checkpoint writer, described anew at every call: it tells the writer what changed.
+
+        Nothing is exchanged with other ranks, so that a save needs one agreement for everything.
+        """
         ...
 
     def release_state(self) -> None:

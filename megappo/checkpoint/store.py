@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megappo.checkpoint.background import BackgroundWriter, SnapshotFile
-from megappo.checkpoint.components import encode_components, read_components
+from megappo.checkpoint.components import digests, encode_components, file_content, read_components, require_equal
 from megappo.checkpoint.contents import STATE, engine_folder, rng_file
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.engines import Models, load_engine, on_engines
@@ -62,7 +62,22 @@ class PendingSave:
 
     def entries(self) -> dict[str, FileEntry]:
         """Wait for this rank's files; returns their entries. OSError if they could not be written."""
-        return self.writer.result()
+        try:
+            return self.writer.result()
+        except FileNotFoundError:
+            _require_shared(self.place)
+            raise
+
+
+class _Snapshot(NamedTuple):
+    """Part of one rank in a snapshot. place: for the files, on rank 0. unplanned: engines that it could not copy without a plan.
+
+    components: digests of their states.
+    """
+
+    place: Path | None
+    unplanned: frozenset[str]
+    components: Mapping[str, bytes]
 
 
 class CheckpointStore:
@@ -113,16 +128,23 @@ class CheckpointStore:
         entries: dict[str, FileEntry] = {}
         threads = cores_of_rank()
         with self._all_or_nothing(step), ThreadPoolExecutor(threads) as pool:
-            place = self._prepare(step, engines)
+            place = on_rank_zero("preparing it", lambda: self._begin(step, engines))
+            on_every_rank("looking for the checkpoint directory", lambda: _require_shared(place))
 
             def write(images: list[FileImage]) -> None:
                 for image in images:
                     entries[image.name] = FileEntry(*write_file(place / image.name, image.content(), pool, threads))
                 sync_parents(place, entries)
 
-            self._describe(engines, components, lambda name, images: write(images))
-            reports = on_every_rank("writing the checkpoint", lambda: entries)
-            manifest = self._publish(place, step, facts, reports)
+            def write_small() -> tuple[Mapping[str, FileEntry], Mapping[str, bytes]]:
+                encoded = self._encoded(components)
+                write(self._small_files(encoded))
+                return entries, digests(encoded)
+
+            on_engines(engines, lambda name, engine: self._plan_and_take(name, engine, write), RankFault)
+            reports = on_every_rank("writing the checkpoint", write_small)
+            require_equal([theirs for _, theirs in reports])
+            manifest = self._publish(place, step, facts, [written for written, _ in reports])
         return self._retain(manifest)
 
     def begin_save(
@@ -143,11 +165,16 @@ class CheckpointStore:
         nothing, unless the state grew.
         """
         self.drain()
-        files: list[SnapshotFile] = []
+        files: dict[str, list[SnapshotFile]] = {}
         with self._all_or_nothing(step):
-            place = self._prepare(step, engines, self._writer.start)
-            self._describe(engines, components, lambda name, images: files.extend(self._copy(name, images)))
-        self._writer.submit(place, files)
+            # One agreement for everything that the ranks have to agree on: on busy cores each costs as much as many tensors.
+            parts = on_every_rank("copying the state", lambda: self._take_planned(step, engines, components, files))
+            require_equal([part.components for part in parts])
+            unplanned = frozenset().union(*(part.unplanned for part in parts))
+            self._take_unplanned({name: engine for name, engine in engines.items() if name in unplanned}, files)
+        place = parts[0].place
+        assert place is not None, "rank 0 made it"
+        self._writer.submit(place, [file for theirs in files.values() for file in theirs])
         self._pending = PendingSave(step, place, copy.deepcopy(facts), self._writer)
 
     @property
@@ -159,7 +186,8 @@ class CheckpointStore:
         """Wait until all ranks have written the save in flight, if any, and make it a checkpoint; returns its directory.
 
         SaveFailed on every rank if one of them could not write, or its writer process was killed: nothing is left of the save, and
-        the next one starts another process.
+        the next one starts another process. The files of checkpoints that are not kept any more go in a thread of rank 0, for which
+        the next save and `close` wait.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -167,7 +195,7 @@ class CheckpointStore:
         with self._all_or_nothing(pending.step):
             reports = on_every_rank("writing the checkpoint", pending.entries)
             manifest = self._publish(pending.place, pending.step, pending.facts, reports)
-        return self._retain(manifest)
+        return self._retain(manifest, wait=False)
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, newest first, damaged ones included. Not collective."""
@@ -183,6 +211,7 @@ class CheckpointStore:
         self._pending = None
         self._writer.close()
         self._buffers.clear()
+        self._directory.finish_removal()
 
     @contextmanager
     def _all_or_nothing(self, step: int) -> Iterator[None]:
@@ -193,49 +222,77 @@ class CheckpointStore:
             on_rank_zero("removing the failed checkpoint", self._directory.remove_leftovers)
             raise SaveFailed(f"checkpoint of step {step} was not saved: {failure}") from failure
 
-    def _prepare(self, step: int, engines: Models, ready: Callable[[], None] = lambda: None) -> Path:
-        """Directory for the files of a new checkpoint. ready: what every rank needs besides, may fail."""
-
-        def begin() -> Path:
-            place = self._directory.begin(step)
-            for name in engines:
-                (place / engine_folder(name)).mkdir(parents=True)
-            return place
-
-        def look() -> None:
-            _require_shared(place)
-            ready()
-
-        place = on_rank_zero("preparing it", begin)
-        on_every_rank("looking for the checkpoint directory", look)
+    def _begin(self, step: int, engines: Models) -> Path:
+        """Directory for the files of a new checkpoint, made by rank 0."""
+        place = self._directory.begin(step)
+        for name in engines:
+            (place / engine_folder(name)).mkdir(parents=True)
         return place
 
-    def _describe(
+    def _take_planned(
         self,
+        step: int,
         engines: Models,
         components: Mapping[str, StatefulComponent],
-        take: Callable[[str, list[FileImage]], None],
-    ) -> None:
-        """Describe this rank's files, an engine at a time, and let `take` copy or write them before the state may change."""
-        on_engines(engines, lambda name, engine: self._describe_engine(name, engine, take), RankFault)
-        if self._save_only_model:
-            return
-        state = encode_components(components)
-        small = [FileImage(STATE, [state.encode()])] if dist.get_rank() == 0 else []
-        on_every_rank(
-            "writing random states",
-            lambda: take("", [*small, FileImage(rng_file(dist.get_rank()), [encode_rng()])]),
-        )
+        files: dict[str, list[SnapshotFile]],
+    ) -> _Snapshot:
+        """Copy what this rank can describe without the others into `files`. Not collective."""
+        self._writer.start()
+        place = self._begin(step, engines) if dist.get_rank() == 0 else None
+        unplanned = set()
+        for name, engine in engines.items():
+            if engine is None:
+                continue
+            images = None
+            try:
+                if name in self._files:
+                    images = self._files[name].images(engine.save_state(with_optimizer=not self._save_only_model))
+                if images is None:
+                    unplanned.add(name)
+                else:
+                    files[name] = self._copy(name, images)
+            finally:
+                engine.release_state()
+        encoded = self._encoded(components)
+        if small := self._small_files(encoded):
+            files[""] = self._copy("", small)
+        return _Snapshot(place, frozenset(unplanned), digests(encoded))
 
-    def _describe_engine(self, name: str, engine: StatefulModel, take: Callable[[str, list[FileImage]], None]) -> None:
-        """Collective over the engine's ranks; RankFault on all of them if one cannot describe or take its part."""
+    def _take_unplanned(self, engines: Models, files: dict[str, list[SnapshotFile]]) -> None:
+        """Plan the files of these engines, again or for the first time, and copy them into `files`. Collective."""
+
+        def take(name: str, engine: StatefulModel) -> None:
+            self._plan_and_take(name, engine, lambda images: files.update({name: self._copy(name, images)}))
+
+        if engines:
+            on_engines(engines, take, RankFault)
+
+    def _plan_and_take(self, name: str, engine: StatefulModel, take: Callable[[list[FileImage]], None]) -> None:
+        """Describe this rank's files of an engine, and let `take` copy or write them before the state may change.
+
+        Collective over the engine's ranks; RankFault on all of them if one cannot describe or take its part.
+        """
         group = engine.host_group
         try:
             state = engine.save_state(with_optimizer=not self._save_only_model)
-            images = self._files.setdefault(name, ShardedFiles(engine_folder(name), group)).images(state)
-            on_every_rank(f"writing {name}", lambda: take(name, images), group)
+            files = self._files.setdefault(name, ShardedFiles(engine_folder(name), group))
+            images = files.images(state)
+            planned = on_every_rank("comparing the layout of the checkpoint", lambda: images is not None, group)
+            taken = images if images is not None and all(planned) else files.plan(state)
+            on_every_rank(f"writing {name}", lambda: take(taken), group)
         finally:  # also after a failure: the state that it brought to the device can be offloaded again
             engine.release_state()
+
+    def _encoded(self, components: Mapping[str, StatefulComponent]) -> dict[str, str]:
+        """State of the components, none beside weights alone."""
+        return {} if self._save_only_model else encode_components(components)
+
+    def _small_files(self, encoded: Mapping[str, str]) -> list[FileImage]:
+        """This rank's files beside the engines': state of the components and of the random generators."""
+        if self._save_only_model:
+            return []
+        state = [FileImage(STATE, [file_content(encoded)])] if dist.get_rank() == 0 else []
+        return [*state, FileImage(rng_file(dist.get_rank()), [encode_rng()])]
 
     def _copy(self, key: str, images: list[FileImage]) -> list[SnapshotFile]:
         """Copy images to the buffer of this key, which is kept for the next save."""
@@ -255,20 +312,20 @@ class CheckpointStore:
         on_rank_zero("committing the checkpoint", lambda: self._commit(place, manifest))
         return manifest
 
-    def _retain(self, manifest: Manifest) -> Path:
-        """Remove old checkpoints, now that this one is complete; returns its directory."""
+    def _retain(self, manifest: Manifest, *, wait: bool = True) -> Path:
+        """Remove old checkpoints, now that this one is complete; returns its directory. wait: until their files are gone."""
         step = manifest.step
-        removed = on_rank_zero("removing old checkpoints", lambda: self._remove_old(manifest))
+        removed = on_rank_zero("removing old checkpoints", lambda: self._remove_old(manifest, wait))
         if dist.get_rank() == 0:
             logger.info("saved step-%d (%.1f MB)%s", step, manifest.total_bytes / 1e6, f", removed {removed}" if removed else "")
         return self._directory.step_path(step)
 
-    def _remove_old(self, manifest: Manifest) -> list[int]:
+    def _remove_old(self, manifest: Manifest, wait: bool) -> list[int]:
         keep = {manifest.step, manifest.best_step}
         if self._copies is not None:
             self._copies.submit(manifest.step, self._directory.step_path(manifest.step))
             keep |= self._copies.steps_needed
-        return self._directory.retain(self._keep_last, keep)
+        return self._directory.retain(self._keep_last, keep, wait=wait)
 
     def _commit(self, place: Path, manifest: Manifest) -> None:
         unreported = set(list_files(place)) ^ set(manifest.files)

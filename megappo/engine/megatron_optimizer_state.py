@@ -10,7 +10,6 @@ on one rank, fail for fp32 parameters in bf16 models (the value head), and can p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,14 +49,17 @@ def _sharded_tensors(
     optimizer: MegatronOptimizer, described: dict[int, ShardedTensor | ShardedTensorFactory]
 ) -> Iterator[ShardedTensor]:
     """Descriptions of an optimizer's tensors. described: description of a model parameter, by the parameter's id."""
+    shards: dict[int, list[tuple[int, ShardedTensor]]] = {}  # of a parameter, once for all its kinds of state
+    is_distributed = isinstance(optimizer, DistributedOptimizer)
     for name, parameter, start, values in held_state(optimizer):
-        for at, shard in _shards(described[id(parameter)]):
+        if id(parameter) not in shards:
+            shards[id(parameter)] = list(_shards(described[id(parameter)]))
+        for at, shard in shards[id(parameter)]:
             assert shard.data is not None  # Megatron has None for shards that are only compared
             first, last = max(at, start), min(at + shard.data.numel(), start + values.numel())
-            named = replace(shard, key=f"optimizer.state.{name}.{shard.key}")
-            if isinstance(optimizer, DistributedOptimizer):
-                named.replica_id = unreplicated_id(shard.replica_id)
-            yield from cut(named, first - at, values[first - start : max(first, last) - start])
+            replica_id = unreplicated_id(shard.replica_id) if is_distributed else shard.replica_id
+            own = values[first - start : max(first, last) - start]
+            yield from cut(shard, first - at, own, f"optimizer.state.{name}.{shard.key}", replica_id)
 
 
 def held_state(optimizer: MegatronOptimizer) -> Iterator[tuple[str, torch.nn.Parameter, int, Tensor]]:

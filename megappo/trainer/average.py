@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -92,10 +93,9 @@ class PolicyAverage:
 
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         """Rectangles [rows, cols] of the Hugging Face tensors as `models.pieces.as_2d` sees them, fp32; shares their memory."""
-        shapes = sizes_of(self._engine.pieces())
         return {
-            str(number): sharded_box(piece.hf, self._part(piece), shapes[piece.hf], (piece.box.r0, piece.box.c0), data_copy=copy)
-            for number, (piece, copy) in enumerate(self._own_pieces())
+            str(number): sharded_box(piece.hf, self._part(piece), shape, (piece.box.r0, piece.box.c0), data_copy=copy)
+            for number, (piece, shape, copy) in enumerate(self._own_pieces)
         }
 
     def release_state(self) -> None:
@@ -105,7 +105,7 @@ class PolicyAverage:
         return self.save_state(with_optimizer=with_optimizer)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        for number, (piece, _) in enumerate(self._own_pieces()):
+        for number, (piece, *_) in enumerate(self._own_pieces):
             self._part(piece).copy_(state[str(number)])
 
     def boxes_to_load(
@@ -119,8 +119,9 @@ class PolicyAverage:
     def _part(self, piece: Piece) -> Tensor:
         return rectangle(self._values[piece.local], piece.slot, piece.row, piece.col, piece.box.rows, piece.box.cols)
 
-    def _own_pieces(self) -> list[tuple[Piece, int]]:
-        """(piece of this rank, number of this rank among those with a copy of it)."""
+    @cached_property  # of the model and its layout, which stay; the pieces of all ranks are many
+    def _own_pieces(self) -> list[tuple[Piece, tuple[int, ...], int]]:
+        """(piece of this rank, shape of its whole tensor, number of this rank among those with a copy of the piece)."""
         position = self.placement.position_of(dist.get_rank())
         pieces = self._engine.pieces()
         holders: dict[tuple[str, Box], set[int]] = {}
@@ -132,7 +133,8 @@ class PolicyAverage:
                 if position - section.first in positions:
                     assert key not in mine, f"{key[0]} has two places on one rank"  # a load would fill one of them
                     mine[key] = piece._replace(hf=key[0], local=section.local + piece.local)
-        return [(piece, sorted(holders[key]).index(position)) for key, piece in mine.items()]
+        shapes = sizes_of(pieces)
+        return [(piece, shapes[piece.hf], sorted(holders[key]).index(position)) for key, piece in mine.items()]
 
 
 @contextmanager

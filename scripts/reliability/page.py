@@ -91,8 +91,12 @@ def sentences(figures: Figures) -> dict[str, str]:
         "by_hand_s": f"{_first_step_s(figures['baseline']):.1f} s",
         "save_size": f"{saves['bytes'] / 1e6:.0f} MB with its optimizer",
         "save_stall": f"{saves['stall_s'] * 1000:.1f} ms for {saves['bytes'] / 1e6:.0f} MB, "
-        f"{saves['stall_s'] / saves['sync_s']:.1%} of a save that is waited for ({saves['sync_s']:.2f} s); "
-        f"a bare copy of its tensors takes {saves['copy_s'] * 1000:.1f} ms",
+        f"{saves['stall_s'] / saves['sync_s']:.1%} of a save that is waited for ({saves['sync_s']:.2f} s): "
+        f"{saves['begin_s'] * 1000:.1f} ms for the snapshot (a bare copy of its tensors takes {saves['copy_s'] * 1000:.1f} ms) "
+        f"and {saves['complete_s'] * 1000:.1f} ms at the step after which it is complete",
+        "verify": f"reading {saves['bytes'] / 1e6:.0f} MB takes {saves['load_s']:.2f} s, its hashes {saves['verify_s']:.2f} s "
+        "before that, both from memory",
+        "save_machine": saves["machine"],
     }
 
 

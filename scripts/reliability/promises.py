@@ -143,7 +143,7 @@ PROMISES = (
             "tests/checkpoint/test_manifest.py::test_every_changed_or_missing_file_is_damage",
             "tests/checkpoint/test_store.py::test_an_io_error_on_one_rank_refuses_on_all_and_touches_nothing",
         ),
-        "{corrupt_times}",
+        "{corrupt_times}; {verify}",
     ),
     Promise(
         "F7",
@@ -216,6 +216,7 @@ PROMISES = (
         "Data that is empty or too short is refused in one line, before a model is built",
         (
             "tests/test_bad_input.py::test_train_refuses_what_its_keys_name",
+            "tests/test_bad_input.py::test_data_that_is_too_short_is_refused_within_a_second",
             "tests/trainer/test_shaping_and_updates.py::test_a_step_without_a_sampled_token_is_zero_and_not_nan",
         ),
     ),
@@ -233,13 +234,25 @@ PROMISES = (
         "Saves in the background hold the state of the call to the bit, whatever training does meanwhile; the last is never lost",
         (
             "tests/checkpoint/test_asynchronous.py::test_a_snapshot_is_the_state_at_the_call",
+            "tests/checkpoint/test_asynchronous.py::test_whatever_changes_in_a_state_is_noticed_and_planned_anew",
             "tests/checkpoint/test_asynchronous.py::test_a_fault_in_the_background_fails_the_save_on_all_ranks_and_leaves_nothing",
             "tests/checkpoint/test_background.py::test_a_killed_writer_is_an_error_and_is_replaced",
             "tests/trainer/test_checkpoints.py::test_it_is_drained_before_the_next_and_before_the_end",
         ),
         "{save_stall}",
     ),
-    Promise("F16", "Remote rewards", not_covered="megappo has no remote rewards yet; a rule that fails ends the step on all ranks"),
+    Promise(
+        "F16",
+        "A remote reward that times out, fails, is down or answers nonsense is asked again up to a budget; then all ranks fail "
+        "together, and no sample scores 0 in silence",
+        (
+            "tests/rewards/test_remote.py::test_a_passing_fault_costs_a_retry_and_no_score",
+            "tests/rewards/test_remote.py::test_a_lasting_fault_ends_at_the_budget",
+            "tests/rewards/test_remote.py::test_a_server_that_is_down_ends_the_run_at_the_budget",
+            "tests/rewards/test_remote.py::test_a_wrong_answer_ends_the_run_at_once",
+            "tests/rewards/test_remote_ranks.py::test_all_ranks_fail_together_with_one_message",
+        ),
+    ),
     Promise(
         "F17",
         "A failure of the log (full disk, dead writer, closed console) does not end training",
@@ -298,8 +311,28 @@ PROMISES = (
         "Data names no code: a reward comes from a table, by the name in the configuration",
         ("tests/rewards/test_rules.py::test_an_unknown_rule_gives_the_nearest_and_the_list",),
     ),
-    Promise("S7", "Code written by the model", not_covered="no reward runs it"),
-    Promise("S8", "Remote rewards over HTTP", not_covered="megappo has no remote rewards yet"),
+    Promise(
+        "S7",
+        "Code written by the model reaches no network, no secret and no memory or time beyond its limits, and leaves no process",
+        (
+            "tests/rewards/test_code_sandbox.py::test_the_network_is_out_of_reach",
+            "tests/rewards/test_code_sandbox.py::test_home_and_environment_hold_no_secret",
+            "tests/rewards/test_code_sandbox.py::test_a_fork_bomb_is_bounded_and_leaves_nothing",
+            "tests/rewards/test_code_sandbox.py::test_ten_gigabytes_are_refused",
+            "tests/rewards/test_code_sandbox.py::test_an_endless_program_ends_at_the_limit",
+            "tests/rewards/test_code_sandbox.py::test_a_daemon_does_not_survive_its_test",
+        ),
+    ),
+    Promise(
+        "S8",
+        "A reward server's redirect, endless answer, NaN or wrong number of scores is refused; its token is written nowhere",
+        (
+            "tests/rewards/test_remote.py::test_a_wrong_answer_ends_the_run_at_once",
+            "tests/rewards/test_remote.py::test_a_redirect_is_not_followed_even_to_the_same_host",
+            "tests/rewards/test_remote.py::test_the_cap_is_of_bytes_and_can_be_raised",
+            "tests/rewards/test_remote.py::test_the_token_is_sent_and_said_nowhere",
+        ),
+    ),
     Promise(
         "S9",
         "A run's name and paths stay below its output directory; links are not followed",

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megappo.checkpoint import sharded
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import MANIFEST, fingerprint_file, list_files, read_manifest
+from megappo.checkpoint.ranges import sharded_box
 from megappo.checkpoint.shared_buffer import GRANULE
 from megappo.checkpoint.store import SaveFailed
 
@@ -130,20 +132,145 @@ def weights_only(layouts, place):
 
 
 def plans_once(layouts, place):
-    """How often the layout was planned: after three saves of one engine, and after one of another engine of the same name."""
+    """How often the layout was planned: after three saves of one engine, and after one of another engine of the same name; and the
+    exchanges with other ranks in each.
+    """
     plans, plan = [], sharded._plan
     sharded._plan = lambda *args: plans.append(None) or plan(*args)
     store = runs.store(place)
-    one, seen = runs.engine(layouts["tp2"], critic=False, **SMALL), []
+    one, seen, exchanges = runs.engine(layouts["tp2"], critic=False, **SMALL), [], []
     for step, engine in enumerate([one, one, one, runs.engine(layouts["tp2"], critic=False, num_layers=4)]):
-        (store.save if step == 1 else store.begin_save)(step, {"policy": engine}, {}, runs.FACTS)
+        save = store.save if step == 1 else store.begin_save
+        exchanges.append(exchanges_of(lambda: save(step, {"policy": engine}, {"counter": runs.Counter()}, runs.FACTS)))
         store.drain()
         seen.append(len(plans))
     fresh = runs.engine(layouts["tp2"], critic=False, seed=5, num_layers=4)
-    store.load({"policy": fresh}, {}, runs.FACTS)
+    store.load({"policy": fresh}, {"counter": runs.Counter()}, runs.FACTS)
     sharded._plan = plan
     store.close()
-    return seen, differing(runs.engine_digest(engine), runs.engine_digest(fresh))
+    return seen, exchanges, differing(runs.engine_digest(engine), runs.engine_digest(fresh))
+
+
+EXCHANGES = ("all_gather_object", "all_gather", "all_reduce", "broadcast", "broadcast_object_list", "barrier", "scatter", "gather")
+
+
+def exchanges_of(action):
+    """Number of calls of torch's collectives."""
+    count, usual = [], {name: getattr(dist, name) for name in EXCHANGES}
+    for name, function in usual.items():
+        setattr(dist, name, lambda *args, _function=function, **kwargs: count.append(None) or _function(*args, **kwargs))
+    action()
+    for name, function in usual.items():
+        setattr(dist, name, function)
+    return len(count)
+
+
+class Boxes:
+    """A model on all ranks: key -> (whole shape, offset, values, numbers of this copy over tp and dp); plain values beside them."""
+
+    head_names = ()
+
+    def __init__(self, boxes, **plain):
+        self.boxes, self.plain, self.host_group, self.released = boxes, plain, dist.group.WORLD, 0
+
+    def save_state(self, *, with_optimizer):
+        described = {key: sharded_box(key, values, shape, at, *copy) for key, (shape, at, values, copy) in self.boxes.items()}
+        return {**described, "extra": ShardedObject("extra", self.plain.get("extra"), (1,), (0,), replica_id=RANK()), **self.plain}
+
+    def release_state(self):
+        self.released += 1
+
+    def state_to_load(self, *, with_optimizer, with_head=True):
+        return self.save_state(with_optimizer=with_optimizer)
+
+    def boxes_to_load(self, stored, **how):
+        return None
+
+    def load_state(self, state):
+        self.loaded = state
+
+
+RANK = dist.get_rank
+
+
+def rows(seed, shape=(6, 4), dtype=torch.float32):
+    """This rank's half of the rows of a tensor."""
+    whole, half = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype), shape[0] // 2
+    return shape, (RANK() * half, *(0 for _ in shape[1:])), whole[RANK() * half :][:half].clone(), (0, 0)
+
+
+def copied(seed, over_tp=False):
+    """A tensor that both ranks have: over dp each writes a half, over tp the first all of it. Rank 0 describes both alike."""
+    copy = (RANK(), 0) if over_tp else (0, RANK())
+    return (5, 3), (0, 0), torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)), copy
+
+
+def turned(seed):
+    """Values that do not lie in a row."""
+    shape, at, values, copy = rows(seed)
+    return shape, at, values.T.contiguous().T, copy
+
+
+def uneven(seed):
+    """Four rows on the first rank, two on the second."""
+    whole, first = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)), 4 * RANK()
+    return (6, 4), (first, 0), whole[first : first + 4].clone(), (0, 0)
+
+
+def changes():
+    """(what changed since the save before, boxes, plain values)."""
+
+    def base(seed, **other):
+        return {"a": rows(seed), "b": rows(seed + 1), "c": copied(seed + 2), **other}
+
+    return [
+        ("first", base(0), {"step": 9}),
+        ("nothing", base(0), {"step": 9}),
+        ("tensors of other values", base(10), {"step": 10}),
+        ("more digits, another schedule", base(20), {"step": 10**9, "schedule": {"cycle": [1, 2]}}),
+        ("not contiguous", base(30, a=turned(30)), {}),
+        ("one more", base(40, d=rows(43)), {}),
+        ("one less", base(50), {}),
+        ("names exchanged", {"b": rows(61), "a": rows(62), "c": copied(63)}, {}),
+        ("another shape of as many values", base(70, a=rows(70, (4, 6))), {}),
+        ("another type", base(80, a=rows(80, dtype=torch.bfloat16)), {}),
+        ("cut elsewhere", base(90, a=uneven(90)), {}),
+        ("other copies, as one rank alone describes", base(100, a=uneven(100), c=copied(102, over_tp=True)), {}),
+        ("and back", base(110, a=uneven(110)), {}),
+        ("larger extra state", base(120, a=uneven(120)), {"extra": torch.ones(99)}),
+    ]
+
+
+def changed_state(layouts, place):
+    """change -> (what the checkpoint holds otherwise than the state was at the call, if it was planned anew), and how often the
+    model was released; what a description that notices nothing would write.
+    """
+    found = {}
+    for notices in (True, False):
+        plans, plan, facts = [], sharded._plan, sharded._Described.facts
+        sharded._plan = lambda *args: plans.append(None) or plan(*args)
+        if not notices:
+            sharded._Described.facts = lambda described: []
+        store = runs.store(place / str(notices), keep_last=99)
+        for step, (change, boxes, plain) in enumerate(changes()):
+            model, before = Boxes(boxes, **plain), len(plans)
+            wanted = {key: values.clone() for key, (_, _, values, _) in boxes.items()}
+            try:
+                store.begin_save(step, {"m": model}, {}, runs.FACTS)
+                for _, _, values, _ in boxes.values():
+                    values.add_(1)
+                store.drain()
+                reader = Boxes({key: (*box[:2], torch.zeros_like(box[2]), box[3]) for key, box in boxes.items()}, **plain)
+                store.restore(store._verified(step), {"m": reader}, {})
+                wrong = [key for key, values in wanted.items() if not torch.equal(reader.loaded[key], values)]
+                wrong += [key for key, value in plain.items() if key != "extra" and reader.loaded[key] != value]
+            except (SaveFailed, ValueError, RuntimeError, LookupError) as error:
+                assert not notices, change
+                wrong = [type(error).__name__]
+            found[change, notices] = (wrong, len(plans) - before, model.released)
+        store.close()
+        sharded._plan, sharded._Described.facts = plan, facts
+    return found
 
 
 def buffers_stay(layouts, place):
@@ -251,6 +378,7 @@ CASES = {
     "same files": same_files,
     "weights only": weights_only,
     "plans once": plans_once,
+    "changed state": changed_state,
     "buffers stay": buffers_stay,
     "failed": failed,
 }

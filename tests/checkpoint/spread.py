@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 from megappo.checkpoint import sharded
-from megappo.checkpoint.ranges import cut
+from megappo.checkpoint.ranges import Part, cut
 from megappo.checkpoint.safe_load import load_index
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import role_memory
@@ -79,8 +79,8 @@ def spread(layouts, place, critic, writes, reads, options, changed, share=sharde
 
 def by_mains(mine, holders, rank):
     """Checkpoint as megappo wrote it before it shared out: the first data-parallel rank writes every shard as a whole."""
-    mains = [entry for entry in mine if is_main_replica(entry.replica_id)]
-    return [part for entry in mains for part in cut(entry, 0, entry.data.detach().reshape(-1))]
+    mains = [(source, entry) for source, entry in enumerate(mine) if is_main_replica(entry.replica_id)]
+    return [Part(box, source, 0) for source, entry in mains for box in cut(entry, 0, entry.data.detach().reshape(-1))]
 
 
 def places(directory):

@@ -42,7 +42,28 @@ def test_weights_only(two):
 
 def test_the_layout_is_planned_again_only_for_another_state(two):
     for rank in two:
-        assert rank["plans once"] == ([1, 1, 1, 2], [])
+        planned, (first, synchronous, later, another), wrong = rank["plans once"]
+        assert planned == [1, 1, 1, 2] and wrong == []
+        assert later == 1 < min(first, synchronous, another), "one agreement where nothing changed"
+
+
+def test_whatever_changes_in_a_state_is_noticed_and_planned_anew(two):
+    changes = [name for name, notices in two[0]["changed state"] if notices]
+    assert len(changes) == 14
+    for rank in two:
+        found = rank["changed state"]
+        assert {name: found[name, True][0] for name in changes} == dict.fromkeys(changes, [])
+        planned = [name for name in changes if found[name, True][1]]
+        assert planned == ["first", *changes[5:]], "and not for other values, in other tensors, or other plain ones"
+        assert all(found[name, True][2] == 1 + (name in planned) for name in changes), "what was brought back is offloaded again"
+
+
+def test_a_stale_description_would_be_seen(two):
+    """The same saves with a description that notices nothing."""
+    for rank in two:
+        found = rank["changed state"]
+        seen = {name for name, notices in found if not notices and found[name, False][0]}
+        assert {"one more", "names exchanged", "another shape of as many values", "cut elsewhere", "larger extra state"} <= seen
 
 
 def test_later_saves_take_no_more_memory_and_all_is_a_share_of_the_checkpoint(two):

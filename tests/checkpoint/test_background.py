@@ -17,6 +17,7 @@ from megappo.checkpoint.background import BackgroundWriter, SnapshotFile
 from megappo.checkpoint.image import FileImage
 from megappo.checkpoint.manifest import fingerprint_file
 from megappo.checkpoint.shared_buffer import SharedBuffer
+from megappo.checkpoint.store import PendingSave
 from megappo.resilience import helpers
 
 CPU = torch.device("cpu")
@@ -44,6 +45,17 @@ def test_the_files_are_those_of_the_snapshot(writer, tmp_path):
     assert (tmp_path / "b").read_bytes() == b""
     assert entries == {name: fingerprint_file(tmp_path / name) for name in ("a", "b")}
     assert writer.is_done()
+
+
+def test_a_rank_that_does_not_see_the_directory_says_so(writer, tmp_path):
+    writer.start()
+    for place, fault, text in (
+        (tmp_path / "absent", ValueError, "absent, created by rank 0, is not visible here"),
+        (tmp_path, OSError, "x/a"),
+    ):
+        writer.submit(place, [file._replace(name=f"x/{file.name}") for file in snapshot()])
+        with pytest.raises(fault, match=text):
+            PendingSave(1, place, {}, writer).entries()
 
 
 def test_requests_to_stop_do_not_reach_it(writer, tmp_path):

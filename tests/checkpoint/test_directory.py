@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import signal
+import threading
 from collections import namedtuple
 from pathlib import Path
 
@@ -269,6 +270,18 @@ def save_and_die(directory, step, budget):
     write_manifest(place, Manifest(step, 1, False, {}, files))
     directory.publish(place, step)
     directory.retain(2, {step})
+
+
+def test_files_of_old_checkpoints_go_in_a_thread_and_the_next_save_waits_for_it(tmp_path, monkeypatch):
+    directory, may_go, rmtree = CheckpointDirectory(tmp_path, owner=LEASE), threading.Event(), shutil.rmtree
+    for step in (1, 2, 3):
+        save(directory, step, keep_last=9)
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: may_go.wait(60) and rmtree(*args, **kwargs))
+    assert directory.retain(1, {3}, wait=False) == [2, 1] and directory.steps() == [3]
+    assert len(list(tmp_path.glob(".tmp-*/weights"))) == 2
+    threading.Timer(0.2, may_go.set).start()
+    place = directory.begin(4)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path != place] == ["step-3"]
 
 
 def test_a_sigkill_at_any_of_20_offsets_of_a_save_leaves_a_valid_newest(tmp_path):

@@ -79,8 +79,16 @@ def written(share):
     return wholes, counts, sizes
 
 
+def boxes_to_write(mine, holders, rank):
+    found = parts_to_write(mine, holders, rank)
+    for box, source, start in found:
+        values = mine[source].data.flatten()[start : start + box.data.numel()]
+        assert torch.equal(values, box.data.flatten()), "where the box lies in its shard"
+    return [part.box for part in found]
+
+
 def test_copies_are_written_once_and_in_equal_parts():
-    wholes, counts, sizes = written(parts_to_write)
+    wholes, counts, sizes = written(boxes_to_write)
     assert set(wholes) == {"weight 0", "weight 1", "experts", "part"}
     assert all((count == 1).all() for count in counts.values())
     for entry in shards_of(0)[:2]:
@@ -102,6 +110,6 @@ def test_the_comparison_notices_a_rank_that_writes_for_all():
 def test_an_equal_number_for_all_is_no_condition():
     """More ranks than elements."""
     everyone = [[shard("w", torch.tensor([1.0, 2.0]), replica=(0, 0, rank))] for rank in range(5)]
-    parts = [parts_to_write(mine, holders_of(everyone), rank) for rank, mine in enumerate(everyone)]
+    parts = [boxes_to_write(mine, holders_of(everyone), rank) for rank, mine in enumerate(everyone)]
     assert sorted(part.data.item() for theirs in parts for part in theirs) == [1.0, 2.0]
     assert parts_to_write([], holders_of([[], *everyone]), 0) == []
