@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from megappo.parallel.totals import total
+from megappo.parallel.totals import rows_of_ranks
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,14 @@ class SampleTable:
         numbers: [M] int64, samples of the rows of `mine`. RuntimeError on every rank if a sample has no row, or several.
         """
         names = [field.name for field in fields(cls)]
-        rows = torch.zeros(len(names) + 1, num_samples, dtype=torch.int32)
-        rows[:, numbers] = torch.stack([torch.ones_like(mine.length), *(getattr(mine, name) for name in names)])
-        rows = total(rows)  # each row is written by one rank: the sum is that row
-        wrong = (rows[0] != 1).nonzero().flatten().tolist()
+        mine_rows = torch.stack([numbers.int(), *(getattr(mine, name) for name in names)], 1)
+        found = rows_of_ranks(mine_rows)
+        order = found[:, 0].long()
+        times = order.bincount(minlength=num_samples)
+        wrong = (times != 1).nonzero().flatten().tolist()
         if wrong:
-            found = int(rows[0, wrong[0]])
-            raise RuntimeError(f"sample {wrong[0]} was drawn by {found or 'no'} ranks ({len(wrong)} such of {num_samples} in all)")
-        return cls(*rows[1:])
+            ranks = int(times[wrong[0]])
+            raise RuntimeError(f"sample {wrong[0]} was drawn by {ranks or 'no'} ranks ({len(wrong)} such of {num_samples} in all)")
+        rows = torch.empty(len(names), num_samples, dtype=torch.int32)
+        rows[:, order] = found[:, 1:].T
+        return cls(*rows)

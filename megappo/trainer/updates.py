@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.algo.aggregation import loss_count, token_weights, tokens_per_sequence
+from megappo.algo.aggregation import loss_count, tokens_per_sequence, weight_of_tokens
 from megappo.config.batch import WHOLE, Part, UpdateSchedule, update_schedule
 from megappo.config.schema import CRITICS, AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
@@ -105,7 +105,7 @@ def mini_batches(
                     mask = mask & ~left_out[own].repeat_interleave(share.lengths, output_size=mask.numel())
                 if rejected is not None:
                     mask = mask & ~share[REJECTED]
-                weights = {"weight": token_weights(mode, mask, share.cu_seqlens, max_tokens).weight}
+                weights = {"weight": weight_of_tokens(mode, mask, share.cu_seqlens)}
                 if positive is not None:
                     correct = mask & positive[own].repeat_interleave(share.lengths, output_size=mask.numel())
                     # The loss is divided by `denominator`, their mean by their own number.
