@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -109,27 +108,30 @@ class _Part(NamedTuple):
     sent: Leg
     received: Leg
 
-    def bytes_of(self, leg: Leg) -> list[int]:
-        """To or from each peer."""
-        return [count * self.values.itemsize for count in leg.tokens]
+    def bytes_of(self, leg: Leg) -> Tensor:
+        """[peers] int64, to or from each."""
+        return torch.tensor(leg.tokens) * self.values.itemsize
 
-    def pieces(self) -> list[list[Tensor]]:
-        """Bytes for each peer, in pieces."""
+    def pieces(self) -> dict[int, list[Tensor]]:
+        """Bytes for each peer that is sent any, in pieces."""
         slices = self.sent.spans.slices(self.values)
         if slices is None:
-            return [[piece.view(torch.uint8)] for piece in self.sent.spans.of(self.values).split(self.sent.tokens)]
-        rest = (piece.view(torch.uint8) for piece in slices)
-        return [list(islice(rest, count)) for count in self.sent.samples]
+            counts = {peer: count for peer, count in enumerate(self.sent.tokens) if count}
+            split = self.sent.spans.of(self.values).split(list(counts.values())) if counts else ()
+            return {peer: [piece.view(torch.uint8)] for peer, piece in zip(counts, split)}
+        found: dict[int, list[Tensor]] = {}
+        for peer, piece in zip(self.sent.peers.tolist(), slices):
+            found.setdefault(peer, []).append(piece.view(torch.uint8))
+        return found
 
-    def found(self, arrived: Tensor, starts: Sequence[int]) -> Tensor:
-        """Values from the bytes that came, in the order of the local batch. starts: of this field's bytes of each peer."""
-        leg, size = self.received, self.values.itemsize
-        before = [0, *accumulate(leg.tokens)]
+    def found(self, arrived: Tensor, starts: Tensor) -> Tensor:
+        """Values from the bytes that came, in the order of the local batch. starts: [peers] int64, of this field's bytes."""
+        leg, size, sizes = self.received, self.values.itemsize, self.bytes_of(self.received)
         if not leg.spans.are_long:
-            field = torch.cat([arrived[start : start + size * count] for start, count in zip(starts, leg.tokens)])
+            blocks = [arrived[start : start + of_peer] for start, of_peer in zip(starts.tolist(), sizes.tolist()) if of_peer]
             # A gather: two to three times faster than placing what arrived.
-            return leg.spans.of(field.view(self.values.dtype))
-        moved = torch.tensor([start - size * passed for start, passed in zip(starts, before)])[leg.peers]
+            return leg.spans.of(torch.cat([arrived[:0], *blocks]).view(self.values.dtype))
+        moved = (starts - (sizes.cumsum(0) - sizes))[leg.peers]
         return Spans(leg.spans.starts * size + moved, leg.spans.lengths * size).of(arrived).view(self.values.dtype)
 
 
@@ -231,13 +233,15 @@ class Route:
 
     def _exchanged(self, parts: Sequence[_Part]) -> list[Tensor]:
         """Values of all parts that come here, from one exchange of bytes: peer by peer, and for each one part after the other."""
-        pieces = [piece for of_peer in zip(*(part.pieces() for part in parts)) for piece in sum(of_peer, [])]
-        sizes = list(zip(*(part.bytes_of(part.received) for part in parts)))
-        received, sent = list(map(sum, sizes)), list(map(sum, zip(*(part.bytes_of(part.sent) for part in parts))))
-        arrived = torch.empty(sum(received), dtype=torch.uint8)
-        self.wire.all_to_all(arrived, torch.cat([arrived[:0], *pieces]), received, sent)
-        starts = [0, *accumulate(size for of_peer in sizes for size in of_peer)]
-        return [part.found(arrived, starts[place :: len(parts)]) for place, part in enumerate(parts)]
+        pieces = [part.pieces() for part in parts]
+        peers = sorted(set().union(*pieces))
+        sent = sum(part.bytes_of(part.sent) for part in parts).tolist()
+        sizes = torch.stack([part.bytes_of(part.received) for part in parts], 1)  # [peers, parts]
+        arrived = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        buffer = torch.cat([arrived[:0], *(piece for peer in peers for part in pieces for piece in part.get(peer, ()))])
+        self.wire.all_to_all(arrived, buffer, sizes.sum(1).tolist(), sent)
+        starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view(sizes.shape)
+        return [part.found(arrived, starts[:, place]) for place, part in enumerate(parts)]
 
 
 @dataclass(frozen=True)

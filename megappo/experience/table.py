@@ -7,11 +7,18 @@ fields are on the ranks that own them (`experience.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from megappo.parallel.balance import parts_balanced
 from megappo.parallel.totals import rows_of_ranks
+
+
+def balanced(lengths: Tensor, count: int) -> Tensor:
+    """[N] int64 share of each sample, shares of nearly equal tokens (`parallel.balance`)."""
+    return torch.tensor(parts_balanced(lengths.tolist(), count), dtype=torch.long)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,17 @@ class SampleTable:
     def ages(self, step: int) -> Tensor:
         """Steps from the weights that sampled to those that `step` starts with, [N] int32; of the oldest part of a response."""
         return step - 1 - self.oldest
+
+    def balanced(self, count: int) -> Tensor:
+        """[N] int64 share of each sample, shares of nearly equal tokens (`parallel.balance`). Not to be written to."""
+        if count not in self._balanced:
+            self._balanced[count] = balanced(self.length, count)
+        return self._balanced[count]
+
+    @cached_property
+    def _balanced(self) -> dict[int, Tensor]:
+        """Number of shares -> `balanced`: half a microsecond a sample, and each pass of a role asks for it."""
+        return {}
 
     def rows(self, chosen: Tensor) -> SampleTable:
         """Rows of these samples, int64 [M], in this order."""

@@ -42,7 +42,7 @@ def total_and_largest(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_ranks(rows: Tensor) -> Tensor:
-    """[sum of M, K] rows of all ranks, one rank after the other, from the [M, K] of each; M may differ. Collective over the world."""
+    """[sum of M, K] rows of all ranks, rank by rank, from the [M, K] of each; M may differ. Collective over the world."""
     world_size = place_in_world()[1]
     if world_size == 1:
         return rows
@@ -94,9 +94,7 @@ def maxima(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return _named(largest(_flat(named)), named)
 
 
-def totals_and_maxima(
-    sums: Mapping[str, Tensor], largest_of: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def totals_and_maxima(sums: Mapping[str, Tensor], largest_of: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """`totals` of the first and `maxima` of the second, in one exchange."""
     summed, most = total_and_largest(_flat(sums), _flat(largest_of))
     return _named(summed, sums), _named(most, largest_of)

@@ -1,7 +1,7 @@
 """`rank-N.section` of an attempt's folder: the section of a rank that was killed, which can say nothing any more.
 
-A rank writes each of its sections there and removes the file when it ends by itself. Unlike the watchdog's signs of life it is never
-old. Imports no torch.
+A rank writes each of its sections there and removes the file when it ends by itself. Unlike the watchdog's signs of life it is
+never old. Imports no torch.
 """
 
 from __future__ import annotations

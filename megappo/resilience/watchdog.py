@@ -58,7 +58,8 @@ class Watchdog:
     """Watches this rank and the next one while it is entered. `sections` is what the run marks its work in.
 
     members: all ranks. store: a connection that nobody else uses; None in a world of one rank. folder: for `rank-N.stacks`,
-    `rank-N.late.stacks` (of a rank whose own watchdog is blocked), `rank-N.section` and the verdict; it exists. sign: to the launcher, if it listens.
+    `rank-N.late.stacks` (of a rank whose own watchdog is blocked), `rank-N.section` and the verdict; it exists. sign: to the
+    launcher, if it listens.
     """
 
     def __init__(

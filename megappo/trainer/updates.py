@@ -17,9 +17,9 @@ from megappo.config.schema import CRITICS, AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
 from megappo.experience.experience import Experience
-from megappo.experience.owners import Owners, balanced
+from megappo.experience.owners import Owners
 from megappo.experience.route import GroupWire
-from megappo.experience.table import SampleTable
+from megappo.experience.table import SampleTable, balanced
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
@@ -56,7 +56,7 @@ def samples_of_epoch(table: SampleTable, size: int, seed: int, part: Part = WHOL
 def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int, part: Part = WHOLE) -> Owners:
     """Owners of the samples in an epoch, balanced over the shares one mini-batch at a time. Samples outside of the part belong to
     someone too, and are not looked at."""
-    share = torch.zeros(table.num_samples, dtype=torch.long) if part == WHOLE else balanced(table.length, shares.count)
+    share = torch.zeros(table.num_samples, dtype=torch.long) if part == WHOLE else table.balanced(shares.count).clone()
     for chosen in samples_of_epoch(table, size, seed, part):
         share[chosen] = balanced(table.length[chosen], shares.count)
     return Owners(share, shares)

@@ -1,7 +1,7 @@
 """Placements to try: all roles on all ranks, vLLM apart, the critic apart, the critic with the frozen models apart, and both apart.
 
-The world is cut once, or twice for policy, critic and vLLM on ranks of their own, between nodes if there are several, at a quarter, a
-half and three quarters. Every placement is searched for itself (`search.py`); `rank_placements` orders them.
+The world is cut once, or twice for policy, critic and vLLM on ranks of their own, between nodes if there are several, at a quarter,
+a half and three quarters. Every placement is searched for itself (`search.py`); `rank_placements` orders them.
 """
 
 from __future__ import annotations

@@ -108,9 +108,11 @@ def planned_bytes(
 
 @dataclass
 class Meter:
-    """Costs by phase: processor and wall seconds of this process. peak: bytes of resident memory above the start, of them all."""
+    """Costs by phase: processor and wall seconds of this process, and processor seconds of its main thread alone. peak: bytes of
+    resident memory above the start, of them all."""
 
     processor_s: dict[str, float] = field(default_factory=dict)
+    main_s: dict[str, float] = field(default_factory=dict)
     wall_s: dict[str, float] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
     start: int = 0
@@ -120,8 +122,9 @@ class Meter:
         if dist.is_initialized():
             dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size again
-        wall, processor = time.perf_counter(), time.process_time()
+        wall, processor, main = time.perf_counter(), time.process_time(), time.thread_time()
         yield
+        self.main_s[name] = time.thread_time() - main
         self.wall_s[name], self.processor_s[name] = time.perf_counter() - wall, time.process_time() - processor
         self.peak[name] = resident("VmHWM") - self.start
 

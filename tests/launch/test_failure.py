@@ -61,7 +61,9 @@ def test_the_section_of_a_rank_that_could_not_say_it_is_named(tmp_path: Path) ->
     file.remove()
     ended(tmp_path, 2, 137, BEFORE)
     failure = first_failure(tmp_path, KILL_GRACE_S)
-    assert failure is not None and failure.in_one_line() == "rank 2 on node2: killed by SIGKILL in a section with a long name, step 3"
+    assert (
+        failure is not None and failure.in_one_line() == "rank 2 on node2: killed by SIGKILL in a section with a long name, step 3"
+    )
     assert "see dmesg or sacct) in a section with a long name, step 3; what it said is above" in failure.report()
     assert [last_section(tmp_path, rank) for rank in (1, 3, 4)] == ["loading", None, None]
     (tmp_path / "rank-2.section").write_bytes((tmp_path / "rank-2.section").read_bytes()[:20])
