@@ -143,9 +143,8 @@ class TokenRows:
     def _damaged(self, row: int) -> DamagedRows:
         (self.folder / META).unlink(missing_ok=True)  # so that nobody opens it again
         of = f" of {self.source}" if self.source else ""
-        return DamagedRows(
-            f"{self.folder}: row {row}{of} is not as it was written; the folder is made anew at the next start (resume the run)"
-        )
+        what = f"row {row}{of} is not as it was written to {self.folder}"
+        return DamagedRows(f"{what}, which is made anew at the next start (resume the run)")
 
 
 def write_rows(folder: Path, rows: Sequence[array]) -> None:

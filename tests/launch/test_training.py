@@ -149,9 +149,9 @@ def test_prompts_that_the_disk_has_changed_are_named_and_made_anew(folder: Path,
     """No step is made of them; the end is that of a run whose data stayed as they were (below)."""
     told = re.search(r"megappo: rank \d: megappo\.data\.token_rows\.DamagedRows: (.*); restart 7 of 7 from step 4", broken.said)
     assert told is not None, broken.said
-    where, _, source = told[1].partition(" of ")
-    assert where.startswith(f"{folder}/broken.cache/rows/") and ": row " in where
-    assert source.startswith(f"{folder}/data/train.jsonl is not as it was written; the folder is made anew at the next start")
+    row = rf"row \d+ of {folder}/data/train\.jsonl is not as it was written"
+    whole = rf"{row} to {folder}/broken\.cache/rows/\w+, which is made anew at the next start \(resume the run\)"
+    assert re.match(row, told[1]) and re.search(rf"DamagedRows: {whole}\n", broken.said)
 
 
 HEARTBEAT_S = 3.0
