@@ -235,7 +235,7 @@ class Route:
         """Values of all parts that come here, from one exchange of bytes: peer by peer, and for each one part after the other."""
         pieces = [part.pieces() for part in parts]
         peers = sorted(set().union(*pieces))
-        sent = sum(part.bytes_of(part.sent) for part in parts).tolist()
+        sent = torch.stack([part.bytes_of(part.sent) for part in parts]).sum(0).tolist()
         sizes = torch.stack([part.bytes_of(part.received) for part in parts], 1)  # [peers, parts]
         arrived = torch.empty(int(sizes.sum()), dtype=torch.uint8)
         buffer = torch.cat([arrived[:0], *(piece for peer in peers for part in pieces for piece in part.get(peer, ()))])
