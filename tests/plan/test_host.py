@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy
 import pytest
 import torch
@@ -81,7 +83,7 @@ def test_a_token_takes_the_bytes_of_its_tensors():
     batch = pack_experience([Request(0, numpy.ones(4, numpy.int32), 0)], [response])
     assert sum(x.nbytes for x in (batch.tokens, *batch.token_fields.values())) == 10 * (8 + 1 + 4)
     table = SampleTable(*torch.zeros(8, 5, dtype=torch.int32))
-    assert sum(getattr(table, name).nbytes for name in vars(table)) == 5 * ROW
+    assert sum(getattr(table, name).nbytes for name in (field.name for field in fields(table))) == 5 * ROW
     outputs = {name: torch.zeros(10) for name in ("logprob", "entropy", "value", "ref_logprob")}
     full = batch.with_fields(outputs, {"bootstrap": torch.zeros(1)})
     shaped = shape_advantages(full, torch.zeros(1), 0.1, AlgorithmConfig())
