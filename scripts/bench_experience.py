@@ -1,12 +1,15 @@
 """Benchmark the distributed experience on the host: `python scripts/bench_experience.py [--worlds 1 2 4 8] [--alone 64 512 4096]`.
 
 Prints the tables of docs/scale.md. All of a rank's work on samples in a step but texts, rewards and models
-(scripts/bench/experience_step.py). Worlds: real ones over gloo, of processes on this machine, with a batch of their own
-(--world-samples). Alone: rank 0 of larger worlds, with the table of all samples; what others would send is a copy of what is sent.
-Per phase nanoseconds of processor time, all threads of the process, per own token (tokens of the step / world), of the rank with
-the largest sum; the best of some repetitions. wire: its part inside the exchanges (over gloo: copies to and from sockets). peak:
-rise of resident memory (VmHWM), the responses included, in the first repetition. old: what every rank did when it had the
-responses of all, measured on a few samples.
+(scripts/bench/experience_step.py). Worlds: real ones over gloo, of processes on this machine, once with a share of samples for
+each rank (--rank-samples; 16 of 8,192 tokens are those of a rank of 512 in a step of 67 M) and once with a batch that the ranks
+divide (--world-samples). Beside: as many processes with the same share at once, each a world of its own: how much of it is the
+machine's, whose cores and caches the ranks share. Alone: rank 0 of larger worlds, with the table of all samples; what others
+would send is a copy of what is sent. Per phase nanoseconds of processor time, all threads of the process, per own token (tokens
+of the step / world), of the rank with the largest sum; the best of some repetitions. wire: its part inside the exchanges (over
+gloo: copies to and from sockets). backend: its part in threads other than the main one, which are gloo's. peak: rise of resident
+memory (VmHWM), the responses included, in the first repetition. old: what every rank did when it had the responses of all,
+measured on a few samples.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from megappo.platform.device import world_group
 from scripts.bench.experience_step import Cost, Shape, resident, responses_of, step, warm_up
 from scripts.bench.model import Mistake
 
-REPETITIONS = 3
+TOKENS_IN_ALL = 6 << 20  # of the repetitions: at least FEWEST, at most MOST
+FEWEST, MOST = 3, 40
 LIMIT_NS, LIMIT_S, LIMIT_MIB = 120, 1.0, 1024
 OLD_SAMPLES = 64
 
@@ -49,7 +53,7 @@ def of_world(rank: int, shape: Shape, folder: str) -> None:
     warm_up()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=shape.world)
     wire = GroupWire(world_group())
-    found = [step(shape, rank, wire) for _ in range(REPETITIONS)]
+    found = [step(shape, rank, wire) for _ in range(repetitions(shape))]
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -59,8 +63,21 @@ def alone(rank: int, shape: Shape, folder: str) -> None:
     """Write the costs of a rank that has the world to itself to the folder."""
     torch.set_num_threads(1)
     warm_up()
-    found = [step(shape, rank, None) for _ in range(REPETITIONS)]
+    found = [step(shape, rank, None) for _ in range(repetitions(shape))]
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+
+
+def beside(rank: int, shape: Shape, folder: str) -> None:
+    """Write the costs of one of several worlds of one rank, which run at the same time, to the folder."""
+    torch.set_num_threads(1)
+    warm_up()
+    found = [step(shape, 0, None) for _ in range(repetitions(shape))]
+    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+
+
+def repetitions(shape: Shape) -> int:
+    """More of small shares, which a disturbance of the machine changes most."""
+    return int(min(MOST, max(FEWEST, TOKENS_IN_ALL / shape.own_tokens)))
 
 
 def measured(work: Callable[[int, Shape, str], None], shape: Shape, ranks: int) -> Cost:
@@ -86,6 +103,10 @@ def best_of(found: Sequence[Cost]) -> Cost:
 
 def processor_s(cost: Cost) -> float:
     return sum(cost.meter.processor_s.values())
+
+
+def backend_s(cost: Cost) -> float:
+    return processor_s(cost) - sum(cost.meter.main_s.values())
 
 
 def wall_s(cost: Cost) -> float:
@@ -132,6 +153,7 @@ def table_of(costs: Mapping[Shape, Cost]) -> str:
             *(line(name, lambda s, c, name=name: 1e9 * c.meter.processor_s[name] / s.own_tokens, ".1f") for name in phases),
             line("sum, ns", lambda shape, cost: 1e9 * processor_s(cost) / shape.own_tokens, ".1f"),
             line("of it the wire, ns", lambda shape, cost: 1e9 * cost.wire_s / shape.own_tokens, ".1f"),
+            line("of it the backend, ns", lambda shape, cost: 1e9 * backend_s(cost) / shape.own_tokens, ".1f"),
             line("wall, ns", lambda shape, cost: 1e9 * wall_s(cost) / shape.own_tokens, ".1f"),
             line("processor s", lambda _, cost: processor_s(cost), ".3f"),
             line("wall s", lambda _, cost: wall_s(cost), ".3f"),
@@ -143,13 +165,13 @@ def table_of(costs: Mapping[Shape, Cost]) -> str:
 
 
 def against_limit(costs: Mapping[Shape, Cost]) -> str:
-    """Processor time of each real world against the limit, with and without the wire."""
+    """Processor time of each real world against the limit, and what of it is not the rank's own work."""
     lines = []
     for shape, cost in costs.items():
-        ns, wire = (1e9 * seconds / shape.own_tokens for seconds in (processor_s(cost), cost.wire_s))
+        ns, wire, threads = (1e9 * seconds / shape.own_tokens for seconds in (processor_s(cost), cost.wire_s, backend_s(cost)))
         lines.append(
             f"{shape.world} ranks on {os.cpu_count()} cores: {ns:.0f} ns of processor time per own token (limit {LIMIT_NS}), "
-            f"{wire:.0f} of them the wire and {ns - wire:.0f} without it"
+            f"{wire:.0f} of them the wire; {threads:.0f} in gloo's threads and {ns - threads:.0f} in the main one"
         )
     return "\n".join(lines)
 
@@ -177,9 +199,10 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 8], help="of the roles of larger worlds; real ones have 1")
     parser.add_argument("--tokens", type=int, default=8192, help="mean length of a sample")
     parser.add_argument("--samples", type=int, default=8192, help="of larger worlds")
-    parser.add_argument("--world-samples", type=int, default=256, help="of real worlds")
+    parser.add_argument("--world-samples", type=int, default=256, help="of real worlds, divided by their ranks")
+    parser.add_argument("--rank-samples", type=int, default=16, help="of each rank of real worlds")
     args = parser.parse_args(argv)
-    for name, least in (("samples", 8), ("world_samples", 8), ("tokens", 16)):
+    for name, least in (("samples", 8), ("world_samples", 8), ("rank_samples", 8), ("tokens", 16)):
         if getattr(args, name) < least:
             raise Mistake(f"--{name.replace('_', '-')} {getattr(args, name)} is too few; at least {least}")
     for name in ("worlds", "alone"):
@@ -198,26 +221,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
-    found: dict[Shape, Cost] = {}
-    for work, shapes in (
-        (of_world, [Shape(world, args.world_samples, args.tokens) for world in args.worlds]),
-        (alone, [Shape(world, args.samples, args.tokens, tp) for tp in args.tp for world in args.alone]),
+    found: list[tuple[Shape, Cost]] = []
+    for work, kind, shapes in (
+        (of_world, "real worlds over gloo, for each rank", [Shape(n, n * args.rank_samples, args.tokens) for n in args.worlds]),
+        (of_world, "real worlds over gloo, for all ranks", [Shape(n, args.world_samples, args.tokens) for n in args.worlds]),
+        (alone, "rank 0 alone", [Shape(world, args.samples, args.tokens, tp) for tp in args.tp for world in args.alone]),
     ):
         if not shapes:
             continue
         before = os.getloadavg()[0]
         costs = {shape: measured(work, shape, shape.world if work is of_world else 1) for shape in shapes}
-        kind = "real worlds over gloo" if work is of_world else "rank 0 alone"
         load = f"{os.cpu_count()} cores, load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
-        print(f"{kind}, {shapes[0].samples:,} samples of about {args.tokens:,} tokens; {load}\n")
+        samples = args.rank_samples if "each" in kind else shapes[0].samples
+        print(f"{kind}, {samples:,} samples of about {args.tokens:,} tokens; {load}\n")
         print(f"{table_of(costs)}\n", flush=True)
-        found |= costs
+        found += costs.items()
         if work is alone:
             whole = Shape(1, OLD_SAMPLES, args.tokens)
             print(compared(costs, old_path(args.tokens), measured(alone, whole, 1), whole.own_tokens))
         else:
             print(f"{against_limit(costs)}\n")
-    if wrong := [shape for shape, cost in found.items() if cost.sent != cost.planned]:
+        if "each" in kind:
+            share = Shape(1, args.rank_samples, args.tokens)
+            at_once = {world: processor_s(measured(beside, share, world)) for world in args.worlds}
+            ns = ", ".join(f"{world}: {1e9 * seconds / share.own_tokens:.0f}" for world, seconds in at_once.items())
+            print(f"beside, as many worlds of one rank with that share at once, ns per own token: {ns}\n", flush=True)
+    if wrong := [shape for shape, cost in found if cost.sent != cost.planned]:
         print(f"error: {wrong[0]} sent other bytes than planned", file=sys.stderr)
     return 1 if wrong else 0
 

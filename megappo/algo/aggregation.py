@@ -53,14 +53,18 @@ def token_weights(mode: str, mask: Tensor, cu_seqlens: Tensor, max_tokens: int |
 
     A sequence without a true mask entry counts nowhere. Raises ValueError for another mode or a missing `max_tokens`.
     """
-    lengths = tokens_per_sequence(mask, cu_seqlens)
-    count = loss_count(mode, lengths, max_tokens)
+    count = loss_count(mode, tokens_per_sequence(mask, cu_seqlens), max_tokens)
+    return TokenWeights(weight_of_tokens(mode, mask, cu_seqlens), count)
+
+
+def weight_of_tokens(mode: str, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] fp32, the weights of `token_weights`."""
     weight = mask.float()
     if mode == "seq-mean-token-mean":
-        per_sequence = lengths.clamp(min=1).float().reciprocal()
+        per_sequence = tokens_per_sequence(mask, cu_seqlens).clamp(min=1).float().reciprocal()
         spans = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
         weight = weight * torch.repeat_interleave(per_sequence, spans, output_size=mask.numel())
-    return TokenWeights(weight, count)
+    return weight
 
 
 def loss_count(mode: str, sampled: Tensor, max_tokens: int | None = None) -> float:

@@ -44,18 +44,19 @@ class Moments(NamedTuple):
 
 def masked_moments(x: Tensor, mask: Tensor) -> Moments:
     """Of x [T] where mask [T] is true."""
-    return Moments.joined([moments_of_chunk(chunk, where, where.sum()) for chunk, where in in_chunks(x, mask)])
+    return Moments.joined([moments_of_chunk(chunk, where.nonzero().flatten()) for chunk, where in in_chunks(x, mask)])
 
 
-def moments_of_chunk(x: Tensor, mask: Tensor, count: Tensor) -> Moments:
-    """As `masked_moments`, for a few tokens. count: true entries of the mask, which several quantities share."""
-    kept = torch.where(mask, x, 0).double()
-    sums = torch.stack((count.double(), kept.sum(), kept.square_().sum()))
-    if not x.numel():
+def moments_of_chunk(x: Tensor, counted: Tensor) -> Moments:
+    """As `masked_moments`, for a few tokens. counted: int64, positions of the true entries of the mask, which several quantities
+    share: a gather by them takes a third of the time of one by the mask."""
+    kept = x.index_select(0, counted)
+    exact = kept.double()
+    sums = torch.stack((exact.new_tensor(len(kept)), exact.sum(), exact.square().sum()))
+    if not len(kept):
         return Moments(sums, sums.new_full((2,), -math.inf))
-    x = x if x.is_floating_point() else x.double()  # extremes are exact in the type of x: fp64 would double the memory
-    lowest, highest = torch.where(mask, x, math.inf).amin(), torch.where(mask, x, -math.inf).amax()
-    return Moments(sums, torch.stack((-lowest, highest)).double())
+    lowest, highest = torch.aminmax(kept)
+    return Moments(sums, torch.stack((-lowest.double(), highest.double())))
 
 
 def summarise(sums: Tensor, maxima: Tensor) -> Summary:

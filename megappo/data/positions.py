@@ -20,14 +20,21 @@ class Spans:
 
     def of(self, values: Tensor) -> Tensor:
         """[sum of lengths, ...] elements of the spans."""
-        if self._bounds is None:
-            return values.index_select(0, self._positions)
-        return torch.cat([values[:0], *(values[start:end] for start, end in self._bounds)])
+        slices = self.slices(values)
+        return values.index_select(0, self._positions) if slices is None else torch.cat([values[:0], *slices])
+
+    def slices(self, values: Tensor) -> list[Tensor] | None:
+        """A view of each span; None if they are short, and an index of every element is faster."""
+        return None if self._bounds is None else [values[start:end] for start, end in self._bounds]
+
+    @cached_property
+    def are_long(self) -> bool:
+        return int(self.lengths.sum()) >= LONG * len(self.lengths)
 
     @cached_property
     def _bounds(self) -> list[tuple[int, int]] | None:
         """Ends of the spans; None if they are short."""
-        if int(self.lengths.sum()) < LONG * len(self.lengths):
+        if not self.are_long:
             return None
         return list(zip(self.starts.tolist(), (self.starts + self.lengths).tolist()))
 

@@ -84,7 +84,9 @@ def rows_of(
         if signature(source.files) != before:
             raise ValueError(f"{source.spec} was changed while it was read; start again when nobody writes to it")
 
-    return cache.rows(key, build), digest({"rows": key, "spec": source.spec})
+    rows = cache.rows(key, build)
+    rows.source = source.spec
+    return rows, digest({"rows": key, "spec": source.spec})
 
 
 def _content_in_memory(source: Source) -> str:

@@ -86,10 +86,11 @@ class RowWriter:
 
 
 class TokenRows:
-    """Rows of a folder, mapped. lengths: [N] int32, tokens of each row. facts: as passed to `RowWriter.close`."""
+    """Rows of a folder, mapped. lengths: [N] int32, tokens of each row. facts: as passed to `RowWriter.close`. source: of the rows,
+    for messages."""
 
     def __init__(self, folder: Path, meta: Mapping[str, Any]) -> None:
-        self.folder = folder
+        self.folder, self.source = folder, ""
         self.facts: Mapping[str, Any] = meta["facts"]
         self._num_rows: int = meta["num_rows"]
         self._tokens, self._index, self._blocks = (_mapped(folder / name) for name in (TOKENS, INDEX, BLOCKS))
@@ -141,9 +142,9 @@ class TokenRows:
 
     def _damaged(self, row: int) -> DamagedRows:
         (self.folder / META).unlink(missing_ok=True)  # so that nobody opens it again
-        return DamagedRows(
-            f"{self.folder}: row {row} is not as it was written; the folder is made anew at the next start (resume the run)"
-        )
+        of = f" of {self.source}" if self.source else ""
+        what = f"row {row}{of} is not as it was written to {self.folder}"
+        return DamagedRows(f"{what}, which is made anew at the next start (resume the run)")
 
 
 def write_rows(folder: Path, rows: Sequence[array]) -> None:

@@ -90,12 +90,13 @@ class Experience:
         route = Route.between(self.table.length, self.owners, owners, self.rank, wire or self.wire)
         if route.is_still:
             return replace(kept, owners=owners)
+        tokens, token_fields, sequence_fields = route.moved(batch.tokens, given.tokens, given.sequences)
         moved = replace(
             batch,
-            tokens=route.tokens(batch.tokens),
+            tokens=tokens,
             cu_seqlens=cu_seqlens_of(route.lengths),
-            token_fields=route.token_fields(given.tokens),
-            sequence_fields=route.sequence_fields(given.sequences),
+            token_fields=token_fields,
+            sequence_fields=sequence_fields,
             ragged_fields=route.ragged_fields(given.ragged),
         )
         return replace(self, owners=owners, batch=moved, absent=Fields() if route.is_holder else given.emptied())
@@ -117,8 +118,8 @@ class Experience:
         """
         route = Route.between(self.table.length, share.owners, self.owners, self.rank, self.wire)
         nothing = torch.empty(0)
-        tokens = route.token_fields({name: results.get(name, nothing) for name in token_names})
-        return self.with_fields(tokens, route.sequence_fields({name: results.get(name, nothing) for name in sequence_names}))
+        of_tokens, of_samples = ({name: results.get(name, nothing) for name in names} for names in (token_names, sequence_names))
+        return self.with_fields(*route.moved(None, of_tokens, of_samples)[1:])
 
     def everywhere(self, fields: Collection[str] | None = None) -> PackedBatch:
         """All samples with these fields (None: all) on every rank, for instruments and tests. Collective over the world."""
@@ -133,7 +134,7 @@ class Experience:
         lengths = self.column(torch.tensor([len(one) for one in encoded], dtype=torch.float64)).long()
         flat = torch.tensor(bytearray(b"".join(encoded)), dtype=torch.uint8)
         route = Route.between(lengths, self.owners, owners, self.rank, self.wire)
-        found = route.token_fields({"text": flat})["text"].split(lengths[owners.numbers(self.rank)].tolist())
+        found = route.moved(None, {"text": flat}).token_fields["text"].split(lengths[owners.numbers(self.rank)].tolist())
         return [bytes(part.numpy()).decode("utf-8", "surrogatepass") for part in found]
 
     def column(self, values: Tensor) -> Tensor:

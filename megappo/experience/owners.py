@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.experience.table import SampleTable
-from megappo.parallel.balance import parts_balanced
+from megappo.experience.table import SampleTable, balanced
 from megappo.parallel.shares import Shares
 
 
@@ -36,7 +35,7 @@ class Owners:
     @classmethod
     def of_role(cls, table: SampleTable, shares: Shares) -> Owners:
         """Balanced over the replicas of a role by tokens, all samples at once."""
-        return cls(balanced(table.length, shares.count), shares)
+        return cls(table.balanced(shares.count), shares)
 
     @classmethod
     def of_prompts(cls, table: SampleTable, samples_per_prompt: int, world_size: int) -> Owners:
@@ -53,8 +52,3 @@ class Owners:
         """[M] int64, ascending: samples that this world rank holds or knows the lengths of."""
         index = self.shares.index_of(rank)
         return self.share.new_empty(0) if index is None else (self.share == index).nonzero().flatten()
-
-
-def balanced(lengths: Tensor, count: int) -> Tensor:
-    """[N] int64 share of each sample, shares of nearly equal tokens (`parallel.balance`)."""
-    return torch.tensor(parts_balanced(lengths.tolist(), count), dtype=torch.long)

@@ -1,14 +1,14 @@
-"""Exchange of samples between owners: an all-to-all of a packed buffer for each field.
+"""Exchange of samples between owners: an all-to-all of one buffer, field after field for every peer.
 
 A route is worked out from the table and the owners on both sides, so the ranks exchange no sizes and no objects. Between every two
-ranks samples go in order of their numbers. A field at a time: buffers are those of one field, however many there are.
+ranks samples go in order of their numbers. Fields of large shares go in several exchanges, so that buffers stay small.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from megappo.data.positions import Spans
 from megappo.data.ragged import Ragged
 from megappo.experience.owners import Owners
 from megappo.platform.device import world_group
+
+# Bytes of a mean share in one exchange. A message costs some 20 us of processor time on each end, as much as 100 KB over gloo.
+MOST_BYTES_AT_ONCE = 16 << 20
 
 
 class Wire(Protocol):
@@ -59,11 +62,13 @@ def world_wire() -> Wire:
 class Leg:
     """One end of a route on this rank: where in a batch or buffer the samples are, in the order in which they are wanted.
 
-    rows: [R] int64, their places among its samples. spans: of their tokens. tokens, samples: number that each peer sends or gets.
+    rows: [R] int64, their places among its samples. spans: of their tokens. peers: [R] int64, whom each goes to or comes from.
+    tokens, samples: number that each peer sends or gets.
     """
 
     rows: Tensor
     spans: Spans
+    peers: Tensor
     tokens: list[int]
     samples: list[int]
 
@@ -73,7 +78,8 @@ class Leg:
         [B], of all samples of the batch."""
         order = peers.argsort(stable=True)
         starts = (lengths.cumsum(0) - lengths)[rows[order]]
-        return cls(rows[order], Spans(starts, lengths[rows[order]]), *_counts(peers, lengths[rows], num_peers))
+        spans = Spans(starts, lengths[rows[order]])
+        return cls(rows[order], spans, peers[order], *_counts(peers, lengths[rows], num_peers))
 
     @classmethod
     def received(cls, peers: Tensor, lengths: Tensor, num_peers: int) -> Leg:
@@ -82,7 +88,11 @@ class Leg:
         rows = arriving.argsort()
         in_buffer = lengths[arriving]
         starts = (in_buffer.cumsum(0) - in_buffer)[rows]
-        return cls(rows, Spans(starts, lengths), *_counts(peers, lengths, num_peers))
+        return cls(rows, Spans(starts, lengths), peers, *_counts(peers, lengths, num_peers))
+
+    def of_samples(self) -> Leg:
+        """The leg of fields of one number per sample."""
+        return Leg(self.rows, Spans(self.rows, torch.ones_like(self.rows)), self.peers, self.samples, self.samples)
 
 
 def _counts(peers: Tensor, lengths: Tensor, num_peers: int) -> tuple[list[int], list[int]]:
@@ -91,12 +101,55 @@ def _counts(peers: Tensor, lengths: Tensor, num_peers: int) -> tuple[list[int], 
     return tokens.tolist(), peers.bincount(minlength=num_peers).tolist()
 
 
+class _Part(NamedTuple):
+    """A field in an exchange: its values on this rank, and both ends of its way."""
+
+    values: Tensor
+    sent: Leg
+    received: Leg
+
+    def bytes_of(self, leg: Leg) -> Tensor:
+        """[peers] int64, to or from each."""
+        return torch.tensor(leg.tokens) * self.values.itemsize
+
+    def pieces(self) -> dict[int, list[Tensor]]:
+        """Bytes for each peer that is sent any, in pieces."""
+        slices = self.sent.spans.slices(self.values)
+        if slices is None:
+            counts = {peer: count for peer, count in enumerate(self.sent.tokens) if count}
+            split = self.sent.spans.of(self.values).split(list(counts.values())) if counts else ()
+            return {peer: [piece.view(torch.uint8)] for peer, piece in zip(counts, split)}
+        found: dict[int, list[Tensor]] = {}
+        for peer, piece in zip(self.sent.peers.tolist(), slices):
+            found.setdefault(peer, []).append(piece.view(torch.uint8))
+        return found
+
+    def found(self, arrived: Tensor, starts: Tensor) -> Tensor:
+        """Values from the bytes that came, in the order of the local batch. starts: [peers] int64, of this field's bytes."""
+        leg, size, sizes = self.received, self.values.itemsize, self.bytes_of(self.received)
+        if not leg.spans.are_long:
+            blocks = [arrived[start : start + of_peer] for start, of_peer in zip(starts.tolist(), sizes.tolist()) if of_peer]
+            # A gather: two to three times faster than placing what arrived.
+            return leg.spans.of(torch.cat([arrived[:0], *blocks]).view(self.values.dtype))
+        moved = (starts - (sizes.cumsum(0) - sizes))[leg.peers]
+        return Spans(leg.spans.starts * size + moved, leg.spans.lengths * size).of(arrived).view(self.values.dtype)
+
+
+class Moved(NamedTuple):
+    """Fields of the samples that have come, [T'] or [B'] each; none on a rank that is no holder. tokens: None if none were sent."""
+
+    tokens: Tensor | None
+    token_fields: dict[str, Tensor]
+    sequence_fields: dict[str, Tensor]
+
+
 @dataclass(frozen=True)
 class Route:
     """Way of samples from one ownership to another, as one rank sees it.
 
     sent, received: of fields, which holders receive. sent_tokens, received_tokens: of tokens, which readers receive too. lengths:
-    [B'] int64, of the samples that are here afterwards. is_still: nothing moves, on any rank.
+    [B'] int64, of the samples that are here afterwards. mean_tokens: of all samples, for each rank of the wire. is_still: nothing
+    moves, on any rank.
     """
 
     wire: Wire
@@ -105,6 +158,7 @@ class Route:
     sent_tokens: Leg
     received_tokens: Leg
     lengths: Tensor
+    mean_tokens: int
     is_holder: bool
     is_still: bool
 
@@ -120,64 +174,74 @@ class Route:
         index = target.shares.index_of(rank)
         is_holder = index is not None and rank in holders[index]
         same = len(wire.ranks) == 1 or (source.shares == target.shares and torch.equal(source.share, target.share))
-        return cls(wire, sent, received, sent_tokens, received_tokens, length.long()[after], is_holder, same)
+        mean = int(length.sum()) // len(wire.ranks)
+        return cls(wire, sent, received, sent_tokens, received_tokens, length.long()[after], mean, is_holder, same)
 
-    def tokens(self, tokens: Tensor) -> Tensor:
-        """[T'] int64 tokens of the samples that come here; zeros on a rank that gets lengths alone. Collective."""
-        if self.is_still:
-            return tokens
-        # int32 holds every token id in half the bytes.
-        arrived = self._tokens(tokens.int(), self.sent_tokens, self.received_tokens).long()
-        return arrived if len(self.received_tokens.rows) else arrived.new_zeros(int(self.lengths.sum()))
+    def moved(
+        self, tokens: Tensor | None, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}
+    ) -> Moved:
+        """Move the samples of this rank. Collective.
 
-    def token_fields(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Fields of the tokens that come here, [T'] each; none on a rank that is no holder. Collective.
-
-        fields: [T], the same names and types on every rank; read on ranks that send.
+        tokens: [T] int64, or None; those that come are zeros on a rank that gets lengths alone. token_fields, sequence_fields: [T]
+        and [B], the same names and types on every rank; read on ranks that send.
         """
         if self.is_still:
-            return dict(fields)
-        # Sorted: all ranks exchange them in the same order.
-        moved = {name: self._tokens(values, self.sent, self.received) for name, values in sorted(fields.items())}
-        return moved if self.is_holder else {}
+            return Moved(tokens, dict(token_fields), dict(sequence_fields))
+        # Sorted: all ranks exchange them in the same order. int32 holds every token id in half the bytes.
+        parts = [] if tokens is None else [_Part(tokens.int(), self.sent_tokens, self.received_tokens)]
+        parts += [_Part(values, self.sent, self.received) for _, values in sorted(token_fields.items())]
+        ends = self.sent.of_samples(), self.received.of_samples()
+        parts += [_Part(values, *ends) for _, values in sorted(sequence_fields.items())]
+        found = [values for group in self._groups(parts) for values in self._exchanged(group)]
+        if tokens is not None:
+            arrived = found.pop(0)
+            tokens = arrived.long() if len(self.received_tokens.rows) else tokens.new_zeros(int(self.lengths.sum()))
+        fields, ends = found[: len(token_fields)], found[len(token_fields) :]
+        if not self.is_holder:
+            return Moved(tokens, {}, {})
+        return Moved(tokens, dict(zip(sorted(token_fields), fields)), dict(zip(sorted(sequence_fields), ends)))
 
     def ragged_fields(self, fields: Mapping[str, Ragged]) -> dict[str, Ragged]:
-        """As `token_fields` for fields of some ids for each token."""
+        """Move fields of some ids for each token, as `moved`."""
         if self.is_still:
             return dict(fields)
         moved = {name: self._ragged(values) for name, values in sorted(fields.items())}
         return moved if self.is_holder else {}
 
-    def sequence_fields(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `token_fields` for fields of one number per sample: [B] -> [B']."""
-        if self.is_still:
-            return dict(fields)
-        sent, received = self.sent, self.received
-        moved = {
-            name: self._exchange(values.index_select(0, sent.rows), sent.samples, received.samples).index_select(0, received.rows)
-            for name, values in sorted(fields.items())
-        }
-        return moved if self.is_holder else {}
-
-    def _tokens(self, values: Tensor, sent: Leg, received: Leg) -> Tensor:
-        arrived = self._exchange(sent.spans.of(values), sent.tokens, received.tokens)
-        # A gather: two to three times faster than placing what arrived.
-        return received.spans.of(arrived)
-
     def _ragged(self, values: Ragged) -> Ragged:
         """As counts and ids. A sample's ids are as contiguous as its tokens."""
         sent = values.select(self.sent.spans)
-        counts = self._exchange(sent.counts, self.sent.tokens, self.received.tokens)
-        ids = self._exchange(sent.ids, _sums_of_parts(sent.counts, self.sent.tokens), _sums_of_parts(counts, self.received.tokens))
-        return Ragged(ids, counts).select(self.received.spans)
+        counts, ids = sent.counts.new_empty(sum(self.received.tokens)), sent.ids
+        self.wire.all_to_all(counts, sent.counts, self.received.tokens, self.sent.tokens)
+        sizes = _sums_of_parts(counts, self.received.tokens)
+        arrived = ids.new_empty(sum(sizes))
+        self.wire.all_to_all(arrived, ids, sizes, _sums_of_parts(sent.counts, self.sent.tokens))
+        return Ragged(arrived, counts).select(self.received.spans)
 
-    def _exchange(self, values: Tensor, sent_counts: list[int], received_counts: list[int]) -> Tensor:
-        """Values [n] to the peers by counts; returns what comes, in the order of the peers."""
-        if values.dtype == torch.bool:  # backends carry numbers
-            return self._exchange(values.view(torch.uint8), sent_counts, received_counts).view(torch.bool)
-        arrived = values.new_empty(sum(received_counts))
-        self.wire.all_to_all(arrived, values, received_counts, sent_counts)
-        return arrived
+    def _groups(self, parts: Sequence[_Part]) -> list[list[_Part]]:
+        """Parts that go in one exchange, the same on every rank."""
+        groups: list[list[_Part]] = []
+        room = 0
+        for part in parts:
+            size = part.values.itemsize * self.mean_tokens
+            if not groups or size > room:
+                groups.append([])
+                room = MOST_BYTES_AT_ONCE
+            groups[-1].append(part)
+            room -= size
+        return groups
+
+    def _exchanged(self, parts: Sequence[_Part]) -> list[Tensor]:
+        """Values of all parts that come here, from one exchange of bytes: peer by peer, and for each one part after the other."""
+        pieces = [part.pieces() for part in parts]
+        peers = sorted(set().union(*pieces))
+        sent = torch.stack([part.bytes_of(part.sent) for part in parts]).sum(0).tolist()
+        sizes = torch.stack([part.bytes_of(part.received) for part in parts], 1)  # [peers, parts]
+        arrived = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+        buffer = torch.cat([arrived[:0], *(piece for peer in peers for part in pieces for piece in part.get(peer, ()))])
+        self.wire.all_to_all(arrived, buffer, sizes.sum(1).tolist(), sent)
+        starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view(sizes.shape)
+        return [part.found(arrived, starts[:, place]) for place, part in enumerate(parts)]
 
 
 @dataclass(frozen=True)

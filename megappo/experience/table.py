@@ -7,11 +7,18 @@ fields are on the ranks that own them (`experience.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from megappo.parallel.totals import total
+from megappo.parallel.balance import parts_balanced
+from megappo.parallel.totals import rows_of_ranks
+
+
+def balanced(lengths: Tensor, count: int) -> Tensor:
+    """[N] int64 share of each sample, shares of nearly equal tokens (`parallel.balance`)."""
+    return torch.tensor(parts_balanced(lengths.tolist(), count), dtype=torch.long)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,17 @@ class SampleTable:
         """Steps from the weights that sampled to those that `step` starts with, [N] int32; of the oldest part of a response."""
         return step - 1 - self.oldest
 
+    def balanced(self, count: int) -> Tensor:
+        """[N] int64 share of each sample, shares of nearly equal tokens (`parallel.balance`). Not to be written to."""
+        if count not in self._balanced:
+            self._balanced[count] = balanced(self.length, count)
+        return self._balanced[count]
+
+    @cached_property
+    def _balanced(self) -> dict[int, Tensor]:
+        """Number of shares -> `balanced`: half a microsecond a sample, and each pass of a role asks for it."""
+        return {}
+
     def rows(self, chosen: Tensor) -> SampleTable:
         """Rows of these samples, int64 [M], in this order."""
         return replace(self, **{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
@@ -55,11 +73,14 @@ class SampleTable:
         numbers: [M] int64, samples of the rows of `mine`. RuntimeError on every rank if a sample has no row, or several.
         """
         names = [field.name for field in fields(cls)]
-        rows = torch.zeros(len(names) + 1, num_samples, dtype=torch.int32)
-        rows[:, numbers] = torch.stack([torch.ones_like(mine.length), *(getattr(mine, name) for name in names)])
-        rows = total(rows)  # each row is written by one rank: the sum is that row
-        wrong = (rows[0] != 1).nonzero().flatten().tolist()
+        mine_rows = torch.stack([numbers.int(), *(getattr(mine, name) for name in names)], 1)
+        found = rows_of_ranks(mine_rows)
+        order = found[:, 0].long()
+        times = order.bincount(minlength=num_samples)
+        wrong = (times != 1).nonzero().flatten().tolist()
         if wrong:
-            found = int(rows[0, wrong[0]])
-            raise RuntimeError(f"sample {wrong[0]} was drawn by {found or 'no'} ranks ({len(wrong)} such of {num_samples} in all)")
-        return cls(*rows[1:])
+            ranks = int(times[wrong[0]])
+            raise RuntimeError(f"sample {wrong[0]} was drawn by {ranks or 'no'} ranks ({len(wrong)} such of {num_samples} in all)")
+        rows = torch.empty(len(names), num_samples, dtype=torch.int32)
+        rows[:, order] = found[:, 1:].T
+        return cls(*rows)

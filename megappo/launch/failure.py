@@ -5,6 +5,7 @@
     rank-3.stacks      stacks of all threads, of a run that hung (`resilience/watchdog.py`)
     rank-3.late.stacks the same, of a rank that could not be asked for them
     verdict.json       the rank that held it up, with the watchdogs' report
+    rank-3.section     section of work of a rank that was killed, which removes it otherwise (`resilience/last_section.py`)
     rank-3.exit        exit code, time (ns), step and node, written by the shell that starts the rank; absent if the shell was
                        killed with the rank
 
@@ -27,6 +28,7 @@ from textwrap import shorten
 from types import TracebackType
 
 from megappo.launch.exit_codes import FAILED, KILLED, describe_exit
+from megappo.resilience.last_section import last_section
 from megappo.resilience.verdict import VERDICT
 
 ATTEMPT_DIR = "MEGAPPO_ATTEMPT_DIR"
@@ -39,13 +41,23 @@ KILL_GRACE_S = 2
 @dataclass(frozen=True)
 class Failure:
     """The first failure. code: shell's exit code, None if nobody waited for the rank. text: traceback, or end of its log, or the
-    watchdogs' report if it `hangs`."""
+    watchdogs' report if it `hangs`. section: of a rank that could not say it itself, None if unknown."""
 
     rank: int
     host: str
     code: int | None
     text: str
     hangs: bool = False
+    section: str | None = None
+
+    @property
+    def how(self) -> str:
+        """`killed by SIGKILL in update_policy, step 3`."""
+        return describe_exit(self.code or FAILED) + self._where
+
+    @property
+    def _where(self) -> str:
+        return f" in {self.section}" if self.section is not None else ""
 
     def report(self) -> str:
         if self.hangs:
@@ -55,14 +67,14 @@ class Failure:
             how += ": by hand, or by the kernel for want of host memory, see dmesg or sacct"
         said = f"{self.text.rstrip()}\n" if self.text.strip() else ""
         where = "what it said is above" if said else "it said nothing"
-        return f"{said}megappo: rank {self.rank} on {self.host} failed first ({how}); {where}\n"
+        return f"{said}megappo: rank {self.rank} on {self.host} failed first ({how}){self._where}; {where}\n"
 
     def in_one_line(self) -> str:
         """`rank 1: RuntimeError: text`, who hangs, or how it ended if it raised nothing."""
         if self.hangs:  # the report's first line names rank, host and section
             return shorten(self.text.splitlines()[0].removeprefix("megappo: "), MOST_CHARACTERS, placeholder=" ...")
         error = error_line(self.text)
-        return f"rank {self.rank}: {error}" if error else f"rank {self.rank} on {self.host}: {describe_exit(self.code or FAILED)}"
+        return f"rank {self.rank}: {error}" if error else f"rank {self.rank} on {self.host}: {self.how}"
 
 
 def error_line(text: str) -> str | None:
@@ -118,7 +130,8 @@ def first_failure(folder: Path, kill_grace_s: float = 0.0) -> Failure | None:
     if ended is not None and ended not in tracebacks:
         first = exits[ended]
         if first.code == KILLED or raised is None or first.time_ns < tracebacks[raised]["time_ns"]:
-            return Failure(ended, first.host, first.code, _end_of_log(folder / f"rank-{ended}.log"))
+            said = _end_of_log(folder / f"rank-{ended}.log")
+            return Failure(ended, first.host, first.code, said, section=last_section(folder, ended))
     if raised is None:
         return None
     seen = exits.get(raised)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megappo.launch.exit_codes import FAILED, KILLED, UNRECOVERABLE, as_shell, describe_exit
+from megappo.launch.exit_codes import FAILED, KILLED, UNRECOVERABLE, as_shell
 from megappo.launch.failure import ATTEMPT_DIR, KILL_GRACE_S, Failure, first_failure
 from megappo.launch.processes import NewProcesses, RankProcess, Starter
 from megappo.launch.requests import Requests
@@ -76,8 +76,7 @@ def say(end: WorldEnd) -> None:
     if end.ended_by is not None:
         print(f"megappo: ended by {end.ended_by.name}", file=sys.stderr)
     elif end.failure is not None:
-        how = describe_exit(end.failure.code or FAILED)
-        print(f"megappo: rank {end.failure.rank} ended first, {how}; what it said is above", file=sys.stderr)
+        print(f"megappo: rank {end.failure.rank} ended first, {end.failure.how}; what it said is above", file=sys.stderr)
 
 
 def run_world(

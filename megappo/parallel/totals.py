@@ -6,11 +6,15 @@ A process without a world has the totals already: library users and tests need n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# Ring of gloo: 2 (ranks - 1) steps, each of which waits for the one before, 2 ms of processor time on 8 ranks of 2 cores. All to
+# all: half the messages and no step that waits, 0.25 ms.
+MOST_BYTES_TO_ALL = 1 << 20
 
 
 def place_in_world() -> tuple[int, int]:
@@ -28,29 +32,80 @@ def largest(values: Tensor) -> Tensor:
     return _reduced(values, dist.ReduceOp.MAX)
 
 
+def total_and_largest(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """`total` of the first and `largest` of the second, fp64 vectors, in one exchange if they are small."""
+    together = torch.cat([sums, maxima])
+    if place_in_world()[1] == 1 or not _is_small(together):
+        return total(sums), largest(maxima)
+    of_sums, of_maxima = _of_ranks(together).split([len(sums), len(maxima)], 1)
+    return _pairwise(of_sums, dist.ReduceOp.SUM), _pairwise(of_maxima, dist.ReduceOp.MAX)
+
+
+def rows_of_ranks(rows: Tensor) -> Tensor:
+    """[sum of M, K] rows of all ranks, rank by rank, from the [M, K] of each; M may differ. Collective over the world."""
+    world_size = place_in_world()[1]
+    if world_size == 1:
+        return rows
+    counts = _of_ranks(torch.tensor([rows.numel()])).flatten().tolist()
+    received = rows.new_empty(sum(counts))
+    dist.all_to_all_single(received, rows.flatten().repeat(world_size), counts, [rows.numel()] * world_size)
+    return received.view(-1, rows.shape[1])
+
+
 def _reduced(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    if place_in_world()[1] == 1:
+    if place_in_world()[1] == 1 or not values.numel():
         return values
+    if _is_small(values):
+        return _pairwise(_of_ranks(values.flatten()), operation).view(values.shape)
     result = values.clone()
     dist.all_reduce(result, op=operation)
     return result
 
 
+def _is_small(values: Tensor) -> bool:
+    """True if it costs less to send the vector to every rank than to pass it along a ring."""
+    return values.device.type == "cpu" and values.nbytes * place_in_world()[1] <= MOST_BYTES_TO_ALL
+
+
+def _of_ranks(values: Tensor) -> Tensor:
+    """[world, n] vectors of all ranks from the [n] of each, in one exchange without a step that waits for another."""
+    world_size = place_in_world()[1]
+    received = values.new_empty(world_size, len(values))
+    dist.all_to_all_single(received.view(-1), values.repeat(world_size))
+    return received
+
+
+def _pairwise(rows: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """[n] sum or maximum of rows [R, n] by halving: element by element, so the same bits on every rank whatever its processor."""
+    combine = torch.add if operation == dist.ReduceOp.SUM else torch.maximum
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = torch.cat([combine(rows[:half], rows[half : 2 * half]), rows[2 * half :]])
+    return rows[0]
+
+
 def totals(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`total` of several fp64 vectors in one exchange. The same names and sizes on every rank."""
-    return _together(named, total)
+    return _named(total(_flat(named)), named)
 
 
 def maxima(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`largest` of several fp64 vectors in one exchange. The same names and sizes on every rank."""
-    return _together(named, largest)
+    return _named(largest(_flat(named)), named)
 
 
-def _together(named: Mapping[str, Tensor], reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    if not named:
-        return {}
-    sizes = [values.numel() for values in named.values()]
-    parts = reduce(torch.cat([values.double().flatten() for values in named.values()])).split(sizes)
+def totals_and_maxima(sums: Mapping[str, Tensor], largest_of: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """`totals` of the first and `maxima` of the second, in one exchange."""
+    summed, most = total_and_largest(_flat(sums), _flat(largest_of))
+    return _named(summed, sums), _named(most, largest_of)
+
+
+def _flat(named: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.float64), *(values.double().flatten() for values in named.values())])
+
+
+def _named(flat: Tensor, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    parts = flat.split([values.numel() for values in named.values()])
     return {name: part.view(values.shape) for part, (name, values) in zip(parts, named.items())}
 
 

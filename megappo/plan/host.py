@@ -16,6 +16,7 @@ from typing import NamedTuple
 from megappo.config.batch import update_schedule
 from megappo.config.layout_checks import trained_sections
 from megappo.config.schema import TrainConfig
+from megappo.experience.route import MOST_BYTES_AT_ONCE
 from megappo.parallel.shares import Shares, shares_of
 from megappo.plan.estimate import Plan, values_read
 from megappo.trainer.critics import BONUS, DISAGREEMENT, fields_of
@@ -255,12 +256,14 @@ class HostWork:
         return plan.then(tokens).then(self._moved(self._own * holders, share if part.holds else 0, {"tokens", *fields}))
 
     def _moved(self, sent: int, received: int, fields: Collection[str]) -> Work:
-        """An exchange: the index of both ends, and the buffers of one field at a time. Ids travel as int32."""
+        """An exchange: the index of both ends, and the buffers of the fields that go at once. Ids travel as int32."""
         ends, most, kept = sent + received, max(sent, received), self._kept if "kept" in fields else 0.0
         count = len(fields)  # the numbers of ids are a field as others
         on_wire = self._size(fields) - (TOKEN - FIELD if "tokens" in fields else 0) - (KEPT_ROW - FIELD if kept else 0)
         # Ids stay at both ends until they are placed, beside where those of the batch start.
-        buffers = ends * max(FIELD, FIELD + ID * kept if kept else 0)
+        of_kept = FIELD + ID * kept if kept else 0
+        at_once = min(on_wire - of_kept, MOST_BYTES_AT_ONCE / self._own)
+        buffers = ends * max(FIELD, of_kept, at_once)
         ns = ends * (INDEX_NS + FIELD_NS * count + KEPT_NS * kept) + WIRE_NS * most * on_wire
         return Work(INDEX * ends + buffers, ns)
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megappo.config.run_sections import TimeoutsConfig
+from megappo.resilience.last_section import SectionFile
 
 # Occurrences of a section before its limit is learned: the first compile, warm up caches and open connections.
 WARM_UP = 5
@@ -71,20 +72,23 @@ class Sections:
     """Marks of the work of this rank's main thread; the watchdog's thread reads them.
 
     Outside of `section` the work is `base`: loading, then what lies between the stages of a step, which has no learned limit.
+    file: is told of every section that begins or goes on.
     """
 
-    def __init__(self, timeouts: TimeoutsConfig, clock: AwakeClock) -> None:
-        self._timeouts, self._clock = timeouts, clock
+    def __init__(self, timeouts: TimeoutsConfig, clock: AwakeClock, file: SectionFile | None = None) -> None:
+        self._timeouts, self._clock, self._file = timeouts, clock, file
         self._seen: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._lock = threading.Lock()
         self._open: list[_Open] = []
         self._base, self._step, self._since = LOADING, 0, clock.now()
         self.raised_in: Where | None = None
         """Section that an exception has left last."""
+        self._write()
 
     def of_step(self, step: int) -> Sections:
         """These sections from here on as those of `step`, the first of which ends the loading."""
         self._step, self._base = step, BETWEEN
+        self._write()
         return self
 
     @contextmanager
@@ -93,6 +97,7 @@ class Sections:
         with self._lock:
             self._since = self._clock.now()
             self._open.append(_Open(name, self._since))
+        self._write()
         try:
             yield
         except BaseException:
@@ -103,6 +108,7 @@ class Sections:
                 ended = self._open.pop()
                 self._since = self._clock.now()
                 self._seen[name].append(max(ended.longest_s, self._since - ended.since))
+            self._write()
 
     def advance(self) -> None:
         """Say that the work of the present section goes on: its limit holds for each stretch without that."""
@@ -113,9 +119,16 @@ class Sections:
                 here.longest_s, here.since = max(here.longest_s, now - here.since), now
             self._since = now
 
+    def _write(self) -> None:
+        if self._file is not None:
+            self._file.write(self._name(), self._step)
+
+    def _name(self) -> str:
+        return self._open[-1].name if self._open else self._base
+
     def now(self) -> Where:
         with self._lock:
-            name = self._open[-1].name if self._open else self._base
+            name = self._name()
             return Where(name, self._step, self._clock.now() - self._since, self.limit_s(name))
 
     def limit_s(self, name: str) -> float:

@@ -34,6 +34,7 @@ from megappo.config.run_sections import TimeoutsConfig
 from megappo.error_text import first_line
 from megappo.resilience.frames import main_thread_place, place_of
 from megappo.resilience.kill import DUMP_SIGNAL, dump_stacks_of, kill_with_children
+from megappo.resilience.last_section import SectionFile
 from megappo.resilience.life import SignOfLife, Store
 from megappo.resilience.sections import AwakeClock, Sections, Where
 from megappo.resilience.verdict import VERDICT, Member, Report, Sighting, Verdict, judge, record_verdict
@@ -57,7 +58,8 @@ class Watchdog:
     """Watches this rank and the next one while it is entered. `sections` is what the run marks its work in.
 
     members: all ranks. store: a connection that nobody else uses; None in a world of one rank. folder: for `rank-N.stacks`,
-    `rank-N.late.stacks` (of a rank whose own watchdog is blocked) and the verdict; it exists. sign: to the launcher, if it listens.
+    `rank-N.late.stacks` (of a rank whose own watchdog is blocked), `rank-N.section` and the verdict; it exists. sign: to the
+    launcher, if it listens.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class Watchdog:
         self._heartbeat_s = timeouts.heartbeat_s
         self._interval_s = min(1.0, timeouts.heartbeat_s / 10)
         self._clock = AwakeClock(self._interval_s)
-        self.sections = Sections(timeouts, self._clock)
+        self._section_file = SectionFile(folder, rank)
+        self.sections = Sections(timeouts, self._clock, self._section_file)
         self._pulse = None if store is None or len(members) == 1 else _Pulse(self, store)
         self._stop = threading.Event()
         self._raised_at: TracebackType | None = None
@@ -107,6 +110,7 @@ class Watchdog:
         self._thread.join()
         if self._sign is not None:
             self._sign.end()
+        self._section_file.remove()
         faulthandler.cancel_dump_traceback_later()
         faulthandler.unregister(DUMP_SIGNAL)
         for stacks in (self._stacks, self._late_stacks):

@@ -29,8 +29,7 @@ from megappo.algo.summaries import (
 )
 from megappo.data.packing import PackedBatch
 from megappo.experience.experience import Experience
-from megappo.parallel.totals import maxima as maxima_of_ranks
-from megappo.parallel.totals import totals
+from megappo.parallel.totals import totals_and_maxima
 from megappo.rewards.compose import Scored
 from megappo.telemetry.metrics import Metric, of_critic
 from megappo.telemetry.timers import StageTimers
@@ -45,7 +44,7 @@ class Totals:
 
     def __init__(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> None:
         """Collective over the world, with the same names on every rank."""
-        self._sums, self._maxima = totals(sums), maxima_of_ranks(maxima)
+        self._sums, self._maxima = totals_and_maxima(sums, maxima)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._sums[name]
@@ -108,10 +107,10 @@ class StepRecord:
             if len(read) > len(names):
                 log_ratio = chunk[-2] - chunk[-1]
                 values |= {f"kl {kind}": kl_of_log_ratio(log_ratio, kind) for kind in {self.kl_estimator, "k1", "k3"}}
-            count, num_targets = mask.sum(), targets.sum()
+            sampled = mask.nonzero().flatten()
+            learned = sampled if self.value_mask is self._mask else targets.nonzero().flatten()
             for name, x in sorted(values.items()):
-                counted = (targets, num_targets) if name in of_critics else (mask, count)
-                parts.setdefault(name, []).append(moments_of_chunk(x, *counted))
+                parts.setdefault(name, []).append(moments_of_chunk(x, learned if name in of_critics else sampled))
         return {name: Moments.joined(found) for name, found in parts.items()}
 
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:

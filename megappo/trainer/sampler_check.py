@@ -15,7 +15,7 @@ from torch import Tensor
 from megappo.algo.chunks import in_chunks
 from megappo.data.packing import PackedBatch
 from megappo.experience.table import SampleTable
-from megappo.parallel.totals import largest, total
+from megappo.parallel.totals import total_and_largest
 from megappo.rollout.types import SamplingParams
 
 
@@ -75,13 +75,12 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreem
     # Only tokens that were sampled have ids.
     counts = batch.ragged("kept").counts if is_kept else torch.zeros(0, dtype=torch.int32)
     overflow = (counts >= sampling.kept_width).sum()
-    sums = total(torch.stack([count, difference, counts.sum(), overflow]))
     # NaN, which a maximum over ranks may lose, is in the sum.
-    highest = float(largest(most))
+    sums, highest = total_and_largest(torch.stack([count, difference, counts.sum(), overflow]), most[None])
     count, differences, kept, overflows = sums.tolist()
     if count == 0:
         return Agreement(0.0, 0.0)
-    return Agreement(differences / count, highest, KeptSummary(kept / count, overflows / count) if is_kept else None)
+    return Agreement(differences / count, float(highest), KeptSummary(kept / count, overflows / count) if is_kept else None)
 
 
 def _of_chunk(mask: Tensor, logprob: Tensor, drawn: Tensor, one_sided: bool) -> tuple[Tensor, Tensor]:

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.algo.aggregation import loss_count, token_weights, tokens_per_sequence
+from megappo.algo.aggregation import loss_count, tokens_per_sequence, weight_of_tokens
 from megappo.config.batch import WHOLE, Part, UpdateSchedule, update_schedule
 from megappo.config.schema import CRITICS, AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
 from megappo.experience.experience import Experience
-from megappo.experience.owners import Owners, balanced
+from megappo.experience.owners import Owners
 from megappo.experience.route import GroupWire
-from megappo.experience.table import SampleTable
+from megappo.experience.table import SampleTable, balanced
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
@@ -56,7 +56,7 @@ def samples_of_epoch(table: SampleTable, size: int, seed: int, part: Part = WHOL
 def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int, part: Part = WHOLE) -> Owners:
     """Owners of the samples in an epoch, balanced over the shares one mini-batch at a time. Samples outside of the part belong to
     someone too, and are not looked at."""
-    share = torch.zeros(table.num_samples, dtype=torch.long) if part == WHOLE else balanced(table.length, shares.count)
+    share = torch.zeros(table.num_samples, dtype=torch.long) if part == WHOLE else table.balanced(shares.count).clone()
     for chosen in samples_of_epoch(table, size, seed, part):
         share[chosen] = balanced(table.length[chosen], shares.count)
     return Owners(share, shares)
@@ -105,7 +105,7 @@ def mini_batches(
                     mask = mask & ~left_out[own].repeat_interleave(share.lengths, output_size=mask.numel())
                 if rejected is not None:
                     mask = mask & ~share[REJECTED]
-                weights = {"weight": token_weights(mode, mask, share.cu_seqlens, max_tokens).weight}
+                weights = {"weight": weight_of_tokens(mode, mask, share.cu_seqlens)}
                 if positive is not None:
                     correct = mask & positive[own].repeat_interleave(share.lengths, output_size=mask.numel())
                     # The loss is divided by `denominator`, their mean by their own number.

@@ -1,13 +1,14 @@
-"""Placements to try: all roles on all ranks, vLLM apart, the critic apart, and the critic with the frozen models apart.
+"""Placements to try: all roles on all ranks, vLLM apart, the critic apart, the critic with the frozen models apart, and both apart.
 
-The world is cut once, between nodes if there are several, at a quarter, a half and three quarters. Every placement is searched for
-itself (`search.py`); `rank_placements` orders them.
+The world is cut once, or twice for policy, critic and vLLM on ranks of their own, between nodes if there are several, at a quarter,
+a half and three quarters. Every placement is searched for itself (`search.py`); `rank_placements` orders them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from megappo.config.layout_checks import placements_in_use, roles_in_use, world_problems
@@ -71,18 +72,36 @@ def _proposed(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
     yield Placing(COLOCATED, {})
     roles, world_size = list(roles_in_use(config)), machine.world_size
     by_vllm, frozen = config.rollout.engine == "vllm", [role for role in roles if role not in ("policy", *CRITICS)]
+    critics = [role for role in roles if role in CRITICS]
+    groups = [one for one in dict.fromkeys(((*critics,), (*critics, *frozen))) if one]
     for size in _sizes(machine):
         first, last = ranges_text(range(world_size - size)), ranges_text(range(world_size - size, world_size))
         if by_vllm:
             yield Placing(f"rollout on {last}", {**{f"{role}.ranks": first for role in roles}, "rollout.ranks": last})
-        critics = [role for role in roles if role in CRITICS]
-        for apart in [one for one in dict.fromkeys(((*critics,), (*critics, *frozen))) if one]:
-            ranks = {f"{role}.ranks": last if role in apart else first for role in roles}
-            name = f"{' and '.join(apart).replace('_', ' ')} on {last}"
+        for apart in groups:
+            name, ranks = _apart(roles, apart, first, last)
             if by_vllm:
                 yield Placing(name, ranks)
             # Fewer ranks generate, and the critics have no vLLM beside it.
             yield Placing(f"{name}, rollout on {first}", {**ranks, "rollout.ranks": first})
+    for sizes in _pairs_of_sizes(machine) if by_vllm else []:
+        cuts = world_size - sum(sizes), world_size - sizes[1]
+        first, second, last = map(ranges_text, (range(cuts[0]), range(*cuts), range(cuts[1], world_size)))
+        for apart in groups:
+            name, ranks = _apart(roles, apart, first, second)
+            yield Placing(f"{name}, rollout on {last}", {**ranks, "rollout.ranks": last})
+
+
+def _apart(roles: Sequence[str], apart: Sequence[str], first: str, second: str) -> tuple[str, dict[str, str]]:
+    """Name and keys of some roles on the second ranks and the others on the first."""
+    name = f"{' and '.join(apart).replace('_', ' ')} on {second}"
+    return name, {f"{role}.ranks": second if role in apart else first for role in roles}
+
+
+def _pairs_of_sizes(machine: Machine) -> list[tuple[int, int]]:
+    """Numbers of ranks for the critics and for vLLM that leave some for the policy; at most three pairs."""
+    sizes = _sizes(machine)
+    return [pair for pair in product(sizes, sizes) if sum(pair) < machine.world_size]
 
 
 def _sizes(machine: Machine) -> list[int]:

@@ -40,10 +40,17 @@ def _assumptions(workload: Workload, machine: Machine) -> list[str]:
     return [
         f"{machine.world_size} x {hardware.name} on {nodes} node{'s' if nodes > 1 else ''}: "
         f"{figures(hardware.usable_bytes / GIB)} GiB each, matrix products at {hardware.matmul_share:.0%} of the peak",
-        f"a step: {workload.samples:,} samples of {workload.prompt_tokens:,.0f} + {workload.response_tokens:,.0f} tokens, , ".join(
-            f"{workload.updates(role)} updates of {workload.mini_batch(role):,} ({role})" for role in workload.schedules
-        ),
+        f"a step: {workload.samples:,} samples of {workload.prompt_tokens:,.0f} + {workload.response_tokens:,.0f} tokens, "
+        + _updates(workload),
     ]
+
+
+def _updates(workload: Workload) -> str:
+    """`4 updates of 128`, with the role where roles differ."""
+    said = {role: f"{workload.updates(role)} updates of {workload.mini_batch(role):,}" for role in workload.schedules}
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return ", ".join(f"{text} ({role})" for role, text in said.items())
 
 
 def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]:

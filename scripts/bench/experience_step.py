@@ -67,7 +67,7 @@ class Shape:
 class CountingWire:
     """A wire that counts the bytes sent to others, and the processor seconds of this process (the backend's threads too) meanwhile.
 
-    inner: None for a stand-in, which fills what arrives with what is sent.
+    inner: None for a stand-in, which fills what arrives with what is sent: bytes, of which `_believable` makes fields.
     """
 
     rank: int
@@ -108,9 +108,11 @@ def planned_bytes(
 
 @dataclass
 class Meter:
-    """Costs by phase: processor and wall seconds of this process. peak: bytes of resident memory above the start, of them all."""
+    """Costs by phase: processor and wall seconds of this process, and processor seconds of its main thread alone. peak: bytes of
+    resident memory above the start, of them all."""
 
     processor_s: dict[str, float] = field(default_factory=dict)
+    main_s: dict[str, float] = field(default_factory=dict)
     wall_s: dict[str, float] = field(default_factory=dict)
     peak: dict[str, int] = field(default_factory=dict)
     start: int = 0
@@ -120,8 +122,9 @@ class Meter:
         if dist.is_initialized():
             dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size again
-        wall, processor = time.perf_counter(), time.process_time()
+        wall, processor, main = time.perf_counter(), time.process_time(), time.thread_time()
         yield
+        self.main_s[name] = time.thread_time() - main
         self.wall_s[name], self.processor_s[name] = time.perf_counter() - wall, time.process_time() - processor
         self.peak[name] = resident("VmHWM") - self.start
 
@@ -174,11 +177,13 @@ def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
     with meter.phase("spread"):
         experience = Experience(table, Owners.drawn(table, shape.world), drawn, rank, wire)
         experience = experience.redistribute(Owners.spread(table, shape.world))
+    experience = experience if inner is not None else _believable(experience)
     with meter.phase("to roles"):
         share = experience.for_role(shares, ())
     found = _outputs(share.batch)
     with meter.phase("results back"):
         experience = experience.with_results(share, *results_of(ROLES), found)
+    experience = experience if inner is not None else _believable(experience)
     with meter.phase("checks"):
         require_finite_outputs(experience, dict.fromkeys(ROLES, shares), "bench", 1)
         agreement = compare_with_sampler(experience.batch, SamplingParams(shape.tokens))
@@ -188,6 +193,7 @@ def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
     with meter.phase("to updates"):
         fields = {*update_reads("policy", algorithm), *update_reads("critic", algorithm)}
         sent = first_epoch(experience, shares, fields, algorithm.mini_batch_size, 7)
+    sent = sent if inner is not None else _believable(sent)
     with meter.phase("mini-batches"):
         for role in ("critic", "policy"):
             of_role = sent.only({*update_reads(role, algorithm), *READS})
@@ -209,6 +215,19 @@ def plan_of_step(table: SampleTable, shares: Shares, shape: Shape, rank: int, wi
         (spread, epoch, 4 * 4 + 1, 0, True),  # logprob, advantage, value, returns, response_mask
     )
     return sum(planned_bytes(table, a, b, rank, wire, token, sample, ids) for a, b, token, sample, ids in legs)
+
+
+def _believable(experience: Experience) -> Experience:
+    """The experience of a rank alone with values that may be: what arrived there are any bytes."""
+    batch, own = experience.batch, experience.table.rows(experience.numbers)
+    places = torch.arange(batch.num_tokens) - batch.cu_seqlens[:-1].repeat_interleave(batch.lengths)
+    sampled = places >= own.prompt.repeat_interleave(batch.lengths)
+
+    def made(x: Tensor, flags: Tensor) -> Tensor:
+        return flags.clone() if x.dtype == torch.bool else torch.full_like(x, -0.5)
+
+    of_tokens = {name: made(x, sampled) for name, x in batch.token_fields.items()}
+    return experience.with_fields(of_tokens, {k: made(x, own.truncated.bool()) for k, x in batch.sequence_fields.items()})
 
 
 def _outputs(share: PackedBatch) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from megappo.experience.table import SampleTable
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
 from tests.experience.threads import world_of_threads
+from tests.parallel.test_totals import reduced
 from tests.worlds import spawn_world
 
 NAMES = ("logprob", "response_mask", "kept", "bootstrap")
@@ -219,7 +220,7 @@ def drawn_world(rank: int) -> list[Any]:
             Experience.of_drawn(numbers, batch.select(numbers), 5, (versions, versions))
         except RuntimeError as error:
             found.append(str(error))
-    return [*found, texts_of_prompts(rank)]
+    return [*found, texts_of_prompts(rank), reduced(rank)]
 
 
 def test_the_table_is_agreed_and_samples_are_spread() -> None:
@@ -235,6 +236,9 @@ def test_the_table_is_agreed_and_samples_are_spread() -> None:
     assert first[3] == second[3] == "sample 0 was drawn by 2 ranks (5 such of 5 in all)"
     # A text goes to the rank of its prompt alone; prompts are balanced by tokens: 14 against 5 and 4.
     assert first[4] == ([1, 1, 1, 1, 0, 0], TEXTS[4:]) and second[4] == ([1, 1, 1, 1, 0, 0], TEXTS[:4])
+    # Small vectors go to all ranks at once, larger ones along a ring.
+    sums = {"a": [2.0, -5.0, 9.0], "b": [2.0], "c": [-0.5, 3.0, 0.0]}
+    assert first[5] == second[5] == [[[[3, 14]], 0.0, [], sums]] * 2 + [[[1, 1]]]
 
 
 def test_rows_of_the_table_follow_the_mask() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megappo.launch.failure import ATTEMPT_DIR, KILL_GRACE_S, LOG_BYTES, first_failure
+from megappo.resilience.last_section import SectionFile, last_section
 
 BEFORE, AT, AFTER = 1_000, 2_000, 3_000
 LATER = AFTER + int(KILL_GRACE_S * 1e9)  # when the script has killed the rest
@@ -49,6 +50,25 @@ def hung(folder: Path, rank: int, time_ns: int) -> None:
     text = f"megappo: rank {rank} hangs, last words of {rank}\n"
     content = {"time_ns": time_ns, "rank": rank, "host": "n1", "text": text}
     (folder / "verdict.json").write_text(json.dumps(content) + "\n")
+
+
+def test_the_section_of_a_rank_that_could_not_say_it_is_named(tmp_path: Path) -> None:
+    """A rank that ends by itself takes its file along; of a torn or an absent one nothing is said."""
+    for rank, section, step in ((1, "loading", 0), (2, "a section with a long name", 3), (3, "save", 3)):
+        file = SectionFile(tmp_path, rank)
+        file.write("an even longer name of a section before it", 2)
+        file.write(section, step)
+    file.remove()
+    ended(tmp_path, 2, 137, BEFORE)
+    failure = first_failure(tmp_path, KILL_GRACE_S)
+    assert (
+        failure is not None and failure.in_one_line() == "rank 2 on node2: killed by SIGKILL in a section with a long name, step 3"
+    )
+    assert "see dmesg or sacct) in a section with a long name, step 3; what it said is above" in failure.report()
+    assert [last_section(tmp_path, rank) for rank in (1, 3, 4)] == ["loading", None, None]
+    (tmp_path / "rank-2.section").write_bytes((tmp_path / "rank-2.section").read_bytes()[:20])
+    failure = first_failure(tmp_path, KILL_GRACE_S)
+    assert failure is not None and failure.in_one_line() == "rank 2 on node2: killed by SIGKILL"
 
 
 def test_a_rank_that_hung_counts_although_others_ended_before_it(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def train(folder: Path, name: str, faults: str, *options: str, **overrides: obje
     with (folder / f"{name}.err").open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "megappo", "train", str(folder / f"{name}.yaml"), *options],
-            env=os.environ | fault_injection.environment(faults, done),
+            env=os.environ | fault_injection.environment(faults, done) | {"MEGAPPO_CACHE": str(folder / f"{name}.cache")},
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,  # a fault may signal the whole group
@@ -77,12 +77,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def broken(folder: Path) -> Trained:
-    """A ValueError in step 3, a kill while the checkpoint of step 6 gets its name, and three crashes over that of step 4."""
+    """A ValueError in step 3, a kill while the checkpoint of step 6 gets its name, three crashes over that of step 4, a kill in
+    the policy's first update after them, and prompts that the disk has changed in step 5."""
     faults = ["error=1:megappo.trainer.ppo:score_responses:3:value_error"]
     faults += ["kill=0:megappo.checkpoint.directory:CheckpointDirectory.publish:2:kill"]
     # Of the first load of a process, in the third attempt and later: the second one is the first to load.
     faults += [f"load{n}=1:megappo.checkpoint.store:CheckpointStore.restore:1:kill:kill" for n in range(3)]
-    return train(folder, "broken", " ".join(faults), "--max-restarts", "5", **SYNCHRONOUS)
+    faults += ["update=1:megappo.trainer.roles:Policy._loss_of:1:kill:load2"]
+    faults += ["damage=0:megappo.data.loader:PromptLoader.next_step:3:damage:update"]
+    return train(folder, "broken", " ".join(faults), "--max-restarts", "7", **SYNCHRONOUS)
 
 
 @pytest.fixture(scope="module")
@@ -97,38 +100,58 @@ def reference(folder: Path, broken: Trained, ended_twice: Trained) -> None:
 
 def test_a_run_gets_over_its_faults_and_is_restarted_from_its_newest_checkpoint(broken: Trained) -> None:
     assert broken.code == 0, broken.said
-    restarts = re.findall(r"megappo: (rank \d[^;]*); restart (\d) of 5 from step (\d).*, [\d.]+ s after the failure", broken.said)
-    assert [restart[1:] for restart in restarts] == [("1", "2"), ("2", "4"), ("3", "4"), ("4", "4"), ("5", "2")], broken.said
+    restarts = re.findall(r"megappo: (rank \d[^;]*); restart (\d) of 7 from step (\d).*, [\d.]+ s after the failure", broken.said)
+    assert [restart[1:] for restart in restarts] == [
+        ("1", "2"),
+        ("2", "4"),
+        ("3", "4"),
+        ("4", "4"),
+        ("5", "2"),
+        ("6", "2"),
+        ("7", "4"),
+    ], broken.said
     assert restarts[0][0] == "rank 1: ValueError: injected in stage score, on rank 1"
-    assert restarts[1][0].startswith("rank 0 on ") and restarts[1][0].endswith("killed by SIGKILL")
+    assert restarts[1][0].startswith("rank 0 on ")
+    ends = [restart[0].partition(": ")[2] for restart in restarts[1:6]]
+    killed, loading = "killed by SIGKILL in checkpoint, step 6", "killed by SIGKILL in loading"
+    assert ends == [killed, loading, loading, loading, "killed by SIGKILL in update_policy, step 3"]
     end = read_end(broken.run)
     assert end is not None and (end.outcome, end.step, end.code) == ("finished", STEPS, 0)
 
 
 def test_a_checkpoint_that_crashes_three_attempts_is_passed_over(broken: Trained) -> None:
     starts = read_starts(broken.run / "launch" / "001")
-    assert [(start.step, start.skipped) for start in starts[2:]] == [(4, ()), (4, ()), (4, ()), (2, (4,))]
-    assert "restart 5 of 5 from step 2, passing over step 4" in broken.said
+    assert [(start.step, start.skipped) for start in starts[2:]] == [(4, ()), (4, ()), (4, ()), (2, (4,)), (2, ()), (4, ())]
+    assert "restart 5 of 7 from step 2, passing over step 4" in broken.said
     assert (broken.run / "checkpoints" / "abandoned-step-4").is_dir(), "it is kept, as no damage was found"
 
 
 def test_a_value_error_in_mid_run_has_a_traceback_and_is_no_mistake_of_the_user(broken: Trained) -> None:
-    before = broken.said[: broken.said.index("restart 1 of 5")]
+    before = broken.said[: broken.said.index("restart 1 of 7")]
     assert "Traceback (most recent call last)" in before and "ValueError: injected" in before
     assert (broken.run / "launch" / "001" / "attempt-0" / "rank-1.exit").read_text().startswith("1 ")
 
 
 def test_training_goes_on_where_nobody_reads_its_console(broken: Trained) -> None:
     """The pipe was closed after one line, as `| head -1` does; each attempt that prints says so."""
-    assert broken.said.count("standard output is lost") == 6
+    assert broken.said.count("standard output is lost") == 8
 
 
 def test_a_killed_rank_is_noticed_in_two_seconds_and_the_next_step_is_done_in_thirty(broken: Trained) -> None:
     starts = read_starts(broken.run / "launch" / "001")
     assert starts[2].time - broken.faults["kill"] < 2
     rows = [json.loads(line) for line in (broken.run / "metrics.jsonl").read_text().splitlines()]
-    again = next(row for row in rows if row["step"] == 3)  # the first one of the last attempt
+    again = next(row for row in rows if row["step"] == 5)  # the first one of the last attempt
     assert 0 < again["time"] - starts[-1].time < 30
+
+
+def test_prompts_that_the_disk_has_changed_are_named_and_made_anew(folder: Path, broken: Trained) -> None:
+    """No step is made of them; the end is that of a run whose data stayed as they were (below)."""
+    told = re.search(r"megappo: rank \d: megappo\.data\.token_rows\.DamagedRows: (.*); restart 7 of 7 from step 4", broken.said)
+    assert told is not None, broken.said
+    row = rf"row \d+ of {folder}/data/train\.jsonl is not as it was written"
+    whole = rf"{row} to {folder}/broken\.cache/rows/\w+, which is made anew at the next start \(resume the run\)"
+    assert re.match(row, told[1]) and re.search(rf"DamagedRows: {whole}\n", broken.said)
 
 
 HEARTBEAT_S = 3.0
@@ -239,7 +262,7 @@ def lost_replica(folder: Path) -> Trained:
 def test_a_killed_rank_of_a_replica_in_mid_generation_ends_all_ranks_and_is_named(lost_replica: Trained) -> None:
     """Its peer waits for it inside the engine; nobody waits for the limit of an exchange."""
     assert lost_replica.code not in (0, 75), lost_replica.said
-    assert "megappo: rank 1 ended first, killed by SIGKILL" in lost_replica.said
+    assert "megappo: rank 1 ended first, killed by SIGKILL in generate, step 1; what it said is above" in lost_replica.said
     last_words = (lost_replica.folder / "lost_replica.err").stat().st_mtime
     assert last_words - lost_replica.faults["kill"] < 10
     assert not list((lost_replica.run / "checkpoints").glob("step-*")), "it was in its first step"

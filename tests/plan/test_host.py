@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy
 import pytest
 import torch
@@ -55,8 +57,8 @@ def test_the_quickstart_by_hand(tmp_path):
     rest = 32 * 8 * 8 + 64 * (8 * 4 + 8 * (2 + 3))
     packed = own * (8 + 1 + 4)
     assert found["generate"].bytes == rest + packed + own * (4 + 2)
-    # drawn and own tokens; indices and the buffers of a field at both ends
-    assert found["exchange"].bytes == rest + 2 * packed + 2 * own * (8 + 4)
+    # drawn and own tokens; indices and the buffers of all fields, ids as int32, at both ends
+    assert found["exchange"].bytes == rest + 2 * packed + 2 * own * (8 + 4 + 1 + 4)
     assert found["score"].bytes == rest + packed + 48 * 32 * 8
     share = 64 * 24  # a replica of policy or critic is all ranks, the reference scores the own samples
     outputs = own * 4 * 4  # log-prob, entropy, value, log-prob of the reference
@@ -69,7 +71,7 @@ def test_the_quickstart_by_hand(tmp_path):
     assert found["advantages"].bytes == rest + everything
     # tokens and mask, log-prob, advantage for the policy, value and return for the critic; then the policy's exchange
     roles = share * (8 + 1 + 4 + 4) + share * (8 + 1 + 4 + 4)
-    assert found["updates"].bytes == rest + everything + roles + sent * (8 + 4)
+    assert found["updates"].bytes == rest + everything + roles + sent * (8 + 4 + 1 + 4 + 4)
     assert found["metrics"].bytes == rest + everything + 40 * own
     assert found["score"].seconds == pytest.approx(TEXT_NS * 1e-9 * 32 * 8)
     exchange_ns = 2 * own * (1.6 + 3 * 1.3) + own * (4 + 1 + 4) + 64 * 700
@@ -81,7 +83,7 @@ def test_a_token_takes_the_bytes_of_its_tensors():
     batch = pack_experience([Request(0, numpy.ones(4, numpy.int32), 0)], [response])
     assert sum(x.nbytes for x in (batch.tokens, *batch.token_fields.values())) == 10 * (8 + 1 + 4)
     table = SampleTable(*torch.zeros(8, 5, dtype=torch.int32))
-    assert sum(getattr(table, name).nbytes for name in vars(table)) == 5 * ROW
+    assert sum(getattr(table, name).nbytes for name in (field.name for field in fields(table))) == 5 * ROW
     outputs = {name: torch.zeros(10) for name in ("logprob", "entropy", "value", "ref_logprob")}
     full = batch.with_fields(outputs, {"bootstrap": torch.zeros(1)})
     shaped = shape_advantages(full, torch.zeros(1), 0.1, AlgorithmConfig())
@@ -102,8 +104,9 @@ def test_the_kept_ids_of_a_plan_are_those_that_a_batch_holds(tmp_path):
     assert of_batch < 0.4 * 4 * KEPT * len(rows), "a table of all tokens is three times as large"
 
 
-@pytest.mark.parametrize("ranks, own", [(8, 8_388_608), (64, 1_048_576), (512, 131_072)])
-def test_67_million_tokens_by_hand(tmp_path, ranks, own):
+@pytest.mark.parametrize("ranks, own, at_once", [(8, 8_388_608, 4), (64, 1_048_576, 16), (512, 131_072, 4 + 1 + 4 * 4)])
+def test_67_million_tokens_by_hand(tmp_path, ranks, own, at_once):
+    """at_once: bytes of a token in one exchange, at least a field and at most 16 MiB of a mean share."""
     plan = large(tmp_path, ranks)
     work, found = HostWork(plan), by_name(plan, 0)
     assert work.own_tokens == own == 1024 * 8 * 8192 // ranks
@@ -115,7 +118,7 @@ def test_67_million_tokens_by_hand(tmp_path, ranks, own):
     assert found["metrics"].bytes == rest + own * (13 + 16 + 16 + 40)
     share = drawn * 8192
     # union of what policy and critic read: mask, log-prob, advantage, value, return
-    updates = own * (13 + 16 + 16) + share * (8 + 1 + 4 * 4) + (8 * own + share) * (8 + 4)
+    updates = own * (13 + 16 + 16) + share * (8 + 1 + 4 * 4) + (8 * own + share) * (8 + at_once)
     assert found["updates"].bytes == rest + updates
     others = by_name(plan, 1)  # no leader of a replica
     assert others["generate"].bytes == table and others["generate"].seconds == 0
@@ -150,9 +153,9 @@ def test_kept_ids_count_as_many_as_there_can_be(tmp_path):
     for name in ("score", "advantages", "metrics"):
         assert kept[name].bytes - without[name].bytes == more, name
     assert kept["generate"].bytes - without["generate"].bytes == more + own * 12
-    # Both ends of the exchange hold ids and their numbers, beside what was drawn.
+    # Both ends of the exchange hold ids and their numbers, beside what was drawn; without them mask and log-probs, at once.
     held = 2 * (12 * own + 4 * KEPT * responses) + responses * 4 * (1 + KEPT)
-    assert kept["exchange"].bytes - without["exchange"].bytes == held + 2 * 4 * KEPT * responses
+    assert kept["exchange"].bytes - without["exchange"].bytes == held + 2 * (4 * KEPT * responses - (1 + 4) * own)
     # A field more, and ids copied at both ends; 4 bytes of each on the wire
     more_ns = 2 * own * 1.3 + 2 * KEPT * responses * 0.6 + 4 * (own + KEPT * responses)
     assert kept["exchange"].seconds - without["exchange"].seconds == pytest.approx(more_ns * 1e-9)

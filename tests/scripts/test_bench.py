@@ -12,7 +12,16 @@ import torch
 from megappo.ops import advantages as advantages_op
 from megappo.ops import linear_logprob as linear_op
 from megappo.ops import logprob as logprob_op
-from scripts import bench_gae, bench_linear_logprob, bench_linear_loss, bench_logprob, bench_losses, bench_ops, bench_step
+from scripts import (
+    bench_gae,
+    bench_linear_logprob,
+    bench_linear_loss,
+    bench_logprob,
+    bench_losses,
+    bench_ops,
+    bench_placements,
+    bench_step,
+)
 from scripts.bench import candidates, clock
 from scripts.bench.bars import MET, NOT_MEASURED, NOT_MET, bars
 from scripts.bench.harness import Settings, measure, prepare
@@ -312,3 +321,14 @@ def test_step_benchmark_compares_medians_with_the_references(tmp_path, capsys):
     assert "1.083x: not met" in bench_step.report(samples)
     assert bench_step.main([str(tmp_path)]) == 2
     assert "run scripts/quickstart.sh first" in capsys.readouterr().err
+
+
+def test_placements_are_reported_beside_both_predictions(capsys) -> None:
+    stages = bench_placements.Stages
+    timed = bench_placements.Timed(stages(1.0, 2.0, 2.5, 0.5), stages(1.0, 2.0, 2.0, 0.0), stages(1.0, 2.0, 2.5, 0.5), whole_s=6.5)
+    lines = bench_placements.report({"critic apart": timed}).splitlines()
+    assert lines[1].split() == ["critic", "apart", "measured", "1.00", "2.00", "2.50", "0.500", "6.00", "6.50"]
+    assert lines[2].split() == ["predicted", "1.00", "2.00", "2.00", "0", "5.00", "1.20"]
+    assert lines[3].split()[-1] == "1.00"
+    assert bench_placements.main(["--steps", "2"]) == 2
+    assert capsys.readouterr().err == "bench_placements: --steps 2: more than the 2 that do not count\n"

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
     "argv, message",
     [
         (["--samples", "2"], "error: --samples 2 is too few; at least 8"),
+        (["--rank-samples", "1"], "error: --rank-samples 1 is too few; at least 8"),
         (["--worlds", "0"], "error: --worlds 0 has no rank; at least 1"),
         (["--alone", "12", "--tp", "8"], "error: --tp 8 does not divide a world of 12 (--alone)"),
     ],
@@ -65,7 +66,23 @@ def test_ranks_of_a_world_send_the_bytes_of_the_plan() -> None:
 
 
 def test_the_tables_are_printed() -> None:
-    sizes = ["--samples", "64", "--world-samples", "16", "--tokens", "32", "--worlds", "2", "--alone", "16", "--tp", "1", "2"]
+    sizes = [
+        "--samples",
+        "64",
+        "--world-samples",
+        "16",
+        "--rank-samples",
+        "8",
+        "--tokens",
+        "32",
+        "--worlds",
+        "2",
+        "--alone",
+        "16",
+        "--tp",
+        "1",
+        "2",
+    ]
     command = [sys.executable, "scripts/bench_experience.py", *sizes]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -73,9 +90,9 @@ def test_the_tables_are_printed() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     starts = [number for number, line in enumerate(lines) if "samples of about 32 tokens" in line]
-    assert len(starts) == 2 and all(" cores, load " in line for line in map(lines.__getitem__, starts))
-    for start, columns in zip(starts, (1, 2)):
-        table = lines[start + 2 : start + 24]
+    assert len(starts) == 3 and all(" cores, load " in line for line in map(lines.__getitem__, starts))
+    for start, columns in zip(starts, (1, 1, 2)):
+        table = lines[start + 2 : start + 25]
         values = {row[0]: row[1:] for row in ([cell.strip() for cell in line.strip("|").split("|")] for line in table)}
         assert all(len(value) == columns for value in values.values())
         assert values["sent, bytes"] == values["planned, bytes"] and "0" not in values["sent, bytes"]
@@ -85,4 +102,6 @@ def test_the_tables_are_printed() -> None:
         assert summed == pytest.approx([sum(float(values[p][i]) for p in phases) for i in range(columns)], abs=1)
         assert all(0 < float(wire) < whole for wire, whole in zip(values["of it the wire, ns"], summed))
     assert sum("extrapolated" in line for line in lines) == 2
-    assert sum("ns of processor time per own token (limit 120)" in line for line in lines) == 1
+    assert sum("ns of processor time per own token (limit 120)" in line for line in lines) == 2
+    beside = [line for line in lines if line.startswith("beside, as many worlds of one rank with that share at once")]
+    assert len(beside) == 1 and float(beside[0].rpartition("2: ")[2]) > 0

@@ -28,7 +28,7 @@ def dealt(batch: PackedBatch, version: int = 0) -> Experience:
         batch = batch.with_fields(sequence_fields={"truncated": torch.zeros(batch.num_sequences, dtype=torch.bool)})
     whole = Experience.of_whole(batch)
     versions = torch.full_like(whole.table.oldest, version)
-    table = type(whole.table)(**{**vars(whole.table), "oldest": versions, "newest": versions})
+    table = replace(whole.table, oldest=versions, newest=versions)
     owners = Owners(torch.arange(batch.num_sequences) % world_size, Shares.of_ranks(range(world_size)))
     return Experience(table, owners, batch.select(owners.numbers(rank)), rank, whole.wire)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -159,7 +161,11 @@ def test_a_rank_holds_its_own_roles_only(tmp_path):
     search = search_of(write_run(tmp_path, LLAMA_7B | {"num_hidden_layers": 24}, rollout={"kv_cache_gib": 60.0}))
     assert search.best() is None
     found = ranked(search)
-    assert {one.placing.name.split(" on")[0] for one in found if one.choice is not None} == {"rollout"}
+    fitting = [one for one in found if one.choice is not None]
+    kinds = {re.sub(r" on [\d-]+", "", one.placing.name) for one in fitting}
+    assert kinds == {"rollout", "critic, rollout", "critic and reference, rollout"}
+    where = [{name: set(place.ranks) for name, place in one.search.placements.items()} for one in fitting]
+    assert not any(place & one["rollout"] for one in where for name, place in one.items() if name != "rollout")
     first = found[0].choice
     assert first is not None and 60 * GIB < first.peak <= search.machine.hardware.usable_bytes
     assert advice(found) == f"{found[0].placing.name}: colocated the models do not fit"
@@ -213,7 +219,9 @@ def test_every_placement_is_one_that_the_plan_takes(tmp_path, overrides):
         found = list(placings(search.config, search.machine))
         kinds = 2 if "megatron" in str(overrides) else 5
         kinds = {5: 3, 2: 1}[kinds] if "kl.placement" in str(overrides) else kinds
-        assert len(found) == 1 + cuts * kinds and len({one.name for one in found}) == len(found)
+        groups = {5: 2, 3: 1}.get(kinds, 0)  # of roles that go apart, also from a rollout that is apart itself
+        twice = groups * (3 if cuts == 3 else 0)
+        assert len(found) == 1 + cuts * kinds + twice and len({one.name for one in found}) == len(found)
         assert found[0].name == "colocated" and found[0].overrides() == []
         for one in found:
             config = load_config(path, [f"run.num_ranks={world}", *overrides, *one.overrides()])
@@ -253,6 +261,27 @@ def test_a_kept_layout_leaves_only_the_placements_that_it_divides(tmp_path):
     kept = neutral_config(search.config, ["policy", "reference", "rollout"])
     sizes = {len(placement_of(str(one.changes.get("critic.ranks", "all")), WORLD)) for one in placings(kept, search.machine)}
     assert sizes == {4, 8}
+
+
+def test_policy_critic_and_rollout_apart_are_searched_as_if_all_such_splits_were_tried(tmp_path):
+    """Four ranks have three splits in three. By brute force: any of the roles on any of the parts, the reference with either."""
+    search = search_of(write_run(tmp_path, TINY | {"num_hidden_layers": 8}, prompts=16, mini_batch=4), world=4)
+    found = {
+        tuple(str(one.search.placements[name]) for name in ("policy", "critic", "reference", "rollout")): one.choice.total_s
+        for one in ranked(search)
+        if one.choice is not None and one.placing.name.count(" on ") == 2
+    }
+    parts = [("0", "1", "2-3"), ("0", "1-2", "3"), ("0-1", "2", "3")]
+    every = {}
+    for policy, critic, rollout in [order for three in parts for order in permutations(three)]:
+        for reference in (policy, critic):
+            ranks = {"policy": policy, "critic": critic, "reference": reference, "rollout": rollout}
+            choice = search_of(tmp_path / "run.yaml", [f"{name}.ranks={one}" for name, one in ranks.items()], world=4).best()
+            if choice is not None:
+                every[policy, critic, reference, rollout] = choice.total_s
+    apart = {key: seconds for key, seconds in found.items() if len({key[0], key[1], key[3]}) == 3}
+    assert len(apart) == 6 and all(every[key] == pytest.approx(seconds) for key, seconds in apart.items())
+    assert min(apart.values()) == pytest.approx(min(every.values())), "which of the parts a role has makes no difference"
 
 
 # ------------------------------------------------------------------------------------------------------------ which one wins
@@ -300,6 +329,7 @@ def test_the_winning_placement_is_what_the_plan_accepts(tmp_path, capsys):
     config = load_config(path, ["rollout.kv_cache_gib=null", *overrides])
     planned = plan_run(config, 16, "cuda", load_hardware("h100").memory_bytes, shapes_only=True)
     assert planned.plan.peak(planned.plan.fullest_rank()) == found["peak_bytes"] and not planned.plan.warnings
+    assert "a step: 32 samples of 64 + 64 tokens, 4 updates of 8\n" in told.out
     assert "placements: in 6 of 6 the models fit" in told.out and "less than colocated" in told.out
     assert "from s" in told.out and "critic, on ranks 8-15: " in told.out
     # A configuration that says so is searched within its ranks, and gives the same.
