@@ -3,8 +3,8 @@
 The same policy (a Qwen3 of random weights, given by --layers, --hidden, --vocabulary) under engine megatron and engine fsdp2, data
 parallel over gloo or NCCL, on the same sequences. Tokens of all ranks per second of the slowest rank: of a pass without gradients
 (log-probs and entropies), and of an update (forward, backward, reduction, optimizer step). Medians of rounds in which the engines
-take turns; TFLOP/s: of the model, by a rank in an update; spread: the slowest update to the fastest. Memory of a rank: bytes that are
-held between passes and the most that is alive in forward and backward, each beside the figure of `megappo plan`; counted by the
+take turns; TFLOP/s: of the model, by a rank in an update; spread: the slowest update to the fastest. Memory of a rank: bytes that
+are held between passes and the most that is alive in forward and backward, each beside the figure of `megappo plan`; counted by the
 tensors, so that the allocator and other processes do not matter.
 """
 
