@@ -45,9 +45,6 @@ def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
             yield refused(f"parallel.{name}", value, f"{role}.engine is fsdp2, which has no such layout", "leave it out")
     if not isinstance(section, TrainableConfig):
         return
-    if section.lora is not None and section.parallel.tp > 1:
-        why = f"{role}.lora is set and {role}.engine is fsdp2, which does not cut adapters"
-        yield refused("parallel.tp", section.parallel.tp, why, "set tp to 1")
     if section.router_aux_coef > 0:
         yield refused(
             "router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which does not balance experts", "leave it out"
