@@ -139,7 +139,7 @@ class LoraLinear(torch.nn.Linear):
         return output + change
 
 
-def _local(part: torch.nn.Module) -> Tensor:
+def _local(part: torch.nn.Linear) -> Tensor:
     """Weight of an A or B on this tp rank."""
     weight = part.weight
     return weight.to_local() if isinstance(weight, DTensor) else weight

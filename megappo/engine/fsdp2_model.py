@@ -175,6 +175,7 @@ def build_sharded(
         dtype=torch.float32 if trains and lora is None else dtype,
         recompute=recompute,
         draws=lora is not None and lora.dropout > 0,
+        compiled=section.compile,
     )
     over_fsdp, over_tp = _meshes(groups, device)
     if layout.tp > 1:

@@ -76,6 +76,8 @@ def _model_lines(plan: Plan) -> list[str]:
         ["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2
     )
     lines += [f"  {row[0]}: {row[-1]}" for row in rows]
+    compiled = [row[0] for row in rows if getattr(plan.config, row[0]).compile]
+    lines += [f"  {role}: layers are compiled at their first passes, which take a minute or more" for role in compiled]
     for role, section in trained_sections(plan.config).items():
         shapes = hf_tensors(plan.archs[role], value_head_of(section) is not None)
         whole = sum(map(prod, shapes.values()))

@@ -127,11 +127,14 @@ def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
 
 
 def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    """ConfigError for a layout that the role's engine does not have for this model."""
+    """ConfigError for what the role's engine does not have for this model."""
     if settings.engine == "fsdp2" and arch.own and settings.parallel.tp > 1:
         megatron = f", or {role}.engine to megatron" if arch.family in FAMILIES else ""
         fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
         raise ConfigError(problem(f"{role}.parallel.tp", settings.parallel.tp, fix))
+    if settings.compile and arch.moe is not None:
+        fix = f"torch.compile does not take the experts of this {arch.family} model, whose sizes depend on the tokens; remove it"
+        raise ConfigError(problem(f"{role}.compile", True, fix))
 
 
 def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import peft
 import pytest
@@ -253,7 +254,26 @@ def of_two_ranks(bench: Bench, folder: Path) -> dict[str, Any]:
         one = bench.engine(columns, LAYOUTS[name].keys)
         found["dropout", name] = None if one is None else trained(one)
     found["saved"] = saved_names(engine)
+    found |= of_compiled_layers(bench, keys)
     return found
+
+
+def of_compiled_layers(bench: Bench, keys: dict[str, Any]) -> dict[str, Any]:
+    """The same updates by compiled layers, the base's log-probs, and the number of graphs. aot_eager: torch's own backend without
+    the minute that kernels take."""
+    from torch._dynamo.utils import counters
+
+    from megappo.engine import fsdp2_build
+    from megappo.models import own_classes
+
+    compiled = {**keys, "recompute": "full", "compile": True}
+    counters.clear()
+    with mock.patch.object(own_classes, "COMPILER", "aot_eager"):
+        engine = bench.engine(LORA, compiled)
+        found = {"compiled off": base_logprobs(engine), "compiled": trained(engine), "graphs": dict(counters["frames"])}
+    with mock.patch.object(fsdp2_build.shutil, "which", lambda name: None), pytest.raises(ValueError) as refused:
+        bench.engine(LORA, compiled)
+    return {**found, "no compiler": str(refused.value)}
 
 
 def refused(action: Any) -> str:
@@ -434,6 +454,30 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(two, saved: str) ->
     own = {key for key in keys if not key.startswith("optimizer.")}
     assert own and all(map(is_adapter, own)) and len(own) == 2 * len(MODULES)
     assert keys == own | {f"optimizer.state.{moment}.{key}" for moment in ("exp_avg", "exp_avg_sq") for key in own}
+
+
+# ---------------------------------------------------------------------------------------------------------- compiled layers
+
+
+def test_compiled_layers_give_the_same_numbers(two) -> None:
+    for found in two:
+        compiled, wanted = found["compiled"], found["all", "fsdp2 dp2", False]
+        assert compiled["losses"] == pytest.approx(wanted["losses"], rel=TOLERANCE)
+        for kind in ("gradients", "parameters"):
+            assert worst(compiled[kind], {name: tensor.double() for name, tensor in wanted[kind].items()}) < TOLERANCE
+        assert float((found["compiled off"] - found["off"]).abs().max()) < TOLERANCE
+
+
+def test_layers_share_their_graphs(two) -> None:
+    """Two parts round attention: without gradients and with, of an input that has one and not, with adapters on and off."""
+    for found in two:
+        assert found["graphs"]["ok"] == found["graphs"]["total"], "no frame runs as it is"
+        assert 0 < found["graphs"]["ok"] <= 2 * 2 * 4
+
+
+def test_without_a_compiler_the_role_is_refused_in_one_line(two) -> None:
+    for found in two:
+        assert found["no compiler"].startswith("policy.compile = true: torch.compile calls g++, which is not on PATH; install it")
 
 
 # ----------------------------------------------------------------------------------------------------------------- dropout

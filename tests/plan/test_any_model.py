@@ -54,6 +54,12 @@ def test_the_plan_counts_the_shards_of_transformers_own_parameters(folder, tmp_p
     assert [kind, f"{total:,}"] == report(planned.plan).split("policy", 1)[1].split()[:2]
 
 
+def test_the_plan_says_that_layers_are_compiled(folder, tmp_path) -> None:
+    roles = [f"{role}.engine=fsdp2" for role in ROLES]
+    planned = plan_run(config_for(tmp_path, folder / "gemma3_text", *roles, "critic.compile=true"), 1, "cpu", shapes_only=True)
+    assert report(planned.plan).count("layers are compiled") == 1 and "critic: layers are compiled" in report(planned.plan)
+
+
 def test_the_plan_counts_adapters(folder, tmp_path) -> None:
     """Of gemma3: A and B of rank 16 on every linear layer; q 64 x 64, k and v 32 x 64, o 64 x 64, gate, up and down 96 x 64."""
     changes = ["policy.engine=fsdp2", "critic.engine=fsdp2", "policy.lora.rank=16", "policy.dtype=bf16"]
