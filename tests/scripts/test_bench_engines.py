@@ -58,5 +58,6 @@ def test_both_engines_are_measured_side_by_side() -> None:
     for row in cells:
         assert all(float(cell.replace(",", "")) > 0 for cell in (*row[3:7], row[8]))
         assert row[7] == "+0.0 %", "what is held is what the plan counts"
+        assert -50 < float(row[9].removesuffix(" %")) <= 0, "what passes add is estimated, rather too high"
     megatron, fsdp2 = (float(row[6]) for row in cells)
     assert fsdp2 < megatron
