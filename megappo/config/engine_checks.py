@@ -46,9 +46,9 @@ def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
     for name, value in others.items():
         if value != ParallelConfig.model_fields[name].default:
             yield refused(f"parallel.{name}", value, f"{role}.engine is fsdp2, which has no such layout", "leave it out")
-    if section.compile and section.parallel.tp > 1:
+    if section.compile and (tp := section.parallel.tp) > 1:
         why = "torch.compile does not take DTensors whose number of tokens changes"
-        yield problem(f"{role}.compile", True, f"{why}, as under {role}.parallel.tp {section.parallel.tp}; set one of the two back")
+        yield problem(f"{role}.compile", True, f"{why}, as under {role}.parallel.tp {tp}; remove it, or set tp to 1")
     if not isinstance(section, TrainableConfig):
         return
     if section.router_aux_coef > 0:

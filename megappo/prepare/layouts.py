@@ -168,7 +168,7 @@ def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
     tp = config.rollout.tp
     if config.rollout.engine != "vllm":
         return
-    if config.rollout.adapter == "separate" and arch.own:
+    if config.rollout.adapter == "separate" and arch.own and arch.family not in FAMILIES:
         fix = f"vLLM's names of the layers of this {arch.family} model are not known; set it to merged"
         raise ConfigError(problem("rollout.adapter", config.rollout.adapter, fix))
     for what, size in cut_sizes(arch):

@@ -40,7 +40,7 @@ MODELS = {
 }
 ADAPTERS = ("adapters of the policy", "adapters of the critic")
 LORA = {"rank": 4, "alpha": 8.0}
-OF_ADAPTERS = (("megatron tp2", FSDP2), (FSDP2, "megatron pp2"), ("megatron pp2", "fsdp2 tp2"))
+OF_ADAPTERS = (("megatron tp2", "fsdp2 tp2"), (FSDP2, "megatron pp2"), ("fsdp2 tp2", FSDP2))
 CHAIN = ("megatron tp2", FSDP2, "megatron pp2", "fsdp2 tp2", "megatron dp2", FSDP2, "megatron tp2")
 GOES_ON = tuple((one, FSDP2) for one in ("megatron tp2", "megatron pp2")) + tuple(
     (FSDP2, one) for one in ("megatron tp2", "megatron dp2")

@@ -214,8 +214,11 @@ def run_world(rank: int, folder: str) -> dict[str, Any]:
             for value_head in (False, True):
                 engine = bench.engine(lora, layout.keys, value_head=value_head)
                 found[case, name, value_head] = None if engine is None else trained(engine)
-    if ranks == 2:
-        found |= of_two_ranks(Bench(engines, f"{folder}/llama"), Path(folder))
+    bench = Bench(engines, f"{folder}/llama")
+    if ranks == 4:
+        found["merged over tp and dp"] = merged_parts(bench.engine(LORA, LAYOUTS["fsdp2 tp2 sp dp2"].keys))
+    else:
+        found |= of_two_ranks(bench, Path(folder))
     return found
 
 
@@ -384,13 +387,13 @@ def test_without_adapters_the_base_model_speaks(two) -> None:
         assert found["message"] == "policy has no adapters"
 
 
-@pytest.mark.parametrize("parts", ["merged", "merged over tp"])
-def test_merged_parts_are_base_and_adapter_in_fp32(two, folder, parts: str) -> None:
+@pytest.mark.parametrize("parts, world", [("merged", "two"), ("merged over tp", "two"), ("merged over tp and dp", "four")])
+def test_merged_parts_are_base_and_adapter_in_fp32(request, folder, parts: str, world: str) -> None:
     before = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).state_dict()
     oracle = Oracle(str(folder / "llama"), LORA).model.merge_and_unload().state_dict()
     seen: dict[str, int] = {}
     boxes: set[Any] = set()
-    for found in two:
+    for found in request.getfixturevalue(world):
         for name, rectangles in found[parts].items():
             for (r0, r1, c0, c1), values in rectangles:
                 wanted = oracle[name].reshape(len(oracle[name]), -1)[r0:r1, c0:c1]
