@@ -22,7 +22,8 @@ def device_lines(stack: Stack) -> list[str]:
     """Python, GPUs, driver, CUDA and compilers of this machine."""
     python = f"  Python {platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})"
     lines = [python, *stack.lines()]
-    for tool, purpose in (("g++", "compiling the C++ kernels"), ("sbatch", "jobs of Slurm: megappo launch")):
+    tools = {"g++": "compiling the C++ kernels, and layers with compile: true", "sbatch": "jobs of Slurm: megappo launch"}
+    for tool, purpose in tools.items():
         where = shutil.which(tool)
         lines.append(f"  {tool}: {where or f'not found (needed only for {purpose})'}")
     return lines

@@ -4,8 +4,9 @@ The same policy (a Qwen3 of random weights, given by --layers, --hidden, --vocab
 parallel over gloo or NCCL, on the same sequences. Tokens of all ranks per second of the slowest rank: of a pass without gradients
 (log-probs and entropies), and of an update (forward, backward, reduction, optimizer step). Medians of rounds in which the engines
 take turns; TFLOP/s: of the model, by a rank in an update; spread: the slowest update to the fastest. Memory of a rank: bytes that
-are held between passes and the most that is alive in forward and backward, each beside the figure of `megappo plan`; counted by the
-tensors, so that the allocator and other processes do not matter.
+are held between passes (weights, gradients and optimizer, which `megappo plan` counts), and the most that is alive beside them in
+forward and backward (which it estimates), each beside the plan's figure; counted by the tensors, so that the allocator and other
+processes do not matter.
 """
 
 from __future__ import annotations
@@ -91,14 +92,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds of every round, and bytes of the fullest rank: between passes, and at the peak of a training pass."""
+    """Seconds of every round, and bytes of the fullest rank: between passes, and added at the peak of a training pass."""
 
     forward_s: list[float]
     update_s: list[float]
     held: int
-    peak: int
+    added: int
     planned_held: int
-    planned_peak: int
+    planned_added: int
     flops: int
     """Of an update, over all ranks; recomputed work is not among them."""
 
@@ -134,7 +135,7 @@ class Work:
             self.role.update(self.batch, self.count)
 
     def memory(self) -> tuple[int, int]:
-        """(bytes held between passes, most bytes alive in forward and backward) of this rank."""
+        """(bytes held between passes, most bytes alive beside them in forward and backward) of this rank."""
         self.engine.optimizer_zero_grad()
         held = [
             *self.engine.named_parameters().values(),
@@ -149,7 +150,7 @@ class Work:
 
         # gloo sums Megatron's gradients through copies of the whole buffer, NCCL in place.
         with mock.patch("megappo.engine.megatron.finalize_model_grads"):
-            return bytes_behind(held), bytes_behind(held) + alive_peak(train, held)
+            return bytes_behind(held), alive_peak(train, held)
 
 
 def seconds(work: Callable[[], None]) -> float:
@@ -190,7 +191,7 @@ def in_rank(rank: int, cases: Sequence[Case], folder: str) -> None:
                 times[engine, "update"][1:],
                 *memory[engine],
                 work.planned.held,
-                work.planned.held + work.planned.activations,
+                work.planned.activations,
                 work.flops,
             )
             for engine, work in works.items()
@@ -205,8 +206,8 @@ def fullest(sizes: tuple[int, int]) -> tuple[int, int]:
     """The largest over ranks of each."""
     most = torch.tensor(sizes)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    held, peak = most.tolist()
-    return held, peak
+    held, added = most.tolist()
+    return held, added
 
 
 def rows_of(case: Case, found: dict[str, Figures]) -> list[str]:
@@ -216,15 +217,15 @@ def rows_of(case: Case, found: dict[str, Figures]) -> list[str]:
         speed = [f"{case.tokens / statistics.median(taken):,.0f}" for taken in (one.forward_s, one.update_s)]
         spread = f"{max(one.update_s) / min(one.update_s):.2f}"
         speed.append(f"{one.flops / statistics.median(one.update_s) / 10**12 / case.ranks:.2f}")
-        bytes_ = [f"{size / MIB:.1f}" for size in (one.held, one.peak)]
-        off = [f"{100 * (a - b) / b:+.1f} %" for a, b in ((one.held, one.planned_held), (one.peak, one.planned_peak))]
+        bytes_ = [f"{size / MIB:.1f}" for size in (one.held, one.added)]
+        off = [f"{100 * (a - b) / b:+.1f} %" for a, b in ((one.held, one.planned_held), (one.added, one.planned_added))]
         cells = [str(case.ranks), case.dtype, engine, *speed, spread, bytes_[0], off[0], bytes_[1], off[1]]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 HEADER = [
-    "| ranks | dtype | engine | forward, tok/s | update, tok/s | TFLOP/s | spread | held, MiB | to plan | peak, MiB | to plan |",
+    "| ranks | dtype | engine | forward, tok/s | update, tok/s | TFLOP/s | spread | held, MiB | to plan | passes, MiB | to plan |",
     "|" + "---|" * 11,
 ]
 

@@ -1,4 +1,4 @@
-"""Keys that engine fsdp2 does not have: refused, not ignored. Rules about its models: `prepare/layouts.py`. Imports no torch."""
+"""Keys that a role's engine does not have: refused, not ignored. Rules about its models: `prepare/layouts.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT = ("tp", "cp", "sequence_parallel")
 
 
 def engine_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
-    """Problems of every role that runs under fsdp2, one line each."""
+    """Problems of every role, one line each."""
     sections = role_sections(config)
     for role in roles_in_use(config):
         yield from problems_of_role(role, sections[role])
@@ -30,6 +30,9 @@ def problems_of_role(role: str, section: RoleConfig) -> Iterator[str]:
     """Keys of a role that its engine does not have, one line each."""
     if section.engine == "fsdp2":
         yield from _without_fsdp2(role, section)
+    elif section.compile:
+        fix = f"{role}.engine is {section.engine}, whose layers are not compiled; remove it, or set {role}.engine to fsdp2"
+        yield problem(f"{role}.compile", True, fix)
 
 
 def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
@@ -43,11 +46,11 @@ def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
     for name, value in others.items():
         if value != ParallelConfig.model_fields[name].default:
             yield refused(f"parallel.{name}", value, f"{role}.engine is fsdp2, which has no such layout", "leave it out")
+    if section.compile and (tp := section.parallel.tp) > 1:
+        why = "torch.compile does not take DTensors whose number of tokens changes"
+        yield problem(f"{role}.compile", True, f"{why}, as under {role}.parallel.tp {tp}; remove it, or set tp to 1")
     if not isinstance(section, TrainableConfig):
         return
-    if section.lora is not None and section.parallel.tp > 1:
-        why = f"{role}.lora is set and {role}.engine is fsdp2, which does not cut adapters"
-        yield refused("parallel.tp", section.parallel.tp, why, "set tp to 1")
     if section.router_aux_coef > 0:
         yield refused(
             "router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which does not balance experts", "leave it out"

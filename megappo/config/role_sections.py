@@ -78,6 +78,9 @@ class RoleConfig(Section):
     ranks: RankRanges = ALL
     """Ranks of the world that the role lives on: `all`, or increasing ranges such as `0-47`, `0-15,32-47` or `3`. Roles on
     different ranks work at the same time."""
+    compile: bool = False
+    """Compile every layer with torch.compile at its first passes, which take a minute or more: fewer and larger kernels between the
+    products. For engine fsdp2 without tp (docs/engines.md)."""
     micro_batch_tokens: Positive = 16384
     """Token budget of one packed micro-batch of a data-parallel rank (its cp ranks share it); a longer sequence gets a
     micro-batch of its own."""

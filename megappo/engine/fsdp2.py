@@ -32,6 +32,7 @@ from megappo.models.peft_files import AdapterTensors
 from megappo.models.pieces import PieceMap
 from megappo.models.row_shards import plain_piece_map, shard_piece_map
 from megappo.models.weight_map import EMBEDDING, OUTPUT, VALUE_HEAD
+from megappo.models.weight_rules import Cut
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
@@ -112,7 +113,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
 
     def adapter_pieces(self) -> PieceMap:
         adapters = self._model.adapters
-        return super().adapter_pieces() if adapters is None else plain_piece_map(adapters.shapes, self.groups.layout)
+        return super().adapter_pieces() if adapters is None else adapters.pieces(self.groups.layout)
 
     def export(self, directory: Path, source: Path) -> None:
         with self.eval_mode():
@@ -132,7 +133,8 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         if (adapters := self._model.adapters) is None:
             return None
         beside = {name: shape for name, shape in self._model.shapes.items() if is_beside_base(name)}
-        return AdapterTensors(adapters.lora, self._model.shards, plain_piece_map(beside, self.groups.layout))
+        cuts = {VALUE_HEAD: Cut(None), **adapters.cuts}
+        return AdapterTensors(adapters.lora, self._model.shards, plain_piece_map(beside, cuts, self.groups.layout))
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 
@@ -178,7 +180,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         return (
             nullcontext()
             if adapters is None
-            else adapters.dropping(self._trained().schedule_steps, self.groups.position, self.device)
+            else adapters.dropping(self._trained().schedule_steps, self.groups.position // self.groups.layout.tp, self.device)
         )
 
     def _run(self, micro: MicroBatch, loss_fn: LossFunction, denominator: float, *, forward_only: bool) -> LossOutput:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import torch
 
+from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import FrozenConfig, OffloadConfig, TrainableConfig
 from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2 import Fsdp2Engine
@@ -19,6 +23,8 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
     ValueError if the model or the checkpoint does not fit.
     """
     section, trains, dtype = spec.section, spec.total_updates is not None, DTYPES[spec.section.dtype]
+    if section.compile:
+        _check_compiler(spec.role)
     model = build_sharded(spec, groups, dtype=dtype, device=device, trains=trains)
     optimizer, offload = None, OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters)
     if spec.total_updates is not None:
@@ -39,3 +45,11 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
     )
     engine.offload_idle()
     return engine
+
+
+def _check_compiler(role: str) -> None:
+    """ConfigError without the compiler that torch.compile calls, for its kernels on the CPU and the launchers of those on a GPU."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        fix = f"torch.compile calls {compiler}, which is not on PATH; install it, name another one in CXX, or remove the key"
+        raise ConfigError(problem(f"{role}.compile", True, fix))

@@ -1,49 +1,75 @@
-"""Low-rank adapters of transformers' own classes under FSDP2: the layer, the adapters of a model, their start."""
+"""Low-rank adapters of transformers' own classes under FSDP2: the adapters of a model, their start, and their forward pass.
+
+Under tensor parallel an adapter is cut as its module's weight (`lora_shards.py`), and needs no exchange of its own: A of a
+column-parallel linear reads the input that its ranks share, and what B of a row-parallel one adds is a part of the sum that the
+linear's output is already. The copy that every tp rank has, of A or B, then has a part of its gradient on each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn import functional
 
 from megappo.config.role_sections import LoraConfig
-from megappo.models.lora import ADAPTER_A, adapted_modules, adapter_shapes, initial_a, scaling, seed_of
-from megappo.models.pieces import Piece
-from megappo.models.weight_rules import Shape
+from megappo.models.arch import ModelArch
+from megappo.models.lora import ADAPTER_A, adapted_modules, adapter_shapes, initial_a, scaling, seed_of, tensors_to_adapt
+from megappo.models.lora_shards import adapter_cuts
+from megappo.models.pieces import Piece, PieceMap
+from megappo.models.row_shards import plain_piece_map
+from megappo.models.weight_rules import Cut, Shape
+from megappo.parallel.layout import ParallelLayout
 
 
 class Adapters:
-    """Adapters of a model with these tensors. modules: name -> (out, in) of those that have one. scaling: of B A. seed: of the run.
+    """Adapters of a model. modules: name -> (out, in) of those that have one. cuts: of their tensors over tp. scaling: of B A.
+    seed: of the run.
 
     Inside `off` the model is its base. Inside `dropping` inputs of A are dropped with the probability of the configuration.
     ValueError for targets that the model does not have.
     """
 
-    def __init__(self, tensors: Mapping[str, Shape], lora: LoraConfig, seed: int) -> None:
-        self.modules = adapted_modules(tensors, lora.targets)
+    def __init__(self, arch: ModelArch, lora: LoraConfig, seed: int) -> None:
+        self.modules = adapted_modules(tensors_to_adapt(arch), lora.targets)
+        self.cuts = adapter_cuts(arch, self.modules)
         self.lora, self.scaling, self._seed = lora, scaling(lora), seed
         self.are_on, self.dropout = True, 0.0
 
     def add_to(self, model: torch.nn.Module) -> None:
-        """Put an adapter into each module. model: on the meta device. ValueError for a module that is not torch's linear layer."""
+        """Put an adapter into each module: parameters `lora_A.weight` and `lora_B.weight` in fp32 beside its own, which keep their
+        names. model: on the meta device, after `tensor_parallel.cut_over_tp`, whose hooks a module keeps.
+        """
         for name in self.modules:
-            base = model.get_submodule(name)
-            if type(base) is not torch.nn.Linear:
-                raise ValueError(f"{name} is a {type(base).__name__}, not a linear layer; leave it out of lora.targets")
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, LoraLinear(base, self))
+            linear = model.get_submodule(name)
+            assert isinstance(linear, torch.nn.Linear), f"{name} is a {type(linear).__name__}"
+            # Another class for the same object, as `fully_shard` does it: the hooks of tensor parallel stay, and all layers run the
+            # same code, which torch.compile makes once.
+            linear.__class__ = LoraLinear
+            cast(LoraLinear, linear).add(self, [self.cuts[f"{name}.{part}.weight"] for part in ("lora_A", "lora_B")])
 
     def start(self, local: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
-        """Fill this rank's rows of all adapters, which are `pieces`: A with noise from the seed, B with zeros."""
+        """Fill this rank's parts of all adapters, which are `pieces`: A with noise from the seed, B with zeros."""
         for piece in pieces:
             if piece.hf.endswith(ADAPTER_A):
-                module = piece.hf.removesuffix(ADAPTER_A)
+                module, box = piece.hf.removesuffix(ADAPTER_A), piece.box
                 whole = initial_a(module, self.modules[module][1], self.lora.rank, self._seed)
-                local[piece.hf].copy_(whole[piece.box.r0 : piece.box.r1])
+                local[piece.hf].copy_(whole[box.r0 : box.r1, box.c0 : box.c1])
             else:
                 local[piece.hf].zero_()
+
+    def pieces(self, layout: ParallelLayout) -> PieceMap:
+        """Rectangles of the adapters' tensors at every position of a layout."""
+        return plain_piece_map(self.shapes, self.cuts, layout)
+
+    @property
+    def copied(self) -> set[str]:
+        """Tensors of which every tp rank has a copy, whose gradient there is of its part of the linear."""
+        return {name for name, cut in self.cuts.items() if cut.dim is None}
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -59,9 +85,9 @@ class Adapters:
             self.are_on = True
 
     @contextmanager
-    def dropping(self, step: int, rank: int, device: torch.device) -> Iterator[None]:
-        """Around a training pass. step: number of the pass; with rank and seed it gives the masks, so that a resumed run has the
-        same."""
+    def dropping(self, step: int, replica: int, device: torch.device) -> Iterator[None]:
+        """Around a training pass. step: number of the pass; with replica and seed it gives the masks, so that a resumed run has
+        the same. replica: number of the dp x cp rank: its tp ranks drop the same of the input that they share."""
         if self.lora.dropout == 0:
             yield
             return
@@ -69,30 +95,51 @@ class Adapters:
         try:
             # Torch's own generator, which recomputation of activations knows how to rewind.
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                torch.manual_seed(seed_of(self._seed, f"dropout/{step}/{rank}"))
+                torch.manual_seed(seed_of(self._seed, f"dropout/{step}/{replica}"))
                 yield
         finally:
             self.dropout = 0.0
 
 
 class LoraLinear(torch.nn.Linear):
-    """`base` with an adapter: x W^T + bias + scaling * (x A^T) B^T. W keeps its name; the adapter is `lora_A` and `lora_B`.
+    """Linear layer with an adapter: x W^T + bias + scaling * (x A^T) B^T.
 
     A and B are fp32 parameters, which FSDP2 gathers in the type of computation, like W.
     """
 
-    def __init__(self, base: torch.nn.Linear, adapters: Adapters) -> None:
-        super().__init__(base.in_features, base.out_features, bias=False, device="meta")
-        self.weight, self.bias = base.weight, base.bias
-        rank, made = adapters.lora.rank, {"bias": False, "device": "meta", "dtype": torch.float32}
-        self.lora_A = torch.nn.Linear(base.in_features, rank, **made)
-        self.lora_B = torch.nn.Linear(rank, base.out_features, **made)
+    _adapters: Adapters
+    lora_A: torch.nn.Linear
+    lora_B: torch.nn.Linear
+
+    def add(self, adapters: Adapters, cuts: Sequence[Cut]) -> None:
+        """Add A and B, on the meta device; DTensors where they are cut, plain copies elsewhere, as norms are. cuts: of A and B."""
         self._adapters = adapters
+        made: dict[str, Any] = {"bias": False, "device": "meta", "dtype": torch.float32}
+        self.lora_A = torch.nn.Linear(self.in_features, adapters.lora.rank, **made)
+        self.lora_B = torch.nn.Linear(adapters.lora.rank, self.out_features, **made)
+        for part, cut in zip((self.lora_A, self.lora_B), cuts, strict=True):
+            if cut.dim is not None and isinstance(self.weight, DTensor):
+                mesh = self.weight.device_mesh
+                part.weight = torch.nn.Parameter(distribute_tensor(part.weight, mesh, [Shard(cut.dim)], src_data_rank=None))
 
     def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)
-        if not self._adapters.are_on:
+        """Under tensor parallel input and output are DTensors, and this rank's parts of A and B give the change of its rows of the
+        output, or its part of the sum that the output is."""
+        output, adapters = super().forward(input), self._adapters
+        if not adapters.are_on:
             return output
-        dropout = self._adapters.dropout
-        kept = torch.nn.functional.dropout(input, dropout) if dropout > 0 else input
-        return output + self._adapters.scaling * self.lora_B(self.lora_A(kept))
+        mine = input
+        if isinstance(input, DTensor):
+            whole = all(isinstance(placement, Replicate) for placement in input.placements)
+            mine = input.to_local(grad_placements=[Partial()] if whole else input.placements)  # each rank's rows of B give a part
+        kept = functional.dropout(mine, adapters.dropout) if adapters.dropout > 0 else mine
+        change = adapters.scaling * functional.linear(functional.linear(kept, _local(self.lora_A)), _local(self.lora_B))
+        if isinstance(output, DTensor):
+            change = DTensor.from_local(change, output.device_mesh, output.placements, run_check=False)
+        return output + change
+
+
+def _local(part: torch.nn.Linear) -> Tensor:
+    """Weight of an A or B on this tp rank."""
+    weight = part.weight
+    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from megappo.config.role_sections import TrainableConfig
 from megappo.engine.factory import EngineSpec
@@ -38,7 +38,7 @@ from megappo.models.own_classes import (
     tokens_of_all_tp_ranks,
 )
 from megappo.models.pieces import rectangle
-from megappo.models.row_shards import own_parameters, plain_piece_map, shard_piece_map, shards_of
+from megappo.models.row_shards import own_parameters, shard_piece_map, shards_of
 from megappo.models.tensor_parallel import copied_names, cut_over_tp, partial_names
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.parallel.context import ContextShard
@@ -73,7 +73,7 @@ class ShardedModel:
         self.shards: dict[str, torch.nn.Parameter] = {}
         self.starts: dict[str, tuple[int, ...]] = {}
         places = shards_of(spec.arch, groups.layout, groups.position, self.is_value_model)
-        for piece in () if adapters is None else plain_piece_map(adapters.shapes, groups.layout)[groups.position]:
+        for piece in () if adapters is None else adapters.pieces(groups.layout)[groups.position]:
             places[piece.hf] = (piece.box.r0, piece.box.c0), (piece.box.rows, piece.box.cols)
         for name, (start, shape) in places.items():
             trains = self._sharded[name].requires_grad
@@ -82,10 +82,10 @@ class ShardedModel:
             assert self.shards[name].shape == shape, f"{name} was cut otherwise"
         self.saved = {name: shard for name, shard in self.shards.items() if adapters is None or is_beside_base(name)}
         self.trained = {name: shard for name, shard in self.shards.items() if shard.requires_grad}
-        self.copied = copied_names(spec.arch, self.is_value_model)
-        self._partial = sorted(
-            self.trained.keys() & partial_names(spec.arch, self.is_value_model, sequence_parallel=groups.layout.sequence_parallel)
-        )
+        of_adapters = set() if adapters is None else adapters.copied
+        partial = partial_names(spec.arch, self.is_value_model, sequence_parallel=groups.layout.sequence_parallel)
+        self.copied = copied_names(spec.arch, self.is_value_model) | of_adapters
+        self._partial = sorted(self.trained.keys() & (partial | of_adapters))
 
     @property
     def is_value_model(self) -> bool:
@@ -125,7 +125,7 @@ class ShardedModel:
                 self.shards[name].grad = gradient
 
     def sum_partial_gradients(self) -> None:
-        """Add up, over tp, the gradients of copies that saw a part of the heads or tokens each. Once, after a pass."""
+        """Add up, over tp, the gradients of copies that saw a part of the heads, tokens or columns each. Once, after a pass."""
         if self._groups.layout.tp == 1:
             return
         gradients = [gradient for name in self._partial if (gradient := self.shards[name].grad) is not None]
@@ -140,12 +140,14 @@ class ShardedModel:
             parameter.grad = None
 
     def merged(self) -> Weights:
-        """Shards of the Hugging Face tensors, an adapted one with its adapter, of which every rank gathers A. Collective."""
+        """Shards of the Hugging Face tensors, an adapted one with its adapter, of which every rank gathers the columns of A that it
+        has of the weight. Collective."""
         if self.adapters is None:
             return self.shards
         weights: dict[str, Tensor | Adapted] = {name: shard for name, shard in self.shards.items() if not is_adapter(name)}
         for module in self.adapters.modules:
-            a = self._whole[module + ADAPTER_A].full_tensor()
+            a = self._whole[module + ADAPTER_A]
+            a = a.redistribute(placements=(Replicate(), *a.placements[1:])).to_local()  # over FSDP2's axis alone
             if (name := f"{module}.weight") in self.shards:
                 # Rows of B are cut as those of the weight: both have the module's outputs.
                 weights[name] = Adapted(self.shards[name], a, self.shards[module + ADAPTER_B], self.adapters.scaling)
@@ -167,17 +169,20 @@ def build_sharded(
     section, lora, recompute, layout = spec.section, None, "none", groups.layout
     if isinstance(section, TrainableConfig):
         lora, recompute = section.lora, section.recompute if trains else "none"
-    assert lora is None or layout.tp == 1, "adapters are not cut over tp; the configuration is refused"
     module = build_on_meta(
         spec.model,
         head_rows=0 if spec.value_head is None else spec.arch.head_rows,
         dtype=torch.float32 if trains and lora is None else dtype,
         recompute=recompute,
         draws=lora is not None and lora.dropout > 0,
+        compiled=section.compile,
     )
+    over_fsdp, over_tp = _meshes(groups, device)
+    if layout.tp > 1:
+        cut_over_tp(module, spec.arch, over_tp, sequence_parallel=layout.sequence_parallel)
     adapters = None
     if lora is not None:
-        adapters = Adapters(hf_tensors(spec.arch), lora, spec.seed)
+        adapters = Adapters(spec.arch, lora, spec.seed)
         adapters.add_to(module)
     still = frozen_whole(spec.arch, spec.frozen, value_head=spec.value_head is not None)
     for name, parameter in module.named_parameters():
@@ -185,9 +190,6 @@ def build_sharded(
         if name in still:
             parameter.data = parameter.data.to(dtype)
     module.eval()  # no dropout, as in every engine; it does not turn off gradients
-    over_fsdp, over_tp = _meshes(groups, device)
-    if layout.tp > 1:
-        cut_over_tp(module, spec.arch, over_tp, sequence_parallel=layout.sequence_parallel)
     _shard(module, over_fsdp, dtype)
     module.to_empty(device=device)
     fill_buffers(module)
@@ -237,7 +239,7 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
         return
     if adapters is not None:
         parts = {name: local.pop(name) for name in list(local) if is_adapter(name)}
-        adapters.start(parts, plain_piece_map(adapters.shapes, groups.layout)[groups.position])
+        adapters.start(parts, adapters.pieces(groups.layout)[groups.position])
     reader, is_value_model = CheckpointReader(spec.model), spec.value_head is not None
     shapes, constants = hf_tensors(spec.arch, is_value_model), constants_of(module)
     wanted = {one.name for one in own_parameters(spec.arch, is_value_model)} if spec.arch.own else shapes.keys()

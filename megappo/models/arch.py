@@ -68,7 +68,7 @@ class OwnParameter:
     those of all experts of a layer.
 
     of_head: belongs to the output projection, so that a value model has none. constant: a buffer that the checkpoint brings; every
-    rank has it whole, and nothing changes it.
+    rank has it whole, and nothing changes it. linear: the weight of a torch.nn.Linear, under the checkpoint's name.
     """
 
     name: str
@@ -76,6 +76,7 @@ class OwnParameter:
     parts: tuple[Part, ...]
     of_head: bool = False
     constant: bool = False
+    linear: bool = False
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ def parameters_in_checkpoint(model: PreTrainedModel) -> tuple[OwnParameter, ...]
         inside = sorted(parts[name], key=lambda part: part.row)
         boxes = [Box(part.row, part.row + shape_as_2d(part.shape)[0], 0, cols) for part in inside]
         check_tiling(Box(0, rows, 0, cols), boxes, name)
-        found.append(OwnParameter(name, tuple(tensor.shape), tuple(inside), name in head, name in constants))
+        linear = inside[0].hf == name and type(model.get_submodule(name.rpartition(".")[0])) is torch.nn.Linear
+        linear = linear and name.endswith(".weight")
+        found.append(OwnParameter(name, tuple(tensor.shape), tuple(inside), name in head, name in constants, linear))
     return tuple(found)
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from megappo.config.role_sections import LoraConfig
+from megappo.models.arch import ModelArch
 from megappo.models.pieces import rectangle
-from megappo.models.weight_map import VALUE_HEAD
+from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.models.weight_rules import Shape
 
 ADAPTER_A, ADAPTER_B = ".lora_A.weight", ".lora_B.weight"
@@ -29,9 +30,9 @@ _LAYER = re.compile(r"\.layers\.\d+\.")
 def adapted_modules(tensors: Mapping[str, Shape], targets: tuple[str, ...] | str) -> dict[str, tuple[int, int]]:
     """Name -> (out, in) of the modules with an adapter, in the order of `tensors`.
 
-    tensors: of the Hugging Face checkpoint (`weight_map.hf_tensors`). targets: endings of module names (`q_proj`,
-    `self_attn.q_proj`), or `all-linear`: every linear layer of the decoder's layers. ValueError for a target that matches nothing,
-    with the nearest names, and for one that matches experts or their router.
+    tensors: of `tensors_to_adapt`. targets: endings of module names (`q_proj`, `self_attn.q_proj`), or `all-linear`: every linear
+    layer of the decoder's layers. ValueError for a target that matches nothing, with the nearest names, and for one that matches
+    experts or their router.
     """
     linear = {
         name.removesuffix(".weight"): (shape[0], shape[1])
@@ -45,12 +46,31 @@ def adapted_modules(tensors: Mapping[str, Shape], targets: tuple[str, ...] | str
             if not any(_ends_with(name, target) for name in linear):
                 raise ValueError(f"{target} matches no linear layer; {_nearest(target, linear)}")
         found = {name: size for name, size in linear.items() if any(_ends_with(name, target) for target in targets)}
-    routed = {name.partition(".experts.")[0] for name in linear if ".experts." in name}
+    experts = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
+    kinds = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".experts." in name}
+    beside = {name for name in linear if ".experts." not in name and name.rpartition(".")[0] not in experts}
+    # PEFT takes a target with the name of experts' layers for these, also where it is that of a shared expert.
+    allowed = {name for name in beside if name.rpartition(".")[2] not in kinds}
+    others = ", ".join(_kinds(allowed))
     for name in found:
-        if ".experts." in name or name.rpartition(".")[0] in routed:
-            others = _kinds(other for other in linear if ".experts." not in other and other.rpartition(".")[0] not in routed)
-            raise ValueError(f"{name} is of a layer of experts, which have no adapters; name others: {', '.join(others)}")
+        if name not in beside:
+            raise ValueError(f"{name} is of a layer of experts, which have no adapters; name others: {others}")
+        if name not in allowed:
+            raise ValueError(f"{name} is called as the layers of experts, for which PEFT would take it; name others: {others}")
+    # all-linear would leave experts out without a word where no matrix of the checkpoint is one expert's (gpt_oss).
+    if experts and isinstance(targets, str):
+        raise ValueError(f"{min(experts)} is a layer of experts, which have no adapters; name others: {others}")
+    if not found:
+        raise ValueError("this model has no linear layer that could have an adapter; train all weights (lora: null)")
     return dict(found)
+
+
+def tensors_to_adapt(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
+    """Tensors of the checkpoint (`weight_map.hf_tensors`) without the matrices that are no linear layer's, such as routers, in
+    transformers' own class of a model without a family."""
+    others = {part.hf for one in arch.own if not one.linear and len(one.shape) == 2 for part in one.parts}
+    in_layers = {name for name in others if _LAYER.search(name) and ".experts." not in name}
+    return {name: shape for name, shape in hf_tensors(arch, value_head).items() if name not in in_layers}
 
 
 def _ends_with(name: str, target: str) -> bool:
@@ -87,8 +107,9 @@ def is_beside_base(name: str) -> bool:
     return is_adapter(name) or name == VALUE_HEAD
 
 
-def shapes_beside_base(tensors: Mapping[str, Shape], lora: LoraConfig) -> dict[str, Shape]:
-    """Name -> shape of what trains on a base with these tensors. ValueError as `adapted_modules`."""
+def shapes_beside_base(arch: ModelArch, lora: LoraConfig, value_head: bool = False) -> dict[str, Shape]:
+    """Name -> shape of what trains on a frozen base: adapters, and a value head. ValueError as `adapted_modules`."""
+    tensors = tensors_to_adapt(arch, value_head)
     adapters = adapter_shapes(adapted_modules(tensors, lora.targets), lora.rank)
     return {**adapters, **{name: shape for name, shape in tensors.items() if name == VALUE_HEAD}}
 

@@ -28,12 +28,12 @@ from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.frozen_chunks import freeze_chunks
 from megappo.models.gpt import CriticModel, PackedModel
-from megappo.models.lora import Adapted, adapted_modules, initial_a, is_adapter, scaling, seed_of
+from megappo.models.lora import Adapted, adapted_modules, initial_a, is_adapter, scaling, seed_of, tensors_to_adapt
 from megappo.models.lora_shards import AdaptedLinear, adapted_linears, adapter_piece_map, check_stages
 from megappo.models.naming import named_parameters
 from megappo.models.peft_files import AdapterTensors
 from megappo.models.pieces import Box, Piece, PieceMap
-from megappo.models.weight_map import LOCAL_VALUE_HEAD, VALUE_HEAD, hf_tensors
+from megappo.models.weight_map import LOCAL_VALUE_HEAD, VALUE_HEAD
 from megappo.parallel.groups import ProcessGroups
 
 
@@ -164,7 +164,7 @@ class ModelAdapters:
         self, chunks: Sequence[PackedModel], arch: ModelArch, groups: ProcessGroups, lora: LoraConfig, role: str, seed: int
     ) -> None:
         self._chunks, self._arch, self._groups, self._seed = chunks, arch, groups, seed
-        self.lora, self.modules = lora, adapted_modules(hf_tensors(arch), lora.targets)
+        self.lora, self.modules = lora, adapted_modules(tensors_to_adapt(arch), lora.targets)
         self._dropped = f"inputs that adapters of the {role} drop"
 
     def add_to(self, chunk: PackedModel) -> None:

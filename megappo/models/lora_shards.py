@@ -1,18 +1,18 @@
-"""Parts of adapters (`lora.py`) on the ranks of a Megatron layout, from the weight rules of the family. Pure arithmetic.
+"""Parts of adapters (`lora.py`) on the ranks of a layout, from the weight rules of the family. Pure arithmetic.
 
 An adapter is cut as the weight of its module: B has the rows and A the columns of the rectangle that a rank holds of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megappo.models.arch import ModelArch
 from megappo.models.lora import ADAPTER_A, ADAPTER_B
 from megappo.models.pieces import Box, Held, Piece, PieceMap, Section
-from megappo.models.weight_map import hf_layer, layer_rules
-from megappo.models.weight_rules import RowParallel
+from megappo.models.weight_map import hf_cuts, hf_layer, layer_rules
+from megappo.models.weight_rules import Cut, RowParallel
 from megappo.parallel.layout import ParallelLayout
 
 Modules = Mapping[str, tuple[int, int]]
@@ -46,6 +46,16 @@ def adapted_linears(arch: ModelArch, tp: int, tp_rank: int, layer: int, modules:
                 boxes[module] = boxes[module]._replace(r1=box.r1) if module in boxes else box
         if boxes:
             yield AdaptedLinear(rule.local, tuple(rows), boxes, isinstance(rule, RowParallel))
+
+
+def adapter_cuts(arch: ModelArch, modules: Iterable[str]) -> dict[str, Cut]:
+    """Cut over tp of every tensor of the adapters: B by the rows of the module's weight, A by its columns, the other one copied."""
+    cuts, found = hf_cuts(arch), {}
+    for module in modules:
+        dim = cuts[f"{module}.weight"].dim
+        found[module + ADAPTER_A] = Cut(1 if dim == 1 else None)
+        found[module + ADAPTER_B] = Cut(0 if dim == 0 else None)
+    return found
 
 
 def check_stages(arch: ModelArch, layout: ParallelLayout, modules: Modules) -> None:

@@ -36,6 +36,8 @@ form of the decoder's output: FSDP2 wants no views."""
 HIDDEN_METHOD = "hidden_states"
 """Method of value models, see `ValueModel`."""
 # Names in transformers' registry: attention of packed sequences, and the same with its activations computed again in the backward.
+COMPILER = "inductor"
+"""Backend of torch.compile: C++ on the CPU, Triton on a GPU."""
 _ATTENTION, _ATTENTION_AGAIN = "megappo_packed", "megappo_packed_again"
 # Largest relative error of hidden states in which a sum in another order cannot be told from an architecture that needs more than
 # its own sequence. Neighbours that are seen change them by 0.4 to 1.6 of their norm.
@@ -67,13 +69,13 @@ class ValueModel(torch.nn.Module):
 
 
 def build_on_meta(
-    path: str, *, head_rows: int, dtype: torch.dtype, recompute: Recompute = "none", draws: bool = False
+    path: str, *, head_rows: int, dtype: torch.dtype, recompute: Recompute = "none", draws: bool = False, compiled: bool = False
 ) -> torch.nn.Module:
     """The model of a checkpoint directory, its parameters in `dtype` on the meta device (a value head in fp32).
 
     head_rows: outputs of a value model's head, 0 for a language model.
     recompute: activations that a backward pass computes again: of core attention (selective), or of every layer (full). draws: the
-    layers draw random numbers, which they are to draw again.
+    layers draw random numbers, which they are to draw again. compiled: the layers are compiled, at their first passes.
     """
     AttentionInterface.register(_ATTENTION, packed_attention)
     AttentionInterface.register(_ATTENTION_AGAIN, _attention_again)
@@ -82,6 +84,8 @@ def build_on_meta(
     with torch.device("meta"):
         attention = _ATTENTION_AGAIN if recompute == "selective" else _ATTENTION
         model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
+        if compiled:
+            _compile_layers(model)
         if recompute == "full":
             _recompute_layers(model, draws)
         # transformers gives the embedding of the padding token no gradient; here no token is padding.
@@ -91,6 +95,19 @@ def build_on_meta(
     model.tie_weights()
     setattr(model, OUTPUT_METHOD, types.MethodType(_language_output, model))
     return model
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """Let torch.compile make kernels of every layer's forward and backward, in two parts round attention, which is one already.
+
+    Before `fully_shard`, whose hooks stay outside: a layer is gathered when its code runs.
+    """
+    # Graphs of the class of a layer, which all roles share: with and without gradients, of each kind of attention, with adapters on
+    # and off, in each dtype. Past the limit a layer would run as it is without a word.
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
+    for layer in decoder_of(model).layers:
+        # dynamic: micro-batches have other numbers of tokens, and one graph serves them all.
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=COMPILER)
 
 
 def _recompute_layers(model: PreTrainedModel, draws: bool) -> None:
@@ -179,6 +196,7 @@ def _language_output(model: PreTrainedModel, tokens: Tensor, cu_seqlens: Tensor,
     return _hidden_states(model.base_model, tokens, cu_seqlens, context)
 
 
+@torch.compiler.disable  # reads lengths on the host, and exchanges tokens
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -219,6 +237,7 @@ def packed_attention(
     return out[None, ..., :value_dim], None
 
 
+@torch.compiler.disable
 def _attention_again(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return _again(packed_attention, False, *args, **kwargs)
 
@@ -244,7 +263,9 @@ def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.devi
     with torch.no_grad():
         packed = _rows(model, batch.tokens.to(device), batch.cu_seqlens, groups, context)
         with _own_attention(decoder):
-            alone = torch.cat([_rows(model, torch.tensor(part, device=device), None, groups) for part in parts])
+            # What is compiled is compared with what is not.
+            with torch.compiler.set_stance("force_eager"):
+                alone = torch.cat([_rows(model, torch.tensor(part, device=device), None, groups) for part in parts])
     alone = alone if context is None else context.take(alone)
     # Of the tokens and logits of all ranks: all of them refuse, or none.
     scales = _logit_scales(model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from megappo.models.arch import ModelArch, OwnParameter, Part
 from megappo.models.pieces import Box, Held, Piece, PieceMap, Section, shape_as_2d
@@ -55,9 +56,8 @@ def shard_piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool = 
     return PieceMap(layout.world_size, templates, (Section("", "", 0, 0), *layers))
 
 
-def plain_piece_map(shapes: Mapping[str, tuple[int, ...]], layout: ParallelLayout) -> PieceMap:
-    """Rectangles of every position of tensors that tp does not cut, listed one by one."""
-    cuts = dict.fromkeys(shapes, Cut(None))
+def plain_piece_map(shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Cut], layout: ParallelLayout) -> PieceMap:
+    """Rectangles of every position of tensors with these cuts over tp, listed one by one."""
     return PieceMap.of({at: _pieces(shapes, cuts, layout, at, "") for at in range(layout.world_size)})
 
 
@@ -133,7 +133,7 @@ def _own_piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool) ->
 def _without(parameter: OwnParameter, prefix: int) -> OwnParameter:
     """The parameter of a template: its names without the layer's `prefix` characters."""
     parts = tuple(Part(part.hf[prefix:], part.shape, part.row) for part in parameter.parts)
-    return OwnParameter(parameter.name[prefix:], parameter.shape, parts, parameter.of_head, parameter.constant)
+    return replace(parameter, name=parameter.name[prefix:], parts=parts)
 
 
 def _own_pieces(parameter: OwnParameter, ranks: int, rank: int) -> Iterable[Piece]:

@@ -14,9 +14,10 @@ from math import prod
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_whole
-from megappo.models.lora import shapes_beside_base
+from megappo.models.lora import adapted_of, shapes_beside_base
+from megappo.models.lora_shards import adapter_cuts
 from megappo.models.row_shards import layer_prefix, shard_box, shards_of
-from megappo.models.weight_map import VALUE_HEAD, hf_tensors
+from megappo.models.weight_map import VALUE_HEAD
 from megappo.models.weight_rules import Cut
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import FP32, Recompute
@@ -76,12 +77,13 @@ def sharded_memory(
     """
     one_tp_rank = ParallelLayout(layout.tp, tp=layout.tp)
     still = frozen_whole(arch, frozen, value_head=value_head)
-    of_adapters = {} if lora is None else shapes_beside_base(hf_tensors(arch, value_head), lora)
+    of_adapters = {} if lora is None else shapes_beside_base(arch, lora, value_head)
+    cuts = adapter_cuts(arch, adapted_of(of_adapters))
 
     def sizes(over: ParallelLayout) -> tuple[dict[str, int], dict[str, int]]:
         """(all parameters, those that train) -> numbers of their shards on the first rank, which is the fullest."""
         base = _sizes(arch, over, value_head)
-        boxes = {name: shard_box(shape, Cut(None), over, 0) for name, shape in of_adapters.items()}
+        boxes = {name: shard_box(shape, cuts.get(name, Cut(None)), over, 0) for name, shape in of_adapters.items()}
         beside = {name: box.area for name, box in boxes.items() if box is not None}
         everything = {**base, **beside}
         trains = beside if lora is not None else {name: size for name, size in everything.items() if name not in still}

@@ -15,8 +15,9 @@ from typing import Literal, Protocol
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_on_rank
-from megappo.models.lora import adapted_modules
+from megappo.models.lora import adapted_modules, tensors_to_adapt
 from megappo.models.lora_shards import adapter_numel
+from megappo.models.row_shards import layer_prefix
 from megappo.models.weight_map import LOCAL_VALUE_HEAD, hf_tensors, local_shapes
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import FP32, Recompute, activation_bytes, forward_bytes, micro_batch_bytes
@@ -252,13 +253,16 @@ def count_unfrozen(
 
 @cache
 def _count_adapters(arch: ModelArch, layout: ParallelLayout, stage: int, targets: Targets, rank: int) -> int:
-    return adapter_numel(arch, layout, stage, adapted_modules(hf_tensors(arch), targets), rank)
+    modules = adapted_modules(tensors_to_adapt(arch), targets)
+    if arch.own:  # without a family, and so without tp and stages
+        return sum(rank * (rows + columns) for rows, columns in modules.values())
+    return adapter_numel(arch, layout, stage, modules, rank)
 
 
 @cache
 def _adapters_in_layer(arch: ModelArch, targets: Targets) -> int:
     """Of the layer with most."""
-    return max(Counted(name.split(".")[2] for name in adapted_modules(hf_tensors(arch), targets)).values())  # model.layers.0.mlp...
+    return max(Counted(map(layer_prefix, adapted_modules(tensors_to_adapt(arch), targets))).values())
 
 
 def _each_writes(count: ParameterCount, held: int, layout: ParallelLayout) -> int:

@@ -76,11 +76,14 @@ def _model_lines(plan: Plan) -> list[str]:
         ["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2
     )
     lines += [f"  {row[0]}: {row[-1]}" for row in rows]
+    compiled = [row[0] for row in rows if getattr(plan.config, row[0]).compile]
+    lines += [f"  {role}: layers are compiled at their first passes, which take a minute or more" for role in compiled]
     for role, section in trained_sections(plan.config).items():
         shapes = hf_tensors(plan.archs[role], value_head_of(section) is not None)
         whole = sum(map(prod, shapes.values()))
         if section.lora is not None:
-            beside = sum(map(prod, shapes_beside_base(shapes, section.lora).values()))
+            has_head = value_head_of(section) is not None
+            beside = sum(map(prod, shapes_beside_base(plan.archs[role], section.lora, has_head).values()))
             lines.append(f"  {role}: trains {beside:,} parameters beside a frozen model (lora.rank {section.lora.rank})")
         if frozen := _frozen(plan, role):
             away = sum(prod(shapes[name]) for name in frozen)
@@ -366,7 +369,7 @@ def checkpoint_bytes(plan: Plan) -> int:
         value_head = value_head_of(section) is not None
         shapes = hf_tensors(plan.archs[role], value_head)
         if section.lora is not None:  # adapters and a value head alone
-            shapes = shapes_beside_base(shapes, section.lora)
+            shapes = shapes_beside_base(plan.archs[role], section.lora, value_head)
         fp32 = section.dtype == "fp32" or (section.lora is not None and section.engine == "fsdp2")
         frozen = _frozen(plan, role)
         for name, shape in shapes.items():

@@ -25,7 +25,6 @@ from megappo.models.families.registry import FAMILIES
 from megappo.models.freeze import check_frozen_stages, frozen_of
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.models.role_arch import arch_for
-from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.parallel.placement import Placement, placement_of
 from megappo.prepare.model_rules import model_problems
@@ -128,24 +127,26 @@ def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
 
 
 def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    """ConfigError for a layout that the role's engine does not have for this model."""
+    """ConfigError for what the role's engine does not have for this model."""
     if settings.engine == "fsdp2" and arch.own and settings.parallel.tp > 1:
         megatron = f", or {role}.engine to megatron" if arch.family in FAMILIES else ""
         fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
         raise ConfigError(problem(f"{role}.parallel.tp", settings.parallel.tp, fix))
+    if settings.compile and arch.moe is not None:
+        fix = f"torch.compile does not take the experts of this {arch.family} model, whose sizes depend on the tokens; remove it"
+        raise ConfigError(problem(f"{role}.compile", True, fix))
 
 
 def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
     """ConfigError for targets of adapters that the model, or a stage of its pipeline, does not have."""
     if isinstance(settings, TrainableConfig) and settings.lora is not None:
-        from megappo.models.lora import adapted_modules  # imports torch
+        from megappo.models.lora import adapted_modules, tensors_to_adapt  # imports torch
         from megappo.models.lora_shards import check_stages
 
-        if arch.own:
-            fix = f"adapters need a family's names of layers, and {arch.family} has none under fsdp2; leave {role}.lora out"
-            raise ConfigError(problem(f"{role}.lora.rank", settings.lora.rank, fix))
         try:
-            check_stages(arch, layout, adapted_modules(hf_tensors(arch), settings.lora.targets))
+            modules = adapted_modules(tensors_to_adapt(arch), settings.lora.targets)
+            if not arch.own:  # whose engine has no pipeline
+                check_stages(arch, layout, modules)
         except ValueError as error:
             raise ConfigError(problem(f"{role}.lora.targets", settings.lora.targets, str(error))) from None
 
@@ -167,6 +168,9 @@ def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
     tp = config.rollout.tp
     if config.rollout.engine != "vllm":
         return
+    if config.rollout.adapter == "separate" and arch.own and arch.family not in FAMILIES:
+        fix = f"vLLM's names of the layers of this {arch.family} model are not known; set it to merged"
+        raise ConfigError(problem("rollout.adapter", config.rollout.adapter, fix))
     for what, size in cut_sizes(arch):
         if size % tp:
             fitting = " or ".join(str(d) for d in nearest_divisors(size, tp))

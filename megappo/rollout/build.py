@@ -18,7 +18,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.lora import shapes_beside_base
 from megappo.models.pieces import PieceMap
 from megappo.models.row_shards import shard_piece_map
-from megappo.models.weight_map import hf_tensors, piece_map
+from megappo.models.weight_map import piece_map
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
 from megappo.platform.device import DTYPES
@@ -78,7 +78,7 @@ def build_rollout(
         route = Route(place.arch, place.pieces(), place.placement.ranks, ranks.ranks, config.tp)
         subworld = None if ranks.is_whole else prepare_rollout_world(ranks.ranks, timeouts)
         if dist.get_rank() not in ranks:
-            shapes = None if apart is None else shapes_beside_base(hf_tensors(place.arch), apart)
+            shapes = None if apart is None else shapes_beside_base(place.arch, apart)
             return RolloutElsewhere("vllm", sync_of(policy, None, route, device, dtype, shapes))
     from megappo.rollout.vllm_engine import VllmEngine
 

@@ -27,7 +27,6 @@ from megappo.config.schema import RolloutConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.lora import shapes_beside_base
-from megappo.models.weight_map import hf_tensors
 from megappo.parallel.groups import meet
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.subworld import SubWorld
@@ -97,7 +96,7 @@ class VllmEngine:
         self._asked: dict[str, tuple[SamplingParams, SampledRows]] = {}
         self._version: int | None = None
         self._sync: WeightSync | AdapterSync | None = None
-        self._adapter_shapes = None if lora is None else shapes_beside_base(hf_tensors(arch), lora)
+        self._adapter_shapes = None if lora is None else shapes_beside_base(arch, lora)
         self._adapter: VllmAdapter | None = None
         with self.in_world():
             self._identity = new_identity()

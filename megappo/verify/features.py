@@ -1,7 +1,7 @@
 """The baseline of a small run (one rank, no features), and the same with one feature at a time.
 
-A feature is a setting that must not change the numbers: another engine than Megatron's, an axis of a layout, data parallelism,
-recomputation, offload, the distributed optimizer, the token budget of a micro-batch, the kernels.
+A feature is a setting that must not change the numbers: another engine than Megatron's, compiled layers, an axis of a layout, data
+parallelism, recomputation, offload, the distributed optimizer, the token budget of a micro-batch, the kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megappo.verify.shrink import SAMPLES, Run
 from megappo.verify.shrink_layouts import ranks_needed
 
 _AXES = ("tp", "sequence_parallel", "pp", "vpp", "cp", "ep", "etp")
-_SETTINGS = ("engine", "recompute", "offload", "micro_batch_tokens")
+_SETTINGS = ("engine", "compile", "recompute", "offload", "micro_batch_tokens")
 DISTRIBUTED, DP, ENGINE, KERNELS = "optimizer.distributed", "dp", "engine", "kernels"
 
 
@@ -63,7 +63,7 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
 def _plain(config: TrainConfig, role: str) -> RoleConfig:
     """The role's section without features."""
     section = getattr(config, role)
-    changes: dict[str, Any] = {"engine": "megatron", "parallel": ParallelConfig()}
+    changes: dict[str, Any] = {"engine": "megatron", "compile": False, "parallel": ParallelConfig()}
     changes["micro_batch_tokens"] = SAMPLES * LONGEST_SEQUENCE
     if isinstance(section, TrainableConfig):
         optimizer = section.optimizer.model_copy(update={"distributed": False})
@@ -77,6 +77,8 @@ def _with_feature(config: TrainConfig, role: str, feature: str | None) -> RoleCo
     section, plain = getattr(config, role), _plain(config, role)
     if feature in _AXES:
         return plain.model_copy(update={"parallel": _one_axis(section.parallel, feature, read_arch(section.model))})
+    if feature == "compile":  # the engine that has it comes along
+        return plain.model_copy(update={"engine": section.engine, "compile": True})
     if feature in _SETTINGS:
         return plain.model_copy(update={feature: getattr(section, feature)})
     if feature == DISTRIBUTED:

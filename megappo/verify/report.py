@@ -24,6 +24,7 @@ _WITHOUT: Mapping[str, str] = {
     "pp": "{role}.parallel.pp=1",
     "tp": "{role}.parallel.tp=1",
     DISTRIBUTED: "{role}.optimizer.distributed=false",
+    "compile": "{role}.compile=false",
     "recompute": "{role}.recompute=none",
     "offload": "{role}.offload=null",
     "micro_batch_tokens": "{role}.micro_batch_tokens=1000000",

@@ -40,6 +40,7 @@ MODELS = {
 }
 ADAPTERS = ("adapters of the policy", "adapters of the critic")
 LORA = {"rank": 4, "alpha": 8.0}
+OF_ADAPTERS = (("megatron tp2", "fsdp2 tp2"), (FSDP2, "megatron pp2"), ("fsdp2 tp2", FSDP2))
 CHAIN = ("megatron tp2", FSDP2, "megatron pp2", "fsdp2 tp2", "megatron dp2", FSDP2, "megatron tp2")
 GOES_ON = tuple((one, FSDP2) for one in ("megatron tp2", "megatron pp2")) + tuple(
     (FSDP2, one) for one in ("megatron tp2", "megatron dp2")
@@ -258,7 +259,7 @@ def world_main(rank: int, folder: str) -> dict[str, Any]:
         for number, (writer, reader) in enumerate(GOES_ON):
             found[f"{model}: {writer} to {reader}"] = goes_on(bench, place / f"{model}-{number}", model, writer, reader)
     for model in ADAPTERS:
-        for number, (writer, reader) in enumerate((("megatron tp2", FSDP2), (FSDP2, "megatron pp2"))):
+        for number, (writer, reader) in enumerate(OF_ADAPTERS):
             found[f"{model} {number}"] = goes_on(bench, place / f"{model}-{number}", model, writer, reader)
     found["chain bf16"] = chain(bench, place / "bf16", "critic", "bf16")
     for name, spoil in SPOILS.items():

@@ -45,7 +45,7 @@ def test_a_run_goes_on_under_the_other_engine(ranks, model: str, writer: str, re
 
 
 @pytest.mark.parametrize("model", ADAPTERS)
-@pytest.mark.parametrize("way", [0, 1], ids=["to fsdp2", "to megatron"])
+@pytest.mark.parametrize("way", [0, 1, 2], ids=["to fsdp2", "to megatron", "to another layout of fsdp2"])
 def test_adapters_go_on_under_the_other_engine(ranks, model: str, way: int) -> None:
     """Losses after two more updates, which moments and position decide."""
     for rank in ranks:

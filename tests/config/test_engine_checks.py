@@ -43,6 +43,22 @@ def test_a_role_without_such_keys_may_run_under_fsdp2(tmp_path) -> None:
         assert list(problems(config, frozenset(), 4)) == []
 
 
+COMPILED = [
+    (["policy.compile=true"], "policy.compile = true: policy.engine is megatron, whose layers are not compiled; remove it, or set"),
+    (
+        ["critic.compile=true", "critic.engine=fsdp2", "critic.parallel.tp=2", "critic.parallel.pp=1"],
+        "critic.compile = true: torch.compile does not take DTensors whose number of tokens changes, as under critic.parallel.tp 2",
+    ),
+    (["reference.compile=true", "reference.engine=fsdp2"], None),
+]
+
+
+@pytest.mark.parametrize("overrides, wanted", COMPILED)
+def test_layers_are_compiled_under_fsdp2_without_tp(tmp_path, overrides, wanted: str | None) -> None:
+    there = [message for message in problems(train_config(tmp_path, overrides), frozenset(), 4) if "compile" in message]
+    assert len(there) == (wanted is not None) and all(message.startswith(wanted) for message in there), there
+
+
 def test_an_engine_that_does_not_exist_is_refused_at_its_key(tmp_path) -> None:
     with pytest.raises(ConfigError, match="policy.engine"):
         train_config(tmp_path, ["policy.engine=fsdp"])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megappo.config.checks import problems
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
-from megappo.config.loading import explicit_keys, load_config
+from megappo.config.loading import load_config
 
 from .examples import train_config
 
@@ -28,13 +27,6 @@ def test_what_an_adapter_cannot_be(tmp_path, override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         train_config(tmp_path, [override])
     assert words in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_fsdp2_does_not_cut_adapters_over_tp(tmp_path) -> None:
-    config = train_config(tmp_path, ["policy.engine=fsdp2", "policy.lora.rank=4", "policy.parallel.tp=2"])
-    (message,) = problems(config, explicit_keys(config), 2)
-    wanted = "policy.parallel.tp = 2: policy.lora is set and policy.engine is fsdp2, which does not cut adapters; set tp to 1, or"
-    assert message.startswith(wanted)
 
 
 def test_the_section_may_be_null_and_comes_back_as_it_was(tmp_path) -> None:

@@ -22,15 +22,23 @@ def noise_of(name: str, shape: tuple[int, ...], scale: float = 0.2) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) * scale
 
 
+def linear_in_layers(model: Any) -> list[str]:
+    """Last names of the linear layers of the decoder's layers."""
+    linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and ".layers." in name)
+    return sorted({name.rpartition(".")[2] for name in linear})
+
+
 class Oracle:
     """Model of a checkpoint with adapters, whole and on one rank. tensors: its adapters, and a critic's head, by our names."""
 
     def __init__(self, path: str, lora: LoraConfig, *, value_head: bool = False) -> None:
         kind = transformers.AutoModelForTokenClassification if value_head else transformers.AutoModelForCausalLM
         more = {"num_labels": 1} if value_head else {}
-        base = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", **more).double()
+        # eager: attention with sinks and caps, and experts in fp64.
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        base = kind.from_pretrained(path, dtype=torch.float32, **eager, **more).double()
         base.get_input_embeddings().padding_idx = None
-        targets = lora.targets if lora.targets != "all-linear" else [f"{one}_proj" for one in "q k v o gate up down".split()]
+        targets = lora.targets if lora.targets != "all-linear" else linear_in_layers(base)
         settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, target_modules=list(targets))
         self.model = peft.get_peft_model(base, settings, autocast_adapter_dtype=False).eval()
         self.tensors: dict[str, Tensor] = {}

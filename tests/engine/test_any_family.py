@@ -5,17 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 
-from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, PolicyConfig
+from megappo.config.role_sections import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import PackedBatch
 from megappo.models.pieces import as_2d, rectangle
 from megappo.models.role_arch import arch_for
 from megappo.models.weight_map import hf_tensors
+from tests.engine.lora_oracle import Oracle, worst
 from tests.engine.runs import recorded_batch
 from tests.models.any_families import FAMILIES, write_any_checkpoint, write_composite
 from tests.worlds import spawn_world
@@ -25,6 +27,15 @@ TOLERANCE = 5e-5
 CONTEXT = ("gpt_oss", "deepseek_v3")  # sinks are cut with the heads; values are narrower than keys
 CRITICS = ("gpt_neox", "gemma3_text", "deepseek_v3", "gpt_oss")
 DENOMINATOR = 10.0
+LORA = LoraConfig(rank=3, alpha=6.0)
+# model type -> (adapters, of a critic). Fused projections; names without `model.`, and biases; attention beside
+# experts, latent too.
+ADAPTED = {
+    "phi3": (LORA, True),
+    "gpt_neox": (LORA, False),
+    "gpt_oss": (LORA.model_copy(update={"targets": ("q_proj", "o_proj")}), False),
+    "deepseek_v3": (LORA.model_copy(update={"targets": ("q_a_proj", "kv_b_proj", "o_proj")}), False),
+}
 
 
 def run_of_two(rank: int, folder: str) -> dict[str, Any]:
@@ -42,6 +53,8 @@ def run_of_two(rank: int, folder: str) -> dict[str, Any]:
     found["composite"] = trained(engines, Path(folder, "composite"))
     for kind in CONTEXT:
         found["cp", kind] = trained(engines, Path(folder, kind), exports=False, parallel={"cp": 2})
+    for kind, (lora, value_head) in ADAPTED.items():
+        found["lora", kind] = adapted(engines, Path(folder, kind), lora, value_head=value_head)
     for recompute in ("selective", "full"):
         found["recompute", recompute] = trained(engines, Path(folder, "gpt_oss"), recompute=recompute, exports=False)
     return found
@@ -73,6 +86,26 @@ def trained(engines: Any, path: Path, *, exports: bool = True, **settings: Any) 
     if exports:
         found["updated"] = logprobs_of(engine)
         engine.export(path / "export", path)
+        dist.barrier()
+    return found
+
+
+def adapted(engines: Any, path: Path, lora: LoraConfig, *, value_head: bool) -> dict[str, Any]:
+    """Losses, gradients and adapters of updates (`test_lora.trained`); of a policy log-probs afterwards, and an export."""
+    from tests.engine.test_conformance import logprobs_of
+    from tests.engine.test_lora import OPTIMIZER, trained, write_noise
+    from tests.engine.whole import Whole
+
+    common: dict[str, Any] = dict(engine="fsdp2", dtype="fp32", micro_batch_tokens=48, optimizer=OPTIMIZER, lora=lora)
+    section = CriticConfig(**common) if value_head else PolicyConfig(model=str(path), **common)
+    role, head = ("critic", {"value_head": "zero"}) if value_head else ("policy", {})
+    engine = Whole(engine_for(engines, path, role, section, **head))
+    with engine.train_mode(), torch.no_grad():
+        write_noise(engine)
+    found = trained(engine)
+    if not value_head:
+        found["updated"] = logprobs_of(engine)
+        engine.export(path / "adapted", path)
         dist.barrier()
     return found
 
@@ -218,6 +251,38 @@ def test_values_are_the_head_on_hidden_states_of_transformers(world, folder, kin
         rows += [torch.zeros(1), (hidden @ found["head"].t())[:, 0]]
     assert error(found["values"], torch.cat(rows)) < TOLERANCE
     assert torch.equal(found["again"], found["values"]), "an exported critic starts a critic"
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_adapters_are_those_of_peft(world, folder, kind: str) -> None:
+    from tests.engine.test_lora import OPTIMIZER, STEPS
+
+    (lora, value_head), batch, found = ADAPTED[kind], recorded_batch(), world["lora", kind]
+    oracle = Oracle(str(folder / kind), lora, value_head=value_head)
+
+    def loss(rows: torch.Tensor) -> torch.Tensor:
+        if value_head:
+            return ((rows[:, 0] - batch["returns"].double()) ** 2 * batch["weight"].double()).sum()
+        chosen = rows[:-1].log_softmax(-1).gather(1, batch.tokens[1:, None])[:, 0]
+        logprob = torch.cat([chosen.new_zeros(1), chosen]).index_fill(0, batch.cu_seqlens[:-1].long(), 0.0)
+        return -(logprob * batch["weight"].double()).sum()
+
+    wanted = oracle.train(loss, batch, OPTIMIZER, STEPS)
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
+    assert worst(found["gradients"], wanted["gradients"]) < TOLERANCE
+    assert worst(found["parameters"], wanted["parameters"]) < 10 * TOLERANCE
+    assert found["frozen"] and found["with gradient"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (_, value_head) in ADAPTED.items() if not value_head])
+def test_peft_reads_the_adapter_of_an_export_and_transformers_the_merged_model(world, folder, kind: str) -> None:
+    batch, wanted = recorded_batch(), world["lora", kind]["updated"]
+    with torch.no_grad():
+        before = logprobs_of_transformers(read(folder / kind), batch)
+        adapter = peft.PeftModel.from_pretrained(read(folder / kind), folder / kind / "adapted" / "adapter").eval()
+        for model in (adapter, read(folder / kind / "adapted")):
+            assert error(wanted, logprobs_of_transformers(model, batch)) < TOLERANCE
+    assert error(wanted, before) > 1e-2, "an export of the base would be seen"
 
 
 @pytest.mark.parametrize("kind", CONTEXT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import peft
 import pytest
@@ -52,6 +53,10 @@ LAYOUTS = {
     "fsdp2 dp2 recomputed": Layout(2, {"engine": "fsdp2", "recompute": "full"}),
     "fsdp2 dp2 offloaded": Layout(2, {"engine": "fsdp2", "offload": OFFLOADED}),
     "fsdp2 cp2": Layout(2, {"engine": "fsdp2", "parallel": {"cp": 2}}),
+    "fsdp2 tp2": Layout(2, {"engine": "fsdp2", "parallel": {"tp": 2}}),
+    "fsdp2 tp2 sp recomputed": Layout(2, {"engine": "fsdp2", "parallel": SP, "recompute": "full"}),
+    "fsdp2 tp2 sp dp2": Layout(4, {"engine": "fsdp2", "parallel": SP}),
+    "fsdp2 tp2 cp2": Layout(4, {"engine": "fsdp2", "parallel": {"tp": 2, "cp": 2}}),
     "fsdp2 dp4": Layout(4, {"engine": "fsdp2"}),
     **{
         f"megatron {name}": Layout(ranks, {"optimizer": WHOLE, **keys})
@@ -209,8 +214,11 @@ def run_world(rank: int, folder: str) -> dict[str, Any]:
             for value_head in (False, True):
                 engine = bench.engine(lora, layout.keys, value_head=value_head)
                 found[case, name, value_head] = None if engine is None else trained(engine)
-    if ranks == 2:
-        found |= of_two_ranks(Bench(engines, f"{folder}/llama"), Path(folder))
+    bench = Bench(engines, f"{folder}/llama")
+    if ranks == 4:
+        found["merged over tp and dp"] = merged_parts(bench.engine(LORA, LAYOUTS["fsdp2 tp2 sp dp2"].keys))
+    else:
+        found |= of_two_ranks(bench, Path(folder))
     return found
 
 
@@ -226,12 +234,17 @@ def of_two_ranks(bench: Bench, folder: Path) -> dict[str, Any]:
     found["started"] = logprobs(bench.engine(LORA, keys, noise=False))
     found["merged"], found["kept"] = merged_parts(engine), resident(engine)
     engine.export(folder / "export", Path(bench.path))
+    cut = bench.engine(LORA, LAYOUTS["fsdp2 tp2"].keys)
+    found["merged over tp"] = merged_parts(cut)
+    cut.export(folder / "export_of_tp", Path(bench.path))
+    found["saved over tp"] = saved_names(cut)
     critic = bench.engine(LORA, keys, value_head=True)
     critic.export(folder / "critic_export", Path(bench.path))
     found["message"] = refused(lambda: plain.without_adapters())
     for dtype in ("fp32", "bf16"):
         for value_head in (False, True):
             found["bytes", dtype, value_head] = bytes_of(bench.engine(LORA, {**keys, "dtype": dtype}, value_head=value_head))
+    found["bytes over tp"] = bytes_of(bench.engine(LORA, LAYOUTS["fsdp2 tp2"].keys))
     half = bench.engine(LORA, {**keys, "dtype": "bf16"})
     found["bf16"] = {name: p.dtype for name, p in half.named_parameters().items()}
     found["bf16 logprobs"] = logprobs(half)
@@ -239,8 +252,34 @@ def of_two_ranks(bench: Bench, folder: Path) -> dict[str, Any]:
     for name, more in (("kept", {}), ("again", {}), ("recomputed", {"recompute": "full"})):
         found["dropout", name] = trained(bench.engine(dropping, {**keys, **more}))
     found["dropout", "forward"] = logprobs(bench.engine(dropping, keys))
+    columns = dropping.model_copy(update={"targets": ("q_proj", "v_proj", "up_proj")})
+    for name in ("fsdp2 dp1", "fsdp2 tp2"):
+        one = bench.engine(columns, LAYOUTS[name].keys)
+        found["dropout", name] = None if one is None else trained(one)
     found["saved"] = saved_names(engine)
+    found |= of_compiled_layers(bench)
     return found
+
+
+def of_compiled_layers(bench: Bench) -> dict[str, Any]:
+    """Updates by compiled layers on one rank, log-probs with and without adapters, and the number of graphs. eager: torch's backend
+    that runs the graphs as they are; kernels would take a minute."""
+    from torch._dynamo.utils import counters
+
+    from megappo.engine import fsdp2_build
+    from megappo.models import own_classes
+
+    keys = {**LAYOUTS["fsdp2 dp1"].keys, "recompute": "full", "compile": True}
+    counters.clear()
+    with mock.patch.object(own_classes, "COMPILER", "eager"):
+        engine = bench.engine(LORA, keys)
+        if engine is None:
+            return {}
+        found = {"compiled off": base_logprobs(engine), "compiled on": logprobs(engine), "compiled": trained(engine)}
+    found["graphs"] = dict(counters["frames"])
+    with mock.patch.object(fsdp2_build.shutil, "which", lambda name: None), pytest.raises(ValueError) as refused:
+        bench.engine(LORA, keys)
+    return {**found, "no compiler": str(refused.value)}
 
 
 def refused(action: Any) -> str:
@@ -351,16 +390,20 @@ def test_without_adapters_the_base_model_speaks(two) -> None:
         assert found["message"] == "policy has no adapters"
 
 
-def test_merged_parts_are_base_and_adapter_in_fp32(two, folder) -> None:
+@pytest.mark.parametrize("parts, world", [("merged", "two"), ("merged over tp", "two"), ("merged over tp and dp", "four")])
+def test_merged_parts_are_base_and_adapter_in_fp32(request, folder, parts: str, world: str) -> None:
     before = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32).state_dict()
     oracle = Oracle(str(folder / "llama"), LORA).model.merge_and_unload().state_dict()
     seen: dict[str, int] = {}
-    for found in two:
-        for name, parts in found["merged"].items():
-            for (r0, r1, c0, c1), values in parts:
+    boxes: set[Any] = set()
+    for found in request.getfixturevalue(world):
+        for name, rectangles in found[parts].items():
+            for (r0, r1, c0, c1), values in rectangles:
                 wanted = oracle[name].reshape(len(oracle[name]), -1)[r0:r1, c0:c1]
                 assert float((values.double() - wanted).abs().max()) < 1e-6, name
-                seen[name] = seen.get(name, 0) + values.numel()
+                copy = (name, r0, c0) in boxes  # of another tp rank
+                boxes.add((name, r0, c0))
+                seen[name] = seen.get(name, 0) + values.numel() * (not copy)
     assert seen == {name: tensor.numel() for name, tensor in before.items()}
     moved = max(float((oracle[name] - tensor).abs().max()) for name, tensor in before.items())
     assert moved > 0.01, "an unmerged push would be seen"
@@ -386,6 +429,19 @@ def test_only_adapters_and_head_have_gradients_and_moments(two, folder, dtype: s
     assert (planned.weights, planned.gradients, planned.optimizer) == two[0]["bytes", dtype, value_head], "the plan's"
 
 
+def test_adapters_over_tp_take_what_the_plan_says(two, folder) -> None:
+    """Of a layer's 3 x (in + out) numbers, tp halves those of B of q, k, v, gate and up and of A of o and down."""
+    cut, rank = ParallelLayout(2, tp=2), LORA.rank
+    halved = sum(rank * (columns if name in ("o", "down") else rows) for (_, name), (rows, columns) in MODULES.items())
+    adapters = sum(rank * (rows + columns) for rows, columns in MODULES.values()) - halved // 2
+    weights, gradients, optimizer = two[0]["bytes over tp"]
+    assert (gradients, optimizer) == (4 * adapters, 8 * adapters)
+    arch, sizes = read_arch(folder / "llama"), {"trained": True, "value_head": False}
+    megatron = role_memory(arch, cut, 0, dtype="fp32", micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
+    planned = sharded_memory(megatron, arch, cut, 4, offload=(False, False, False), lora=LORA, **sizes)
+    assert (planned.weights, planned.gradients, planned.optimizer) == (weights, gradients, optimizer)
+
+
 # Of the llama of tests/models/checkpoints.py: 64 wide, 4 heads and 2 KV heads of 16, 96 columns, 2 layers, 131 tokens.
 _LAYER = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64), "gate": (96, 64), "up": (96, 64), "down": (64, 96)}
 MODULES = {(layer, name): size for layer in range(2) for name, size in _LAYER.items()}
@@ -398,11 +454,35 @@ def test_adapters_of_a_bf16_model_are_fp32(two, folder) -> None:
     assert 0 < float((two[0]["bf16 logprobs"] - two[0]["on"]).abs().max()) < 0.2
 
 
-def test_a_checkpoint_holds_adapters_and_their_moments_alone(two) -> None:
-    keys = {key for found in two for key in found["saved"]}
+@pytest.mark.parametrize("saved", ["saved", "saved over tp"])
+def test_a_checkpoint_holds_adapters_and_their_moments_alone(two, saved: str) -> None:
+    keys = {key for found in two for key in found[saved]}
     own = {key for key in keys if not key.startswith("optimizer.")}
     assert own and all(map(is_adapter, own)) and len(own) == 2 * len(MODULES)
     assert keys == own | {f"optimizer.state.{moment}.{key}" for moment in ("exp_avg", "exp_avg_sq") for key in own}
+
+
+# ---------------------------------------------------------------------------------------------------------- compiled layers
+
+
+def test_compiled_layers_give_the_same_numbers(two) -> None:
+    compiled, wanted = two[0]["compiled"], two[0]["all", "fsdp2 dp1", False]
+    assert compiled["losses"] == pytest.approx(wanted["losses"], rel=TOLERANCE)
+    for kind in ("gradients", "parameters"):
+        assert worst(compiled[kind], {name: tensor.double() for name, tensor in wanted[kind].items()}) < TOLERANCE
+    for switch in ("off", "on"):
+        assert float((two[0][f"compiled {switch}"] - two[0][switch]).abs().max()) < TOLERANCE
+
+
+def test_layers_share_their_graphs(two) -> None:
+    """Four frames round attention: without gradients and with, of an input that has one and not, with adapters on and off."""
+    graphs = two[0]["graphs"]
+    assert graphs["ok"] == graphs["total"], "no frame runs as it is"
+    assert 0 < graphs["ok"] <= 4 * 4
+
+
+def test_without_a_compiler_the_role_is_refused_in_one_line(two) -> None:
+    assert two[0]["no compiler"].startswith("policy.compile = true: torch.compile calls g++, which is not on PATH; install it")
 
 
 # ----------------------------------------------------------------------------------------------------------------- dropout
@@ -418,20 +498,27 @@ def test_dropout_is_of_training_passes_and_depends_on_the_step_alone(two) -> Non
     assert worst(recomputed, {name: tensor.double() for name, tensor in first.items()}) < TOLERANCE, "the same masks again"
 
 
+def test_tp_ranks_drop_the_same_of_an_input_that_they_share(two) -> None:
+    cut, whole = two[0]["dropout", "fsdp2 tp2"], two[0]["dropout", "fsdp2 dp1"]
+    assert cut["losses"] == pytest.approx(whole["losses"], rel=TOLERANCE)
+    assert worst(cut["gradients"], {name: tensor.double() for name, tensor in whole["gradients"].items()}) < TOLERANCE
+
+
 # ------------------------------------------------------------------------------------------------------------------ export
 
 
-def test_peft_reads_the_exported_adapter_and_transformers_the_merged_model(two, folder) -> None:
+@pytest.mark.parametrize("export", ["export", "export_of_tp"])
+def test_peft_reads_the_exported_adapter_and_transformers_the_merged_model(two, folder, export: str) -> None:
     batch = recorded_batch()
     ids, oracle = batch.tokens[None, :40], Oracle(str(folder / "llama"), LORA).model
     with torch.no_grad():
         wanted = oracle(input_ids=ids).logits
         base = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
-        adapted = peft.PeftModel.from_pretrained(base, folder / "export" / "adapter").eval()
-        merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "export", dtype=torch.float32).eval()
+        adapted = peft.PeftModel.from_pretrained(base, folder / export / "adapter").eval()
+        merged = transformers.AutoModelForCausalLM.from_pretrained(folder / export, dtype=torch.float32).eval()
         for name, model in (("adapter", adapted), ("merged", merged)):
             assert float((model(input_ids=ids).logits - wanted).abs().max()) < 1e-4, name
-    config = json.loads((folder / "export" / "adapter" / "adapter_config.json").read_text())
+    config = json.loads((folder / export / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 3 and config["task_type"] == "CAUSAL_LM" and "lm_head" not in config["target_modules"]
 
 

@@ -22,6 +22,9 @@ EXPERTS = {
     "model.layers.0.mlp.experts.0.up_proj.weight": (4, 6),
     "model.layers.0.self_attn.q_proj.weight": (8, 6),
 }
+SHARED = {"model.layers.0.mlp.shared_experts.up_proj.weight": (4, 6)}
+# All experts in one tensor, and a router that is no linear layer (`tensors_to_adapt` leaves it out).
+JOINED = {"model.layers.0.mlp.experts.up_proj": (2, 6, 4), "model.layers.0.self_attn.q_proj.weight": (8, 6)}
 Q = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
 
 
@@ -51,6 +54,9 @@ def test_targets_are_endings_of_names_of_linear_layers(targets, wanted) -> None:
         (EXPERTS, "all-linear", "which have no adapters; name others: q_proj"),
         (EXPERTS, ("q_proj", "up_proj"), "mlp.experts.0.up_proj is of a layer of experts"),
         (EXPERTS, ("gate",), "mlp.gate is of a layer of experts"),
+        (JOINED, "all-linear", "model.layers.0.mlp is a layer of experts, which have no adapters; name others: q_proj"),
+        (EXPERTS | SHARED, ("shared_experts.up_proj",), "is called as the layers of experts, for which PEFT would take it"),
+        ({"model.layers.0.norm.weight": (6,)}, "all-linear", "no linear layer that could have an adapter; train all weights"),
     ],
 )
 def test_targets_that_match_nothing_or_experts_are_refused(tensors, targets, words) -> None:

@@ -9,7 +9,7 @@ import pytest
 from megappo.models.hf_config import read_arch
 from megappo.verify.compare import compare
 from tests.parity.conftest import numbers_of, order_of, samples
-from tests.parity.lora import ALL, CASES, FAULTS, SCALE, adapters_at_start, changes_of, run_lora
+from tests.parity.lora import ALL, CASES, FAULTS, OF_FSDP2, SCALE, adapters_at_start, changes_of, run_lora
 from tests.parity.matrix import config_of, title, write_models
 from tests.parity.oracle import Adapters, Outcome, ppo_step
 from tests.parity.test_layouts import disagreements
@@ -54,7 +54,7 @@ def test_one_rank_gives_the_numbers_of_the_step_written_out(measured, expected) 
     assert faulty(measured[1][BASELINE], expected) == {}
 
 
-@pytest.mark.parametrize("name", [*TWO_RANKS, "fsdp2"])
+@pytest.mark.parametrize("name", [*TWO_RANKS, *OF_FSDP2])
 def test_every_layout_gives_the_numbers_of_one_rank(measured, name: str) -> None:
     assert disagreements(measured[2][name], measured[1][BASELINE]) == []
 

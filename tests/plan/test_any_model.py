@@ -54,6 +54,61 @@ def test_the_plan_counts_the_shards_of_transformers_own_parameters(folder, tmp_p
     assert [kind, f"{total:,}"] == report(planned.plan).split("policy", 1)[1].split()[:2]
 
 
+def test_the_plan_says_that_layers_are_compiled(folder, tmp_path) -> None:
+    roles = [f"{role}.engine=fsdp2" for role in ROLES]
+    planned = plan_run(config_for(tmp_path, folder / "gemma3_text", *roles, "critic.compile=true"), 1, "cpu", shapes_only=True)
+    assert report(planned.plan).count("layers are compiled") == 1 and "critic: layers are compiled" in report(planned.plan)
+
+
+def test_the_plan_counts_adapters(folder, tmp_path) -> None:
+    """Of gemma3: A and B of rank 16 on every linear layer; q 64 x 64, k and v 32 x 64, o 64 x 64, gate, up and down 96 x 64."""
+    changes = ["policy.engine=fsdp2", "critic.engine=fsdp2", "policy.lora.rank=16", "policy.dtype=bf16"]
+    config = config_for(tmp_path, folder / "gemma3_text", *changes)
+    planned = plan_run(config, 1, "cpu", shapes_only=True)
+    adapters = 16 * 2 * (2 * (64 + 64) + 2 * (32 + 64) + 3 * (96 + 64))
+    policy = planned.plan.memory["policy"][0]
+    assert (policy.gradients, policy.optimizer) == (4 * adapters, 8 * adapters)
+    assert policy.weights == 2 * (policy.parameters - adapters) + 4 * adapters
+    assert f"policy: trains {adapters:,} parameters beside a frozen model (lora.rank 16)" in report(planned.plan)
+
+
+LORA_REFUSED = [
+    (
+        "gemma3_text",
+        ["policy.lora.targets=[q_porj]"],
+        'targets = ["q_porj"]: q_porj matches no linear layer; did you mean',
+    ),
+    (
+        "gpt_oss",
+        ["policy.lora.rank=16"],
+        "mlp is a layer of experts, which have no adapters; name others: k_proj, o_",
+    ),
+    (
+        "gpt_oss",
+        ["policy.lora.targets=[router]"],
+        "router matches no linear layer; name some of k_proj, o_proj",
+    ),
+    (
+        "deepseek_v3",
+        ["policy.lora.targets=[down_proj]"],
+        "mlp.down_proj is called as the layers of experts, for which PEFT would take it",
+    ),
+    (
+        "gemma3_text",
+        ["policy.lora.rank=16", "rollout.engine=vllm", "rollout.adapter=separate"],
+        'rollout.adapter = "separate": vLLM\'s names of the layers of this gemma3_text model are not known; set it to merged',
+    ),
+]
+
+
+@pytest.mark.parametrize("kind, changes, words", LORA_REFUSED)
+def test_adapters_that_a_model_cannot_have_are_refused(folder, tmp_path, kind: str, changes: list[str], words: str) -> None:
+    roles = [f"{role}.engine=fsdp2" for role in ROLES if role != "reference"]
+    with pytest.raises(ConfigError) as refused:
+        plan_run(config_for(tmp_path, folder / kind, *roles, *changes), 1, "cpu", shapes_only=True)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("softcap, with_sinks", [(2.0, False), (None, True)])
 def test_scores_in_memory_are_counted(folder, softcap: float | None, with_sinks: bool) -> None:
     """Bytes that autograd keeps for one layer: at least the softmax in fp32, at most what the plan says."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.config.role_sections import ModelConfig, OptimizerConfig, PolicyConfig
+from megappo.config.role_sections import LoraConfig, ModelConfig, OptimizerConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.models.role_arch import arch_for
@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mixtral": dict(head_dim=32, num_local_experts=6),
 }
 
+ADAPTED = ("gemma3_text",)
+
 
 def run_case(path: str) -> dict[str, Any]:
     policy = sharded_policy(path)
@@ -48,16 +50,25 @@ def run_case(path: str) -> dict[str, Any]:
             metrics = engine.push_weights(version)
             responses = generate_all(engine, requests(), GREEDY)
             found["pushes"].append((distance(policy, requests(), responses), metrics))
+        if Path(path).name in ADAPTED:
+            adapted = sharded_policy(path, LoraConfig(rank=4, alpha=32.0))
+            train_once(adapted)
+            engine.connect(adapted.engine)
+            metrics = engine.push_weights(3)
+            responses = generate_all(engine, requests(), GREEDY)
+            found["adapted"] = distance(adapted, requests(), responses), metrics["verified"]
+            with adapted.engine.without_adapters():
+                found["unmerged"] = distance(adapted, requests(), responses)
     return found
 
 
-def sharded_policy(path: str) -> Any:
+def sharded_policy(path: str, lora: LoraConfig | None = None) -> Any:
     from megappo.engine.build import RoleEngines
     from megappo.engine.factory import EngineSpec
     from megappo.trainer.roles import Policy
 
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-5)
-    section = PolicyConfig(model=path, engine="fsdp2", dtype="fp32", micro_batch_tokens=256, optimizer=optimizer)
+    section = PolicyConfig(model=path, engine="fsdp2", dtype="fp32", micro_batch_tokens=256, optimizer=optimizer, lora=lora)
     spec = EngineSpec("policy", path, arch_for(path, "fsdp2"), section, total_updates=10)
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     return on_whole_batches(Policy(engines.build(spec), 1.0, AlgorithmConfig()))  # type: ignore[arg-type]
@@ -82,6 +93,14 @@ def test_the_engine_samples_from_the_model_that_is_trained(world, kind: str) -> 
     for found in world:
         assert all(far < TOLERANCE and metrics["verified"] == 1.0 for far, metrics in found[kind]["pushes"])
         assert found[kind]["stale"] > 0.1, "the comparison would notice weights of before the update"
+
+
+@pytest.mark.parametrize("kind", ADAPTED)
+def test_the_engine_samples_from_base_and_adapter(world, kind: str) -> None:
+    for found in world:
+        far, verified = found[kind]["adapted"]
+        assert far < TOLERANCE and verified == 1.0
+        assert found[kind]["unmerged"] > 0.01, "an unmerged push would be seen"
 
 
 @pytest.mark.parametrize("kind", CASES)

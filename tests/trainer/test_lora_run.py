@@ -29,8 +29,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "shared": PLAIN,
     "copied": PLAIN | {"reference.engine": "fsdp2", "reference.model": "{model}"},
     "full": FSDP2,
-    "vllm": PLAIN | {"rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03},
-    "separate": PLAIN | {"rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03, "rollout.adapter": "separate"},
+    "vllm": PLAIN | {"rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03, "policy.parallel": {"tp": 2}},
+    "separate": PLAIN
+    | {"rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03, "rollout.adapter": "separate"}
+    | {"policy.parallel": {"tp": 2, "sequence_parallel": True}},
     # Rank 0 has the policy, rank 1 the engine: neither has both ends.
     "apart": PLAIN
     | {"rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03, "rollout.adapter": "separate"}
