@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,15 +15,19 @@ from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero
 
 def encode_components(components: Mapping[str, StatefulComponent]) -> str:
     """Content of the file. Collective. RankFault if a state is not plain data or differs between ranks."""
-    encoded = on_every_rank(
-        "encoding the trainer's state",
-        lambda: {name: _encode(name, component.state_dict()) for name, component in components.items()},
-    )
-    for name, text in encoded[0].items():  # only rank 0's is written, so the others must equal it
-        differing = [rank for rank, theirs in enumerate(encoded) if theirs.get(name) != text]
+    texts: dict[str, str] = {}
+
+    def encode() -> dict[str, str]:
+        texts.update({name: _encode(name, component.state_dict()) for name, component in components.items()})
+        # Digests travel: responses that go on may be megabytes.
+        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+    digests = on_every_rank("encoding the trainer's state", encode)
+    for name, digest in digests[0].items():  # only rank 0's is written, so the others must equal it
+        differing = [rank for rank, theirs in enumerate(digests) if theirs.get(name) != digest]
         if differing:
             raise RankFault(f"state of {name} on ranks {differing} differs from rank 0's")
-    return json.dumps({name: json.loads(text) for name, text in encoded[0].items()}, indent=1)
+    return json.dumps({name: json.loads(text) for name, text in texts.items()}, indent=1)
 
 
 def _encode(name: str, state: dict[str, Any]) -> str:

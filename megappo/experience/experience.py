@@ -171,7 +171,7 @@ class Experience:
         numbers = torch.arange(batch.num_sequences) + int(counts[:rank].sum())
         nothing = torch.zeros(batch.num_sequences, dtype=torch.int32)
         lengths = batch.lengths.int()
-        rows = SampleTable(lengths, lengths, nothing, nothing, nothing, nothing, nothing + rank, nothing - 1)
+        rows = SampleTable(lengths, lengths, nothing, nothing, nothing, nothing, nothing + rank, nothing - 1, nothing, nothing)
         table = SampleTable.agreed(numbers, rows, int(counts.sum()))
         return cls(table, Owners.drawn(table, world_size), batch, rank, world_wire())
 
@@ -187,10 +187,10 @@ class Experience:
 
 
 def rows_of(batch: PackedBatch, versions: tuple[Tensor, Tensor], owner: int, groups: Tensor | None = None) -> SampleTable:
-    """Rows of the table for the samples of a batch, with response_mask and truncated. versions, groups: as in
-    `Experience.of_drawn`."""
+    """Rows of the table for the samples of a batch, with response_mask and truncated, whole_mask and unfinished if responses go on
+    over steps. versions, groups: as in `Experience.of_drawn`."""
     mask, lengths = batch["response_mask"], batch.lengths
-    sampled = tokens_per_sequence(mask, batch.cu_seqlens)
+    sampled, nothing = tokens_per_sequence(mask, batch.cu_seqlens), torch.zeros_like(lengths)
     columns = (
         lengths,
         _prompt_lengths(mask, batch.cu_seqlens, sampled),
@@ -199,6 +199,8 @@ def rows_of(batch: PackedBatch, versions: tuple[Tensor, Tensor], owner: int, gro
         *versions,
         torch.full_like(lengths, owner),
         torch.full_like(lengths, -1) if groups is None else groups,
+        tokens_per_sequence(batch["whole_mask"], batch.cu_seqlens) - sampled if "whole_mask" in batch else nothing,
+        batch["unfinished"] if "unfinished" in batch else nothing,
     )
     return SampleTable(*(column.int() for column in columns))
 

@@ -21,6 +21,8 @@ class SampleTable:
     length: tokens, prompt included. prompt: tokens before the first sampled one. sampled: tokens that the policy sampled.
     truncated: 1 if the response was cut by the length limit. oldest, newest: versions of the weights that sampled it. owner: world
     rank that drew it. group: number of its prompt in the step, the same for all responses to it; -1 of a sample without a group.
+    earlier: of the tokens before the first sampled one, those that the policy sampled in earlier steps. unfinished: 1 if the
+    response goes on in a later step.
     """
 
     length: Tensor
@@ -31,6 +33,18 @@ class SampleTable:
     newest: Tensor
     owner: Tensor
     group: Tensor
+    earlier: Tensor
+    unfinished: Tensor
+
+    @property
+    def ends(self) -> Tensor:
+        """[N] bool, samples whose response ends in this step."""
+        return self.unfinished == 0
+
+    @property
+    def response(self) -> Tensor:
+        """[N] int32, tokens of each response that the policy sampled, in this step or before."""
+        return self.sampled + self.earlier
 
     @property
     def num_samples(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy
@@ -56,12 +56,34 @@ class SamplingParams:
 @dataclass(frozen=True, eq=False)
 class Request:
     """One response to draw. number: of the sample in its batch. prompt: ids, int32 if an array. seed: makes the response
-    reproducible on any replica and in any batch. group: the same for all requests of one prompt; -1 of a request without one."""
+    reproducible on any replica and in any batch. group: the same for all requests of one prompt; -1 of a request without one.
+
+    before: segments of the response that earlier requests drew; it goes on after them. max_tokens: most tokens to draw, None: those
+    of the sampling settings. goes_on: a response that they cut is drawn further by a later request.
+    """
 
     number: int
     prompt: Ids | Sequence[int]
     seed: int
     group: int = -1
+    before: tuple[Segment, ...] = ()
+    max_tokens: int | None = None
+    goes_on: bool = False
+
+    @property
+    def tokens(self) -> Ids:
+        """Ids that the next token follows, int32: the prompt and what there is of the response."""
+        return _joined([numpy.asarray(self.prompt, numpy.int32), *(segment.tokens for segment in self.before)])
+
+    def limit(self, sampling: SamplingParams) -> int:
+        """Most tokens to draw."""
+        return sampling.max_tokens if self.max_tokens is None else self.max_tokens
+
+    def whole(self, response: Response) -> Response | None:
+        """The response with what earlier requests drew; None if a later request goes on with it. `kept` is of the answer alone."""
+        if self.goes_on and response.finish == "length":
+            return None
+        return replace(response, segments=(*self.before, *response.segments))
 
 
 @dataclass(frozen=True, eq=False)

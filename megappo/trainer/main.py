@@ -72,6 +72,7 @@ from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
 from megappo.trainer.surroundings import require_surroundings
 from megappo.trainer.watch import watched
+from megappo.trainer.windows import resume_windows
 
 
 def train(
@@ -192,6 +193,7 @@ def _train(
     ppo = _build_ppo(config, data, roles, average, rollout, state, kl, log, checkpoints, factory, instruments)
     if manifest is not None:
         absent = checkpoints.resume(manifest)
+        resume_windows(config, state, log)
         if AVERAGE in absent:
             log.note("policy.ema: the checkpoint has no average; it starts from the policy's weights there")
             if average is not None:

@@ -21,7 +21,9 @@ def nothing_to_learn(table: SampleTable, scored: Scored, num_scored: int | None 
     undecided, unusable = total(torch.tensor([scored.num_undecided, scored.num_unusable])).tolist()
     if not int(table.sampled.sum()):
         return f"none of the {table.num_samples} responses has a sampled token"
-    scored_in_all = table.num_samples if num_scored is None else num_scored
+    scored_in_all = (table.num_samples if num_scored is None else num_scored) - int(table.unfinished.sum())
+    if not scored_in_all:  # what goes on has its advantages from the critic
+        return ""
     if undecided + unusable >= scored_in_all:
         return (
             f"none of the {scored_in_all} responses has a reward: {undecided} undecided, {unusable} with a reference answer "
