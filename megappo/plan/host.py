@@ -47,8 +47,8 @@ AGREEMENT, METRICS = 72, 40  # fp64 columns
 ID = 4  # a kept id
 KEPT_ROW = 12  # number of a token's ids, and where they start
 KEPT_PACKING = 12  # the places of sampled tokens, and the numbers of their ids once more
-# Bytes of a sample: the table's 10 columns, and one column for each set of owners.
-ROW, OWNER = 40, 8
+# Bytes of a sample: the table's 11 columns, and one column for each set of owners.
+ROW, OWNER = 44, 8
 
 
 class Work(NamedTuple):

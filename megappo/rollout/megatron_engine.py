@@ -47,7 +47,7 @@ class MegatronRollout:
         logits_dtype: LogitsDtype = "fp32",
         timeouts: TimeoutsConfig = TimeoutsConfig(),
     ) -> None:
-        self.replica = Replica(0, 1, None, None)
+        self.replica = Replica(0, 1, engine.host_group, None)
         self._meeting = Limit("run.timeouts.meeting_s", timeouts.meeting_s)
         self._engine = engine
         self._detokenize = detokenize

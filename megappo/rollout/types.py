@@ -122,17 +122,32 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
+class Context:
+    """A sequence that a trajectory has left behind, as its context was compacted (CompactionRL, arXiv:2607.05378): all of what the
+    policy read and sampled, a summary at its end included. prompt: ids before its segments. kept: as of a response."""
+
+    prompt: Ids
+    segments: tuple[Segment, ...]
+    kept: KeptIds | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Response:
     """Answer to a request: one segment, or more if tokens were given in between or the weights changed.
 
     number: of the request. finish: "stop" (end of sequence, which is then the last token, or stop string) or "length" (cut). kept:
     ids that the sampled tokens were drawn from, if `SamplingParams.record_kept` is set and top-k or top-p cut the vocabulary.
+
+    contexts: sequences of the same trajectory before this one, in their order; the trajectory is scored by this one. prompt: ids
+    that this one begins with, the compacted context; None: those of the request.
     """
 
     number: int
     segments: tuple[Segment, ...]
     finish: Literal["stop", "length"]
     kept: KeptIds | None = None
+    contexts: tuple[Context, ...] = ()
+    prompt: Ids | None = None
 
     @property
     def tokens(self) -> Ids:
@@ -172,7 +187,7 @@ class Replica:
     """The ranks that answer requests together, as one of them sees it.
 
     index: number of this rank's replica, of `count`. group: its ranks, on the host, the first of which takes requests for all; None
-    if they need not talk, because the replica is one rank or the only one. max_running: requests that it works on at once; None
+    if the replica is one rank. max_running: requests that it works on at once; None
     for any number.
     """
 

@@ -206,6 +206,7 @@ class Metric(_Named):
         "mean age of the weights that drew a token, those of earlier steps included: steps since they were the policy's",
     )
     TOKEN_AGE_MAX = "rollout/token_age_max", "age of the oldest such weights, steps"
+    SEQUENCES = "rollout/sequences", "mean number of sequences of a trajectory, where contexts were compacted"
     PUSH = "rollout/push_*", "figures of the weight push: bytes, seconds, checks"
 
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"

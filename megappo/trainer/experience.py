@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy
@@ -20,6 +20,7 @@ from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.data.ragged import Ragged
 from megappo.experience.experience import Experience
+from megappo.parallel.totals import total
 from megappo.rollout.types import KeptIds, Request, Response
 
 
@@ -93,15 +94,38 @@ def collect(
     """Experience of all ranks' responses, spread over all ranks. Collective over the world.
 
     requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_kept,
-    in_windows: as in `pack_experience`.
+    in_windows: as in `pack_experience`. The last sequence of a trajectory has the number of its request; those before it, of all
+    trajectories in their order, have the numbers from len(requests) on.
     """
+    asked, responses, previous, num_samples = _sequences(requests, responses)
     numbers = [response.number for response in responses]
-    asked = [requests[number] for number in numbers]
     drawn = pack_experience(asked, responses, with_kept=with_kept, in_windows=in_windows)
     oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
     versions = torch.tensor([oldest, newest], dtype=torch.int32)
     groups = torch.tensor([request.group for request in asked], dtype=torch.int32)
-    return Experience.of_drawn(torch.tensor(numbers, dtype=torch.long), drawn, len(requests), (versions[0], versions[1]), groups)
+    of_drawn = torch.tensor(numbers, dtype=torch.long), drawn, num_samples, (versions[0], versions[1]), groups, previous
+    return Experience.of_drawn(*of_drawn)
+
+
+def _sequences(requests: Sequence[Request], responses: Sequence[Response]) -> tuple[list[Request], list[Response], Tensor, int]:
+    """Every sequence of this rank as a request and its response, by number; the sequence that each goes on from [M]; the number of
+    sequences of all ranks. Collective over the world."""
+    counts = torch.zeros(len(requests), dtype=torch.long)
+    for response in responses:
+        counts[response.number] = len(response.contexts)
+    counts = total(counts)
+    firsts = len(requests) + counts.cumsum(0) - counts
+    found: list[tuple[Request, Response, int]] = []
+    for response in responses:
+        first, request = int(firsts[response.number]), requests[response.number]
+        for number, one in enumerate(response.contexts, first):
+            asked = replace(request, number=number, prompt=one.prompt)
+            found.append((asked, Response(number, one.segments, "stop", one.kept), number - 1 if number > first else -1))
+        last = request if response.prompt is None else replace(request, prompt=response.prompt)
+        found.append((last, response, first + len(response.contexts) - 1 if response.contexts else -1))
+    found.sort(key=lambda one: one[1].number)
+    previous = torch.tensor([one[2] for one in found], dtype=torch.int32)
+    return [one[0] for one in found], [one[1] for one in found], previous, len(requests) + int(counts.sum())
 
 
 def pack_experience(

@@ -26,11 +26,12 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
     Collective over the world.
     """
     batch = record.batch
-    mask, rows = batch["response_mask"], record.experience.table.rows(record.experience.numbers)
+    mask, table, numbers = batch["response_mask"], record.experience.table, record.experience.numbers
+    ends = table.ends[numbers]
     values = {
         Distribution.ADVANTAGE: batch["raw_advantage"][mask],
-        Distribution.RESPONSE: rows.response[rows.ends],
-        Distribution.SCORE: torch.tensor(record.scored.total)[rows.ends],
+        Distribution.RESPONSE: table.response[numbers][ends],
+        Distribution.SCORE: torch.tensor(record.scored.total)[ends],
     }
     of_critics = {
         of_critic(name.value, role): batch[field][record.value_mask]

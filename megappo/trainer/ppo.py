@@ -148,7 +148,8 @@ class PPO:
         experience, scored = samples.result()
         prompt_of = partial(prompt_of_sample, self.prompts, samples.rows, n)
         of_windows = {} if self.windows is None else self.windows.end(experience)
-        if reason := nothing_to_learn(experience.table, scored, samples.num_drawn):
+        num_scored = samples.num_drawn if config.algorithm.dynamic_sampling.enable else None
+        if reason := nothing_to_learn(experience.table, scored, num_scored):
             self.log.note(f"step {step}: no model is updated: {reason}")
 
         with timers.stage("logprobs"):  # 4
@@ -195,7 +196,7 @@ class PPO:
         )
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
         if not (reason or self.warmup.covers(step)):
-            self.kl_controller.update(record.kl_per_response(), experience.table.num_samples)
+            self.kl_controller.update(record.kl_per_response(), experience.table.num_trajectories)
             if self.refresh.is_due(step, record.kl_per_response()):
                 self.refresh.copy()
                 self.log.note(f"reference: refreshed from the {config.reference.refresh_from} after step {step}")
@@ -207,7 +208,7 @@ class PPO:
         timeline = self.instruments.timeline(timers, step) if self.is_due(step, config.telemetry.summary_every) else []
         self.log.step({**record.metrics(timers), **costs, **self.checkpoints.metrics()}, step, self.total_steps, timeline)
         if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
-            drawn = draw_samples(experience.table.num_samples, n, config.telemetry.trajectories_per_step, config.run.seed, step)
+            drawn = draw_samples(len(samples.rows) * n, n, config.telemetry.trajectories_per_step, config.run.seed, step)
             self.log.trajectories(step, trajectories_of(record, prompt_of, drawn, self.tokenizer))
         if counts_ratios:
             self.log.histograms(step, histograms_of(record))

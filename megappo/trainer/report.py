@@ -143,7 +143,7 @@ class StepRecord:
         """
         if "kl k1" not in self.totals:
             return 0.0
-        return float(self.totals["kl k1"][1]) / max(1, self.experience.table.num_samples)
+        return float(self.totals["kl k1"][1]) / max(1, self.experience.table.num_trajectories)
 
     def metrics(self, timers: StageTimers) -> dict[str, float]:
         """Name -> value, grouped by the part before the slash. Costs that need the models or other ranks: `instruments.py`."""
@@ -286,8 +286,10 @@ class StepRecord:
         }
 
     def _rollout(self) -> dict[str, float]:
-        kept, ages = self.agreement.kept, self.experience.table.ages(self.step)
+        table = self.experience.table
+        kept, ages = self.agreement.kept, table.ages(self.step)
         return {
+            **({Metric.SEQUENCES.value: table.num_samples / table.num_trajectories} if table.has_chains else {}),
             Metric.AGE_MEAN.value: _mean(ages),
             Metric.AGE_MAX.value: int(ages.max()),
             Metric.PROB_DIFF_MEAN.value: self.agreement.mean,
@@ -313,7 +315,7 @@ class StepRecord:
             Metric.STEP_SECONDS.value: total,
             Metric.TOKENS_PER_S.value: table.num_tokens / total,
             Metric.GENERATED_PER_S.value: int(self.generated[1].sum()) / max(timers.seconds["generate"], 1e-9),
-            Metric.SAMPLES_PER_S.value: table.num_samples / total,
+            Metric.SAMPLES_PER_S.value: table.num_trajectories / total,
         }
 
     @property

@@ -20,6 +20,7 @@ from megappo.experience.experience import Experience
 from megappo.ops.whiten import whiten_apply
 from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric
+from megappo.trainer.chains import Chains
 from megappo.trainer.critics import critics_in, of_critic, of_critics, with_disagreement
 from megappo.trainer.reweighting import correction_figures, on_sampled, reweight
 from megappo.trainer.token_scans import (
@@ -60,10 +61,14 @@ def shape_experience(
     sample, for the estimator remax.
     """
     if algorithm.has_critic:
-        batch, figures = _with_critic(experience.batch, score, kl_coef, algorithm, per_token)
+        batch, figures = _in_chains(experience, score, kl_coef, algorithm, per_token)
         batch, of_disagreement = with_disagreement(batch)
         figures = {**figures, **of_disagreement}
         shaped = Shaped(experience.with_batch(batch), figures)
+    elif experience.table.has_chains:
+        raise ValueError(
+            f"algorithm.estimator {algorithm.estimator}: trajectories of several sequences need a critic, gae or vtrace"
+        )
     else:
         shaped = _without_critic(experience, score, kl_coef, algorithm, per_token, greedy)
     reweighted, metrics = reweight(shaped.experience, algorithm)
@@ -90,6 +95,19 @@ def shape_advantages(
     sampled tokens, one for each, or None for a sample without; they add to KL and score.
     """
     return _with_critic(batch, score, kl_coef, algorithm, per_token)[0]
+
+
+def _in_chains(
+    experience: Experience, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
+) -> tuple[PackedBatch, dict[str, float]]:
+    """`_with_critic`, in which the sequences of a trajectory are one, and its score that of the last one."""
+    batch, chains = experience.batch, Chains.of(experience)
+    if chains is None:
+        return _with_critic(batch, score, kl_coef, algorithm, per_token)
+    whole = chains.merged(batch)
+    found, figures = _with_critic(whole, chains.scores(score), kl_coef, algorithm, chains.per_token(per_token, batch))
+    added = {name: x for name, x in found.token_fields.items() if x is not whole.token_fields.get(name)}
+    return batch.with_fields(chains.apart(batch, added)), figures
 
 
 def _with_critic(
