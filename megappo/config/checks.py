@@ -34,6 +34,7 @@ from megappo.config.role_checks import freeze_problems, value_bins_problem
 from megappo.config.role_sections import OptimizerConfig
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import CRITICS, SftConfig, TrainConfig
+from megappo.config.window_checks import window_problem
 
 Device = Literal["cpu", "cuda"]
 # Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.
@@ -374,6 +375,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     vtrace_problem,
     refresh_problem,
     dynamic_sampling_problem,
+    window_problem,
     _greedy_training,
     _top_k_zero,
     _kept_tokens,

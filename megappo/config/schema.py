@@ -62,6 +62,10 @@ class RolloutConfig(Section):
     """Responses drawn for every prompt of a training step."""
     max_response_tokens: Positive = 512
     """Responses are cut here; a cut response has no end-of-sequence token."""
+    window_tokens: Positive | None = None
+    """Most tokens of a response that a step draws (T-PPO, arXiv:2506.15050). A longer response goes on in the next steps, in the
+    place of a new one: the policy trains on the tokens of the step, with the value of their end as what follows, the critic on
+    whole responses once they end, and only then they are scored (docs/algorithms.md). null draws whole responses."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training responses."""
     stop: tuple[str, ...] = ()
@@ -277,7 +281,8 @@ class AlgorithmConfig(Section):
     """Reduction of token losses to one number; fixed-length divides by samples * `rollout.max_response_tokens`."""
     bootstrap_truncated: bool | Literal["last"] = False
     """Bootstrap responses cut by the length limit instead of ending them with 0: true with the critic's value after the last token,
-    last with that of the last step itself (the last sampled token, or turn), the EGAE of T-PPO (arXiv:2506.15050)."""
+    last with that of the last step itself (the last sampled token, or turn), the EGAE of T-PPO (arXiv:2506.15050). Responses that
+    go on in a later step (`rollout.window_tokens`) are bootstrapped in any case, by last unless this is true."""
 
     @property
     def has_critic(self) -> bool:

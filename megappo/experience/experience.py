@@ -145,16 +145,22 @@ class Experience:
 
     @classmethod
     def of_drawn(
-        cls, numbers: Tensor, drawn: PackedBatch, num_samples: int, versions: tuple[Tensor, Tensor], groups: Tensor | None = None
+        cls,
+        numbers: Tensor,
+        drawn: PackedBatch,
+        num_samples: int,
+        versions: tuple[Tensor, Tensor],
+        groups: Tensor | None = None,
+        previous: Tensor | None = None,
     ) -> Experience:
         """Agree on the table, and spread the samples that the ranks drew over all of them. Collective over the world.
 
         numbers: [M] int64, ascending, of the samples that this rank drew. drawn: those, with the fields response_mask and
-        truncated. versions: [M] each, oldest and newest weights that sampled them. groups: [M], as in the table; None for samples
-        without a group.
+        truncated. versions: [M] each, oldest and newest weights that sampled them. groups, previous: [M], as in the table; None for
+        samples without a group, and for trajectories of one sequence.
         """
         rank, world_size = place_in_world()
-        table = SampleTable.agreed(numbers, rows_of(drawn, versions, rank, groups), num_samples)
+        table = SampleTable.agreed(numbers, rows_of(drawn, versions, rank, groups, previous), num_samples)
         experience = cls(table, Owners.drawn(table, world_size), drawn, rank, world_wire())
         return experience.redistribute(Owners.spread(table, world_size))
 
@@ -172,26 +178,35 @@ class Experience:
         numbers = torch.arange(batch.num_sequences) + int(counts[:rank].sum())
         nothing = torch.zeros(batch.num_sequences, dtype=torch.int32)
         lengths = batch.lengths.int()
-        rows = SampleTable(lengths, lengths, nothing, nothing, nothing, nothing, nothing + rank, nothing - 1)
+        rows = SampleTable(
+            lengths, lengths, nothing, nothing, nothing, nothing, nothing + rank, nothing - 1, nothing, nothing, nothing - 1
+        )
         table = SampleTable.agreed(numbers, rows, int(counts.sum()))
         return cls(table, Owners.drawn(table, world_size), batch, rank, world_wire())
 
     @classmethod
     def of_whole(cls, batch: PackedBatch) -> Experience:
-        """Experience of a batch that every rank has, with the fields response_mask and truncated, and group if there are any. Not
-        collective."""
+        """Experience of a batch that every rank has, with the fields response_mask and truncated, and group and previous if there
+        are any. Not collective."""
         rank, world_size = place_in_world()
         version = torch.zeros(batch.num_sequences, dtype=torch.int32)
-        table = rows_of(batch, (version, version), 0, batch["group"] if "group" in batch else None)
+        groups, previous = (batch[name] if name in batch else None for name in ("group", "previous"))
+        table = rows_of(batch, (version, version), 0, groups, previous)
         owners = Owners.spread(table, world_size)
         return cls(table, owners, batch.select(owners.numbers(rank)), rank, world_wire())
 
 
-def rows_of(batch: PackedBatch, versions: tuple[Tensor, Tensor], owner: int, groups: Tensor | None = None) -> SampleTable:
-    """Rows of the table for the samples of a batch, with response_mask and truncated. versions, groups: as in
-    `Experience.of_drawn`."""
+def rows_of(
+    batch: PackedBatch,
+    versions: tuple[Tensor, Tensor],
+    owner: int,
+    groups: Tensor | None = None,
+    previous: Tensor | None = None,
+) -> SampleTable:
+    """Rows of the table for the samples of a batch, with response_mask and truncated, whole_mask and unfinished if responses go on
+    over steps. versions, groups, previous: as in `Experience.of_drawn`."""
     mask, lengths = batch["response_mask"], batch.lengths
-    sampled = tokens_per_sequence(mask, batch.cu_seqlens)
+    sampled, nothing = tokens_per_sequence(mask, batch.cu_seqlens), torch.zeros_like(lengths)
     columns = (
         lengths,
         _prompt_lengths(mask, batch.cu_seqlens, sampled),
@@ -200,6 +215,9 @@ def rows_of(batch: PackedBatch, versions: tuple[Tensor, Tensor], owner: int, gro
         *versions,
         torch.full_like(lengths, owner),
         torch.full_like(lengths, -1) if groups is None else groups,
+        tokens_per_sequence(batch["whole_mask"], batch.cu_seqlens) - sampled if "whole_mask" in batch else nothing,
+        batch["unfinished"] if "unfinished" in batch else nothing,
+        nothing - 1 if previous is None else previous,
     )
     return SampleTable(*(column.int() for column in columns))
 

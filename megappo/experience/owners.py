@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megappo.algo.chains import last_of_chains
 from megappo.experience.table import SampleTable, balanced
 from megappo.parallel.shares import Shares
 
@@ -29,8 +30,15 @@ class Owners:
 
     @classmethod
     def spread(cls, table: SampleTable, world_size: int) -> Owners:
-        """Balanced over the ranks of the world by tokens."""
-        return cls.of_role(table, Shares.of_ranks(range(world_size)))
+        """Balanced over the ranks of the world by tokens; all sequences of a trajectory belong to one rank."""
+        shares = Shares.of_ranks(range(world_size))
+        if not table.has_chains:
+            return cls.of_role(table, shares)
+        last = last_of_chains(table.previous)
+        lengths = torch.zeros_like(table.length).index_add(0, last, table.length)
+        share, is_last = torch.zeros_like(last), table.ends
+        share[is_last] = balanced(lengths[is_last], shares.count)
+        return cls(share[last], shares)
 
     @classmethod
     def of_role(cls, table: SampleTable, shares: Shares) -> Owners:

@@ -28,6 +28,9 @@ class SampleTable:
     length: tokens, prompt included. prompt: tokens before the first sampled one. sampled: tokens that the policy sampled.
     truncated: 1 if the response was cut by the length limit. oldest, newest: versions of the weights that sampled it. owner: world
     rank that drew it. group: number of its prompt in the step, the same for all responses to it; -1 of a sample without a group.
+    earlier: of the tokens before the first sampled one, those that the policy sampled in earlier steps. unfinished: 1 if the
+    response goes on in a later step. previous: number of the sequence of the same trajectory that this one goes on from, as the
+    context was compacted (`algo/chains.py`); -1 of the first one, and of a trajectory of one sequence.
     """
 
     length: Tensor
@@ -38,6 +41,31 @@ class SampleTable:
     newest: Tensor
     owner: Tensor
     group: Tensor
+    earlier: Tensor
+    unfinished: Tensor
+    previous: Tensor
+
+    @property
+    def has_chains(self) -> bool:
+        """True if a trajectory is several sequences."""
+        return bool((self.previous >= 0).any())
+
+    @property
+    def ends(self) -> Tensor:
+        """[N] bool, samples with which a trajectory ends, in this step."""
+        goes_on = self.unfinished != 0
+        goes_on[self.previous[self.previous >= 0].long()] = True
+        return ~goes_on
+
+    @property
+    def num_trajectories(self) -> int:
+        """Samples, but those of one trajectory counted once."""
+        return int((self.previous < 0).sum())
+
+    @property
+    def response(self) -> Tensor:
+        """[N] int32, tokens of each response that the policy sampled, in this step or before."""
+        return self.sampled + self.earlier
 
     @property
     def num_samples(self) -> int:

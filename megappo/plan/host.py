@@ -41,14 +41,15 @@ ROW_NS = 700.0  # a sample in a plan of owners
 # Bytes of a token, as the tensors are made.
 TOKEN, INDEX, FIELD, MASK = 8, 8, 4, 1
 RESPONSE = 8  # ids and log-probs of a response, which lives until the next generation
+UNFINISHED = 19  # the same of a response that goes on, and once more as text (4 / 3) for checkpoints
 PACKING = 6  # the ids as int32 and two masks, until they are packed
 TEXT = 48  # an int object and its place in a tuple, and 4 characters in each of two texts
 AGREEMENT, METRICS = 72, 40  # fp64 columns
 ID = 4  # a kept id
 KEPT_ROW = 12  # number of a token's ids, and where they start
 KEPT_PACKING = 12  # the places of sampled tokens, and the numbers of their ids once more
-# Bytes of a sample: the table's 8 columns, and one column for each set of owners.
-ROW, OWNER = 32, 8
+# Bytes of a sample: the table's 11 columns, and one column for each set of owners.
+ROW, OWNER = 44, 8
 
 
 class Work(NamedTuple):
@@ -104,6 +105,8 @@ class HostWork:
         drawing = plan.replicas if plan.rollout is not None else plan.world_size
         self._drawn, self._responses = self._tokens_each(drawing), ceil(step.samples / drawing) * config.rollout.max_response_tokens
         self._fields = {"response_mask", "rollout_logprob", *self._existing({"kept"})}
+        if config.rollout.window_tokens is not None:
+            self._fields |= {"whole_mask"}
         self._outputs = {name for role in shares for name in OUTPUTS[role].tokens}
         self._shaped = _shaped_fields(config)
 
@@ -150,7 +153,10 @@ class HostWork:
     def _at_rest(self, draws: bool) -> float:
         """Bytes from the end of generation to the end of the step: the responses, the table and the owners."""
         responses = self._responses * (RESPONSE + (FIELD + ID * self._most_kept if self._kept else 0)) if draws else 0
-        return responses + self._samples * (ROW + OWNER * (2 + len(self._divisions)))
+        rollout, going_on = self._plan.config.rollout, 0
+        if rollout.window_tokens is not None:  # every rank has all of them
+            going_on = self._samples * rollout.max_response_tokens * UNFINISHED
+        return responses + going_on + self._samples * (ROW + OWNER * (2 + len(self._divisions)))
 
     def _generate(self, draws: bool) -> Work:
         if not draws:
@@ -194,10 +200,10 @@ class HostWork:
 
     def _updates(self, parts: tuple[Part, ...]) -> Work:
         """Data of all roles that train, sent before the first of them starts; later epochs exchange within a role."""
-        algorithm = self._plan.config.algorithm
+        algorithm, in_windows = self._plan.config.algorithm, self._plan.config.rollout.window_tokens is not None
         held, ns, most = 0.0, 0.0, 0.0
         schedules = {role: update_schedule(self._plan.config, role) for role in self._trained}
-        reads = {role: self._existing({*update_reads(role, algorithm), *READS}) for role in self._trained}
+        reads = {role: self._existing({*update_reads(role, algorithm, in_windows=in_windows), *READS}) for role in self._trained}
         parts_of = dict(zip(self._divisions, parts))
         # Sent once for roles that divide a batch, and an epoch, alike.
         division = {role: (self._shares[role], one.mini_batch_size, one.part) for role, one in schedules.items()}
@@ -233,7 +239,7 @@ class HostWork:
 
     def _size(self, fields: Collection[str]) -> float:
         """Bytes of these fields of a token."""
-        masks = dict.fromkeys(("response_mask", "value_mask", REJECTED), MASK)
+        masks = dict.fromkeys(("response_mask", "whole_mask", "value_mask", REJECTED), MASK)
         sizes = {"tokens": TOKEN, **masks, "kept": KEPT_ROW + ID * self._kept}
         return sum(sizes.get(name, FIELD) for name in fields)
 
@@ -280,7 +286,7 @@ def _shaped_fields(config: TrainConfig) -> set[str]:
     """Fields of a token that stage 5 adds with memory of their own: if nothing changes the advantage, it is the raw one."""
     algorithm, returns = config.algorithm, {fields_of(role).returns for role in config.critics}
     asked = {
-        "value_mask": algorithm.gae_level == "turn",
+        "value_mask": algorithm.gae_level == "turn" or config.rollout.window_tokens is not None,
         "advantage": algorithm.whitens or algorithm.reweights,
         REJECTED: algorithm.correction.drops,
         DISAGREEMENT: len(config.critics) > 1,

@@ -10,8 +10,14 @@ from megappo.data.loader import PromptLoader
 
 
 def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
-    """Lines on dynamic sampling, weights and the curriculum; none without them."""
-    dynamic, step = config.algorithm.dynamic_sampling, step_arithmetic(config)
+    """Lines on windows, dynamic sampling, weights and the curriculum; none without them."""
+    dynamic, step, rollout = config.algorithm.dynamic_sampling, step_arithmetic(config), config.rollout
+    if rollout.window_tokens is not None:
+        most = -(-rollout.max_response_tokens // rollout.window_tokens)
+        yield (
+            f"rollout.window_tokens = {rollout.window_tokens}: a response takes up to {most} steps in one of the {step.samples:,} "
+            "places of a step, so the run visits fewer prompts than steps x places; what is unfinished at its end is dropped"
+        )
     if dynamic.enable:
         yield (
             "algorithm.dynamic_sampling: a share q of prompts with equal scores costs 1 / (1 - q) times the generation and scoring "

@@ -85,6 +85,26 @@ class Scored:
             model_total=rows(self.model_total),
         )
 
+    def among(self, scored: Sequence[bool]) -> Scored:
+        """Scores of more samples, of which these are the ones that were scored, in their order; the others have 0 and no part."""
+        if all(scored):
+            return self
+        places = iter(range(len(self.total)))
+        chosen = [next(places) if one else None for one in scored]
+
+        def rows(values: list[Row], absent: Row) -> list[Row]:
+            return [absent if i is None else values[i] for i in chosen]
+
+        return replace(
+            self,
+            texts=rows(self.texts, ""),
+            total=rows(self.total, 0.0),
+            parts={name: rows(values, math.nan) for name, values in self.parts.items()},
+            labels=rows(self.labels, "") if self.labels else [],
+            per_token=None if self.per_token is None else rows(self.per_token, None),
+            model_total=None if self.model_total is None else rows(self.model_total, 0.0),
+        )
+
     def _without(self, name: str) -> list[float]:
         outer = next((values for part, values in self.parts.items() if name.startswith(f"{part}.")), None)
         return [math.nan if outer is None or math.isnan(outer[i]) else 0.0 for i in range(len(self.total))]

@@ -47,7 +47,7 @@ class MegatronRollout:
         logits_dtype: LogitsDtype = "fp32",
         timeouts: TimeoutsConfig = TimeoutsConfig(),
     ) -> None:
-        self.replica = Replica(0, 1, None, None)
+        self.replica = Replica(0, 1, engine.host_group, None)
         self._meeting = Limit("run.timeouts.meeting_s", timeouts.meeting_s)
         self._engine = engine
         self._detokenize = detokenize
@@ -97,7 +97,7 @@ class MegatronRollout:
         self._growing, responses, ranks = [], [], self._engine.host_group
         for one in growing:
             is_stopped = self._ends(one, sampling)
-            if not is_stopped and one.num_sampled < sampling.max_tokens:
+            if not is_stopped and one.num_sampled < one.limit:
                 self._growing.append(one)
             elif one.number % dist.get_world_size(ranks) == dist.get_rank(ranks):
                 responses.append(one.response("stop" if is_stopped else "length", self._version))
@@ -139,15 +139,16 @@ class _Growing:
 
     def __init__(self, request: Request, sampling: SamplingParams) -> None:
         self.number, self.seed = request.number, request.seed
-        self.num_sampled, self._start = 0, len(request.prompt)
-        self._tokens = numpy.empty(self._start + sampling.max_tokens, numpy.int32)
-        self._tokens[: self._start] = request.prompt
-        self._logprobs = numpy.empty(sampling.max_tokens, numpy.float32)
-        self._kept = numpy.empty((sampling.max_tokens, sampling.kept_width), numpy.int32)
+        given, self.limit = request.tokens, request.limit(sampling)
+        self.num_sampled, self._start = 0, len(given)
+        self._tokens = numpy.empty(self._start + self.limit, numpy.int32)
+        self._tokens[: self._start] = given
+        self._logprobs = numpy.empty(self.limit, numpy.float32)
+        self._kept = numpy.empty((self.limit, sampling.kept_width), numpy.int32)
 
     @property
     def tokens(self) -> NDArray[numpy.int32]:
-        """Prompt and sampled tokens."""
+        """What was given and the sampled tokens."""
         return self._tokens[: self._start + self.num_sampled]
 
     @property

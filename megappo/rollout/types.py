@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy
@@ -56,12 +56,34 @@ class SamplingParams:
 @dataclass(frozen=True, eq=False)
 class Request:
     """One response to draw. number: of the sample in its batch. prompt: ids, int32 if an array. seed: makes the response
-    reproducible on any replica and in any batch. group: the same for all requests of one prompt; -1 of a request without one."""
+    reproducible on any replica and in any batch. group: the same for all requests of one prompt; -1 of a request without one.
+
+    before: segments of the response that earlier requests drew; it goes on after them. max_tokens: most tokens to draw, None: those
+    of the sampling settings. goes_on: a response that they cut is drawn further by a later request.
+    """
 
     number: int
     prompt: Ids | Sequence[int]
     seed: int
     group: int = -1
+    before: tuple[Segment, ...] = ()
+    max_tokens: int | None = None
+    goes_on: bool = False
+
+    @property
+    def tokens(self) -> Ids:
+        """Ids that the next token follows, int32: the prompt and what there is of the response."""
+        return _joined([numpy.asarray(self.prompt, numpy.int32), *(segment.tokens for segment in self.before)])
+
+    def limit(self, sampling: SamplingParams) -> int:
+        """Most tokens to draw."""
+        return sampling.max_tokens if self.max_tokens is None else self.max_tokens
+
+    def whole(self, response: Response) -> Response | None:
+        """The response with what earlier requests drew; None if a later request goes on with it. `kept` is of the answer alone."""
+        if self.goes_on and response.finish == "length":
+            return None
+        return replace(response, segments=(*self.before, *response.segments))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,17 +122,32 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
+class Context:
+    """A sequence that a trajectory has left behind, as its context was compacted (CompactionRL, arXiv:2607.05378): all of what the
+    policy read and sampled, a summary at its end included. prompt: ids before its segments. kept: as of a response."""
+
+    prompt: Ids
+    segments: tuple[Segment, ...]
+    kept: KeptIds | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Response:
     """Answer to a request: one segment, or more if tokens were given in between or the weights changed.
 
     number: of the request. finish: "stop" (end of sequence, which is then the last token, or stop string) or "length" (cut). kept:
     ids that the sampled tokens were drawn from, if `SamplingParams.record_kept` is set and top-k or top-p cut the vocabulary.
+
+    contexts: sequences of the same trajectory before this one, in their order; the trajectory is scored by this one. prompt: ids
+    that this one begins with, the compacted context; None: those of the request.
     """
 
     number: int
     segments: tuple[Segment, ...]
     finish: Literal["stop", "length"]
     kept: KeptIds | None = None
+    contexts: tuple[Context, ...] = ()
+    prompt: Ids | None = None
 
     @property
     def tokens(self) -> Ids:
@@ -150,7 +187,7 @@ class Replica:
     """The ranks that answer requests together, as one of them sees it.
 
     index: number of this rank's replica, of `count`. group: its ranks, on the host, the first of which takes requests for all; None
-    if they need not talk, because the replica is one rank or the only one. max_running: requests that it works on at once; None
+    if the replica is one rank. max_running: requests that it works on at once; None
     for any number.
     """
 

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -210,10 +209,9 @@ class VllmEngine:
         for request in requests:
             name = str(request.number)
             assert name not in self._asked, f"request {name} is answered already"
-            prompt = numpy.asarray(request.prompt, numpy.int32).tolist()
-            inputs = tokens_input(prompt, cache_salt=self._cache_salt())
+            inputs = tokens_input(request.tokens.tolist(), cache_salt=self._cache_salt())
             adapter = None if self._adapter is None else self._adapter.request
-            internal = core.add_request(name, inputs, self._vllm_sampling(sampling, request.seed), lora_request=adapter)
+            internal = core.add_request(name, inputs, self._vllm_sampling(sampling, request), lora_request=adapter)
             rows = SampledRows(self._best(sampling))
             core.output_processor.request_states[internal].logprobs_processor = rows
             self._asked[name] = (sampling, rows)
@@ -264,10 +262,10 @@ class VllmEngine:
 
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         for request in requests:
-            total = len(request.prompt) + sampling.max_tokens
-            if total > self._max_model_len or len(request.prompt) == 0:
+            given, limit = len(request.tokens), request.limit(sampling)
+            if given + limit > self._max_model_len or given == 0:
                 raise ValueError(
-                    f"request {request.number}: prompt of {len(request.prompt)} tokens plus max_tokens {sampling.max_tokens} "
+                    f"request {request.number}: prompt of {given} tokens plus max_tokens {limit} "
                     f"is not within 1 and the engine's {self._max_model_len}"
                 )
         if sampling.stop and self._tokenizer is None and self._detokenize is None:
@@ -276,17 +274,17 @@ class VllmEngine:
                 "leave it empty or use stop token ids"
             )
 
-    def _vllm_sampling(self, sampling: SamplingParams, seed: int) -> Any:
+    def _vllm_sampling(self, sampling: SamplingParams, request: Request) -> Any:
         from vllm import SamplingParams as VllmSampling
         from vllm.sampling_params import RequestOutputKind
 
         native_stop = bool(sampling.stop) and self._tokenizer is not None
         return VllmSampling(
-            max_tokens=sampling.max_tokens,
+            max_tokens=request.limit(sampling),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            seed=seed,
+            seed=request.seed,
             stop=list(sampling.stop) if native_stop else None,
             stop_token_ids=[*self._eos_token_ids, *sampling.stop_token_ids],
             ignore_eos=True,  # the ids above end a response, not those of the tokenizer's files

@@ -8,6 +8,7 @@ Also here: the executor that puts a vLLM worker into a trainer rank, and a shutd
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib.util
@@ -139,6 +140,7 @@ def _imports_frozen() -> Iterator[None]:
     first = "vllm" not in sys.modules
     if first:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # or libraries that look for leaks at the end (nanobind's) take the frozen objects for some
     with contextlib.ExitStack() as stack:
         for name in ("freeze", "unfreeze"):
             stack.callback(setattr, gc, name, getattr(gc, name))

@@ -196,6 +196,17 @@ class Metric(_Named):
     TOKENS_REPLACED = "rollout/tokens_replaced", "response tokens that were generated and not trained on"
     PROMPTS_SEEN = "rollout/prompts_seen", "prompts of the data with a pass rate so far (data.curriculum)"
     PROMPTS_SKIPPED = "rollout/prompts_skipped", "prompts passed over at their turn so far, by their pass rate"
+    GOING_ON = "rollout/going_on", "share of the step's responses that were begun in earlier steps (rollout.window_tokens)"
+    UNFINISHED = "rollout/unfinished", "share of the step's responses that the next step goes on with"
+    PROMPTS_BEGUN = "rollout/prompts_begun", "prompts whose first response began in the step"
+    WINDOWS_MEAN = "rollout/windows_mean", "mean number of steps that drew a response that ended in the step; null if none did"
+    WINDOWS_MAX = "rollout/windows_max", "most steps that drew such a response"
+    TOKEN_AGE_MEAN = (
+        "rollout/token_age_mean",
+        "mean age of the weights that drew a token, those of earlier steps included: steps since they were the policy's",
+    )
+    TOKEN_AGE_MAX = "rollout/token_age_max", "age of the oldest such weights, steps"
+    SEQUENCES = "rollout/sequences", "mean number of sequences of a trajectory, where contexts were compacted"
     PUSH = "rollout/push_*", "figures of the weight push: bytes, seconds, checks"
 
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"

@@ -16,8 +16,10 @@ def observe_pass_rates(loader: PromptLoader, rows: Sequence[int], experience: Ex
     """Tell the loader the scores of a round's responses, as many for each of these prompts. Collective over the world, with pass
     rates."""
     if loader.pass_rates is not None:
-        scores = experience.column(torch.tensor(scored.total, dtype=torch.float64))
-        loader.pass_rates.observe(rows, scores.view(len(rows), -1).tolist())
+        count = experience.table.num_trajectories  # behind them come the sequences that trajectories went on from
+        scores = experience.column(torch.tensor(scored.total, dtype=torch.float64))[:count].view(len(rows), -1)
+        ends = experience.table.ends[:count].view(len(rows), -1)  # those that go on are counted when they end
+        loader.pass_rates.observe(rows, [found[ended].tolist() for found, ended in zip(scores, ends)])
 
 
 def curriculum_metrics(loader: PromptLoader) -> dict[str, float]:

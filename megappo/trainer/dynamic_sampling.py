@@ -94,6 +94,10 @@ class StepSamples:
         if not self._settings.enable:
             self._finish(experience, scored)
             return
+        if experience.table.has_chains:
+            raise ValueError(
+                "algorithm.dynamic_sampling: trajectories of several sequences cannot be replaced; set enable to false"
+            )
         equal = are_equal(experience.column(self._compared(scored)), experience.table.group)
         is_last = self._rounds == self._settings.max_rounds
         self._equal_left = int(equal.sum()) if is_last else 0

@@ -7,7 +7,7 @@ is kept. `megappo eval` runs the same code without a training.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -103,7 +103,7 @@ class Evaluator:
 
         begin = begin_rewards(prompt_of, tokenizer, self.scorer, self.sampling.stop)
         responses = generate(rollout, requests, self.sampling, begin)
-        experience = collect(requests, responses)
+        experience = collect(requests, [replace(one, contexts=()) for one in responses])  # scored by its last sequence
         scored = score_responses(experience, prompt_of, tokenizer, self.scorer, self.sampling.stop)
         table, parts = experience.table, _part_means(scored)
         figures = {

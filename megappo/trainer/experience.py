@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy
@@ -20,6 +20,7 @@ from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.data.ragged import Ragged
 from megappo.experience.experience import Experience
+from megappo.parallel.totals import total
 from megappo.rollout.types import KeptIds, Request, Response
 
 
@@ -87,48 +88,92 @@ def prompt_of_sample(prompts: Sequence[Prompt], rows: Sequence[int], n: int, sam
     return prompts[rows[sample // n]]
 
 
-def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False) -> Experience:
+def collect(
+    requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False, in_windows: bool = False
+) -> Experience:
     """Experience of all ranks' responses, spread over all ranks. Collective over the world.
 
-    requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_kept: they
-    have the ids that tokens were drawn from.
+    requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_kept,
+    in_windows: as in `pack_experience`. The last sequence of a trajectory has the number of its request; those before it, of all
+    trajectories in their order, have the numbers from len(requests) on.
     """
+    asked, responses, previous, num_samples = _sequences(requests, responses)
     numbers = [response.number for response in responses]
-    asked = [requests[number] for number in numbers]
-    drawn = pack_experience(asked, responses, with_kept=with_kept)
+    drawn = pack_experience(asked, responses, with_kept=with_kept, in_windows=in_windows)
     oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
     versions = torch.tensor([oldest, newest], dtype=torch.int32)
     groups = torch.tensor([request.group for request in asked], dtype=torch.int32)
-    return Experience.of_drawn(torch.tensor(numbers, dtype=torch.long), drawn, len(requests), (versions[0], versions[1]), groups)
+    of_drawn = torch.tensor(numbers, dtype=torch.long), drawn, num_samples, (versions[0], versions[1]), groups, previous
+    return Experience.of_drawn(*of_drawn)
 
 
-def pack_experience(requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False) -> PackedBatch:
+def _sequences(requests: Sequence[Request], responses: Sequence[Response]) -> tuple[list[Request], list[Response], Tensor, int]:
+    """Every sequence of this rank as a request and its response, by number; the sequence that each goes on from [M]; the number of
+    sequences of all ranks. Collective over the world."""
+    counts = torch.zeros(len(requests), dtype=torch.long)
+    for response in responses:
+        counts[response.number] = len(response.contexts)
+    counts = total(counts)
+    firsts = len(requests) + counts.cumsum(0) - counts
+    found: list[tuple[Request, Response, int]] = []
+    for response in responses:
+        first, request = int(firsts[response.number]), requests[response.number]
+        for number, one in enumerate(response.contexts, first):
+            asked = replace(request, number=number, prompt=one.prompt)
+            found.append((asked, Response(number, one.segments, "stop", one.kept), number - 1 if number > first else -1))
+        last = request if response.prompt is None else replace(request, prompt=response.prompt)
+        found.append((last, response, first + len(response.contexts) - 1 if response.contexts else -1))
+    found.sort(key=lambda one: one[1].number)
+    previous = torch.tensor([one[2] for one in found], dtype=torch.int32)
+    return [one[0] for one in found], [one[1] for one in found], previous, len(requests) + int(counts.sum())
+
+
+def pack_experience(
+    requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False, in_windows: bool = False
+) -> PackedBatch:
     """Pack prompt and response of some samples; responses[i] answers requests[i].
 
     Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere). Sequence fields: truncated
     (cut by the length limit). Ragged fields: if `with_kept` kept (the ids that the token was drawn from; none at tokens that were
-    not sampled).
+    not sampled). If `in_windows`, responses go on over several steps: then whole_mask [T] is true on the tokens that were sampled
+    in any step, response_mask on those of this one, and unfinished [B] of responses that a later step goes on with, which are not
+    truncated.
     """
     tokens: list[NDArray[numpy.int32]] = []
     mask: list[NDArray[numpy.bool_]] = []
     logprobs: list[NDArray[numpy.float32]] = []
+    lengths: list[int] = []
     for request, response in zip(requests, responses, strict=True):
         assert request.number == response.number, f"response {response.number} for request {request.number}"
-        prompt = numpy.asarray(request.prompt, numpy.int32)
-        tokens += [prompt, response.tokens]
-        mask += [numpy.zeros(len(prompt), numpy.bool_), response.sampled]
-        logprobs += [numpy.zeros(len(prompt), numpy.float32), response.logprobs]
-    lengths = [len(prompt) + len(answer) for prompt, answer in zip(tokens[::2], tokens[1::2])]
+        given, num_prompt = request.tokens, len(request.prompt)
+        tokens += [given, response.tokens]
+        mask += [numpy.zeros(len(given), numpy.bool_), response.sampled]
+        earlier = [segment.logprobs for segment in request.before if segment.logprobs is not None]
+        logprobs += [numpy.zeros(num_prompt, numpy.float32), *earlier, response.logprobs]
+        lengths.append(len(given) + len(response.tokens))
     sampled = torch.from_numpy(_joined(mask, numpy.bool_))
     fields = {"response_mask": sampled, "rollout_logprob": torch.from_numpy(_joined(logprobs, numpy.float32))}
+    cut = torch.tensor([response.finish == "length" for response in responses], dtype=torch.bool)
+    of_sequences = {"truncated": cut}
+    if in_windows:
+        prompts = torch.tensor([len(request.prompt) for request in requests], dtype=torch.long)
+        fields["whole_mask"] = _behind(prompts, torch.tensor(lengths, dtype=torch.long))
+        goes_on = torch.tensor([request.goes_on for request in requests], dtype=torch.bool)
+        of_sequences = {"truncated": cut & ~goes_on, "unfinished": cut & goes_on}
     kept = [response.kept for response in responses if response.kept is not None]
     return PackedBatch(
         tokens=torch.from_numpy(_joined(tokens, numpy.int32)).long(),
         cu_seqlens=cu_seqlens_of(torch.tensor(lengths, dtype=torch.long)),
         token_fields=fields,
-        sequence_fields={"truncated": torch.tensor([r.finish == "length" for r in responses], dtype=torch.bool)},
+        sequence_fields=of_sequences,
         ragged_fields={"kept": _kept_field(kept, sampled)} if with_kept else {},  # also of a rank that drew nothing
     )
+
+
+def _behind(prompts: Tensor, lengths: Tensor) -> Tensor:
+    """[T] bool, tokens behind the first prompts[b] of sequences of lengths[b] tokens."""
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return torch.arange(len(starts)) - starts >= prompts.repeat_interleave(lengths)
 
 
 def _joined(parts: list[NDArray], dtype: type) -> NDArray:

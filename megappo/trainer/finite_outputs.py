@@ -45,10 +45,11 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
     and bootstrap (of cut responses) of every critic, ref_logprob if there is a reference.
     """
     batch, numbers = experience.batch, experience.numbers
+    sampled = batch["whole_mask"] if "whole_mask" in batch else batch["response_mask"]
     ends = batch.cu_seqlens[1:].long()
     bad = {
         # The sample of a token is the first that ends behind it.
-        name: numbers[torch.searchsorted(ends, _bad(batch[name], batch["response_mask"]), right=True)]
+        name: numbers[torch.searchsorted(ends, _bad(batch[name], sampled), right=True)]
         for name in _TOKENS
         if name in batch
     }

@@ -5,7 +5,7 @@ They are drawn in stage 2 and scored in stage 3 beside the sampled ones, and not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,16 +16,17 @@ from megappo.data.tokenizers import Tokenizer
 from megappo.experience.experience import Experience
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
-from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.rollout.types import Request, RolloutEngine, SamplingParams
 from megappo.trainer.experience import SampleRequests, collect
 from megappo.trainer.scoring import score_responses
 
 
-def draw_greedy(rollout: RolloutEngine, requests: SampleRequests, sampling: SamplingParams) -> Experience:
+def draw_greedy(rollout: RolloutEngine, requests: Sequence[Request], sampling: SamplingParams) -> Experience:
     """Experience of one greedy response to each prompt of `requests`, numbered as their groups. Collective over the world.
 
     sampling: of the step, for the length limit and the stops.
     """
+    assert isinstance(requests, SampleRequests), "responses that go on have no greedy one"
     greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, record_kept=False)
     once = replace(requests, samples_per_prompt=1, seed_of=lambda prompt: prompt)  # nothing is drawn: any seed will do
     return collect(once, generate(rollout, once, greedy))

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.kl import kl_estimate
 from megappo.algo.ratio_bins import ratio_histogram
 from megappo.parallel.totals import maxima, totals
@@ -27,11 +26,12 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
     Collective over the world.
     """
     batch = record.batch
-    mask = batch["response_mask"]
+    mask, table, numbers = batch["response_mask"], record.experience.table, record.experience.numbers
+    ends = table.ends[numbers]
     values = {
         Distribution.ADVANTAGE: batch["raw_advantage"][mask],
-        Distribution.RESPONSE: tokens_per_sequence(mask, batch.cu_seqlens),
-        Distribution.SCORE: torch.tensor(record.scored.total),
+        Distribution.RESPONSE: table.response[numbers][ends],
+        Distribution.SCORE: torch.tensor(record.scored.total)[ends],
     }
     of_critics = {
         of_critic(name.value, role): batch[field][record.value_mask]

@@ -72,6 +72,7 @@ from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
 from megappo.trainer.surroundings import require_surroundings
 from megappo.trainer.watch import watched
+from megappo.trainer.windows import resume_windows
 
 
 def train(
@@ -81,12 +82,14 @@ def train(
     resume: bool,
     stop: StopRequest | None = None,
     engines: EngineBackend = RoleEngines,
+    wrap_rollout: Callable[[RolloutEngine], RolloutEngine] | None = None,
 ) -> bool:
     """Run PPO on this rank of the world. `config` and `data` have been checked by `plan.run.plan_run`.
 
-    engines: builds the models of all roles. Returns True if the run reached its end, False if a rank was asked to `stop`: it can be
-    resumed then. `ended.json` says so either way. An existing world is used and left to the caller; otherwise the launcher's is
-    joined and left again.
+    engines: builds the models of all roles. wrap_rollout: what samples, around the rollout engine of the configuration, on every
+    rank: `rollout.turns.TurnsRollout` for trajectories of several turns. Returns True if the run reached its end, False if a rank
+    was asked to `stop`: it can be resumed then. `ended.json` says so either way. An existing world is used and left to the caller;
+    otherwise the launcher's is joined and left again.
     """
     apply_permissions(config.run.permissions)
     owns_world = not dist.is_initialized()
@@ -102,7 +105,17 @@ def train(
     with run_dir.claim(config.run, dump_yaml(config), resume=resume) as lease:
         with watched(config.run.timeouts, run_dir.root) as watchdog, closing(_store_of(config, run_dir, lease)) as store:
             finished = _train(
-                config, data, facts, run_dir, store, device, watchdog, resume=resume, stop=stop or StopRequest(), engines=engines
+                config,
+                data,
+                facts,
+                run_dir,
+                store,
+                device,
+                watchdog,
+                resume=resume,
+                stop=stop or StopRequest(),
+                engines=engines,
+                wrap_rollout=wrap_rollout,
             )
     if owns_world:
         dist.destroy_process_group()
@@ -147,6 +160,7 @@ def _train(
     resume: bool,
     stop: StopRequest,
     engines: EngineBackend,
+    wrap_rollout: Callable[[RolloutEngine], RolloutEngine] | None,
 ) -> bool:
     """Run PPO in the claimed directory; returns True at the run's end, False after a stop."""
     # A checkpoint that cannot be resumed is refused before any model is built.
@@ -169,6 +183,8 @@ def _train(
     roles = build_roles(config, factory, updates_of_run(config, data.total_steps))
     average = average_of(config.policy.ema, roles.engines.get("policy"))
     rollout = rollout_of(config, data.tokenizer, roles.engines.get("policy"), device)
+    if wrap_rollout is not None:
+        rollout = wrap_rollout(rollout)
     state, kl = TrainerState(), kl_controller(config.algorithm.kl)
     layouts = {role: layout_of(sizes, len(roles.placements[role])) for role, sizes in roles_in_use(config).items()}
     layouts[AVERAGE] = layouts["policy"]
@@ -192,6 +208,7 @@ def _train(
     ppo = _build_ppo(config, data, roles, average, rollout, state, kl, log, checkpoints, factory, instruments)
     if manifest is not None:
         absent = checkpoints.resume(manifest)
+        resume_windows(config, state, log)
         if AVERAGE in absent:
             log.note("policy.ema: the checkpoint has no average; it starts from the policy's weights there")
             if average is not None:

@@ -21,7 +21,7 @@ from megappo.data.tokenizers import Tokenizer
 from megappo.experience.experience import Experience
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
-from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.rollout.types import Request, RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
@@ -48,6 +48,7 @@ from megappo.trainer.trajectories import draw_samples, trajectories_of
 from megappo.trainer.updates import Updates, positive_samples
 from megappo.trainer.usable import nothing_to_learn
 from megappo.trainer.warmup import CriticWarmup
+from megappo.trainer.windows import Windows
 
 
 class PPO:
@@ -91,6 +92,10 @@ class PPO:
         self.log, self.checkpoints = log, checkpoints
         self.settle, self.stopped = settle, False
         self.check_replicas, self.instruments = check_replicas, instruments
+        self.windows = None if config.rollout.window_tokens is None else Windows(config, prompts, loader, state)
+        # Samples of a row and rows of a step; in windows each sample has a row of its own, as those of a prompt end apart.
+        each = config.rollout.samples_per_prompt, loader.prompts_per_step
+        self.samples_per_row, self.rows_per_step = each if self.windows is None else (1, self.windows.num_samples)
 
     def run(self) -> dict[str, Evaluation]:
         """Run all remaining steps, or those until a stop; returns the last result of every evaluation set by its name."""
@@ -114,24 +119,24 @@ class PPO:
         return last
 
     def step(self) -> list[Evaluation]:
-        step, config, n = self.state.step + 1, self.config, self.config.rollout.samples_per_prompt
+        step, config, n = self.state.step + 1, self.config, self.samples_per_row
         timers = self.instruments.timers(step)
 
-        samples = StepSamples(config.algorithm.dynamic_sampling, self.loader.prompts_per_step, n)
+        samples = StepSamples(config.algorithm.dynamic_sampling, self.rows_per_step, n)
         while samples.num_open:  # again only for what dynamic sampling replaces
             with timers.stage("prompts"):  # 1
-                rows = self.loader.next_step(samples.num_open)
-                requests = requests_of_step(self.prompts, rows, n, config.run.seed, step, samples.num_drawn)
+                rows, requests = self.draw(step, samples)
                 prompt_of = partial(prompt_of_sample, self.prompts, rows, n)
 
             with timers.stage("generate"):  # 2
                 if samples.num_drawn and config.rollout.sleep == "all":
                     self.push_weights(self.state.step)  # they were released for the scoring of the round before
-                begin = begin_rewards(prompt_of, self.tokenizer, self.scorer, self.sampling.stop)
+                begin = begin_rewards(prompt_of, self.tokenizer, self.scorer, self.sampling.stop, requests)
                 responses = generate(self.rollout, requests, self.sampling, begin)
                 greedy = draw_greedy(self.rollout, requests, self.sampling) if config.algorithm.estimator == "remax" else None
                 self.rollout.sleep()
-                drawn = collect(requests, responses, with_kept=self.sampling.kept_width > 0)
+                in_windows, with_kept = self.windows is not None, self.sampling.kept_width > 0
+                drawn = collect(requests, responses, with_kept=with_kept, in_windows=in_windows)
                 require_version(drawn.table, step, config.rollout.push_every, self.rollout.name)
 
             with timers.stage("score"):  # 3
@@ -142,7 +147,9 @@ class PPO:
                 observe_pass_rates(self.loader, rows, drawn, scores)
         experience, scored = samples.result()
         prompt_of = partial(prompt_of_sample, self.prompts, samples.rows, n)
-        if reason := nothing_to_learn(experience.table, scored, samples.num_drawn):
+        of_windows = {} if self.windows is None else self.windows.end(experience)
+        num_scored = samples.num_drawn if config.algorithm.dynamic_sampling.enable else None
+        if reason := nothing_to_learn(experience.table, scored, num_scored):
             self.log.note(f"step {step}: no model is updated: {reason}")
 
         with timers.stage("logprobs"):  # 4
@@ -155,7 +162,7 @@ class PPO:
         with timers.stage("advantages"):  # 5
             kl_coef, score = self.kl_controller.coef, torch.tensor(scored.total)
             shaped = shape_experience(experience, score, kl_coef, self.warmup.algorithm(step), scored.per_token, baseline)
-            experience, figures = shaped.experience, dict(shaped.metrics)
+            experience, figures = shaped.experience, {**shaped.metrics, **of_windows}
             if not (reason or self.warmup.covers(step)):
                 figures |= self.set_entropy_bonus(experience)
 
@@ -189,7 +196,7 @@ class PPO:
         )
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
         if not (reason or self.warmup.covers(step)):
-            self.kl_controller.update(record.kl_per_response(), experience.table.num_samples)
+            self.kl_controller.update(record.kl_per_response(), experience.table.num_trajectories)
             if self.refresh.is_due(step, record.kl_per_response()):
                 self.refresh.copy()
                 self.log.note(f"reference: refreshed from the {config.reference.refresh_from} after step {step}")
@@ -201,13 +208,21 @@ class PPO:
         timeline = self.instruments.timeline(timers, step) if self.is_due(step, config.telemetry.summary_every) else []
         self.log.step({**record.metrics(timers), **costs, **self.checkpoints.metrics()}, step, self.total_steps, timeline)
         if config.telemetry.trajectories_every and step % config.telemetry.trajectories_every == 0:
-            drawn = draw_samples(experience.table.num_samples, n, config.telemetry.trajectories_per_step, config.run.seed, step)
+            drawn = draw_samples(len(samples.rows) * n, n, config.telemetry.trajectories_per_step, config.run.seed, step)
             self.log.trajectories(step, trajectories_of(record, prompt_of, drawn, self.tokenizer))
         if counts_ratios:
             self.log.histograms(step, histograms_of(record))
         is_last, of_evaluation = step == self.last_step, metrics_of(evaluated)
         self.stopped = self.checkpoints.end_of_step(step, is_last=is_last, evaluated=of_evaluation, is_pushed=pushes)
         return evaluated
+
+    def draw(self, step: int, samples: StepSamples) -> tuple[list[int], Sequence[Request]]:
+        """Rows of the prompts of the next round of a step, and the requests of their samples."""
+        if self.windows is not None:
+            return self.windows.begin(step)
+        rows = self.loader.next_step(samples.num_open)
+        n, seed = self.samples_per_row, self.config.run.seed
+        return rows, requests_of_step(self.prompts, rows, n, seed, step, samples.num_drawn)
 
     def set_entropy_bonus(self, experience: Experience) -> dict[str, float]:
         """Set the coefficient of the bonus in this step's updates of the policy; returns it as a metric if it is steered."""
@@ -241,7 +256,7 @@ class PPO:
     def count(self, record: StepRecord) -> None:
         table, critics, policy = record.experience.table, record.critics.values(), record.policy
         self.state.step += 1
-        self.state.episodes += table.num_samples
+        self.state.episodes += int(table.ends.sum())
         self.state.tokens += int(table.sampled.sum())
         self.state.critic_updates += sum(critic.num_updates for critic in critics)
         self.state.policy_updates += policy.num_updates

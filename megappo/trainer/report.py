@@ -115,16 +115,16 @@ class StepRecord:
 
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Name -> (values [B], mask [B])."""
-        scored = self.scored
+        scored, ends = self.scored, self.experience.table.ends[self.experience.numbers]
         score = torch.tensor(scored.total, dtype=torch.float32)
         values = {"score": score, "shaped": sums_per_sequence(self.batch["reward"], self.batch.cu_seqlens, torch.float64)}
         if scored.model_total is not None:
             values["models"] = torch.tensor(scored.model_total, dtype=torch.float32)
             values["rules"] = score - values["models"]
-        found = {name: (x, torch.ones(x.shape, dtype=torch.bool)) for name, x in values.items()}
+        found = {name: (x, ends) for name, x in values.items()}
         for name, part in scored.parts.items():
             x = torch.tensor(part, dtype=torch.float32)
-            found[f"part {name}"] = (x, ~x.isnan())  # NaN: another recipe's
+            found[f"part {name}"] = (x, ~x.isnan())  # NaN: another recipe's, or the response goes on
         for label in scored.recipe_labels:
             found[f"route {label}"] = (score, torch.tensor([one == label for one in scored.labels], dtype=torch.bool))
         if scored.early_s is not None:
@@ -142,7 +142,7 @@ class StepRecord:
         """
         if "kl k1" not in self.totals:
             return 0.0
-        return float(self.totals["kl k1"][1]) / max(1, self.experience.table.num_samples)
+        return float(self.totals["kl k1"][1]) / max(1, self.experience.table.num_trajectories)
 
     def metrics(self, timers: StageTimers) -> dict[str, float]:
         """Name -> value, grouped by the part before the slash. Costs that need the models or other ranks: `instruments.py`."""
@@ -182,8 +182,8 @@ class StepRecord:
             summary = self.totals.summary(f"part {name}")._asdict()
             found[Metric.REWARD_PART.of(name)] = summary.pop("mean")
             found |= {Metric.REWARD_PART.of(f"{name}/{key}"): value for key, value in summary.items()}
-            if count < self.experience.table.num_samples:
-                found[Metric.REWARD_PART.of(f"{name}/share")] = count / self.experience.table.num_samples
+            if count < (num_scored := int(self.experience.table.ends.sum())):
+                found[Metric.REWARD_PART.of(f"{name}/share")] = count / num_scored
         for name, count in zip(self.scored.retries, self.totals["retries"].tolist()):
             found[Metric.REWARD_PART.of(f"{name}/retries")] = int(count)
         for metric, name in ((Metric.MODELS, "models"), (Metric.RULES, "rules")):
@@ -271,8 +271,8 @@ class StepRecord:
         }
 
     def _lengths(self) -> dict[str, float]:
-        table = self.experience.table
-        response, prompts = _summary_of(self.response_lengths), (table.length - self.response_lengths).float()
+        table, ends = self.experience.table, self.experience.table.ends
+        response, prompts = _summary_of(table.response[ends]), (table.length - table.response).float()
         return {
             Metric.RESPONSE_MEAN.value: response["mean"],
             Metric.RESPONSE_STD.value: response["std"],
@@ -281,12 +281,14 @@ class StepRecord:
             Metric.PROMPT_MEAN.value: _mean(prompts),
             Metric.PROMPT_MAX.value: float(prompts.max()),
             **{Metric.TOTAL_LENGTH.of(key): value for key, value in _summary_of(table.length).items()},
-            Metric.TRUNCATED.value: _mean(table.truncated.float()),
+            Metric.TRUNCATED.value: _mean(table.truncated[ends].float()),
         }
 
     def _rollout(self) -> dict[str, float]:
-        kept, ages = self.agreement.kept, self.experience.table.ages(self.step)
+        table = self.experience.table
+        kept, ages = self.agreement.kept, table.ages(self.step)
         return {
+            **({Metric.SEQUENCES.value: table.num_samples / table.num_trajectories} if table.has_chains else {}),
             Metric.AGE_MEAN.value: _mean(ages),
             Metric.AGE_MAX.value: int(ages.max()),
             Metric.PROB_DIFF_MEAN.value: self.agreement.mean,
@@ -312,7 +314,7 @@ class StepRecord:
             Metric.STEP_SECONDS.value: total,
             Metric.TOKENS_PER_S.value: table.num_tokens / total,
             Metric.GENERATED_PER_S.value: int(self.generated[1].sum()) / max(timers.seconds["generate"], 1e-9),
-            Metric.SAMPLES_PER_S.value: table.num_samples / total,
+            Metric.SAMPLES_PER_S.value: table.num_trajectories / total,
         }
 
     @property
@@ -322,11 +324,6 @@ class StepRecord:
         if self.rounds is None:
             return table.length, table.sampled
         return torch.cat([table.length, self.rounds.length]), torch.cat([table.sampled, self.rounds.sampled])
-
-    @property
-    def response_lengths(self) -> Tensor:
-        """[N] int32, sampled tokens of each response of all ranks."""
-        return self.experience.table.sampled
 
     @property
     def _critic_fields(self) -> dict[str, CriticFields]:

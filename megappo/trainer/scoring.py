@@ -25,7 +25,7 @@ from megappo.rewards.compose import Judged, Scored
 from megappo.rewards.scorer import ROUND_S, Found, Scorer
 from megappo.rewards.verdict import Verdict
 from megappo.rollout.generation import OnFinished
-from megappo.rollout.types import Response
+from megappo.rollout.types import Request, Response
 
 Result = TypeVar("Result")
 
@@ -34,17 +34,23 @@ FIRST_NOTE_S, NOTE_EVERY_S = 5.0, 15.0
 
 
 def begin_rewards(
-    prompt_of: Callable[[int], Prompt], tokenizer: Tokenizer, scorer: Scorer, stop: Sequence[str] = ()
+    prompt_of: Callable[[int], Prompt],
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    stop: Sequence[str] = (),
+    requests: Sequence[Request] | None = None,
 ) -> OnFinished | None:
     """For `rollout.generation.generate`: starts the rewards of responses as they finish. None if no part of the reward streams.
 
-    Nothing is raised there for a part that cannot start, but in `score_responses`.
+    requests: of the batch, if responses go on over several steps. Nothing is raised there for a part that cannot start, but in
+    `score_responses`.
     """
     if not scorer.streams:
         return None
 
     def begin(responses: list[Response]) -> None:
-        samples = map(_sample_of, responses)
+        whole = responses if requests is None else [requests[one.number].whole(one) for one in responses]
+        samples = [_sample_of(one) for one in whole if one is not None]
         scorer.submit_early({one.number: _reward_input(one, prompt_of(one.number), tokenizer, stop) for one in samples})
 
     return begin
@@ -56,26 +62,32 @@ def score_responses(
     """Decode and score the samples of this rank, in the order of its batch. Collective over the world.
 
     prompt_of: prompt of a sample's number. stop: strings that end a response; rules see the text before them, training keeps their
-    tokens. What `begin_rewards` has started is brought here.
+    tokens. What `begin_rewards` has started is brought here. A response that goes on in a later step has no score yet: 0 and no
+    part.
 
     A part that fails anywhere raises the same RewardError on every rank, so none is left waiting in a collective.
     """
-    samples = [_reward_input(sample, prompt_of(sample.number), tokenizer, stop) for sample in samples_of(experience)]
-    judged, early_s = _judge(experience, scorer, samples)
-    by_model = _scored_by_model(scorer, experience, prompt_of, judged)
+    ends = experience.table.ends[experience.numbers]
+    numbers = experience.numbers[ends].tolist()
+    finished = [sample for sample, is_last in zip(samples_of(experience), ends.tolist(), strict=True) if is_last]
+    samples = [_reward_input(sample, prompt_of(sample.number), tokenizer, stop) for sample in finished]
+    judged, early_s = _judge(experience, scorer, samples, numbers)
+    by_model = _scored_by_model(scorer, prompt_of, judged, numbers)
     scored = raised_as_one(lambda: scorer.composition.compose(judged, by_model))
     # A rule may name numbers of its own; ranks that have no such sample know them too.
-    named = scored.with_parts(names_of_ranks(list(scored.parts)))
+    named = scored.with_parts(names_of_ranks(list(scored.parts))).among(ends.tolist())
     return replace(named, early_s=early_s, retries=scorer.take_retries())
 
 
-def _judge(experience: Experience, scorer: Scorer, samples: Sequence[RewardInput]) -> tuple[list[Judged], float | None]:
-    """Verdicts of this rank's samples, and the seconds of generation in which it computed some; None if no part streams.
+def _judge(
+    experience: Experience, scorer: Scorer, samples: Sequence[RewardInput], numbers: Sequence[int]
+) -> tuple[list[Judged], float | None]:
+    """Verdicts of these samples of this rank, and the seconds of generation in which it computed some; None if no part streams.
     Collective over the world."""
     if not scorer.streams:
         return raised_as_one(lambda: _score_in_rounds(scorer, samples))[0], None
     handed_over, early_s = scorer.hand_over()
-    there, numbers = to_owners(experience, handed_over), experience.numbers.tolist()
+    there = to_owners(experience, handed_over)
     found = [there.get(number, {}) for number in numbers]
     judged, early = raised_as_one(lambda: _score_in_rounds(scorer, samples, found))
     late = to_owners(experience, early)
@@ -95,10 +107,10 @@ def raised_as_one(action: Callable[[], Result]) -> Result:
 
 
 def _scored_by_model(
-    scorer: Scorer, experience: Experience, prompt_of: Callable[[int], Prompt], judged: Sequence[Judged]
+    scorer: Scorer, prompt_of: Callable[[int], Prompt], judged: Sequence[Judged], numbers: Sequence[int]
 ) -> dict[str, dict[int, Verdict]]:
-    """Part -> place among this rank's samples -> verdict, for the parts that a model scores and the responses whose recipe has one.
-    Collective over the world."""
+    """Part -> place among the judged samples of this rank -> verdict, for the parts that a model scores and the responses whose
+    recipe has one. numbers: of these samples. Collective over the world."""
     names = scorer.names_of_model
     if not names:
         return {}
@@ -106,7 +118,6 @@ def _scored_by_model(
     if not int(total(torch.tensor(len(chosen)))):
         return {}
     assert scorer.score_model is not None, f"nothing scores {names}"
-    numbers = experience.numbers.tolist()
     prompts = [prompt_of(numbers[i]) for i in chosen]
     verdicts = dict(zip(chosen, scorer.score_model(prompts, [judged[i] for i in chosen]), strict=True))
     return dict.fromkeys(names, verdicts)
@@ -165,7 +176,7 @@ class ScoringProgress:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of this rank. tokens: ids of its response. num_sampled: those of them that the policy sampled."""
+    """A sample of this rank. tokens: ids of its response so far. num_sampled: those of them that the policy sampled."""
 
     number: int
     tokens: list[int]
@@ -177,8 +188,8 @@ def samples_of(experience: Experience) -> Iterator[Sample]:
     """The samples of this rank, in the order of its batch."""
     batch, numbers = experience.batch, experience.numbers
     rows = experience.table.rows(numbers)
-    starts, ends = batch.cu_seqlens[:-1] + rows.prompt, batch.cu_seqlens[1:]
-    columns = (numbers, starts, ends, rows.sampled, rows.truncated)
+    starts, ends = batch.cu_seqlens[:-1] + rows.prompt - rows.earlier, batch.cu_seqlens[1:]
+    columns = (numbers, starts, ends, rows.response, rows.truncated)
     for number, start, end, num_sampled, truncated in zip(*(column.tolist() for column in columns)):
         yield Sample(number, batch.tokens[start:end].tolist(), num_sampled, bool(truncated))
 

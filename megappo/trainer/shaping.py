@@ -20,6 +20,7 @@ from megappo.experience.experience import Experience
 from megappo.ops.whiten import whiten_apply
 from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric
+from megappo.trainer.chains import Chains
 from megappo.trainer.critics import critics_in, of_critic, of_critics, with_disagreement
 from megappo.trainer.reweighting import correction_figures, on_sampled, reweight
 from megappo.trainer.token_scans import (
@@ -29,6 +30,7 @@ from megappo.trainer.token_scans import (
     Scanned,
     gae_over_tokens,
     gae_over_turns,
+    gae_over_windows,
     value_after,
     vtrace_over_tokens,
 )
@@ -59,10 +61,14 @@ def shape_experience(
     sample, for the estimator remax.
     """
     if algorithm.has_critic:
-        batch, figures = _with_critic(experience.batch, score, kl_coef, algorithm, per_token)
+        batch, figures = _in_chains(experience, score, kl_coef, algorithm, per_token)
         batch, of_disagreement = with_disagreement(batch)
         figures = {**figures, **of_disagreement}
         shaped = Shaped(experience.with_batch(batch), figures)
+    elif experience.table.has_chains:
+        raise ValueError(
+            f"algorithm.estimator {algorithm.estimator}: trajectories of several sequences need a critic, gae or vtrace"
+        )
     else:
         shaped = _without_critic(experience, score, kl_coef, algorithm, per_token, greedy)
     reweighted, metrics = reweight(shaped.experience, algorithm)
@@ -80,6 +86,9 @@ def shape_advantages(
     response mask. Of several critics the joint value makes the advantages, and its own values each critic's returns. With
     `gae_level: turn` also value_mask, [T] bool: the tokens that the critics learn at.
 
+    With whole_mask and unfinished (`experience.pack_experience`) value_mask is true on the whole responses that end in this step,
+    at which reward and returns are then, and the lambda of a length is of the response so far.
+
     batch: this rank's samples; whitening takes the moments of all ranks'. Collective over the world. It has logprob, response_mask,
     truncated, value and bootstrap of every critic (and ref_logprob with the KL in the reward, rollout_logprob with V-trace);
     score: [B]. kl_coef: the controller's current coefficient, used only with the KL in the reward. per_token: [B] rewards of the
@@ -88,13 +97,29 @@ def shape_advantages(
     return _with_critic(batch, score, kl_coef, algorithm, per_token)[0]
 
 
+def _in_chains(
+    experience: Experience, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
+) -> tuple[PackedBatch, dict[str, float]]:
+    """`_with_critic`, in which the sequences of a trajectory are one, and its score that of the last one."""
+    batch, chains = experience.batch, Chains.of(experience)
+    if chains is None:
+        return _with_critic(batch, score, kl_coef, algorithm, per_token)
+    whole = chains.merged(batch)
+    found, figures = _with_critic(whole, chains.scores(score), kl_coef, algorithm, chains.per_token(per_token, batch))
+    added = {name: x for name, x in found.token_fields.items() if x is not whole.token_fields.get(name)}
+    return batch.with_fields(chains.apart(batch, added)), figures
+
+
 def _with_critic(
     batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
 ) -> tuple[PackedBatch, dict[str, float]]:
     """(the batch of `shape_advantages`, figures of the estimator)."""
     mask, by_turns, metrics = batch["response_mask"], algorithm.gae_level == "turn", {}
-    steps = turn_starts(mask, batch.cu_seqlens) if by_turns else mask
-    rewards, discount = Rewards.of(batch, score, kl_coef, algorithm, per_token), _discount(batch, steps, algorithm)
+    in_windows = "whole_mask" in batch
+    whole = batch["whole_mask"] if in_windows else mask
+    steps = turn_starts(mask, batch.cu_seqlens) if by_turns else whole
+    of_responses = batch.with_fields({"response_mask": whole})
+    rewards, discount = Rewards.of(of_responses, score, kl_coef, algorithm, per_token), _discount(batch, steps, algorithm)
     ratio = None
     if algorithm.estimator == "vtrace":
         ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, "token")
@@ -106,6 +131,8 @@ def _with_critic(
             return vtrace_over_tokens(view, rewards, ratio, algorithm.vtrace, bootstrap, discount)
         if by_turns:
             return gae_over_turns(view, rewards, steps, bootstrap, discount)
+        if in_windows:
+            return gae_over_windows(view, rewards, bootstrap, discount)
         return gae_over_tokens(view, rewards, view["value"], bootstrap, discount)
 
     critics, scanned = critics_in(batch), scan(of_critics(batch, algorithm.value_of_critics))
@@ -114,7 +141,11 @@ def _with_critic(
         returns = {one.returns: scan(of_critic(batch, one)).returns for one in critics.values()}
     whitened = whiten_apply(scanned.advantage, mask, total(scanned.moments)) if algorithm.whitens else scanned.advantage
     fields = {"reward": scanned.reward, "advantage": whitened, "raw_advantage": scanned.advantage, **returns}
-    return batch.with_fields({**fields, **({"value_mask": steps} if by_turns else {})}), metrics
+    if by_turns:
+        fields["value_mask"] = steps
+    elif in_windows:  # returns of a response that goes on are not known yet
+        fields["value_mask"] = whole & ~batch["unfinished"].repeat_interleave(batch.lengths, output_size=batch.num_tokens)
+    return batch.with_fields(fields), metrics
 
 
 def _discount(batch: PackedBatch, steps: Tensor, algorithm: AlgorithmConfig) -> Discount:

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+_NO_COUNTERS = ("best", "entropy_coef", "unfinished")
+
 
 @dataclass
 class TrainerState:
-    """Counters of a run. step: PPO steps done. episodes: responses trained on. tokens: their sampled tokens.
+    """Counters of a run. step: PPO steps done. episodes: responses trained on, to their end. tokens: sampled tokens trained on.
 
     policy_updates, critic_updates (of all critics): optimizer steps taken; policy_skipped, critic_skipped: those left out, as the
     gradients were not finite. warmup_ended: step after which the critics' warm-up ended early, or 0. entropy_coef: of the next
-    step, if it is steered (`entropy.py`). best: metric, mode, step and value of the best step, or None (`best.py`).
+    step, if it is steered (`entropy.py`). best: metric, mode, step and value of the best step, or None (`best.py`). unfinished:
+    responses that go on in the next step, or None (`windows.py`).
     """
 
     step: int = 0
@@ -26,11 +29,12 @@ class TrainerState:
     warmup_ended: int = 0
     entropy_coef: float | None = None
     best: dict[str, Any] | None = None
+    unfinished: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in asdict(self):
-            # What an older megappo did not keep: a counter is 0, and there was no best and no coefficient.
-            setattr(self, name, state.get(name) if name in ("best", "entropy_coef") else int(state.get(name, 0)))
+            # What an older megappo did not keep: a counter is 0, and there was none of the others.
+            setattr(self, name, state.get(name) if name in _NO_COUNTERS else int(state.get(name, 0)))

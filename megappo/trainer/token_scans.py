@@ -91,6 +91,17 @@ def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstr
     return Scanned(reward.float(), advantage, returns, whitening_moments(advantage, mask))
 
 
+def gae_over_windows(batch: PackedBatch, rewards: Rewards, bootstrap: Tensor | None, discount: Discount) -> Scanned:
+    """GAE of responses that are sampled over several steps: advantages at the tokens of this step, rewards and returns at those of
+    the whole response. An advantage reads what follows its token, so that it is that of a scan over the step's tokens alone."""
+    whole = batch.with_fields({"response_mask": batch["whole_mask"]})
+    reward = rewards.of_tokens(whole).float()
+    given = reward, batch["value"], batch["whole_mask"], batch.cu_seqlens, bootstrap
+    advantage, returns, _ = gae(*given, **discount._asdict())
+    advantage = torch.where(batch["response_mask"], advantage, 0.0)
+    return Scanned(reward, advantage, returns, whitening_moments(advantage, batch["response_mask"]))
+
+
 def vtrace_over_tokens(
     batch: PackedBatch, rewards: Rewards, ratio: Tensor, bounds: VTraceConfig, bootstrap: Tensor | None, discount: Discount
 ) -> Scanned:
@@ -104,13 +115,16 @@ def vtrace_over_tokens(
 
 def value_after(batch: PackedBatch, steps: Tensor, kind: bool | str) -> Tensor | None:
     """[B] value that a cut response goes on with, 0 for the others: `algorithm.bootstrap_truncated`. steps: [T] bool, tokens that
-    are time steps."""
-    if not kind:
+    are time steps.
+
+    A response that goes on in a later step is bootstrapped in any case, as T-PPO has it unless kind is true.
+    """
+    goes_on = batch["unfinished"] if "unfinished" in batch else None
+    if not kind and goes_on is None:
         return None
-    after = batch["bootstrap"]
-    if kind == "last":
-        after = _of_last(batch["value"], steps, batch.cu_seqlens)
-    return torch.where(batch["truncated"], after, 0.0)
+    after = batch["bootstrap"] if kind is True else _of_last(batch["value"], steps, batch.cu_seqlens)
+    cut = batch["truncated"] if kind else torch.zeros_like(batch["truncated"])
+    return torch.where(cut if goes_on is None else cut | goes_on, after, 0.0)
 
 
 def _of_last(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from megappo.data.token_texts import special_ids, token_texts
 from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.report import StepRecord
+from megappo.trainer.scoring import response_text
 from megappo.trajectories.fields import FORMAT, TOKEN_FIELDS, rounded
 
 
@@ -53,21 +54,22 @@ def _row(record: StepRecord, prompt: Prompt, number: int, index: int, tokenizer:
     batch = record.batch
     begin, end = batch.cu_seqlens[index].item(), batch.cu_seqlens[index + 1].item()
     tokens, mask = batch.tokens[begin:end].tolist(), batch["response_mask"][begin:end]
-    start = int(record.experience.table.prompt[number])
+    table = record.experience.table
+    start, goes_on = int(table.prompt[number] - table.earlier[number]), bool(table.unfinished[number])
     texts = token_texts(tokens, tokenizer)
     return {
         "format": FORMAT,
         "sample": number,
         "id": prompt.id,
         "prompt": prompt.text,
-        "response": record.scored.texts[index],
+        "response": response_text(tokens[start:], tokenizer) if goes_on else record.scored.texts[index],
         "answer": prompt.answer,
         "score": record.scored.total[index],
-        # NaN: another recipe's part
+        # NaN: another recipe's part, or a response that goes on
         "parts": {name: values[index] for name, values in record.scored.parts.items() if not math.isnan(values[index])},
         "recipe": record.scored.labels[index] if record.scored.labels else "",
-        "finish": "length" if batch["truncated"][index] else "stop",
-        "version": int(record.experience.table.oldest[number]),
+        "finish": "window" if goes_on else "length" if batch["truncated"][index] else "stop",
+        "version": int(table.oldest[number]),
         "kl_coef": record.kl_coef,
         "prompt_tokens": tokens[:start],
         "prompt_texts": texts[:start],

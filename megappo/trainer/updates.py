@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -32,10 +33,11 @@ READS = ("response_mask",)
 
 class Targets(NamedTuple):
     """Tokens that count in a role's loss, if they are not all sampled ones. field: of the experience, [T] bool. counts: [N], their
-    number in each sample."""
+    number in each sample. passes_all: false to leave out samples without any, and optimizer steps of such samples alone."""
 
     field: str
     counts: Tensor
+    passes_all: bool = True
 
 
 class MiniBatch(NamedTuple):
@@ -84,7 +86,7 @@ def mini_batches(
     without the field.
     """
     table, mode, size, part = experience.table, schedule.loss_aggregation, schedule.mini_batch_size, schedule.part
-    field, counted = targets or Targets("response_mask", table.sampled)
+    field, counted, passes_all = targets or Targets("response_mask", table.sampled)
     counted = counted if rejected is None else counted - rejected
     counted = counted if left_out is None else counted.masked_fill(left_out, 0)
     for epoch in range(schedule.epochs):
@@ -95,6 +97,10 @@ def mini_batches(
         mine, owners = experience.numbers, experience.owners
         index = shares.index_of(experience.rank)
         for chosen in samples_of_epoch(table, size, seed + epoch, part):
+            if not passes_all:
+                chosen = chosen[counted[chosen] > 0]
+                if not len(chosen):
+                    continue  # a step without a gradient would still decay the weights
             own = chosen[owners.share[chosen] == index]  # in the order of the mini-batch
             share = experience.batch.select(torch.searchsorted(mine, own))
             # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
@@ -124,10 +130,11 @@ def first_epoch(
     return experience.redistribute(owners, {*fields, *READS})
 
 
-def update_reads(role: str, algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """Fields of the experience that the updates of policy or a critic read, if there are."""
+def update_reads(role: str, algorithm: AlgorithmConfig, *, in_windows: bool = False) -> tuple[str, ...]:
+    """Fields of the experience that the updates of policy or a critic read, if there are. in_windows: with
+    `rollout.window_tokens`."""
     if role in CRITICS:
-        return (*critic_reads(role), *(["value_mask"] if algorithm.gae_level == "turn" else []))
+        return (*critic_reads(role), *(["value_mask"] if algorithm.gae_level == "turn" or in_windows else []))
     rejected = (REJECTED,) if algorithm.correction.drops else ()
     return (*LanguageModel.sampling_fields, *policy_reads(algorithm), *rejected)
 
@@ -148,17 +155,18 @@ def targets_of(role: str, experience: Experience) -> Targets | None:
     if role not in CRITICS or "value_mask" not in experience.batch:
         return None
     counts = tokens_per_sequence(experience.batch["value_mask"], experience.batch.cu_seqlens)
-    return Targets("value_mask", experience.column(counts).int())
+    return Targets("value_mask", experience.column(counts).int(), passes_all="whole_mask" not in experience.batch)
 
 
 def positive_samples(experience: Experience, score: Tensor, algorithm: AlgorithmConfig) -> Tensor | None:
-    """[N] bool, samples whose score is at least `algorithm.positive_score`; None if the loss does not ask for them.
+    """[N] bool, samples that end here with a score of at least `algorithm.positive_score`; None if the loss does not ask for them.
 
     score: [B] of this rank's samples. Collective over the world.
     """
     if algorithm.positive_nll_coef == 0:
         return None
-    return experience.column(score).float() >= algorithm.positive_score  # in fp32, as which scores are added up
+    is_positive = experience.column(score).float() >= algorithm.positive_score  # in fp32, as which scores are added up
+    return is_positive & experience.table.ends
 
 
 class Trainable(Protocol):
@@ -261,16 +269,17 @@ class Updates:
             roles.policy.counts_ratios = counts_ratios
         # Once for roles that divide a batch, and an epoch, alike.
         schedules = {name: update_schedule(config, name) for name in names}
+        asked = partial(update_reads, algorithm=config.algorithm, in_windows=config.rollout.window_tokens is not None)
         division = {name: (roles.shares[name], one.mini_batch_size, one.part) for name, one in schedules.items()}
         reads: dict[tuple[Shares, int, Part], set[str]] = {}
         for name in names:
-            reads.setdefault(division[name], set()).update(update_reads(name, config.algorithm))
+            reads.setdefault(division[name], set()).update(asked(name))
         sent = {
             (shares, size, part): first_epoch(experience, shares, fields, size, seed, part)
             for (shares, size, part), fields in reads.items()
         }
         # Each role cuts, and exchanges for later epochs, its own fields alone.
-        self._data = {name: sent[division[name]].only({*update_reads(name, config.algorithm), *READS}) for name in names}
+        self._data = {name: sent[division[name]].only({*asked(name), *READS}) for name in names}
         self._targets = {name: targets_of(name, experience) for name in names}
         self._summaries = {name: UpdateSummary() for name in roles.trained}
         self._table = experience.table

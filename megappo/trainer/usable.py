@@ -16,12 +16,14 @@ def nothing_to_learn(table: SampleTable, scored: Scored, num_scored: int | None 
     """Reason why no model can be updated on a step's responses, the same on every rank; empty if one can.
 
     table: of all samples. scored: this rank's. num_scored: samples of all ranks that its counts are of, by default those of the
-    table. Collective over the world.
+    table that end. Collective over the world.
     """
     undecided, unusable = total(torch.tensor([scored.num_undecided, scored.num_unusable])).tolist()
     if not int(table.sampled.sum()):
         return f"none of the {table.num_samples} responses has a sampled token"
-    scored_in_all = table.num_samples if num_scored is None else num_scored
+    scored_in_all = int(table.ends.sum()) if num_scored is None else num_scored
+    if not scored_in_all:  # what goes on has its advantages from the critic
+        return ""
     if undecided + unusable >= scored_in_all:
         return (
             f"none of the {scored_in_all} responses has a reward: {undecided} undecided, {unusable} with a reference answer "

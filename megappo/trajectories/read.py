@@ -119,7 +119,12 @@ def read_run(run: Path, steps: tuple[int, int | None] = (0, None)) -> Sampled:
         trajectories += [_trajectory(record, step, file, line) for line, record in enumerate(records, 1)]
     if not trajectories:
         raise ConfigError(f"{run}: no whole record in {', '.join(file.name for file in chosen.values())}")
-    return Sampled(trajectories, notes, mode)
+    ended = [one for one in trajectories if one.finish != "window"]
+    if not ended:
+        raise ConfigError(f"{run}: all {len(trajectories)} responses go on in a later step; name later ones (--steps)")
+    if len(ended) < len(trajectories):
+        notes.append(f"{len(trajectories) - len(ended)} responses go on in a later step, without a score yet; they are left out")
+    return Sampled(ended, notes, mode)
 
 
 def _files(run: Path) -> dict[int, Path]:
@@ -212,8 +217,8 @@ def _of_record(record: Mapping[str, Any], step: int, index: int) -> Trajectory:
 
 def _finish(record: Mapping[str, Any]) -> str:
     finish = record.get("finish", "length" if record.get("truncated") is True else "stop")
-    if finish not in ("stop", "length"):
-        raise _Faulty("finish is neither stop nor length")
+    if finish not in ("stop", "length", "window"):
+        raise _Faulty("finish is neither stop, length nor window")
     return finish
 
 

@@ -13,7 +13,7 @@ def as_markdown(record: Mapping[str, Any], longest: int = LONGEST) -> str:
     """Render one record of `trainer/trajectories.py`: its facts, prompt and response as code, which nothing in them can end. A
     longer text is cut in the middle, and says so."""
     tokens = len(record.get("response_tokens", ()))
-    end = "cut by the length limit" if record.get("finish") == "length" else "stop"
+    end = {"length": "cut by the length limit", "window": "goes on"}.get(str(record.get("finish")), "stop")
     facts = [f"**score {_figure(record.get('score'))}**"]
     facts += [f"{_plain(name)} {_figure(value)}" for name, value in record.get("parts", {}).items()]
     facts += [f"{tokens} tokens", end, f"sample {record.get('sample', '?')} of `{_plain(record.get('id', '?'))}`"]

@@ -60,7 +60,8 @@ class Shape:
         prompt = torch.full_like(length, self.tokens // 16)
         number, none = torch.arange(self.samples), torch.zeros_like(length)
         drawn_by = (number % (self.world // self.tp) * self.tp).int()
-        return SampleTable(length, prompt, length - prompt, (number % 8 == 0).int(), none, none, drawn_by, none)
+        truncated = (number % 8 == 0).int()
+        return SampleTable(length, prompt, length - prompt, truncated, none, none, drawn_by, none, none, none, none - 1)
 
 
 @dataclass

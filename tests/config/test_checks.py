@@ -23,6 +23,30 @@ from .examples import sft_config, train_config
 ADAPTIVE = "algorithm.kl.controller=adaptive"
 ROUTE = "reward.route.map={a: [{name: a}], b: [{name: a, weight: 2}, {name: b}]}"
 ROUTED = ["reward.route.key=s", ROUTE]
+SMALL_CLIPS = ["algorithm.objective=gspo", "algorithm.loss_aggregation=seq-mean-token-mean"]
+# beside rollout.window_tokens: overrides that need whole responses, what the message must contain, what mends it
+WINDOWED = [
+    (["algorithm.estimator=reinforce_plus_plus"], "responses that go on have no reward yet", "algorithm.estimator=gae"),
+    (["algorithm.estimator=vtrace"], 'algorithm.estimator = "vtrace"', "algorithm.estimator=gae"),
+    (["algorithm.estimator=grpo", "rollout.samples_per_prompt=2"], 'algorithm.estimator = "grpo"', "algorithm.estimator=gae"),
+    (["algorithm.gae_level=turn"], "at a token of an earlier step", "algorithm.gae_level=token"),
+    (
+        ["algorithm.dynamic_sampling.enable=true", "rollout.samples_per_prompt=2"],
+        "which end in other steps",
+        "algorithm.dynamic_sampling.enable=false",
+    ),
+    (["critic_b.engine=megatron"], "by their places in a step", "critic_b=null"),
+    (SMALL_CLIPS, 'algorithm.objective = "gspo"', "algorithm.objective=ppo"),
+    (["algorithm.sequence_advantages=true"], "the mean over a whole response", "algorithm.sequence_advantages=false"),
+    (
+        ["algorithm.correction.kind=tis", "algorithm.correction.level=sequence"],
+        'algorithm.correction.level = "sequence"',
+        "algorithm.correction.level=token",
+    ),
+    (["algorithm.kl.controller=adaptive"], "it steers by the KL of whole responses", "algorithm.kl.controller=fixed"),
+    (["reference.refresh_above_kl=0.5"], "reference.refresh_above_kl = 0.5", "reference.refresh_above_kl=null"),
+    (["rollout.stop=[x]"], "may lie across two windows", "rollout.stop=[]"),
+]
 # rule, overrides that break it, what the message must contain, one override more that mends it
 BROKEN = [
     (
@@ -192,6 +216,16 @@ BROKEN = [
         ],
         ['algorithm.dynamic_sampling.metric = "acuracy"', "no part of the reward has this label; name one of exact_match"],
         "algorithm.dynamic_sampling.metric=exact_match",
+    ),
+    (
+        "window_problem",
+        ["rollout.window_tokens=512"],
+        ["rollout.window_tokens = 512", "none has more than rollout.max_response_tokens 512; lower it, or use null"],
+        "rollout.window_tokens=511",
+    ),
+    *(
+        ("window_problem", ["rollout.window_tokens=64", *broken], [said, "or set rollout.window_tokens to null"], mend)
+        for broken, said, mend in WINDOWED
     ),
     (
         "_weights",

@@ -34,7 +34,7 @@ from tests.engine.runs import recorded_batch
 from tests.engine.toy_engine import ToyEngine, ToyOutput, toy_engines
 from tests.engine.whole import Whole
 from tests.models.checkpoints import write_checkpoint
-from tests.rollout.responses import generate_all, sequence
+from tests.rollout.responses import generate_all, going_on, sequence
 from tests.worlds import spawn_world
 
 LR, WARMUP = 1e-2, 2
@@ -543,6 +543,10 @@ def logits_of_a_few_rows_are_those_behind_the_log_probs(world: World) -> None:
     responses = generate_all(MegatronRollout(engine), requests, SamplingParams(5))
     from megappo.trainer.roles import LanguageModel
 
+    greedy = SamplingParams(9, 0.0)
+    whole = generate_all(MegatronRollout(engine), requests, greedy)
+    rest = generate_all(MegatronRollout(engine), [going_on(*pair) for pair in zip(requests, whole)], greedy)
+    assert [one.tokens.tolist() for one in rest] == [one.tokens[5:9].tolist() for one in whole], "a response goes on"
     batch = pack([sequence(request, response) for request, response in zip(requests, responses)])
     logprob, _ = LanguageModel(Whole(engine), 1.0).logprobs(batch, want_entropy=False)
     for end, response in zip(batch.cu_seqlens.tolist()[1:], responses):

@@ -47,7 +47,7 @@ def whole_batch(lengths: list[int], seed: int = 0) -> PackedBatch:
 
 def table_of(lengths: list[int]) -> SampleTable:
     rows = torch.tensor(lengths, dtype=torch.int32)
-    return SampleTable(*[rows] * len(fields(SampleTable)))
+    return replace(SampleTable(*[rows] * len(fields(SampleTable))), previous=torch.full_like(rows, -1))
 
 
 def differs(found: PackedBatch, want: PackedBatch) -> list[str]:

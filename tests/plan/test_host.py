@@ -54,7 +54,7 @@ def test_the_quickstart_by_hand(tmp_path):
     found = by_name(plan_of(write_run(tmp_path)), 1)
     own = 32 * 24
     # ids and log-probs of 32 responses of 8; the table, and owners when drawn, when spread, and for the three roles
-    rest = 32 * 8 * 8 + 64 * (8 * 4 + 8 * (2 + 3))
+    rest = 32 * 8 * 8 + 64 * (11 * 4 + 8 * (2 + 3))
     packed = own * (8 + 1 + 4)
     assert found["generate"].bytes == rest + packed + own * (4 + 2)
     # drawn and own tokens; indices and the buffers of all fields, ids as int32, at both ends
@@ -82,7 +82,7 @@ def test_a_token_takes_the_bytes_of_its_tensors():
     response = Response(0, (Segment(numpy.ones(6, numpy.int32), numpy.zeros(6, numpy.float32), 0),), "stop")
     batch = pack_experience([Request(0, numpy.ones(4, numpy.int32), 0)], [response])
     assert sum(x.nbytes for x in (batch.tokens, *batch.token_fields.values())) == 10 * (8 + 1 + 4)
-    table = SampleTable(*torch.zeros(8, 5, dtype=torch.int32))
+    table = SampleTable(*torch.zeros(11, 5, dtype=torch.int32))
     assert sum(getattr(table, name).nbytes for name in (field.name for field in fields(table))) == 5 * ROW
     outputs = {name: torch.zeros(10) for name in ("logprob", "entropy", "value", "ref_logprob")}
     full = batch.with_fields(outputs, {"bootstrap": torch.zeros(1)})
@@ -110,7 +110,7 @@ def test_67_million_tokens_by_hand(tmp_path, ranks, own, at_once):
     plan = large(tmp_path, ranks)
     work, found = HostWork(plan), by_name(plan, 0)
     assert work.own_tokens == own == 1024 * 8 * 8192 // ranks
-    replicas, table = ranks // 8, 8192 * (32 + 8 * (2 + 1))  # one division: all roles are tp 8
+    replicas, table = ranks // 8, 8192 * (44 + 8 * (2 + 1))  # one division: all roles are tp 8
     drawn = 8192 // replicas
     rest = drawn * 7168 * 8 + table
     assert found["score"].bytes == rest + own * 13 + 48 * own // 8192 * 7168

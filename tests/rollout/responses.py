@@ -59,6 +59,13 @@ def plain(responses: Sequence[Response]) -> list[dict[str, Any]]:
     ]
 
 
+def going_on(request: Request, response: Response) -> Request:
+    """For the tokens 5 to 8 of a response to the request."""
+    (segment,) = response.segments
+    begun = Segment(segment.tokens[:5], None if segment.logprobs is None else segment.logprobs[:5], segment.version)
+    return dataclasses.replace(request, before=(begun,), max_tokens=4, goes_on=True)
+
+
 def sequence(request: Request, response: Response) -> list[int]:
     """Prompt and response."""
     return [*request.prompt, *response.tokens.tolist()]

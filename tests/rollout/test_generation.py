@@ -55,7 +55,7 @@ def by_vllm(engine: VllmEngine, sampling: SamplingParams) -> list[dict[str, Any]
     from vllm.sampling_params import SamplingParams as VllmSampling
 
     def like(request: Request) -> VllmSampling:
-        params = engine._vllm_sampling(sampling, request.seed)
+        params = engine._vllm_sampling(sampling, request)
         params.flat_logprobs = False  # one dictionary a token: the other form of its results
         return params
 

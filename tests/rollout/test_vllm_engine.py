@@ -37,7 +37,7 @@ from ..data.tokenizer_files import write_hf_tokenizer
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
 from .engines import garbage_kept, make_engine
-from .responses import generate_all, plain, sequence
+from .responses import generate_all, going_on, plain, sequence
 
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; BRIDGE measured at most 3e-5 on peaky logits, a wrong slice gives 1e-1 and more
@@ -219,6 +219,7 @@ def run_sampling(engine: VllmEngine, model: torch.nn.Module) -> dict[str, Any]:
     word = f"{drawn[1]['tokens'][7] % 10}><{drawn[1]['tokens'][8]}>"
     worded = plain(generate_all(engine, requests, dataclasses.replace(warm, stop=(word,))))
     engine._detokenize = None
+    greedy = generate_all(engine, requests, GREEDY)
     errors = {}
     for key, bad, how in (
         ("long", [Request(0, (5,) * 250, 0)], warm),
@@ -242,6 +243,8 @@ def run_sampling(engine: VllmEngine, model: torch.nn.Module) -> dict[str, Any]:
         "narrow_distance": truncated_distance(model, requests, narrow, 0.8, top_k=5),
         "nucleus_distance": truncated_distance(model, requests, nucleus, 1.0, top_p=0.6),
         "none": generate_all(engine, [], warm),
+        "greedy": plain(greedy),
+        "going on": plain(generate_all(engine, [going_on(*pair) for pair in zip(requests, greedy)], GREEDY)),
         "unfinished": engine.num_unfinished,
     }
 
@@ -589,6 +592,13 @@ def test_seeds_reproduce_whatever_the_batch(sampling):
     assert sampling["alone"][0] == sampling["drawn"][2]
     assert all(a != b for a, b in zip(tokens(sampling["reseeded"]), tokens(sampling["drawn"])))
     assert len(set(map(tuple, tokens(sampling["drawn"])))) == len(sampling["drawn"])
+
+
+def test_a_response_goes_on_from_what_was_drawn_before(sampling):
+    """Its best tokens are those of one request, and its own limit ends it."""
+    for whole, rest in zip(sampling["greedy"], sampling["going on"], strict=True):
+        assert rest["tokens"] == whole["tokens"][5:9] and rest["finish"] == "length"
+        assert rest["logprobs"] == pytest.approx(whole["logprobs"][5:9], abs=1e-4)
 
 
 def test_a_stop_token_ends_the_response_and_is_part_of_it(sampling):

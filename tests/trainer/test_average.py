@@ -306,6 +306,6 @@ def test_a_step_without_a_reward_updates_nothing_and_the_run_goes_on(runs: tuple
 def test_what_cannot_be_trained_on_has_a_reason(
     sampled: list[int], num_drawn: int | None, undecided: int, unusable: int, says: str
 ) -> None:
-    table = SimpleNamespace(num_samples=2, sampled=torch.tensor(sampled))
+    table = SimpleNamespace(num_samples=2, sampled=torch.tensor(sampled), ends=torch.ones(2))
     scored = Scored(["", ""], [0.0, 0.0], {}, undecided, unusable)
     assert nothing_to_learn(table, scored, num_drawn) == says  # type: ignore[arg-type]

@@ -241,7 +241,7 @@ def test_a_checkpoint_holds_the_inventory(folder: Path, world: list[dict[str, An
     assert {name: sorted(values) for name, values in state.items()} == {
         "trainer": [
             *("best", "critic_skipped", "critic_updates", "entropy_coef", "episodes", "policy_skipped", "policy_updates"),
-            *("step", "tokens", "warmup_ended"),
+            *("step", "tokens", "unfinished", "warmup_ended"),
         ],
         "loader": ["epoch", "index", "num_prompts", "seed", "shuffle"],
         "kl_controller": ["coef"],  # kind, target and horizon are the configuration's

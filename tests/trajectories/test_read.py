@@ -59,6 +59,15 @@ def test_ranges_of_steps(text, steps):
     assert parse_steps(text) == steps
 
 
+def test_responses_that_go_on_are_left_out_and_counted(tmp_path):
+    run = write_run(tmp_path, {1: [record(finish="window")], 2: [record(finish="window"), record(sample=1)]})
+    found = read_run(run)
+    assert [(one.step, one.sample) for one in found.trajectories] == [(2, 1)]
+    assert found.notes == ["2 responses go on in a later step, without a score yet; they are left out"]
+    with pytest.raises(ConfigError, match="all 1 responses go on in a later step; name later ones"):
+        read_run(run, (1, 1))
+
+
 @pytest.mark.parametrize("text", ["", "..", "a..b", "1-5", "-3", "1..2..3", "9" * 30])
 def test_other_texts_are_no_range(text):
     with pytest.raises(ConfigError, match=r"write one step \(10\) or a range"):
@@ -105,8 +114,8 @@ BROKEN = [
     ({"score": 10**400}, "score is larger"),
     ({"parts": []}, "parts is not an object"),
     ({"id": 5}, "id is not a text"),
-    ({"finish": "never"}, "finish is neither stop nor length"),
-    ({"finish": ["stop"]}, "finish is neither stop nor length"),
+    ({"finish": "never"}, "finish is neither stop, length nor window"),
+    ({"finish": ["stop"]}, "finish is neither stop, length nor window"),
     ({"sample": None}, "sample is not an integer"),
 ]
 

@@ -1,0 +1,212 @@
+"""Responses that are drawn over several steps, a window of tokens in each (T-PPO, Fan et al. 2025, arXiv:2506.15050).
+
+A step has as many samples as ever: first those that go on, in their order, then new ones. Prompts are taken from the loader as
+their first response begins, so that its cursor counts each once. What is unfinished is the same on every rank and a part of the
+trainer's state, and so of checkpoints.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from numpy.typing import NDArray
+
+from megappo.config.errors import ConfigError, problem
+from megappo.config.schema import TrainConfig
+from megappo.data.loader import PromptLoader
+from megappo.data.prompts import Prompt
+from megappo.experience.experience import Experience
+from megappo.parallel.totals import total
+from megappo.rollout.types import Request, Segment
+from megappo.telemetry.metrics import Metric
+from megappo.telemetry.runlog import RunLog
+from megappo.trainer.experience import sample_seed
+from megappo.trainer.state import TrainerState
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A response that goes on. row: of its prompt. segments: drawn so far, one in each step."""
+
+    row: int
+    segments: tuple[Segment, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments)
+
+
+class Unfinished(NamedTuple):
+    """What a step leaves to the next one. begun: in the order in which they go on. row, left: the prompt that has further responses
+    to begin, and their number; left is 0 if none has."""
+
+    begun: tuple[Begun, ...] = ()
+    row: int = -1
+    left: int = 0
+
+    def encoded(self) -> dict[str, Any]:
+        """JSON-compatible: the tokens and log-probs as compressed bytes."""
+        segments = [segment for one in self.begun for segment in one.segments]
+        return {
+            "rows": [one.row for one in self.begun],
+            "windows": [len(one.segments) for one in self.begun],
+            "lengths": [len(segment.tokens) for segment in segments],
+            "versions": [segment.version for segment in segments],
+            "tokens": _packed([segment.tokens for segment in segments], "<i4"),
+            "logprobs": _packed([segment.logprobs for segment in segments], "<f4"),
+            "row": self.row,
+            "left": self.left,
+        }
+
+    @classmethod
+    def decoded(cls, state: Mapping[str, Any] | None) -> Unfinished:
+        """From `encoded`; None is the start of a run."""
+        if state is None:
+            return cls()
+        ends = list(accumulate(state["lengths"]))[:-1]
+        parts = zip(_unpacked(state["tokens"], "<i4", ends), _unpacked(state["logprobs"], "<f4", ends), state["versions"])
+        segments = iter([Segment(tokens.astype(numpy.int32), logprobs.astype(numpy.float32), v) for tokens, logprobs, v in parts])
+        begun = [Begun(row, tuple(next(segments) for _ in range(count))) for row, count in zip(state["rows"], state["windows"])]
+        return cls(tuple(begun), state["row"], state["left"])
+
+
+class Windows:
+    """Requests of the steps of a run with `rollout.window_tokens`, and what is left unfinished, in `state.unfinished`.
+
+    num_samples: of a step.
+    """
+
+    def __init__(self, config: TrainConfig, prompts: Sequence[Prompt], loader: PromptLoader, state: TrainerState) -> None:
+        assert config.rollout.window_tokens is not None
+        self._window, self._longest = config.rollout.window_tokens, config.rollout.max_response_tokens
+        self._n, self._seed = config.rollout.samples_per_prompt, config.run.seed
+        self._prompts, self._loader, self._state = prompts, loader, state
+        self.num_samples = config.data.prompts_per_step * self._n
+        self._known: tuple[dict[str, Any] | None, Unfinished] = (None, Unfinished())
+        self._begun: list[Begun] = []
+        self._waiting: tuple[Begun, ...] = ()
+        self._num_prompts, self._open = 0, (-1, 0)
+
+    @property
+    def unfinished(self) -> Unfinished:
+        """What the last step left."""
+        if self._known[0] is not self._state.unfinished:  # a resume replaced it
+            self._known = self._state.unfinished, Unfinished.decoded(self._state.unfinished)
+        return self._known[1]
+
+    def begin(self, step: int) -> tuple[list[int], list[Request]]:
+        """Row of the prompt of every sample of a step, and their requests. Advances the loader's cursor, alike on every rank."""
+        left = self.unfinished
+        # More than a step has samples only after a resume with fewer: the others wait.
+        going_on, self._waiting = left.begun[: self.num_samples], left.begun[self.num_samples :]
+        self._begun = [*going_on, *(Begun(row, ()) for row in self._new_rows(left, self.num_samples - len(going_on)))]
+        requests = [self._request(number, one, step) for number, one in enumerate(self._begun)]
+        return [one.row for one in self._begun], requests
+
+    def end(self, experience: Experience) -> dict[str, float]:
+        """Keep what goes on in the next step; returns figures by metric. Collective over the world.
+
+        experience: of the requests of `begin`.
+        """
+        table = experience.table
+        numbers = table.unfinished.nonzero().flatten()
+        tokens, logprobs = _of_all_ranks(experience, numbers)
+        versions = table.newest[numbers].tolist()
+        last = [Segment(*one) for one in zip(tokens, logprobs, versions)]
+        drawn = dict(zip(numbers.tolist(), last))
+        figures = self._figures(experience, drawn)
+        going_on = [Begun(self._begun[i].row, (*self._begun[i].segments, segment)) for i, segment in drawn.items()]
+        unfinished = Unfinished((*self._waiting, *going_on), *self._open)
+        self._state.unfinished = unfinished.encoded()
+        self._known = self._state.unfinished, unfinished
+        return figures
+
+    def _new_rows(self, left: Unfinished, count: int) -> list[int]:
+        """Rows of the prompts of `count` new samples: first those that the step before could not begin."""
+        rows = [left.row] * min(left.left, count)
+        still_open = left.left - len(rows)
+        missing = count - len(rows)
+        fresh = self._loader.next_step(-(-missing // self._n)) if missing else []
+        self._num_prompts = len(fresh)
+        rows += [row for row in fresh for _ in range(self._n)][:missing]
+        if fresh:
+            still_open = len(fresh) * self._n - missing
+        self._open = (rows[-1] if fresh else left.row, still_open) if still_open else (-1, 0)
+        return rows
+
+    def _request(self, number: int, one: Begun, step: int) -> Request:
+        room = self._longest - one.num_tokens
+        limit = min(self._window, room)
+        return Request(
+            number,
+            self._prompts[one.row].tokens,
+            sample_seed(self._seed, step, number),
+            before=one.segments,
+            max_tokens=limit,
+            goes_on=limit < room,
+        )
+
+    def _figures(self, experience: Experience, going_on: Mapping[int, Segment]) -> dict[str, float]:
+        table, step = experience.table, self._state.step + 1
+        windows = torch.tensor([len(one.segments) + 1 for one in self._begun])[table.ends].double()
+        earlier = [(step - 1 - s.version, len(s.tokens)) for one in self._begun for s in one.segments]
+        now = zip(table.ages(step).tolist(), table.sampled.tolist())
+        ages, counts = torch.tensor([*earlier, *now], dtype=torch.float64).unbind(1)
+        return {
+            Metric.GOING_ON.value: sum(1 for one in self._begun if one.segments) / len(self._begun),
+            Metric.UNFINISHED.value: len(going_on) / len(self._begun),
+            Metric.PROMPTS_BEGUN.value: self._num_prompts,
+            Metric.WINDOWS_MEAN.value: float(windows.mean()) if len(windows) else math.nan,
+            Metric.WINDOWS_MAX.value: int(windows.max()) if len(windows) else 0,
+            Metric.TOKEN_AGE_MEAN.value: float((ages * counts).sum() / counts.sum().clamp(min=1.0)),
+            Metric.TOKEN_AGE_MAX.value: int(ages[counts > 0].max()) if bool((counts > 0).any()) else 0,
+        }
+
+
+def resume_windows(config: TrainConfig, state: TrainerState, log: RunLog) -> None:
+    """Hold what a checkpoint left unfinished against the configuration; without `rollout.window_tokens` it is dropped, with a note.
+
+    ConfigError, on every rank, if a response has as many tokens as a response may have, or more.
+    """
+    begun = Unfinished.decoded(state.unfinished).begun
+    longest = max((one.num_tokens for one in begun), default=0)
+    if config.rollout.window_tokens is None:
+        if begun:
+            log.note(f"rollout.window_tokens is null: {len(begun)} responses that the checkpoint left unfinished are dropped")
+        state.unfinished = None
+    elif longest >= config.rollout.max_response_tokens:
+        fix = f"the checkpoint has an unfinished response of {longest} tokens; use at least {longest + 1}"
+        raise ConfigError(problem("rollout.max_response_tokens", config.rollout.max_response_tokens, fix))
+
+
+def _of_all_ranks(experience: Experience, numbers: torch.Tensor) -> tuple[list[NDArray], list[NDArray]]:
+    """(tokens int32, log-probs float32) that this step drew of these samples, from all ranks. Collective over the world."""
+    batch, counts = experience.batch, experience.table.sampled[numbers].long()
+    mine = torch.isin(numbers, experience.numbers)
+    places = torch.searchsorted(experience.numbers, numbers[mine])
+    own = batch.select(places)
+    sampled = own["response_mask"]
+    here = mine.repeat_interleave(counts, output_size=int(counts.sum()))
+    tokens = torch.zeros(here.shape, dtype=torch.int32)
+    logprobs = torch.zeros(here.shape, dtype=torch.float32)
+    tokens[here], logprobs[here] = own.tokens[sampled].int(), own["rollout_logprob"][sampled]
+    # Each place is written by one rank: the sum is what that rank has, to the bit.
+    ends = counts.cumsum(0)[:-1].tolist()
+    return numpy.split(total(tokens).numpy(), ends), numpy.split(total(logprobs).numpy(), ends)
+
+
+def _packed(parts: Sequence[NDArray | None], kind: str) -> str:
+    flat = numpy.concatenate([numpy.empty(0, kind), *(part for part in parts if part is not None)]).astype(kind)
+    return base64.b64encode(zlib.compress(flat.tobytes(), 1)).decode()
+
+
+def _unpacked(text: str, kind: str, ends: Sequence[int]) -> list[NDArray]:
+    return numpy.split(numpy.frombuffer(zlib.decompress(base64.b64decode(text)), kind), ends)

@@ -1,0 +1,136 @@
+"""Trajectories of several turns, compacted ones too, around an engine that answers by a rule, and around the policy's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy
+import pytest
+
+from megappo.rollout.generation import generate
+from megappo.rollout.turns import Compaction, Left, Turn, TurnsRollout, keep_ends
+from megappo.rollout.types import KeptIds, Replica, Request, Response, SamplingParams, Segment
+
+END = 2
+SAMPLING = SamplingParams(max_tokens=40, stop_token_ids=(END,))
+
+
+class Rule:
+    """Engine whose turns are the length of what it was given, once for each turn that it may write, then END."""
+
+    name, replica = "rule", Replica(0, 1, None, 2)
+
+    def __init__(self, per_turn: int = 2) -> None:
+        self.waiting: list[Request] = []
+        self.asked: list[Request] = []
+        self._per_turn = per_turn
+
+    def meet(self, before: str) -> None: ...
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        yield
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.waiting)
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        self.waiting += requests
+        self.asked += requests
+
+    def poll(self) -> list[Response]:
+        request, *self.waiting = self.waiting
+        wanted = [len(request.tokens)] * self._per_turn + [END]
+        tokens = numpy.array(wanted[: request.limit(SAMPLING)], numpy.int32)
+        finish = "stop" if tokens[-1] == END else "length"
+        segment = Segment(tokens, numpy.full(len(tokens), -1.0, numpy.float32), 5)
+        return [Response(request.number, (segment,), finish, KeptIds(numpy.ones(len(tokens), numpy.int32), tokens))]
+
+    def push_weights(self, version: int) -> dict[str, float]:
+        return {}
+
+    def sleep(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def answers(engine: Rule, environment, count: int = 3, **settings) -> list[Response]:
+    usual = {"max_turns": 3, "turn_tokens": 5, "max_prompt_tokens": 20} | settings
+    requests = [Request(i, [7] * (i + 1), seed=100 + i, group=i) for i in range(count)]
+    return generate(TurnsRollout(engine, environment, **usual), requests, SAMPLING)
+
+
+def parts(segments: Sequence[Segment]) -> list[tuple[list[int], bool]]:
+    return [(one.tokens.tolist(), one.logprobs is not None) for one in segments]
+
+
+def observe(turn: Turn) -> list[int]:
+    return [50 + turn.index]
+
+
+def test_an_environment_answers_each_turn_until_the_last():
+    engine, seen = Rule(), []
+
+    def environment(turn: Turn) -> list[int] | None:
+        seen.append((turn.number, turn.index, turn.tokens.tolist(), turn.context.tolist()))
+        return None if turn.number == 1 and turn.index == 1 else [50 + turn.index]
+
+    found = answers(engine, environment)
+    # a turn is [n, n, END], n ids being before it; an observation is one id
+    assert parts(found[0].segments) == [([1, 1, 2], True), ([50], False), ([5, 5, 2], True), ([51], False), ([9, 9, 2], True)]
+    assert parts(found[1].segments) == [([2, 2, 2], True), ([50], False), ([6, 6, 2], True)]
+    assert all(one.contexts == () and one.prompt is None and one.finish == "stop" for one in found)
+    assert found[0].kept is not None and found[0].kept.ids.tolist() == [1, 1, 2, 5, 5, 2, 9, 9, 2]
+    assert sorted(one for one in seen if one[0] == 0) == [(0, 0, [1, 1, 2], [7]), (0, 1, [5, 5, 2], [7, 1, 1, 2, 50])]
+    assert [one[1] for one in seen if one[0] == 1] == [0, 1], "not asked after the last turn"
+    seeds = [one.seed for one in engine.asked]
+    assert len(set(seeds)) == len(seeds) == 8, "every turn draws anew"
+
+
+def test_a_turn_or_a_sequence_at_its_limit_ends_the_trajectory_cut():
+    (found,) = answers(Rule(per_turn=9), observe, 1)
+    assert parts(found.segments) == [([1] * 5, True)] and found.finish == "length"
+    engine = Rule(per_turn=4)  # 5 tokens and one given: the seventh turn begins at the 36th token and has room for 4
+    (found,) = answers(engine, observe, 1, max_turns=99)
+    assert sum(len(one.tokens) for one in found.segments) == 40 and found.finish == "length"
+    assert [one.max_tokens for one in engine.asked] == [5] * 6 + [4]
+
+
+def test_a_context_that_grows_too_long_is_compacted():
+    (found,) = answers(Rule(), observe, 1, max_turns=4, compaction=Compaction(9, keep_ends(1, 3)))
+    # 1 + 3 + 1, then 5 + 3 + 1 = 9 ids fit; the next observation would be the tenth and more
+    (context,) = found.contexts
+    assert context.prompt.tolist() == [7]
+    assert parts(context.segments) == [([1, 1, 2], True), ([50], False), ([5, 5, 2], True), ([51], False), ([9, 9, 2], True)]
+    assert found.prompt is not None and found.prompt.tolist() == [7, 9, 2, 52], "the first id and the last three"
+    assert parts(found.segments) == [([4, 4, 2], True)] and found.finish == "stop"
+    assert context.kept is not None and context.kept.ids.tolist() == [1, 1, 2, 5, 5, 2, 9, 9, 2]
+    assert found.kept is not None and found.kept.ids.tolist() == [4, 4, 2]
+
+
+def test_the_policy_writes_the_summary_that_it_goes_on_from():
+    seen: list[Left] = []
+
+    def prompt(left: Left) -> list[int]:
+        seen.append(left)
+        return [*left.prompt.tolist(), *left.summary.tolist(), *left.observation.tolist()]
+
+    (found,) = answers(Rule(), observe, 1, compaction=Compaction(6, prompt, ask=(60, 61)))
+    (context,) = found.contexts
+    # after the second turn 8 ids and an observation are more than 6: it is kept back, and a summary asked for
+    turns = [([1, 1, 2], True), ([50], False), ([5, 5, 2], True), ([60, 61], False), ([10, 10, 2], True)]
+    assert parts(context.segments) == turns, "the summary is sampled as any turn"
+    assert found.prompt is not None and found.prompt.tolist() == [7, 10, 10, 2, 51]
+    assert parts(found.segments) == [([5, 5, 2], True)], "the third turn of three: summaries are not counted"
+    assert seen[0].context.tolist() == [7, *(token for tokens, _ in turns for token in tokens)]
+
+
+def test_what_has_no_meaning_is_refused():
+    with pytest.raises(ValueError, match="compaction: a prompt of 21 tokens, not of 1 to 20"):
+        answers(Rule(), observe, 1, compaction=Compaction(6, lambda left: [7] * 21))
+    with pytest.raises(ValueError, match="rollout.window_tokens: trajectories of several turns do not go on"):
+        TurnsRollout(Rule(), observe, max_turns=2, turn_tokens=2, max_prompt_tokens=9).submit(
+            [Request(0, [1], 0, goes_on=True)], SAMPLING
+        )

@@ -1,0 +1,328 @@
+"""Trajectories of several sequences: stage 5 against loops in fp64, on one rank and drawn by several; how they enter a step."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+import yaml
+
+from megappo.algo.turns import turn_starts
+from megappo.config.loading import load_config
+from megappo.config.schema import AlgorithmConfig
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.experience.experience import Experience
+from megappo.parallel.totals import place_in_world
+from megappo.plan.run import plan_run
+from megappo.rollout.turns import Compaction, Turn, TurnsRollout, keep_ends
+from megappo.rollout.types import Context, Request, Response, RolloutEngine, SamplingParams, Segment
+from megappo.trainer import main, ppo
+from megappo.trainer.experience import collect
+from megappo.trainer.shaping import shape_experience
+from tests.trainer.small_run import set_keys, small_config, write_small_task
+from tests.worlds import spawn_world
+
+# Sequences: prompt and (given, sampled) turns; and the sequence that each goes on from.
+SEQUENCES = [
+    (2, [(0, 3)]),
+    (1, [(0, 2), (1, 2)]),
+    (3, [(0, 4)]),
+    (2, [(0, 1), (2, 2)]),
+    (1, [(0, 3)]),
+    (4, [(0, 2)]),
+    (1, [(0, 0)]),
+]
+PREVIOUS = [-1, 3, -1, 5, 6, -1, -1]  # 0; 5 -> 3 -> 1; 2; 6 -> 4, whose first has no sampled token
+CHAINS = [[0], [5, 3, 1], [2], [6, 4]]
+SCORE = {0: 1.0, 1: -0.5, 2: 0.25, 4: 2.0}
+CUT = {2, 1}
+KL = 0.3
+
+
+def whole_batch() -> PackedBatch:
+    mask = [flag for p, turns in SEQUENCES for flag in [False] * p + [f for g, s in turns for f in [False] * g + [True] * s]]
+    generator = torch.Generator().manual_seed(6)
+    names = ("logprob", "ref_logprob", "rollout_logprob", "entropy", "value")
+    fields = {name: (-1.0) ** (name != "entropy") * torch.rand(len(mask), generator=generator) for name in names}
+    nan = torch.full((len(mask),), torch.nan)
+    return PackedBatch(
+        tokens=torch.arange(len(mask)),
+        cu_seqlens=cu_seqlens_of([p + sum(map(sum, turns)) for p, turns in SEQUENCES]),
+        token_fields={
+            "response_mask": torch.tensor(mask),
+            **{name: torch.where(torch.tensor(mask), x, nan) for name, x in fields.items()},
+        },
+        sequence_fields={
+            "truncated": torch.tensor([i in CUT for i in range(len(SEQUENCES))]),
+            "bootstrap": torch.rand(len(SEQUENCES), generator=generator),
+            "previous": torch.tensor(PREVIOUS, dtype=torch.int32),
+        },
+    )
+
+
+def by_hand(a: AlgorithmConfig, per_token: dict[int, list[float]] | None = None) -> dict[str, list[float]]:
+    """The sampled tokens of all sequences of a trajectory in a row, a sum over later TD errors for each; without any scan."""
+    batch = whole_batch()
+    starts, mask = batch.cu_seqlens.tolist(), batch["response_mask"].tolist()
+    found = {name: [0.0] * batch.num_tokens for name in ("reward", "raw_advantage", "returns")}
+    for chain in CHAINS:
+        places = [t for i in chain for t in range(starts[i], starts[i + 1]) if mask[t]]
+        if not places:
+            continue
+        reward = [-KL * (float(batch["logprob"][t]) - float(batch["ref_logprob"][t])) for t in places]
+        reward[-1] += SCORE[chain[-1]]
+        if per_token and chain[-1] in per_token:
+            own = per_token[chain[-1]]
+            for i, extra in enumerate(own):
+                reward[len(reward) - len(own) + i] += extra
+        first = set(turn_starts(batch["response_mask"], batch.cu_seqlens).nonzero().flatten().tolist())
+        if a.gae_level == "turn":  # one step for each turn; all its tokens have its numbers
+            steps = [
+                [i for i, t in enumerate(places) if t >= s and not any(s < o <= t for o in first)] for s in places if s in first
+            ]
+            # a turn ends with its sequence, though the packed batch may go on with another one
+            steps = [[i for i in step if _sequence(starts, places[i]) == _sequence(starts, places[step[0]])] for step in steps]
+        else:
+            steps = [[i] for i in range(len(places))]
+        value = [float(batch["value"][places[step[0]]]) for step in steps]
+        rewards = [sum(reward[i] for i in step) for step in steps]
+        after = 0.0
+        if chain[-1] in CUT and a.bootstrap_truncated:
+            after = value[-1] if a.bootstrap_truncated == "last" else float(batch["bootstrap"][chain[-1]])
+        lam = max(0.0, 1 - 1 / (a.lam_length_alpha * len(steps))) if a.lam_length_alpha else a.lam
+        lam_value = a.lam if a.lam_value is None else a.lam_value
+        deltas = [r + a.gamma * n - v for r, v, n in zip(rewards, value, [*value[1:], after])]
+        for number, step in enumerate(steps):
+            for i in step:
+                t = places[i]
+                found["reward"][t] = reward[i]
+                found["raw_advantage"][t] = sum((a.gamma * lam) ** k * d for k, d in enumerate(deltas[number:]))
+                found["returns"][t] = value[number] + sum((a.gamma * lam_value) ** k * d for k, d in enumerate(deltas[number:]))
+    return found
+
+
+def _sequence(starts: list[int], token: int) -> int:
+    return sum(start <= token for start in starts)
+
+
+def of_samples(values: dict[int, Any], numbers: list[int], absent: Any) -> list[Any]:
+    return [values.get(i, absent) for i in numbers]
+
+
+def shaped(a: AlgorithmConfig, experience: Experience, per_token: dict[int, list[float]] | None = None) -> Experience:
+    numbers = experience.numbers.tolist()
+    score = torch.tensor(of_samples(SCORE, numbers, 0.0))
+    return shape_experience(experience, score, KL, a, of_samples(per_token, numbers, None) if per_token else None).experience
+
+
+def error(batch: PackedBatch, wanted: dict[str, list[float]]) -> float:
+    return max(float((batch[name].double() - torch.tensor(x)).abs().max()) for name, x in wanted.items())
+
+
+CASES = [
+    {},
+    {"gamma": 0.9, "lam": 0.8, "lam_value": 1.0, "bootstrap_truncated": True},
+    {"gamma": 0.9, "bootstrap_truncated": "last", "lam_length_alpha": 0.4},
+    {"gamma": 0.9, "gae_level": "turn", "bootstrap_truncated": "last"},
+]
+PER_TOKEN = {0: [0.1, 0.2, 0.3], 1: [0.5, -0.5, 0.25, 1.0]}
+
+
+@pytest.mark.parametrize("per_token", [None, PER_TOKEN], ids=["scores", "rewards of tokens"])
+@pytest.mark.parametrize("changes", CASES, ids=range(len(CASES)))
+def test_advantages_go_over_all_sequences_of_a_trajectory(changes, per_token):
+    a = AlgorithmConfig(**changes)
+    assert error(shaped(a, Experience.of_whole(whole_batch()), per_token).batch, by_hand(a, per_token)) < 1e-6
+
+
+def test_sequences_by_themselves_or_in_another_order_are_noticed():
+    """Negative control."""
+    a = AlgorithmConfig(gamma=0.9)
+    for previous in ([-1] * len(PREVIOUS), [-1, 5, -1, 1, 6, -1, -1]):
+        batch = whole_batch().with_fields({}, {"previous": torch.tensor(previous, dtype=torch.int32)})
+        score = torch.tensor(of_samples(SCORE, list(range(len(SEQUENCES))), 0.0))
+        found = shape_experience(Experience.of_whole(batch), score, KL, a).experience.batch
+        assert error(found, by_hand(a)) > 1e-2
+
+
+def test_an_estimator_without_a_critic_is_refused():
+    with pytest.raises(ValueError, match="trajectories of several sequences need a critic"):
+        shaped(AlgorithmConfig(estimator="reinforce_plus_plus"), Experience.of_whole(whole_batch()))
+
+
+# ------------------------------------------------------------------------------------------------------- as a rollout gives them
+
+
+def segment(count: int, first: int, version: int = 3) -> Segment:
+    return Segment(numpy.arange(first, first + count, dtype=numpy.int32), -numpy.ones(count, numpy.float32), version)
+
+
+def responses_of(rank: int, world: int) -> tuple[list[Request], list[Response]]:
+    """Four requests, answered by rank number % world: the second left two contexts, the third one."""
+    requests = [Request(i, [90 + i], seed=i, group=i // 2) for i in range(4)]
+    contexts = {
+        1: (
+            Context(numpy.array([91], numpy.int32), (segment(2, 10),)),
+            Context(numpy.array([91, 11], numpy.int32), (segment(3, 20),)),
+        ),
+        2: (Context(numpy.array([92], numpy.int32), (segment(4, 30, version=2),)),),
+    }
+    prompts = {1: numpy.array([91, 22], numpy.int32), 2: numpy.array([92, 33], numpy.int32)}
+    answers = [
+        Response(i, (segment(i + 1, 40 + 10 * i),), "stop", contexts=contexts.get(i, ()), prompt=prompts.get(i)) for i in range(4)
+    ]
+    return requests, [one for one in answers if one.number % world == rank]
+
+
+def collected() -> dict[str, Any]:
+    rank, world = place_in_world()
+    experience = collect(*responses_of(rank, world))
+    table, own = experience.table, set(experience.numbers.tolist())
+    together = all((i in own) == (int(before) in own) for i, before in enumerate(table.previous.tolist()) if before >= 0)
+    everything, batch = experience.everywhere(), experience.batch
+    # the same wherever a token lies
+    fields = {name: -(batch.tokens % 7).float() / 7 - k for k, name in enumerate(("logprob", "ref_logprob", "value"))}
+    given = experience.with_fields(fields, {"bootstrap": torch.zeros(batch.num_sequences)})
+    score = torch.tensor([float(i) if i < 4 else 0.0 for i in experience.numbers.tolist()])
+    found = shape_experience(given, score, KL, AlgorithmConfig(gamma=0.9)).experience.everywhere(
+        ["raw_advantage", "advantage", "returns"]
+    )
+    return {
+        "table": {name: getattr(table, name).tolist() for name in ("previous", "sampled", "prompt", "oldest", "group")},
+        "ends": table.ends.tolist(),
+        "trajectories": table.num_trajectories,
+        "tokens": everything.tokens.tolist(),
+        "together": together,
+        "fields": {name: found[name].tolist() for name in ("raw_advantage", "advantage", "returns")},
+    }
+
+
+def on_rank(rank: int) -> dict[str, Any]:
+    return collected()
+
+
+def test_contexts_are_samples_behind_those_of_the_requests():
+    found = collected()
+    assert found["table"]["previous"] == [-1, 5, 6, -1, -1, 4, -1] and found["trajectories"] == 4
+    assert found["ends"] == [True] * 4 + [False] * 3
+    assert found["table"]["sampled"] == [1, 2, 3, 4, 2, 3, 4] and found["table"]["prompt"] == [1, 2, 2, 1, 1, 2, 1]
+    assert found["table"]["oldest"] == [3] * 6 + [2] and found["table"]["group"] == [0, 0, 1, 1, 0, 0, 1]
+    assert found["tokens"][:5] == [90, 40, 91, 22, 50] and found["tokens"][-5:] == [92, 30, 31, 32, 33]
+
+
+def test_ranks_that_drew_parts_have_the_advantages_of_one():
+    alone = collected()
+    for rank in spawn_world(on_rank, 2):
+        assert rank["together"] and {k: v for k, v in rank.items() if k != "fields"} == {
+            k: v for k, v in alone.items() if k != "fields"
+        }
+        for name, values in alone["fields"].items():
+            assert rank["fields"][name] == pytest.approx(values, abs=1e-6) and not any(map(math.isnan, values))
+
+
+# ---------------------------------------------------------------------------------------------------------------- a whole run
+
+STEPS, SAMPLES, TURNS, LIMIT = 2, 8, 3, 9
+OBSERVATION = (5, 6)
+
+
+def wrapped(seen: list[tuple[int, int]]) -> Any:
+    def environment(turn: Turn) -> tuple[int, ...]:
+        seen.append((turn.number, turn.index))
+        return OBSERVATION
+
+    def wrap(engine: RolloutEngine) -> RolloutEngine:
+        compaction = Compaction(LIMIT, keep_ends(6, 2))
+        return TurnsRollout(engine, environment, max_turns=TURNS, turn_tokens=3, max_prompt_tokens=12, compaction=compaction)
+
+    return wrap
+
+
+def run_turns(rank: int, folder: Path) -> dict[str, Any]:
+    config = small_config(folder, "turns", steps=STEPS)
+    changes = {
+        "rollout": {"engine": "megatron", "samples_per_prompt": 1, "max_response_tokens": 16},
+        "data.prompts_per_step": SAMPLES,
+        "algorithm": {"mini_batch_size": 4, "gamma": 0.9, "lam_value": 1.0, "kl": {"coef": 0.01}},
+        "telemetry": {"trajectories_every": 1, "trajectories_per_step": SAMPLES},
+        "trainer.eval_every": STEPS,
+    }
+    path = folder / f"turns.{rank}.yaml"
+    path.write_text(yaml.safe_dump(set_keys(config, changes)))
+    loaded, seen, found = load_config(str(path), []), [], []
+    plain = ppo.shape_experience
+
+    def shape(experience: Experience, score: torch.Tensor, *rest: Any) -> Any:
+        result = plain(experience, score, *rest)
+        names = ["response_mask", "reward", "value", "raw_advantage", "returns"]
+        batch = result.experience.everywhere(names)
+        found.append(
+            {
+                "previous": experience.table.previous.tolist(),
+                "score": experience.column(score).tolist(),
+                "cu_seqlens": batch.cu_seqlens.tolist(),
+                "tokens": batch.tokens.tolist(),
+                **{name: batch[name].tolist() for name in names},
+            }
+        )
+        return result
+
+    stops = main.sampling_params
+
+    def ending(*given: Any) -> SamplingParams:
+        """Most ids end a turn: the model writes at random."""
+        return replace(stops(*given), stop_token_ids=tuple(range(2, 28)))
+
+    with mock.patch.object(ppo, "shape_experience", shape), mock.patch.object(main, "sampling_params", ending):
+        main.train(loaded, plan_run(loaded, 2, "cpu", resume=False).data, resume=False, wrap_rollout=wrapped(seen))
+    return {"steps": found, "seen": seen}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("turns")
+    write_small_task(folder)
+    return folder, spawn_world(run_turns, 2, folder, timeout_s=600)
+
+
+def test_a_run_trains_on_compacted_trajectories(run):
+    folder, (ours, theirs) = run
+    assert ours["steps"] == theirs["steps"] and len(ours["steps"]) == STEPS
+    assert len(ours["seen"]) + len(theirs["seen"]) > 2 * SAMPLES, "either rank asks for its own turns"
+    rows = [json.loads(line) for line in (folder / "runs" / "turns" / "metrics.jsonl").read_text().splitlines()]
+    for row, step in zip([row for row in rows if "policy/loss" in row], ours["steps"], strict=True):
+        count = len(step["previous"])
+        assert row["rollout/sequences"] == pytest.approx(count / SAMPLES) and count > SAMPLES
+        assert row["policy/updates"] == math.ceil(count / 4) and 0 < row["policy/grad_norm"] < math.inf
+        assert row["rollout/prob_diff_mean"] < 1e-4, "each sequence was drawn as the trainer reads it"
+        assert row["reward/score_mean"] == pytest.approx(sum(step["score"][:SAMPLES]) / SAMPLES)
+
+
+def test_returns_of_a_run_go_over_all_sequences(run):
+    """The definition, from the rewards that the run recorded: `lam_value` 1 and a discount of each sampled token."""
+    _, (ours, _) = run
+    compacted = 0
+    for step in ours["steps"]:
+        starts, mask = step["cu_seqlens"], step["response_mask"]
+        for end in range(SAMPLES):
+            chain = [end]
+            while step["previous"][chain[0]] >= 0:
+                chain.insert(0, step["previous"][chain[0]])
+            compacted += len(chain) > 1
+            places = [t for i in chain for t in range(starts[i], starts[i + 1]) if mask[t]]
+            left = 0.0
+            for t in reversed(places):
+                left = step["reward"][t] + 0.9 * left
+                assert step["returns"][t] == pytest.approx(left, abs=1e-5)
+            for before, after in zip(chain, chain[1:]):
+                ids, begin = step["tokens"][starts[before] : starts[before + 1]], starts[after]
+                kept = step["tokens"][begin : begin + 8]
+                assert kept[:6] == ids[:6] and tuple(kept[6:]) == OBSERVATION, "the first six ids, and the observation"
+    assert compacted > SAMPLES / 2
