@@ -112,6 +112,7 @@ BAD = {
         ["reference.model", "GPT2LMHeadModel is not supported", "LlamaForCausalLM", "Ministral3ForCausalLM"],
     ),
     "weights missing": (
+PTX = ["algorithm.ptx.coef=0.1", "algorithm.ptx.max_tokens=64"]
         checkpoint(weights=False),
         ["policy.model={}/other"],
         ["policy.model", "no .safetensors weights", "incomplete"],
@@ -248,6 +249,26 @@ BAD = {
         ),
         [],
         ["rollout.engine: vLLM has no sliding attention in some layers only of a qwen2 model", "set rollout.engine: megatron"],
+    "texts missing": (
+        nothing,
+        ["algorithm.ptx.coef=0.1", "algorithm.ptx.data=absent.jsonl"],
+        ["algorithm.ptx.data: data file absent.jsonl does not exist"],
+    ),
+    "texts without their key": (
+        nothing,
+        [*PTX, "algorithm.ptx.data={}/train.jsonl"],
+        ["algorithm.ptx.data: algorithm.ptx.text_key=text", "it has prompt, answer"],
+    ),
+    "fewer texts than an update takes": (
+        data_file('{"text": "1+1=2"}\n'),
+        [*PTX, "algorithm.ptx.data={}/other.jsonl"],
+        ["algorithm.ptx.batch_size = 64: is more than the 1 sequences, 7 tokens of 1 texts"],
+    ),
+    "texts longer than the model": (
+        nothing,
+        ["algorithm.ptx.coef=0.1", "algorithm.ptx.data={}/train.jsonl", "algorithm.ptx.max_tokens=300"],
+        ["algorithm.ptx.max_tokens = 300: the policy has 256 positions"],
+    ),
     ),
     "layers that no stage count divides": (
         nothing,

@@ -14,11 +14,13 @@ from functools import partial
 import torch
 
 from megappo.algo.kl import KLController
+from megappo.config.batch import update_schedule
 from megappo.config.schema import TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
 from megappo.experience.experience import Experience
+from megappo.prepare.data import TextData
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
@@ -38,6 +40,7 @@ from megappo.trainer.greedy import draw_greedy, score_greedy
 from megappo.trainer.histograms import histograms_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.ptx import DrawnTexts, draw_texts
 from megappo.trainer.refresh import ReferenceRefresh
 from megappo.trainer.report import StepRecord
 from megappo.trainer.sampler_check import average_version, compare_with_sampler, require_agreement, require_version
@@ -53,8 +56,8 @@ from megappo.trainer.warmup import CriticWarmup
 class PPO:
     """The loop. Its parts are built in `main.py`. stopped: a rank was asked to stop, and the run ended early with a checkpoint.
 
-    average: of the policy's weights, None without one and on ranks without the policy. check_replicas: collective; raises if ranks
-    hold different copies of a weight. instruments: measure the steps.
+    average: of the policy's weights, None without one and on ranks without the policy. texts: None without `algorithm.ptx`.
+    check_replicas: collective; raises if ranks hold different copies of a weight. instruments: measure the steps.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class PPO:
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
         loader: PromptLoader,
+        texts: TextData | None,
         evaluations: Evaluations,
         tokenizer: Tokenizer,
         scorer: Scorer,
@@ -82,7 +86,7 @@ class PPO:
         self.config, self.total_steps, self.warmup = config, total_steps, CriticWarmup(config, state)
         self.roles, self.average = roles, average
         self.rollout, self.sampling = rollout, sampling
-        self.prompts, self.loader, self.evaluations = prompts, loader, evaluations
+        self.prompts, self.loader, self.texts, self.evaluations = prompts, loader, texts, evaluations
         self.tokenizer, self.scorer = tokenizer, scorer
         self.kl_controller, self.state = kl_controller, state
         self.entropy_bonus = EntropyBonus(config.algorithm, state)
@@ -165,7 +169,8 @@ class PPO:
             updated = () if reason else critics if self.warmup.covers(step) else self.roles.trained
             counts_ratios = self.is_due(step, config.telemetry.histogram_interval)
             seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, config.algorithm)
-            updates = Updates(experience, self.roles, updated, config, seed, counts_ratios, positive)
+            texts = self.draw_texts(experience) if "policy" in updated else None
+            updates = Updates(experience, self.roles, updated, config, seed, counts_ratios, positive, texts)
             for name in critics:
                 updates.run(name)
         with timers.stage("update_policy"):
@@ -215,6 +220,12 @@ class PPO:
         if self.roles.policy is not None:
             self.roles.policy.entropy_coef = coef
         return {} if self.config.algorithm.entropy_target is None else {Metric.POLICY_ENTROPY_COEF.value: coef}
+    def draw_texts(self, experience: Experience) -> DrawnTexts | None:
+        """Texts of this step's updates of the policy; None without `algorithm.ptx`."""
+        if self.texts is None:
+            return None
+        return draw_texts(self.texts, update_schedule(self.config, "policy").optimizer_steps(experience.table.num_samples))
+
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Push the policy's current weights into the rollout engine; they must be resident."""

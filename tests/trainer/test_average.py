@@ -83,7 +83,15 @@ def test_in_place_it_is_the_policy_and_then_nothing_has_changed(found: dict[str,
 STEPS, DECAY = 3, 0.5
 ENGINES = {"megatron": {"policy.parallel": {"tp": 2}}, "fsdp2": {"policy.engine": "fsdp2", "policy.parallel": {}}}
 
-COMPARED = ("policy/entropy_coef", "policy/positive_nll", "policy/loss", "policy/entropy", "policy/grad_norm")
+COMPARED = ("policy/entropy_coef", "policy/positive_nll", "policy/ptx_loss", "policy/loss", "policy/entropy", "policy/grad_norm")
+PTX_DATA = "algorithm.ptx.data"
+PTX = {
+    "algorithm.ptx.coef": 0.5,
+    PTX_DATA: "",  # a file of the task, see `config_of`
+    "algorithm.ptx.text_key": "prompt",
+    "algorithm.ptx.max_tokens": 8,
+    "algorithm.ptx.batch_size": 3,
+}
 STEERED = {
     "algorithm.entropy_target": 3.0,  # between the entropies of the first steps, of 32 tokens
     "algorithm.entropy_step": 0.25,
@@ -101,6 +109,7 @@ FROM_EMA = {
     "algorithm.kl": {"coef": 0.01},
     "reference": {"engine": "fsdp2", "dtype": "fp32", "refresh_above_kl": 1e-3, "refresh_from": "ema"},
 }
+    **PTX,
 
 
 def config_of(folder: Path, name: str, engine: str, steps: int = STEPS, **changes: Any) -> dict[str, Any]:
@@ -112,11 +121,13 @@ def config_of(folder: Path, name: str, engine: str, steps: int = STEPS, **change
         "algorithm.kl": {"placement": "none"},
         "rollout.engine": "megatron",
         "policy.ema": {"decay": DECAY},
+    **PTX,
         "trainer.evaluate_with": "ema",
         "trainer.eval_every": 1,
         "checkpoint": {"save_every": 1, "keep_last": STEPS, "export_at_end": False},
         "telemetry": {"trajectories_every": 0},
     }
+    changes = {key: str(folder / "data" / "sft.jsonl") if key == PTX_DATA else value for key, value in changes.items()}
     return set_keys(config, {**usual, **ENGINES[engine], **changes})
 
 
@@ -242,7 +253,7 @@ def test_export_writes_the_average(runs: tuple[Path, str]) -> None:
     assert all(torch.equal(values.view_as(average[name]), average[name]) for name, values in exported.items())
 
 
-def test_the_steered_bonus_and_the_loss_of_correct_responses_resume_to_the_bit(runs: tuple[Path, str]) -> None:
+def test_the_steered_bonus_and_the_losses_of_correct_responses_and_of_texts_resume_to_the_bit(runs: tuple[Path, str]) -> None:
     folder, _ = runs
     whole, resumed = (steps_of(folder, name) for name in ("steered", "steered-resumed"))
     coef = 0.0
@@ -250,7 +261,7 @@ def test_the_steered_bonus_and_the_loss_of_correct_responses_resume_to_the_bit(r
         assert [one[name] for name in COMPARED] == [other[name] for name in COMPARED]
         acting, coef = steered(coef, one["policy/entropy"], 3.0, 0.25)
         assert one["policy/entropy_coef"] == acting
-        assert one["policy/positive_nll"] > 0
+        assert one["policy/positive_nll"] > 0 and one["policy/ptx_loss"] > 0
     assert coef > 0, "negative control: it has moved"
 
 
