@@ -76,6 +76,7 @@ class PPO:
         tokenizer: Tokenizer,
         scorer: Scorer,
         kl_controller: KLController,
+        refresh: ReferenceRefresh,
         state: TrainerState,
         log: RunLog,
         checkpoints: Checkpoints,
@@ -88,10 +89,8 @@ class PPO:
         self.rollout, self.sampling = rollout, sampling
         self.prompts, self.loader, self.texts, self.evaluations = prompts, loader, texts, evaluations
         self.tokenizer, self.scorer = tokenizer, scorer
-        self.kl_controller, self.state = kl_controller, state
+        self.kl_controller, self.refresh, self.state = kl_controller, refresh, state
         self.entropy_bonus = EntropyBonus(config.algorithm, state)
-        policy, reference = (None if role is None else role.engine for role in (roles.policy, roles.reference))
-        self.refresh = ReferenceRefresh(config.reference, policy, reference, average)
         self.log, self.checkpoints = log, checkpoints
         self.settle, self.stopped = settle, False
         self.check_replicas, self.instruments = check_replicas, instruments
@@ -196,7 +195,7 @@ class PPO:
         if not (reason or self.warmup.covers(step)):
             self.kl_controller.update(record.kl_per_response(), experience.table.num_samples)
             if self.refresh.is_due(step, record.kl_per_response()):
-                self.refresh.copy()
+                self.refresh.copy(step)
                 self.log.note(f"reference: refreshed from the {config.reference.refresh_from} after step {step}")
         self.count(record)
         if self.warmup.covers(step) and self.warmup.end_if_fitted(step, record.explained_variance):
@@ -220,12 +219,12 @@ class PPO:
         if self.roles.policy is not None:
             self.roles.policy.entropy_coef = coef
         return {} if self.config.algorithm.entropy_target is None else {Metric.POLICY_ENTROPY_COEF.value: coef}
+
     def draw_texts(self, experience: Experience) -> DrawnTexts | None:
         """Texts of this step's updates of the policy; None without `algorithm.ptx`."""
         if self.texts is None:
             return None
         return draw_texts(self.texts, update_schedule(self.config, "policy").optimizer_steps(experience.table.num_samples))
-
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Push the policy's current weights into the rollout engine; they must be resident."""
