@@ -31,10 +31,10 @@ from megappo.prepare.reward_notes import reward_notes
 from megappo.prepare.reward_parts import load_parts
 from megappo.prepare.reward_text import ScoredTexts, load_reward_text
 from megappo.prepare.sampling_notes import sampling_notes
+from megappo.prepare.vocabularies import check_vocabularies
 from megappo.rewards.base import PreparedPart
 
 
-@dataclass(frozen=True)
 @dataclass(frozen=True)
 class TextData:
     """Texts of `algorithm.ptx`. loader: of their order, at its start."""
@@ -43,6 +43,7 @@ class TextData:
     loader: PromptLoader
 
 
+@dataclass(frozen=True)
 class RunData:
     """Data of a run. loader: at its start. total_steps: PPO steps. notes: on answers that rules cannot read, and labels.
     reward_parts: of the configuration, by label, as loaded. reward_text: as the reward model reads it, None without one. ptx: None
@@ -56,8 +57,8 @@ class RunData:
     notes: tuple[str, ...] = ()
     reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
     reward_text: RewardText | None = None
-
     ptx: TextData | None = None
+
     @property
     def eval(self) -> PromptSet | None:
         """Prompts of `data.eval`."""
@@ -68,12 +69,14 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     """Load tokenizer and prompts of this configuration. train: the prompts of `data.train`, if they are loaded already.
 
     ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
-    a step takes, weights that are no weights, a tokenizer with ids that the model does not have, warm-ups longer than the run, a
-    reward rule that can read no reference answer, reward code that cannot be loaded or requires fields that records lack, a reward
-    model whose tokenizer or template does not take the prompts.
+    a step takes, weights that are no weights, a tokenizer with ids that the model does not have, or other ones than that of a
+    critic or the reference, warm-ups longer than the run, a reward rule that can read no reference answer, reward code that cannot
+    be loaded or requires fields that records lack, a reward model whose tokenizer or template does not take the prompts, fewer
+    texts than an update takes.
     """
     reward_parts = load_parts(config.reward)
     tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
+    notes = list(check_vocabularies(config, tokenizer))
     if train is None:
         train = load_prompts(config.data, config.data.train, tokenizer, cache)
     evaluations = load_evaluations(config, tokenizer, cache)
@@ -82,7 +85,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
     sets = {"data.train": train} | {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
-    notes = [*reward_notes(config.reward, reward_parts, sets, cache), *check_evaluations(evaluations, cache)]
+    notes += [*reward_notes(config.reward, reward_parts, sets, cache), *check_evaluations(evaluations, cache)]
     scored = _scored_texts(config, train, evaluations, cache)
     notes += [*sampling_notes(config, loader), *scored.notes, *cache.notes]
     return RunData(tokenizer, train, evaluations, loader, total_steps, tuple(notes), reward_parts, scored.text, ptx)
