@@ -1,7 +1,7 @@
 """Benchmark the terms of the policy's loss beside the plain one: `python scripts/bench_policy_terms.py [--check] ...`.
 
 Each candidate is the trainer's own loss (`trainer/roles.py`) of one micro-batch under one configuration, from final hidden states
-and the output weight to their gradients. Shapes are those of bench_linear_logprob.py: T tokens in 8 responses, of which 7 in 10 were
+and the output weight to their gradients. Shapes are those of bench_linear_logprob.py: T tokens in 8 responses, 7 in 10 of them
 sampled. The floor is the three bare products. "texts" has T / 4 tokens of a second data set more, in the same micro-batch. The
 lines "weights" are those of corrections, which stage 5 makes once for each sample, without a product.
 """
