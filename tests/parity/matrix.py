@@ -115,7 +115,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 # Texts in each mini-batch: more and fewer than samples, and than replicas.
-PTX = {"algorithm__ptx": {"coef": 0.3, "data": "none.jsonl", "batch_size": 3}}
+PTX_TEXTS = 3
+PTX = {"algorithm__ptx": {"coef": 0.3, "data": "none.jsonl", "batch_size": PTX_TEXTS}}
 # Other losses: each layout against one rank with the same ones.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "turns, mean of sequences, KL in the loss, dis": {
