@@ -189,7 +189,7 @@ def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate
     def all_named(values: Sequence[Tensor]) -> Mapping[str, Tensor]:
         return dict(zip((*NAMES, "reward"), values))
 
-    def megappo() -> Calls:
+    def megappo(**of_tokens: Tensor) -> Calls:
         def forward() -> Sequence[Tensor]:
             reward, advantage, returns, _ = token_advantages(
                 p.logprob,
@@ -203,10 +203,19 @@ def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate
                 lam_value=LAMBDA,
                 kl_estimator="k1",
                 kl_coef=KL_COEF,
+                **of_tokens,
             )
             return advantage, returns, reward
 
         return Calls(forward, all_named)
+
+    # Of values that change no result, so that the oracle stays.
+    nothing, one = torch.zeros_like(b.value), torch.ones_like(b.value, dtype=torch.float64)
+    variants: dict[str, dict[str, Tensor]] = {
+        "rewards of tokens": {"token_reward": nothing},
+        "steps": {"steps": b.mask},
+        "V-trace": {"weight": one, "trace": one},
+    }
 
     def doubling(one_pass: Callable[..., tuple[Tensor, Tensor]]) -> Calls:
         def forward() -> Sequence[Tensor]:
@@ -217,6 +226,11 @@ def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate
 
     return [
         *ours(("token_advantages",), b.value.device, megappo, note="moments for whitening included"),
+        *(
+            candidate
+            for name, of_tokens in variants.items()
+            for candidate in ours(("token_advantages",), b.value.device, lambda of=of_tokens: megappo(**of), variant=name)
+        ),
         *plain_and_compiled("reward, doubling", loops.advance, doubling),
     ]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megappo import cli, installed
+from megappo.data.arithmetic import train_tokenizer
 from megappo.resilience.signals import StopRequest
 
 from .data.tokenizer_files import write_hf_tokenizer
@@ -91,6 +92,16 @@ def data_file(text, name="other.jsonl"):
     return lambda folder: (folder / name).write_text(text)
 
 
+def other_pieces(name):
+    """A model of the policy's sizes, whose tokenizer numbers other pieces; the first four are alike."""
+
+    def prepare(folder):
+        write_checkpoint(folder / name, tokenizer=False)
+        train_tokenizer(folder / name, "abcdefgh")
+
+    return prepare
+
+
 def output_file(folder):
     (folder / "runs").write_text("a file")
 
@@ -102,6 +113,7 @@ def link_out(folder):
 
 
 SP = "policy.parallel.sequence_parallel=true"
+PTX = ["algorithm.ptx.coef=0.1", "algorithm.ptx.max_tokens=64"]
 GOOD = json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n"
 LONG = json.dumps({"prompt": "1+" * 40, "answer": "40"}) + "\n"
 # what is prepared, overrides ({} is the folder), what stderr must contain
@@ -124,6 +136,16 @@ BAD = {
         ["policy.model", "quantised (awq)", "bf16, fp16, fp32 or fp8"],
     ),
     "critic of another vocabulary": (checkpoint(vocab_size=32), ["critic.model={}/other"], ["critic.model", "32 tokens", "64"]),
+    "critic of another tokenizer": (
+        other_pieces("critic"),
+        ["critic.model={}/critic"],
+        ["critic.model = ", "id 4 of its tokenizer is 'a', of the policy's '", "the critic reads the policy's ids"],
+    ),
+    "reference of another tokenizer": (
+        other_pieces("reference"),
+        ["reference.model={}/reference"],
+        ["reference.model = ", "id 4 of its tokenizer is 'a', of the policy's '", "the reference reads the policy's ids"],
+    ),
     "head that no checkpoint holds": (nothing, ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"]),
     "tokenizer missing": (nothing, ["data.tokenizer=absent"], ["tokenizer absent does not exist", "data.tokenizer"]),
     "tokenizer without eos": (hf_tokenizer(eos_token=None), [], ["tokenizer_config.json", "no eos_token", '"eos_token": "</s>"']),
@@ -228,6 +250,26 @@ BAD = {
         ["1 of 41 prompts are longer than data.max_prompt_tokens=16", "other.jsonl#40", "data.overlong=filter"],
     ),
     "answer key absent": (nothing, ["data.answer_key=gold"], ["data.answer_key=gold", "prompt, answer"]),
+    "texts missing": (
+        nothing,
+        ["algorithm.ptx.coef=0.1", "algorithm.ptx.data=absent.jsonl"],
+        ["algorithm.ptx.data: data file absent.jsonl does not exist"],
+    ),
+    "texts without their key": (
+        nothing,
+        [*PTX, "algorithm.ptx.data={}/train.jsonl"],
+        ["algorithm.ptx.data: algorithm.ptx.text_key=text", "it has prompt, answer"],
+    ),
+    "fewer texts than an update takes": (
+        data_file('{"text": "1+1=2"}\n'),
+        [*PTX, "algorithm.ptx.data={}/other.jsonl"],
+        ["algorithm.ptx.batch_size = 64: is more than the 1 sequences, 7 tokens of 1 texts"],
+    ),
+    "texts longer than the model": (
+        nothing,
+        ["algorithm.ptx.coef=0.1", "algorithm.ptx.data={}/train.jsonl", "algorithm.ptx.max_tokens=300"],
+        ["algorithm.ptx.max_tokens = 300: the policy has 256 positions"],
+    ),
     "held-out prompts missing": (nothing, ["data.eval=absent.jsonl"], ["absent.jsonl does not exist"]),
     "held-out key absent": (
         data_file('{"question": "x"}\n'),

@@ -6,6 +6,9 @@
 //     other token    x stays
 //     end of sequence  x <- gamma bootstrap + score, before its last token
 //     done             x <- 0, before the token
+// and with steps, weights w and traces c of tokens (V-trace; turns as time steps)
+//     step             A = w (u + x), then x <- gamma value + gamma lambda c A
+//     sampled, no step x <- reward + x, its value is not read
 // It is the recurrence of Schulman et al. 2016 with delta's gamma V_next and the decayed advantage in one term; as an affine map
 // of x a stretch of tokens is x <- a x + c, so that stretches compose. Everything is fp64 and rounded to fp32 once.
 #pragma once
@@ -27,12 +30,16 @@ struct Lambda {
 
 struct AdvantageArgs {
   const float* reward;        // [num_tokens]; null: -kl_coef * KL of the log-probs, plus the score on the last sampled token
+  const float* token_reward;  // [num_tokens] or null: added to the reward of sampled tokens, where `reward` is null
   const float* logprob;       // [num_tokens], read where kl is not none
   const float* ref_logprob;   // the same
   const float* score;         // [num_sequences], read where reward is null
   const float* value;         // [num_tokens]
   const bool* mask;           // [num_tokens]
   const bool* done;           // [num_tokens] or null
+  const bool* steps;          // [num_tokens] or null: which of the sampled tokens are time steps; null: all
+  const double* weight;       // [num_tokens] or null: 1
+  const double* trace;        // [num_tokens] or null: 1
   const std::int32_t* cu32;   // [num_sequences + 1], this
   const std::int64_t* cu64;   // or this
   const float* bootstrap;     // [num_sequences] or null
@@ -45,6 +52,9 @@ struct AdvantageArgs {
   float* returns;             // [num_tokens]
   double* moments;            // [3]; on the CPU [advantage_tasks(num_tokens), 3], to be added in order
   std::int64_t num_tokens, num_sequences;
+
+  // True if tokens differ by more than being sampled: such kernels carry more for each.
+  bool is_general() const { return steps || weight || trace; }
 };
 
 // On the CPU a task has the sequences that start in its stretch of tokens: the split, and with it the order in which moments are

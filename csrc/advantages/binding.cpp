@@ -24,8 +24,8 @@ struct Inputs {
     STD_TORCH_CHECK(is_int || cu_seqlens.scalar_type() == ScalarType::Long, "cu_seqlens must be int32 or int64");
     cu = torch::stable::contiguous(cu_seqlens);
     if (bootstrap_) bootstrap = floats(*bootstrap_, num_sequences, "bootstrap");
-    if (policy_) policy = doubles(*policy_, "lam_policy_each");
-    if (critic_) critic = doubles(*critic_, "lam_value_each");
+    if (policy_) policy = doubles(*policy_, num_sequences, "lam_policy_each");
+    if (critic_) critic = doubles(*critic_, num_sequences, "lam_value_each");
   }
 
   Tensor floats(const Tensor& x, int64_t size, const char* name) const {
@@ -44,8 +44,8 @@ struct Inputs {
     return torch::stable::contiguous(x);
   }
 
-  Tensor doubles(const Tensor& x, const char* name) const {
-    check_vector(x, num_sequences, name);
+  Tensor doubles(const Tensor& x, int64_t size, const char* name) const {
+    check_vector(x, size, name);
     check_device(x, like, name);
     check_type(x, ScalarType::Double, name, "fp64");
     return torch::stable::contiguous(x);
@@ -126,12 +126,18 @@ Tokens run(AdvantageArgs& a, const Inputs& in) {
 
 AllTokens token_advantages(Tensor logprob, OptionalTensor ref_logprob, Tensor score, Tensor value, Tensor response_mask,
                            Tensor cu_seqlens, OptionalTensor bootstrap, double gamma, double lam_policy, double lam_value,
-                           OptionalTensor lam_policy_each, OptionalTensor lam_value_each, std::string kl_estimator, double kl_coef) {
+                           OptionalTensor lam_policy_each, OptionalTensor lam_value_each, std::string kl_estimator, double kl_coef,
+                           OptionalTensor token_reward, OptionalTensor steps, OptionalTensor weight, OptionalTensor trace) {
   const Inputs in(value, response_mask, cu_seqlens, bootstrap, lam_policy_each, lam_value_each);
   const Kl kind = kl_of(kl_estimator);
   const Tensor taken = in.floats(logprob, in.num_tokens, "logprob"), scores = in.floats(score, in.num_sequences, "score");
   OptionalTensor reference;
   if (ref_logprob) reference = in.floats(*ref_logprob, in.num_tokens, "ref_logprob");
+  OptionalTensor inner, starts, weights, traces;
+  if (token_reward) inner = in.floats(*token_reward, in.num_tokens, "token_reward");
+  if (steps) starts = in.bools(*steps, "steps");
+  if (weight) weights = in.doubles(*weight, in.num_tokens, "weight");
+  if (trace) traces = in.doubles(*trace, in.num_tokens, "trace");
 
   AdvantageArgs a = in.args(gamma, lam_policy, lam_value);
   a.logprob = data<float>(taken);
@@ -139,6 +145,10 @@ AllTokens token_advantages(Tensor logprob, OptionalTensor ref_logprob, Tensor sc
   a.score = data<float>(scores);
   a.kl = reference && kl_coef != 0.0 ? kind : Kl::none;
   a.kl_coef = kl_coef;
+  a.token_reward = data<float>(inner);
+  a.steps = data<bool>(starts);
+  a.weight = data<double>(weights);
+  a.trace = data<double>(traces);
   Tensor reward = torch::stable::new_empty(in.value, {in.num_tokens});
   a.shaped = out<float>(reward);
   return std::tuple_cat(std::make_tuple(reward), run(a, in));
@@ -160,7 +170,8 @@ Tokens gae(Tensor reward, Tensor value, Tensor response_mask, Tensor cu_seqlens,
 MEGAPPO_OP(token_advantages,
            "(Tensor logprob, Tensor? ref_logprob, Tensor score, Tensor value, Tensor response_mask, Tensor cu_seqlens, "
            "Tensor? bootstrap, float gamma, float lam_policy, float lam_value, Tensor? lam_policy_each, Tensor? lam_value_each, "
-           "str kl_estimator, float kl_coef) -> (Tensor, Tensor, Tensor, Tensor)")
+           "str kl_estimator, float kl_coef, Tensor? token_reward, Tensor? steps, Tensor? weight, Tensor? trace) -> "
+           "(Tensor, Tensor, Tensor, Tensor)")
 MEGAPPO_OP(gae,
            "(Tensor reward, Tensor value, Tensor response_mask, Tensor cu_seqlens, Tensor? bootstrap, Tensor? done, float gamma, "
            "float lam_policy, float lam_value, Tensor? lam_policy_each, Tensor? lam_value_each) -> (Tensor, Tensor, Tensor)")

@@ -19,13 +19,15 @@ using Floats = float __attribute__((vector_size(4 * kLanes)));
 namespace MEGAPPO_ISA {
 namespace {
 
-// The block's five arrays of doubles stay in the L1 cache.
+// The block's arrays of doubles, five but for kGeneral, stay in the L1 cache.
 constexpr int kBlock = 256;
 
 struct Block {
   alignas(64) double shaped[kBlock];                      // reward
-  alignas(64) double u[kBlock], value[kBlock];            // reward - value and value; 0 where masked
+  alignas(64) double u[kBlock], value[kBlock];            // reward - value and value; 0 where masked, value 0 at no step
   alignas(64) double x_policy[kBlock], x_critic[kBlock];  // x as the token meets it
+  alignas(64) double weight[kBlock], passes[kBlock];      // kGeneral: w, and w c at steps, 1 at other tokens
+  bool step[kBlock];                                      // kGeneral: sampled, and a time step
 };
 
 // Sums in lanes: the same order whatever the length of the vector registers.
@@ -134,35 +136,64 @@ inline Doubles kl_of(Kl kind, Doubles log_ratio) {
 template <class Lanes>
 inline Doubles read_reward(const AdvantageArgs& a, const Lanes& lanes, std::int64_t t) {
   if (a.reward) return read_floats(lanes, a.reward + t);
-  if (a.kl == Kl::none) return Doubles{};
-  return -a.kl_coef * kl_of(a.kl, read_floats(lanes, a.logprob + t) - read_floats(lanes, a.ref_logprob + t));
+  Doubles reward{};
+  if (a.kl != Kl::none) {
+    reward = -a.kl_coef * kl_of(a.kl, read_floats(lanes, a.logprob + t) - read_floats(lanes, a.ref_logprob + t));
+  }
+  return a.token_reward ? reward + read_floats(lanes, a.token_reward + t) : reward;
 }
 
+// -1 where a token is a time step.
 template <class Lanes>
+inline Longs read_steps(const AdvantageArgs& a, const Lanes& lanes, std::int64_t t, const Longs& sampled) {
+  return a.steps ? sampled & read_mask(lanes, a.steps + t) : sampled;
+}
+
+// Numbers of time steps; 1 for other tokens, and without any.
+template <class Lanes>
+inline Doubles read_of_steps(const Lanes& lanes, const double* at, const Longs& step) {
+  const Doubles one = Doubles{} + 1.0;
+  return at ? std::bit_cast<Doubles>((step & std::bit_cast<Longs>(lanes.template read<Doubles>(at))) |
+                                     (~step & std::bit_cast<Longs>(one)))
+            : one;
+}
+
+template <bool kGeneral, class Lanes>
 inline void prepare(const AdvantageArgs& a, const Lanes& lanes, std::int64_t first, int i, Block& block) {
   const Longs sampled = read_mask(lanes, a.mask + first + i);
-  const Doubles value = where(sampled, read_floats(lanes, a.value + first + i));
+  const Longs step = kGeneral ? read_steps(a, lanes, first + i, sampled) : sampled;
+  const Doubles value = where(step, read_floats(lanes, a.value + first + i));
   const Doubles reward = where(sampled, read_reward(a, lanes, first + i));
   store(block.shaped + i, reward);
   store(block.value + i, value);
   store(block.u + i, reward - value);
+  if constexpr (kGeneral) {
+    const Doubles weight = read_of_steps(lanes, a.weight ? a.weight + first + i : nullptr, step);
+    store(block.weight + i, weight);
+    store(block.passes + i, weight * read_of_steps(lanes, a.trace ? a.trace + first + i : nullptr, step));
+    for (int l = 0; l < kLanes; ++l) block.step[i + l] = step[l] != 0;
+  }
 }
 
 // Tokens [low, high) of the block, one sequence or part of one. The factor of a masked token is 1, its u and value are 0, which
-// leaves x as it is without a branch.
-template <bool kDone>
+// leaves x as it is without a branch; that of a sampled token that is no step is 1 too, and its u is its reward.
+template <bool kDone, bool kGeneral>
 void recur(const AdvantageArgs& a, std::int64_t first, int low, int high, Block& block, Carry& carry) {
   const double gamma = a.gamma;
   const double by_policy[2] = {1.0, gamma * (a.policy.each ? a.policy.each[carry.sequence] : a.policy.all)};
   const double by_critic[2] = {1.0, gamma * (a.critic.each ? a.critic.each[carry.sequence] : a.critic.all)};
-  const bool *mask = a.mask + first, *done = kDone ? a.done + first : nullptr;
+  const bool *step = kGeneral ? block.step : a.mask + first, *done = kDone ? a.done + first : nullptr;
   double x_policy = carry.x_policy, x_critic = carry.x_critic;
   for (int i = high - 1; i >= low; --i) {
     if (kDone && done[i]) x_policy = x_critic = 0.0;
     block.x_policy[i] = x_policy;
     block.x_critic[i] = x_critic;
     const double after = gamma * block.value[i], u = block.u[i];
-    const double decay = by_policy[mask[i]], critic_decay = by_critic[mask[i]];
+    double decay = by_policy[step[i]], critic_decay = by_critic[step[i]];
+    if constexpr (kGeneral) {
+      decay *= block.passes[i];
+      critic_decay *= block.passes[i];
+    }
     x_policy = decay * x_policy + (decay * u + after);
     x_critic = critic_decay * x_critic + (critic_decay * u + after);
   }
@@ -179,6 +210,7 @@ void put_score(const AdvantageArgs& a, std::int64_t first, int low, int high, Bl
 }
 
 // Every run of one sequence in tokens [first, first + n), from the last.
+template <bool kGeneral>
 void walk(const AdvantageArgs& a, std::int64_t first, int n, Block& block, Carry& carry) {
   for (std::int64_t end = first + n; end > first;) {
     while (a.cu64[carry.sequence] >= end) --carry.sequence;  // passes over empty sequences
@@ -191,21 +223,28 @@ void walk(const AdvantageArgs& a, std::int64_t first, int n, Block& block, Carry
     const int low = static_cast<int>(std::max(a.cu64[s], first) - first), high = static_cast<int>(end - first);
     put_score(a, first, low, high, block, carry);
     if (a.done) {
-      recur<true>(a, first, low, high, block, carry);
+      recur<true, kGeneral>(a, first, low, high, block, carry);
     } else {
-      recur<false>(a, first, low, high, block, carry);
+      recur<false, kGeneral>(a, first, low, high, block, carry);
     }
     end = first + low;
   }
 }
 
-template <class Lanes>
+template <bool kGeneral, class Lanes>
 inline void finish(const AdvantageArgs& a, const Lanes& lanes, std::int64_t first, int i, const Block& block, Moments& moments) {
-  const Longs sampled = read_mask(lanes, a.mask + first + i);
+  Longs sampled = read_mask(lanes, a.mask + first + i);
   const Doubles u = load<Doubles>(block.u + i), value = load<Doubles>(block.value + i);
-  const Floats rounded = __builtin_convertvector(where(sampled, u + load<Doubles>(block.x_policy + i)), Floats);
+  Doubles of_policy = u + load<Doubles>(block.x_policy + i), of_critic = u + load<Doubles>(block.x_critic + i);
+  if constexpr (kGeneral) {
+    sampled = read_steps(a, lanes, first + i, sampled);
+    const Doubles weight = load<Doubles>(block.weight + i);
+    of_policy *= weight;
+    of_critic *= weight;
+  }
+  const Floats rounded = __builtin_convertvector(where(sampled, of_policy), Floats);
   lanes.write(a.advantage + first + i, rounded);
-  write_floats(lanes, a.returns + first + i, where(sampled, u + load<Doubles>(block.x_critic + i) + value));
+  write_floats(lanes, a.returns + first + i, where(sampled, of_critic + value));
   if (a.shaped) write_floats(lanes, a.shaped + first + i, load<Doubles>(block.shaped + i));
   const Doubles kept = __builtin_convertvector(rounded, Doubles);
   moments.count -= sampled;
@@ -214,6 +253,7 @@ inline void finish(const AdvantageArgs& a, const Lanes& lanes, std::int64_t firs
 }
 
 // Whole sequences in tokens [low, high); by value, so that no store can change the arguments under the loops.
+template <bool kGeneral>
 Moments one_task(const AdvantageArgs a, std::int64_t low, std::int64_t high, std::int64_t last_sequence) {
   Block block;
   Moments moments;
@@ -223,11 +263,11 @@ Moments one_task(const AdvantageArgs a, std::int64_t low, std::int64_t high, std
     const int n = static_cast<int>(end - first);
     // From the last token here too: the hardware fetches ahead in a stream of one direction.
     const int whole = n / kLanes * kLanes;
-    if (whole < n) prepare(a, Part{n - whole}, first, whole, block);
-    for (int i = whole - kLanes; i >= 0; i -= kLanes) prepare(a, Whole{}, first, i, block);
-    walk(a, first, n, block, carry);
-    if (whole < n) finish(a, Part{n - whole}, first, whole, block, moments);
-    for (int i = whole - kLanes; i >= 0; i -= kLanes) finish(a, Whole{}, first, i, block, moments);
+    if (whole < n) prepare<kGeneral>(a, Part{n - whole}, first, whole, block);
+    for (int i = whole - kLanes; i >= 0; i -= kLanes) prepare<kGeneral>(a, Whole{}, first, i, block);
+    walk<kGeneral>(a, first, n, block, carry);
+    if (whole < n) finish<kGeneral>(a, Part{n - whole}, first, whole, block, moments);
+    for (int i = whole - kLanes; i >= 0; i -= kLanes) finish<kGeneral>(a, Whole{}, first, i, block, moments);
     end = first;
   }
   return moments;
@@ -240,7 +280,8 @@ void advantage_tokens(const AdvantageArgs& a, std::int64_t begin, std::int64_t e
   for (std::int64_t task = begin; task < end; ++task) {
     const std::int64_t from = std::lower_bound(cu, starts_end, task * kTokensPerTask) - cu;
     const std::int64_t to = std::lower_bound(cu + from, starts_end, (task + 1) * kTokensPerTask) - cu;
-    one_task(a, cu[from], cu[to], to - 1).store(a.moments + 3 * task);
+    const Moments moments = a.is_general() ? one_task<true>(a, cu[from], cu[to], to - 1) : one_task<false>(a, cu[from], cu[to], to - 1);
+    moments.store(a.moments + 3 * task);
   }
 }
 

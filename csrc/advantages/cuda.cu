@@ -51,14 +51,29 @@ struct Run {
   double decay_policy, decay_critic;  // gamma lambda
 };
 
+// What a kernel reads: rewards; what shapes them; that, and steps, weights and traces of tokens.
+enum class Reads { rewards, shaped, general };
+
 // The tokens of a thread, and for each a bit. Rewards that are shaped here are not rounded before they are used.
-template <bool kShaped>
+template <Reads kReads>
 struct Chunk {
+  static constexpr bool kGeneral = kReads == Reads::general;
   std::int64_t first;
   int count;  // below kPerThread at the end of the batch
-  unsigned sampled = 0, done = 0;
-  std::conditional_t<kShaped, double, float> reward[kPerThread];
+  unsigned sampled = 0, done = 0, steps = 0;  // steps: where kGeneral, among the sampled
+  std::conditional_t<kReads == Reads::rewards, float, double> reward[kPerThread];
   float value[kPerThread];
+
+  __device__ bool is_step(int i) const { return !kGeneral || (steps >> i & 1); }
+  // Weight and trace are read where they are used: eight of each would take 32 registers.
+  __device__ double weight(const AdvantageArgs& a, int i) const {
+    if constexpr (!kGeneral) return 1.0;
+    return a.weight && is_step(i) ? __ldg(a.weight + first + i) : 1.0;
+  }
+  __device__ double trace(const AdvantageArgs& a, int i) const {
+    if constexpr (!kGeneral) return 1.0;
+    return a.trace && is_step(i) ? __ldg(a.trace + first + i) : 1.0;
+  }
 };
 
 std::int64_t groups_of(std::int64_t tiles) { return tiles / kGroup; }
@@ -145,8 +160,8 @@ __device__ inline Run enter(const AdvantageArgs& a, std::int64_t index) {
 }
 
 // Calls ends(x) where a sequence or an episode ends behind token i, with the x it starts from, and token(i, run) where sampled.
-template <bool kShaped, class Ends, class Token>
-__device__ inline void walk(const AdvantageArgs& a, const Chunk<kShaped>& chunk, std::int64_t last_sequence, Ends&& ends,
+template <Reads kReads, class Ends, class Token>
+__device__ inline void walk(const AdvantageArgs& a, const Chunk<kReads>& chunk, std::int64_t last_sequence, Ends&& ends,
                             Token&& token) {
   if (chunk.count == 0) return;
   Run run = enter(a, last_sequence);
@@ -160,10 +175,10 @@ __device__ inline void walk(const AdvantageArgs& a, const Chunk<kShaped>& chunk,
       run = enter(a, index);
     }
     if (t == run.end - 1) {
-      const double score = kShaped ? static_cast<double>(a.score[run.index]) : 0.0;
+      const double score = kReads != Reads::rewards ? static_cast<double>(a.score[run.index]) : 0.0;
       ends((a.bootstrap ? a.gamma * static_cast<double>(a.bootstrap[run.index]) : 0.0) + score);
     }
-    if (!kShaped && (chunk.done >> i & 1)) ends(0.0);
+    if (kReads == Reads::rewards && (chunk.done >> i & 1)) ends(0.0);
     if (chunk.sampled >> i & 1) token(i, run);
   }
 }
@@ -221,14 +236,14 @@ __device__ inline double kl_of(Kl kind, double log_ratio) {
   return expm1(minus > kMaxLogRatio ? kMaxLogRatio : minus) + log_ratio;
 }
 
-template <bool kShaped>
-__device__ inline Chunk<kShaped> read_chunk(const AdvantageArgs& a, std::int64_t first, bool vectors) {
-  Chunk<kShaped> chunk;
+template <Reads kReads>
+__device__ inline Chunk<kReads> read_chunk(const AdvantageArgs& a, std::int64_t first, bool vectors) {
+  Chunk<kReads> chunk;
   chunk.first = first;
   chunk.count = static_cast<int>(min(max(a.num_tokens - first, std::int64_t{0}), std::int64_t{kPerThread}));
   read_floats(a.value + first, chunk.count, vectors, chunk.value);
   chunk.sampled = read_bits(a.mask + first, chunk.count, vectors);
-  if constexpr (!kShaped) {
+  if constexpr (kReads == Reads::rewards) {
     read_floats(a.reward + first, chunk.count, vectors, chunk.reward);
     if (a.done) chunk.done = read_bits(a.done + first, chunk.count, vectors);
   } else {
@@ -243,20 +258,36 @@ __device__ inline Chunk<kShaped> read_chunk(const AdvantageArgs& a, std::int64_t
       chunk.reward[i] = a.kl != Kl::none && (chunk.sampled >> i & 1) ? -a.kl_coef * kl_of(a.kl, log_ratio) : 0.0;
     }
   }
+  if constexpr (kReads == Reads::general) {
+    chunk.steps = a.steps ? chunk.sampled & read_bits(a.steps + first, chunk.count, vectors) : chunk.sampled;
+    float inner[kPerThread] = {};
+    if (a.token_reward) read_floats(a.token_reward + first, chunk.count, vectors, inner);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (chunk.sampled >> i & 1) chunk.reward[i] += static_cast<double>(inner[i]);
+      if (!chunk.is_step(i)) chunk.value[i] = 0.0f;
+    }
+  }
   return chunk;
 }
 
-template <bool kShaped>
-__device__ inline Map map_of(const AdvantageArgs& a, const Chunk<kShaped>& chunk, std::int64_t last_sequence) {
+template <Reads kReads>
+__device__ inline Map map_of(const AdvantageArgs& a, const Chunk<kReads>& chunk, std::int64_t last_sequence) {
   Map map = no_tokens();
   walk(
       a, chunk, last_sequence, [&](double x) { map = {0.0, x, 0.0, x, kCut}; },
       [&](int i, const Run& run) {
         const double value = chunk.value[i], u = chunk.reward[i] - value, after = a.gamma * value;
-        map.c_policy = run.decay_policy * (map.c_policy + u) + after;
-        map.c_critic = run.decay_critic * (map.c_critic + u) + after;
-        map.a_policy *= run.decay_policy;
-        map.a_critic *= run.decay_critic;
+        double decay_policy = run.decay_policy, decay_critic = run.decay_critic;
+        if constexpr (kReads == Reads::general) {
+          const double passes = chunk.weight(a, i) * chunk.trace(a, i);
+          decay_policy = chunk.is_step(i) ? decay_policy * passes : 1.0;
+          decay_critic = chunk.is_step(i) ? decay_critic * passes : 1.0;
+        }
+        map.c_policy = decay_policy * (map.c_policy + u) + after;
+        map.c_critic = decay_critic * (map.c_critic + u) + after;
+        map.a_policy *= decay_policy;
+        map.a_critic *= decay_critic;
         map.flags |= kSeen;
       });
   return map;
@@ -279,9 +310,10 @@ __device__ inline Map look_right(const Scratch& scratch, unsigned ticket, const 
 }
 
 // The recurrence over the tokens of a thread, and its outputs; adds to the moments.
-template <bool kShaped>
-__device__ inline void run_chunk(const AdvantageArgs& a, const Chunk<kShaped>& chunk, std::int64_t last_sequence, Entry in,
+template <Reads kReads>
+__device__ inline void run_chunk(const AdvantageArgs& a, const Chunk<kReads>& chunk, std::int64_t last_sequence, Entry in,
                                  bool vectors, double (&moments)[3]) {
+  constexpr bool kShaped = kReads != Reads::rewards;
   float shaped[kPerThread] = {}, advantage[kPerThread] = {}, returns[kPerThread] = {};
   if (kShaped) {
 #pragma unroll
@@ -292,8 +324,19 @@ __device__ inline void run_chunk(const AdvantageArgs& a, const Chunk<kShaped>& c
       [&](int i, const Run& run) {
         const double value = chunk.value[i], u = chunk.reward[i] - value, after = a.gamma * value;
         if (kShaped && !in.seen) shaped[i] = static_cast<float>(chunk.reward[i] + static_cast<double>(a.score[run.index]));
-        const double of_policy = u + in.x_policy, of_critic = u + in.x_critic;
-        in = {run.decay_policy * of_policy + after, run.decay_critic * of_critic + after, true};
+        double of_policy = u + in.x_policy, of_critic = u + in.x_critic;
+        if constexpr (kReads == Reads::general) {
+          if (!chunk.is_step(i)) {
+            in = {of_policy, of_critic, true};
+            return;
+          }
+          const double weight = chunk.weight(a, i), trace = chunk.trace(a, i);
+          of_policy *= weight;
+          of_critic *= weight;
+          in = {run.decay_policy * trace * of_policy + after, run.decay_critic * trace * of_critic + after, true};
+        } else {
+          in = {run.decay_policy * of_policy + after, run.decay_critic * of_critic + after, true};
+        }
         advantage[i] = static_cast<float>(of_policy);
         returns[i] = static_cast<float>(of_critic + value);
         const double kept = advantage[i];
@@ -349,7 +392,7 @@ __device__ inline void finish(const AdvantageArgs& a, const Scratch& scratch, un
   }
 }
 
-template <bool kShaped>
+template <Reads kReads>
 __global__ void __launch_bounds__(kThreads, 3) advantages_kernel(AdvantageArgs a, Scratch scratch, bool aligned) {
   __shared__ unsigned my_ticket;
   __shared__ Map totals[kWarps];
@@ -362,7 +405,7 @@ __global__ void __launch_bounds__(kThreads, 3) advantages_kernel(AdvantageArgs a
   const std::int64_t tile_last = min(tile_first + kTile, a.num_tokens) - 1;
   const bool vectors = aligned && tile_first + kTile <= a.num_tokens;
 
-  const Chunk<kShaped> chunk = read_chunk<kShaped>(a, tile_first + static_cast<int>(threadIdx.x) * kPerThread, vectors);
+  const Chunk<kReads> chunk = read_chunk<kReads>(a, tile_first + static_cast<int>(threadIdx.x) * kPerThread, vectors);
   const std::int64_t tile_sequence = find_sequence(a, tile_last);
   const std::int64_t sequence = chunk.count ? find_below(a, chunk.first + chunk.count - 1, tile_sequence) : tile_sequence;
 
@@ -418,9 +461,14 @@ void advantages(const AdvantageArgs& args, void* memory, Stream stream) {
   check(cudaMemsetAsync(memory, 0, static_cast<size_t>(layout.zeroed), stream), "advantages");
   const Scratch scratch{words, words + 1, words + 2, reinterpret_cast<Map*>(base + layout.maps_at),
                         reinterpret_cast<double*>(base + layout.moments_at), static_cast<unsigned>(layout.tiles)};
-  bool aligned = is_aligned(args.mask, 8) && is_aligned(args.done, 8);
-  for (const float* at : {args.reward, args.logprob, args.ref_logprob, args.value}) aligned = aligned && is_aligned(at, 16);
-  const auto kernel = args.reward ? advantages_kernel<false> : advantages_kernel<true>;
+  bool aligned = is_aligned(args.mask, 8) && is_aligned(args.done, 8) && is_aligned(args.steps, 8);
+  for (const float* at : {args.reward, args.token_reward, args.logprob, args.ref_logprob, args.value}) {
+    aligned = aligned && is_aligned(at, 16);
+  }
+  const bool is_general = args.is_general() || args.token_reward;
+  const auto kernel = args.reward  ? advantages_kernel<Reads::rewards>
+                      : is_general ? advantages_kernel<Reads::general>
+                                   : advantages_kernel<Reads::shaped>;
   launch("advantages", kernel, dim3(scratch.num_tiles), kThreads, 0, stream, args, scratch, aligned);
 }
 

@@ -5,6 +5,9 @@ token of the sequence, so a token that the policy did not sample (prompt, tool o
 decay. Solved by pointer jumping: after k passes every token holds the sum over its next 2^k sampled tokens. That is log2(T) passes
 over [T], with no loop over tokens, no padding and no host sync. All accumulate in fp64 and round once: an fp32 scan loses 1.5e-5
 over 8192 tokens at gamma = lambda = 1. `ops/advantages.py` states shapes and errors and has the kernels.
+
+Tokens may differ (`StepWeights`): only some of the sampled ones are time steps (turns as steps), and steps have weights and traces
+(V-trace). Then a sampled token that is no step adds its reward to the step before it, without decay.
 """
 
 from __future__ import annotations
@@ -44,6 +47,10 @@ def token_advantages(
     lam_value_each: Tensor | None,
     kl_estimator: str,
     kl_coef: float,
+    token_reward: Tensor | None,
+    steps: Tensor | None,
+    weight: Tensor | None,
+    trace: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(reward [T], advantage [T], returns [T], moments [3]): the reference of `ops.advantages.token_advantages`.
 
@@ -51,8 +58,11 @@ def token_advantages(
     """
     links = Links.of(response_mask, cu_seqlens)
     reward = token_rewards(logprob, ref_logprob, score, response_mask, cu_seqlens, kl_estimator, kl_coef)
+    if token_reward is not None:
+        reward = reward + torch.where(response_mask, token_reward.double(), 0.0)
     lams = _per_token_lambdas(links.sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
-    scanned = _scan(reward, value, response_mask, links, bootstrap, lams, gamma)
+    weights = None if steps is None and weight is None and trace is None else StepWeights.of(response_mask, steps, weight, trace)
+    scanned = _scan(reward, value, response_mask, links, bootstrap, lams, gamma, weights)
     reward, advantage, returns, moments = _nan_unless_sound(cu_seqlens, reward.float(), *scanned)
     return reward, advantage, returns, moments
 
@@ -145,6 +155,27 @@ class Links(NamedTuple):
         return cls(sequence, torch.where(ends_episode, num_tokens, following), after_last)
 
 
+class StepWeights(NamedTuple):
+    """Differences between sampled tokens, [T] each. steps: bool, true at time steps. weight, trace: fp64, 1 at other tokens."""
+
+    steps: Tensor
+    weight: Tensor
+    trace: Tensor
+
+    @classmethod
+    def of(cls, response_mask: Tensor, steps: Tensor | None, weight: Tensor | None, trace: Tensor | None) -> StepWeights:
+        """None: all sampled tokens are steps; 1."""
+        at = response_mask if steps is None else response_mask & steps
+        one = torch.ones(at.shape, dtype=torch.float64, device=at.device)
+        return cls(at, *(one if x is None else torch.where(at, x.double(), one) for x in (weight, trace)))
+
+    def decay(self, decay: Tensor, following: Tensor) -> Tensor:
+        """[2, T] factor of what follows a token: that of the next sampled token, which is 1 if it is no step, else `decay` [2, T]
+        times its weight and trace. following: of `Links`."""
+        of_following = torch.where(self.steps, decay * (self.weight * self.trace), 1.0)
+        return torch.nn.functional.pad(of_following, (0, 1))[:, following]
+
+
 def _scan(
     reward: Tensor,
     value: Tensor,
@@ -153,13 +184,20 @@ def _scan(
     bootstrap: Tensor | None,
     lams: Tensor,
     gamma: float,
+    weights: StepWeights | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """lams: [2, T], of policy and critic; the others as in `gae`."""
+    """lams: [2, T], of policy and critic; the others as in `gae`. weights: None if tokens do not differ."""
+    steps, decay = response_mask, gamma * lams
+    if weights is not None:
+        # A token that is no step has no value: it hands on what follows, and its reward.
+        steps, decay, value = weights.steps, weights.decay(decay, links.following), torch.where(weights.steps, value.double(), 0.0)
     delta = td_errors(reward, value, response_mask, links, bootstrap, gamma)
-    total = decayed_sums(delta, gamma * lams, links.following)
-    advantage = torch.where(response_mask, total[0], 0.0).float()
-    returns = torch.where(response_mask, total[1] + value.double(), 0.0).float()
-    return advantage, returns, whitening_moments(advantage, response_mask)
+    total = decayed_sums(delta, decay, links.following)
+    if weights is not None:
+        total = weights.weight * total
+    advantage = torch.where(steps, total[0], 0.0).float()
+    returns = torch.where(steps, total[1] + value.double(), 0.0).float()
+    return advantage, returns, whitening_moments(advantage, steps)
 
 
 def td_errors(reward: Tensor, value: Tensor, response_mask: Tensor, links: Links, bootstrap: Tensor | None, gamma: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 A turn is a maximal run of sampled tokens of a sequence, between two observations (prompt, output of a tool). Turn-PPO takes a turn
 as one action: its state is all tokens before it, its reward the sum of its tokens' rewards. GAE then runs over the first tokens of
-turns, as over any mask with gaps (`gae.py`).
+turns as its steps (`ops.advantages.token_advantages`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,9 @@ def turn_starts(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return response_mask & ~follows
 
 
-def turn_sums(values: Tensor, response_mask: Tensor, starts: Tensor) -> Tensor:
-    """[T] fp64, at the first token of a turn the sum of values [T] over its tokens, 0 elsewhere.
-
-    Each turn is summed by itself, so that a sum does not depend on the neighbours in the batch. starts: [T], of `turn_starts`.
-    """
-    sums = torch.zeros(int(starts.sum()), dtype=torch.float64, device=values.device)
-    sums.index_add_(0, _turn_of_sampled(response_mask, starts), values[response_mask].double())
-    spread = torch.zeros(values.shape, dtype=torch.float64, device=values.device)
-    spread[starts] = sums
-    return spread
-
-
 def over_turns(values: Tensor, response_mask: Tensor, starts: Tensor) -> Tensor:
     """[T], at every sampled token the entry of values [T] at the first token of its turn, 0 elsewhere."""
+    turn = starts[response_mask].long().cumsum(0) - 1  # number, in the order of the batch, of every sampled token's turn
     spread = torch.zeros_like(values)
-    spread[response_mask] = values[starts][_turn_of_sampled(response_mask, starts)]
+    spread[response_mask] = values[starts][turn]
     return spread
-
-
-def _turn_of_sampled(response_mask: Tensor, starts: Tensor) -> Tensor:
-    """Number of the turn, in the order of the batch, of every sampled token."""
-    return starts[response_mask].long().cumsum(0) - 1

@@ -34,6 +34,8 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
     """ValueError, in one line, if a fact that must match does not."""
     if (change := _other_prompts(manifest.facts.get("data"), facts.get("data"))) is not None:
         raise ValueError(f"{name} was written with other prompts: {change}; restore it, or start a new run in another directory")
+    if (change := _other_texts(manifest.facts.get("data"), facts.get("data"))) is not None:
+        raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
     # Every checkpoint of a megappo that did not record it has a critic.
     if manifest.facts.get("critic", True) != facts.get("critic", True):
         had, has = ("a", "none") if manifest.facts.get("critic", True) else ("no", "one")
@@ -132,6 +134,20 @@ def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | Non
     if saved["kept"] != now["kept"]:  # the cursor counts kept prompts
         return "data.max_prompt_tokens or data.overlong leave out others than before"
     return None
+
+
+def _other_texts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
+    """The first difference in the texts of `algorithm.ptx`, whose order and number the cursor counts by; None if there is none."""
+    old, new = (None if one is None else one.get("ptx") for one in (saved, now))
+    if old is None and new is None:
+        return None
+    if old is None or new is None:
+        had, has = ("no texts" if one is None else f"those of {one['path']}" for one in (old, new))
+        return f"{had} beside its prompts (algorithm.ptx), this run has {has}"
+    if old["sha256"] != new["sha256"]:
+        return f"other texts in algorithm.ptx.data (SHA-256 {old['sha256'][:12]}, now {new['sha256'][:12]})"
+    changed = next((key for key in ("text_key", "max_tokens") if old[key] != new[key]), None)
+    return changed and f"algorithm.ptx.{changed} = {json.dumps(old[changed])}, this run has {json.dumps(new[changed])}"
 
 
 def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:

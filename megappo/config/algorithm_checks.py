@@ -73,6 +73,15 @@ def correction_problem(config: TrainConfig) -> str | None:
     return None
 
 
+def ptx_problem(config: TrainConfig) -> str | None:
+    """A language-modelling loss without texts."""
+    ptx = config.algorithm.ptx
+    if ptx.has_texts and ptx.data is None:
+        fix = "there are no texts to learn; set algorithm.ptx.data to a file of texts, or this to 0"
+        return problem("algorithm.ptx.coef", ptx.coef, fix)
+    return None
+
+
 def _bounds_problem(c: CorrectionConfig) -> str | None:
     """Bounds of icepop or dis that leave no token, or none of the policy that sampled."""
     key, start = "algorithm.correction.low", 0.5 if c.kind == "icepop" else 0.7

@@ -89,6 +89,19 @@ def step_arithmetic(config: TrainConfig) -> StepArithmetic:
     )
 
 
+class TextArithmetic(NamedTuple):
+    """Texts of `algorithm.ptx` in each update of a role, over all ranks, and tokens of the longest; (0, 0) without any."""
+
+    count: int = 0
+    max_tokens: int = 0
+
+
+def text_arithmetic(config: TrainConfig, role: str) -> TextArithmetic:
+    """Texts in the updates of a role: the policy's, if it trains."""
+    ptx = config.algorithm.ptx
+    return TextArithmetic(ptx.batch_size, ptx.max_tokens) if role == "policy" and ptx.has_texts else TextArithmetic()
+
+
 def micro_batches_bound(sequences: int, sequence_tokens: int, budget_tokens: int) -> int:
     """Upper bound on the micro-batches of `sequences` sequences of up to `sequence_tokens` tokens under a token budget."""
     # Filled in order, a micro-batch holds at least floor(budget / longest) sequences; one longer than the budget is alone.

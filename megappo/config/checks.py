@@ -16,6 +16,7 @@ from megappo.config.algorithm_checks import (
     critics_problem,
     dynamic_sampling_problem,
     group_problem,
+    ptx_problem,
     sequence_loss_problem,
     vtrace_problem,
 )
@@ -369,6 +370,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     sequence_loss_problem,
     value_bins_problem,
     correction_problem,
+    ptx_problem,
     push_steps_problem,
     push_problem,
     average_problem,

@@ -20,7 +20,8 @@ def average_problem(config: TrainConfig) -> str | None:
 
 
 def refresh_problem(config: TrainConfig) -> str | None:
-    """A reference that no weights of the policy fit, or an average that is copied and not kept."""
+    """A reference that no weights of the policy fit, or an average that is copied and not kept. Its engine, layout and ranks may
+    be others."""
     reference, policy = config.reference, config.policy
     if not reference.refreshes or config.algorithm.kl.placement == "none":
         return None
@@ -31,10 +32,6 @@ def refresh_problem(config: TrainConfig) -> str | None:
         return problem(
             key, value, "policy.lora trains adapters beside a frozen model, which is the reference; remove one of the two"
         )
-    for part in ("engine", "parallel", "ranks"):
-        if getattr(reference, part) != getattr(policy, part):
-            fix = f"weights are copied shard to shard, and reference.{part} is not the policy's; make the two equal"
-            return problem(key, value, fix)
     if reference.model not in (None, policy.model):
         return problem(key, value, "reference.model is another model than the policy's; leave reference.model out")
     if reference.refresh_from == "ema" and policy.ema is None:

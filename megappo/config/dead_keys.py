@@ -214,6 +214,11 @@ TRAIN: tuple[Dead, ...] = (
         "algorithm.positive_nll_coef is 0; remove it, or set positive_nll_coef",
     ),
     Dead(
+        ("algorithm.ptx.data", "algorithm.ptx.text_key", "algorithm.ptx.max_tokens", "algorithm.ptx.batch_size"),
+        lambda c: c.algorithm.ptx.coef == 0,
+        "algorithm.ptx.coef is 0, so no text is read; remove it, or set coef",
+    ),
+    Dead(
         ("algorithm.dynamic_sampling.metric", "algorithm.dynamic_sampling.max_rounds"),
         lambda c: not c.algorithm.dynamic_sampling.enable,
         "algorithm.dynamic_sampling.enable is false; remove it, or set enable to true",
@@ -296,7 +301,7 @@ TRAIN: tuple[Dead, ...] = (
         "reference.refresh_every is 0 and refresh_above_kl null, so nothing is copied; remove it, or set one of the two",
     ),
     Dead(
-        ("policy.ema.*", "reference.refresh_every", "reference.refresh_above_kl", "reference.refresh_from"),
+        ("policy.ema.*", "reference.refresh_every", "reference.refresh_above_kl", "reference.refresh_from", "algorithm.ptx.*"),
         only_pretrains,
         "critic.warmup_steps is the whole run, in which the policy does not change; remove it, or lower warmup_steps",
     ),

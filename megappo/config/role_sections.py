@@ -226,8 +226,7 @@ class ReferenceConfig(FrozenConfig):
     """Checkpoint of the reference model; null means `policy.model`, and with `policy.lora` the policy itself without its adapters:
     no second model is built, and the other keys of this section have no effect."""
     refresh_every: NonNegative = 0
-    """PPO steps between copies of the policy's weights into the reference (ProRL, arXiv:2505.24864); 0 makes none. Needs engine,
-    layout and ranks of the policy."""
+    """PPO steps between copies of the policy's weights into the reference (ProRL, arXiv:2505.24864); 0 makes none."""
     refresh_above_kl: PositiveFloat | None = None
     """Copy them after a step whose KL per response (`kl/per_response`), in nats, exceeds this; null does not."""
     refresh_from: Literal["policy", "ema"] = "policy"

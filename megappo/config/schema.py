@@ -195,6 +195,26 @@ class VTraceConfig(Section):
     """Upper bound of the ratio by which later TD errors reach back over a token; at most `rho_bar`."""
 
 
+class PtxConfig(Section):
+    coef: NonNegativeFloat = 0.0
+    """Factor of the mean negative log-likelihood of the texts of `data`, added to the policy's loss in each of its updates
+    (InstructGPT, arXiv:2203.02155, eq. 2); 0 leaves it out."""
+    data: PathText | None = None
+    """Texts, for example a sample of the pretraining data: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
+    text_key: str = "text"
+    """Field of a record that holds the text; `a.b` reaches into a nested object. The loss covers all its tokens but the first, and
+    the end-of-sequence token."""
+    max_tokens: Annotated[int, Field(ge=2)] = 1024
+    """Longest sequence; a longer text is cut into several."""
+    batch_size: Positive = 64
+    """Sequences in each update of the policy, over all data-parallel ranks."""
+
+    @property
+    def has_texts(self) -> bool:
+        """True if the policy's updates hold texts."""
+        return self.coef > 0
+
+
 class AlgorithmConfig(Section):
     estimator: Literal["gae", "vtrace", "grpo", "rloo", "reinforce_plus_plus", "remax"] = "gae"
     """Estimator of the advantages (docs/algorithms.md): gae over the critic's values, vtrace (arXiv:1802.01561) over them with
@@ -265,6 +285,8 @@ class AlgorithmConfig(Section):
     arXiv:2504.05118, has 0.1); 0 leaves it out."""
     positive_score: float = 1.0
     """Least score of a correct response (with `positive_nll_coef`)."""
+    ptx: PtxConfig = PtxConfig()
+    """Language-modelling loss of the policy on a second data set."""
     whiten_advantages: bool | None = None
     """Normalise advantages by mean and standard deviation of the global batch; null means true for the estimators gae, vtrace
     and reinforce_plus_plus, false for the others, whose advantages have mean 0 or a baseline already."""

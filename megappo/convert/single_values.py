@@ -50,6 +50,14 @@ def average_decay(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, number(settings.foreign.get("ema_beta", 0.992)))
 
 
+def texts(rule: Rule, value: Any, settings: Settings) -> Values:
+    """A second data set and the factor of its loss, whose default in OpenRLHF acts with the data alone."""
+    if not value:
+        raise implied("off: PPO's loss alone")
+    data, coef = rule.keys
+    return {data: value, coef: number(settings.foreign.get("ptx_coef", 0.05))}
+
+
 def top_k(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, -1 if value in (None, 0) else value)
 

@@ -78,6 +78,10 @@ class Tokenizer(Protocol):
         """Text with special tokens, as `decode` otherwise."""
         ...
 
+    def pieces(self) -> list[str]:
+        """Piece of every id, "" of an id without one; for comparisons of vocabularies."""
+        ...
+
     def identity(self) -> dict[str, str]:
         """All that decides the ids of a text: the files, the packages that read them, and the day, if the template writes it."""
         ...
@@ -195,6 +199,13 @@ class HuggingFaceTokenizer:
 
         return _decode(ids, self.vocab_size, known)
 
+    def pieces(self) -> list[str]:
+        found = [""] * self.vocab_size
+        for piece, number in self._tokenizer.get_vocab().items():
+            if number < len(found):
+                found[number] = piece
+        return found
+
     def identity(self) -> dict[str, str]:
         day = {"day": str(date.today())} if "strftime_now" in repr(self._tokenizer.chat_template) else {}
         # The same files make another tokenizer beside another config.json: transformers takes its class from there.
@@ -255,6 +266,9 @@ class SentencePieceTokenizer:
         runs = groupby(ids, key=lambda i: 0 <= i < self.vocab_size and inside(i))
         pieces = ("".join(map(self._processor.id_to_piece, run)) if control else self.decode(list(run)) for control, run in runs)
         return "".join(pieces)
+
+    def pieces(self) -> list[str]:
+        return [self._processor.id_to_piece(number) for number in range(self.vocab_size)]
 
     def identity(self) -> dict[str, str]:
         return {"files": self.fingerprint, **_versions("sentencepiece")}

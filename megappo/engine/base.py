@@ -32,13 +32,14 @@ LogitsDtype = Literal["fp32", "bf16"]
 class LogprobQuery:
     """Query of log-probs: row t of a micro-batch of T tokens is the distribution after token t.
 
-    target: [T] int64, the id whose log-prob row t gives, `ops.vocab_shard.IGNORE_INDEX` for none. temperature: divides the logits.
-    logits_dtype: the logits are rounded to it before that. kept: [T, K] int32, the only ids possible in row t, then NO_ID; None
-    for the whole vocabulary. want_entropy: also the entropy of the same distribution, in nats.
+    target: [T] int64, the id whose log-prob row t gives, `ops.vocab_shard.IGNORE_INDEX` for none. temperature: divides the logits,
+    of every row or [T] of each. logits_dtype: the logits are rounded to it before that. kept: [T, K] int32, the only ids possible
+    in row t, then NO_ID; a row without any, and None, is the whole vocabulary. want_entropy: also the entropy of the same
+    distribution, in nats.
     """
 
     target: Tensor
-    temperature: float
+    temperature: float | Tensor
     logits_dtype: LogitsDtype = "fp32"
     kept: Tensor | None = None
     want_entropy: bool = True

@@ -65,6 +65,7 @@ class LinearOutput:
 
     def _arguments(self, query: LogprobQuery) -> dict[str, Any]:
         """Arguments of the linear ops for the rows of this context-parallel rank."""
+        temperature = query.temperature
         return dict(
             hidden=self.hidden,
             weight=self.weight,
@@ -73,7 +74,7 @@ class LinearOutput:
             sequence_parallel=self.sequence_parallel,
             vocab_start=self.vocab_start,
             num_valid=self.num_valid,
-            temperature=query.temperature / self.logit_scale,
+            temperature=(self.own_tokens(temperature) if isinstance(temperature, Tensor) else temperature) / self.logit_scale,
             want_entropy=query.want_entropy,
             logits_dtype=query.logits_dtype,
             kept=None if query.kept is None else self.own_tokens(query.kept),

@@ -37,6 +37,10 @@ def token_advantages(
     lam_value: float | Tensor = 0.95,
     kl_estimator: str = "k1",
     kl_coef: float = 0.0,
+    token_reward: Tensor | None = None,
+    steps: Tensor | None = None,
+    weight: Tensor | None = None,
+    trace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(reward [T], advantage [T], returns [T], moments [3]) of a packed batch.
 
@@ -45,6 +49,11 @@ def token_advantages(
     bool, true where the policy sampled. cu_seqlens: [B+1] int32 or int64, from 0 to T. bootstrap: [B] value after the last
     sampled token, None means 0. lam_*: number or [B]; the policy's advantages use lam_policy, returns = value + advantages under
     lam_value. kl_estimator: a name in `algo.kl.ESTIMATORS`; kernels have KERNEL_ESTIMATORS and refuse another.
+
+    token_reward: [T] added to the reward of sampled tokens, None means 0. steps: [T] bool, which of the sampled tokens are time
+    steps, None means all; another adds its reward to the step before it, undecayed, and has neither value nor advantage
+    nor return: `gamma`, lambdas, lengths and moments count steps. weight, trace: [T] w and c of steps, None means 1; with x what
+    follows, A = w (reward - value + x) and x <- gamma value + gamma lambda c A: V-trace with its ratios (`algo/vtrace.py`).
 
     Outputs are fp32 and exactly 0 where the mask is false, even if the inputs there are NaN. moments: fp64 count, sum and sum of
     squares of the advantages over the mask; those of several ranks or batches add, `whiten_apply` uses the total. A NaN stays in
@@ -61,8 +70,9 @@ def token_advantages(
         raise ValueError(
             f"kl_estimator {kl_estimator!r} has no kernel (those have {', '.join(KERNEL_ESTIMATORS)}): use kernels=reference"
         )
-    floats = {"logprob": logprob, "ref_logprob": ref_logprob}
-    _check(value, floats, {"response_mask": response_mask}, cu_seqlens, {"score": score, "bootstrap": bootstrap})
+    floats = {"logprob": logprob, "ref_logprob": ref_logprob, "token_reward": token_reward, "weight": weight, "trace": trace}
+    bools = {"response_mask": response_mask, "steps": steps}
+    _check(value, floats, bools, cu_seqlens, {"score": score, "bootstrap": bootstrap})
     policy, policy_each = _lambda("lam_policy", lam_policy, cu_seqlens)
     critic, critic_each = _lambda("lam_value", lam_value, cu_seqlens)
     return torch.ops.megappo.token_advantages(
@@ -80,6 +90,10 @@ def token_advantages(
         critic_each,
         kl_estimator,
         kl_coef,
+        token_reward,
+        steps,
+        # fp64: a trace is a product of as many numbers as there are steps
+        *(None if x is None else x.double() for x in (weight, trace)),
     )
 
 

@@ -145,21 +145,16 @@ def _advantages(numbers: Numbers) -> Results:
     logprob = numbers.normal(NUM_TOKENS)
     value, mask = numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
     names = "reward", "advantage", "returns", "moments"
-    shaped = token_advantages(
-        logprob,
-        numbers.normal(NUM_TOKENS),
-        numbers.normal(6),
-        value,
-        mask,
-        cu_seqlens,
-        numbers.normal(6),
-        gamma=0.99,
-        lam_policy=0.95,
-        lam_value=0.9,
-        kl_estimator="k3",
-        kl_coef=0.1,
-    )
-    yield from zip(names, shaped)
+    given = logprob, numbers.normal(NUM_TOKENS), numbers.normal(6), value, mask, cu_seqlens, numbers.normal(6)
+    shared: dict[str, Any] = {"gamma": 0.99, "lam_policy": 0.95, "lam_value": 0.9, "kl_estimator": "k3", "kl_coef": 0.1}
+    yield from zip(names, token_advantages(*given, **shared))
+    of_tokens = {
+        "token_reward": numbers.normal(NUM_TOKENS),
+        "steps": numbers.flags(NUM_TOKENS, 0.5),
+        "weight": numbers.uniform(NUM_TOKENS).double(),
+        "trace": numbers.uniform(NUM_TOKENS).double(),
+    }
+    yield from zip((f"{name} of steps" for name in names), token_advantages(*given, **shared, **of_tokens))
 
 
 def _whitening(numbers: Numbers) -> Results:

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import ceil, floor
 from typing import Literal
 
-from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic, update_schedule
+from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic, text_arithmetic, update_schedule
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_sets
@@ -245,15 +245,17 @@ def _each(samples: int, layout: ParallelLayout) -> int:
 
 
 def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
-    """Micro-batches of such a pass when every sequence is at its longest."""
-    return micro_batches_bound(
-        _sequences(config, role, layout, step), step.max_sequence_tokens, getattr(config, role).micro_batch_tokens
-    )
+    """Micro-batches of such a pass when every sequence, and every text, is at its longest."""
+    texts = text_arithmetic(config, role)
+    sequences = _sequences(config, role, layout, step) + _each(texts.count, layout)
+    longest = max(step.max_sequence_tokens, texts.max_tokens)
+    return micro_batches_bound(sequences, longest, getattr(config, role).micro_batch_tokens)
 
 
-def _full_micro_batch(budget: int, sequences: int, longest: int, layout: ParallelLayout) -> int:
-    """Tokens of a micro-batch that is as full as it gets. Context parallel pads every sequence to a multiple of 2 cp."""
-    tokens = min(max(budget, longest), sequences * longest)
+def _full_micro_batch(budget: int, total: int, longest: int, layout: ParallelLayout) -> int:
+    """Tokens of a micro-batch that is as full as it gets, of a pass of `total` tokens. Context parallel pads every sequence to a
+    multiple of 2 cp."""
+    tokens = min(max(budget, longest), total)
     if layout.cp == 1:
         return tokens
     padding = -longest % (2 * layout.cp)
@@ -271,13 +273,16 @@ def _stage_memory(
     device: Device,
     counter: Counter,
 ) -> RoleMemory:
-    settings = getattr(config, role)
+    settings, texts = getattr(config, role), text_arithmetic(config, role)
+    longest = max(step.max_sequence_tokens, texts.max_tokens)
 
-    def full(sequences: int) -> int:
-        return _full_micro_batch(settings.micro_batch_tokens, sequences, step.max_sequence_tokens, layout)
+    def full(sequences: int, longest: int, texts_tokens: int = 0) -> int:
+        total = sequences * step.max_sequence_tokens + texts_tokens
+        return _full_micro_batch(settings.micro_batch_tokens, total, longest, layout)
 
-    # Log-probs and values are of the whole step.
-    tokens, forward_tokens = full(_sequences(config, role, layout, step)), full(_each(step.samples, layout))
+    # Log-probs and values are of the whole step, and of no text.
+    tokens = full(_sequences(config, role, layout, step), longest, _each(texts.count, layout) * texts.max_tokens)
+    forward_tokens = full(_each(step.samples, layout), step.max_sequence_tokens)
     count = counter if settings.engine == "megatron" else count_own_parameters
     common = {
         "dtype": settings.dtype,
@@ -315,7 +320,8 @@ def _stage_memory(
     itemsize, value_head = ITEMSIZE[settings.dtype], value_head_of(settings) is not None
     lora = settings.lora if isinstance(settings, TrainableConfig) else None
     recompute = settings.recompute if isinstance(settings, TrainableConfig) else "none"
-    forward, training = (score_bytes(arch, n, step.max_sequence_tokens, itemsize, recompute) for n in (forward_tokens, tokens))
+    forward = score_bytes(arch, forward_tokens, step.max_sequence_tokens, itemsize, recompute)
+    training = score_bytes(arch, tokens, longest, itemsize, recompute)
     how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora, "frozen": frozen}
     memory = sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
     return _with_average(config, role, memory, None, layout, device)

@@ -2,7 +2,8 @@
 
 Stages 2 to 8 of trainer/ppo.py, with every sequence at its longest. Three counts of tokens decide: those that a rank drew, its
 own (all over the ranks of the world: scoring, advantages, metrics) and a role's share (all over its dp). Only the rows of the
-table grow with the world. Not counted: vLLM's own loop, rules that compute, a reward model's texts, offloaded parts.
+table grow with the world. Not counted: vLLM's own loop, rules that compute, a reward model's texts, those of `algorithm.ptx`,
+offloaded parts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megappo.plan.estimate import Plan, values_read
 from megappo.trainer.critics import BONUS, DISAGREEMENT, fields_of
 from megappo.trainer.model_outputs import OUTPUTS
 from megappo.trainer.reweighting import REJECTED
+from megappo.trainer.roles import NLL_WEIGHT, PTX_WEIGHT
 from megappo.trainer.updates import READS, update_reads
 
 # Nanoseconds of one core. Measured at 64 samples of 8,192 tokens on a server's core, CPU time, memory touched before.
@@ -234,7 +236,13 @@ class HostWork:
 
     def _existing(self, fields: Collection[str]) -> set[str]:
         """Those of the fields that the experience has and that travel: weights are worked out where they are used."""
-        absent = {"weight", *([] if self._kept else ["kept"]), *([] if "reference" in self._shares else ["ref_logprob"])}
+        absent = {
+            "weight",
+            NLL_WEIGHT,
+            PTX_WEIGHT,
+            *([] if self._kept else ["kept"]),
+            *([] if "reference" in self._shares else ["ref_logprob"]),
+        }
         return set(fields) - absent
 
     def _size(self, fields: Collection[str]) -> float:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from megappo.config.batch import update_schedule
+from megappo.config.batch import text_arithmetic, update_schedule
 from megappo.config.layout_checks import trained_sections, value_head_of
 from megappo.config.role_sections import TrainableConfig
 from megappo.models.flops import forward_flops, generation_flops
@@ -44,14 +44,21 @@ def least_step_s(plan: Plan, hardware: Hardware) -> float:
 def _role_s(plan: Plan, role: str, hardware: Hardware) -> float:
     """Of a pass without gradients over all samples and of a role's updates, shared by its ranks."""
     config, section = plan.config, getattr(plan.config, role)
-    length = torch.tensor([plan.step.max_sequence_tokens])
-    one = forward_flops(plan.archs[role], length, value_head=value_head_of(section) is not None)
-    flops = one.total
+    recompute: Literal["none", "selective", "full"] = section.recompute if isinstance(section, TrainableConfig) else "none"
+
+    def passes(tokens: int) -> tuple[int, int]:
+        """FLOPs of one sequence, without and with gradients."""
+        one = forward_flops(plan.archs[role], torch.tensor([tokens]), value_head=value_head_of(section) is not None)
+        return one.total, one.training + one.recomputed(recompute)
+
+    forward, training = passes(plan.step.max_sequence_tokens)
+    flops: float = plan.step.samples * forward
     if role in trained_sections(config):
-        recompute: Literal["none", "selective", "full"] = section.recompute if isinstance(section, TrainableConfig) else "none"
-        schedule = update_schedule(config, role)
-        flops += schedule.epochs * (one.training + one.recomputed(recompute)) / schedule.part.count
-    return plan.step.samples * flops / hardware.flops_per_s(section.dtype) / len(plan.placements[role])
+        schedule, texts = update_schedule(config, role), text_arithmetic(config, role)
+        flops += plan.step.samples * schedule.epochs * training / schedule.part.count
+        if texts.count:
+            flops += schedule.optimizer_steps(plan.step.samples) * texts.count * passes(texts.max_tokens)[1]
+    return flops / hardware.flops_per_s(section.dtype) / len(plan.placements[role])
 
 
 def _generation_s(plan: Plan, hardware: Hardware) -> float:

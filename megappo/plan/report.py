@@ -7,7 +7,7 @@ from itertools import combinations
 from math import prod
 
 from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
-from megappo.config.batch import WHOLE, StepArithmetic, update_schedule
+from megappo.config.batch import WHOLE, StepArithmetic, text_arithmetic, update_schedule
 from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of
 from megappo.config.rank_ranges import ranges_text
 from megappo.models.arch import ModelArch
@@ -326,6 +326,11 @@ def _batch_lines(plan: Plan) -> list[str]:
             f"  updates of {roles}: {_count(schedule.mini_batches(step.samples), 'mini-batch')} of {schedule.mini_batch_size:,} "
             f"x {_count(schedule.epochs, 'epoch')} = {_count(schedule.optimizer_steps(step.samples), 'optimizer step')}{each}"
         )
+    if (texts := text_arithmetic(config, "policy")).count and "policy" in schedules:
+        lines.append(
+            f"  algorithm.ptx: {_count(texts.count, 'text')} in each update of the policy, "
+            f"{texts.count * texts.max_tokens:,} tokens at most"
+        )
     lines += table(
         ["micro-batches", "dp", "sequences each", "token budget", "micro-batches at most", "bubble"],
         list(_micro_rows(plan, step)),
@@ -349,7 +354,8 @@ def _micro_rows(plan: Plan, step: StepArithmetic) -> Iterator[list[str]]:
         what = f"{role}, {'one mini-batch' if trains else 'all samples'}"
         budget = getattr(plan.config, role).micro_batch_tokens
         waiting = f"{100 * bubble(plan, role):.0f} %" if trains else ""
-        yield [what, str(layout.dp), f"{-(-samples // layout.dp):,}", f"{budget:,}", f"{plan.micro_batches[role]:,}", waiting]
+        each = -(-samples // layout.dp) + -(-text_arithmetic(plan.config, role).count // layout.dp)
+        yield [what, str(layout.dp), f"{each:,}", f"{budget:,}", f"{plan.micro_batches[role]:,}", waiting]
 
 
 def _count(number: int, what: str) -> str:
@@ -409,6 +415,11 @@ def _data_lines(plan: Plan, data: RunData) -> list[str]:
         f"  run: {_count(data.total_steps, 'step')} = {epochs:.3g} epochs, {data.total_steps * plan.step.samples:,} samples, "
         f"{data.total_steps * schedule.optimizer_steps(plan.step.samples):,} optimizer steps of the {role}",
     ]
+    if data.ptx is not None:
+        drawn = data.total_steps * update_schedule(plan.config, "policy").optimizer_steps(plan.step.samples)
+        drawn *= plan.config.algorithm.ptx.batch_size
+        passes = f"{drawn:,} drawn = {figures(drawn / len(data.ptx.texts))} passes"
+        lines.append(f"  algorithm.ptx: {data.ptx.texts.summary()}; {passes}")
     for one in data.evaluations:
         s = one.settings
         how = f"; {s.n} samples at temperature {s.temperature:g}, every {_count(s.every or 0, 'step')}" if one.name else ""

@@ -21,6 +21,7 @@ from megappo.data.pass_rates import PassRates
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.sources import open_source
+from megappo.data.texts import TextRules, TextSet, texts_of
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.data.weights import weights_of
 from megappo.models.arch import ModelArch
@@ -30,13 +31,23 @@ from megappo.prepare.reward_notes import reward_notes
 from megappo.prepare.reward_parts import load_parts
 from megappo.prepare.reward_text import ScoredTexts, load_reward_text
 from megappo.prepare.sampling_notes import sampling_notes
+from megappo.prepare.vocabularies import check_vocabularies
 from megappo.rewards.base import PreparedPart
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Texts of `algorithm.ptx`. loader: of their order, at its start."""
+
+    texts: TextSet
+    loader: PromptLoader
 
 
 @dataclass(frozen=True)
 class RunData:
     """Data of a run. loader: at its start. total_steps: PPO steps. notes: on answers that rules cannot read, and labels.
-    reward_parts: of the configuration, by label, as loaded. reward_text: as the reward model reads it, None without one."""
+    reward_parts: of the configuration, by label, as loaded. reward_text: as the reward model reads it, None without one. ptx: None
+    without `algorithm.ptx`."""
 
     tokenizer: Tokenizer
     train: PromptSet
@@ -46,6 +57,7 @@ class RunData:
     notes: tuple[str, ...] = ()
     reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
     reward_text: RewardText | None = None
+    ptx: TextData | None = None
 
     @property
     def eval(self) -> PromptSet | None:
@@ -57,24 +69,42 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     """Load tokenizer and prompts of this configuration. train: the prompts of `data.train`, if they are loaded already.
 
     ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
-    a step takes, weights that are no weights, a tokenizer with ids that the model does not have, warm-ups longer than the run, a
-    reward rule that can read no reference answer, reward code that cannot be loaded or requires fields that records lack, a reward
-    model whose tokenizer or template does not take the prompts.
+    a step takes, weights that are no weights, a tokenizer with ids that the model does not have, or other ones than that of a
+    critic or the reference, warm-ups longer than the run, a reward rule that can read no reference answer, reward code that cannot
+    be loaded or requires fields that records lack, a reward model whose tokenizer or template does not take the prompts, fewer
+    texts than an update takes.
     """
     reward_parts = load_parts(config.reward)
     tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
+    notes = list(check_vocabularies(config, tokenizer))
     if train is None:
         train = load_prompts(config.data, config.data.train, tokenizer, cache)
     evaluations = load_evaluations(config, tokenizer, cache)
-    loader = _loader(config, train, cache)
+    loader, ptx = _loader(config, train, cache), _text_data(config, tokenizer, cache)
     total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
     sets = {"data.train": train} | {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
-    notes = [*reward_notes(config.reward, reward_parts, sets, cache), *check_evaluations(evaluations, cache)]
+    notes += [*reward_notes(config.reward, reward_parts, sets, cache), *check_evaluations(evaluations, cache)]
     scored = _scored_texts(config, train, evaluations, cache)
     notes += [*sampling_notes(config, loader), *scored.notes, *cache.notes]
-    return RunData(tokenizer, train, evaluations, loader, total_steps, tuple(notes), reward_parts, scored.text)
+    return RunData(tokenizer, train, evaluations, loader, total_steps, tuple(notes), reward_parts, scored.text, ptx)
+
+
+def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextData | None:
+    """Texts of `algorithm.ptx`, None without. ValueError as `load_run_data`."""
+    ptx = config.algorithm.ptx
+    if not ptx.has_texts:
+        return None
+    assert ptx.data is not None, "`ptx_problem` has refused it"
+    try:
+        texts = texts_of(open_source(ptx.data), tokenizer, TextRules(ptx.text_key, ptx.max_tokens), cache)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.ptx.data: {error}") from error
+    if ptx.batch_size > len(texts):
+        fix = f"is more than the {texts.summary()}; lower it or add texts"
+        raise ConfigError(problem("algorithm.ptx.batch_size", ptx.batch_size, fix))
+    return TextData(texts, PromptLoader(len(texts), ptx.batch_size, shuffle=True, seed=config.run.seed, cache=cache))
 
 
 def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader:

@@ -52,7 +52,12 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
 
 
 def _check_files(config: TrainConfig, trains: bool) -> None:
-    """ConfigError for evaluation data and reward code that is missing."""
+    """ConfigError for evaluation data, texts and reward code that is missing."""
+    if trains and (texts := config.algorithm.ptx).has_texts and texts.data is not None:
+        try:
+            find_file(texts.data)
+        except ValueError as error:
+            raise ConfigError(f"algorithm.ptx.data: {error}") from None
     sets = evaluations.evaluation_sets(config)
     for name, one in sets.items():
         try:

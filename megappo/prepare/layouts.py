@@ -196,6 +196,8 @@ def _check_lengths(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:
             sequence = f"with data.max_prompt_tokens {config.data.max_prompt_tokens} a sequence has {longest} tokens"
             fix = f"{sequence}, more than the {arch.max_positions} positions of the {role}; use at most {room}"
             raise ConfigError(problem("rollout.max_response_tokens", config.rollout.max_response_tokens, fix))
+    if (ptx := config.algorithm.ptx).has_texts and ptx.max_tokens > archs["policy"].max_positions:
+        _too_long("algorithm.ptx.max_tokens", ptx.max_tokens, "policy", archs["policy"])
     room = archs["policy"].max_positions - config.data.max_prompt_tokens  # the others see no evaluation
     for name, one in config.evaluations.items():
         if (one.max_response_tokens or 0) > room:

@@ -115,6 +115,7 @@ class Metric(_Named):
     POLICY_ENTROPY = "policy/entropy", "mean entropy of the next-token distribution at sampled tokens, nats"
     POLICY_ENTROPY_COEF = "policy/entropy_coef", "factor of the entropy bonus in this step's updates (algorithm.entropy_target)"
     POLICY_POSITIVE_NLL = "policy/positive_nll", "mean negative log-likelihood of the tokens of correct responses, nats"
+    POLICY_PTX_LOSS = "policy/ptx_loss", "mean negative log-likelihood of the texts of algorithm.ptx, before its factor, nats"
     POLICY_CLIP_LOW = "policy/clip_low", "share of tokens whose gradient the lower clip cut"
     POLICY_CLIP_HIGH = "policy/clip_high", "share of tokens whose gradient the upper clip cut"
     POLICY_DUAL_CLIP = "policy/dual_clip", "share of tokens whose gradient the dual clip cut"

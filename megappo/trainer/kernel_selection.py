@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two collectives of the ranks that check and those that wait for them: none lasts longer.
 _POLL_S = 2.0
-# For other trainers: megappo itself calls token_advantages, and gae only where a reward has per_token or gae_level is turn.
+# For other trainers: megappo itself calls token_advantages.
 _UNUSED = ("gae",)
 
 

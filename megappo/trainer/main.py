@@ -62,7 +62,7 @@ from megappo.trainer.evaluation import Evaluations, Evaluator, evaluators_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
-from megappo.trainer.refresh import REFERENCE, FrozenModel
+from megappo.trainer.refresh import REFERENCE, FrozenModel, ReferenceRefresh, refresh_sync
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.reward_model import ModelScorer, model_scorer
 from megappo.trainer.run_facts import require_equal_data, run_facts, warn_of_changes
@@ -194,7 +194,7 @@ def _train(
         facts,
         roles.trained_engines,
         state,
-        {"loader": data.loader, "kl_controller": kl},
+        {"loader": data.loader, "kl_controller": kl, **({} if data.ptx is None else {"ptx": data.ptx.loader})},
         extras=_extra_models(config, roles, average),
         layouts=layouts,
         stop=stop,
@@ -205,7 +205,8 @@ def _train(
     )
     instruments = Instruments(config, roles, run_dir, device, watchdog.sections)
     log.note(instruments.note)
-    ppo = _build_ppo(config, data, roles, average, rollout, state, kl, log, checkpoints, factory, instruments)
+    refresh = refresh_of(config, roles, average, device)
+    ppo = _build_ppo(config, data, roles, average, rollout, state, kl, log, checkpoints, factory, instruments, refresh)
     if manifest is not None:
         absent = checkpoints.resume(manifest)
         resume_windows(config, state, log)
@@ -286,6 +287,7 @@ def _build_ppo(
     checkpoints: Checkpoints,
     factory: EngineFactory,
     instruments: Instruments,
+    refresh: ReferenceRefresh,
 ) -> PPO:
     sampling = sampling_params(config.rollout, data.tokenizer)
     score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
@@ -300,10 +302,12 @@ def _build_ppo(
         sampling=sampling,
         prompts=data.train.prompts,
         loader=data.loader,
+        texts=data.ptx,
         evaluations=Evaluations(evaluators, rollout, data.tokenizer, log, data.total_steps),
         tokenizer=data.tokenizer,
         scorer=scorer,
         kl_controller=kl,
+        refresh=refresh,
         state=state,
         log=log,
         checkpoints=checkpoints,
@@ -343,10 +347,24 @@ def _extra_models(config: TrainConfig, roles: Roles, average: PolicyAverage | No
     return found
 
 
+def refresh_of(config: TrainConfig, roles: Roles, average: PolicyAverage | None, device: torch.device) -> ReferenceRefresh:
+    """Refreshes of the run's reference. Collective over the world, if it is refreshed and lies otherwise than the policy."""
+    section, policy = config.reference, roles.engines.get("policy")
+    reference = None if roles.reference is None else roles.reference.engine
+    alike = all(getattr(section, part) == getattr(config.policy, part) for part in ("engine", "parallel", "ranks"))
+    if not section.refreshes or REFERENCE not in roles.placements or alike:
+        return ReferenceRefresh(section, policy, reference, average)
+    copied = average if section.refresh_from == "ema" else None
+    sync = refresh_sync(_policy_place(config), policy, copied, reference, roles.placements[REFERENCE], device)
+    return ReferenceRefresh(section, policy, reference, average, sync)
+
+
 def _place_of_policy(config: TrainConfig) -> PolicyPlace | None:
     """Place of the policy; None if it and the rollout live on all ranks."""
-    if config.policy.ranks == config.rollout.ranks == ALL:
-        return None
+    return None if config.policy.ranks == config.rollout.ranks == ALL else _policy_place(config)
+
+
+def _policy_place(config: TrainConfig) -> PolicyPlace:
     placement = placement_of(config.policy.ranks, dist.get_world_size())
     arch = spec_of_role(config, "policy", None).arch
     return PolicyPlace(arch, layout_of(config.policy.parallel, len(placement)), placement, config.policy.engine)

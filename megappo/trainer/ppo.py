@@ -14,11 +14,13 @@ from functools import partial
 import torch
 
 from megappo.algo.kl import KLController
+from megappo.config.batch import update_schedule
 from megappo.config.schema import TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
 from megappo.experience.experience import Experience
+from megappo.prepare.data import TextData
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
 from megappo.rollout.types import Request, RolloutEngine, SamplingParams
@@ -38,6 +40,7 @@ from megappo.trainer.greedy import draw_greedy, score_greedy
 from megappo.trainer.histograms import histograms_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.ptx import DrawnTexts, draw_texts
 from megappo.trainer.refresh import ReferenceRefresh
 from megappo.trainer.report import StepRecord
 from megappo.trainer.sampler_check import average_version, compare_with_sampler, require_agreement, require_version
@@ -54,8 +57,8 @@ from megappo.trainer.windows import Windows
 class PPO:
     """The loop. Its parts are built in `main.py`. stopped: a rank was asked to stop, and the run ended early with a checkpoint.
 
-    average: of the policy's weights, None without one and on ranks without the policy. check_replicas: collective; raises if ranks
-    hold different copies of a weight. instruments: measure the steps.
+    average: of the policy's weights, None without one and on ranks without the policy. texts: None without `algorithm.ptx`.
+    check_replicas: collective; raises if ranks hold different copies of a weight. instruments: measure the steps.
     """
 
     def __init__(
@@ -69,10 +72,12 @@ class PPO:
         sampling: SamplingParams,
         prompts: Sequence[Prompt],
         loader: PromptLoader,
+        texts: TextData | None,
         evaluations: Evaluations,
         tokenizer: Tokenizer,
         scorer: Scorer,
         kl_controller: KLController,
+        refresh: ReferenceRefresh,
         state: TrainerState,
         log: RunLog,
         checkpoints: Checkpoints,
@@ -83,12 +88,10 @@ class PPO:
         self.config, self.total_steps, self.warmup = config, total_steps, CriticWarmup(config, state)
         self.roles, self.average = roles, average
         self.rollout, self.sampling = rollout, sampling
-        self.prompts, self.loader, self.evaluations = prompts, loader, evaluations
+        self.prompts, self.loader, self.texts, self.evaluations = prompts, loader, texts, evaluations
         self.tokenizer, self.scorer = tokenizer, scorer
-        self.kl_controller, self.state = kl_controller, state
+        self.kl_controller, self.refresh, self.state = kl_controller, refresh, state
         self.entropy_bonus = EntropyBonus(config.algorithm, state)
-        policy, reference = (None if role is None else role.engine for role in (roles.policy, roles.reference))
-        self.refresh = ReferenceRefresh(config.reference, policy, reference, average)
         self.log, self.checkpoints = log, checkpoints
         self.settle, self.stopped = settle, False
         self.check_replicas, self.instruments = check_replicas, instruments
@@ -172,7 +175,8 @@ class PPO:
             updated = () if reason else critics if self.warmup.covers(step) else self.roles.trained
             counts_ratios = self.is_due(step, config.telemetry.histogram_interval)
             seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, config.algorithm)
-            updates = Updates(experience, self.roles, updated, config, seed, counts_ratios, positive)
+            texts = self.draw_texts(experience) if "policy" in updated else None
+            updates = Updates(experience, self.roles, updated, config, seed, counts_ratios, positive, texts)
             for name in critics:
                 updates.run(name)
         with timers.stage("update_policy"):
@@ -198,7 +202,7 @@ class PPO:
         if not (reason or self.warmup.covers(step)):
             self.kl_controller.update(record.kl_per_response(), experience.table.num_trajectories)
             if self.refresh.is_due(step, record.kl_per_response()):
-                self.refresh.copy()
+                self.refresh.copy(step)
                 self.log.note(f"reference: refreshed from the {config.reference.refresh_from} after step {step}")
         self.count(record)
         if self.warmup.covers(step) and self.warmup.end_if_fitted(step, record.explained_variance):
@@ -230,6 +234,12 @@ class PPO:
         if self.roles.policy is not None:
             self.roles.policy.entropy_coef = coef
         return {} if self.config.algorithm.entropy_target is None else {Metric.POLICY_ENTROPY_COEF.value: coef}
+
+    def draw_texts(self, experience: Experience) -> DrawnTexts | None:
+        """Texts of this step's updates of the policy; None without `algorithm.ptx`."""
+        if self.texts is None:
+            return None
+        return draw_texts(self.texts, update_schedule(self.config, "policy").optimizer_steps(experience.table.num_samples))
 
     def push_weights(self, version: int) -> dict[str, float]:
         """Push the policy's current weights into the rollout engine; they must be resident."""

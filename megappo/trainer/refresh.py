@@ -1,18 +1,30 @@
-"""The reference refreshed with the policy's weights, or their average, after some of the steps; and its state in checkpoints."""
+"""The reference refreshed with the policy's weights, or their average, after some of the steps; and its state in checkpoints.
+
+A reference that lies as the policy does is copied shard to shard; one of another layout, engine or other ranks gets rectangles of
+Hugging Face tensors over the wire (`bridge/sync.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.bridge.parameters import ParameterReceiver
+from megappo.bridge.sync import Route, WeightSync
 from megappo.checkpoint.stored import Shape, StoredBox
 from megappo.config.role_sections import ReferenceConfig
 from megappo.engine.base import Engine
+from megappo.models.arch import ModelArch
+from megappo.models.lora import Weights
+from megappo.models.pieces import PieceMap
 from megappo.parallel.placement import Placement
+from megappo.rollout.build import PolicyPlace
 from megappo.trainer.average import PolicyAverage, parameters_to_change
 
 REFERENCE = "reference"
@@ -20,14 +32,19 @@ REFERENCE = "reference"
 
 
 class ReferenceRefresh:
-    """Copies of a run. policy, reference: None on ranks without them, which are the same; their parameters are alike but for the
-    type. average: None unless it is what is copied.
+    """Copies of a run. policy, reference: None on ranks without them. average: None unless it is what is copied. sync: for a
+    reference that lies otherwise than the policy; None if their ranks and parameters are alike but for the type.
     """
 
     def __init__(
-        self, settings: ReferenceConfig, policy: Engine | None, reference: Engine | None, average: PolicyAverage | None
+        self,
+        settings: ReferenceConfig,
+        policy: Engine | None,
+        reference: Engine | None,
+        average: PolicyAverage | None,
+        sync: WeightSync | None = None,
     ) -> None:
-        self._settings, self._policy, self._reference = settings, policy, reference
+        self._settings, self._policy, self._reference, self._sync = settings, policy, reference, sync
         self._average = average if settings.refresh_from == "ema" else None
 
     def is_due(self, step: int, kl_per_response: float) -> bool:
@@ -35,13 +52,56 @@ class ReferenceRefresh:
         every, above = self._settings.refresh_every, self._settings.refresh_above_kl
         return (every > 0 and step % every == 0) or (above is not None and kl_per_response > above)
 
-    def copy(self) -> None:
-        """Copy the weights of now into the reference, shard to shard. Collective over its ranks."""
-        if self._policy is None or self._reference is None:
-            return
-        with nullcontext() if self._average is not None else self._policy.eval_mode():
-            weights = self._policy.named_parameters() if self._average is None else self._average.weights
-            replace_weights(self._reference, weights)
+    def copy(self, step: int) -> None:
+        """Copy the weights of now, those after `step`, into the reference. Collective over the world."""
+        reads = self._policy is not None and self._average is None
+        with self._policy.eval_mode() if reads and self._policy is not None else nullcontext():
+            if self._sync is not None:
+                self._sync.push(step)
+            elif self._policy is not None and self._reference is not None:
+                weights = self._policy.named_parameters() if self._average is None else self._average.weights
+                replace_weights(self._reference, weights)
+
+
+class _AverageSource:
+    """The average of the policy's weights as the source of a transfer."""
+
+    def __init__(self, policy: Engine, average: PolicyAverage) -> None:
+        self._policy, self._average = policy, average
+
+    @property
+    def arch(self) -> ModelArch:
+        return self._policy.arch
+
+    def merged_parameters(self) -> Weights:
+        return self._average.weights
+
+    def pieces(self) -> PieceMap:
+        return self._policy.pieces()
+
+
+def refresh_sync(
+    place: PolicyPlace,
+    policy: Engine | None,
+    average: PolicyAverage | None,
+    reference: Engine | None,
+    placement: Placement,
+    device: torch.device,
+) -> WeightSync:
+    """Plan the way from the policy, or its average, to a reference that lies otherwise. Collective over the world.
+
+    place: of the policy. policy, average, reference: None where they do not live; average: also where the policy is copied.
+    placement: ranks of the reference. Errors as `WeightSync`.
+    """
+    # Each rank of the reference describes itself: one replica of as many ranks as it has.
+    route = Route(place.arch, place.pieces(), tuple(place.placement.ranks), tuple(placement.ranks), len(placement))
+    source = policy if policy is None or average is None else _AverageSource(policy, average)
+    target = None
+    if reference is not None:
+        position = placement.position_of(dist.get_rank())
+        target = ParameterReceiver(reference.pieces(), position, partial(parameters_to_change, reference))
+    with policy.eval_mode() if policy is not None else nullcontext():
+        return WeightSync(source, target, route, device)
 
 
 def replace_weights(engine: Engine, weights: Mapping[str, Tensor]) -> None:

@@ -222,6 +222,8 @@ class StepRecord:
             metrics[Metric.POLICY_KL_LOSS.value] = p.per_token("kl_loss_sum")
         if "nll_sum" in p.sums:
             metrics[Metric.POLICY_POSITIVE_NLL.value] = p.sums["nll_sum"] / max(p.sums["nll_tokens_sum"], 1.0)
+        if "ptx_sum" in p.sums:
+            metrics[Metric.POLICY_PTX_LOSS.value] = p.sums["ptx_sum"] / max(p.sums["ptx_tokens_sum"], 1.0)
         if p.lr is not None:
             metrics[Metric.POLICY_LR.value] = p.lr
         return metrics | expert_metrics("policy", p.expert_tokens, p.balance_loss)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from megappo.algo.alignment import align_values, next_token_targets, shift_left, shift_right
@@ -93,6 +94,10 @@ NLL_WEIGHT = "nll_weight"
 """Field of a mini-batch: weight of each token's negative log-likelihood, 0 outside correct responses."""
 
 
+PTX_WEIGHT = "ptx_weight"
+"""Field of a mini-batch: weight of each token's language-modelling loss, 0 outside the texts of `algorithm.ptx`."""
+
+
 def loss_kl_coef(algorithm: AlgorithmConfig) -> float:
     """Coefficient of the KL term in the policy's loss; 0 if the KL is in the reward or nowhere."""
     return algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0
@@ -105,6 +110,8 @@ def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
         reads.append("ref_logprob")
     if algorithm.positive_nll_coef > 0:
         reads.append(NLL_WEIGHT)
+    if algorithm.ptx.has_texts:
+        reads.append(PTX_WEIGHT)
     if algorithm.disagreement_entropy_ratio is not None:
         reads.append(BONUS)
     return tuple(reads)
@@ -160,6 +167,14 @@ class Policy(LanguageModel):
 
         return _loss_output(*output.fused_loss(self._query(micro, want_entropy), token_loss))
 
+    def _query(self, micro: PackedBatch, want_entropy: bool) -> LogprobQuery:
+        query = super()._query(micro, want_entropy)
+        if PTX_WEIGHT not in micro or self.temperature == 1.0:
+            return query
+        # Texts were not sampled: their distribution is the model's own.
+        is_text = shift_left(micro[PTX_WEIGHT], micro.cu_seqlens, 0) != 0
+        return replace(query, temperature=torch.where(is_text, 1.0, self.temperature))
+
     def _token_loss(
         self, fields: Mapping[str, Tensor], logprob: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -180,6 +195,10 @@ class Policy(LanguageModel):
             nll, nll_metrics = nll_loss(logprob, fields[NLL_WEIGHT])
             loss = loss + a.positive_nll_coef * nll
             metrics = {**metrics, **nll_metrics}
+        if a.ptx.has_texts:
+            nll, ptx_metrics = nll_loss(logprob, fields[PTX_WEIGHT])
+            loss = loss + a.ptx.coef * nll
+            metrics |= {"ptx_sum": ptx_metrics["nll_sum"], "ptx_tokens_sum": ptx_metrics["nll_tokens_sum"]}
         return loss, metrics
 
 

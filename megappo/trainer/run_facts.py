@@ -101,9 +101,18 @@ def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "eval": source(config.data.eval, data.eval),
         "evaluations": {one.name: _evaluation_facts(one) for one in data.evaluations if one.name},
         "format": {key: getattr(config.data, key) for key in keys},
+        "ptx": _text_facts(config, data),
         "template": data.tokenizer.chat_template_sha256 if config.data.chat_template else None,
         **data.train.identities(),
     }
+
+
+def _text_facts(config: TrainConfig, data: RunData) -> dict[str, Any] | None:
+    """Facts of the texts of `algorithm.ptx`, by which its cursor counts; None without."""
+    if data.ptx is None:
+        return None
+    ptx = config.algorithm.ptx
+    return {"path": ptx.data, "sha256": data.ptx.texts.source_sha256, "text_key": ptx.text_key, "max_tokens": ptx.max_tokens}
 
 
 def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
@@ -143,6 +152,7 @@ def require_equal_data(facts: Mapping[str, Any]) -> None:
     for rank, theirs in enumerate(everyone):
         sources = {f"data.{name}": (everyone[0][name], theirs[name]) for name in ("train", "eval")}
         sources |= {f"evaluations.{name}": (mine, theirs["evaluations"][name]) for name, mine in everyone[0]["evaluations"].items()}
+        sources["algorithm.ptx.data"] = (everyone[0]["ptx"], theirs["ptx"])
         for key, (mine, other) in sources.items():
             if mine != other:
                 raise ValueError(

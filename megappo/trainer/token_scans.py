@@ -1,7 +1,6 @@
-"""Stage 5, its scans: the rewards of tokens, and what runs backwards over them to make advantages and returns.
+"""Stage 5, its scans: one fused op makes the rewards of tokens and runs backwards over them, for advantages and returns.
 
-Over tokens without rewards of their own one fused op does both. Everything else makes the rewards first: rewards of inner tokens,
-turns as time steps, V-trace.
+Time steps are tokens, or turns; V-trace weighs tokens by the ratios of two policies.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
-from megappo.algo.gae import token_rewards
-from megappo.algo.turns import over_turns, turn_sums
-from megappo.algo.vtrace import vtrace
+from megappo.algo.turns import over_turns
+from megappo.algo.vtrace import vtrace_advantages, vtrace_weights
 from megappo.algo.whitening import whitening_moments
 from megappo.config.schema import AlgorithmConfig, VTraceConfig
 from megappo.data.packing import PackedBatch
-from megappo.ops.advantages import gae, token_advantages
+from megappo.ops.advantages import token_advantages
 
 PerToken = Sequence[Sequence[float] | None]
 """Rewards of the sampled tokens of each sample, or None for a sample without."""
@@ -45,11 +43,11 @@ class Discount(NamedTuple):
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of a batch. score: [B], of the last sampled tokens. inner: [T] fp64 of those before them; None if these are all 0.
-    ref_logprob: [T], None without a KL in the reward. kl: its estimator and coefficient."""
+    """Rewards of a batch. score: [B], of the last sampled tokens. of_tokens: [T] fp32, of sampled tokens beside it; None if all are
+    0. ref_logprob: [T], None without a KL in the reward. kl: its estimator and coefficient."""
 
     score: Tensor
-    inner: Tensor | None
+    of_tokens: Tensor | None
     ref_logprob: Tensor | None
     kl: Mapping[str, Any]
 
@@ -58,37 +56,28 @@ class Rewards:
         cls, batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
     ) -> Rewards:
         """Arguments as `shaping.shape_advantages`."""
-        inner, kl_in_reward = None, algorithm.kl.placement == "reward"
-        if per_token is not None:
-            at_end, inner = _at_end_and_before(per_token, batch)
-            score = (score.double() + at_end).float()
+        kl_in_reward = algorithm.kl.placement == "reward"
         kl = {"kl_estimator": algorithm.kl.estimator, "kl_coef": kl_coef if kl_in_reward else 0.0}
-        return cls(score, inner, batch["ref_logprob"] if kl_in_reward else None, kl)
+        of_tokens = None if per_token is None else _rewards_of_tokens(per_token, batch)
+        return cls(score, of_tokens, batch["ref_logprob"] if kl_in_reward else None, kl)
 
-    def of_tokens(self, batch: PackedBatch) -> Tensor:
-        """[T] fp64."""
-        reward = token_rewards(batch["logprob"], self.ref_logprob, self.score, batch["response_mask"], batch.cu_seqlens, **self.kl)
-        return reward if self.inner is None else reward + self.inner
+    def scan(self, batch: PackedBatch, value: Tensor, bootstrap: Tensor | None, discount: Discount, **of_steps: Tensor) -> Scanned:
+        """`token_advantages` of these rewards and values [T]. of_steps: steps, weight, trace, as there."""
+        given = batch["logprob"], self.ref_logprob, self.score, value, batch["response_mask"], batch.cu_seqlens, bootstrap
+        return Scanned(*token_advantages(*given, **discount._asdict(), **self.kl, token_reward=self.of_tokens, **of_steps))
 
 
 def gae_over_tokens(batch: PackedBatch, rewards: Rewards, value: Tensor, bootstrap: Tensor | None, discount: Discount) -> Scanned:
     """GAE of values [T]. bootstrap: [B] value after the last sampled token, None means 0."""
-    mask, cu_seqlens, scan = batch["response_mask"], batch.cu_seqlens, discount._asdict()
-    if rewards.inner is None:
-        given = batch["logprob"], rewards.ref_logprob, rewards.score, value, mask, cu_seqlens, bootstrap
-        return Scanned(*token_advantages(*given, **scan, **rewards.kl))
-    reward = rewards.of_tokens(batch).float()  # the op of the lines above knows one score per sequence
-    return Scanned(reward, *gae(reward, value, mask, cu_seqlens, bootstrap, **scan))
+    return rewards.scan(batch, value, bootstrap, discount)
 
 
 def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstrap: Tensor | None, discount: Discount) -> Scanned:
     """GAE whose steps are turns, at every sampled token the advantage and return of its turn. starts: [T] bool, of
     `algo.turns.turn_starts`."""
-    mask, reward = batch["response_mask"], rewards.of_tokens(batch)
-    of_turns = turn_sums(reward, mask, starts).float()
-    advantage, returns, _ = gae(of_turns, batch["value"], starts, batch.cu_seqlens, bootstrap, **discount._asdict())
-    advantage, returns = (over_turns(x, mask, starts) for x in (advantage, returns))
-    return Scanned(reward.float(), advantage, returns, whitening_moments(advantage, mask))
+    mask, scanned = batch["response_mask"], rewards.scan(batch, batch["value"], bootstrap, discount, steps=starts)
+    advantage, returns = (over_turns(x, mask, starts) for x in (scanned.advantage, scanned.returns))
+    return Scanned(scanned.reward, advantage, returns, whitening_moments(advantage, mask))
 
 
 def gae_over_windows(batch: PackedBatch, rewards: Rewards, bootstrap: Tensor | None, discount: Discount) -> Scanned:
@@ -106,11 +95,14 @@ def vtrace_over_tokens(
     batch: PackedBatch, rewards: Rewards, ratio: Tensor, bounds: VTraceConfig, bootstrap: Tensor | None, discount: Discount
 ) -> Scanned:
     """V-trace. ratio: [T] fp64 of the trainer's probability to the sampler's."""
-    mask, reward = batch["response_mask"], rewards.of_tokens(batch)
-    clips = {"rho_bar": bounds.rho_bar, "c_bar": bounds.c_bar}
-    given = reward, batch["value"], ratio, mask, batch.cu_seqlens, bootstrap
-    advantage, returns = vtrace(*given, **clips, **discount._asdict())
-    return Scanned(reward.float(), advantage, returns, whitening_moments(advantage, mask))
+    mask, cu_seqlens = batch["response_mask"], batch.cu_seqlens
+    weight, trace = vtrace_weights(ratio, mask, cu_seqlens, rho_bar=bounds.rho_bar, c_bar=bounds.c_bar)
+    scanned = rewards.scan(batch, batch["value"], bootstrap, discount, weight=weight, trace=trace)
+    if bounds.c_bar >= bounds.rho_bar:  # the scan's advantages are V-trace's
+        return scanned
+    correction = scanned.advantage, weight, trace, mask, cu_seqlens
+    advantage = vtrace_advantages(*correction, discount.gamma, discount.lam_policy)
+    return Scanned(scanned.reward, advantage, scanned.returns, whitening_moments(advantage, mask))
 
 
 def value_after(batch: PackedBatch, steps: Tensor, kind: bool | str) -> Tensor | None:
@@ -135,19 +127,15 @@ def _of_last(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return kept[torch.where(counts > 0, counts.cumsum(0), 0)]
 
 
-def _at_end_and_before(per_token: PerToken, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
-    """Rewards of the last sampled tokens, [B] fp64, and of those before them, [T] fp64; None if these are all 0."""
-    counts = tokens_per_sequence(batch["response_mask"], batch.cu_seqlens).tolist()
-    at_end = torch.zeros(batch.num_sequences, dtype=torch.float64)
-    before: list[float] = []
-    for i, (rewards, count) in enumerate(zip(per_token, counts, strict=True)):
-        values = [0.0] * int(count) if rewards is None else list(rewards)
+def _rewards_of_tokens(per_token: PerToken, batch: PackedBatch) -> Tensor | None:
+    """[T] fp32, 0 outside the mask; None if all are 0."""
+    mask, rewards = batch["response_mask"], list[float]()
+    for one, count in zip(per_token, tokens_per_sequence(mask, batch.cu_seqlens).tolist(), strict=True):
+        values = [0.0] * int(count) if one is None else one
         assert len(values) == count, f"{len(values)} rewards for {count} tokens"  # `rewards.verdict` has checked it
-        if values:
-            at_end[i], values[-1] = values[-1], 0.0
-        before += values
-    if not any(before):
-        return at_end, None
-    inner = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    inner[batch["response_mask"]] = torch.tensor(before, dtype=torch.float64)
-    return at_end, inner
+        rewards += values
+    if not any(rewards):
+        return None
+    spread = torch.zeros(mask.shape)
+    spread[mask] = torch.tensor(rewards)
+    return spread

@@ -24,6 +24,7 @@ from megappo.experience.table import SampleTable, balanced
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
+from megappo.trainer.ptx import DrawnTexts, with_texts
 from megappo.trainer.reweighting import REJECTED
 from megappo.trainer.roles import NLL_WEIGHT, LanguageModel, UpdateResult, critic_reads, policy_reads
 
@@ -119,6 +120,13 @@ def mini_batches(
                     weights[NLL_WEIGHT] = correct.float() * (denominator / max(number, 1.0))
                 share = share.with_fields(weights)
             yield MiniBatch(share, denominator, table.length[chosen].long())
+
+
+def mixed(minis: Iterable[MiniBatch], drawn: DrawnTexts, shares: Shares, rank: int) -> Iterator[MiniBatch]:
+    """The mini-batches with their texts. shares: of the role. rank: of the world."""
+    for mini, numbers in zip(minis, drawn.numbers, strict=True):
+        share = with_texts(mini.share, drawn.texts, numbers, shares, rank, mini.denominator)
+        yield MiniBatch(share, mini.denominator, torch.cat([mini.lengths, drawn.texts.lengths(numbers)]))
 
 
 def first_epoch(
@@ -262,9 +270,11 @@ class Updates:
         seed: int,
         counts_ratios: bool,
         positive: Tensor | None = None,
+        texts: DrawnTexts | None = None,
     ) -> None:
-        """Collective over the world. names: of the roles to update, of policy and critics. positive: of `positive_samples`."""
-        self._roles, self._config, self._seed, self._positive = roles, config, seed, positive
+        """Collective over the world. names: of the roles to update, of policy and critics. positive: of `positive_samples`. texts:
+        that join the policy's mini-batches, None without `algorithm.ptx`."""
+        self._roles, self._config, self._seed, self._positive, self._texts = roles, config, seed, positive, texts
         if roles.policy is not None:
             roles.policy.counts_ratios = counts_ratios
         # Once for roles that divide a batch, and an epoch, alike.
@@ -292,8 +302,9 @@ class Updates:
         role = self._roles.by_name.get(name)
         if name not in self._data or role is None:
             return
-        minis = mini_batches(
-            self._data.pop(name),
+        data = self._data.pop(name)
+        minis: Iterable[MiniBatch] = mini_batches(
+            data,
             self._roles.shares[name],
             role.engine.host_group,
             update_schedule(self._config, name),
@@ -304,6 +315,8 @@ class Updates:
             self._targets[name],
             self._positive if name == "policy" else None,
         )
+        if name == "policy" and self._texts is not None:
+            minis = mixed(minis, self._texts, self._roles.shares[name], data.rank)
         self._summaries[name] = run_updates(cast(Trainable, role), minis)
 
     def changed(self, name: str) -> bool:

@@ -10,8 +10,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
-from megappo.config.batch import UpdateSchedule, micro_batches_bound, step_arithmetic, update_schedule
+from megappo.config.batch import (
+    TextArithmetic,
+    UpdateSchedule,
+    micro_batches_bound,
+    step_arithmetic,
+    text_arithmetic,
+    update_schedule,
+)
 from megappo.config.layout_checks import trained_sections, value_head_of
 from megappo.config.role_sections import AnyCriticConfig, FrozenConfig, PolicyConfig
 from megappo.config.schema import TrainConfig
@@ -32,12 +40,14 @@ Settings = Trained | FrozenConfig
 
 @dataclass(frozen=True)
 class Workload:
-    """Size of a PPO step. schedules: of the roles that train. Tokens are means of a sequence; if unknown, the longest allowed."""
+    """Size of a PPO step. schedules: of the roles that train. Tokens are means of a sequence; if unknown, the longest allowed.
+    texts: in each update of the policy, all of the longest length."""
 
     samples: int
     schedules: Mapping[str, UpdateSchedule]
     prompt_tokens: float
     response_tokens: float
+    texts: TextArithmetic = TextArithmetic()
 
     @property
     def length(self) -> float:
@@ -46,6 +56,11 @@ class Workload:
     def mini_batch(self, role: str) -> int:
         """Samples of one update, or of one pass of a trial for a frozen role: as many as of the first that trains."""
         return self.schedules.get(role, next(iter(self.schedules.values()))).mini_batch_size
+
+    def sequences_of_update(self, role: str) -> int:
+        """Samples of one update, and as many sequences of their mean length as have the tokens of its texts."""
+        texts = self.texts if role == "policy" else TextArithmetic()
+        return self.mini_batch(role) + ceil(texts.count * texts.max_tokens / self.length)
 
     def updates(self, role: str) -> int:
         """Optimizer steps of a role that trains."""
@@ -60,6 +75,7 @@ def workload_of(config: TrainConfig, prompt_tokens: float | None = None, respons
         {role: update_schedule(config, role) for role in trained_sections(config)},
         float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens),
         float(config.rollout.max_response_tokens if response_tokens is None else response_tokens),
+        text_arithmetic(config, "policy"),
     )
 
 
@@ -150,7 +166,7 @@ def role_cost(
         return RoleCost({"forward": forward_s}, dict(parts), num)
     before = dict(parts)
     parts.clear()
-    num = one_pass(workload.mini_batch(role), trained=True)
+    num = one_pass(workload.sequences_of_update(role), trained=True)
     if not is_sharded:
         _reduce_gradients(parts, layout, settings, trains, hardware)
     _optimizer(parts, layout, settings, trains, hardware)

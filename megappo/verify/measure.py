@@ -22,15 +22,17 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.experience.experience import Experience
-from megappo.trainer.build_roles import build_roles
+from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.critics import fields_of
 from megappo.trainer.experience import sample_seed
 from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.ptx import DrawnTexts
 from megappo.trainer.roles import Critic, Policy, RewardModel
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates, positive_samples
 from megappo.verify.delegate import DelegatingEngine
 from megappo.verify.gather import Gathered, gather_tensors
+from megappo.verify.recording import RecordedTexts
 
 REWARD_MODEL = "reward_model"
 # Quantities of a role's updates, one number per mini-batch.
@@ -98,7 +100,8 @@ def measure(
             if name in batch:
                 measured[role].add(quantity, batch[name])
         seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, algorithm)
-        updates = Updates(experience, roles, roles.trained, config, seed, counts_ratios=False, positive=positive)
+        texts = _texts(config, roles, step, experience.table.num_samples)
+        updates = Updates(experience, roles, roles.trained, config, seed, counts_ratios=False, positive=positive, texts=texts)
         for name, role in updated.items():
             updates.run(name)
             recording.recorders[name].end_step(role.loss_name)
@@ -106,6 +109,17 @@ def measure(
         for recorder in recording.recorders.values():
             recorder.gather_parameters()
     return dict(measured)
+
+
+def _texts(config: TrainConfig, roles: Roles, step: int, num_samples: int) -> DrawnTexts | None:
+    """Recorded texts of a step, other ones in every update; None without `algorithm.ptx`."""
+    size, updates = config.algorithm.ptx.batch_size, update_schedule(config, "policy").optimizer_steps(num_samples)
+    if not config.algorithm.ptx.has_texts:
+        return None
+    assert roles.policy is not None, "a measurement has its roles on all ranks"
+    first = (step - 1) * updates * size
+    numbers = [range(first + update * size, first + (update + 1) * size) for update in range(updates)]
+    return DrawnTexts(RecordedTexts(roles.policy.engine.arch.vocab_size), numbers)
 
 
 def _scores(rollout: PackedBatch, model: RewardModel) -> Tensor:

@@ -8,6 +8,7 @@ by the length limit, responses of one token, and lengths that no parallel size d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -38,13 +39,29 @@ class Turn(NamedTuple):
 def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0, kept: int = 0) -> list[PackedBatch]:
     """`num_rollouts` batches of `sequences` samples. Of four one has a one-token response, one several turns, one was cut.
 
-    kept: most ids that a token was drawn from. Token fields: response_mask, rollout_logprob. Sequence fields: truncated, version,
+    kept: most ids that a token was drawn from. Token fields: response_mask, rollout_logprob (near those of a random model, so that
+    bounds of its ratio to the policy's cut some tokens and keep others). Sequence fields: truncated, version,
     score, group (four samples of each, which are no neighbours), greedy (score of a greedy response to the prompt of the
     group). With kept > 0 the ragged field `kept`.
     """
     generator = torch.Generator().manual_seed(seed)
     rollouts = [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]
     return rollouts if not kept else [_with_kept(batch, kept, vocab_size, generator) for batch in rollouts]
+
+
+class RecordedTexts:
+    """Texts for `algorithm.ptx` (`trainer.ptx.Texts`), any number of 2 to 20 tokens: text i is drawn from i alone."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def lengths(self, indices: Sequence[int]) -> Tensor:
+        return torch.tensor([2 + 7 * i % 19 for i in indices], dtype=torch.long)
+
+    def packed(self, indices: Sequence[int]) -> PackedBatch:
+        drawn = (torch.Generator().manual_seed(1 + i) for i in indices)
+        lengths = self.lengths(indices).tolist()
+        return pack([_integers(0, self._vocab_size, size, generator) for size, generator in zip(lengths, drawn)])
 
 
 def num_kept(sampling: SamplingConfig) -> int:
@@ -56,7 +73,8 @@ def _record(sequences: int, vocab_size: int, version: int, generator: Generator)
     plan = [_turns(index, generator) for index in range(sequences)]
     batch = pack([_integers(0, vocab_size, sum(map(sum, turns)), generator) for turns in plan])
     mask = torch.tensor([sampled for turns in plan for sampled in _mask(turns)], dtype=torch.bool)
-    logprob = -torch.rand(batch.num_tokens, generator=generator)  # at most 0
+    # From 0.5 to 1.5 times the log-prob of an even distribution: at most 0.
+    logprob = -log(vocab_size) * (0.5 + torch.rand(batch.num_tokens, generator=generator))
     return batch.with_fields(
         {"response_mask": mask, "rollout_logprob": torch.where(mask, logprob, 0.0)},
         {

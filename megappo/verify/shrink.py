@@ -24,6 +24,8 @@ from megappo.verify.shrink_model import small_config, write_model
 
 # Two mini-batches in a step: the second sees weights that the first has moved.
 STEPS, SAMPLES, MINI_BATCH = 3, 12, 6
+# Texts in each update, with `algorithm.ptx`.
+TEXTS = 5
 # In a second epoch ratios are far from 1, so that clipping is measured; a third would show nothing else.
 MOST_EPOCHS = 2
 # Room for a few sequences: several micro-batches in a mini-batch, with different numbers of sequences.
@@ -77,7 +79,8 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
         sections[role] = section.model_copy(update=changes)
     # Without warm-ups and target KL every step updates both models.
     epochs = min(config.algorithm.ppo_epochs, MOST_EPOCHS)
-    algorithm = {"mini_batch_size": MINI_BATCH, "ppo_epochs": epochs, "target_kl": None}
+    ptx = config.algorithm.ptx.model_copy(update={"batch_size": TEXTS})
+    algorithm = {"mini_batch_size": MINI_BATCH, "ppo_epochs": epochs, "target_kl": None, "ptx": ptx}
     small = config.model_copy(
         update={
             **sections,

@@ -6,13 +6,24 @@ import random
 import pytest
 import torch
 
-from megappo.algo.vtrace import vtrace
-from megappo.ops.advantages import gae
+from megappo.algo.vtrace import vtrace_advantages, vtrace_weights
+from megappo.ops.advantages import gae, token_advantages
 
 # Masks of the sequences: gaps, one without a sampled token, an empty one.
 MASKS = [[0, 1, 1, 0, 1], [0, 0], [1], [], [0, 1, 0, 0, 1, 1, 1, 0]]
 BOOTSTRAP = [0.7, 5.0, -0.4, 2.0, 0.0]
 GAMMA = 0.9
+
+
+def vtrace(reward, value, ratio, mask, cu_seqlens, bootstrap, *, rho_bar, c_bar, gamma, lam_policy, lam_value):
+    """(advantage, returns) by the fused op, as stage 5 makes them."""
+    weight, trace = vtrace_weights(ratio, mask, cu_seqlens, rho_bar=rho_bar, c_bar=c_bar)
+    nothing, score = torch.zeros(value.shape), torch.zeros(len(cu_seqlens) - 1)
+    shared = {"gamma": gamma, "lam_policy": lam_policy, "lam_value": lam_value}
+    _, correction, returns, _ = token_advantages(
+        nothing, None, score, value, mask, cu_seqlens, bootstrap, **shared, token_reward=reward, weight=weight, trace=trace
+    )
+    return vtrace_advantages(correction, weight, trace, mask, cu_seqlens, gamma, lam_policy), returns
 
 
 def case(seed):
@@ -80,6 +91,25 @@ def test_a_setting_that_is_ignored_is_noticed(broken):
     want = by_hand(*given, **settings)
     other = found(given, given[-1], settings | broken)
     assert max(float((a - b).abs().max()) for a, b in zip(other, want)) > 1e-2
+
+
+@pytest.mark.parametrize("lam", [0.6, 1.0])
+def test_under_equal_bounds_the_scan_has_the_advantages_themselves(lam):
+    reward, value, ratio, mask, cu_seqlens, bootstrap = case(3)
+    weight, trace = vtrace_weights(ratio, mask, cu_seqlens, rho_bar=1.2, c_bar=1.2)
+    assert (trace == 1).all() and bool((weight[mask] <= 1.2).all()) and float(weight[mask].max()) == 1.2
+    correction = torch.where(mask, value, 0.0).float()
+    assert torch.equal(vtrace_advantages(correction, weight, trace, mask, cu_seqlens, GAMMA, lam), correction)
+
+
+def test_a_ratio_of_zero_ends_the_trace_and_gives_no_nan():
+    """A token that the trainer's policy would never draw: the sampler's bits and its own differ that much."""
+    reward, value, ratio, mask, cu_seqlens, bootstrap = case(4)
+    ratio[2] = 0.0
+    settings = {"rho_bar": 1.0, "c_bar": 0.5, "lam_policy": 0.9, "lam_value": 0.9}
+    mine = vtrace(reward, value, ratio, mask, cu_seqlens, bootstrap, **settings, gamma=GAMMA)
+    for one, hand in zip(mine, by_hand(reward, value, ratio, mask, cu_seqlens, bootstrap, **settings), strict=True):
+        torch.testing.assert_close(one, hand, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("lam_policy, lam_value", [(1.0, 1.0), (0.8, 0.95), ([0.9, 0.1, 0.5, 0.3, 0.7], 1.0)])

@@ -73,6 +73,28 @@ def test_other_prompts_are_refused_in_one_line(case: str) -> None:
     assert text.endswith("; restore it, or start a new run in another directory")
 
 
+PTX = {"path": "t.jsonl", "sha256": "a" * 64, "text_key": "text", "max_tokens": 64}
+OTHER_TEXTS: list[tuple[Any, Any, str]] = [
+    (None, PTX, "no texts beside its prompts (algorithm.ptx), this run has those of t.jsonl"),
+    (PTX, None, "those of t.jsonl beside its prompts (algorithm.ptx), this run has no texts"),
+    (PTX, {**PTX, "sha256": "f" * 64}, "other texts in algorithm.ptx.data (SHA-256 aaaaaaaaaaaa, now ffffffffffff)"),
+    (PTX, {**PTX, "max_tokens": 32}, "algorithm.ptx.max_tokens = 64, this run has 32"),
+    (PTX, {**PTX, "text_key": "body"}, 'algorithm.ptx.text_key = "text", this run has "body"'),
+]
+
+
+@pytest.mark.parametrize("saved, now, says", OTHER_TEXTS)
+def test_other_texts_are_refused_in_one_line(saved: Any, now: Any, says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        resume(changed("data/ptx", saved), changed("data/ptx", now))
+    assert str(caught.value) == f"step-3 was written with {says}; restore it, or start a new run in another directory"
+
+
+def test_the_same_texts_at_another_path_and_a_checkpoint_from_before_there_were_any_go_on() -> None:
+    assert resume(changed("data/ptx", PTX), changed("data/ptx", {**PTX, "path": "moved.jsonl"})) == []
+    assert resume(FACTS, changed("data/ptx", None)) == []
+
+
 TOLD = {
     "eval": (changed("data/eval/sha256", "x"), ["data.eval has another content than at step-3"]),
     "code": (changed("reward/code/exact_match", "x"), ["the code of the reward rule exact_match has changed since step-3"]),

@@ -292,10 +292,10 @@ BROKEN = [
         "policy.ema.decay=0.9",
     ),
     (
-        "refresh_problem",
-        ["reference.refresh_every=5", "reference.engine=fsdp2"],
-        ["reference.refresh_every = 5", "reference.engine is not the policy's"],
-        "policy.engine=fsdp2",
+        "ptx_problem",
+        ["algorithm.ptx.coef=0.05"],
+        ["algorithm.ptx.coef = 0.05: there are no texts to learn", "set algorithm.ptx.data"],
+        "algorithm.ptx.data=t.jsonl",
     ),
     (
         "refresh_problem",

@@ -17,6 +17,7 @@ from .examples import SFT, TRAIN, sft_config, train_config, write
 EVAL, ADAPTIVE, NONE = "data.eval=e.jsonl", "algorithm.kl.controller=adaptive", "algorithm.kl.placement=none"
 MEGATRON, LORA = "rollout.engine=megatron", "policy.lora.rank=8"
 GRPO, GAE = ["algorithm.estimator=grpo", "rollout.samples_per_prompt=2"], "algorithm.estimator=gae"
+TEXTS = ["algorithm.ptx.data=t.jsonl"]
 HL_GAUSS = ["critic.loss=hl_gauss", "critic.value_low=-1", "critic.value_high=1"]
 # overrides that set the scene, the key that is dead there (with a value), an override that brings it to life
 DEAD = [
@@ -135,6 +136,11 @@ DEAD = [
     (["policy.ema.decay=0.9"], "reference.refresh_from=ema", "reference.refresh_every=2"),
     ([], "algorithm.entropy_step=0.01", "algorithm.entropy_target=0.2"),
     ([], "algorithm.positive_score=0.5", "algorithm.positive_nll_coef=0.1"),
+    ([], "algorithm.ptx.data=t.jsonl", "algorithm.ptx.coef=0.1"),
+    (TEXTS, "algorithm.ptx.text_key=body", "algorithm.ptx.coef=0.1"),
+    (TEXTS, "algorithm.ptx.max_tokens=64", "algorithm.ptx.coef=0.1"),
+    (TEXTS, "algorithm.ptx.batch_size=4", "algorithm.ptx.coef=0.1"),
+    ([*TEXTS, "trainer.steps=4", "critic.warmup_steps=4"], "algorithm.ptx.coef=0.1", "critic.warmup_steps=2"),
     (["policy.ema.decay=0.9"], "trainer.evaluate_with=ema", EVAL),
     (["trainer.steps=4", "critic.warmup_steps=4"], "policy.ema.decay=0.9", "critic.warmup_steps=2"),
     ([], "telemetry.mode=offline", "telemetry.trackers=[wandb]"),

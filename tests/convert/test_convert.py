@@ -163,6 +163,8 @@ OTHERS = {
             "trainer.epochs": 30,
             "rollout.tp": 2,
             "algorithm.value_clip": 0.2,
+            "algorithm.ptx.coef": 0.1,
+            "algorithm.ptx.data": "/data/pile.jsonl",
             "data.system_prompt": "Think in <think></think>, then \\boxed{the answer}. It costs $5.",
         },
         [],

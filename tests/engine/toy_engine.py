@@ -40,7 +40,8 @@ class ToyOutput:
         return self._logits[rows].bfloat16().float() if logits_dtype == "bf16" else self._logits[rows]
 
     def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
-        x = self.logits(slice(None), query.logits_dtype) / query.temperature
+        temperature = query.temperature[:, None] if isinstance(query.temperature, Tensor) else query.temperature
+        x = self.logits(slice(None), query.logits_dtype) / temperature
         if query.kept is not None:  # NO_ID is -1: the last of these columns
             wanted = torch.zeros(x.shape[0], x.shape[1] + 1).scatter(1, query.kept.long() % (x.shape[1] + 1), 1.0)[:, :-1]
             x = x.masked_fill((wanted.sum(1, keepdim=True) > 0) & (wanted == 0), -torch.inf)

@@ -46,6 +46,26 @@ def oracle(reward, value, mask, cu, bootstrap, done, gamma, lam_policy, lam_valu
     return advantage, returns
 
 
+def steps_oracle(reward, value, mask, steps, weight, trace, cu, bootstrap, gamma, lam_policy, lam_value):
+    """GAE and V-trace over the time steps among the sampled tokens, in Python floats: A_k = w_k (R_k - V_k + gamma V_k+1 + gamma
+    lambda c_k+1 A_k+1), R_k the sum of the rewards from step k to the next one. Lists over tokens, as `oracle`."""
+    advantage, returns = [0.0] * len(value), [0.0] * len(value)
+    for b in range(len(cu) - 1):
+        sampled = [t for t in range(cu[b], cu[b + 1]) if mask[t]]
+        starts = [t for t in sampled if steps is None or steps[t]]
+        following, next_value, trace_of_next = cu[b + 1], bootstrap[b] if bootstrap is not None else 0.0, 0.0
+        next_policy = next_critic = 0.0
+        for t in reversed(starts):
+            own = math.fsum(reward[s] for s in sampled if t <= s < following)
+            w, c = (1.0 if x is None else x[t] for x in (weight, trace))
+            plain = own - value[t] + gamma * next_value
+            advantage[t] = w * (plain + gamma * lam_policy[b] * trace_of_next * next_policy)
+            critic = w * (plain + gamma * lam_value[b] * trace_of_next * next_critic)
+            returns[t] = critic + value[t]
+            following, next_value, trace_of_next, next_policy, next_critic = t, value[t], c, advantage[t], critic
+    return advantage, returns
+
+
 def shaped_reward(logprob, ref_logprob, score, mask, cu, kl_estimator, kl_coef):
     reward = [0.0] * len(mask)
     for b in range(len(cu) - 1):

@@ -23,6 +23,7 @@ from tests.ops.advantages_oracle import (
     oracle,
     per_sequence,
     shaped_reward,
+    steps_oracle,
 )
 
 CPU = torch.device("cpu")
@@ -244,6 +245,10 @@ def test_ops_are_functional_and_have_fake_kernels():
             None,
             "k1",
             0.1,
+            x["value"],
+            x["response_mask"],
+            x["value"].double(),
+            None,
         ),
     )
     done = torch.arange(8) == 3
@@ -283,6 +288,124 @@ WRONG = [
 def test_wrong_arguments_are_named(change, text):
     with pytest.raises(ValueError, match=text):
         token_advantages(**{**batch([5, 3]), **change})
+
+
+# --------------------------------------------------------------------------------------- rewards, steps and traces of tokens
+
+OF_TOKENS = ("token_reward", "steps", "weight", "trace")
+
+
+def with_tokens(inputs, names=OF_TOKENS, seed=0):
+    """The inputs with some of OF_TOKENS. Of the steps some sequences lack the first sampled token, and some have none."""
+    size, generator = inputs["value"].numel(), torch.Generator().manual_seed(seed)
+    drawn = torch.rand(4, size, generator=generator, dtype=torch.float64)
+    given = {"token_reward": 2 * drawn[0].float() - 1, "steps": drawn[1] < 0.5, "weight": 1.5 * drawn[2], "trace": drawn[3]}
+    return {**inputs, **{name: given[name] for name in names}}
+
+
+def check_tokens(device, inputs, call=token_advantages, gamma=0.98, lam_policy=0.9, lam_value=0.97, kl_coef=0.05):
+    lams = {"lam_policy": lam_policy, "lam_value": lam_value}
+    got = call(**on(device, inputs), gamma=gamma, kl_coef=kl_coef, **on(device, lams))
+    reward, advantage, returns, moments = (x.cpu() for x in got)
+    mask, count = inputs["response_mask"], inputs["score"].numel()
+    logprob, ref_logprob, score, value, sampled, cu, bootstrap = lists(*list(inputs.values())[:7])
+    inner, steps, weight, trace = lists(*(inputs.get(name) for name in OF_TOKENS))
+    want_reward = shaped_reward(logprob, ref_logprob, score, sampled, cu, "k1", kl_coef)
+    if inner is not None:
+        want_reward = [a + b if at else a for a, b, at in zip(want_reward, inner, sampled)]
+    lams = per_sequence(lam_policy, count), per_sequence(lam_value, count)
+    want = steps_oracle(want_reward, value, sampled, steps, weight, trace, cu, bootstrap, gamma, *lams)
+    at_steps = mask if steps is None else mask & inputs["steps"]
+    assert_rounded(reward, want_reward, mask, "reward")
+    assert_rounded(advantage, want[0], at_steps, "advantage")
+    assert_rounded(returns, want[1], at_steps, "returns")
+    assert_moments(moments, advantage, at_steps)
+    return reward, advantage, returns, moments
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in OF_TOKENS), ("weight", "trace"), OF_TOKENS], ids=" ".join)
+def test_rewards_steps_weights_and_traces_of_tokens_match_the_loop(kernels, names):
+    check_tokens(kernels, with_tokens(batch([31, 33, 0, 64, 1, 150], mask="mixed"), names))
+
+
+@pytest.mark.parametrize("lengths", [[1], [0, 4, 0], [], [127, 128, 129], [1] * 20], ids=str)
+def test_steps_in_sequences_of_any_length_match_the_loop(kernels, lengths):
+    lam = torch.linspace(0.1, 1.0, len(lengths), dtype=torch.float64)
+    check_tokens(kernels, with_tokens(batch(lengths, seed=3)), gamma=1.0, lam_policy=lam, lam_value=1.0)
+
+
+def test_without_a_difference_they_change_no_bit(kernels):
+    inputs = on(kernels, batch([40, 1, 90], seed=6))
+    plain, nothing = token_advantages(**inputs, kl_coef=0.1), torch.zeros(131, device=kernels)
+    one = torch.ones(131, dtype=torch.float64, device=kernels)
+    for same in ({"token_reward": nothing}, {"steps": nothing == 0}, {"weight": one}, {"trace": one}):
+        assert all(torch.equal(a, b) for a, b in zip(plain, token_advantages(**inputs, kl_coef=0.1, **same))), same.keys()
+
+
+def test_what_is_no_step_is_read_for_its_reward_alone(kernels):
+    clean = with_tokens(batch([5, 8, 3, 70], seed=3))
+    mask, step = clean["response_mask"], clean["response_mask"] & clean["steps"]
+    dirty = dict(clean)
+    for name, kept in (("value", step), ("weight", step), ("trace", step), ("token_reward", mask), ("logprob", mask)):
+        dirty[name] = torch.where(kept, clean[name], torch.nan)
+    for a, b in zip(token_advantages(**on(kernels, clean)), token_advantages(**on(kernels, dirty))):
+        assert torch.equal(a, b)
+
+
+def test_steps_are_gae_over_the_steps_of_summed_rewards(kernels):
+    """As turns were before the op knew them: rewards of turns first, then `gae` over their first tokens."""
+    inputs = with_tokens(batch([40, 70], seed=8, mask="all"), ("token_reward", "steps"))
+    inputs["steps"][[0, 40]] = True  # no reward is before the first step
+    reward, advantage, returns, _ = (x.cpu() for x in token_advantages(**on(kernels, inputs)))
+    of_step = inputs["steps"].long().cumsum(0) - 1
+    sums = torch.zeros(int(inputs["steps"].sum()), dtype=torch.float64).index_add_(0, of_step, reward.double())
+    summed = torch.zeros(110).masked_scatter(inputs["steps"], sums.float())
+    rest = {name: inputs[name] for name in ("value", "cu_seqlens", "bootstrap")}
+    want = gae(summed, response_mask=inputs["steps"], **rest)
+    for mine, other in zip((advantage, returns), want):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+WRONG_TOKENS = [
+    ({"token_reward": torch.zeros(3)}, "token_reward .* for each of 8 tokens"),
+    ({"token_reward": torch.zeros(8, dtype=torch.long)}, "token_reward must be floating-point"),
+    ({"steps": torch.ones(8)}, "steps must be bool"),
+    ({"weight": torch.ones(2)}, "weight .* for each of 8 tokens"),
+    ({"trace": torch.ones(8, device="meta")}, "trace is on meta"),
+]
+
+
+@pytest.mark.parametrize("change, text", WRONG_TOKENS, ids=lambda x: x if isinstance(x, str) else "")
+def test_wrong_arguments_of_tokens_are_named(change, text):
+    with pytest.raises(ValueError, match=text):
+        token_advantages(**{**batch([5, 3]), **change})
+
+
+def loses_rewards_between_steps(**kw):
+    kept = kw["token_reward"] * kw["steps"]
+    return token_advantages(**{**kw, "token_reward": kept})
+
+
+def traces_by_the_token_before(**kw):
+    return token_advantages(**{**kw, "trace": kw["trace"].roll(-1)})
+
+
+def weighs_what_follows_alone(**kw):
+    return token_advantages(**{**kw, "weight": torch.ones_like(kw["weight"]), "trace": kw["trace"] * kw["weight"]})
+
+
+def decays_at_every_token(**kw):
+    return token_advantages(**{**kw, "steps": kw["response_mask"]})
+
+
+@pytest.mark.parametrize(
+    "broken", [loses_rewards_between_steps, traces_by_the_token_before, weighs_what_follows_alone, decays_at_every_token]
+)
+def test_an_injected_fault_of_tokens_is_noticed(broken):
+    inputs = with_tokens(batch([12, 9], seed=4, mask="all"))
+    check_tokens(CPU, inputs)
+    with pytest.raises(AssertionError):
+        check_tokens(CPU, inputs, call=broken)
 
 
 # ------------------------------------------------------------------------------------------------------- negative controls

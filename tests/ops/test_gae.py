@@ -250,7 +250,10 @@ def test_unsound_borders_give_nan_where_looking_would_wait(kernels, request, cu)
     calls = [
         lambda: torch.ops.megappo.gae(reward, value, mask, borders, per_sequence, None, 0.9, 0.9, 0.8, None, per_sequence.double()),
         lambda: torch.ops.megappo.token_advantages(
-            reward, value, per_sequence, value, mask, borders, None, 0.9, 0.9, 0.8, None, None, "k1", 0.1
+            reward, value, per_sequence, value, mask, borders, None, 0.9, 0.9, 0.8, None, None, "k1", 0.1, None, None, None, None
+        ),
+        lambda: torch.ops.megappo.token_advantages(
+            reward, None, per_sequence, value, mask, borders, None, 0.9, 0.9, 0.8, None, None, "k1", 0.0, reward, mask, None, None
         ),
     ]
     for call in calls:

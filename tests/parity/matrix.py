@@ -114,15 +114,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+# Texts in each mini-batch: more and fewer than samples, and than replicas.
+PTX_TEXTS = 3
+PTX = {"algorithm__ptx": {"coef": 0.3, "data": "none.jsonl", "batch_size": PTX_TEXTS}}
 # Other losses: each layout against one rank with the same ones.
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "turns, mean of sequences, KL in the loss": {
+    "turns, mean of sequences, KL in the loss, dis": {
+        "algorithm__correction": {"kind": "dis", "low": 0.3, "high": 4.0},
         "algorithm__gae_level": "turn",
         "algorithm__bootstrap_truncated": "last",
         "algorithm__loss_aggregation": "seq-mean-token-mean",
         "algorithm__kl": {"placement": "loss", "estimator": "k3", "coef": 0.05},
     },
-    "fixed length, dual clip, no whitening": {
+    "fixed length, dual clip, no whitening, icepop out of the loss": {
+        "algorithm__correction": {"kind": "icepop", "low": 0.3, "high": 4.0, "count_rejected": False},
         "algorithm__loss_aggregation": "fixed-length",
         "algorithm__dual_clip": 2.0,
         "algorithm__whiten_advantages": False,
@@ -130,24 +135,29 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__value_clip": None,
         "algorithm__positive_nll_coef": 0.1,
         "algorithm__positive_score": 0.0,  # scores are drawn around it
+        **PTX,
     },
     "vtrace, top-k and top-p": {
         "algorithm__estimator": "vtrace",
         "rollout__sampling__top_k": 6,
         "rollout__sampling__top_p": 0.9,
+        **PTX,  # texts have no kept ids
     },
     "grpo, gspo, no cut responses": {
         "algorithm__estimator": "grpo",
         "algorithm__objective": "gspo",
         "algorithm__loss_aggregation": "seq-mean-token-mean",
         "algorithm__mask_truncated": True,
+        **PTX,
     },
-    "reinforce++, cispo, high entropy": {
+    "reinforce++, cispo, high entropy, tis of responses": {
+        "algorithm__correction": {"kind": "tis", "level": "geometric", "high": 1.2},
         "algorithm__estimator": "reinforce_plus_plus",
         "algorithm__objective": "cispo",
         "algorithm__high_entropy_token_ratio": 0.4,
     },
-    "hl_gauss critic, frozen parts": {
+    "hl_gauss critic, frozen parts, against the behaviour policy": {
+        "algorithm__proximal": "behaviour",
         "critic__loss": "hl_gauss",
         "critic__bins": 9,
         "critic__value_low": -2.0,
@@ -157,7 +167,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
 }
 # Those of them that are run under FSDP2 too, on two ranks.
-SHARDED_LOSSES = ("grpo, gspo, no cut responses", "hl_gauss critic, frozen parts")
+SHARDED_LOSSES = ("grpo, gspo, no cut responses", "hl_gauss critic, frozen parts, against the behaviour policy")
 
 
 FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")

@@ -6,7 +6,19 @@ import pytest
 import torch
 
 from megappo.verify.compare import compare
-from tests.parity.matrix import ALGORITHMS, MODELS, SHARDED, SHARDED_LOSSES, VARIANTS, VARIED, title
+from megappo.verify.recording import RecordedTexts, record_rollouts
+from tests.parity.matrix import (
+    ALGORITHMS,
+    MODELS,
+    PTX_TEXTS,
+    SEQUENCES,
+    SHARDED,
+    SHARDED_LOSSES,
+    VARIANTS,
+    VARIED,
+    VOCABULARY,
+    title,
+)
 
 BASELINE = "tp1 pp1 dp1"
 # Log-probs, values and losses of order 1 to 10 through four layers whose numbers have 8 bits; experts may be chosen differently.
@@ -81,6 +93,21 @@ def test_other_losses_give_the_numbers_of_one_rank(measured, model: str, size: i
     assert disagreements(measured[size][model][f"{name}, {variant}"], alone) == []
     first, other = (found["policy"].values["loss"][0] for found in (measured[1][model][BASELINE], alone))
     assert float((first - other).abs().max()) > 1e-3, "the change must change something"
+
+
+def test_bounds_of_the_samplers_ratio_cut_some_tokens_and_keep_others(measured) -> None:
+    """Guards the variants with a correction: with log-probs far from the model's all tokens would be cut, or none."""
+    found = {name: measured[1]["llama"][f"{BASELINE}, {name}"] for name in ALGORITHMS}
+    (dis,) = (one["policy"].metrics for name, one in found.items() if "dis" in name)
+    cut = dis["clip_low_sum"][0] + dis["clip_high_sum"][0]
+    assert bool((dis["clip_low_sum"][0] > 0).any() and (dis["clip_high_sum"][0] > 0).any() and (cut < dis["tokens_sum"][0]).all())
+    (dropped,) = (one["policy"].metrics for name, one in found.items() if "icepop" in name)
+    # Both are divided by the denominator of the update, and the tokens of its texts are known.
+    share, texts, size = dropped["tokens_sum"][0] / dropped["ptx_tokens_sum"][0], RecordedTexts(VOCABULARY), PTX_TEXTS
+    of_texts = [int(texts.lengths(range(size * update, size * (update + 1))).sum()) - size for update in range(2)]
+    kept = sum(float(share[update]) * count for update, count in enumerate(of_texts))  # in the first of two epochs
+    (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
+    assert 0 < kept < int(batch["response_mask"].sum()) - 1
 
 
 @pytest.mark.parametrize("model, size, name", BF16_LAYOUTS)

@@ -198,6 +198,16 @@ def test_the_least_time_of_a_step_by_hand(tmp_path):
     assert least_step_s(plan, hardware) == pytest.approx(wanted, rel=1e-3)
 
 
+def test_the_texts_of_an_update_lengthen_the_least_step(tmp_path):
+    plan, hardware = large(tmp_path, 64), load_hardware("h100")
+    ptx = ["algorithm.ptx.coef=0.1", "algorithm.ptx.data=t.jsonl", "algorithm.ptx.max_tokens=2048", "algorithm.ptx.batch_size=512"]
+    weights = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    language = 2 * (weights + 4096 * 32000) + 32 * 4096 * 4 * (2048 + 1) / 2
+    wanted = 4 * 512 * 2048 * 3 * language / 64 / (989.4e12 * 0.65)  # 4 updates, forward and backward
+    more = least_step_s(large(tmp_path, 64, *ptx), hardware) - least_step_s(plan, hardware)
+    assert more == pytest.approx(wanted, rel=1e-3)
+
+
 @pytest.mark.parametrize("gib, name", [(80, "h100"), (141, "h200"), (None, "b200")])
 def test_a_plan_is_held_against_the_fastest_gpu_of_its_memory(tmp_path, gib, name):
     plan = plan_of(write_run(tmp_path), device="cuda", memory=None if gib is None else gib * GIB)

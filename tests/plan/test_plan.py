@@ -90,6 +90,42 @@ def test_micro_batches_follow_the_token_budget(tmp_path):
     assert (plan.micro_batches["policy"], plan.micro_batches["critic"]) == (4, 16)
 
 
+TEXTS = ["algorithm.ptx.coef=0.1", "algorithm.ptx.data={}", "algorithm.ptx.max_tokens=40", "algorithm.ptx.batch_size=6"]
+
+
+def with_texts(folder):
+    """(configuration file, overrides): 20 texts of 7 to 9 tokens, 6 of them in each of 4 updates of a step."""
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": f"{n}+1={n + 1}"}) + "\n" for n in range(20)))
+    return write_run(folder), [text.replace("{}", str(folder / "texts.jsonl")) for text in TEXTS]
+
+
+def test_the_texts_of_the_policys_updates_are_in_its_plan_and_in_no_others(tmp_path):
+    path, overrides = with_texts(tmp_path)
+    budget = ["policy.micro_batch_tokens=100", "critic.micro_batch_tokens=100"]
+    plan, plain = plan_of(path, [*overrides, *budget]), plan_of(path, budget)
+    # 16 samples of 24 tokens, 4 to a micro-batch; with 6 texts of 40 tokens 2 of the longest.
+    assert (plain.micro_batches["policy"], plan.micro_batches["policy"]) == (4, 11)
+    assert plan.micro_batches["critic"] == plain.micro_batches["critic"] == 4
+    whole = ["policy.micro_batch_tokens=1000"]
+    more = (
+        plan_of(path, [*overrides, *whole]).memory["policy"][0].activations - plan_of(path, whole).memory["policy"][0].activations
+    )
+    arch, layout = read_archs(load_config(path))["policy"], ParallelLayout(2, 2)
+    one, other = (
+        plan_of(path, [f"policy.micro_batch_tokens={tokens}", "algorithm.mini_batch_size=64"]).memory["policy"][0].activations
+        for tokens in (16 * 24 + 6 * 40, 16 * 24)
+    )
+    assert more == pytest.approx(one - other, rel=0.02) and arch.vocab_size == 64 and layout.tp == 2
+    assert values_read(load_config(path, overrides), "policy")[1] == values_read(load_config(path), "policy")[1] + 1
+
+
+def test_the_report_counts_the_texts(tmp_path):
+    path, overrides = with_texts(tmp_path)
+    text = plan_run(load_config(path, [*overrides, "trainer.steps=5"]), 2, "cpu").report()
+    assert "algorithm.ptx: 6 texts in each update of the policy, 240 tokens at most" in text
+    assert "algorithm.ptx: 20 sequences, 161 tokens of 20 texts; 120 drawn = 6.00 passes" in text
+
+
 def run_7b(folder):
     path = write_run(folder)
     write_checkpoint(folder / "model", LLAMA_7B, tokenizer=False)

@@ -20,6 +20,7 @@ from scripts import (
     bench_losses,
     bench_ops,
     bench_placements,
+    bench_policy_terms,
     bench_step,
 )
 from scripts.bench import candidates, clock
@@ -67,6 +68,14 @@ def test_every_candidate_is_measured_or_says_why_not(written, name):
             assert line["times"] if line["status"] == "measured" else line["reason"]
         by_kind = {line["kind"] for line in case["lines"] if line["status"] == "measured"}
         assert {"ours", "torch"} <= by_kind
+
+
+def test_every_term_of_the_policys_loss_is_measured(tmp_path):
+    path = tmp_path / "terms.json"
+    assert bench_policy_terms.main([*QUICK, "--check", "--dtypes", "fp32", "--shapes", "24x16x300", "--json", str(path)]) == 0
+    (case,) = json.loads(path.read_text())["cases"]
+    assert {line["status"] for line in case["lines"]} == {"measured"}
+    assert len(case["lines"]) == len(bench_policy_terms.TERMS) + 1 + len(bench_policy_terms.CORRECTIONS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -27,15 +27,27 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Sections of references that lie otherwise than the policies that they are refreshed from.
+REFERENCES: dict[str, dict[str, Any]] = {
+    "megatron tp2": {"parallel": {"pp": 2}, "offload": {"parameters": True}},
+    "megatron pp2, tied": {"engine": "fsdp2"},
+    "fsdp2 dp2": {"parallel": {"tp": 2}},
+    "fsdp2 tp2": {"dtype": "bf16"},
+}
+
+
 class Found(NamedTuple):
     """What one policy showed. average, loop: whole tensors after STEPS updates. placed: whole tensors inside `in_place`. restored:
-    after it, parameters are what they were, to the bit. num_bytes: of the average on this rank."""
+    after it, parameters are what they were, to the bit. num_bytes: of the average on this rank. references: of `references`; empty
+    without an entry of REFERENCES.
+    """
 
     average: dict[str, Tensor]
     loop: dict[str, Tensor]
     placed: dict[str, Tensor]
     restored: bool
     num_bytes: int
+    references: list[tuple[dict[str, Tensor], dict[str, Tensor]]]
 
 
 def policy_of(factory: Any, path: str, keys: dict[str, Any]) -> Engine:
@@ -64,23 +76,57 @@ def fp32_of(engine: Engine) -> dict[str, Tensor]:
     return {name: values.float() for name, values in (weights_of(engine) | main).items()}
 
 
-def average_of_updates(factory: Any, path: str, keys: dict[str, Any], keep_on: str) -> Found:
+def average_of_updates(factory: Any, path: str, name: str, keep_on: str) -> Found:
+    keys = POLICIES[name]
     engine = policy_of(factory, path, keys)
     average = PolicyAverage(engine, DECAY, keep_on)  # type: ignore[arg-type]
     loop = fp32_of(engine)
     for _ in range(STEPS):
         update(engine)
         average.update()
-        loop = {name: DECAY * loop[name] + (1 - DECAY) * now for name, now in fp32_of(engine).items()}
+        loop = {tensor: DECAY * loop[tensor] + (1 - DECAY) * now for tensor, now in fp32_of(engine).items()}
     before = weights_of(engine)
     with average.in_place():
         placed = {
-            name: values.float() for name, values in weights_of(engine).items()
+            tensor: values.float() for tensor, values in weights_of(engine).items()
         }  # which enters and leaves a mode, and so offloads
     after = weights_of(engine)
     num_bytes = sum(values.nbytes for values in average._values.values())
-    restored = all(torch.equal(before[name], after[name]) for name in before)
-    return Found(*(whole(engine, one) for one in (average._values, loop, placed)), restored, num_bytes)
+    restored = all(torch.equal(before[one], after[one]) for one in before)
+    refreshed = references(factory, path, keys, REFERENCES[name], engine, average) if name in REFERENCES else []
+    return Found(*(whole(engine, one) for one in (average._values, loop, placed)), restored, num_bytes, refreshed)
+
+
+def references(
+    factory: Any, path: str, keys: dict[str, Any], section: dict[str, Any], policy: Engine, average: PolicyAverage
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """(whole tensors of a reference, those that it should have) before a refresh, and after one from either source."""
+    from megappo.config.role_sections import ReferenceConfig
+    from megappo.engine.factory import EngineSpec
+    from megappo.models.hf_config import read_arch
+    from megappo.parallel.layout import layout_of
+    from megappo.rollout.build import PolicyPlace
+    from megappo.trainer.refresh import ReferenceRefresh, refresh_sync
+
+    settings = ReferenceConfig(model=path, **{"dtype": "fp32", "micro_batch_tokens": 48, **section})
+    arch, dtype = read_arch(path), torch.bfloat16 if settings.dtype == "bf16" else torch.float32
+    reference = factory.build(EngineSpec("reference", path, arch, settings, total_updates=None))
+    layout = layout_of(PolicyConfig(model=path, parallel=keys.get("parallel", {})).parallel, 2)
+    place = PolicyPlace(arch, layout, policy.placement, keys.get("engine", "megatron"))
+
+    def pair(wanted: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        now = {name: values.float() for name, values in weights_of(reference).items()}
+        rounded = {name: values.to(dtype).float() for name, values in wanted.items()}
+        return whole(reference, now), whole(policy, rounded)
+
+    of_policy = {name: values.float() for name, values in weights_of(policy).items()}
+    found = [pair(of_policy)]
+    for copied, source in ((None, "policy"), (average, "ema")):
+        sync = refresh_sync(place, policy, copied, reference, reference.placement, torch.device("cpu"))
+        chosen = settings.model_copy(update={"refresh_from": source})
+        ReferenceRefresh(chosen, policy, reference, average, sync).copy(step=1)
+        found.append(pair(of_policy if copied is None else {name: values.clone() for name, values in average.weights.items()}))
+    return found
 
 
 def averages(rank: int, paths: dict[str, str]) -> dict[str, Found]:
@@ -90,9 +136,9 @@ def averages(rank: int, paths: dict[str, str]) -> dict[str, Found]:
     install()
     factory = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     found = {}
-    for name, keys in POLICIES.items():
+    for name in POLICIES:
         path = paths["tied" if "tied" in name else "llama"]
-        found[name] = average_of_updates(factory, path, keys, "device" if "tp2" in name else "host")
+        found[name] = average_of_updates(factory, path, name, "device" if "tp2" in name else "host")
     factory.close()
     return found
 

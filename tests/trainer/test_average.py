@@ -25,7 +25,7 @@ from megappo.rewards.compose import Scored
 from megappo.trainer import ppo
 from megappo.trainer.export import export_checkpoint
 from megappo.trainer.usable import nothing_to_learn
-from tests.trainer.averages import POLICIES, Found, averages, write_models
+from tests.trainer.averages import POLICIES, REFERENCES, Found, averages, write_models
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 
@@ -78,17 +78,38 @@ def test_in_place_it_is_the_policy_and_then_nothing_has_changed(found: dict[str,
     assert one.restored
 
 
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_of_another_layout_or_engine_gets_every_tensor(found: dict[str, Found], name: str) -> None:
+    """Of the policy, then of its average; before that the reference is the model's file."""
+    before, *refreshed = found[name].references
+    assert any(not torch.equal(before[0][tensor], values) for tensor, values in before[1].items()), "the policy has moved"
+    for now, wanted in refreshed:
+        assert now.keys() == wanted.keys()
+        assert all(torch.equal(now[tensor], values) for tensor, values in wanted.items())
+    (one, _), (other, _) = refreshed
+    assert any(not torch.equal(one[tensor], other[tensor]) for tensor in one), "negative control: the average is not the policy"
+
+
 # ------------------------------------------------------------------------------------------------------------------- runs
 
 STEPS, DECAY = 3, 0.5
 ENGINES = {"megatron": {"policy.parallel": {"tp": 2}}, "fsdp2": {"policy.engine": "fsdp2", "policy.parallel": {}}}
 
-COMPARED = ("policy/entropy_coef", "policy/positive_nll", "policy/loss", "policy/entropy", "policy/grad_norm")
+COMPARED = ("policy/entropy_coef", "policy/positive_nll", "policy/ptx_loss", "policy/loss", "policy/entropy", "policy/grad_norm")
+PTX_DATA = "algorithm.ptx.data"
+PTX = {
+    "algorithm.ptx.coef": 0.5,
+    PTX_DATA: "",  # a file of the task, see `config_of`
+    "algorithm.ptx.text_key": "prompt",
+    "algorithm.ptx.max_tokens": 8,
+    "algorithm.ptx.batch_size": 3,
+}
 STEERED = {
     "algorithm.entropy_target": 3.0,  # between the entropies of the first steps, of 32 tokens
     "algorithm.entropy_step": 0.25,
     "algorithm.positive_nll_coef": 0.5,
     "algorithm.positive_score": 0.5,
+    **PTX,
 }
 
 WITHOUT = {"policy.ema": None, "trainer.evaluate_with": "policy"}
@@ -100,11 +121,13 @@ REFRESHED = {
 FROM_EMA = {
     "algorithm.kl": {"coef": 0.01},
     "reference": {"engine": "fsdp2", "dtype": "fp32", "refresh_above_kl": 1e-3, "refresh_from": "ema"},
+    **PTX,
 }
 
 
 def config_of(folder: Path, name: str, engine: str, steps: int = STEPS, **changes: Any) -> dict[str, Any]:
     """Without critic and reference; the average is evaluated at every step."""
+    changes = {key: str(folder / "data" / "sft.jsonl") if key == PTX_DATA else value for key, value in changes.items()}
     config = small_config(folder, name, steps=steps)
     del config["critic"], config["reference"], config["algorithm"]["bootstrap_truncated"]
     usual = {
@@ -147,7 +170,8 @@ def run_all(rank: int, folder: Path) -> str:
     run_many(rank, [(config_of(folder, "refreshed", "megatron", **REFRESHED), False)])
     for steps, resume in ((STEPS - 1, False), (STEPS, True)):
         run_many(rank, [(config_of(folder, "refreshed-resumed", "megatron", steps, **REFRESHED), resume)])
-    run_many(rank, [(config_of(folder, "from-ema", "fsdp2", **FROM_EMA), False)])
+    for steps, resume in ((STEPS - 1, False), (STEPS, True)):  # the policy's engine is not the reference's
+        run_many(rank, [(config_of(folder, "from-ema", "megatron", steps, **FROM_EMA), resume)])
     with unscored_step(2):
         run_many(rank, [(config_of(folder, "unscored", "megatron", **WITHOUT), False)])
     # A checkpoint without an average, and under the other engine.
@@ -242,7 +266,7 @@ def test_export_writes_the_average(runs: tuple[Path, str]) -> None:
     assert all(torch.equal(values.view_as(average[name]), average[name]) for name, values in exported.items())
 
 
-def test_the_steered_bonus_and_the_loss_of_correct_responses_resume_to_the_bit(runs: tuple[Path, str]) -> None:
+def test_the_steered_bonus_and_the_losses_of_correct_responses_and_of_texts_resume_to_the_bit(runs: tuple[Path, str]) -> None:
     folder, _ = runs
     whole, resumed = (steps_of(folder, name) for name in ("steered", "steered-resumed"))
     coef = 0.0
@@ -250,7 +274,7 @@ def test_the_steered_bonus_and_the_loss_of_correct_responses_resume_to_the_bit(r
         assert [one[name] for name in COMPARED] == [other[name] for name in COMPARED]
         acting, coef = steered(coef, one["policy/entropy"], 3.0, 0.25)
         assert one["policy/entropy_coef"] == acting
-        assert one["policy/positive_nll"] > 0
+        assert one["policy/positive_nll"] > 0 and one["policy/ptx_loss"] > 0
     assert coef > 0, "negative control: it has moved"
 
 
@@ -277,6 +301,17 @@ def test_a_reference_follows_the_average_once_its_kl_is_above_the_limit(runs: tu
         wanted = average if above[-1] else wanted
         assert all(torch.equal(reference[name], wanted[name].view_as(reference[name])) for name in reference)
     assert not above[0] and any(above)
+
+
+def test_texts_are_learnt_beside_the_responses_and_counted(runs: tuple[Path, str]) -> None:
+    """Of 6 to 12 tokens, none of which a step's own counts have."""
+    folder, _ = runs
+    with_texts, without = steps_of(folder, "from-ema"), steps_of(folder, "megatron")
+    losses = [row["policy/ptx_loss"] for row in with_texts]
+    assert losses[-1] < losses[0] and "policy/ptx_loss" not in without[0]
+    first, plain = with_texts[0], without[0]
+    assert first["lengths/response_mean"] == plain["lengths/response_mean"]
+    assert first["perf/tflop/update_policy/policy"] > plain["perf/tflop/update_policy/policy"]
 
 
 def test_a_step_without_a_reward_updates_nothing_and_the_run_goes_on(runs: tuple[Path, str]) -> None:

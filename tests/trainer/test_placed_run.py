@@ -22,6 +22,7 @@ COLOCATED = {
     "policy.parallel": {"tp": 2},
     "critic.parallel": {"pp": 2},
     "reference.parallel": {"tp": 2},
+    "reference.refresh_every": 2,  # from other ranks, where the reference has its own
 }
 BY_VLLM = {"rollout.tp": 2, "rollout.kv_cache_gib": 0.03}
 RUNS: dict[str, dict[str, Any]] = {
@@ -135,6 +136,8 @@ def test_placement_changes_no_number(task: tuple[Path, list], name: str) -> None
     ours, theirs = rows(folder, name)[:STEPS], rows(folder, "colocated")
     assert len(ours) == len(theirs) == STEPS
     check_same_numbers(ours, theirs)
+    for row in (ours[0], ours[2]):  # the reference is the policy, at first and after step 2
+        assert abs(row["kl/per_token"]) < 1e-5 < abs(ours[1]["kl/per_token"])
     assert responses(folder, name)[:32] == responses(folder, "colocated")[:32] and len(responses(folder, name)) >= 32
     assert rows(folder, name)[0]["policy/updates"] == 2 and rows(folder, name)[0]["policy/grad_norm"] > 1e-3
 

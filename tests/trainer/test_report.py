@@ -183,6 +183,8 @@ def test_what_did_not_happen_is_not_reported():
     assert "policy/loss" not in without and without["policy/updates"] == 0, "a critic warm-up step"
     assert "policy/kl_loss" not in metrics_of(record(POLICY_SUMS))
     assert metrics_of(record({**POLICY_SUMS, "kl_loss_sum": 2.0}))["policy/kl_loss"] == pytest.approx(0.4)
+    texts = {"ptx_sum": 21.0, "ptx_tokens_sum": 6.0}  # of their own number of tokens
+    assert metrics_of(record({**POLICY_SUMS, **texts}))["policy/ptx_loss"] == pytest.approx(3.5)
 
 
 K3 = [math.expm1(-d) + d for d in (0.5, -1.0, 0.5, 0.5, 0.0)]

@@ -184,7 +184,7 @@ def test_no_secret_is_in_the_run_directory(done: tuple[Path, dict[str, str]]) ->
 def two_copies(rank: int, folder: Path) -> str:
     from megappo.trainer.run_facts import require_equal_data
 
-    same = {"train": {"path": "t.jsonl", "sha256": "a"}, "eval": None, "evaluations": {}, "tokens": "x"}
+    same = {"train": {"path": "t.jsonl", "sha256": "a"}, "eval": None, "evaluations": {}, "ptx": None, "tokens": "x"}
     code = {"code": {"rewards/mine.py": "c"}}
     facts = {"data": same, "reward": code, "commits": {"policy": "d"}}
     require_equal_data(facts)

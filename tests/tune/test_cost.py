@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megappo.config.batch import UpdateSchedule
+from megappo.config.batch import TextArithmetic, UpdateSchedule
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.flops import keys_seen, layer_weights
@@ -51,6 +51,16 @@ def test_the_time_of_a_pipeline_is_that_of_its_timeline(pp, vpp, count, backward
     parts, drawn = pipeline_parts(stages, layout, count), timeline(layout, count, backward=backward)
     assert sum(parts.values()) == pytest.approx(drawn.total)
     assert parts["bubble"] / sum(parts.values()) == pytest.approx(drawn.bubble)
+
+
+def test_texts_cost_the_policy_as_much_as_samples_of_their_tokens():
+    """64 samples of 1,024 tokens in an update; 32 texts of 2,048 are as many tokens."""
+    layout, texts = ParallelLayout(8, tp=8), TextArithmetic(32, 2048)
+    plain, mixed = cost(layout), cost(layout, work=replace(WORK, texts=texts))
+    twice = cost(layout, work=replace(WORK, samples=512, schedules={"policy": replace(SCHEDULE, mini_batch_size=128)}))
+    assert mixed.phases["forward"] == plain.phases["forward"]
+    assert mixed.phases["update"] == twice.phases["update"] > plain.phases["update"]
+    assert cost(layout, role="critic", work=replace(WORK, texts=texts)) == cost(layout, role="critic")
 
 
 def test_a_slow_stage_sets_the_pace():

@@ -43,6 +43,10 @@ class _Fields(NamedTuple):
     bootstrap: Tensor | None
     policy_each: Tensor | None
     critic_each: Tensor | None
+    token_reward: Tensor | None = None
+    steps: Tensor | None = None
+    weight: Tensor | None = None
+    trace: Tensor | None = None
 
 
 @triton.jit
@@ -106,11 +110,28 @@ def _kl(log_ratio, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr):
 
 
 @triton.jit
-def _token(reward, logprob, ref_logprob, value, mask, at, inside, kl_coef, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr):
-    """(sampled, reward, value) of each token; fp64, and 0 for tokens that were not sampled."""
+def _token(
+    reward,
+    logprob,
+    ref_logprob,
+    value,
+    mask,
+    token_reward,
+    steps,
+    at,
+    inside,
+    kl_coef,
+    KIND: tl.constexpr,
+    MAX_LOG_RATIO: tl.constexpr,
+):
+    """(sampled, step, reward, value) of each token; fp64, 0 for tokens that were not sampled, and value 0 of those that are no
+    step."""
     sampled = tl.load(mask + at, mask=inside, other=0) != 0
+    step = sampled
+    if steps is not None:
+        step = sampled & (tl.load(steps + at, mask=inside, other=0) != 0)
     # Fields of tokens that were not sampled are not read: they are ignored, even if NaN.
-    v = tl.load(value + at, mask=sampled, other=0.0).to(tl.float64)
+    v = tl.load(value + at, mask=step, other=0.0).to(tl.float64)
     if KIND == GIVEN:
         r = tl.load(reward + at, mask=sampled, other=0.0).to(tl.float64)
     elif KIND == NO_KL:
@@ -119,7 +140,9 @@ def _token(reward, logprob, ref_logprob, value, mask, at, inside, kl_coef, KIND:
         taken = tl.load(logprob + at, mask=sampled, other=0.0).to(tl.float64)
         reference = tl.load(ref_logprob + at, mask=sampled, other=0.0).to(tl.float64)
         r = tl.where(sampled, -(kl_coef * _kl(taken - reference, KIND, MAX_LOG_RATIO)), 0.0)
-    return sampled, r, v
+    if token_reward is not None:
+        r += tl.load(token_reward + at, mask=sampled, other=0.0).to(tl.float64)
+    return sampled, step, r, v
 
 
 @triton.jit
@@ -135,6 +158,10 @@ def _scan_tile(
     bootstrap,
     policy_each,
     critic_each,
+    token_reward,
+    steps,
+    weight,
+    trace,
     num_tokens,
     num_sequences,
     gamma,
@@ -153,7 +180,21 @@ def _scan_tile(
     sequence = _search_all(
         cu_seqlens, at, inside, _search(cu_seqlens, first, num_sequences), _search(cu_seqlens, last, num_sequences)
     )
-    sampled, r, v = _token(reward, logprob, ref_logprob, value, mask, at + 1, at + 1 < num_tokens, kl_coef, KIND, MAX_LOG_RATIO)
+    of_next = at + 1
+    sampled, step, r, v = _token(
+        reward,
+        logprob,
+        ref_logprob,
+        value,
+        mask,
+        token_reward,
+        steps,
+        of_next,
+        of_next < num_tokens,
+        kl_coef,
+        KIND,
+        MAX_LOG_RATIO,
+    )
     u, after = r - v, gamma * v
     decay = tl.zeros_like(v) + gamma
     decay2 = decay
@@ -165,6 +206,14 @@ def _scan_tile(
         decay2 = decay2 * tl.load(critic_each + sequence, mask=inside, other=0.0)
     else:
         decay2 = decay2 * lam_value
+    if weight is not None:
+        w = tl.load(weight + of_next, mask=step, other=1.0)
+        decay, decay2 = decay * w, decay2 * w
+    if trace is not None:
+        kept = tl.load(trace + of_next, mask=step, other=1.0)
+        decay, decay2 = decay * kept, decay2 * kept
+    if steps is not None:
+        decay, decay2 = tl.where(step, decay, 1.0), tl.where(step, decay2, 1.0)
     a, c = tl.where(sampled, decay, 1.0), tl.where(sampled, decay * u + after, 0.0)
     a2, c2 = tl.where(sampled, decay2, 1.0), tl.where(sampled, decay2 * u + after, 0.0)
 
@@ -199,6 +248,10 @@ def _maps(
     bootstrap,
     policy_each,
     critic_each,
+    token_reward,
+    steps,
+    weight,
+    trace,
     maps,
     flags_out,
     faults,
@@ -227,6 +280,10 @@ def _maps(
         bootstrap,
         policy_each,
         critic_each,
+        token_reward,
+        steps,
+        weight,
+        trace,
         num_tokens,
         num_sequences,
         gamma,
@@ -303,6 +360,10 @@ def _apply(
     bootstrap,
     policy_each,
     critic_each,
+    token_reward,
+    steps,
+    weight,
+    trace,
     entries,
     seen_in,
     sound,
@@ -334,6 +395,10 @@ def _apply(
         bootstrap,
         policy_each,
         critic_each,
+        token_reward,
+        steps,
+        weight,
+        trace,
         num_tokens,
         num_sequences,
         gamma,
@@ -347,21 +412,27 @@ def _apply(
     # Slot t of the scan has the map of token t + 1; here each token's own reward and value.
     at = tile * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
-    sampled, r, v = _token(reward, logprob, ref_logprob, value, mask, at, inside, kl_coef, KIND, MAX_LOG_RATIO)
+    sampled, step, r, v = _token(
+        reward, logprob, ref_logprob, value, mask, token_reward, steps, at, inside, kl_coef, KIND, MAX_LOG_RATIO
+    )
     cut = (flags & CUT) != 0
     x = tl.where(cut, c, a * tl.load(entries + tile) + c)
     x2 = tl.where(cut, c2, a2 * tl.load(entries + num_tiles + tile) + c2)
     is_sound = tl.load(sound) != 0  # cu_seqlens are valid; otherwise all results are NaN
-    kept = tl.where(sampled, r - v + x, 0.0).to(tl.float32)
+    of_policy, of_critic = r - v + x, r - v + x2
+    if weight is not None:
+        w = tl.load(weight + at, mask=step, other=1.0)
+        of_policy, of_critic = w * of_policy, w * of_critic
+    kept = tl.where(step, of_policy, 0.0).to(tl.float32)
     tl.store(advantage + at, tl.where(is_sound, kept, float("nan")), mask=inside)
-    tl.store(returns + at, tl.where(is_sound, tl.where(sampled, r - v + x2 + v, 0.0), float("nan")).to(tl.float32), mask=inside)
+    tl.store(returns + at, tl.where(is_sound, tl.where(step, of_critic + v, 0.0), float("nan")).to(tl.float32), mask=inside)
     if KIND != GIVEN:
         seen = (flags & SEEN) | tl.where(cut, 0, tl.load(seen_in + tile))
         # The score belongs to the last sampled token: no sampled token of its sequence is to its right.
         at_end = tl.load(score + sequence, mask=sampled & (seen == 0), other=0.0).to(tl.float64)
         tl.store(shaped + at, tl.where(is_sound, r + at_end, float("nan")).to(tl.float32), mask=inside)
     exact = kept.to(tl.float64)
-    tl.store(partials + tile, tl.sum(sampled.to(tl.float64), axis=0))
+    tl.store(partials + tile, tl.sum(step.to(tl.float64), axis=0))
     tl.store(partials + num_tiles + tile, tl.sum(exact, axis=0))
     tl.store(partials + 2 * num_tiles + tile, tl.sum(exact * exact, axis=0))
 
@@ -393,11 +464,29 @@ def token_advantages(
     lam_value_each: Tensor | None,
     kl_estimator: str,
     kl_coef: float,
+    token_reward: Tensor | None,
+    steps: Tensor | None,
+    weight: Tensor | None,
+    trace: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `megappo.ops.advantages.token_advantages`."""
     kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KERNEL_ESTIMATORS.index(kl_estimator) + 1
     fields = _Fields(
-        None, logprob, ref_logprob, score, value, response_mask, None, cu_seqlens, bootstrap, lam_policy_each, lam_value_each
+        None,
+        logprob,
+        ref_logprob,
+        score,
+        value,
+        response_mask,
+        None,
+        cu_seqlens,
+        bootstrap,
+        lam_policy_each,
+        lam_value_each,
+        token_reward,
+        steps,
+        weight,
+        trace,
     )
     reward = torch.empty(value.shape, dtype=torch.float32, device=value.device)
     return reward, *_run(fields, reward, (gamma, lam_policy, lam_value, kl_coef), kind)

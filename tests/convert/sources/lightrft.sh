@@ -8,6 +8,6 @@ torchrun --nnodes 1 --nproc-per-node 8 examples/gsm8k_geo3k/train_colocate.py \
     --n_samples_per_prompt $N_SAMPLES --prompt_max_len 1024 --generate_max_len 2048 \
     --actor_learning_rate 1e-6 --critic_learning_rate 9e-6 --init_kl_coef 0.01 --kl_estimator "k1" \
     --eps_clip 0.2 --value_clip 0.2 --gamma 1.0 --lambd 0.95 --advantages_norm --l2 1.0e-2 \
-    --prompt_data "/data/gsm8k" --input_key prompt --label_key label --apply_chat_template \
+    --prompt_data "/data/gsm8k" --input_key prompt --label_key label --pretrain_data /data/pile.jsonl --ptx_coef 0.1 --apply_chat_template \
     --system_prompt 'Think in <think></think>, then \boxed{the answer}. It costs $5.' \
     --engine_type sglang --engine_mem_util 0.6 --engine_tp_size 2 --enable_engine_sleep --save_steps 20 2>&1 | tee log
