@@ -84,11 +84,9 @@ def gae_over_windows(batch: PackedBatch, rewards: Rewards, bootstrap: Tensor | N
     """GAE of responses that are sampled over several steps: advantages at the tokens of this step, rewards and returns at those of
     the whole response. An advantage reads what follows its token, so that it is that of a scan over the step's tokens alone."""
     whole = batch.with_fields({"response_mask": batch["whole_mask"]})
-    reward = rewards.of_tokens(whole).float()
-    given = reward, batch["value"], batch["whole_mask"], batch.cu_seqlens, bootstrap
-    advantage, returns, _ = gae(*given, **discount._asdict())
-    advantage = torch.where(batch["response_mask"], advantage, 0.0)
-    return Scanned(reward, advantage, returns, whitening_moments(advantage, batch["response_mask"]))
+    scanned = rewards.scan(whole, batch["value"], bootstrap, discount)
+    advantage = torch.where(batch["response_mask"], scanned.advantage, 0.0)
+    return Scanned(scanned.reward, advantage, scanned.returns, whitening_moments(advantage, batch["response_mask"]))
 
 
 def vtrace_over_tokens(
