@@ -70,5 +70,6 @@ class ParameterReceiver:
             yield land
             if left:
                 raise RuntimeError(f"{left} of {len(moves)} rectangles of a transfer never arrived")
-            for name, local in self._local.items() if inspect is not None else ():
-                inspect(name, parameters[local])
+            if inspect is not None:
+                for name, local in self._local.items():
+                    inspect(name, parameters[local])

@@ -55,7 +55,8 @@ class WeightSource(Protocol):
 class BridgedEngine(Protocol):
     """The rollout engine, as far as the bridge needs it."""
 
-    receiver: WeightReceiver
+    @property
+    def receiver(self) -> WeightReceiver: ...
 
     def weights_changing(self) -> None:
         """The weights are undefined from here on."""

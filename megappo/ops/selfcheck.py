@@ -148,7 +148,7 @@ def _advantages(numbers: Numbers) -> Results:
     given = logprob, numbers.normal(NUM_TOKENS), numbers.normal(6), value, mask, cu_seqlens, numbers.normal(6)
     shared: dict[str, Any] = {"gamma": 0.99, "lam_policy": 0.95, "lam_value": 0.9, "kl_estimator": "k3", "kl_coef": 0.1}
     yield from zip(names, token_advantages(*given, **shared))
-    of_tokens = {
+    of_tokens: dict[str, Any] = {
         "token_reward": numbers.normal(NUM_TOKENS),
         "steps": numbers.flags(NUM_TOKENS, 0.5),
         "weight": numbers.uniform(NUM_TOKENS).double(),

@@ -61,8 +61,8 @@ class Rewards:
         of_tokens = None if per_token is None else _rewards_of_tokens(per_token, batch)
         return cls(score, of_tokens, batch["ref_logprob"] if kl_in_reward else None, kl)
 
-    def scan(self, batch: PackedBatch, value: Tensor, bootstrap: Tensor | None, discount: Discount, **of_steps: Tensor) -> Scanned:
-        """`token_advantages` of these rewards and values [T]. of_steps: steps, weight, trace, as there."""
+    def scan(self, batch: PackedBatch, value: Tensor, bootstrap: Tensor | None, discount: Discount, **of_steps: Any) -> Scanned:
+        """`token_advantages` of these rewards and values [T]. of_steps: steps, weight, trace [T], as there."""
         given = batch["logprob"], self.ref_logprob, self.score, value, batch["response_mask"], batch.cu_seqlens, bootstrap
         return Scanned(*token_advantages(*given, **discount._asdict(), **self.kl, token_reward=self.of_tokens, **of_steps))
 
