@@ -94,7 +94,8 @@ def average_of_updates(factory: Any, path: str, name: str, keep_on: str) -> Foun
     num_bytes = sum(values.nbytes for values in average._values.values())
     restored = all(torch.equal(before[one], after[one]) for one in before)
     refreshed = references(factory, path, keys, REFERENCES[name], engine, average) if name in REFERENCES else []
-    return Found(*(whole(engine, one) for one in (average._values, loop, placed)), restored, num_bytes, refreshed)
+    of_average, of_loop, in_place = (whole(engine, one) for one in (average._values, loop, placed))
+    return Found(of_average, of_loop, in_place, restored, num_bytes, refreshed)
 
 
 def references(
