@@ -21,21 +21,19 @@ from megappo.config.algorithm_checks import (
     vtrace_problem,
 )
 from megappo.config.batch import nearest_divisors, step_arithmetic, update_schedule
-from megappo.config.copy_checks import average_problem, refresh_problem
 from megappo.config.dead_keys import dead_keys
 from megappo.config.engine_checks import engine_problems
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import config_of_set, evaluation_problem, evaluation_sets
 from megappo.config.keys import value_at
 from megappo.config.layout_checks import only_pretrains, world_problems
-from megappo.config.push_checks import push_problem, push_steps_problem
 from megappo.config.reward_checks import reward_problem
 from megappo.config.reward_sections import RewardConfig
-from megappo.config.role_checks import freeze_problems, value_bins_problem
+from megappo.config.role_checks import average_problem, freeze_problems, refresh_problem, value_bins_problem
 from megappo.config.role_sections import OptimizerConfig
+from megappo.config.rollout_checks import push_problem, push_steps_problem, window_problem
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import CRITICS, SftConfig, TrainConfig
-from megappo.config.window_checks import window_problem
 
 Device = Literal["cpu", "cuda"]
 # Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.

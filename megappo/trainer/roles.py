@@ -19,8 +19,7 @@ from megappo.data.packing import PackedBatch
 from megappo.data.ragged import NO_ID
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LogprobQuery, LossOutput, PassResult, StepResult
 from megappo.trainer.critics import BONUS, fields_of
-from megappo.trainer.objectives import fields_of_sequences, separates, surrogate
-from megappo.trainer.value_losses import bins_of, value_surrogate
+from megappo.trainer.losses import bins_of, fields_of_sequences, separates, surrogate, value_surrogate
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The surrogate of the policy's loss, over the tokens of a micro-batch: PPO's, GSPO's, CISPO's (`algorithm.objective`) or DIS."""
+"""The losses of policy and critic over the tokens of a micro-batch, as their sections choose them: PPO's surrogate, GSPO's, CISPO's
+(`algorithm.objective`) or that of DIS; squared or Huber's error of values, or the cross-entropy of a categorical head.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megappo.algo.objectives import cispo_loss, dis_loss, sequence_log_ratio, token_kl_sum
+from megappo.algo.value_losses import ValueBins, categorical_loss, huber_loss
+from megappo.config.role_sections import AnyCriticConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
-from megappo.ops.losses import policy_loss
+from megappo.ops.losses import policy_loss, value_loss
 
 SEQUENCE_RATIO = "sequence_log_ratio"
 """Field of GSPO's loss: the log-ratio of the token's sequence."""
@@ -48,3 +52,24 @@ def surrogate(algorithm: AlgorithmConfig, fields: Mapping[str, Tensor], logprob:
     of_sequence = fields[SEQUENCE_RATIO] + (logprob - logprob.detach())
     loss, metrics = policy_loss(of_sequence, old.new_zeros(old.shape), advantage, weight, **clip)
     return loss, {**metrics, "approx_kl_sum": token_kl_sum(logprob, old, weight)}
+
+
+def bins_of(critic: AnyCriticConfig) -> ValueBins | None:
+    """Bins of a categorical head; None for a head that gives the value itself."""
+    if critic.loss == "mse" or critic.loss == "huber":
+        return None
+    assert critic.value_low is not None and critic.value_high is not None, "the configuration is refused"
+    return ValueBins(critic.loss, critic.bins, critic.value_low, critic.value_high)
+
+
+def value_surrogate(
+    critic: AnyCriticConfig, value_clip: float | None, output: Tensor, fields: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(sum of weight * loss, metrics). output: of the head, aligned with the tokens, [T] or [T, bins]. fields: value (the old one),
+    returns and weight, [T]."""
+    old, returns, weight = fields["value"], fields["returns"], fields["weight"]
+    if (bins := bins_of(critic)) is not None:
+        return categorical_loss(output, returns, weight, bins)
+    if critic.loss == "huber":
+        return huber_loss(output, old, returns, weight, value_clip, critic.huber_delta)
+    return value_loss(output, old, returns, weight, clip=value_clip)
