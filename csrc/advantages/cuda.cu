@@ -54,24 +54,26 @@ struct Run {
 // What a kernel reads: rewards; what shapes them; that, and steps, weights and traces of tokens.
 enum class Reads { rewards, shaped, general };
 
+template <Reads kReads>
+constexpr bool kGeneral = kReads == Reads::general;
+
 // The tokens of a thread, and for each a bit. Rewards that are shaped here are not rounded before they are used.
 template <Reads kReads>
 struct Chunk {
-  static constexpr bool kGeneral = kReads == Reads::general;
   std::int64_t first;
   int count;  // below kPerThread at the end of the batch
-  unsigned sampled = 0, done = 0, steps = 0;  // steps: where kGeneral, among the sampled
+  unsigned sampled = 0, done = 0, steps = 0;  // steps: in general, among the sampled
   std::conditional_t<kReads == Reads::rewards, float, double> reward[kPerThread];
   float value[kPerThread];
 
-  __device__ bool is_step(int i) const { return !kGeneral || (steps >> i & 1); }
+  __device__ bool is_step(int i) const { return !kGeneral<kReads> || (steps >> i & 1); }
   // Weight and trace are read where they are used: eight of each would take 32 registers.
   __device__ double weight(const AdvantageArgs& a, int i) const {
-    if constexpr (!kGeneral) return 1.0;
+    if constexpr (!kGeneral<kReads>) return 1.0;
     return a.weight && is_step(i) ? __ldg(a.weight + first + i) : 1.0;
   }
   __device__ double trace(const AdvantageArgs& a, int i) const {
-    if constexpr (!kGeneral) return 1.0;
+    if constexpr (!kGeneral<kReads>) return 1.0;
     return a.trace && is_step(i) ? __ldg(a.trace + first + i) : 1.0;
   }
 };

@@ -118,6 +118,7 @@ def test_a_bad_file_is_one_line_with_its_line_number(tmp_path, text, fragments):
 
 
 PATHS = {
+    "algorithm.ptx.data",
     "checkpoint.remote",
     "policy.model",
     "critic.model",
