@@ -5,12 +5,14 @@ Stand-in streams check order and waits on any machine; the last tests run where 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from megappo.rollout import vllm_process
 from megappo.rollout.process_state import EngineState
 
 CUDA = torch.device("cuda", 1)
@@ -154,3 +156,13 @@ def test_on_a_cuda_device_neither_side_reads_what_the_other_has_not_finished():
             matrix.copy_(long_work(-step))
         assert answer.tolist() == [step] * 8
         assert matrix[0, :8].clone().tolist() == [-step] * 8
+
+
+def test_what_is_imported_stays_out_of_collections_while_vllm_runs() -> None:
+    """vLLM thaws the heap where an engine is closed."""
+    thaw = gc.unfreeze
+    with vllm_process._imports_frozen():
+        frozen = gc.get_freeze_count()
+        gc.unfreeze()
+        assert gc.get_freeze_count() == frozen > 0
+    assert gc.unfreeze is thaw, "the caller's own calls thaw"
