@@ -30,7 +30,7 @@ from megappo.rollout.vllm_engine import VllmEngine
 from megappo.trainer.roles import LanguageModel
 from tests.engine.whole import Whole
 
-from ..rollout.engines import garbage_kept, make_engine
+from ..rollout.engines import make_engine
 from ..rollout.responses import generate_all
 
 RANKS = 2
@@ -217,9 +217,8 @@ def in_world(rank: int, folder: str, cases: Mapping[str, Case], wrong: Sequence[
     cpu.install()
     worlds = Worlds()
     root = Path(folder)
-    with garbage_kept():
-        return {
-            "fp32": {name: run_fp32(str(root / name), case, worlds) for name, case in cases.items()},
-            "bf16": {name: run_bf16(str(root / name), case, worlds) for name, case in cases.items()},
-            "wrong": {other: run_wrong(str(root / name), str(root / other), worlds) for name, other in wrong},
-        }
+    return {
+        "fp32": {name: run_fp32(str(root / name), case, worlds) for name, case in cases.items()},
+        "bf16": {name: run_bf16(str(root / name), case, worlds) for name, case in cases.items()},
+        "wrong": {other: run_wrong(str(root / name), str(root / other), worlds) for name, other in wrong},
+    }

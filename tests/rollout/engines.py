@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,13 +19,3 @@ def make_engine(path: str, tp: int, **changes: Any) -> VllmEngine:
     config = RolloutConfig(**{"tp": tp, "max_num_seqs": 16, "kv_cache_gib": 1 / 32, **settings})
     values = dict(dtype=torch.float32, max_model_len=256, eos_token_ids=(), seed=0, device=torch.device("cpu"))
     return VllmEngine(path, config, **{**values, **changes})
-
-
-@contextlib.contextmanager
-def garbage_kept() -> Iterator[None]:
-    """vLLM collects garbage seven times in the life of an engine, 0.4 s each: two thirds of the time of such tests."""
-    real, gc.collect = gc.collect, lambda *args: 0
-    try:
-        yield
-    finally:
-        gc.collect = real

@@ -21,7 +21,7 @@ from megappo.platform import cpu
 from ..engine.whole import on_whole_batches
 from ..models.any_families import write_any_checkpoint
 from ..worlds import spawn_world
-from .engines import garbage_kept, make_engine
+from .engines import make_engine
 from .policies import distance, train_once
 from .responses import generate_all
 from .test_policy_push import GREEDY, requests
@@ -76,8 +76,7 @@ def sharded_policy(path: str, lora: LoraConfig | None = None) -> Any:
 
 def in_world(rank: int, folder: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     cpu.install()
-    with garbage_kept():
-        return {kind: run_case(str(Path(folder, kind))) for kind in kinds}
+    return {kind: run_case(str(Path(folder, kind))) for kind in kinds}
 
 
 @pytest.fixture(scope="module")

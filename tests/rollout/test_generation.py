@@ -26,7 +26,7 @@ from megappo.rollout.vllm_engine import VllmEngine
 from ..bridge.engines import HeldPolicy, policy_tensors, read_checkpoint
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
-from .engines import garbage_kept, make_engine
+from .engines import make_engine
 from .policies import make_policy
 from .responses import generate_all, plain
 
@@ -184,8 +184,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def in_world(rank: int, path: str) -> dict[str, Any]:
-    with garbage_kept():
-        found = {f"vllm tp{tp}": run_vllm(rank, path, tp) for tp in (1, 2)}
+    found = {f"vllm tp{tp}": run_vllm(rank, path, tp) for tp in (1, 2)}
     cpu.install()
     return {**found, "megatron tp2": run_megatron(rank, path, {"tp": 2}), "megatron dp2": run_megatron(rank, path, {})}
 

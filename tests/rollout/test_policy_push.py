@@ -28,7 +28,7 @@ from ..bridge.engines import layout_mistakes, read_checkpoint, renamed
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
 from . import truncated
-from .engines import garbage_kept, make_engine
+from .engines import make_engine
 from .policies import distance, make_policy, train_once
 from .responses import generate_all
 
@@ -218,8 +218,7 @@ def kept_expert_kernels() -> Iterator[None]:
 
 def in_world(rank: int, folder: str) -> dict[str, Any]:
     cpu.install()
-    with garbage_kept():
-        return {name: run_case(rank, f"{folder}/{name}", name) for name in CASES}
+    return {name: run_case(rank, f"{folder}/{name}", name) for name in CASES}
 
 
 # ----------------------------------------------------------------------------------------------------------------- tests

@@ -25,7 +25,7 @@ from megappo.rollout.vllm_memory import VllmMemory, unregistered_tensors
 from ..bridge.engines import HeldPolicy, policy_tensors, random_checkpoint, read_checkpoint
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
-from .engines import garbage_kept, make_engine
+from .engines import make_engine
 from .responses import generate_all, plain
 
 RANKS = 2
@@ -153,16 +153,15 @@ def error_of(call: Any) -> str:
 
 
 def in_world(rank: int, folder: str) -> dict[str, Any]:
-    with garbage_kept():
-        steps = {
-            name: {sleep: run_steps(rank, f"{folder}/{name}", tp, sleep) for sleep in ("none", "cache", "all")}
-            for name, (_, _, tp) in CASES.items()
-        }
-        return {
-            "steps": steps,
-            "faults": run_faults(rank, f"{folder}/llama to tp2"),
-            "long": run_long(rank, f"{folder}/long"),
-        }
+    steps = {
+        name: {sleep: run_steps(rank, f"{folder}/{name}", tp, sleep) for sleep in ("none", "cache", "all")}
+        for name, (_, _, tp) in CASES.items()
+    }
+    return {
+        "steps": steps,
+        "faults": run_faults(rank, f"{folder}/llama to tp2"),
+        "long": run_long(rank, f"{folder}/long"),
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------- tests

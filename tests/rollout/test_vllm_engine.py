@@ -36,7 +36,7 @@ from ..bridge.engines import HeldPolicy, layout_mistakes, policy_tensors
 from ..data.tokenizer_files import write_hf_tokenizer
 from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
-from .engines import garbage_kept, make_engine
+from .engines import make_engine
 from .responses import generate_all, going_on, plain, sequence
 
 RANKS = 2
@@ -466,9 +466,8 @@ def other_vllm() -> str:
 
 def in_world(rank: int, folder: str) -> dict[str, Any]:
     process = run_process(folder)  # first, as its engine imports vLLM
-    with garbage_kept():
-        cases = {name: process if name == "llama to tp2" else run_case(rank, folder, name) for name in CASES}
-        return {"process": process, "cases": cases, "tokenized": run_tokenized(folder), "kernels": wrapped_kernels()}
+    cases = {name: process if name == "llama to tp2" else run_case(rank, folder, name) for name in CASES}
+    return {"process": process, "cases": cases, "tokenized": run_tokenized(folder), "kernels": wrapped_kernels()}
 
 
 def wrapped_kernels() -> tuple[int, list[str]]:

@@ -30,7 +30,7 @@ from megappo.rollout.vllm_engine import VllmEngine
 from ..bridge.engines import HeldPolicy, policy_tensors, read_checkpoint
 from ..models.checkpoints import write_checkpoint
 from ..worlds import WorldError, spawn_world
-from .engines import garbage_kept, make_engine
+from .engines import make_engine
 from .responses import generate_all
 
 RANKS = 4
@@ -116,18 +116,16 @@ def run_engine(path: str, tp: int, world: SubWorld, alone: dist.ProcessGroup, fo
 
 def in_world(rank: int, path: str) -> dict[str, Any]:
     alone = groups_of_one()
-    with garbage_kept():
-        return {name: run_case(rank, path, ranks, tp, alone) for name, (ranks, tp) in CASES.items()}
+    return {name: run_case(rank, path, ranks, tp, alone) for name, (ranks, tp) in CASES.items()}
 
 
 def in_own_world(rank: int, path: str) -> dict[str, Any]:
     """The oracle."""
     alone, found = groups_of_one(), {}
-    with garbage_kept():
-        for name, (_, tp) in CASES.items():
-            with contextlib.closing(make_engine(path, tp)) as engine:
-                fill(engine, path, alone)
-                found[name] = answers(engine)
+    for name, (_, tp) in CASES.items():
+        with contextlib.closing(make_engine(path, tp)) as engine:
+            fill(engine, path, alone)
+            found[name] = answers(engine)
     return found
 
 
