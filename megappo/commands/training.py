@@ -73,8 +73,10 @@ def cmd_train(args: argparse.Namespace) -> int:
         return _start_ranks(args, config, ranks, local_overrides(written, config))
     planned = plan_here(config, ranks, None, resume=args.resume)
     print_on_rank_0(planned.report())
+    from megappo.platform.garbage import freeze_imports
     from megappo.trainer.main import train
 
+    freeze_imports()
     assert planned.data is not None, "only a plan of shapes has no data"
     train(planned.plan.config, planned.data, resume=args.resume, stop=stop)
     leave_world()
@@ -170,8 +172,10 @@ def cmd_sft(args: argparse.Namespace) -> int:
             return train_here(ranks, command, run_dir, stoppable=False)
     planned = plan_sft(config, ranks, device_of(config.run.device))
     print_on_rank_0(planned.report())
+    from megappo.platform.garbage import freeze_imports
     from megappo.trainer.sft import train_sft
 
+    freeze_imports()
     train_sft(config, planned.data)
     return DONE
 

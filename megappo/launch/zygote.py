@@ -8,9 +8,7 @@ opens no GPU, as neither survives a fork; if an import has, it says so and forks
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -21,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megappo.platform.garbage import freeze_imports
 from megappo.platform.quiet import quiet_libraries
 from megappo.resilience.helpers import end_with
 
@@ -81,8 +80,7 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> int:
     quiet_libraries()
     for name in modules:
         importlib.import_module(name)
-    gc.freeze()  # what a rank's collector does not visit, stays shared memory
-    atexit.register(gc.unfreeze)  # or libraries that look for leaks at the end (nanobind's) take the frozen objects for some
+    freeze_imports()  # what a rank's collector does not visit, stays shared memory
     connection = socket.socket(fileno=descriptor)
     unfit = reason_not_to_fork()
     connection.send(json.dumps({"unfit": unfit}).encode())

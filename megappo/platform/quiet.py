@@ -1,4 +1,4 @@
-"""Prepare a process for the libraries before they are imported: environment, import order, and filters of expected warnings.
+"""Prepare a process for the libraries before they are imported: environment, import order, collections, filters of warnings.
 
 `megappo doctor` names missing packages once; ranks do not at every start. Imports nothing heavy.
 """
@@ -12,6 +12,7 @@ import warnings
 from importlib.abc import MetaPathFinder
 from typing import Any
 
+from megappo.platform.garbage import collect_seldom
 from megappo.platform.transformer_engine import import_before_megatron
 
 _EXPECTED_WARNINGS = (
@@ -30,6 +31,7 @@ _EXPECTED_WARNINGS = (
 
 def quiet_libraries() -> None:
     """Set up environment and warnings. Call it before torch is first imported; the user's own settings are kept."""
+    collect_seldom()
     # torch's C++ side warns about vLLM's memory binding at every start on a CPU.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Megatron-core wants one hardware queue, so that tensor-parallel collectives start before the products that they overlap.

@@ -8,7 +8,6 @@ Also here: the executor that puts a vLLM worker into a trainer rank, and a shutd
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib.util
@@ -27,6 +26,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from megappo.platform.garbage import collect_seldom, freeze_imports
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.vllm_options import see_each_other
 from megappo.versions import pinned
@@ -139,15 +139,15 @@ def _imports_frozen() -> Iterator[None]:
     """
     first = "vllm" not in sys.modules
     if first:
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # or libraries that look for leaks at the end (nanobind's) take the frozen objects for some
+        freeze_imports()
+        collect_seldom()
     with contextlib.ExitStack() as stack:
         for name in ("freeze", "unfreeze"):
             stack.callback(setattr, gc, name, getattr(gc, name))
             setattr(gc, name, lambda: None)
         yield
     if first:
-        gc.freeze()  # vLLM's own modules; later engines stay garbage that is found once they are closed
+        freeze_imports()  # vLLM's own modules; later engines stay garbage that is found once they are closed
 
 
 def _is_not_of_chats(record: logging.LogRecord) -> bool:
