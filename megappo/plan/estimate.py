@@ -25,7 +25,6 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
 from megappo.plan.fsdp2 import count_own_parameters, score_bytes, sharded_memory
 from megappo.plan.memory import (
-    CPU_KV_CACHE_GIB,
     GIB,
     ITEMSIZE,
     Counter,
@@ -41,6 +40,7 @@ from megappo.plan.memory import (
 )
 from megappo.plan.reserve import reserve_bytes
 from megappo.rollout.types import SamplingParams
+from megappo.rollout.vllm_options import CPU_KV_CACHE_GIB
 from megappo.telemetry.tables import gib
 from megappo.trainer.roles import critic_reads, policy_reads
 

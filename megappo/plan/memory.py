@@ -24,7 +24,6 @@ from megappo.plan.activations import FP32, Recompute, activation_bytes, forward_
 
 GIB = 1 << 30
 ITEMSIZE = {"bf16": 2, "fp32": 4}
-CPU_KV_CACHE_GIB = 0.25
 VLLM_VOCAB_MULTIPLE = 64  # rows of its embeddings; vLLM's DEFAULT_VOCAB_PADDING_SIZE
 EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
 
