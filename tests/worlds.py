@@ -7,7 +7,7 @@ in each.
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
 import pickle
 import sys
@@ -22,18 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d
 
 from megappo.launch.local import loopback_store
+from megappo.platform.garbage import freeze_imports
 
-# The server can be forked: they start no thread but OpenBLAS' idle ones.
-IMPORTED_ONCE = [
-    "torch",
-    "transformers.models.auto.modeling_auto",
-    "megappo.engine.megatron",
-    "megappo.trainer.ppo",
-    "megappo.trainer.main",
-    "tests.vllm_imported",
-]
+IMPORTED_ONCE = ["tests.imported_once"]
 
 
 class WorldError(AssertionError):
@@ -43,11 +37,12 @@ class WorldError(AssertionError):
 def _rank_main(
     rank: int, fn: Callable, world_size: int, folder: str, port: int, timeout_s: float, environment: dict[str, str], args: tuple
 ) -> None:
-    gc.freeze()  # what the server has imported: a million objects, which each of a rank's collections would visit
+    freeze_imports()
     os.environ.clear()  # of the server, which is that of its start
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    _calm_gloo()
     try:
         dist.init_process_group(
             "gloo",
@@ -65,6 +60,22 @@ def _rank_main(
         Path(folder, f"failed{rank}").write_text(f"{time.time_ns()}\n{traceback.format_exc()}")
         sys.stdout.flush()
         os._exit(1)
+
+
+def _calm_gloo() -> None:
+    """Give way in the threads that receive for gloo: they spin while another thread has a connection's lock, which waits for a core
+    where ranks are more than cores (a tenth of the processor time of a world)."""
+    make = distributed_c10d._new_process_group_helper
+
+    def make_and_calm(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                if thread.joinpath("comm").read_text() == "gloo_tcp_loop\n":
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
+        return made
+
+    distributed_c10d._new_process_group_helper = make_and_calm
 
 
 def _first_failure(folder: str, world_size: int) -> str:

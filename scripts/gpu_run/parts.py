@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MINUTE = 60
-# The quickstart trains the critic alone for 10 steps, and its policy warms up for 10 updates, 4 a step, after that.
+# Of a benchmark: the quickstart trains the critic alone for 10 steps, and its policy warms up for 10 updates, 4 a step, after that.
 QUICK_STEPS = 14
+# Of PPO itself, with the shortest warm-ups.
+QUICK_PPO = [
+    "trainer.steps=4",
+    "trainer.eval_every=4",
+    "critic.warmup_steps=1",
+    *(f"{role}.optimizer.warmup_steps=1" for role in ("policy", "critic")),
+]
 # Of the supervised warm-up before, whose learning rate rises for 20.
 QUICK_SFT_STEPS = 30
 # Of a response, so that it fits the quickstart's model, which has 64 positions, behind the prompts of measure_agreement.py.
@@ -76,7 +83,7 @@ def _layout(ranks: int) -> list[str]:
 
 def _quickstart(ranks: int) -> Callable[[Place], Command]:
     def command(place: Place) -> Command:
-        steps = [f"trainer.steps={QUICK_STEPS}", f"trainer.eval_every={QUICK_STEPS}"] if place.quick else []
+        steps = QUICK_PPO if place.quick else []
         warm_up = ["--sft-steps", str(QUICK_SFT_STEPS)] if place.quick else []
         where = ["--gpu", str(ranks)] if place.on_gpu else []
         return ["scripts/quickstart.sh", *where, "--out", str(place.quickstart(ranks)), *warm_up, *steps]

@@ -14,6 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
+from megappo.platform.garbage import freeze_imports
 from megappo.platform.quiet import quiet_libraries
 
 
@@ -46,6 +47,7 @@ def main() -> None:
     quiet_libraries()
     for module in sys.argv[3:]:
         importlib.import_module(module)
+    freeze_imports()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.host_cuda.vllm_cases import RANKS, WAITS
-from tests.host_cuda.world import Scenario, run_world
+from tests.host_cuda.world import TRAINER, Scenario, run_world
 from tests.models.checkpoints import write_checkpoint
 
 CASES = {"v1, tp 2": (2, "v1"), "v2, tp 1 x 2": (1, "v2")}
@@ -26,7 +26,8 @@ def world(cuda_python, tmp_path_factory) -> dict:
     where = "tests.host_cuda.vllm_cases:"
     scenarios = [Scenario("prepare", where + "prepare")]
     scenarios += [Scenario(name, where + "pushed_and_asked", (str(model), *case, name == LAST)) for name, case in CASES.items()]
-    return run_world(cuda_python, scenarios, RANKS, timeout_s=400, environment={"TRITON_INTERPRET": "1"})
+    imports = [*TRAINER, "tests.host_cuda.vllm_imported"]
+    return run_world(cuda_python, scenarios, RANKS, timeout_s=400, imports=imports, environment={"TRITON_INTERPRET": "1"})
 
 
 def found(world: dict, name: str) -> list[Any]:

@@ -47,11 +47,8 @@ def prepare(rank: int) -> None:
     dispatch.select("reference", "cuda")
     torch.cuda.set_stream(torch.cuda.Stream(rank))  # the trainer's, which waits for nobody by itself
     os.environ.update(VLLM_DISABLE_PYNCCL="1", VLLM_CACHE_ROOT=tempfile.mkdtemp())
-    import vllm.platforms
     from host_cuda import triton_kernels
-    from vllm.platforms.cuda import NonNvmlCudaPlatform
 
-    vllm.platforms._current_platform = NonNvmlCudaPlatform()  # NVML, by which vLLM looks for a GPU, needs the driver
     triton_kernels.install()
     real = vllm_engine.vllm_options
 

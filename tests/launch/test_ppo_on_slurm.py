@@ -1,4 +1,4 @@
-"""PPO at the quickstart's size by `megappo launch`, two nodes of two ranks: stopped by Slurm's signal, requeued and resumed, then
+"""PPO at the quickstart's size by `megappo launch`, two nodes of one rank: stopped by Slurm's signal, requeued and resumed, then
 killed; beside a run without interruption, on the same nodes at the same time.
 """
 
@@ -73,7 +73,7 @@ def launch(folder: Path, name: str, steps: int, *options: str, **changes: object
         "checkpoint.save_every": 0,  # what the rank that is killed did is lost
         **changes,
     }
-    arguments = ["launch", str(ROOT / "configs" / "quickstart.yaml"), "--nodes", "2", "--gpus-per-node", "2", *options]
+    arguments = ["launch", str(ROOT / "configs" / "quickstart.yaml"), "--nodes", "2", "--gpus-per-node", "1", *options]
     assert cli.main([*arguments, *(f"{key}={value}" for key, value in overrides.items())]) == 0
     run = folder / "runs" / name
     return Launched((run / "launch" / "001" / "job_id").read_text().strip(), run)
@@ -119,7 +119,7 @@ def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Story:
     cluster.command("scancel", "--signal=USR1", broken.job)
     cluster.wait_for("the requeue", lambda: cluster.release_requeued(broken.job), STEP_S, broken.log)
     cluster.wait_for("steps after the resume", lambda: WHOLE in broken.steps(), START_S, broken.log)
-    process_of(3, broken).kill()
+    process_of(1, broken).kill()
     # At once, not when the ranks that wait for it give up (run.timeouts.pass_s, 120 s).
     cluster.wait_for("the end", lambda: cluster.has_ended(broken.job), STEP_S, broken.log)
     cluster.wait_for("the whole run", lambda: cluster.has_ended(whole.job), START_S, whole.log)
@@ -148,7 +148,7 @@ def test_the_curve_of_the_interrupted_run_is_that_of_the_whole_one(story: Story)
 
 def test_a_killed_rank_ends_the_job_at_once_and_is_named(story: Story) -> None:
     log = story.broken.log.read_text().splitlines()
-    assert log[-2].startswith("megappo: rank 3 on ") and "failed first (killed by SIGKILL: " in log[-2]
+    assert log[-2].startswith("megappo: rank 1 on ") and "failed first (killed by SIGKILL: " in log[-2]
     assert log[-1].startswith("megappo: not requeued: no checkpoint was saved since this attempt started at step ")
 
 

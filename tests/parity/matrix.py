@@ -119,7 +119,8 @@ PTX_TEXTS = 3
 PTX = {"algorithm__ptx": {"coef": 0.3, "data": "none.jsonl", "batch_size": PTX_TEXTS}}
 # Other losses: each layout against one rank with the same ones.
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "turns, mean of sequences, KL in the loss, dis": {
+    "two epochs, turns, mean of sequences, KL in the loss, dis": {
+        "algorithm__ppo_epochs": 2,
         "algorithm__correction": {"kind": "dis", "low": 0.3, "high": 4.0},
         "algorithm__gae_level": "turn",
         "algorithm__bootstrap_truncated": "last",
@@ -238,7 +239,7 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
         "algorithm": {
             "entropy_coef": 0.01,
             "mini_batch_size": SEQUENCES // 2,
-            "ppo_epochs": 2,
+            "ppo_epochs": 1,
             "kl": {"coef": 0.05},
             "gamma": 0.99,
             "bootstrap_truncated": True,

@@ -46,7 +46,12 @@ REPLAYED: dict[str, dict[int, list[Case]]] = {
 # The same under FSDP2.
 FSDP2_REPLAYED: dict[str, dict[int, list[str]]] = {"llama": {4: ["fsdp2 tp2"]}}
 # Whole mini-batches take half of the time; that their split changes nothing is the matrix's to show.
-REPLAY = {"policy__optimizer__distributed": True, "critic__optimizer__distributed": True, **VARIANTS["whole batch"]}
+REPLAY = {
+    "policy__optimizer__distributed": True,
+    "critic__optimizer__distributed": True,
+    "algorithm__ppo_epochs": 2,
+    **VARIANTS["whole batch"],
+}
 Curves = dict[str, list[float]]
 
 

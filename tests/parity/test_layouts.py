@@ -92,7 +92,7 @@ def test_other_losses_give_the_numbers_of_one_rank(measured, model: str, size: i
     alone = measured[1][model][f"{BASELINE}, {variant}"]
     assert disagreements(measured[size][model][f"{name}, {variant}"], alone) == []
     first, other = (found["policy"].values["loss"][0] for found in (measured[1][model][BASELINE], alone))
-    assert float((first - other).abs().max()) > 1e-3, "the change must change something"
+    assert float((first - other[: len(first)]).abs().max()) > 1e-3, "the change must change something"
 
 
 def test_bounds_of_the_samplers_ratio_cut_some_tokens_and_keep_others(measured) -> None:
@@ -105,7 +105,7 @@ def test_bounds_of_the_samplers_ratio_cut_some_tokens_and_keep_others(measured) 
     # Both are divided by the denominator of the update, and the tokens of its texts are known.
     share, texts, size = dropped["tokens_sum"][0] / dropped["ptx_tokens_sum"][0], RecordedTexts(VOCABULARY), PTX_TEXTS
     of_texts = [int(texts.lengths(range(size * update, size * (update + 1))).sum()) - size for update in range(2)]
-    kept = sum(float(share[update]) * count for update, count in enumerate(of_texts))  # in the first of two epochs
+    kept = sum(float(share[update]) * count for update, count in enumerate(of_texts))
     (batch,) = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
     assert 0 < kept < int(batch["response_mask"].sum()) - 1
 

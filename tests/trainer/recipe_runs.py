@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megappo.config.loading import load_config
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.plan.run import plan_run
+from megappo.rollout import vllm_options
 from megappo.trainer import main
 from megappo.trainer.evaluation import Evaluation
 from megappo.trainer.ppo import PPO
@@ -43,6 +44,7 @@ def run_recipes(rank: int, jobs: Sequence[tuple[str, Path, list[str]]], vocab_si
     tokens = torch.tensor([token for sequence in sequences for token in sequence])
     ProbedPPO.probe = PackedBatch(tokens, cu_seqlens_of([len(sequence) for sequence in sequences]))
     main.PPO = ProbedPPO
+    vllm_options.CPU_KV_CACHE_GIB = 0.03  # recipes set a share of a GPU's memory, beside which no key may say so
     said = {}
     for name, recipe, overrides in jobs:
         try:
