@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
 from megappo.launch.local import loopback_store
-from megappo.platform.garbage import freeze_imports
+from megappo.platform.garbage import collect_seldom, freeze_imports
 
 IMPORTED_ONCE = ["tests.imported_once"]
 
@@ -38,6 +38,7 @@ def _rank_main(
     rank: int, fn: Callable, world_size: int, folder: str, port: int, timeout_s: float, environment: dict[str, str], args: tuple
 ) -> None:
     freeze_imports()
+    collect_seldom()  # what many runs in one process make
     os.environ.clear()  # of the server, which is that of its start
     os.environ.update(environment)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))

@@ -40,7 +40,7 @@ from tests.worlds import spawn_world
 STEPS = 20
 GOLDEN = Path(__file__).with_name("golden.json")
 REPLAYED: dict[str, dict[int, list[Case]]] = {
-    "llama": {1: [{}], 2: [{}, SP, {"pp": 2, "vpp": 2}, {"cp": 2}, ({"tp": 2}, {"pp": 2})]},
+    "llama": {1: [{}], 2: [SP, {"pp": 2, "vpp": 2}, {"cp": 2}, ({"tp": 2}, {"pp": 2})]},
     "qwen3_moe": {1: [{}], 2: [{**SP, "ep": 2}], 4: [{"ep": 2, "pp": 2}]},
 }
 # The same under FSDP2.

@@ -17,13 +17,12 @@ from tests.worlds import spawn_world
 # last token, which bootstraps, and is balanced over the experts like any other token. Padding of the engine does neither.
 WHOLE = {
     "algorithm__mini_batch_size": SEQUENCES,
-    "algorithm__ppo_epochs": 1,
     "algorithm__bootstrap_truncated": False,
     "policy__router_aux_coef": 0.0,
     "critic__router_aux_coef": 0.0,
 }
-PAIRS = {"algorithm__mini_batch_size": 2, "algorithm__ppo_epochs": 2, "data__prompts_per_step": 4}
-SINGLE = {"algorithm__mini_batch_size": 1, "algorithm__ppo_epochs": 2, "data__prompts_per_step": 1}
+PAIRS = {"algorithm__mini_batch_size": 2, "data__prompts_per_step": 4}
+SINGLE = {"algorithm__mini_batch_size": 1, "data__prompts_per_step": 1}
 PADDED_TO = 64
 CASES: dict[str, list[Case]] = {"llama": [{}, {"cp": 2}, SP, {"pp": 2, "vpp": 2}], "qwen3_moe": [{"ep": 2}, {**SP, "ep": 2}]}
 ORDER = list(reversed(range(SEQUENCES)))

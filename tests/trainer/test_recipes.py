@@ -10,7 +10,6 @@ import json
 import math
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from megappo.prepare.data import load_run_data
 from megappo.runs.gate import read_gates
 from megappo.telemetry.jsonl import read_lines
 
+from ..commands import run_command
 from ..gsm8k_files import gsm8k, needs_gsm8k
 from ..models.fp8_checkpoints import transformers_model
 from ..worlds import spawn_world
@@ -193,8 +193,7 @@ def test_the_comparison_sees_three_steps_of_training(run):
 
 
 def export(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "megappo", "export", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=CONFIGS.parent)
+    return run_command("export", *arguments, cwd=CONFIGS.parent)
 
 
 def test_a_checkpoint_exports_to_what_the_run_exported_then(runs, tmp_path):
