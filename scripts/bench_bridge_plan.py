@@ -25,7 +25,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megappo.bridge.collector import collector_paused
 from megappo.bridge.plan import Ends, RankPlan, plan_rank
 from megappo.bridge.rounds import agree_rounds
 from megappo.bridge.sync import BUCKET_BYTES
@@ -33,6 +32,7 @@ from megappo.bridge.target import Target
 from megappo.bridge.verify import Checksums
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
+from megappo.platform.garbage import collections_paused
 from scripts.bench.model import Mistake
 from tests.bridge.engines import engine_destination
 from tests.bridge.geometries import DEEPSEEK_V3, QWEN3_235B, large_ends
@@ -81,7 +81,7 @@ def measure(arch: ModelArch, ends: Ends, encoded: list[bytes], rank: int) -> Cos
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
-    with collector_paused():
+    with collections_paused():
         if destination is not None:
             Target.of(destination, ends.pieces).encode()
             described = time.process_time() - started

@@ -30,7 +30,7 @@ ALLOWED_PARTS = {
     "algo/": set(),
     "ops/": {"algo", "cache_dir", "resilience"},  # how a helper process is started
     "platform/quiet.py": set(),
-    "bridge/": {"models", "parallel", "rollout"},
+    "bridge/": {"models", "parallel", "platform", "rollout"},  # platform/garbage.py
     "checkpoint/": {"parallel", "platform", "resilience"},  # how the writer process is started
     "data/": {"cache_dir", "config", "resilience"},  # how the encoding processes are started
     "rewards/": {"config", "resilience"},

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.bridge.collector import collector_paused
 from megappo.bridge.destination import Destination, Inspect, Land, WeightReceiver
 from megappo.bridge.move import Move
 from megappo.bridge.plan import Ends, RankPlan, plan_rank
@@ -32,6 +31,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import hf_tensors
+from megappo.platform.garbage import collections_paused
 
 # Of one rank, round and direction. Two rounds are in memory, each packed and received: at most 1 GiB beside the model.
 BUCKET_BYTES = 256 << 20
@@ -117,7 +117,7 @@ class WeightSync:
         self._wire = Wire(device, group)
         assert (policy is not None) == (self._wire.rank in route.sources), "a rank has a policy if and only if it is a source"
         assert (engine is not None) == (self._wire.rank in route.destinations), "an engine belongs to every destination"
-        with collector_paused():
+        with collections_paused():
             self._check_route(route)
             destination = self._describe(route)
             ends = self._agreed_ends(route, destination)

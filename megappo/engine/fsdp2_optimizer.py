@@ -12,7 +12,6 @@ from torch.optim import AdamW
 
 from megappo.config.role_sections import OptimizerConfig
 from megappo.engine.base import StepResult
-from megappo.engine.schedule import scheduled_lr
 from megappo.parallel.groups import ProcessGroups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -94,3 +93,20 @@ class ShardedOptimizer:
     def tensors(self) -> Iterator[Tensor]:
         """Of this rank's device memory, beside the shards."""
         yield from (values for *_, values in self.moments())
+
+
+def scheduled_lr(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Rate of optimizer step `step` (from 1) of `total_steps`, as Megatron-core's scheduler has it: step k of the warm-up uses
+    k / warmup_steps of the peak.
+
+    linear and cosine reach the smallest rate at the last step, which is at least one behind the warm-up, and keep it.
+    """
+    warmup, last = config.warmup_steps, max(total_steps, config.warmup_steps + 1)
+    if step <= warmup and warmup > 0:
+        return config.lr * step / warmup
+    if config.lr_schedule == "constant":
+        return config.lr
+    done = min(1.0, (step - warmup) / (last - warmup))
+    left = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+    lowest = config.lr * config.min_lr_ratio
+    return lowest + left * (config.lr - lowest)

@@ -13,7 +13,7 @@ import torch
 
 from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.engine.schedule import scheduled_lr
+from megappo.engine.fsdp2_optimizer import scheduled_lr
 from megappo.models.hf_config import read_arch
 from megappo.models.pieces import Box, check_tiling
 from megappo.models.role_arch import arch_for
