@@ -5,6 +5,7 @@ The runs are those of tests/parity, which assert what this prints. Needs the tes
 
 from __future__ import annotations
 
+import argparse
 import platform
 import sys
 import tempfile
@@ -23,6 +24,7 @@ Row = Sequence[str]
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()  # there is nothing to choose
     from tests.parity import conftest, matrix, replay, test_faults
     from tests.parity.oracle import ppo_step
     from tests.worlds import spawn_world
