@@ -47,4 +47,4 @@ def _memory(tensor: Tensor) -> _Memory:
     # The storage's identity, not its memory's address: offload resizes storages. The description keeps them alive, so none takes
     # the place of another.
     storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
