@@ -289,8 +289,11 @@ class Checkpoints:
         skipped: list[int] = []
         try:
             step = self._store.restore(manifest, self._held_in(manifest), self._components)
-        except DamagedCheckpoint:  # found by the hashes, which were made while the models were built; nothing was loaded
-            manifest = self._store.find_resumable(self._facts, skip)
+        except DamagedCheckpoint as damage:  # found by the hashes, which were made while the models were built; nothing was loaded
+            try:
+                manifest = self._store.find_resumable(self._facts, skip)
+            except ValueError as error:
+                raise type(error)(f"step-{manifest.step} is damaged ({damage}), and {error}") from error
             step = self._store.restore(manifest, self._held_in(manifest), self._components)
         while fault := self._non_finite():
             skipped.append(step)
