@@ -91,21 +91,35 @@ def baseline(folder: Path) -> dict[str, Any]:
     return soak(folder, "baseline", small(folder), ["--faults", "1", "--kinds", "kill", "--max-restarts", "0"], steps, every)
 
 
+STALLS = {
+    "stall": "STALL",
+    "begin": "COPYING",
+    "complete": "COMPLETION",
+    "processor": "STALL_PROCESSOR",
+    "copy": "BARE_COPY",
+    "copy_processor": "BARE_COPY_PROCESSOR",
+    "search": "SEARCH",
+}
+"""Name of a figure -> name of the constant that is its line in scripts/bench_checkpoint.py."""
+
+
 def saves(folder: Path) -> dict[str, Any]:
     from scripts import bench_checkpoint
 
-    row = bench_checkpoint.measure(dp=2, hidden=512, layers=6, repeats=3)
+    row = bench_checkpoint.measure(dp=2, hidden=512, layers=6, repeats=9)
+
+    def times(seconds: dict[str, float], sync_s: float) -> dict[str, float]:
+        return {"sync": sync_s, **{key: seconds[getattr(bench_checkpoint, name)] for key, name in STALLS.items()}}
+
     return {
         "machine": machine(),
         "bytes": sum(row.written),
-        "sync_s": row.save.seconds,
-        "stall_s": row.stalls[bench_checkpoint.STALL],
-        "begin_s": row.stalls[bench_checkpoint.COPYING],
-        "complete_s": row.stalls[bench_checkpoint.COMPLETION],
-        "copy_s": row.stalls[bench_checkpoint.BARE_COPY],
-        "search_s": row.stalls[bench_checkpoint.SEARCH],
+        "median": times(row.stalls, row.save.seconds),
+        "fastest": times(row.fastest, row.fastest[bench_checkpoint.SYNCHRONOUS]),
         "load_s": row.load.seconds,
         "verify_s": row.verify_s,
+        "resumes": row.resumes,
+        "speeds": row.speeds,
     }
 
 

@@ -34,7 +34,7 @@ from megappo.checkpoint.rng import encode_rng, load_rng
 from megappo.checkpoint.sharded import ShardedFiles
 from megappo.checkpoint.shared_buffer import SharedBuffer
 from megappo.checkpoint.state import StatefulComponent, StatefulModel
-from megappo.checkpoint.verification import newest_verified, verify
+from megappo.checkpoint.verification import Verification, begin_with_newest, newest_verified, set_damaged_aside, verify
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, warn_once
 
 logger = logging.getLogger(__name__)
@@ -108,6 +108,7 @@ class CheckpointStore:
         self._buffers: dict[str, SharedBuffer] = {}
         self._writer = BackgroundWriter()
         self._pending: PendingSave | None = None
+        self._verification: Verification | None = None  # of what `restore` will load
         self._copies = RemoteCopies(remote) if remote is not None and dist.get_rank() == 0 else None
 
     # ------------------------------------------------------------------------------------------------------------ save
@@ -350,13 +351,18 @@ class CheckpointStore:
         """Restore the newest valid checkpoint and return its step: `find_resumable`, then `restore`."""
         return self.restore(self.find_resumable(facts), engines, components)
 
-    def find_resumable(self, facts: Mapping[str, Any], skip: Collection[int] = ()) -> Manifest:
+    def find_resumable(self, facts: Mapping[str, Any], skip: Collection[int] = (), *, wait: bool = True) -> Manifest:
         """Find the newest valid checkpoint, before anything is built. Under a lease, damaged ones are renamed to bad-step-N.
 
-        skip: steps not to take; `restore` renames them. ValueError if there is no valid checkpoint, it holds weights only, or facts
+        skip: steps not to take; `restore` renames them. wait: until the content of its files is verified; if
+        not, a thread verifies it, and `restore` waits. ValueError if there is no valid checkpoint, it holds weights only, or facts
         that must match do not; RefusedCheckpoint if one cannot be read.
         """
-        manifest = newest_verified(self._directory, skip)
+        if wait:
+            manifest, self._verification = newest_verified(self._directory, skip), None
+        else:
+            self._verification = begin_with_newest(self._directory, skip)
+            manifest = self._verification.manifest
         source = self._directory.step_path(manifest.step)
         if manifest.model_only:
             raise ValueError(
@@ -367,11 +373,14 @@ class CheckpointStore:
         return manifest
 
     def restore(self, manifest: Manifest, engines: Models, components: Mapping[str, StatefulComponent]) -> int:
-        """Load the checkpoint that `find_resumable` verified; returns its step.
+        """Load the checkpoint that `find_resumable` found; returns its step.
 
         Weights and optimizer load in any layout, on any ranks, under any engine; random states only with the same number of ranks.
         Under a lease, newer checkpoints are then renamed to abandoned-step-N: the run will save their steps again.
+        DamagedCheckpoint on every rank, before a file is opened, if a verification that `find_resumable` did not wait for finds
+        damage; under a lease it is renamed, and the next `find_resumable` gives the one before.
         """
+        self._finish_verification()
         source = self._directory.step_path(manifest.step)
         state = read_components(source, components)
 
@@ -389,6 +398,16 @@ class CheckpointStore:
                 logger, "step-%d is newer than step-%d, from which the run goes on; renamed to %s", step, manifest.step, path.name
             )
         return manifest.step
+
+    def _finish_verification(self) -> None:
+        """DamagedCheckpoint on every rank, after it was set aside, if a checkpoint's content is not that of its manifest."""
+        verification, self._verification = self._verification, None
+        if verification is not None:
+            try:
+                verification.finish()
+            except DamagedCheckpoint as damage:
+                set_damaged_aside(self._directory, verification.manifest.step, damage)
+                raise
 
     def _abandon_newer(self, manifest: Manifest) -> list[tuple[int, Path]]:
         if self._directory.owner is not None:

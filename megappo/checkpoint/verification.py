@@ -2,13 +2,14 @@
 
 Collective, with the files divided among the ranks; `runs/verify.py` does it in one process. All ranks return or raise the same. A
 wrong hash or size and a file that nobody sees are damage; an I/O error, and a file that some ranks do not see, refuse and touch
-nothing.
+nothing. Hashing, which takes about as long as a load, can go on in a thread until the files are needed.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,22 +29,76 @@ Result = TypeVar("Result")
 _ANEW = "start anew without --resume, under another run.name"  # the old directory holds a run
 
 
+_Look = tuple[str | None, ValueError | None, str | None]
+"""What a check found on one rank: damage, a refusal, the path of a file that is missing there."""
+
+
+class Verification:
+    """Check of one checkpoint's content in a thread, after its manifest and the sizes of its files. Both methods are collective.
+
+    manifest: not to be trusted before `finish`.
+    """
+
+    def __init__(self, directory: CheckpointDirectory, step: int) -> None:
+        """DamagedCheckpoint or RefusedCheckpoint, on every rank, for what is found at once."""
+        self._directory = directory
+        self.manifest = _on_rank_zero("reading the manifest", lambda: _read_complete(directory, step))
+        # Any rank can hash any file: the directory is shared.
+        mine = _equal_shares(self.manifest.files, dist.get_world_size())[dist.get_rank()]
+        # Sizes first: they find a torn file without reading gigabytes.
+        sizes = on_every_rank("comparing sizes", lambda: self._look(find_wrong_size, mine))
+        _raise_first(directory, step, sizes)
+        self._found: _Look | Exception = (None, None, None)
+        # A daemon: a start that fails meanwhile does not wait for it.
+        self._thread = threading.Thread(target=self._hash, args=(mine,), name="verification", daemon=True)
+        self._thread.start()
+
+    def _hash(self, mine: list[str]) -> None:
+        try:
+            self._found = self._look(find_wrong_content, mine)
+        except Exception as error:  # raised by `finish`, in the thread that waits
+            self._found = error
+
+    def _look(self, check: Callable[[Path, Manifest, list[str]], str | None], mine: list[str]) -> _Look:
+        return _look(lambda: check(self._directory.step_path(self.manifest.step), self.manifest, mine))
+
+    def finish(self) -> Manifest:
+        """Wait until all ranks have hashed their files; returns the manifest. Errors as above."""
+
+        def found() -> _Look:
+            self._thread.join()
+            if isinstance(self._found, Exception):
+                raise self._found
+            return self._found
+
+        _raise_first(self._directory, self.manifest.step, on_every_rank("verifying the checkpoint", found))
+        return self.manifest
+
+
 def newest_verified(directory: CheckpointDirectory, skip: Collection[int] = ()) -> Manifest:
     """Newest valid checkpoint but those of `skip`. Under a lease, damaged ones are renamed to bad-step-N.
 
     ValueError if there is none; RefusedCheckpoint if a newer one cannot be read.
     """
+    return _newest(directory, skip, verify)
+
+
+def begin_with_newest(directory: CheckpointDirectory, skip: Collection[int] = ()) -> Verification:
+    """As `newest_verified`, with the content still to be verified: `finish`, and `set_damaged_aside` if that finds damage."""
+    return _newest(directory, skip, Verification)
+
+
+def _newest(directory: CheckpointDirectory, skip: Collection[int], check: Callable[[CheckpointDirectory, int], Result]) -> Result:
     steps = _on_rank_zero("looking for checkpoints", lambda: _tidy_steps(directory))
     damaged = 0
     for step in steps:
         if step in skip:
             continue
         try:
-            return verify(directory, step)
+            return check(directory, step)
         except DamagedCheckpoint as error:
             damaged += 1
-            fate = on_rank_zero("setting a damaged checkpoint aside", lambda: _set_aside(directory, step))
-            warn_once(logger, "step-%d is damaged (%s); %s, trying the next older one", step, error, fate)
+            set_damaged_aside(directory, step, error)
     if not steps and not on_rank_zero("looking for checkpoints", directory.path.exists):
         raise RefusedCheckpoint(f"{directory.path} does not exist on rank 0; mount its file system, or {_ANEW}")
     passed_over = [step for step in steps if step in skip]
@@ -54,16 +109,15 @@ def newest_verified(directory: CheckpointDirectory, skip: Collection[int] = ()) 
     raise ValueError(f"{directory.path} holds {found}; {_ANEW}")
 
 
+def set_damaged_aside(directory: CheckpointDirectory, step: int, damage: DamagedCheckpoint) -> None:
+    """Rename a damaged checkpoint, under a lease, and say so. Collective."""
+    fate = on_rank_zero("setting a damaged checkpoint aside", lambda: _set_aside(directory, step))
+    warn_once(logger, "step-%d is damaged (%s); %s, trying the next older one", step, damage, fate)
+
+
 def verify(directory: CheckpointDirectory, step: int) -> Manifest:
     """Manifest of a checkpoint after all its files were hashed. DamagedCheckpoint or RefusedCheckpoint, on every rank."""
-    manifest = _on_rank_zero("reading the manifest", lambda: _read_complete(directory, step))
-    # Any rank can hash any file: the directory is shared.
-    mine = _equal_shares(manifest.files, dist.get_world_size())[dist.get_rank()]
-    # Only sizes first: they find a torn file without reading gigabytes.
-    for what, check in (("comparing sizes", find_wrong_size), ("verifying the checkpoint", find_wrong_content)):
-        reports = on_every_rank(what, lambda: _look(lambda: check(directory.step_path(step), manifest, mine)))
-        _raise_first(directory, step, reports)
-    return manifest
+    return Verification(directory, step).finish()
 
 
 def _equal_shares(files: Mapping[str, FileEntry], number: int) -> list[list[str]]:
@@ -97,8 +151,8 @@ def _set_aside(directory: CheckpointDirectory, step: int) -> str:
         return f"not renamed ({error.strerror})"
 
 
-def _look(check: Callable[[], str | None]) -> tuple[str | None, ValueError | None, str | None]:
-    """Result of a check on this rank: (damage, refusal, path of a file that is missing here)."""
+def _look(check: Callable[[], str | None]) -> _Look:
+    """Result of a check on this rank."""
     try:
         return check(), None, None
     except FileNotFoundError as error:

@@ -23,6 +23,7 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, ValueLoss
 from megappo.engine.linear_output import LinearOutput
 from megappo.engine.megatron_adapters import load_adapters, sharded_adapters
+from megappo.engine.megatron_last_state import LastState
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import run_schedule
 from megappo.engine.micro_batches import MicroBatch, MicroBatches
@@ -89,6 +90,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         self._config.finalize_model_grads_func = _sum_gradients
         self._gradients_freed = False
         self._adapters = adapters
+        self._last_state = LastState()
 
     @property
     def arch(self) -> ModelArch:
@@ -274,7 +276,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         Without `with_head` the head keeps its weights.
         """
         self.to("device")
-        state = self._sharded_state(with_optimizer=with_optimizer)
+        state = self._described(with_optimizer=with_optimizer)
         for weights in () if with_head else state["model"].values():
             for name, entry in list(weights.items()):
                 if getattr(entry, "key", None) in self.head_names:  # a tied output projection has the embedding's key
@@ -308,6 +310,17 @@ class MegatronEngine(RoleEngine[Optimizer]):
             self._optimizer.reload_main_parameters()
 
     def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+        tensors = [tensor for chunk in self.chunks for part in (chunk.parameters(), chunk.buffers()) for tensor in part]
+        held = [*tensors, *self._trained().tensors()] if with_optimizer else tensors
+        state = self._last_state.get(held, with_optimizer=with_optimizer)
+        if state is None:
+            state = self._described(with_optimizer=with_optimizer)
+            self._last_state.keep(state, held, with_optimizer=with_optimizer)
+        elif with_optimizer:
+            self._trained().update_position(state["optimizer"])
+        return state
+
+    def _described(self, *, with_optimizer: bool) -> dict[str, Any]:
         # With the group Megatron does not read its globals; with names per layer any pipeline split can read the checkpoint.
         metadata = {"dp_cp_group": self.groups.collection.dp_cp, "non_homogeneous_layers": True}
         model_state = {

@@ -23,6 +23,7 @@ from megappo.engine.megatron_optimizer_state import (
     gathered_main_parameters,
     held_state,
     load_optimizer_state,
+    set_described_step,
     set_step_number,
     sharded_optimizer_state,
     whole_main_parameters,
@@ -162,6 +163,11 @@ class Optimizer:
             "optimizers": sharded_optimizer_state(self._chained(), model_state),
             "schedule_steps": self.schedule_steps,
         }
+
+    def update_position(self, state: dict) -> None:
+        """Set the plain values of a `sharded_state_dict` made earlier, of the same tensors, to those of now."""
+        set_described_step(self._chained(), state["optimizers"])
+        state["schedule_steps"] = self.schedule_steps
 
     def load_state_dict(self, state: dict) -> None:
         load_optimizer_state(self._chained(), state["optimizers"])

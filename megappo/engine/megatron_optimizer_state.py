@@ -45,6 +45,13 @@ def sharded_optimizer_state(chained: Sequence[MegatronOptimizer], model_state: d
     }
 
 
+def set_described_step(chained: Sequence[MegatronOptimizer], state: dict[str, Any]) -> None:
+    """Set the step number in `state`, a description by `sharded_optimizer_state`, to that of now."""
+    step = _common_step(chained)
+    for described in state.values():
+        described["step"] = step
+
+
 def _sharded_tensors(
     optimizer: MegatronOptimizer, described: dict[int, ShardedTensor | ShardedTensorFactory]
 ) -> Iterator[ShardedTensor]:

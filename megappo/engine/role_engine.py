@@ -184,7 +184,7 @@ class RoleEngine(ABC, Generic[OptimizerT]):
 
     @abstractmethod
     def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Tensors of the model and its optimizer, as the checkpoint's writer and reader take them."""
+        """Tensors of the model and its optimizer, as the checkpoint's writer takes them, who does not change what this returns."""
 
     def boxes_to_load(
         self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True

@@ -1,8 +1,8 @@
 """Generation of a batch: the replicas of an engine share its requests, and every rank gets the responses that it answers for.
 
 Each replica starts with a share of its own. What does not fit into the running batches waits, and a replica takes some whenever one
-of its requests is answered, by one counter in the world's store: a slow replica takes fewer. Seeds belong to samples, so the
-responses do not depend on who takes what.
+of its requests is answered, by one counter in the world's store: a slow replica takes fewer, and those that are expected to be the
+longest are taken first. Seeds belong to samples, so the responses do not depend on who takes what.
 """
 
 from __future__ import annotations
@@ -13,28 +13,33 @@ import torch
 import torch.distributed as dist
 
 from megappo.parallel.meeting import RankIsLate
+from megappo.rollout.dealing import deal
 from megappo.rollout.types import Replica, Request, Response, RolloutEngine, SamplingParams
 
 OnFinished = Callable[[list[Response]], None]
 
 
 def generate(
-    engine: RolloutEngine, requests: Sequence[Request], sampling: SamplingParams, on_finished: OnFinished | None = None
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    sampling: SamplingParams,
+    on_finished: OnFinished | None = None,
+    predicted: Sequence[float] | None = None,
 ) -> list[Response]:
     """Answer a batch; returns the responses that this rank answers for, by number: none where the engine does not live. Collective
     over the engine's ranks.
 
     requests: the whole batch, of the same length on all ranks; `requests[i]`, of number i, is read only on the ranks of the replica
     that takes it. on_finished: called with responses of this rank as they finish, inside `RolloutEngine.serving`: let it start work
-    elsewhere. ValueError, on the ranks that took it, for a request that the engine cannot answer. RankIsLate if a rank does not
-    come, before the first request or after the last.
+    elsewhere. predicted: length of each response, the same on all ranks; see `dealing.py`. ValueError, on the ranks that took it,
+    for a request that the engine cannot answer. RankIsLate if a rank does not come, before the first request or after the last.
     """
     replica = engine.replica
     if replica is None:
         return []
     responses: list[Response] = []
     with engine.serving():
-        waiting = _Waiting(len(requests), replica)
+        waiting = _Waiting(len(requests), replica, predicted)
         # The ranks of a replica would count the time of one that comes late within the engine's exchanges, whose limit is short.
         engine.meet("generation")
         while waiting or engine.num_unfinished:
@@ -69,27 +74,20 @@ class _Waiting:
     """Requests that were not taken yet, as far as this replica knows; false once there are none.
 
     Its own share comes first, without communication: the whole batch is dealt out if it fits into what the replicas run at once.
-    The rest is in the order of the batch too, so that samples of one prompt are taken together and share their cached prefix.
     """
 
-    def __init__(self, count: int, replica: Replica) -> None:
+    def __init__(self, count: int, replica: Replica, predicted: Sequence[float] | None = None) -> None:
         self._replica = replica
-        size, index = replica.max_running, replica.index
-        if replica.count == 1 or size is None or count <= replica.count * size:
-            self._own = range(index * count // replica.count, (index + 1) * count // replica.count)
-            self._shared = range(0)
-        else:
-            self._own = range(index * size, (index + 1) * size)
-            self._shared = range(replica.count * size, count)
+        self._own, self._shared = deal(count, replica.count, replica.index, replica.max_running, predicted)
         self._exhausted = not self._shared
-        if self._shared and index == 0 and replica.is_leader:
+        if self._shared and replica.index == 0 and replica.is_leader:
             self._store.set("taken", "0")  # the meeting before generation is between this and the first count
 
     def __bool__(self) -> bool:
         return bool(self._own) or not self._exhausted
 
-    def take(self, num: int) -> range:
-        """Take up to `num` requests; their numbers, ascending. Called by all ranks of the replica or by none."""
+    def take(self, num: int) -> Sequence[int]:
+        """Take up to `num` requests; their numbers. Called by all ranks of the replica or by none."""
         if self._own:
             taken, self._own = self._own[:num], self._own[num:]
             return taken

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megappo.checkpoint.contents import models_of
+from megappo.checkpoint.errors import DamagedCheckpoint
 from megappo.checkpoint.finite import non_finite_tensors
 from megappo.checkpoint.interval import expected_mtbf_hours
 from megappo.checkpoint.manifest import BEST, Manifest
@@ -279,13 +280,21 @@ class Checkpoints:
 
     # ------------------------------------------------------------------------------------------------------------- resume
 
-    def resume(self, manifest: Manifest) -> list[str]:
-        """Restore the checkpoint that `CheckpointStore.find_resumable` found; if it is not finite, the next older valid one.
+    def resume(self, manifest: Manifest, skip: Collection[int] = ()) -> list[str]:
+        """Restore the checkpoint that `CheckpointStore.find_resumable` found; if it is damaged or not finite, the next older one.
 
-        Returns the names of the extra models that it lacks, which stay as they are. NonFiniteWeights if there is no other.
+        skip: steps that were not to be taken. Returns the names of the extra models that it lacks, which stay as they are.
+        NonFiniteWeights if there is no other; ValueError if all are damaged.
         """
         skipped: list[int] = []
-        step = self._store.restore(manifest, self._held_in(manifest), self._components)
+        try:
+            step = self._store.restore(manifest, self._held_in(manifest), self._components)
+        except DamagedCheckpoint as damage:  # found by the hashes, which were made while the models were built; nothing was loaded
+            try:
+                manifest = self._store.find_resumable(self._facts, skip)
+            except ValueError as error:
+                raise type(error)(f"step-{manifest.step} is damaged ({damage}), and {error}") from error
+            step = self._store.restore(manifest, self._held_in(manifest), self._components)
         while fault := self._non_finite():
             skipped.append(step)
             warn_once(logger, "step-%d is no state to go on from (%s); trying the next older checkpoint", step, fault)

@@ -163,8 +163,9 @@ def _train(
     wrap_rollout: Callable[[RolloutEngine], RolloutEngine] | None,
 ) -> bool:
     """Run PPO in the claimed directory; returns True at the run's end, False after a stop."""
-    # A checkpoint that cannot be resumed is refused before any model is built.
-    manifest = store.find_resumable(facts, steps_to_skip()) if resume else None
+    # A checkpoint that cannot be resumed is refused before any model is built; its bytes are hashed meanwhile.
+    skip = steps_to_skip() if resume else ()
+    manifest = store.find_resumable(facts, skip, wait=False) if resume else None
     if manifest is not None:
         warn_of_changes(manifest.facts, facts, f"step-{manifest.step}")
     run_dir.begin()
@@ -208,7 +209,7 @@ def _train(
     refresh = refresh_of(config, roles, average, device)
     ppo = _build_ppo(config, data, roles, average, rollout, state, kl, log, checkpoints, factory, instruments, refresh)
     if manifest is not None:
-        absent = checkpoints.resume(manifest)
+        absent = checkpoints.resume(manifest, skip)
         resume_windows(config, state, log)
         if AVERAGE in absent:
             log.note("policy.ema: the checkpoint has no average; it starts from the policy's weights there")

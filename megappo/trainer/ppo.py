@@ -43,6 +43,7 @@ from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.ptx import DrawnTexts, draw_texts
 from megappo.trainer.refresh import ReferenceRefresh
 from megappo.trainer.report import StepRecord
+from megappo.trainer.response_lengths import ResponseLengths
 from megappo.trainer.sampler_check import average_version, compare_with_sampler, require_agreement, require_version
 from megappo.trainer.scoring import begin_rewards, score_responses
 from megappo.trainer.shaping import shape_experience
@@ -96,6 +97,7 @@ class PPO:
         self.settle, self.stopped = settle, False
         self.check_replicas, self.instruments = check_replicas, instruments
         self.windows = None if config.rollout.window_tokens is None else Windows(config, prompts, loader, state)
+        self.lengths = ResponseLengths()
         # Samples of a row and rows of a step; in windows each sample has a row of its own, as those of a prompt end apart.
         each = config.rollout.samples_per_prompt, loader.prompts_per_step
         self.samples_per_row, self.rows_per_step = each if self.windows is None else (1, self.windows.num_samples)
@@ -135,11 +137,13 @@ class PPO:
                 if samples.num_drawn and config.rollout.sleep == "all":
                     self.push_weights(self.state.step)  # they were released for the scoring of the round before
                 begin = begin_rewards(prompt_of, self.tokenizer, self.scorer, self.sampling.stop, requests)
-                responses = generate(self.rollout, requests, self.sampling, begin)
+                predicted = None if self.windows is not None else self.lengths.predict(rows, n)
+                responses = generate(self.rollout, requests, self.sampling, begin, predicted)
                 greedy = draw_greedy(self.rollout, requests, self.sampling) if config.algorithm.estimator == "remax" else None
                 self.rollout.sleep()
                 in_windows, with_kept = self.windows is not None, self.sampling.kept_width > 0
                 drawn = collect(requests, responses, with_kept=with_kept, in_windows=in_windows)
+                self.lengths.observe(rows, drawn.table)
                 require_version(drawn.table, step, config.rollout.push_every, self.rollout.name)
 
             with timers.stage("score"):  # 3

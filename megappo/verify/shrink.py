@@ -94,11 +94,12 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
 
 
 def placement_notes(config: TrainConfig) -> Iterator[str]:
-    """One line for every role that lives on ranks of its own in the run, and one on what that leaves unmeasured."""
+    """One line for every role that lives on ranks of its own in the run, one on why, and one on what that leaves unmeasured."""
     placed = {role: getattr(config, role).ranks for role in roles_in_use(config) if getattr(config, role).ranks != ALL}
     for role, ranks in placed.items():
         yield f"{role}: its layout is verified on all ranks of this small world, instead of {role}.ranks = {ranks}"
     if placed:
+        yield "a role's numbers do not depend on which ranks hold it, and all ranks of the small world take part in gathering them"
         keys = " ".join(f"{role}.ranks={ALL}" for role in placed)
         yield f"exchanges between ranks of different roles are not measured; compare trainer.steps=3 with one of {keys}"
 

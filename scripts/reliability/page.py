@@ -90,14 +90,31 @@ def sentences(figures: Figures) -> dict[str, str]:
         "in_place_s": f"{_first_step_s(figures['goodput']):.1f} s",
         "by_hand_s": f"{_first_step_s(figures['baseline']):.1f} s",
         "save_size": f"{saves['bytes'] / 1e6:.0f} MB with its optimizer",
-        "save_stall": f"{saves['stall_s'] * 1000:.1f} ms for {saves['bytes'] / 1e6:.0f} MB, "
-        f"{saves['stall_s'] / saves['sync_s']:.1%} of a save that is waited for ({saves['sync_s']:.2f} s): "
-        f"{saves['begin_s'] * 1000:.1f} ms for the snapshot (a bare copy of its tensors takes {saves['copy_s'] * 1000:.1f} ms) "
-        f"and {saves['complete_s'] * 1000:.1f} ms at the step after which it is complete",
-        "verify": f"reading {saves['bytes'] / 1e6:.0f} MB takes {saves['load_s']:.2f} s, its hashes {saves['verify_s']:.2f} s "
-        "before that, both from memory",
+        "save_stall": f"for {saves['bytes'] / 1e6:.0f} MB {_stall_times(saves['fastest'])}; beside other work, in the median, "
+        f"{_stall_times(saves['median'])}; {saves['fastest']['processor'] * 1000:.1f} ms of processor time",
+        "verify": f"{_resume_times(saves, 'page cache')}; {_resume_times(saves, 'disk')}",
         "save_machine": saves["machine"],
     }
+
+
+def _stall_times(times: Figures) -> str:
+    """The stall of a save beside one that is waited for and a bare copy."""
+    return (
+        f"{times['stall'] * 1000:.1f} ms, {times['stall'] / times['sync']:.1%} of a save that is waited for ("
+        f"{times['sync']:.2f} s, hashes and fsync included), where a bare copy takes {times['copy'] * 1000:.1f} ms"
+    )
+
+
+def _resume_times(saves: Figures, source: str) -> str:
+    """Times of building a model and loading it, by what there is of verification."""
+    alone, before, meanwhile = (
+        next(seconds for name, seconds in saves["resumes"].items() if name.strip().startswith(kind) and name.endswith(source))
+        for kind in ("build and load", "verified before", "verified meanwhile")
+    )
+    return (
+        f"from the {source} a model is built and {saves['bytes'] / 1e6:.0f} MB are loaded in {alone:.2f} s without hashes, in "
+        f"{meanwhile:.2f} s with them, which are made while it is built ({before:.2f} s if before)"
+    )
 
 
 def _kill_every(figures: Figures) -> str:

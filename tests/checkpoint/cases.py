@@ -290,6 +290,27 @@ def corruption(layouts, place):
     return results
 
 
+def verified_meanwhile(layouts, place):
+    """A flipped bit in the newest of two checkpoints, found while something else goes on: what a resume does with it."""
+    policy = Policy(layouts, place)
+    policy.save(1)
+    older = runs.engine_digest(policy.engines["policy"])
+    policy.save(2)
+    on_one_rank(lambda: flip_a_weight(place / "step-2/megatron/policy/__1_0.distcp"))
+    before = runs.engine_digest(policy.engines["policy"])
+    found = {}
+    for owner in (None, "a1b2"):
+        run = policy.at(place, owner=owner)
+        manifest = run.store.find_resumable(runs.FACTS, wait=False)
+        told = message(DamagedCheckpoint, lambda: run.store.restore(manifest, run.engines, run.components))
+        untouched = differing(before, runs.engine_digest(policy.engines["policy"]))
+        dist.barrier()
+        found[owner] = manifest.step, told, untouched, (place / "bad-step-2").is_dir()
+        dist.barrier()
+    step = run.load()
+    return {**found, "then": (step, differing(older, runs.engine_digest(policy.engines["policy"])))}
+
+
 def corruption_without_hashes(layouts, place):
     """Negative control: with sizes only, a flipped bit in a weight is loaded without a word."""
     policy = Policy(layouts, place)
@@ -629,6 +650,7 @@ CASES = {
     "read by Megatron": read_by_megatron,
     "corruption": corruption,
     "corruption without hashes": corruption_without_hashes,
+    "verified meanwhile": verified_meanwhile,
     "none valid": none_valid,
     "leftovers": leftovers,
     "I/O errors": io_errors,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -133,17 +134,18 @@ def first_of_two_fails(world: World, folder: Path) -> str:
 
 def spoil(engine: Any) -> None:
     """Its tensors cannot be read, as a disk cannot be written."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     save_state = engine.save_state
 
     def broken(**how: Any) -> Any:
         state = save_state(**how)
-        for entry in nested_values(state["model"]):  # all: which of them this rank writes depends on the placement
+        model = dict_list_map_outplace(copy.copy, state["model"])  # the engine keeps its description for the next save
+        for entry in nested_values(model):  # all: which of them this rank writes depends on the placement
             if isinstance(entry, ShardedTensor):
                 entry.data = entry.data.to("meta")
-        return state
+        return {**state, "model": model}
 
     engine.save_state = broken
 

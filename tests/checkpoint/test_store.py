@@ -73,6 +73,16 @@ def test_without_hashes_a_flipped_bit_is_loaded(world):
     assert steps == {2} and changed
 
 
+def test_damage_found_while_models_are_built_is_told_before_a_tensor_changes(world):
+    for rank in world:
+        found = rank["verified meanwhile"]
+        for owner, is_set_aside in ((None, False), ("a1b2", True)):
+            begun, told, changed, aside = found[owner]
+            assert begun == 2 and told.startswith("megatron/policy/__1_0.distcp does not match") and changed == []
+            assert aside is is_set_aside, "only the run's owner renames"
+        assert found["then"] == (1, [])
+
+
 def test_no_valid_checkpoint_is_one_line(world):
     for rank in world:
         empty, damaged = rank["none valid"]

@@ -27,6 +27,7 @@ from ..worlds import WorldError, spawn_world
 
 RANKS = 4
 SAMPLING = SamplingParams(max_tokens=16)
+PREDICTED = [float(len(str(number)) + number % 7) for number in range(57)]  # has nothing to do with the lengths
 COUNTS = (0, 1, 3, 16, 17, 57)  # four replicas of one rank run 16 requests at once, two replicas 8
 
 
@@ -93,11 +94,13 @@ class Requests(Sequence):
         return Request(number, (1, 2), seed=1000 + number)
 
 
-def run(replica: Replica, count: int, step_s: float = 0.0) -> dict[str, Any]:
+def run(replica: Replica, count: int, step_s: float = 0.0, predicted: Sequence[float] | None = None) -> dict[str, Any]:
     engine, requests, finished = CountingEngine(replica, step_s), Requests(count), []
-    responses = generate(
-        engine, requests, SAMPLING, lambda some: finished.append((engine.num_unfinished, [r.number for r in some]))
-    )
+
+    def tell(some: list[Response]) -> None:
+        finished.append((engine.num_unfinished, [response.number for response in some]))
+
+    responses = generate(engine, requests, SAMPLING, tell, predicted)
     assert engine.num_unfinished == 0 and engine.entered == 1
     everything = gather_responses(responses, count)
     return {
@@ -122,6 +125,8 @@ def in_world(rank: int) -> dict[str, Any]:
     # The second half of the ranks is slow, in the replicas of two both of them or one that waits for nobody.
     found["four, slow"] = run(replicas["four"], 57, 0.05 if rank >= 2 else 0.0)
     found["two of two, slow"] = run(replicas["two of two"], 57, 0.05 if rank == 3 else 0.0)
+    found["four, predicted"] = run(replicas["four"], 57, predicted=PREDICTED)
+    found["two of two, predicted"] = run(replicas["two of two"], 57, predicted=PREDICTED)
     alone = Replica(0, 1, None, 4)
     if rank == 0:  # the only replica takes without the store
         found["alone"] = [taken_alone(alone, count) for count in COUNTS]
@@ -176,9 +181,10 @@ def world() -> list[dict[Any, Any]]:
 
 
 CASES = [(name, count) for name in ("four", "unlimited", "two of two", "two of two, one at a time") for count in COUNTS]
+OTHERS = ("four, slow", "four, predicted", "two of two, slow", "two of two, predicted")
 
 
-@pytest.mark.parametrize("case", [*CASES, "four, slow", "two of two, slow"])
+@pytest.mark.parametrize("case", [*CASES, *OTHERS])
 def test_every_request_is_answered_once_and_alike_whoever_takes_it(world, case):
     count = case[1] if isinstance(case, tuple) else 57
     for result in world:
@@ -187,7 +193,7 @@ def test_every_request_is_answered_once_and_alike_whoever_takes_it(world, case):
     assert sorted(number for result in world for number in result[case]["mine"]) == list(range(count))
 
 
-@pytest.mark.parametrize("case", [*CASES, "four, slow", "two of two, slow"])
+@pytest.mark.parametrize("case", [*CASES, *OTHERS])
 def test_a_replica_reads_and_runs_only_what_it_answers(world, case):
     name = case[0] if isinstance(case, tuple) else case
     size = 2 if name.startswith("two") else 1
@@ -199,7 +205,7 @@ def test_a_replica_reads_and_runs_only_what_it_answers(world, case):
             assert result[case]["most"] <= (1 if name.endswith("time") else 4)
 
 
-@pytest.mark.parametrize("case", [*(case for case in CASES if case[0].startswith("two")), "two of two, slow"])
+@pytest.mark.parametrize("case", [*(case for case in CASES if case[0].startswith("two")), *OTHERS[2:]])
 def test_the_ranks_of_a_replica_submit_the_same_before_the_same_step(world, case):
     for first, second in (world[:2], world[2:]):
         assert first[case]["submitted"] == second[case]["submitted"]

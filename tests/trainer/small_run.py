@@ -32,10 +32,12 @@ NUMBERS = (
 TOLERANCE = 1e-5
 
 
-def check_same_numbers(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> None:
+def check_same_numbers(
+    ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], *, rel: float = 1e-4, absolute: float = TOLERANCE
+) -> None:
     """Assert that steps of two runs (rows of metrics.jsonl) have the same NUMBERS, but for rounding."""
     for one, other in zip(ours, theirs, strict=True):
-        assert {key: one[key] for key in NUMBERS} == pytest.approx({key: other[key] for key in NUMBERS}, rel=1e-4, abs=TOLERANCE)
+        assert {key: one[key] for key in NUMBERS} == pytest.approx({key: other[key] for key in NUMBERS}, rel=rel, abs=absolute)
 
 
 def write_small_task(folder: Path) -> None:

@@ -46,6 +46,8 @@ FEW_RUNS: dict[str, dict[str, Any]] = {
     "few colocated": {},
     "few apart": {"policy.ranks": "0", "rollout.ranks": "0", "critic.ranks": "1-3", **ALONE},
 }
+# The KL to the policy itself and the difference to the sampler are 1e-8 of numbers of order 1: rounding alone.
+ROUNDING = {"rel": 1e-5, "absolute": 2e-7}
 PAUSE_S = 3.0
 SPAN = re.compile(r"(\d+\.\d+)-(\d+\.\d+)")
 LENGTH = """
@@ -135,7 +137,10 @@ def test_placement_changes_no_number(task: tuple[Path, list], name: str) -> None
     folder, _ = task
     ours, theirs = rows(folder, name)[:STEPS], rows(folder, "colocated")
     assert len(ours) == len(theirs) == STEPS
-    check_same_numbers(ours, theirs)
+    check_same_numbers(ours, theirs, **ROUNDING)
+    other = [{**row, "critic/loss": row["critic/loss"] * 1.00003} for row in ours]
+    with pytest.raises(AssertionError):
+        check_same_numbers(other, theirs, **ROUNDING)
     for row in (ours[0], ours[2]):  # the reference is the policy, at first and after step 2
         assert abs(row["kl/per_token"]) < 1e-5 < abs(ours[1]["kl/per_token"])
     assert responses(folder, name)[:32] == responses(folder, "colocated")[:32] and len(responses(folder, name)) >= 32
@@ -147,7 +152,7 @@ def test_ranks_without_a_sample_change_no_number(task: tuple[Path, list]) -> Non
     folder, _ = task
     ours, theirs = rows(folder, "few apart"), rows(folder, "few colocated")
     assert len(ours) == len(theirs) == STEPS and ours[0]["policy/updates"] == ours[0]["critic/updates"] == 4
-    check_same_numbers(ours, theirs)
+    check_same_numbers(ours, theirs)  # other layouts too, and Adam's steps from gradients of one sample, near zero as many are
     assert responses(folder, "few apart") == responses(folder, "few colocated") != []
     assert min(row["critic/grad_norm"] for row in ours) > 1e-3
 
