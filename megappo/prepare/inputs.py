@@ -15,10 +15,10 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.sources import find_file
 from megappo.data.tokenizers import find_tokenizer
 from megappo.installed import missing_package
+from megappo.own_code import read_code
 from megappo.prepare.critic_source import check_critic_sources
 from megappo.prepare.layouts import read_archs
 from megappo.prepare.reward_model import find_reward_tokenizer
-from megappo.rewards.own import read_code
 from megappo.rewards.rules import RULES, make_rule
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
