@@ -67,13 +67,19 @@ def _check_files(config: TrainConfig, trains: bool) -> None:
     rewards = {f"evaluations.{name}.": one.reward for name, one in config.evaluations.items() if one.reward is not None}
     if trains or any(one.reward is None for one in sets.values()):
         rewards[""] = config.reward
+    if (environment := config.rollout.environment) is not None and environment.path is not None:
+        _require_code("rollout.environment.path", environment.path)
     for prefix, reward in rewards.items():
         for key, part in reward.all_parts.values():
             if part.path is not None:
-                try:
-                    read_code(part.path)
-                except ValueError as error:
-                    raise ConfigError(prefix + problem(f"{key}.path", part.path, str(error))) from None
+                _require_code(f"{prefix}{key}.path", part.path)
+
+
+def _require_code(key: str, path: str) -> None:
+    try:
+        read_code(path)
+    except ValueError as error:
+        raise ConfigError(problem(key, path, str(error))) from None
 
 
 def _check_progress(config: TrainConfig) -> None:

@@ -18,6 +18,7 @@ from megappo.config.schema import AlgorithmConfig, CorrectionConfig, DataConfig,
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.data.ragged import Ragged
+from megappo.data.token_texts import response_text
 from megappo.engine.base import PassResult, StepResult
 from megappo.parallel.shares import Shares
 from megappo.prepare.reward_parts import load_parts
@@ -30,7 +31,6 @@ from megappo.trainer.generate import answer
 from megappo.trainer.main import scorer_of
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
-from megappo.trainer.scoring import response_text
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import UpdateResult, Updates, first_epoch, mini_batches, run_updates
 from tests.rewards.samples import scorer_with, scores
