@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +25,11 @@ from megappo.data.tokenizers import load_tokenizer
 from megappo.experience.experience import Experience
 from megappo.parallel.totals import place_in_world
 from megappo.plan.run import plan_run
+from megappo.prepare.evaluate import plan_evaluation
 from megappo.rollout.turns import Compaction, Turn, TurnsRollout, keep_ends
 from megappo.rollout.types import Context, EnvironmentFault, Request, Response, RolloutEngine, SamplingParams, Segment
-from megappo.trainer import main, ppo
+from megappo.trainer import evaluate, main, ppo
+from megappo.trainer.evaluation import metrics_of
 from megappo.trainer.experience import collect
 from megappo.trainer.shaping import shape_experience
 from tests.trainer.small_run import set_keys, small_config, write_small_task
@@ -337,7 +340,20 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
             "guesses",
             **{**short, "rollout.environment": GUESSES, "algorithm": one_update, "reward": reward},
         ),
+        "evaluated": evaluated_again(rank, folder),
     }
+
+
+def evaluated_again(rank: int, folder: Path) -> dict[str, float]:
+    """Metrics of `megappo eval` on the last checkpoint of the example's run, by its configuration."""
+    config, stops = load_config(str(folder / f"guesses.{rank}.yaml"), []), main.sampling_params
+
+    def ending(*given: Any) -> SamplingParams:
+        return replace(stops(*given), stop_token_ids=tuple(ENDS))
+
+    planned = plan_evaluation(config, str(folder / "runs" / "guesses"), [], 2, "cpu")
+    with mock.patch.object(evaluate, "sampling_params", ending):
+        return metrics_of(evaluate.evaluate_checkpoint(planned))
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +450,7 @@ def test_observations_of_the_example_are_read_and_carry_no_loss(run):
             places += range(begin + at, begin + end)
             said, at, count = tokenizer.decode(ids[at:end]).strip(), end, count + 1
             if at < len(ids):
-                guess = int(said) if said.removeprefix("-").isdecimal() else None
+                guess = int(said) if re.fullmatch(r"[+-]?[0-9]+", said) else None
                 expected = tokenizer.encode("+" if guess is None or guess < answer else "-")
                 assert guess != answer and ids[at : at + len(expected)] == expected
                 observed += range(begin + at, begin + at + len(expected))
@@ -449,3 +465,11 @@ def test_observations_of_the_example_are_read_and_carry_no_loss(run):
     assert row["policy/loss"] == pytest.approx(-advantage, abs=1e-5) and row["critic/loss"] == pytest.approx(error, rel=1e-4)
     everywhere = len(places) + len(observed)
     assert row["policy/loss"] != pytest.approx(-advantage * len(places) / everywhere, abs=1e-4), "the negative control"
+
+
+def test_an_evaluation_of_a_checkpoint_plays_the_turns_of_the_runs_own(run):
+    folder, (ours, theirs) = run
+    assert ours["evaluated"] == theirs["evaluated"]
+    (row,) = [one for one in read_lines(folder / "runs" / "guesses" / "metrics.jsonl") if "eval/length" in one and one["step"] == 1]
+    names = ("eval/score", "eval/length", "eval/truncated")
+    assert {name: ours["evaluated"][name] for name in names} == pytest.approx({name: row[name] for name in names}, abs=1e-6)

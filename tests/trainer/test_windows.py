@@ -273,6 +273,8 @@ def small_recipe(config: dict[str, Any], name: str) -> dict[str, Any]:
         recipe["trainer"].pop("evaluate_with", None)
     if name == "ppo":
         changes["reference.dtype"] = "fp32"
+    if name == "turn_ppo":
+        changes |= {"rollout.environment.turn_tokens": WINDOW, "rollout.environment.args": {}}
     return set_keys(recipe, changes)
 
 
