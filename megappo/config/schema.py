@@ -98,6 +98,16 @@ class RolloutConfig(Section):
     """Stop the run if the mean |probability difference| between sampler and trainer on sampled tokens exceeds this. Steps whose
     responses are of older weights (`push_every`) are not judged."""
 
+    @property
+    def drawn_tokens(self) -> int:
+        """Most tokens of a response that a step draws."""
+        return min(self.max_response_tokens, self.window_tokens or self.max_response_tokens)
+
+    @property
+    def windows(self) -> int:
+        """Most steps that draw a response."""
+        return -(-self.max_response_tokens // self.drawn_tokens)
+
 
 # ------------------------------------------------------------------------------------------------------------------- data
 
