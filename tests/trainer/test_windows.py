@@ -274,7 +274,9 @@ def small_recipe(config: dict[str, Any], name: str) -> dict[str, Any]:
     if name == "ppo":
         changes["reference.dtype"] = "fp32"
     if name == "turn_ppo":
-        changes |= {"rollout.environment.turn_tokens": WINDOW, "rollout.environment.args": {}}
+        code = Path(__file__).parents[2] / recipe["rollout"]["environment"]["path"]
+        short = {"path": str(code), "args": {}, "turn_tokens": WINDOW}
+        changes |= {f"rollout.environment.{key}": value for key, value in short.items()}
     return set_keys(recipe, changes)
 
 
