@@ -42,7 +42,7 @@ def main(path: str, overrides: list[str]) -> None:
     factory = RoleEngines(config.model, config.run.timeouts, device)
     roles = build_roles(config, factory, total_updates={"policy": 100, "critic": 100})
     sampling = sampling_params(config.rollout, data.tokenizer)
-    rollout = rollout_of(config, data.tokenizer, roles.policy.engine, device)
+    rollout = rollout_of(config, data, roles.policy.engine, device)
     with roles.policy.engine.eval_mode():
         rollout.push_weights(0)
 

@@ -2,10 +2,10 @@
 
 A resumed run with another reference model, other adapters or another model below them, another tokenizer or other prompts would
 train towards something else without any error: refused.
-Validation data, reward models, the code and the weights of rewards change what is measured or wanted, often on purpose (a mistake
-was corrected): a warning. So is another engine, which rounds otherwise. Layouts, the ranks of roles, versions, the number of
-prompts of a step and the length of the run may change. The seed and the order are the loader's own to compare. A checkpoint of a
-megappo that did not record a fact is resumed without comparing it.
+Validation data, reward models, environments, the code and the weights of rewards change what is measured or wanted, often on
+purpose (a mistake was corrected): a warning. So is another engine, which rounds otherwise. Layouts, the ranks of roles, versions,
+the number of prompts of a step and the length of the run may change. The seed and the order are the loader's own to compare. A
+checkpoint of a megappo that did not record a fact is resumed without comparing it.
 """
 
 from __future__ import annotations
@@ -175,7 +175,19 @@ def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str)
         changed = [key for key, value in new.items() if key != "code" and old.get(key, value) != value]
         if changed:
             lines.append(f"{', '.join(f'reward.{key}' for key in changed)} changed since {name}: scores are not comparable")
-    return lines
+    return [*lines, *_changed_environment(saved, now, name)]
+
+
+def _changed_environment(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:
+    if "environment" not in saved:  # of a megappo that had none in a configuration
+        return []
+    old, new = saved["environment"], now["environment"]
+    if old is None or new is None:
+        had, has = ("none" if one is None else "one" for one in (old, new))
+        return [] if old is new else [f"rollout.environment: there was {had} until {name}, and there is {has} from here"]
+    lines = [f"the code of rollout.environment has changed since {name}"] if old["code"] != new["code"] else []
+    changed = [f"rollout.environment.{key}" for key, value in new.items() if key != "code" and old.get(key, value) != value]
+    return [*lines, *([f"{', '.join(changed)} changed since {name}: trajectories are not comparable"] if changed else [])]
 
 
 def _changed_engines(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:

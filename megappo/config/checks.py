@@ -31,7 +31,7 @@ from megappo.config.reward_checks import reward_problem
 from megappo.config.reward_sections import RewardConfig
 from megappo.config.role_checks import average_problem, freeze_problems, refresh_problem, value_bins_problem
 from megappo.config.role_sections import OptimizerConfig
-from megappo.config.rollout_checks import push_problem, push_steps_problem, window_problem
+from megappo.config.rollout_checks import environment_problem, push_problem, push_steps_problem, window_problem
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import CRITICS, SftConfig, TrainConfig
 
@@ -375,6 +375,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     vtrace_problem,
     refresh_problem,
     dynamic_sampling_problem,
+    environment_problem,
     window_problem,
     _greedy_training,
     _top_k_zero,

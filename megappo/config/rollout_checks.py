@@ -1,5 +1,5 @@
 """Rules about how a run samples: steps in which the sampler holds older weights than the policy (`rollout.push_every`), responses
-that are drawn over several steps (`rollout.window_tokens`). Imports no torch.
+that are drawn over several steps (`rollout.window_tokens`), trajectories of several turns (`rollout.environment`). No torch here.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from megappo.config.environment_sections import CompactionConfig, EnvironmentConfig
 from megappo.config.errors import problem
 from megappo.config.evaluations import DEFAULT, evaluation_sets
 from megappo.config.schema import TrainConfig
@@ -85,5 +86,73 @@ def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]
     if config.reference.refresh_above_kl is not None:
         key = "reference.refresh_above_kl"
         yield key, config.reference.refresh_above_kl, "it goes by the KL of whole responses, of which a step has some tokens"
+    if config.rollout.environment is not None:
+        section = config.rollout.environment.model_dump(mode="json", exclude_unset=True)
+        yield "rollout.environment", section, "trajectories of several turns do not go on in later steps"
     if config.rollout.stop:
         yield "rollout.stop", list(config.rollout.stop), "a string may lie across two windows, where no step sees all of it"
+
+
+def environment_problem(config: TrainConfig) -> str | None:
+    """An environment without code, limits that nothing reaches or nothing fits into, and what compacted trajectories rule out."""
+    environment, longest = config.rollout.environment, config.rollout.max_response_tokens
+    if environment is None:
+        return None
+    key = "rollout.environment"
+    if (message := _code_problem(key, environment)) is not None:
+        return message
+    if environment.turn_tokens is not None and environment.turn_tokens > longest:
+        fix = f"no turn is longer than rollout.max_response_tokens {longest}; lower it, or use null"
+        return problem(f"{key}.turn_tokens", environment.turn_tokens, fix)
+    if environment.observation_tokens is not None and environment.observation_tokens >= longest:
+        fix = (
+            f"no turn could follow: a sequence has rollout.max_response_tokens {longest} behind its prompt; lower it, or raise that"
+        )
+        return problem(f"{key}.observation_tokens", environment.observation_tokens, fix)
+    if environment.compaction is None:
+        return None
+    return _compaction_problem(f"{key}.compaction", environment.compaction, config)
+
+
+def _code_problem(key: str, environment: EnvironmentConfig) -> str | None:
+    if environment.path is None and environment.entry_point is None:
+        return f"{key}.path is missing: name a Python file, or in entry_point an installed package's environment"
+    if environment.path is not None and environment.entry_point is not None:
+        return problem(f"{key}.entry_point", environment.entry_point, "path is set too; keep one of the two")
+    if environment.path is not None and environment.function is None:
+        return problem(f"{key}.path", environment.path, "name its function in the key function")
+    if environment.entry_point is not None and environment.function is not None:
+        return problem(f"{key}.function", environment.function, "an entry point names its function; remove it, or set path")
+    return None
+
+
+def _compaction_problem(key: str, compaction: CompactionConfig, config: TrainConfig) -> str | None:
+    a, prompt, longest = config.algorithm, config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    unset = f"set {key} to null"
+    if not a.has_critic:
+        return problem("algorithm.estimator", a.estimator, f"trajectories of several sequences need gae or vtrace; or {unset}")
+    if a.dynamic_sampling.enable:
+        fix = f"its rounds do not replace trajectories of several sequences; set it to false, or {unset}"
+        return problem("algorithm.dynamic_sampling.enable", True, fix)
+    if compaction.max_tokens <= prompt:
+        fix = f"a new sequence may begin with data.max_prompt_tokens {prompt}, and would be compacted at once; use more"
+        return problem(f"{key}.max_tokens", compaction.max_tokens, fix)
+    if compaction.max_tokens >= prompt + longest:
+        limits = f"data.max_prompt_tokens {prompt} + rollout.max_response_tokens {longest}"
+        return problem(f"{key}.max_tokens", compaction.max_tokens, f"no sequence is longer than {limits}; use less, or {unset}")
+    first, last = compaction.keep_first, compaction.keep_last
+    if compaction.ask is not None:
+        for name, value in (("keep_first", first), ("keep_last", last)):
+            if value is not None:
+                return problem(
+                    f"{key}.{name}", value, "the new sequence has the prompt and the summary of ask; remove one of the two"
+                )
+        if config.rollout.stop:
+            return problem("rollout.stop", list(config.rollout.stop), f"would end summaries too; remove it, or {key}.ask")
+        return None
+    if last is None:
+        return f"{key}.keep_last is missing: name the tokens to keep, or in ask a message that asks for a summary"
+    if (first or 0) + last > prompt:
+        fix = f"with keep_first {first or 0} more than data.max_prompt_tokens {prompt}, which bounds what a sequence begins with"
+        return problem(f"{key}.keep_last", last, f"{fix}; lower one of them, or raise that")
+    return None

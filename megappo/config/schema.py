@@ -2,8 +2,9 @@
 
 The models are frozen and reject unknown keys. The text under a field is its documentation: `docs/config.md`, the JSON schema and
 `megappo config` are generated from it. Rules that involve two or more keys live in `checks.py`; reading YAML and command line
-overrides lives in `loading.py`. The sections of roles, rewards, the process and the choice of prompts are in `role_sections.py`,
-`reward_sections.py`, `run_sections.py` and `prompt_sections.py`. Imports nothing of megappo but them and the rules of a path.
+overrides lives in `loading.py`. The sections of roles, rewards, environments, the process and the choice of prompts are in
+`role_sections.py`, `reward_sections.py`, `environment_sections.py`, `run_sections.py` and `prompt_sections.py`. Imports nothing of
+megappo but them and the rules of a path.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from megappo.config.environment_sections import EnvironmentConfig
 from megappo.config.paths import ModelPath, PathText
 from megappo.config.prompt_sections import CurriculumConfig, DynamicSamplingConfig
 from megappo.config.rank_ranges import ALL, RankRanges
@@ -66,6 +68,8 @@ class RolloutConfig(Section):
     """Most tokens of a response that a step draws (T-PPO, arXiv:2506.15050). A longer response goes on in the next steps, in the
     place of a new one: the policy trains on the tokens of the step, with the value of their end as what follows, the critic on
     whole responses once they end, and only then they are scored (docs/algorithms.md). null draws whole responses."""
+    environment: EnvironmentConfig | None = None
+    """Environment that answers the policy's turns; null: a response is one turn."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training responses."""
     stop: tuple[str, ...] = ()
@@ -93,6 +97,16 @@ class RolloutConfig(Section):
     max_prob_diff: PositiveFloat = 0.01
     """Stop the run if the mean |probability difference| between sampler and trainer on sampled tokens exceeds this. Steps whose
     responses are of older weights (`push_every`) are not judged."""
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Most tokens of a response that a step draws."""
+        return min(self.max_response_tokens, self.window_tokens or self.max_response_tokens)
+
+    @property
+    def windows(self) -> int:
+        """Most steps that draw a response."""
+        return -(-self.max_response_tokens // self.drawn_tokens)
 
 
 # ------------------------------------------------------------------------------------------------------------------- data

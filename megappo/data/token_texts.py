@@ -1,4 +1,4 @@
-"""Text of every single token of a sequence, for logs and pages that show tokens one by one."""
+"""Text of sampled tokens: of a response, as rewards and environments read it, and of every single token, for logs and pages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ from megappo.data.tokenizers import Tokenizer
 # Tokens that wait for the end of a character before the whole start is decoded again. UTF-8 has at most 4 bytes, and a token at
 # least one; only decoders that look further ahead get there.
 LONGEST_WAIT = 8
+
+
+def response_text(tokens: Sequence[int], tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:
+    """The response without the end-of-sequence token, up to the first of the stop strings."""
+    ids = list(tokens)
+    if ids and ids[-1] in tokenizer.eos_ids:
+        ids.pop()
+    text = tokenizer.decode(ids)
+    ends = [end for string in stop if (end := text.find(string)) >= 0]
+    return text[: min(ends)] if ends else text
 
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:

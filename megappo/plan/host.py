@@ -97,7 +97,7 @@ class HostWork:
         self._plan, self._samples, self._longest = plan, step.samples, step.max_sequence_tokens
         self._most_kept, _ = values_read(config, "policy")
         # Ids of a token at most, on average: those of prompts have none.
-        self._kept = self._most_kept * config.rollout.max_response_tokens / self._longest
+        self._kept = self._most_kept * config.rollout.drawn_tokens / self._longest
         shares = {role: shares_of(plan.layouts[role], plan.placements[role].ranks) for role in OUTPUTS if role in plan.layouts}
         self._shares, self._trained = shares, [role for role in shares if role in trained_sections(config)]
         self._divisions = tuple(dict.fromkeys(shares.values()))
@@ -105,7 +105,7 @@ class HostWork:
         self._own = self._tokens_each(plan.world_size)
         # Without vLLM the ranks answer for the samples in turn.
         drawing = plan.replicas if plan.rollout is not None else plan.world_size
-        self._drawn, self._responses = self._tokens_each(drawing), ceil(step.samples / drawing) * config.rollout.max_response_tokens
+        self._drawn, self._responses = self._tokens_each(drawing), ceil(step.samples / drawing) * config.rollout.drawn_tokens
         self._fields = {"response_mask", "rollout_logprob", *self._existing({"kept"})}
         if config.rollout.window_tokens is not None:
             self._fields |= {"whole_mask"}

@@ -55,20 +55,26 @@ def _role_s(plan: Plan, role: str, hardware: Hardware) -> float:
     flops: float = plan.step.samples * forward
     if role in trained_sections(config):
         schedule, texts = update_schedule(config, role), text_arithmetic(config, role)
-        flops += plan.step.samples * schedule.epochs * training / schedule.part.count
+        # Responses of their longest length end once in so many steps, and critics learn from those that end.
+        often = 1 if role == "policy" else config.rollout.windows
+        flops += plan.step.samples * schedule.epochs * training / schedule.part.count / often
         if texts.count:
             flops += schedule.optimizer_steps(plan.step.samples) * texts.count * passes(texts.max_tokens)[1]
     return flops / hardware.flops_per_s(section.dtype) / len(plan.placements[role])
 
 
 def _generation_s(plan: Plan, hardware: Hardware) -> float:
-    """Of generation: its arithmetic, or the weights that each token of the longest response reads if that takes longer."""
+    """Of generation: its arithmetic, or the weights that each token of the longest response, or window, reads if that takes
+    longer."""
     config, arch = plan.config, plan.archs["policy"]
-    prompt, response = (torch.tensor([one]) for one in (config.data.max_prompt_tokens, config.rollout.max_response_tokens))
+    # Of a response that takes several steps the mean one: half of the other windows are before it, read as a prompt.
+    drawn = config.rollout.drawn_tokens
+    before = config.data.max_prompt_tokens + drawn * (config.rollout.windows - 1) // 2
+    prompt, response = (torch.tensor([one]) for one in (before, drawn))
     ranks = plan.placements["policy" if plan.rollout is None else "rollout"]
     flops = plan.step.samples * generation_flops(arch, prompt, response).total
     arithmetic = flops / hardware.flops_per_s(config.policy.dtype) / len(ranks)
     if plan.rollout is None or arch.moe is not None:  # of experts only those are read that tokens are sent to
         return arithmetic
-    reads = config.rollout.max_response_tokens * plan.rollout.weights
+    reads = drawn * plan.rollout.weights
     return max(arithmetic, reads / hardware.memory_bytes_per_s)

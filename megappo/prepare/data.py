@@ -25,6 +25,7 @@ from megappo.data.texts import TextRules, TextSet, texts_of
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.data.weights import weights_of
 from megappo.models.arch import ModelArch
+from megappo.prepare.environments import load_environment
 from megappo.prepare.evaluations import EvaluationSet, check_evaluations, load_evaluations
 from megappo.prepare.prompts import load_prompts, open_cache
 from megappo.prepare.reward_notes import reward_notes
@@ -33,6 +34,7 @@ from megappo.prepare.reward_text import ScoredTexts, load_reward_text
 from megappo.prepare.sampling_notes import sampling_notes
 from megappo.prepare.vocabularies import check_vocabularies
 from megappo.rewards.base import PreparedPart
+from megappo.rollout.environment import PreparedEnvironment
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class TextData:
 class RunData:
     """Data of a run. loader: at its start. total_steps: PPO steps. notes: on answers that rules cannot read, and labels.
     reward_parts: of the configuration, by label, as loaded. reward_text: as the reward model reads it, None without one. ptx: None
-    without `algorithm.ptx`."""
+    without `algorithm.ptx`. environment: None without `rollout.environment`."""
 
     tokenizer: Tokenizer
     train: PromptSet
@@ -58,6 +60,7 @@ class RunData:
     reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
     reward_text: RewardText | None = None
     ptx: TextData | None = None
+    environment: PreparedEnvironment | None = None
 
     @property
     def eval(self) -> PromptSet | None:
@@ -71,8 +74,8 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
     a step takes, weights that are no weights, a tokenizer with ids that the model does not have, or other ones than that of a
     critic or the reference, warm-ups longer than the run, a reward rule that can read no reference answer, reward code that cannot
-    be loaded or requires fields that records lack, a reward model whose tokenizer or template does not take the prompts, fewer
-    texts than an update takes.
+    be loaded or requires fields that records lack, an environment that cannot be loaded, a reward model whose tokenizer or template
+    does not take the prompts, fewer texts than an update takes.
     """
     reward_parts = load_parts(config.reward)
     tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
@@ -88,7 +91,8 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     notes += [*reward_notes(config.reward, reward_parts, sets, cache), *check_evaluations(evaluations, cache)]
     scored = _scored_texts(config, train, evaluations, cache)
     notes += [*sampling_notes(config, loader), *scored.notes, *cache.notes]
-    return RunData(tokenizer, train, evaluations, loader, total_steps, tuple(notes), reward_parts, scored.text, ptx)
+    environment = load_environment(config, tokenizer)
+    return RunData(tokenizer, train, evaluations, loader, total_steps, tuple(notes), reward_parts, scored.text, ptx, environment)
 
 
 def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextData | None:
@@ -140,6 +144,7 @@ class EvaluationData:
     notes: tuple[str, ...]
     reward_parts: Mapping[str, PreparedPart]
     reward_text: RewardText | None = None
+    environment: PreparedEnvironment | None = None
 
 
 def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationData:
@@ -151,7 +156,8 @@ def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationDa
     notes = reward_notes(config.reward, reward_parts, sets, cache)
     scored = _scored_texts(config, None, evaluations, cache)
     notes += [*check_evaluations(evaluations, cache), *scored.notes, *cache.notes]
-    return EvaluationData(tokenizer, evaluations, tuple(notes), reward_parts, scored.text)
+    environment = load_environment(config, tokenizer)
+    return EvaluationData(tokenizer, evaluations, tuple(notes), reward_parts, scored.text, environment)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.sources import find_file
 from megappo.data.tokenizers import find_tokenizer
 from megappo.installed import missing_package
+from megappo.own_code import read_code
 from megappo.prepare.critic_source import check_critic_sources
 from megappo.prepare.layouts import read_archs
 from megappo.prepare.reward_model import find_reward_tokenizer
-from megappo.rewards.own import read_code
 from megappo.rewards.rules import RULES, make_rule
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
@@ -67,13 +67,19 @@ def _check_files(config: TrainConfig, trains: bool) -> None:
     rewards = {f"evaluations.{name}.": one.reward for name, one in config.evaluations.items() if one.reward is not None}
     if trains or any(one.reward is None for one in sets.values()):
         rewards[""] = config.reward
+    if (environment := config.rollout.environment) is not None and environment.path is not None:
+        _require_code("rollout.environment.path", environment.path)
     for prefix, reward in rewards.items():
         for key, part in reward.all_parts.values():
             if part.path is not None:
-                try:
-                    read_code(part.path)
-                except ValueError as error:
-                    raise ConfigError(prefix + problem(f"{key}.path", part.path, str(error))) from None
+                _require_code(f"{prefix}{key}.path", part.path)
+
+
+def _require_code(key: str, path: str) -> None:
+    try:
+        read_code(path)
+    except ValueError as error:
+        raise ConfigError(problem(key, path, str(error))) from None
 
 
 def _check_progress(config: TrainConfig) -> None:

@@ -10,14 +10,25 @@ from megappo.data.loader import PromptLoader
 
 
 def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
-    """Lines on windows, dynamic sampling, weights and the curriculum; none without them."""
+    """Lines on windows, environments, dynamic sampling, weights and the curriculum; none without them."""
     dynamic, step, rollout = config.algorithm.dynamic_sampling, step_arithmetic(config), config.rollout
     if rollout.window_tokens is not None:
-        most = -(-rollout.max_response_tokens // rollout.window_tokens)
         yield (
-            f"rollout.window_tokens = {rollout.window_tokens}: a response takes up to {most} steps in one of the {step.samples:,} "
-            "places of a step, so the run visits fewer prompts than steps x places; what is unfinished at its end is dropped"
+            f"rollout.window_tokens = {rollout.window_tokens}: a response takes up to {rollout.windows} steps in one of the "
+            f"{step.samples:,} places of a step, so the run visits fewer prompts than steps x places; what is unfinished at its "
+            "end is dropped"
         )
+    if (environment := rollout.environment) is not None:
+        longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+        yield (
+            f"rollout.environment: up to {environment.max_turns} turns in a sequence of at most {longest:,} tokens, observations "
+            "included; the environment's own time is not planned"
+        )
+        if environment.compaction is not None:
+            yield (
+                f"rollout.environment.compaction: a trajectory is up to {environment.max_turns} sequences and as many samples; "
+                f"memory, optimizer steps and the learning-rate schedule are planned for one each, {step.samples:,} in a step"
+            )
     if dynamic.enable:
         yield (
             "algorithm.dynamic_sampling: a share q of prompts with equal scores costs 1 / (1 - q) times the generation and scoring "

@@ -14,7 +14,8 @@ class RewardInput:
 
     response: its text before the end-of-sequence token and the first of `rollout.stop`. record: the data record of the prompt.
     truncated: cut by the length limit. num_tokens: sampled tokens. full_response: the text with the stop string and special tokens.
-    tokens: the sampled ids.
+    tokens: the sampled ids. turns: text of each turn of the policy, as `response` is; of one turn that alone. With several turns
+    response and full_response are of all of them, and of the observations between.
     """
 
     prompt: str
@@ -26,6 +27,7 @@ class RewardInput:
     sample_id: str
     full_response: str = ""
     tokens: tuple[int, ...] = ()
+    turns: tuple[str, ...] = ()
 
 
 class UnusableAnswer(ValueError):

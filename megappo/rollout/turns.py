@@ -1,8 +1,8 @@
 """Trajectories of several turns around any rollout engine: an environment answers each turn, and contexts that grow too long are
 compacted.
 
-The environment is the user's: ids in, ids out. A compacted trajectory goes on in a new sequence, and the one before it becomes a
-`Context` of its response (`algo/chains.py` has what that means for advantages).
+The environment is the user's: ids in, ids out (`environment.py` makes one of text). A compacted trajectory goes on in a new
+sequence, and the one before it becomes a `Context` of its response (`algo/chains.py` has what that means for advantages).
 """
 
 from __future__ import annotations
@@ -10,27 +10,50 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy
 import torch.distributed as dist
 
-from megappo.rollout.types import Context, Ids, KeptIds, Replica, Request, Response, RolloutEngine, SamplingParams, Segment
+from megappo.rollout.types import (
+    Context,
+    EnvironmentFault,
+    Ids,
+    KeptIds,
+    Replica,
+    Request,
+    Response,
+    RolloutEngine,
+    SamplingParams,
+    Segment,
+)
+
+if TYPE_CHECKING:
+    from megappo.data.prompts import Prompt
 
 
-class Turn(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Turn:
     """A turn of the policy, as the environment sees it. number, group: of the request. index: of the turn, from 0. tokens: int32
-    ids that the policy sampled. context: ids before them in the sequence."""
+    ids that the policy sampled. context: ids before them in the sequence.
+
+    seed: of the trajectory, 63 bits, the same after a resume. prompt: of the data; None if the request has none. memo: the
+    trajectory's own, empty at its first turn: what the environment wants to find again at the next.
+    """
 
     number: int
     group: int
     index: int
     tokens: Ids
     context: Ids
+    seed: int = 0
+    prompt: Prompt | None = None
+    memo: dict[str, Any] = field(default_factory=dict)
 
 
 Environment = Callable[[Turn], Sequence[int] | None]
-"""Ids of the observation that follows a turn, or None: the trajectory ends."""
+"""Ids of the observation that follows a turn, or None: the trajectory ends. All turns of a trajectory are asked about on one rank.
+An `EnvironmentFault` ends it, and is raised on all ranks after the generation."""
 
 
 class Left(NamedTuple):
@@ -67,7 +90,7 @@ def keep_ends(first: int, last: int) -> Callable[[Left], list[int]]:
 @dataclass
 class _Trajectory:
     """A request and what there is of its trajectory. prompt, segments, kept: of the sequence at hand. observation: what follows the
-    summary that the policy was asked for, None if it was not asked."""
+    summary that the policy was asked for, None if it was not asked. memo, fault: of the environment, on the rank that asks it."""
 
     request: Request
     prompt: Ids
@@ -76,6 +99,8 @@ class _Trajectory:
     contexts: list[Context] = field(default_factory=list)
     turns: int = 0
     observation: Ids | None = None
+    memo: dict[str, Any] = field(default_factory=dict)
+    fault: str | None = None
 
     @property
     def ids(self) -> Ids:
@@ -166,12 +191,13 @@ class TurnsRollout:
         ended, further = [], []
         for response, observation in sorted(answered, key=lambda pair: pair[0].number):
             trajectory = self._open[response.number]
-            if self._takes(trajectory, response, observation):
+            finish = self._take(trajectory, response, observation)
+            if finish is None:
                 further.append(trajectory)
                 continue
             del self._open[response.number]
             if response.number in mine:
-                ended.append(_response(trajectory, response))
+                ended.append(_response(trajectory, finish))
         self._ask_for(further)
         return ended
 
@@ -193,12 +219,18 @@ class TurnsRollout:
         if trajectory.observation is not None or response.finish == "length" or trajectory.turns + 1 >= self._max_turns:
             return None
         request = trajectory.request
-        turn = Turn(request.number, request.group, trajectory.turns, response.tokens, trajectory.ids)
-        observation = self._environment(turn)
+        of_trajectory = request.seed, request.source, trajectory.memo
+        turn = Turn(request.number, request.group, trajectory.turns, response.tokens, trajectory.ids, *of_trajectory)
+        try:
+            observation = self._environment(turn)
+        except EnvironmentFault as fault:
+            # Raised here it would leave the other ranks in the middle of a generation.
+            trajectory.fault = str(fault)
+            return None
         return None if observation is None else numpy.asarray(observation, numpy.int32)
 
-    def _takes(self, trajectory: _Trajectory, response: Response, observation: Ids | None) -> bool:
-        """Add a turn and what follows it; false if the trajectory ends with it."""
+    def _take(self, trajectory: _Trajectory, response: Response, observation: Ids | None) -> Literal["stop", "length"] | None:
+        """Add a turn and what follows it; how the trajectory ends if it ends with it."""
         trajectory.segments += response.segments
         if response.kept is not None:
             trajectory.kept.append(response.kept)
@@ -206,10 +238,10 @@ class TurnsRollout:
         if trajectory.observation is not None:  # the turn is the summary, cut or not
             self._compact(trajectory, response.tokens, trajectory.observation)
             trajectory.observation = None
-            return True
+            return None
         trajectory.turns += 1
         if observation is None:
-            return False
+            return response.finish
         compaction = self._compaction
         if compaction is not None and len(trajectory.ids) + len(observation) > compaction.max_tokens:
             if not compaction.ask:
@@ -220,9 +252,9 @@ class TurnsRollout:
         else:
             trajectory.give(observation, version)
         if self._room(trajectory) > 0:
-            return True
+            return None
         del trajectory.segments[-1]  # an observation that nothing can follow
-        return False
+        return "length"
 
     def _compact(self, trajectory: _Trajectory, summary: Ids, observation: Ids) -> None:
         assert self._compaction is not None
@@ -250,12 +282,13 @@ class TurnsRollout:
             self._engine.submit(requests, self._sampling)
 
 
-def _response(trajectory: _Trajectory, last: Response) -> Response:
+def _response(trajectory: _Trajectory, finish: Literal["stop", "length"]) -> Response:
     return Response(
         trajectory.request.number,
         tuple(trajectory.segments),
-        last.finish,
+        finish,
         trajectory.all_kept,
         contexts=tuple(trajectory.contexts),
         prompt=trajectory.prompt if trajectory.contexts else None,
+        fault=trajectory.fault,
     )

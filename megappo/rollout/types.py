@@ -8,14 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from megappo.data.prompts import Prompt
+
 Ids = NDArray[numpy.int32]
 Logprobs = NDArray[numpy.float32]
+
+
+class EnvironmentFault(RuntimeError):
+    """An environment failed. The message names it, the sample and the turn; the trainer stops all ranks."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,8 @@ class Request:
     reproducible on any replica and in any batch. group: the same for all requests of one prompt; -1 of a request without one.
 
     before: segments of the response that earlier requests drew; it goes on after them. max_tokens: most tokens to draw, None: those
-    of the sampling settings. goes_on: a response that they cut is drawn further by a later request.
+    of the sampling settings. goes_on: a response that they cut is drawn further by a later request. source: of the ids, for an
+    environment; None if they are of no record.
     """
 
     number: int
@@ -69,6 +77,7 @@ class Request:
     before: tuple[Segment, ...] = ()
     max_tokens: int | None = None
     goes_on: bool = False
+    source: Prompt | None = None
 
     @property
     def tokens(self) -> Ids:
@@ -139,7 +148,8 @@ class Response:
     ids that the sampled tokens were drawn from, if `SamplingParams.record_kept` is set and top-k or top-p cut the vocabulary.
 
     contexts: sequences of the same trajectory before this one, in their order; the trajectory is scored by this one. prompt: ids
-    that this one begins with, the compacted context; None: those of the request.
+    that this one begins with, the compacted context; None: those of the request. fault: of the environment, which ended the
+    trajectory; it is raised on all ranks where the experience is collected.
     """
 
     number: int
@@ -148,6 +158,7 @@ class Response:
     kept: KeptIds | None = None
     contexts: tuple[Context, ...] = ()
     prompt: Ids | None = None
+    fault: str | None = None
 
     @property
     def tokens(self) -> Ids:

@@ -32,6 +32,7 @@ from megappo.resilience.faults import Unrecoverable
 from megappo.resilience.sections import CHECKPOINT, Sections
 from megappo.resilience.signals import StopRequest
 from megappo.rewards.compose import RewardError
+from megappo.rollout.types import EnvironmentFault
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.best import BestCheckpoint
@@ -46,7 +47,7 @@ MAX_FAILED_SAVES = 3
 """Failed saves in a row that end a run: what it computes then would be lost anyway."""
 SAVE_S = "save_s"
 """Fact of a checkpoint: seconds that a save of its run held training, 0 if it is the first."""
-RAISED_BY_ALL = (RewardError, NonFiniteOutput, SamplerMismatch)
+RAISED_BY_ALL = (RewardError, EnvironmentFault, NonFiniteOutput, SamplerMismatch)
 """Errors of a step that every rank raises at the same place, so that the ranks can still save together."""
 
 

@@ -47,7 +47,7 @@ def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = Rol
     torch.manual_seed(config.run.seed)
     require_surroundings(config, data, resume=False)
     policy, score_model = _load_models(planned, engines, device)
-    rollout = rollout_of(config, data.tokenizer, policy, device)
+    rollout = rollout_of(config, data, policy, device)
     evaluators = _evaluators(planned, score_model)
     with input_accepted():
         with policy.eval_mode():

@@ -20,8 +20,9 @@ from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.data.ragged import Ragged
 from megappo.experience.experience import Experience
-from megappo.parallel.totals import total
-from megappo.rollout.types import KeptIds, Request, Response
+from megappo.parallel.consensus import raise_together
+from megappo.parallel.totals import place_in_world, total
+from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response
 
 
 def sample_seed(run_seed: int, step: int, sample: int) -> int:
@@ -37,12 +38,12 @@ def _seed_of(text: str) -> int:
 class SampleRequests(Sequence[Request]):
     """Requests of a batch, made when they are looked at: those of the samples of one prompt next to each other.
 
-    tokens_of: ids of prompt 0..num_prompts-1. seed_of: seed of sample 0..num_prompts*samples_per_prompt-1.
+    prompt_of: prompt 0..num_prompts-1, or its ids alone. seed_of: seed of sample 0..num_prompts*samples_per_prompt-1.
     """
 
     num_prompts: int
     samples_per_prompt: int
-    tokens_of: Callable[[int], Sequence[int]]
+    prompt_of: Callable[[int], Prompt | Sequence[int]]
     seed_of: Callable[[int], int]
 
     def __len__(self) -> int:
@@ -52,7 +53,9 @@ class SampleRequests(Sequence[Request]):
         if not 0 <= number < len(self):
             raise IndexError(number)
         place = number // self.samples_per_prompt
-        return Request(number, numpy.asarray(self.tokens_of(place), numpy.int32), self.seed_of(number), group=place)
+        prompt = self.prompt_of(place)
+        tokens, source = (prompt.tokens, prompt) if isinstance(prompt, Prompt) else (prompt, None)
+        return Request(number, numpy.asarray(tokens, numpy.int32), self.seed_of(number), group=place, source=source)
 
 
 def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run_seed: int, step: int) -> SampleRequests:
@@ -65,7 +68,7 @@ def requests_of_step(
 ) -> SampleRequests:
     """`n` requests for each of the prompts in these rows. num_before: samples that the step drew in earlier rounds."""
     return SampleRequests(
-        len(rows), n, lambda place: prompts[rows[place]].tokens, lambda number: sample_seed(run_seed, step, num_before + number)
+        len(rows), n, lambda place: prompts[rows[place]], lambda number: sample_seed(run_seed, step, num_before + number)
     )
 
 
@@ -80,7 +83,7 @@ def evaluation_requests(prompts: Sequence[Prompt], n: int, run_seed: int, name: 
         place, sample = divmod(number, n)
         return _seed_of(f"eval/{run_seed}/{name}/{prompts[place].id.rpartition('#')[2]}/{sample}")
 
-    return SampleRequests(len(prompts), n, lambda place: prompts[place].tokens, seed_of)
+    return SampleRequests(len(prompts), n, prompts.__getitem__, seed_of)
 
 
 def prompt_of_sample(prompts: Sequence[Prompt], rows: Sequence[int], n: int, sample: int) -> Prompt:
@@ -95,7 +98,7 @@ def collect(
 
     requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_kept,
     in_windows: as in `pack_experience`. The last sequence of a trajectory has the number of its request; those before it, of all
-    trajectories in their order, have the numbers from len(requests) on.
+    trajectories in their order, have the numbers from len(requests) on. EnvironmentFault on all ranks if an environment failed.
     """
     asked, responses, previous, num_samples = _sequences(requests, responses)
     numbers = [response.number for response in responses]
@@ -110,10 +113,16 @@ def collect(
 def _sequences(requests: Sequence[Request], responses: Sequence[Response]) -> tuple[list[Request], list[Response], Tensor, int]:
     """Every sequence of this rank as a request and its response, by number; the sequence that each goes on from [M]; the number of
     sequences of all ranks. Collective over the world."""
-    counts = torch.zeros(len(requests), dtype=torch.long)
+    faults = [response.fault for response in responses if response.fault is not None]
+    counts = torch.zeros(len(requests) + 1, dtype=torch.long)  # the last one of faults
     for response in responses:
         counts[response.number] = len(response.contexts)
+    counts[-1] = len(faults)
     counts = total(counts)
+    if int(counts[-1]):
+        fault = EnvironmentFault(f"rank {place_in_world()[0]}: {faults[0]}") if faults else None
+        raise_together(fault, EnvironmentFault)
+    counts = counts[:-1]
     firsts = len(requests) + counts.cumsum(0) - counts
     found: list[tuple[Request, Response, int]] = []
     for response in responses:

@@ -12,6 +12,7 @@ from megappo.config.role_sections import ModelConfig, RoleConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.data.prompts import PromptFormat, encode_question
+from megappo.data.token_texts import response_text
 from megappo.data.tokenizers import load_tokenizer
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineSpec
@@ -22,7 +23,6 @@ from megappo.rollout.build import build_rollout
 from megappo.rollout.generation import generate
 from megappo.rollout.types import SamplingParams
 from megappo.trainer.experience import make_requests
-from megappo.trainer.scoring import response_text
 
 
 def answer(

@@ -35,7 +35,7 @@ from megappo.parallel.placement import placement_of
 from megappo.platform.device import select_device, start_distributed
 from megappo.platform.permissions import apply_permissions
 from megappo.prepare.critic_source import critic_source
-from megappo.prepare.data import RunData
+from megappo.prepare.data import EvaluationData, RunData
 from megappo.prepare.evaluations import EvaluationSet
 from megappo.prepare.remote_run import fetch, find_copies
 from megappo.prepare.reward_routes import recipe_of
@@ -49,6 +49,7 @@ from megappo.rewards.base import PreparedPart
 from megappo.rewards.compose import Composition
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.build import PolicyPlace, build_rollout
+from megappo.rollout.environment import with_environment
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.progress import columns_without_critic
@@ -87,7 +88,7 @@ def train(
     """Run PPO on this rank of the world. `config` and `data` have been checked by `plan.run.plan_run`.
 
     engines: builds the models of all roles. wrap_rollout: what samples, around the rollout engine of the configuration, on every
-    rank: `rollout.turns.TurnsRollout` for trajectories of several turns. Returns True if the run reached its end, False if a rank
+    rank, as `rollout.environment` has `rollout.turns.TurnsRollout` there. Returns True if the run reached its end, False if a rank
     was asked to `stop`: it can be resumed then. `ended.json` says so either way. An existing world is used and left to the caller;
     otherwise the launcher's is joined and left again.
     """
@@ -183,7 +184,7 @@ def _train(
     select_kernels(config.kernels, device, log, host_ops=HOST_OPS)
     roles = build_roles(config, factory, updates_of_run(config, data.total_steps))
     average = average_of(config.policy.ema, roles.engines.get("policy"))
-    rollout = rollout_of(config, data.tokenizer, roles.engines.get("policy"), device)
+    rollout = rollout_of(config, data, roles.engines.get("policy"), device)
     if wrap_rollout is not None:
         rollout = wrap_rollout(rollout)
     state, kl = TrainerState(), kl_controller(config.algorithm.kl)
@@ -318,16 +319,17 @@ def _build_ppo(
     )
 
 
-def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine | None, device: torch.device) -> RolloutEngine:
-    """The rollout engine of a run, connected to the policy's engine. Collective over the world; errors as `build_rollout`.
+def rollout_of(config: TrainConfig, data: RunData | EvaluationData, policy: Engine | None, device: torch.device) -> RolloutEngine:
+    """The rollout engine of a run, connected to the policy's engine, in its environment if it has one. Collective over the world;
+    errors as `build_rollout`.
 
     policy: None on ranks that it does not live on.
     """
-    return build_rollout(
+    engine = build_rollout(
         config.rollout,
         policy,
         model=config.policy.model,
-        tokenizer=tokenizer,
+        tokenizer=data.tokenizer,
         max_sequence_tokens=longest_sequence_tokens(config),
         policy_dtype=config.policy.dtype,
         logits_dtype=config.policy.logits_dtype,
@@ -337,6 +339,7 @@ def rollout_of(config: TrainConfig, tokenizer: Tokenizer, policy: Engine | None,
         place=_place_of_policy(config),
         lora=config.policy.lora,
     )
+    return engine if data.environment is None else with_environment(engine, data.environment, config, data.tokenizer)
 
 
 def _extra_models(config: TrainConfig, roles: Roles, average: PolicyAverage | None) -> dict[str, PlacedModel | None]:

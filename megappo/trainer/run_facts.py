@@ -52,6 +52,7 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
             **_recipe_facts(config.reward),
             "code": _code_facts(data),
         },
+        "environment": _environment_facts(data),
         "commits": {role: commit for role, path in in_use.items() if (commit := commit_of(path)) is not None},
         "layouts": {name: section.parallel.model_dump() for name, section in role_sections(config).items()},
         "engines": {name: getattr(config, name).engine for name in roles_in_use(config)},
@@ -89,6 +90,14 @@ def _part_facts(part: RewardPart) -> dict[str, Any]:
 def _code_facts(data: RunData) -> dict[str, str | None]:
     """Name of a part -> SHA-256 of its source file; None if it has none."""
     return {name: part.sha256 for name, part in data.reward_parts.items()}
+
+
+def _environment_facts(data: RunData) -> dict[str, Any] | None:
+    """Settings of the environment without the place of its file, which may move, and the SHA-256 of its code; None without."""
+    if data.environment is None:
+        return None
+    settings = data.environment.settings.model_dump(mode="json", exclude={"path"})
+    return {**settings, "code": data.environment.function.sha256}
 
 
 def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
@@ -129,7 +138,7 @@ def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
 
 
 def require_equal_data(facts: Mapping[str, Any]) -> None:
-    """ValueError on all ranks if one reads other data, models of the hub or reward code than rank 0. Collective.
+    """ValueError on all ranks if one reads other data, models of the hub or code of the user than rank 0. Collective.
 
     They are copies on the disks of the nodes then.
     """
@@ -146,6 +155,13 @@ def require_equal_data(facts: Mapping[str, Any]) -> None:
         if other := [name for name, sha256 in code.items() if sha256 != everyone[0][name]]:
             raise ValueError(
                 f"reward.parts: rank {rank} has another code of {other[0]} than rank 0; "
+                "put one copy on a file system that all nodes share, and install the same packages on all nodes"
+            )
+    dist.all_gather_object(everyone, facts["environment"])
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"rollout.environment: rank {rank} has another code of it than rank 0; "
                 "put one copy on a file system that all nodes share, and install the same packages on all nodes"
             )
     dist.all_gather_object(everyone, facts["data"])

@@ -9,11 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
 
 from megappo.data.prompts import Prompt
+from megappo.data.token_texts import response_text
 from megappo.data.tokenizers import Tokenizer
 from megappo.experience.experience import Experience
 from megappo.experience.parcels import to_owners
@@ -176,12 +179,14 @@ class ScoringProgress:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of this rank. tokens: ids of its response so far. num_sampled: those of them that the policy sampled."""
+    """A sample of this rank. tokens: ids of its response so far. num_sampled: those of them that the policy sampled. turns: its
+    runs of sampled ids, between observations."""
 
     number: int
     tokens: list[int]
     num_sampled: int
     truncated: bool
+    turns: list[list[int]]
 
 
 def samples_of(experience: Experience) -> Iterator[Sample]:
@@ -190,34 +195,47 @@ def samples_of(experience: Experience) -> Iterator[Sample]:
     rows = experience.table.rows(numbers)
     starts, ends = batch.cu_seqlens[:-1] + rows.prompt - rows.earlier, batch.cu_seqlens[1:]
     columns = (numbers, starts, ends, rows.response, rows.truncated)
+    mask = batch["whole_mask" if "whole_mask" in batch else "response_mask"]
     for number, start, end, num_sampled, truncated in zip(*(column.tolist() for column in columns)):
-        yield Sample(number, batch.tokens[start:end].tolist(), num_sampled, bool(truncated))
+        tokens = batch.tokens[start:end].tolist()
+        yield Sample(number, tokens, num_sampled, bool(truncated), _turns(tokens, mask[start:end].tolist()))
 
 
 def _sample_of(response: Response) -> Sample:
     """As `samples_of` has it later."""
-    return Sample(response.number, response.tokens.tolist(), response.num_sampled, response.finish == "length")
+    tokens = response.tokens.tolist()
+    turns = _turns(tokens, response.sampled.tolist())
+    return Sample(response.number, tokens, response.num_sampled, response.finish == "length", turns)
 
 
-def response_text(tokens: Sequence[int], tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:
-    """The response without the end-of-sequence token, up to the first of the stop strings."""
-    ids = list(tokens)
-    if ids and ids[-1] in tokenizer.eos_ids:
-        ids.pop()
-    text = tokenizer.decode(ids)
-    ends = [end for string in stop if (end := text.find(string)) >= 0]
-    return text[: min(ends)] if ends else text
+def _turns(tokens: list[int], sampled: list[bool]) -> list[list[int]]:
+    if all(sampled):
+        return [tokens]
+    runs = groupby(zip(tokens, sampled, strict=True), key=itemgetter(1))
+    return [[token for token, _ in run] for is_sampled, run in runs if is_sampled]
 
 
 def _reward_input(sample: Sample, prompt: Prompt, tokenizer: Tokenizer, stop: Sequence[str]) -> RewardInput:
+    turns = tuple(response_text(turn, tokenizer, stop) for turn in sample.turns)
+    is_one = len(sample.turns) == 1 and len(sample.turns[0]) == len(sample.tokens)
     return RewardInput(
         prompt=prompt.text,
-        response=response_text(sample.tokens, tokenizer, stop),
+        response=turns[0] if is_one else _text_of_turns(sample, tokenizer, turns),
         answer=prompt.answer,
         truncated=sample.truncated,
         num_tokens=sample.num_sampled,
         record=prompt.record,
         sample_id=f"{prompt.id} (sample {sample.number})",
         full_response=tokenizer.decode_all(sample.tokens),
-        tokens=tuple(sample.tokens),
+        tokens=tuple(token for turn in sample.turns for token in turn),
+        turns=turns,
     )
+
+
+def _text_of_turns(sample: Sample, tokenizer: Tokenizer, turns: Sequence[str]) -> str:
+    """Text of turns and observations. Stop strings end turns: those of earlier ones stay, and the last is cut as it is alone."""
+    text = response_text(sample.tokens, tokenizer)
+    if not sample.turns:
+        return text
+    whole = response_text(sample.turns[-1], tokenizer)
+    return text[: len(text) - (len(whole) - len(turns[-1]))]

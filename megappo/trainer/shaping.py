@@ -33,6 +33,7 @@ from megappo.trainer.token_scans import (
     gae_over_windows,
     value_after,
     vtrace_over_tokens,
+    whole_responses,
 )
 
 # Ops of stage 5, which run where the experience is: on the host.
@@ -115,11 +116,10 @@ def _with_critic(
 ) -> tuple[PackedBatch, dict[str, float]]:
     """(the batch of `shape_advantages`, figures of the estimator)."""
     mask, by_turns, metrics = batch["response_mask"], algorithm.gae_level == "turn", {}
-    in_windows = "whole_mask" in batch
-    whole = batch["whole_mask"] if in_windows else mask
+    responses = whole_responses(batch)
+    whole, in_windows = responses["response_mask"], responses is not batch
     steps = turn_starts(mask, batch.cu_seqlens) if by_turns else whole
-    of_responses = batch.with_fields({"response_mask": whole})
-    rewards, discount = Rewards.of(of_responses, score, kl_coef, algorithm, per_token), _discount(batch, steps, algorithm)
+    rewards, discount = Rewards.of(responses, score, kl_coef, algorithm, per_token), _discount(batch, steps, algorithm)
     ratio = None
     if algorithm.estimator == "vtrace":
         ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, "token")

@@ -67,6 +67,12 @@ class Rewards:
         return Scanned(*token_advantages(*given, **discount._asdict(), **self.kl, token_reward=self.of_tokens, **of_steps))
 
 
+def whole_responses(batch: PackedBatch) -> PackedBatch:
+    """The batch with the mask of all sampled tokens of its responses, those of earlier steps among them: rewards and returns are of
+    them. The batch itself where a step draws whole responses."""
+    return batch.with_fields({"response_mask": batch["whole_mask"]}) if "whole_mask" in batch else batch
+
+
 def gae_over_tokens(batch: PackedBatch, rewards: Rewards, value: Tensor, bootstrap: Tensor | None, discount: Discount) -> Scanned:
     """GAE of values [T]. bootstrap: [B] value after the last sampled token, None means 0."""
     return rewards.scan(batch, value, bootstrap, discount)
@@ -83,8 +89,7 @@ def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstr
 def gae_over_windows(batch: PackedBatch, rewards: Rewards, bootstrap: Tensor | None, discount: Discount) -> Scanned:
     """GAE of responses that are sampled over several steps: advantages at the tokens of this step, rewards and returns at those of
     the whole response. An advantage reads what follows its token, so that it is that of a scan over the step's tokens alone."""
-    whole = batch.with_fields({"response_mask": batch["whole_mask"]})
-    scanned = rewards.scan(whole, batch["value"], bootstrap, discount)
+    scanned = rewards.scan(whole_responses(batch), batch["value"], bootstrap, discount)
     advantage = torch.where(batch["response_mask"], scanned.advantage, 0.0)
     return Scanned(scanned.reward, advantage, scanned.returns, whitening_moments(advantage, batch["response_mask"]))
 

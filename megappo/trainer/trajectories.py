@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megappo.data.prompts import Prompt
-from megappo.data.token_texts import special_ids, token_texts
+from megappo.data.token_texts import response_text, special_ids, token_texts
 from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.report import StepRecord
-from megappo.trainer.scoring import response_text
 from megappo.trajectories.fields import FORMAT, TOKEN_FIELDS, rounded
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from megappo.config.batch import (
     TextArithmetic,
@@ -22,7 +23,7 @@ from megappo.config.batch import (
 )
 from megappo.config.layout_checks import trained_sections, value_head_of
 from megappo.config.role_sections import AnyCriticConfig, FrozenConfig, PolicyConfig
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import CRITICS, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
 from megappo.parallel.layout import ParallelLayout
@@ -38,16 +39,32 @@ Trained = PolicyConfig | AnyCriticConfig
 Settings = Trained | FrozenConfig
 
 
+class Shape(NamedTuple):
+    """Sequences of a pass: their number, and the mean tokens of each."""
+
+    samples: int
+    prompt_tokens: float
+    response_tokens: float
+
+
 @dataclass(frozen=True)
 class Workload:
     """Size of a PPO step. schedules: of the roles that train. Tokens are means of a sequence; if unknown, the longest allowed.
-    texts: in each update of the policy, all of the longest length."""
+    texts: in each update of the policy, all of the longest length.
+
+    windows: steps that a response takes under `rollout.window_tokens`, whose places hold responses in any of their windows alike.
+    Then response_tokens is what a step draws, prompt_tokens what stands before it, and `whole` is of the responses that end, from
+    which critics learn. decoded: tokens that the sampler draws one after the other; a window's are as many for nearly all.
+    """
 
     samples: int
     schedules: Mapping[str, UpdateSchedule]
     prompt_tokens: float
     response_tokens: float
     texts: TextArithmetic = TextArithmetic()
+    windows: int = 1
+    whole: tuple[float, float] | None = None
+    decoded: float | None = None
 
     @property
     def length(self) -> float:
@@ -57,10 +74,28 @@ class Workload:
         """Samples of one update, or of one pass of a trial for a frozen role: as many as of the first that trains."""
         return self.schedules.get(role, next(iter(self.schedules.values()))).mini_batch_size
 
+    @property
+    def decoded_tokens(self) -> float:
+        """Tokens that the sampler draws one after the other for the responses of a step."""
+        return self.response_tokens if self.decoded is None else self.decoded
+
+    def update(self, role: str) -> Shape:
+        """Samples of one update, without texts: of a critic those that end in the step."""
+        size = min(self.samples, self.mini_batch(role))
+        if self.whole is None or role not in CRITICS:
+            return Shape(size, self.prompt_tokens, self.response_tokens)
+        return Shape(max(1, round(size / self.windows)), *self.whole)
+
     def sequences_of_update(self, role: str) -> int:
-        """Samples of one update, and as many sequences of their mean length as have the tokens of its texts."""
-        texts = self.texts if role == "policy" else TextArithmetic()
-        return self.mini_batch(role) + ceil(texts.count * texts.max_tokens / self.length)
+        """Samples of one update and its texts, as sequences of the mean length that have as many tokens."""
+        texts, own = self.texts if role == "policy" else TextArithmetic(), self.update(role)
+        tokens = own.samples * (own.prompt_tokens + own.response_tokens) + texts.count * texts.max_tokens
+        return ceil(tokens / self.length - 1e-9)
+
+    def passes(self, role: str) -> float:
+        """Passes over `update` that have the tokens of one over all samples, at least one."""
+        own = self.update(role)
+        return max(1.0, self.samples * self.length / (own.samples * (own.prompt_tokens + own.response_tokens)))
 
     def updates(self, role: str) -> int:
         """Optimizer steps of a role that trains."""
@@ -69,13 +104,23 @@ class Workload:
 
 def workload_of(config: TrainConfig, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
     """Workload of a configuration; the means are those given, or the longest."""
-    step = step_arithmetic(config)
-    return Workload(
+    step, window = step_arithmetic(config), config.rollout.window_tokens
+    prompt = float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens)
+    response = float(config.rollout.max_response_tokens if response_tokens is None else response_tokens)
+    plain = Workload(
         step.samples,
         {role: update_schedule(config, role) for role in trained_sections(config)},
-        float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens),
-        float(config.rollout.max_response_tokens if response_tokens is None else response_tokens),
+        prompt,
+        response,
         text_arithmetic(config, "policy"),
+    )
+    if window is None or response <= window:
+        return plain
+    windows = ceil(response / window)
+    # Window j of `windows` has j - 1 full ones before it, j being each number equally often.
+    before, drawn = prompt + window * (windows - 1) / 2, response / windows
+    return replace(
+        plain, prompt_tokens=before, response_tokens=drawn, windows=windows, whole=(prompt, response), decoded=float(window)
     )
 
 

@@ -2,7 +2,7 @@
 
 Decoding is bound by memory: every token of a batch reads the weights once and its own KV cache (Pope et al. 2022, "Efficiently
 scaling transformer inference", section 2). Not counted: sampling, scheduling beyond a fixed time per token, imbalance of response
-lengths, reuse of prefixes.
+lengths, reuse of prefixes. Of responses that go on (`rollout.window_tokens`) what earlier steps drew is read again as a prompt.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def vllm_cost(
     # Of a prompt only the last token needs logits.
     prefill = (prompt * (layer_flops + attention) + samples * head_flops) / rate
     prefill += 2 * arch.num_layers * links.all_reduce_s(group, prompt * arch.hidden_size * itemsize)
-    return GenerationCost(prefill, waves * workload.response_tokens * token_s, at_once, waves)
+    return GenerationCost(prefill, waves * workload.decoded_tokens * token_s, at_once, waves)
 
 
 def _share_of_weights(arch: ModelArch, batch: int) -> float:
@@ -101,7 +101,7 @@ def megatron_s(
     # The mean prefix has half of the response.
     prefix = replace(workload, response_tokens=workload.response_tokens / 2)
     one = role_cost("policy", arch, layout, policy, prefix, hardware, counts).phases["forward"]  # weights stay on the device
-    return workload.response_tokens * one
+    return workload.decoded_tokens * one
 
 
 def push_s(

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import megappo
+from megappo.config.batch import text_arithmetic
 from megappo.config.errors import ConfigError, problem
 from megappo.launch.script import Job
 from megappo.telemetry.tables import figures, table
@@ -107,15 +108,15 @@ def measure(search: Search, choice: Choice, most: int, job: Job | None = None) -
 
 def trial_of(search: Search, one: Candidate) -> Trial:
     """Trial of a candidate: one update of one mini-batch, of sequences of the mean length."""
-    workload = search.workload
+    shape = search.workload.update(one.role)
     run = search.config.run.model_copy(update={"device": search.machine.device})
     return Trial(
         config=search.config.model_copy(update={one.role: one.settings, "run": run}),
         role=one.role,
         label=f"{one.role} {name_of(one)}",
-        samples=min(workload.samples, workload.mini_batch(one.role)),
-        prompt_tokens=max(1, round(workload.prompt_tokens)),
-        response_tokens=max(1, round(workload.response_tokens)),
+        samples=shape.samples,
+        prompt_tokens=max(1, round(shape.prompt_tokens)),
+        response_tokens=max(1, round(shape.response_tokens)),
     )
 
 
@@ -129,6 +130,7 @@ def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
         "implementation": search.implementation(one.role),
         "kernels": trial.config.kernels,
         "batch": [trial.samples, trial.prompt_tokens, trial.response_tokens],
+        "texts": list(text_arithmetic(trial.config, one.role)),
         "world": machine.world_size,
         "ranks of a node": machine.hardware.gpus_per_node,
         "machine": _machine_name(search, job),
@@ -165,7 +167,7 @@ def _make_folder(folder: Path, output_dir: str) -> None:
 
 def predicted_s(one: Candidate, workload: Workload) -> float:
     """Predicted seconds of a trial, without its start. With offload it also times a phase of one update."""
-    phases, passes = one.cost.phases, max(1.0, workload.samples / workload.mini_batch(one.role))
+    phases, passes = one.cost.phases, workload.passes(one.role)
     trips = one.cost.parts.get("offload", 0.0)
     times = 2 if one.cost.is_trained and trips else 1
     update_s = phases["update"] / workload.updates(one.role) if one.cost.is_trained else 0.0
@@ -208,7 +210,7 @@ def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried
 def phases_of(measured: Measured, role: str, workload: Workload) -> dict[str, float]:
     """Seconds of `role` in a whole step: `forward` with one pass over all samples, and `update` with its updates. Each phase moves
     offloaded parts once."""
-    passes = max(1.0, workload.samples / workload.mini_batch(role))
+    passes = workload.passes(role)
     phases = {"forward": (measured.forward_s - measured.load_s) * passes + measured.load_s}
     if measured.update_s is None:
         return phases

@@ -42,7 +42,16 @@ def _assumptions(workload: Workload, machine: Machine) -> list[str]:
         f"{figures(hardware.usable_bytes / GIB)} GiB each, matrix products at {hardware.matmul_share:.0%} of the peak",
         f"a step: {workload.samples:,} samples of {workload.prompt_tokens:,.0f} + {workload.response_tokens:,.0f} tokens, "
         + _updates(workload),
+        *([_windows(workload)] if workload.windows > 1 else []),
     ]
+
+
+def _windows(workload: Workload) -> str:
+    assert workload.whole is not None
+    return (
+        f"a response takes {workload.windows} steps: what earlier ones drew counts as its prompt, and critics learn from the "
+        f"{1 / workload.windows:.0%} of responses that end, {workload.whole[0]:,.0f} + {workload.whole[1]:,.0f} tokens each"
+    )
 
 
 def _updates(workload: Workload) -> str:

@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megappo.algo.aggregation import loss_count, token_weights, tokens_per_sequence
+from megappo.config.batch import text_arithmetic
 from megappo.config.role_sections import TrainableConfig
 from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.schema import CRITICS
 from megappo.data.packing import PackedBatch, pack
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
@@ -26,8 +28,10 @@ from megappo.launch.world import is_rank
 from megappo.platform.device import select_device, start_alone, start_distributed
 from megappo.telemetry.timers import wait_for_device
 from megappo.trainer.build_roles import Role, build_role
+from megappo.trainer.critics import BONUS, fields_of
 from megappo.trainer.kernel_selection import choose_kernels
-from megappo.trainer.roles import Critic, Policy, RewardModel
+from megappo.trainer.ptx import with_texts
+from megappo.trainer.roles import NLL_WEIGHT, Critic, Policy, RewardModel
 from megappo.tune.trials import RUNNING, Measured, Trial, moves, read_trial, world_folder, write_outcome
 
 # A trial generates, scores and saves nothing: its ranks are never far apart, and a hang costs the job's other trials their time.
@@ -124,8 +128,12 @@ class _Passes:
         mode, max_tokens = config.algorithm.loss_aggregation, config.rollout.max_response_tokens
         weights = token_weights(mode, self.batch["response_mask"], self.batch.cu_seqlens, max_tokens)
         sampled = tokens_per_sequence(whole["response_mask"], whole.cu_seqlens)
-        self._mini = self.batch.with_fields({"weight": weights.weight})
         self._count = max(loss_count(mode, sampled, max_tokens), 1.0)
+        mini, texts = self.batch.with_fields({"weight": weights.weight}), text_arithmetic(config, trial.role)
+        if texts.count:  # as stage 6 adds them to each update, all of the longest length
+            drawn = _RandomTexts(texts.max_tokens, role.engine.arch.vocab_size)
+            mini = with_texts(mini, drawn, range(texts.count), role.engine.shares, dist.get_rank(), self._count)
+        self._mini = mini
 
     def nothing(self) -> None:
         """Run a pass without a batch: its weights come from host memory and are freed, as they did not change."""
@@ -156,16 +164,32 @@ class _Passes:
         self.role.update(self._mini, self._count)
 
 
+class _RandomTexts(NamedTuple):
+    """Texts of random tokens for `trainer.ptx.with_texts`."""
+
+    max_tokens: int
+    vocab_size: int
+
+    def lengths(self, indices: Sequence[int]) -> torch.Tensor:
+        return torch.full((len(indices),), self.max_tokens)
+
+    def packed(self, indices: Sequence[int]) -> PackedBatch:
+        generator = torch.Generator().manual_seed(len(indices))
+        return pack(torch.randint(0, self.vocab_size, (len(indices), self.max_tokens), generator=generator).tolist())
+
+
 def _random_batch(trial: Trial, vocab_size: int) -> PackedBatch:
-    """Random sequences of one length, with every field that stages 4 to 6 read."""
+    """Random sequences of one length, with every field that stages 4 to 6 read of responses."""
     generator = torch.Generator().manual_seed(trial.config.run.seed)
     length = trial.prompt_tokens + trial.response_tokens
     tokens = torch.randint(0, vocab_size, (trial.samples, length), generator=generator)
     batch = pack(tokens.tolist())
     mask = torch.zeros(trial.samples, length, dtype=torch.bool)
     mask[:, trial.prompt_tokens :] = True
-    fields = {name: torch.randn(batch.num_tokens, generator=generator) * 0.1 for name in ("advantage", "returns", "value")}
+    own = fields_of(trial.role) if trial.role in CRITICS else fields_of(CRITICS[0])
+    fields = {name: torch.randn(batch.num_tokens, generator=generator) * 0.1 for name in ("advantage", own.value, own.returns)}
     # Of a uniform policy, so that ratios are near 1.
     near = torch.full((batch.num_tokens,), -torch.log(torch.tensor(float(vocab_size))).item())
-    fields |= {"logprob": near, "ref_logprob": near}
+    fields |= dict.fromkeys(("logprob", "rollout_logprob", "ref_logprob"), near)
+    fields |= dict.fromkeys((NLL_WEIGHT, BONUS), mask.flatten().float())
     return batch.with_fields({**fields, "response_mask": mask.flatten()})

@@ -28,6 +28,7 @@ FACTS: dict[str, Any] = {
         "missing_eos_penalty": 0.0,
         "code": {"exact_match": "e"},
     },
+    "environment": {"function": "play", "max_turns": 3, "code": "f"},
 }
 
 
@@ -114,6 +115,9 @@ TOLD = {
     "a set has gone": (changed("data/evaluations", {}), []),
     "eval is new": (changed("data/eval", None), []),
     "moved file": (changed("data/train/path", "elsewhere/train.jsonl"), []),
+    "environment's code": (changed("environment/code", "x"), ["the code of rollout.environment has changed since step-3"]),
+    "more turns": (changed("environment/max_turns", 4), ["rollout.environment.max_turns changed since step-3"]),
+    "no environment": (changed("environment", None), ["rollout.environment: there was one until step-3, and there is none"]),
     "nothing": (FACTS, []),
 }
 
@@ -125,7 +129,7 @@ def test_what_may_change_is_told(case: str) -> None:
     assert len(lines) == len(says) and all(part in line for part, line in zip(says, lines)), lines
 
 
-@pytest.mark.parametrize("name", ["data", "reward"])
+@pytest.mark.parametrize("name", ["data", "reward", "environment"])
 def test_checkpoints_from_before_these_facts_resume(name: str) -> None:
     old = {key: value for key, value in FACTS.items() if key != name}
     assert resume(old, FACTS) == []

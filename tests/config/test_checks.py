@@ -46,6 +46,70 @@ WINDOWED = [
     (["algorithm.kl.controller=adaptive"], "it steers by the KL of whole responses", "algorithm.kl.controller=fixed"),
     (["reference.refresh_above_kl=0.5"], "reference.refresh_above_kl = 0.5", "reference.refresh_above_kl=null"),
     (["rollout.stop=[x]"], "may lie across two windows", "rollout.stop=[]"),
+    (
+        ["rollout.environment.path=e.py", "rollout.environment.function=f"],
+        "do not go on in later steps",
+        "rollout.environment=null",
+    ),
+]
+ENVIRONMENT = ["rollout.environment.path=e.py", "rollout.environment.function=play"]
+COMPACTION = [*ENVIRONMENT, "rollout.environment.compaction.max_tokens=600", "rollout.environment.compaction.keep_last=64"]
+# beside rollout.environment: overrides that have no meaning, what the message must contain, what mends it
+OF_ENVIRONMENTS = [
+    (["rollout.environment.max_turns=3"], "rollout.environment.path is missing", "rollout.environment.entry_point=mine"),
+    (ENVIRONMENT[:1], "name its function in the key function", ENVIRONMENT[1]),
+    ([*ENVIRONMENT, "rollout.environment.entry_point=mine"], "path is set too", "rollout.environment.entry_point=null"),
+    (
+        ["rollout.environment.entry_point=mine", ENVIRONMENT[1]],
+        "an entry point names its function",
+        "rollout.environment.function=null",
+    ),
+    (
+        [*ENVIRONMENT, "rollout.environment.turn_tokens=513"],
+        "max_response_tokens 512; lower",
+        "rollout.environment.turn_tokens=512",
+    ),
+    (
+        [*ENVIRONMENT, "rollout.environment.observation_tokens=512"],
+        "no turn could follow",
+        "rollout.environment.observation_tokens=511",
+    ),
+    (
+        [*COMPACTION, "algorithm.estimator=reinforce_plus_plus"],
+        "need gae or vtrace; or set rollout.environment.compaction to null",
+        "algorithm.estimator=vtrace",
+    ),
+    (
+        [*COMPACTION, "algorithm.dynamic_sampling.enable=true", "rollout.samples_per_prompt=2"],
+        "do not replace trajectories of several sequences",
+        "algorithm.dynamic_sampling.enable=false",
+    ),
+    (
+        [*COMPACTION, "rollout.environment.compaction.max_tokens=512"],
+        "compaction.max_tokens = 512: a new sequence may begin with data.max_prompt_tokens 512",
+        "rollout.environment.compaction.max_tokens=513",
+    ),
+    (
+        [*COMPACTION, "rollout.environment.compaction.max_tokens=1024"],
+        "no sequence is longer than data.max_prompt_tokens 512 + rollout.max_response_tokens 512",
+        "rollout.environment.compaction.max_tokens=1023",
+    ),
+    (COMPACTION[:-1], "compaction.keep_last is missing", "rollout.environment.compaction.ask=Sum up."),
+    (
+        [*COMPACTION, "rollout.environment.compaction.ask=Sum up."],
+        "compaction.keep_last = 64: the new sequence has the prompt and the summary",
+        "rollout.environment.compaction.keep_last=null",
+    ),
+    (
+        [*COMPACTION[:-1], "rollout.environment.compaction.ask=Sum up.", "rollout.stop=[x]"],
+        "would end summaries too",
+        "rollout.stop=[]",
+    ),
+    (
+        [*COMPACTION, "rollout.environment.compaction.keep_first=449"],
+        "with keep_first 449 more than data.max_prompt_tokens 512",
+        "rollout.environment.compaction.keep_first=448",
+    ),
 ]
 # rule, overrides that break it, what the message must contain, one override more that mends it
 BROKEN = [
@@ -227,6 +291,7 @@ BROKEN = [
         ("window_problem", ["rollout.window_tokens=64", *broken], [said, "or set rollout.window_tokens to null"], mend)
         for broken, said, mend in WINDOWED
     ),
+    *(("environment_problem", broken, [said], mend) for broken, said, mend in OF_ENVIRONMENTS),
     (
         "_weights",
         ["data.weight_key=w", "data.shuffle=false"],

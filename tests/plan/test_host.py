@@ -198,6 +198,18 @@ def test_the_least_time_of_a_step_by_hand(tmp_path):
     assert least_step_s(plan, hardware) == pytest.approx(wanted, rel=1e-3)
 
 
+def test_windows_shorten_the_least_step(tmp_path):
+    """A response of 7,168 tokens takes 7 steps: 1,024 are drawn behind 4,096 on average, and a critic learns from a seventh."""
+    plan, hardware = large(tmp_path, 64, "rollout.window_tokens=1024"), load_hardware("h100")
+    tokens, weights = 8192 * 8192, 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    attention = 32 * 4096 * 4 * (8192 + 1) / 2
+    language, value = 2 * (weights + 4096 * 32000) + attention, 2 * (weights + 4096) + attention
+    passes = 5 * language + value + 3 * value / 7
+    generation = 8192 * (5119 * (2 * weights + 32 * 4096 * 4 * 5120 / 2) + 1024 * 2 * 4096 * 32000)
+    wanted = (tokens * passes + generation) / 64 / (989.4e12 * 0.65)
+    assert least_step_s(plan, hardware) == pytest.approx(wanted, rel=1e-3)
+
+
 def test_the_texts_of_an_update_lengthen_the_least_step(tmp_path):
     plan, hardware = large(tmp_path, 64), load_hardware("h100")
     ptx = ["algorithm.ptx.coef=0.1", "algorithm.ptx.data=t.jsonl", "algorithm.ptx.max_tokens=2048", "algorithm.ptx.batch_size=512"]

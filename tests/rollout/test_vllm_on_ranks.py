@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from megappo.parallel.groups import meet
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.generation import generate
 from megappo.rollout.subworld import SubWorld, prepare_rollout_world
+from megappo.rollout.turns import Compaction, Turn, TurnsRollout, keep_ends
 from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 
@@ -35,6 +37,7 @@ from .responses import generate_all
 
 RANKS = 4
 SEEDED = SamplingParams(max_tokens=12, temperature=0.9)
+ENDING = SamplingParams(max_tokens=24, temperature=0.9, stop_token_ids=tuple(range(0, 131, 2)))
 REQUESTS = [Request(i, tuple(range(3 + i, 40 + 7 * i)), seed=i) for i in range(6)]
 # name -> (world ranks of the engine, tp)
 CASES = {"two replicas": ((1, 3), 1), "one replica of tp 2": ((2, 3), 2)}
@@ -120,13 +123,44 @@ def in_world(rank: int, path: str) -> dict[str, Any]:
 
 
 def in_own_world(rank: int, path: str) -> dict[str, Any]:
-    """The oracle."""
-    alone, found = groups_of_one(), {}
+    """The oracle. And trajectories of several turns in each case, with every turn drawn again as a request of its own."""
+    alone, found = groups_of_one(), {"turns": {}}
     for name, (_, tp) in CASES.items():
         with contextlib.closing(make_engine(path, tp)) as engine:
             fill(engine, path, alone)
             found[name] = answers(engine)
+            found["turns"][name] = play(engine)
     return found
+
+
+def play(engine: VllmEngine) -> dict[str, Any]:
+    """Trajectories of which some are compacted, the environment's calls on this rank, the engine's requests, and their answers
+    when they are asked one by one, of this rank's replica."""
+    asked, called, submit = [], [], engine.submit
+
+    def environment(turn: Turn) -> list[int]:
+        called.append((turn.number, turn.index))
+        return [5, 6 + turn.number]
+
+    def recorded(requests: Sequence[Request], sampling: SamplingParams) -> None:
+        asked.extend(requests)
+        submit(requests, sampling)
+
+    compaction = Compaction(60, keep_ends(20, 10))
+    rollout = TurnsRollout(engine, environment, max_turns=3, turn_tokens=4, max_prompt_tokens=80, compaction=compaction)
+    with mock.patch.object(engine, "submit", recorded):
+        drawn = generate_all(rollout, REQUESTS, ENDING)
+    again = []
+    with engine.serving():
+        for request in asked:
+            submit([Request(0, request.tokens, request.seed, max_tokens=request.max_tokens)], ENDING)
+            while engine.num_unfinished:
+                again += [one.tokens.tolist() for one in engine.poll()]
+    sequences = [[(c.prompt.tolist(), c.segments) for c in (*one.contexts, one)] for one in drawn if one.contexts]
+    sequences += [[(None, one.segments)] for one in drawn if not one.contexts]
+    given = [[(p, [(s.tokens.tolist(), s.logprobs is not None) for s in parts]) for p, parts in one] for one in sequences]
+    turns = sorted(tokens for one in given for _, parts in one for tokens, is_sampled in parts if is_sampled)
+    return {"asked": [one.tokens.tolist() for one in asked], "again": again, "given": given, "turns": turns, "called": called}
 
 
 def with_a_death(rank: int, path: str, folder: str) -> None:
@@ -163,8 +197,13 @@ def world(checkpoint) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def oracle(checkpoint) -> dict[str, Any]:
-    return spawn_world(in_own_world, 2, checkpoint)[0]
+def own_world(checkpoint) -> list[dict[str, Any]]:
+    return spawn_world(in_own_world, 2, checkpoint)
+
+
+@pytest.fixture(scope="module")
+def oracle(own_world) -> dict[str, Any]:
+    return own_world[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -178,6 +217,20 @@ def test_the_answers_show_how_the_model_was_cut(oracle):
     one, two = (oracle[name] for name in CASES)
     assert [tokens for tokens, _, _ in one] == [tokens for tokens, _, _ in two]
     assert [logprobs for _, logprobs, _ in one] != [logprobs for _, logprobs, _ in two], "negative control: bits tell tp apart"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_turns_are_what_the_engine_answers_to_each_alone(own_world, name):
+    ours, theirs = (rank["turns"][name] for rank in own_world)
+    assert ours["given"] == theirs["given"] and len(ours["turns"]) > 2 * len(REQUESTS)
+    assert sorted(ours["again"] + theirs["again"]) == ours["turns"]
+    assert any(len(sequences) > 1 for sequences in ours["given"]) and any(len(one) == 1 for one in ours["given"])
+    if name == "one replica of tp 2":
+        assert ours["asked"] == theirs["asked"], "the ranks of a replica submit the same"
+        assert ours["called"] and not theirs["called"], "the environment is asked on its first rank"
+        assert ours["turns"] == own_world[0]["turns"]["two replicas"]["turns"], "which replica plays changes no token"
+    else:
+        assert {number for number, _ in ours["called"]}.isdisjoint(number for number, _ in theirs["called"])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,15 @@ from megappo.algo.turns import turn_starts
 from megappo.config.loading import load_config
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.tokenizers import load_tokenizer
 from megappo.experience.experience import Experience
 from megappo.parallel.totals import place_in_world
 from megappo.plan.run import plan_run
+from megappo.prepare.evaluate import plan_evaluation
 from megappo.rollout.turns import Compaction, Turn, TurnsRollout, keep_ends
-from megappo.rollout.types import Context, Request, Response, RolloutEngine, SamplingParams, Segment
-from megappo.trainer import main, ppo
+from megappo.rollout.types import Context, EnvironmentFault, Request, Response, RolloutEngine, SamplingParams, Segment
+from megappo.trainer import evaluate, main, ppo
+from megappo.trainer.evaluation import metrics_of
 from megappo.trainer.experience import collect
 from megappo.trainer.shaping import shape_experience
 from tests.trainer.small_run import set_keys, small_config, write_small_task
@@ -205,7 +211,13 @@ def collected() -> dict[str, Any]:
 
 
 def on_rank(rank: int) -> dict[str, Any]:
-    return collected()
+    requests, responses = responses_of(rank, 2)
+    said = ""
+    try:
+        collect(requests, [replace(one, fault="no tool" if one.number == 3 else None) for one in responses])
+    except EnvironmentFault as error:
+        said = str(error)
+    return {**collected(), "said": said}
 
 
 def test_contexts_are_samples_behind_those_of_the_requests():
@@ -220,6 +232,7 @@ def test_contexts_are_samples_behind_those_of_the_requests():
 def test_ranks_that_drew_parts_have_the_advantages_of_one():
     alone = collected()
     for rank in spawn_world(on_rank, 2):
+        assert rank.pop("said") == "rank 1: no tool", "one rank's environment failed, and all raise it"
         assert rank["together"] and {k: v for k, v in rank.items() if k != "fields"} == {
             k: v for k, v in alone.items() if k != "fields"
         }
@@ -227,10 +240,30 @@ def test_ranks_that_drew_parts_have_the_advantages_of_one():
             assert rank["fields"][name] == pytest.approx(values, abs=1e-6) and not any(map(math.isnan, values))
 
 
-# ---------------------------------------------------------------------------------------------------------------- a whole run
+# ---------------------------------------------------------------------------------------------------------------- whole runs
 
 STEPS, SAMPLES, TURNS, LIMIT = 2, 8, 3, 9
 OBSERVATION = (5, 6)
+ENDS = range(2, 28)  # ids that end a turn: most, as the model writes at random
+EXAMPLES = Path(__file__).parents[2] / "examples"
+OWN = """
+def observe(turn, ids=()):
+    seen = turn.memo.setdefault("seen", [])
+    seen.append(turn.index)
+    assert seen == list(range(turn.index + 1)) and turn.prompt.answer.isdecimal() or turn.prompt.answer[0] == "-"
+    return ids
+"""
+BY_KEY = {
+    "path": "own.py",
+    "function": "observe",
+    "interface": "ids",
+    "args": {"ids": list(OBSERVATION)},
+    "max_turns": TURNS,
+    "turn_tokens": 3,
+    "compaction": {"max_tokens": LIMIT, "keep_first": 6, "keep_last": 2},
+}
+GUESSES = {"path": "second_guess.py", "function": "hint", "max_turns": TURNS, "turn_tokens": 3}
+CRITIC_B = {"dtype": "fp32", "optimizer": {"lr": 5e-4}, "value_head": "normal"}
 
 
 def wrapped(seen: list[tuple[int, int]]) -> Any:
@@ -245,27 +278,33 @@ def wrapped(seen: list[tuple[int, int]]) -> Any:
     return wrap
 
 
-def run_turns(rank: int, folder: Path) -> dict[str, Any]:
-    config = small_config(folder, "turns", steps=STEPS)
-    changes = {
+def run_turns(rank: int, folder: Path, name: str, wrap: Any = None, **changes: Any) -> list[dict[str, Any]]:
+    """What stage 5 made of each step of a run, in `folder`, on all its samples."""
+    config = small_config(folder, name, steps=STEPS)
+    usual = {
         "rollout": {"engine": "megatron", "samples_per_prompt": 1, "max_response_tokens": 16},
         "data.prompts_per_step": SAMPLES,
+        "data.max_prompt_tokens": 8,
         "algorithm": {"mini_batch_size": 4, "gamma": 0.9, "lam_value": 1.0, "kl": {"coef": 0.01}},
         "telemetry": {"trajectories_every": 1, "trajectories_per_step": SAMPLES},
         "trainer.eval_every": STEPS,
+        "checkpoint.export_at_end": False,
     }
-    path = folder / f"turns.{rank}.yaml"
-    path.write_text(yaml.safe_dump(set_keys(config, changes)))
-    loaded, seen, found = load_config(str(path), []), [], []
+    path = folder / f"{name}.{rank}.yaml"
+    path.write_text(yaml.safe_dump(set_keys(config, {**usual, **changes})))
+    loaded, found = load_config(str(path), []), []
     plain = ppo.shape_experience
 
     def shape(experience: Experience, score: torch.Tensor, *rest: Any) -> Any:
         result = plain(experience, score, *rest)
         names = ["response_mask", "reward", "value", "raw_advantage", "returns"]
+        names += [one for one in ("value_b", "returns_b") if one in result.experience.batch]
         batch = result.experience.everywhere(names)
         found.append(
             {
                 "previous": experience.table.previous.tolist(),
+                "prompt": experience.table.prompt.tolist(),
+                "truncated": experience.table.truncated.tolist(),
                 "score": experience.column(score).tolist(),
                 "cu_seqlens": batch.cu_seqlens.tolist(),
                 "tokens": batch.tokens.tolist(),
@@ -277,27 +316,68 @@ def run_turns(rank: int, folder: Path) -> dict[str, Any]:
     stops = main.sampling_params
 
     def ending(*given: Any) -> SamplingParams:
-        """Most ids end a turn: the model writes at random."""
-        return replace(stops(*given), stop_token_ids=tuple(range(2, 28)))
+        return replace(stops(*given), stop_token_ids=tuple(ENDS))
 
     with mock.patch.object(ppo, "shape_experience", shape), mock.patch.object(main, "sampling_params", ending):
-        main.train(loaded, plan_run(loaded, 2, "cpu", resume=False).data, resume=False, wrap_rollout=wrapped(seen))
-    return {"steps": found, "seen": seen}
+        main.train(loaded, plan_run(loaded, 2, "cpu", resume=False).data, resume=False, wrap_rollout=wrap)
+    return found
+
+
+def run_all(rank: int, folder: Path) -> dict[str, Any]:
+    """By an entry of Python, by the key, with two critics; and the example, a text in place of ids, in one update of a step."""
+    os.chdir(folder)  # the user's: code is named from there
+    seen: list[tuple[int, int]] = []
+    one_update = {"mini_batch_size": SAMPLES, "whiten_advantages": False, "gamma": 0.9}
+    reward = {"parts": [{"path": "second_guess.py", "function": "last_guess"}]}
+    short = {"trainer.steps": 1, "trainer.eval_before": False}
+    return {
+        "seen": seen,
+        "turns": run_turns(rank, folder, "turns", wrapped(seen)),
+        "critics": run_turns(rank, folder, "critics", **{**short, "rollout.environment": BY_KEY, "critic_b": CRITIC_B}),
+        "guesses": run_turns(
+            rank,
+            folder,
+            "guesses",
+            **{**short, "rollout.environment": GUESSES, "algorithm": one_update, "reward": reward},
+        ),
+        "evaluated": evaluated_again(rank, folder),
+    }
+
+
+def evaluated_again(rank: int, folder: Path) -> dict[str, float]:
+    """Metrics of `megappo eval` on the last checkpoint of the example's run, by its configuration."""
+    config, stops = load_config(str(folder / f"guesses.{rank}.yaml"), []), main.sampling_params
+
+    def ending(*given: Any) -> SamplingParams:
+        return replace(stops(*given), stop_token_ids=tuple(ENDS))
+
+    planned = plan_evaluation(config, str(folder / "runs" / "guesses"), [], 2, "cpu")
+    with mock.patch.object(evaluate, "sampling_params", ending):
+        return metrics_of(evaluate.evaluate_checkpoint(planned))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("turns")
     write_small_task(folder)
-    return folder, spawn_world(run_turns, 2, folder, timeout_s=600)
+    (folder / "own.py").write_text(OWN)
+    (folder / "second_guess.py").write_text((EXAMPLES / "second_guess.py").read_text())
+    return folder, spawn_world(run_all, 2, folder, timeout_s=600)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [row for row in read_lines(folder / "runs" / name / "metrics.jsonl") if "policy/loss" in row]
 
 
 def test_a_run_trains_on_compacted_trajectories(run):
     folder, (ours, theirs) = run
-    assert ours["steps"] == theirs["steps"] and len(ours["steps"]) == STEPS
+    assert ours["turns"] == theirs["turns"] and len(ours["turns"]) == STEPS
     assert len(ours["seen"]) + len(theirs["seen"]) > 2 * SAMPLES, "either rank asks for its own turns"
-    rows = [json.loads(line) for line in (folder / "runs" / "turns" / "metrics.jsonl").read_text().splitlines()]
-    for row, step in zip([row for row in rows if "policy/loss" in row], ours["steps"], strict=True):
+    for row, step in zip(rows_of(folder, "turns"), ours["turns"], strict=True):
         count = len(step["previous"])
         assert row["rollout/sequences"] == pytest.approx(count / SAMPLES) and count > SAMPLES
         assert row["policy/updates"] == math.ceil(count / 4) and 0 < row["policy/grad_norm"] < math.inf
@@ -305,24 +385,91 @@ def test_a_run_trains_on_compacted_trajectories(run):
         assert row["reward/score_mean"] == pytest.approx(sum(step["score"][:SAMPLES]) / SAMPLES)
 
 
-def test_returns_of_a_run_go_over_all_sequences(run):
+def test_the_environment_of_a_key_draws_what_that_of_the_entry_does(run):
+    _, (ours, _) = run
+    names = ("tokens", "response_mask", "previous", "truncated", "cu_seqlens", "prompt")
+    for name in names:  # of the first step, which both draw by the same weights
+        assert ours["critics"][0][name] == ours["turns"][0][name]
+
+
+def test_two_critics_learn_from_compacted_trajectories(run):
+    folder, (ours, _) = run
+    (row,), (step,) = rows_of(folder, "critics"), ours["critics"]
+    assert row["critic/grad_norm"] > 1e-3 and row["critic_b/grad_norm"] > 1e-3 and row["critics/disagreement"] > 1e-3
+    places = [t for t, is_sampled in enumerate(step["response_mask"]) if is_sampled]
+    apart = sum(abs(step["value"][t] - step["value_b"][t]) / 2 for t in places) / len(places)
+    assert row["critics/disagreement"] == pytest.approx(apart, rel=1e-4)
+
+
+def trajectories(step: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
+    """Samples of each trajectory of a step, in their order, and the places of all their sampled tokens."""
+    starts = step["cu_seqlens"]
+    for end in range(SAMPLES):
+        chain = [end]
+        while step["previous"][chain[0]] >= 0:
+            chain.insert(0, step["previous"][chain[0]])
+        yield chain, [t for i in chain for t in range(starts[i], starts[i + 1]) if step["response_mask"][t]]
+
+
+@pytest.mark.parametrize("name, suffixes", [("turns", [""]), ("critics", ["", "_b"])])
+def test_returns_of_a_run_go_over_all_sequences(run, name, suffixes):
     """The definition, from the rewards that the run recorded: `lam_value` 1 and a discount of each sampled token."""
     _, (ours, _) = run
     compacted = 0
-    for step in ours["steps"]:
-        starts, mask = step["cu_seqlens"], step["response_mask"]
-        for end in range(SAMPLES):
-            chain = [end]
-            while step["previous"][chain[0]] >= 0:
-                chain.insert(0, step["previous"][chain[0]])
+    for step in ours[name]:
+        starts = step["cu_seqlens"]
+        for chain, places in trajectories(step):
             compacted += len(chain) > 1
-            places = [t for i in chain for t in range(starts[i], starts[i + 1]) if mask[t]]
             left = 0.0
             for t in reversed(places):
                 left = step["reward"][t] + 0.9 * left
-                assert step["returns"][t] == pytest.approx(left, abs=1e-5)
+                for suffix in suffixes:
+                    assert step[f"returns{suffix}"][t] == pytest.approx(left, abs=1e-5)
             for before, after in zip(chain, chain[1:]):
                 ids, begin = step["tokens"][starts[before] : starts[before + 1]], starts[after]
                 kept = step["tokens"][begin : begin + 8]
                 assert kept[:6] == ids[:6] and tuple(kept[6:]) == OBSERVATION, "the first six ids, and the observation"
     assert compacted > SAMPLES / 2
+
+
+def test_observations_of_the_example_are_read_and_carry_no_loss(run):
+    """Where turns and observations lie follows from the rules of the example, read from the tokens; what the losses of the one
+    update are, from these places."""
+    folder, (ours, _) = run
+    (step,) = ours["guesses"]
+    tokenizer = load_tokenizer(folder / "model" / "tokenizer.model")
+    answers = {
+        tuple(tokenizer.encode_prompt(one["prompt"])): int(one["answer"]) for one in read_lines(folder / "data" / "train.jsonl")
+    }
+    starts, places, turns, observed = step["cu_seqlens"], [], [], []
+    for i, begin in enumerate(starts[:-1]):
+        ids, prompt = step["tokens"][begin : starts[i + 1]], step["prompt"][i]
+        answer, at, count = answers[tuple(ids[:prompt])], prompt, 0
+        while at < len(ids):
+            end = next((t + 1 for t in range(at, len(ids)) if ids[t] in ENDS or t + 1 == at + 3), len(ids))
+            places += range(begin + at, begin + end)
+            said, at, count = tokenizer.decode(ids[at:end]).strip(), end, count + 1
+            if at < len(ids):
+                guess = int(said) if re.fullmatch(r"[+-]?[0-9]+", said) else None
+                expected = tokenizer.encode("+" if guess is None or guess < answer else "-")
+                assert guess != answer and ids[at : at + len(expected)] == expected
+                observed += range(begin + at, begin + at + len(expected))
+                at += len(expected)
+        turns.append(count)
+    assert places == [t for t, is_sampled in enumerate(step["response_mask"]) if is_sampled]
+    assert len(observed) > SAMPLES / 2 and max(turns) > 1
+    # Before the first update the ratio is 1: the policy's loss is the mean advantage, the critic's half the mean squared error.
+    (row,) = rows_of(folder, "guesses")
+    advantage = sum(step["raw_advantage"][t] for t in places) / len(places)
+    error = sum((step["value"][t] - step["returns"][t]) ** 2 for t in places) / len(places) / 2
+    assert row["policy/loss"] == pytest.approx(-advantage, abs=1e-5) and row["critic/loss"] == pytest.approx(error, rel=1e-4)
+    everywhere = len(places) + len(observed)
+    assert row["policy/loss"] != pytest.approx(-advantage * len(places) / everywhere, abs=1e-4), "the negative control"
+
+
+def test_an_evaluation_of_a_checkpoint_plays_the_turns_of_the_runs_own(run):
+    folder, (ours, theirs) = run
+    assert ours["evaluated"] == theirs["evaluated"]
+    (row,) = [one for one in read_lines(folder / "runs" / "guesses" / "metrics.jsonl") if "eval/length" in one and one["step"] == 1]
+    names = ("eval/score", "eval/length", "eval/truncated")
+    assert {name: ours["evaluated"][name] for name in names} == pytest.approx({name: row[name] for name in names}, abs=1e-6)

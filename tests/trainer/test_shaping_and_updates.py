@@ -18,6 +18,7 @@ from megappo.config.schema import AlgorithmConfig, CorrectionConfig, DataConfig,
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.data.ragged import Ragged
+from megappo.data.token_texts import response_text
 from megappo.engine.base import PassResult, StepResult
 from megappo.parallel.shares import Shares
 from megappo.prepare.reward_parts import load_parts
@@ -30,7 +31,6 @@ from megappo.trainer.generate import answer
 from megappo.trainer.main import scorer_of
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
-from megappo.trainer.scoring import response_text
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import UpdateResult, Updates, first_epoch, mini_batches, run_updates
 from tests.rewards.samples import scorer_with, scores
@@ -590,6 +590,20 @@ def test_own_code_sees_the_whole_response_and_names_the_rank_that_failed(alone, 
         RewardError, match=r"^rank 0: reward rule mine.score raised ZeroDiv.*\(mine.py:2\); sample file#1 \(sample 1\)"
     ):
         score(asked("bc"), responses, LETTERS, scorer_of(reward, load_parts(reward)))
+
+
+def test_a_rule_sees_each_turn_and_the_sampled_ids_alone(alone, tmp_path):
+    """The stop string e ends both turns; of the first it stays in the whole text, as the policy went on behind it."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def score(s):\n"
+        "    assert s.turns == ('bc', 'd') and s.response == 'bceghd' and s.full_response == 'bceghde', s\n"
+        "    return {'score': s.num_tokens, 'per_token': [float(token) for token in s.tokens]}\n"
+    )
+    reward = RewardConfig(parts=(RewardPart(path=str(file), function="score"),))
+    turns = (segment((2, 3, 5), (-1.0,) * 3), segment((7, 8), None), segment((4, 5), (-1.0,) * 2))
+    scored = score(asked("b"), [Response(0, turns, "stop")], LETTERS, scorer_of(reward, load_parts(reward)), ("e",))
+    assert scored.total == [5.0] and scored.per_token == [[2.0, 3.0, 5.0, 4.0, 5.0]]
 
 
 def test_the_scorer_of_a_configuration_has_its_penalties():

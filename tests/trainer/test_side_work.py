@@ -186,7 +186,7 @@ def two_copies(rank: int, folder: Path) -> str:
 
     same = {"train": {"path": "t.jsonl", "sha256": "a"}, "eval": None, "evaluations": {}, "ptx": None, "tokens": "x"}
     code = {"code": {"rewards/mine.py": "c"}}
-    facts = {"data": same, "reward": code, "commits": {"policy": "d"}}
+    facts = {"data": same, "reward": code, "commits": {"policy": "d"}, "environment": {"code": "f"}}
     require_equal_data(facts)
     said = []
     others = (
@@ -194,6 +194,7 @@ def two_copies(rank: int, folder: Path) -> str:
         {"data": {**same, "tokens": "y"}},
         {"reward": {"code": {"rewards/mine.py": "d"}}},
         {"commits": {"policy": "e"}},
+        {"environment": {"code": "g"}},
     )
     for other in others:
         try:
@@ -209,7 +210,8 @@ def test_ranks_that_read_different_copies_are_refused_on_all(tmp_path: Path) -> 
     assert "data.train: rank 1 reads another content of t.jsonl than rank 0" in first
     assert "rank 1 makes other prompts of it than rank 0" in first
     assert "reward.parts: rank 1 has another code of rewards/mine.py than rank 0" in first
-    assert "policy.model: rank 1 has another commit" in first and len(first.splitlines()) == 4
+    assert "policy.model: rank 1 has another commit" in first and len(first.splitlines()) == 5
+    assert "rollout.environment: rank 1 has another code of it than rank 0" in first
 
 
 def test_the_limit_is_that_of_a_process(tmp_path: Path) -> None:

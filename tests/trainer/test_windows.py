@@ -273,6 +273,10 @@ def small_recipe(config: dict[str, Any], name: str) -> dict[str, Any]:
         recipe["trainer"].pop("evaluate_with", None)
     if name == "ppo":
         changes["reference.dtype"] = "fp32"
+    if name == "turn_ppo":
+        code = Path(__file__).parents[2] / recipe["rollout"]["environment"]["path"]
+        short = {"path": str(code), "args": {}, "turn_tokens": WINDOW}
+        changes |= {f"rollout.environment.{key}": value for key, value in short.items()}
     return set_keys(recipe, changes)
 
 

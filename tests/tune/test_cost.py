@@ -18,7 +18,7 @@ from megappo.plan.memory import RolloutMemory, count_parameters
 from megappo.plan.timeline import timeline
 from megappo.platform.hardware import load_hardware
 from megappo.tune.candidates import Machine
-from megappo.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, stage_kinds
+from megappo.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, stage_kinds, workload_of
 from megappo.tune.generation import push_s, vllm_cost
 from megappo.tune.links import Links, Span, span
 from megappo.tune.measure import phases_of, predicted_s
@@ -51,6 +51,50 @@ def test_the_time_of_a_pipeline_is_that_of_its_timeline(pp, vpp, count, backward
     parts, drawn = pipeline_parts(stages, layout, count), timeline(layout, count, backward=backward)
     assert sum(parts.values()) == pytest.approx(drawn.total)
     assert parts["bubble"] / sum(parts.values()) == pytest.approx(drawn.bubble)
+
+
+@pytest.mark.parametrize("window, prompt, response", [(100, 40, 100), (100, 40, 250), (64, 10, 512), (1000, 40, 250)])
+def test_windows_are_the_mean_of_a_run_whose_places_are_out_of_step(window, prompt, response):
+    """Places that begin a response one step after the other, each drawn and replaced for many steps, by a loop."""
+    keys = {"rollout": {"window_tokens": window, "max_response_tokens": 1024}, "algorithm": {"mini_batch_size": 128}}
+    config = TrainConfig.model_validate({"policy": {"model": "none"}, "data": {"train": "none", "prompts_per_step": 256}, **keys})
+    work = workload_of(config, prompt, response)
+    per_response, lengths, drawn, ended = -(-response // window), [], [], 0
+    places = [first * window for first in range(per_response)] * 10  # tokens that each place has of its response
+    for _ in range(12 * per_response):
+        for place, begun in enumerate(places):
+            now = min(window, response - begun)
+            lengths.append(prompt + begun + now)
+            drawn.append(now)
+            places[place] = begun + now
+            if places[place] == response:
+                places[place], ended = 0, ended + 1
+    steps = 12 * per_response * len(places)
+    assert work.length == pytest.approx(sum(lengths) / steps) and work.response_tokens == pytest.approx(sum(drawn) / steps)
+    assert work.decoded_tokens == min(window, response), "the longest of a step"
+    assert work.update("policy") == (128, work.prompt_tokens, work.response_tokens)
+    share = ended / steps  # of samples, from which the critic learns, at their whole length
+    assert work.update("critic") == (round(128 * share), prompt, response)
+    tokens = 128 * share * (prompt + response)
+    assert work.sequences_of_update("critic") == pytest.approx(tokens / work.length, rel=0.02, abs=1)
+    assert work.passes("critic") == pytest.approx(256 * work.length / tokens, rel=0.02)
+
+
+def test_windows_shorten_generation_and_the_critics_updates():
+    keys = {"policy": {"model": "none"}, "data": {"train": "none"}, "rollout": {"max_response_tokens": 4096}}
+    whole = workload_of(TrainConfig.model_validate(keys), 256, 4096)
+    keys["rollout"]["window_tokens"] = 1024
+    cut = workload_of(TrainConfig.model_validate(keys), 256, 4096)
+    times = {
+        name: {role: cost(ParallelLayout(8, tp=8), role=role, work=work) for role in ("policy", "critic")}
+        for name, work in (("whole", whole), ("cut", cut))
+    }
+    # a fourth of the responses end in a step, and a fourth of the tokens is drawn
+    assert times["cut"]["critic"].phases["update"] == pytest.approx(times["whole"]["critic"].phases["update"] / 4, rel=0.15)
+    assert cut.decoded_tokens == whole.decoded_tokens / 4
+    # the policy passes what there is of each response: 1024 to 4096 tokens behind the prompt, 2560 on average
+    ratio = times["cut"]["policy"].phases["forward"] / times["whole"]["policy"].phases["forward"]
+    assert ratio == pytest.approx((256 + 2560) / (256 + 4096), rel=0.1)
 
 
 def test_texts_cost_the_policy_as_much_as_samples_of_their_tokens():

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from megappo.config.loading import load_config
 from megappo.launch.local import start_ranks
+from megappo.parallel.shares import Shares
+from megappo.trainer.roles import PTX_WEIGHT, policy_reads
+from megappo.tune.trial import _Passes
 from megappo.tune.trials import Measured, Trial, read_outcome, world_folder, write_trial
 
 from ..plan.checkpoints import TINY, write_checkpoint
@@ -20,6 +26,15 @@ OFFLOADS = {
     "gradients": {"gradients": True},
     "all": {"parameters": True, "gradients": True, "optimizer": True},
 }
+# Terms of the policy's loss that read fields of their own.
+TERMS = [
+    "algorithm.ptx.coef=0.1",
+    "algorithm.ptx.data=none",
+    "algorithm.ptx.batch_size=5",
+    "algorithm.ptx.max_tokens=24",
+    "algorithm.positive_nll_coef=0.1",
+    "algorithm.proximal=behaviour",
+]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +89,23 @@ def test_a_pass_loads_weights_that_it_does_not_change(copied, role):
     assert copied[f"optimizer-{role}"]["forward"] == []
 
 
+def test_an_update_has_the_texts_of_a_second_data_set(tmp_path):
+    model = write_checkpoint(tmp_path / "model", TINY, weights=False, tokenizer=False)
+    keys = {"policy": {"model": str(model)}, "data": {"train": "none"}, "rollout": {"max_response_tokens": 8}}
+    (tmp_path / "run.yaml").write_text(json.dumps(keys))
+    config = load_config(tmp_path / "run.yaml", TERMS)
+    trial = Trial(config=config, role="policy", label="", samples=4, prompt_tokens=8, response_tokens=8)
+    engine = SimpleNamespace(shares=Shares.of_ranks([0]), arch=SimpleNamespace(vocab_size=32), name="toy")
+    with mock.patch.object(dist, "get_rank", lambda: 0):
+        mini, denominator = (passes := _Passes(trial, SimpleNamespace(engine=engine)))._mini, passes._count
+    assert mini.lengths.tolist() == [16] * 4 + [24] * 5 and denominator == 4 * 8
+    assert set(policy_reads(config.algorithm)) <= set(mini.token_fields), "all that the loss reads"
+    own = slice(0, 4 * 16)
+    assert int((mini[PTX_WEIGHT][own] != 0).sum()) == 0 and int((mini["weight"][4 * 16 :] != 0).sum()) == 0
+    # a mean over the texts' tokens but the first of each, times the denominator of the samples
+    assert mini[PTX_WEIGHT].sum().item() == pytest.approx(denominator) and int((mini[PTX_WEIGHT] != 0).sum()) == 5 * 23
+
+
 def test_a_role_is_timed_on_its_own_ranks(tmp_path):
     """Rank 0, which writes the outcome, has no critic, and finds the time of rank 1, which has; no policy is built there. And a
     policy under the other engine, on both."""
@@ -89,7 +121,7 @@ def test_a_role_is_timed_on_its_own_ranks(tmp_path):
     }
     path.write_text(json.dumps(run))
     for role in ("critic", "policy"):
-        trial = Trial(config=load_config(path), role=role, label=role, samples=4, prompt_tokens=8, response_tokens=8)
+        trial = Trial(config=load_config(path, TERMS), role=role, label=role, samples=4, prompt_tokens=8, response_tokens=8)
         write_trial(tmp_path, role, trial)
     everywhere = ["policy.engine=fsdp2", *(f"{name}.ranks=all" for name in ("policy", "critic", "reference", "rollout"))]
     trial = Trial(config=load_config(path, everywhere), role="policy", label="", samples=4, prompt_tokens=8, response_tokens=8)

@@ -1,0 +1,36 @@
+"""The environment of a configuration: its code loaded, and its text format tried, before a model is built."""
+
+from __future__ import annotations
+
+from megappo.config.errors import ConfigError, problem
+from megappo.config.schema import TrainConfig
+from megappo.data.conversation import Conversation
+from megappo.data.tokenizers import Tokenizer
+from megappo.own_code import Use, function_of_entry_point, function_of_file
+from megappo.rollout.environment import PreparedEnvironment
+
+GROUP = "megappo.environments"
+KEY = "rollout.environment"
+
+
+def load_environment(config: TrainConfig, tokenizer: Tokenizer) -> PreparedEnvironment | None:
+    """None without `rollout.environment`. ConfigError, one line, for code that cannot be used, and for a chat template in which no
+    observation can follow a turn."""
+    settings = config.rollout.environment
+    if settings is None:
+        return None
+    use = Use("one turn", "an environment returns its observation")
+    key, value = ("path", settings.path) if settings.path is not None else ("entry_point", settings.entry_point)
+    try:
+        if settings.path is not None:
+            function = function_of_file(settings.path, str(settings.function), use, settings.args)
+        else:
+            function = function_of_entry_point(GROUP, str(settings.entry_point), use, settings.args)
+    except ValueError as error:
+        raise ConfigError(problem(f"{KEY}.{key}", value, str(error))) from error
+    try:
+        conversation = Conversation(tokenizer, config.data.chat_template)
+    except ValueError as error:
+        fix = f"{error}; or set data.chat_template to false, and observations are bare text"
+        raise ConfigError(problem(f"{KEY}.{key}", value, fix)) from error
+    return PreparedEnvironment(settings, function, conversation)
