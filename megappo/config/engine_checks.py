@@ -30,9 +30,18 @@ def problems_of_role(role: str, section: RoleConfig) -> Iterator[str]:
     """Keys of a role that its engine does not have, one line each."""
     if section.engine == "fsdp2":
         yield from _without_fsdp2(role, section)
-    elif section.compile:
-        fix = f"{role}.engine is {section.engine}, whose layers are not compiled; remove it, or set {role}.engine to fsdp2"
-        yield problem(f"{role}.compile", True, fix)
+    else:
+        yield from _without_megatron(role, section)
+
+
+def _without_megatron(role: str, section: RoleConfig) -> Iterator[str]:
+    def refused(key: str, why: str, fix: str) -> str:
+        return problem(f"{role}.{key}", True, f"{role}.engine is {section.engine}, {why}; {fix}")
+
+    if section.compile:
+        yield refused("compile", "whose layers are not compiled", f"remove it, or set {role}.engine to fsdp2")
+    if isinstance(section, TrainableConfig) and section.reduce_once:
+        yield refused("reduce_once", "which always reduces gradients once a pass", "remove it")
 
 
 def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:

@@ -114,6 +114,10 @@ class TrainableConfig(RoleConfig):
     """AdamW and its schedule."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: selective = core attention, full = every layer."""
+    reduce_once: bool = False
+    """Reduce gradients over ranks once a pass, after its last micro-batch, instead of after each: less communication, for fp32
+    gradients of a tp rank's whole model in memory between micro-batches. For engine fsdp2; megatron always does so
+    (docs/engines.md)."""
     router_aux_coef: NonNegativeFloat = 0.0
     """Weight of the routers' balancing loss, per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20); 0 leaves it out.
     For models with experts."""

@@ -112,6 +112,10 @@ class ShardedModel:
         """Let go of gathered weights after a pass: FSDP2 keeps the root's, and would not see new weights in the shards."""
         self._root.reshard()
 
+    def reduce_gradients(self, now: bool) -> None:
+        """Say whether the next backward reduces gradients over ranks, those that earlier ones kept too, or keeps whole ones."""
+        self._root.set_requires_gradient_sync(now)
+
     def zero_gradients(self) -> None:
         """Set the gradients to zero, and make those that are not there. A backward pass adds to them."""
         for name, parameter in self._sharded.items():

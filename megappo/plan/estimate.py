@@ -323,6 +323,8 @@ def _stage_memory(
     forward = score_bytes(arch, forward_tokens, step.max_sequence_tokens, itemsize, recompute)
     training = score_bytes(arch, tokens, longest, itemsize, recompute)
     how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora, "frozen": frozen}
+    if isinstance(settings, TrainableConfig):
+        how["accumulates"] = settings.reduce_once and micro_batches > 1
     memory = sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
     return _with_average(config, role, memory, None, layout, device)
 

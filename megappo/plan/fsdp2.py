@@ -69,11 +69,13 @@ def sharded_memory(
     lora: LoraConfig | None = None,
     frozen: frozenset[str] = frozenset(),
     scores: tuple[int, int] = (0, 0),
+    accumulates: bool = False,
 ) -> RoleMemory:
     """The memory of a rank with whole weights (`role_memory`), with the shards of the fullest rank of `layout` in their place.
 
     itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer. lora: adapters on a frozen base. frozen:
     Hugging Face names of weights that do not train. scores: of `score_bytes`.
+    accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
     """
     one_tp_rank = ParallelLayout(layout.tp, tp=layout.tp)
     still = frozen_whole(arch, frozen, value_head=value_head)
@@ -106,6 +108,8 @@ def sharded_memory(
     gathered = (root + 2 * layer) * itemsize
     # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
     reducing = sum(in_groups(moving_gathered)) * (itemsize + FP32)
+    if accumulates:
+        reducing += sum(moving_gathered.values()) * FP32
     saved = weights if frozen else moving * FP32  # of adapters not their base
     parameters_away, gradients_away, optimizer_away = offload
     return replace(

@@ -155,7 +155,10 @@ def role_cost(
         if is_sharded:
             [work], [own], [reduced] = stages, counts.values(), trains.values()
             sizes = own.total * ITEMSIZE[settings.dtype], reduced.total * FP32
-            parts["dp"] += count * exchange_s(*sizes, layout, arch.num_layers, work, hardware)
+            unreduced = count - 1 if trained and getattr(settings, "reduce_once", False) else 0
+            for number, reduces in ((count - unreduced, 1), (unreduced, 0)):
+                exchanged = sizes[0], sizes[1] * reduces
+                parts["dp"] += number * exchange_s(*exchanged, layout, arch.num_layers, work, hardware)
         return count
 
     num = one_pass(workload.samples, trained=False)

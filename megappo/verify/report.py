@@ -25,6 +25,7 @@ _WITHOUT: Mapping[str, str] = {
     "tp": "{role}.parallel.tp=1",
     DISTRIBUTED: "{role}.optimizer.distributed=false",
     "compile": "{role}.compile=false",
+    "reduce_once": "{role}.reduce_once=false",
     "recompute": "{role}.recompute=none",
     "offload": "{role}.offload=null",
     "micro_batch_tokens": "{role}.micro_batch_tokens=1000000",

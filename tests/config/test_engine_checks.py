@@ -53,6 +53,19 @@ COMPILED = [
 ]
 
 
+def test_megatron_reduces_gradients_once_anyway(tmp_path) -> None:
+    there = list(problems(train_config(tmp_path, ["critic.reduce_once=true"]), frozenset(), 4))
+    assert there == ["critic.reduce_once = true: critic.engine is megatron, which always reduces gradients once a pass; remove it"]
+    assert (
+        list(
+            problems(
+                train_config(tmp_path, ["policy.reduce_once=true", "policy.engine=fsdp2", "policy.parallel.tp=1"]), frozenset(), 4
+            )
+        )
+        == []
+    )
+
+
 @pytest.mark.parametrize("overrides, wanted", COMPILED)
 def test_layers_are_compiled_under_fsdp2_without_tp(tmp_path, overrides, wanted: str | None) -> None:
     there = [message for message in problems(train_config(tmp_path, overrides), frozenset(), 4) if "compile" in message]
