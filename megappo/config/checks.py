@@ -423,7 +423,8 @@ GPU_KEYS = (
     "rollout.async_scheduling",
     "policy.offload.parameters",
     "policy.offload.optimizer",
-    *(f"{role}.offload.{key}" for role in CRITICS for key in ("parameters", "optimizer")),
+    "policy.offload_activations",
+    *(f"{role}.{key}" for role in CRITICS for key in ("offload.parameters", "offload.optimizer", "offload_activations")),
     "reference.offload.parameters",
     "reward_model.offload.parameters",
 )

@@ -40,6 +40,9 @@ def _without_megatron(role: str, section: RoleConfig) -> Iterator[str]:
 
     if section.compile:
         yield refused("compile", "whose layers are not compiled", f"remove it, or set {role}.engine to fsdp2")
+    if isinstance(section, TrainableConfig) and section.offload_activations:
+        fix = f"remove it, or set {role}.engine to fsdp2"
+        yield refused("offload_activations", "which keeps activations on the device", fix)
     if isinstance(section, TrainableConfig) and section.reduce_once:
         yield refused("reduce_once", "which always reduces gradients once a pass", "remove it")
 
@@ -60,6 +63,9 @@ def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
         yield problem(f"{role}.compile", True, f"{why}, as under {role}.parallel.tp {tp}; remove it, or set tp to 1")
     if not isinstance(section, TrainableConfig):
         return
+    if section.offload_activations and section.recompute != "full":
+        why = f"{role}.recompute is {section.recompute}, and only inputs of layers that are recomputed leave the device"
+        yield problem(f"{role}.offload_activations", True, f"{why}; set it to full, or remove this key")
     if section.router_aux_coef > 0:
         yield refused(
             "router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which does not balance experts", "leave it out"

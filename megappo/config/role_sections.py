@@ -114,6 +114,9 @@ class TrainableConfig(RoleConfig):
     """AdamW and its schedule."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: selective = core attention, full = every layer."""
+    offload_activations: bool = False
+    """With `recompute: full`, keep the input of every layer in host memory between forward and backward. For engine fsdp2
+    (docs/engines.md)."""
     reduce_once: bool = False
     """Reduce gradients over ranks once a pass, after its last micro-batch, instead of after each: less communication, for fp32
     gradients of a tp rank's whole model in memory between micro-batches. For engine fsdp2; megatron always does so

@@ -171,13 +171,16 @@ def build_sharded(
     ValueError if the checkpoint or the architecture does not fit.
     """
     section, lora, recompute, layout = spec.section, None, "none", groups.layout
+    inputs_on_host = False
     if isinstance(section, TrainableConfig):
         lora, recompute = section.lora, section.recompute if trains else "none"
+        inputs_on_host = section.offload_activations
     module = build_on_meta(
         spec.model,
         head_rows=0 if spec.value_head is None else spec.arch.head_rows,
         dtype=torch.float32 if trains and lora is None else dtype,
         recompute=recompute,
+        inputs_on_host=inputs_on_host,
         draws=lora is not None and lora.dropout > 0,
         compiled=section.compile,
     )

@@ -20,7 +20,7 @@ from megappo.models.row_shards import layer_prefix, shard_box, shards_of
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.models.weight_rules import Cut
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.activations import FP32, Recompute
+from megappo.plan.activations import FP32, Recompute, sequence_shards
 from megappo.plan.memory import ParameterCount, RoleMemory
 
 
@@ -57,6 +57,11 @@ def score_bytes(arch: ModelArch, tokens: int, longest: int, itemsize: int, recom
     return working + pairs * itemsize, working + kept * (arch.num_layers if recompute == "none" else 1)
 
 
+def inputs_away(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int) -> int:
+    """Bytes of a rank's inputs of layers that wait in host memory, of a micro-batch of `tokens` over its cp ranks: all but one."""
+    return -(-tokens // layout.cp) * (arch.num_layers - 1) * (arch.hidden_size // sequence_shards(layout)) * itemsize
+
+
 def sharded_memory(
     unsharded: RoleMemory,
     arch: ModelArch,
@@ -70,12 +75,14 @@ def sharded_memory(
     frozen: frozenset[str] = frozenset(),
     scores: tuple[int, int] = (0, 0),
     accumulates: bool = False,
+    inputs_on_host: int = 0,
 ) -> RoleMemory:
     """The memory of a rank with whole weights (`role_memory`), with the shards of the fullest rank of `layout` in their place.
 
     itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer. lora: adapters on a frozen base. frozen:
     Hugging Face names of weights that do not train. scores: of `score_bytes`.
     accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
+    inputs_on_host: of `inputs_away`.
     """
     one_tp_rank = ParallelLayout(layout.tp, tp=layout.tp)
     still = frozen_whole(arch, frozen, value_head=value_head)
@@ -118,7 +125,8 @@ def sharded_memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=unsharded.activations + scores[1] + gathered + reducing,
+        activations=unsharded.activations - inputs_on_host + scores[1] + gathered + reducing,
+        inputs_on_host=inputs_on_host,
         forward=unsharded.forward + scores[0] + gathered,
         offloaded=weights * parameters_away + gradients * gradients_away,
         offloaded_weights=weights * parameters_away,

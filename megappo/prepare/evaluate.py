@@ -78,7 +78,7 @@ def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequen
             raise ConfigError(problem("--only", name, f"is no set of evaluations; {there}"))
     sets = {name: one for name, one in config.evaluations.items() if not only or name in only}
     data = config.data.model_copy(update={"eval": None, "eval_prompts": None}) if only else config.data
-    unused = {"offload": OffloadConfig(), "optimizer": OptimizerConfig(), "router_aux_coef": 0.0, "reduce_once": False}
+    unused = {"offload": OffloadConfig(), "optimizer": OptimizerConfig(), "router_aux_coef": 0.0}
     policy = config.policy.model_copy(update={**unused, **({"model": source.model} if source.model else {})})
     samples = step_arithmetic(config).samples
     return config.model_copy(

@@ -170,6 +170,8 @@ def role_cost(
     before = dict(parts)
     parts.clear()
     num = one_pass(workload.sequences_of_update(role), trained=True)
+    away = 0 if memory is None else max(one.inputs_on_host for one in memory.values())
+    parts["offload"] += 2 * num * away / hardware.host_bytes_per_s  # of every micro-batch, both ways
     if not is_sharded:
         _reduce_gradients(parts, layout, settings, trains, hardware)
     _optimizer(parts, layout, settings, trains, hardware)

@@ -53,6 +53,26 @@ COMPILED = [
 ]
 
 
+AWAY = [
+    (
+        ["policy.recompute=full"],
+        "policy.engine is megatron, which keeps activations on the device; remove it, or set policy.engine to",
+    ),
+    (
+        ["policy.engine=fsdp2"],
+        "policy.recompute is none, and only inputs of layers that are recomputed leave the device; set it to full",
+    ),
+    (["policy.engine=fsdp2", "policy.recompute=full"], None),
+]
+
+
+@pytest.mark.parametrize("overrides, wanted", AWAY)
+def test_activations_leave_the_device_under_fsdp2_with_full_recomputation(tmp_path, overrides, wanted: str | None) -> None:
+    config = train_config(tmp_path, [*overrides, "policy.offload_activations=true"])
+    there = [message for message in problems(config, frozenset(), 4) if "activations" in message]
+    assert len(there) == (wanted is not None) and all(f"policy.offload_activations = true: {wanted}" in one for one in there), there
+
+
 def test_megatron_reduces_gradients_once_anyway(tmp_path) -> None:
     there = list(problems(train_config(tmp_path, ["critic.reduce_once=true"]), frozenset(), 4))
     assert there == ["critic.reduce_once = true: critic.engine is megatron, which always reduces gradients once a pass; remove it"]

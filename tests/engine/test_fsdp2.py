@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -87,6 +88,9 @@ def run_of_two(rank: int, folder: str) -> dict[str, Any]:
     for recompute in RECOMPUTE:
         section = policy.model_copy(update={"recompute": recompute})
         found["recompute", recompute] = kept_and_gradients(engine_of(engines, path, section, total_updates=1))
+    for away in (False, True):
+        section = policy.model_copy(update={"recompute": "full", "offload_activations": away, "micro_batch_tokens": 64})
+        found["inputs", away] = inputs_and_gradients(engine_of(engines, path, section, total_updates=1))
     for once in (False, True):
         section = policy.model_copy(update={"reduce_once": once, "micro_batch_tokens": 16})
         found["reductions", once] = reductions(engine_of(engines, path, section, total_updates=1))
@@ -148,6 +152,29 @@ def kept_and_gradients(engine: Any) -> tuple[int, dict[str, torch.Tensor]]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         gradients = gradients_of(engine)
     return sum(kept.values()), gradients
+
+
+def inputs_and_gradients(engine: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """(layers whose input is alive between forward and backward, for each micro-batch; reduced gradients)."""
+    from tests.engine.test_conformance import negative_logprob
+
+    inputs: list[weakref.ref[torch.UntypedStorage]] = []
+    alive = []
+
+    def enter(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        inputs.append(weakref.ref(args[0].untyped_storage()))
+
+    def between(output: Any, micro: Any) -> Any:
+        alive.append(sum(one() is not None for one in inputs))
+        inputs.clear()
+        return negative_logprob(output, micro)
+
+    for layer in engine._model.module.base_model.layers:
+        layer.register_forward_pre_hook(enter)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward(recorded_batch(), between, reads=("weight",))
+        return alive, {name: gradient.clone() for name, gradient in engine.named_gradients().items()}
 
 
 class Counting(TorchDispatchMode):
@@ -269,6 +296,15 @@ def test_recomputed_activations_are_not_kept_and_give_the_same_gradients(world) 
         assert kept[0] > kept[1] > kept[2], kept
         for name, wanted in gradients[0].items():
             assert all(torch.equal(other[name], wanted) for other in gradients[1:]), name
+
+
+def test_layers_inputs_are_in_host_memory_until_the_backward_and_come_back_bit_for_bit(world) -> None:
+    for found in world:
+        (kept, wanted), (away, gradients) = (found["inputs", how] for how in (False, True))
+        layers = len({name.split(".")[2] for name in wanted if ".layers." in name})
+        assert kept == [layers] * len(kept) and away == [0] * len(kept) and kept
+        for name, gradient in wanted.items():
+            assert torch.equal(gradients[name], gradient), name
 
 
 def test_gradients_are_reduced_once_a_pass_and_are_the_same(world) -> None:
