@@ -187,6 +187,9 @@ def _separate_adapter(config: TrainConfig) -> str | None:
         return problem("policy.lora.rank", lora.rank, fix)
     if config.rollout.sleep == "all":
         return problem("rollout.sleep", "all", "vLLM would lose the frozen weights, which rollout.adapter pushes once; use cache")
+    if lora.base_bits is not None:
+        fix = "policy.lora.base_bits keeps the frozen weights in 8 bits, which are pushed with the adapters alone; use merged"
+        return problem("rollout.adapter", "separate", fix)
     return None
 
 

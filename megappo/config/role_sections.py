@@ -100,6 +100,9 @@ class LoraConfig(Section):
     decoder's layers. Embeddings, output projection, norms and experts have no adapters."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps high ranks from learning more slowly (rsLoRA, arXiv:2312.03732)."""
+    base_bits: Literal[8] | None = None
+    """8 keeps the frozen weights of the layers' linear layers in 8 bits, rounded in blocks of 64 (docs/lora.md); null keeps them in
+    `dtype`. For engine fsdp2 without tp."""
 
 
 class TrainableConfig(RoleConfig):

@@ -14,7 +14,8 @@ from math import prod
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_whole
-from megappo.models.lora import adapted_of, shapes_beside_base
+from megappo.models.int8_linear import num_blocks
+from megappo.models.lora import adapted_of, int8_modules, shapes_beside_base
 from megappo.models.lora_shards import adapter_cuts
 from megappo.models.row_shards import layer_prefix, shard_box, shards_of
 from megappo.models.weight_map import VALUE_HEAD
@@ -99,20 +100,31 @@ def sharded_memory(
         return everything, trains if trained else {}
 
     def in_groups(whole: Mapping[str, int]) -> tuple[int, int]:
-        """Numbers of the root's group and of the largest layer's on one tp rank, while they are gathered."""
+        """Totals of the root's group and of the largest layer's on one tp rank, while they are gathered."""
         by_layer: Counter[str] = Counter()
         for name, size in whole.items():
             by_layer[layer_prefix(name)] += size
         root = by_layer.pop("", 0)
         return root, max(by_layer.values(), default=0)
 
+    int8 = {f"{name}.weight": columns for name, (_, columns) in int8_modules(arch, lora).items()}
+
+    def in_bytes(numbers: Mapping[str, int]) -> dict[str, int]:
+        """Of tensors in the type of computation, those in 8 bits with their scales, of two bytes."""
+        return {
+            name: size * itemsize if name not in int8 else size + 2 * (size // int8[name]) * num_blocks(int8[name])
+            for name, size in numbers.items()
+        }
+
     (of_rank, moving_of_rank), (gathered_sizes, moving_gathered) = sizes(layout), sizes(one_tp_rank)
     held, moving = sum(of_rank.values()), sum(moving_of_rank.values())
-    root, layer = in_groups(gathered_sizes)
-    weights = moving * FP32 + (held - moving) * itemsize
+    root, layer = in_groups(in_bytes(gathered_sizes))
+    weights = moving * FP32 + sum(in_bytes({name: size for name, size in of_rank.items() if name not in moving_of_rank}).values())
     gradients, optimizer = moving * FP32, 2 * moving * FP32
     # The root's group stays gathered, and of the layers the one at work and the next.
-    gathered = (root + 2 * layer) * itemsize
+    gathered = root + 2 * layer
+    # Of those in 8 bits one more, the weight that a product reads.
+    gathered += max((gathered_sizes[name] for name in int8), default=0) * itemsize
     # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
     reducing = sum(in_groups(moving_gathered)) * (itemsize + FP32)
     if accumulates:
