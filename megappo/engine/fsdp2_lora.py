@@ -50,7 +50,8 @@ class Adapters:
             assert isinstance(linear, torch.nn.Linear), f"{name} is a {type(linear).__name__}"
             # Another class for the same object, as `fully_shard` does it: the hooks of tensor parallel stay, and all layers run the
             # same code, which torch.compile makes once.
-            linear.__class__ = Int8LoraLinear if isinstance(linear, Int8Linear) else LoraLinear
+            kind = Int8LoraLinear if isinstance(linear, Int8Linear) else LoraLinear
+            cast(Any, linear).__class__ = kind
             cast(LoraLinear, linear).add(self, [self.cuts[f"{name}.{part}.weight"] for part in ("lora_A", "lora_B")])
 
     def start(self, local: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:

@@ -77,9 +77,9 @@ class ShardedModel:
         places = shards_of(spec.arch, groups.layout, groups.position, self.is_value_model)
         for piece in () if adapters is None else adapters.pieces(groups.layout)[groups.position]:
             places[piece.hf] = (piece.box.r0, piece.box.c0), (piece.box.rows, piece.box.cols)
-        for module in int8_modules(spec.arch, None if adapters is None else adapters.lora):
-            if (rows := places.get(f"{module}.weight")) is not None:
-                places[module + SCALE] = (rows[0][0], 0), (rows[1][0], self.shapes[module + SCALE][1])
+        for linear in int8_modules(spec.arch, None if adapters is None else adapters.lora):
+            if (rows := places.get(f"{linear}.weight")) is not None:
+                places[linear + SCALE] = (rows[0][0], 0), (rows[1][0], self.shapes[linear + SCALE][1])
         for name, (start, shape) in places.items():
             trains = self._sharded[name].requires_grad
             self.shards[name] = torch.nn.Parameter(self._whole[name].to_local().detach(), requires_grad=trains)

@@ -109,7 +109,10 @@ IMPOSSIBLE = [
         SPARSE,
         ["policy.engine=fsdp2", "policy.parallel.tp=1", "policy.lora.base_bits=8", "policy.lora.targets=[q_proj]"],
         2,
-        ["policy.lora.base_bits = 8: weights in 8 bits are of dense models of a family, and this qwen3_moe model is none", "remove it"],
+        [
+            "policy.lora.base_bits = 8: weights in 8 bits are of dense models of a family, and this qwen3_moe model is none",
+            "remove it",
+        ],
     ),
     (SPARSE, [], 2, ["policy.parallel.sequence_parallel = false", "tp 2 with experts needs it", "set it to true"]),
     (SPARSE, [SP, "reference.parallel.tp=2"], 2, ["reference.parallel.sequence_parallel = false", "tp 2 with experts"]),
