@@ -24,7 +24,7 @@ _SAMPLE_BYTES = 1 << 16
 _WHOLE_FILE_BYTES = 1 << 20  # files up to this size are hashed whole
 
 
-_ADAPTER_KEYS = ("rank", "alpha", "targets", "use_rslora")  # of the section lora; dropout may change
+_ADAPTER_KEYS = ("rank", "alpha", "targets", "use_rslora", "base_bits")  # of the section lora; dropout may change
 _SCALAR_HEAD = {"loss": "mse or huber"}  # both losses train the same head
 MUST_MATCH = ("reference", "tokenizer")
 """Keys of the facts that a resumed run must share with its checkpoint; all other keys are only recorded."""
@@ -77,8 +77,9 @@ def other_adapters(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> s
         if old is None or new is None:
             return f"{role}.lora = {_rank(old)}, this run has {_rank(new)}"
         for key in _ADAPTER_KEYS:
-            if old[key] != new[key]:
-                return f"{role}.lora.{key} = {json.dumps(old[key])}, this run has {json.dumps(new[key])}"
+            before, after = (one.get(key) for one in (old, new))  # a megappo without a key wrote nothing, which is null
+            if before != after:
+                return f"{role}.lora.{key} = {json.dumps(before)}, this run has {json.dumps(after)}"
         if _identity(old["base"]) != _identity(new["base"]):
             return f"adapters of the {role} on {old['base']['path']}, this run has another model, {new['base']['path']}"
     return None

@@ -187,6 +187,9 @@ def _separate_adapter(config: TrainConfig) -> str | None:
         return problem("policy.lora.rank", lora.rank, fix)
     if config.rollout.sleep == "all":
         return problem("rollout.sleep", "all", "vLLM would lose the frozen weights, which rollout.adapter pushes once; use cache")
+    if lora.base_bits is not None:
+        fix = "policy.lora.base_bits keeps the frozen weights in 8 bits, which are pushed with the adapters alone; use merged"
+        return problem("rollout.adapter", "separate", fix)
     return None
 
 
@@ -424,7 +427,8 @@ GPU_KEYS = (
     "rollout.async_scheduling",
     "policy.offload.parameters",
     "policy.offload.optimizer",
-    *(f"{role}.offload.{key}" for role in CRITICS for key in ("parameters", "optimizer")),
+    "policy.offload_activations",
+    *(f"{role}.{key}" for role in CRITICS for key in ("offload.parameters", "offload.optimizer", "offload_activations")),
     "reference.offload.parameters",
     "reward_model.offload.parameters",
 )

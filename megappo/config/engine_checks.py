@@ -30,9 +30,24 @@ def problems_of_role(role: str, section: RoleConfig) -> Iterator[str]:
     """Keys of a role that its engine does not have, one line each."""
     if section.engine == "fsdp2":
         yield from _without_fsdp2(role, section)
-    elif section.compile:
-        fix = f"{role}.engine is {section.engine}, whose layers are not compiled; remove it, or set {role}.engine to fsdp2"
-        yield problem(f"{role}.compile", True, fix)
+    else:
+        yield from _without_megatron(role, section)
+
+
+def _without_megatron(role: str, section: RoleConfig) -> Iterator[str]:
+    def refused(key: str, why: str, fix: str) -> str:
+        return problem(f"{role}.{key}", True, f"{role}.engine is {section.engine}, {why}; {fix}")
+
+    if section.compile:
+        yield refused("compile", "whose layers are not compiled", f"remove it, or set {role}.engine to fsdp2")
+    if isinstance(section, TrainableConfig) and section.lora is not None and section.lora.base_bits is not None:
+        why = f"{role}.engine is {section.engine}, whose weights are of {role}.dtype"
+        yield problem(f"{role}.lora.base_bits", section.lora.base_bits, f"{why}; remove it, or set {role}.engine to fsdp2")
+    if isinstance(section, TrainableConfig) and section.offload_activations:
+        fix = f"remove it, or set {role}.engine to fsdp2"
+        yield refused("offload_activations", "which keeps activations on the device", fix)
+    if isinstance(section, TrainableConfig) and section.reduce_once:
+        yield refused("reduce_once", "which always reduces gradients once a pass", "remove it")
 
 
 def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
@@ -51,6 +66,12 @@ def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
         yield problem(f"{role}.compile", True, f"{why}, as under {role}.parallel.tp {tp}; remove it, or set tp to 1")
     if not isinstance(section, TrainableConfig):
         return
+    if section.lora is not None and section.lora.base_bits is not None and (tp := section.parallel.tp) > 1:
+        why = f"weights in 8 bits are not cut over tp, and {role}.parallel.tp is {tp}"
+        yield problem(f"{role}.lora.base_bits", section.lora.base_bits, f"{why}; remove it, or set tp to 1")
+    if section.offload_activations and section.recompute != "full":
+        why = f"{role}.recompute is {section.recompute}, and only inputs of layers that are recomputed leave the device"
+        yield problem(f"{role}.offload_activations", True, f"{why}; set it to full, or remove this key")
     if section.router_aux_coef > 0:
         yield refused(
             "router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which does not balance experts", "leave it out"

@@ -100,6 +100,9 @@ class LoraConfig(Section):
     decoder's layers. Embeddings, output projection, norms and experts have no adapters."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps high ranks from learning more slowly (rsLoRA, arXiv:2312.03732)."""
+    base_bits: Literal[8] | None = None
+    """8 keeps the frozen weights of the layers' linear layers in 8 bits, rounded in blocks of 64 (docs/lora.md); null keeps them in
+    `dtype`. For engine fsdp2 without tp."""
 
 
 class TrainableConfig(RoleConfig):
@@ -114,6 +117,13 @@ class TrainableConfig(RoleConfig):
     """AdamW and its schedule."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass: selective = core attention, full = every layer."""
+    offload_activations: bool = False
+    """With `recompute: full`, keep the input of every layer in host memory between forward and backward. For engine fsdp2
+    (docs/engines.md)."""
+    reduce_once: bool = False
+    """Reduce gradients over ranks once a pass, after its last micro-batch, instead of after each: less communication, for fp32
+    gradients of a tp rank's whole model in memory between micro-batches. For engine fsdp2; megatron always does so
+    (docs/engines.md)."""
     router_aux_coef: NonNegativeFloat = 0.0
     """Weight of the routers' balancing loss, per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20); 0 leaves it out.
     For models with experts."""

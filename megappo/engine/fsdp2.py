@@ -1,7 +1,8 @@
 """Engine of transformers' own classes under FSDP2: data, tensor and context parallel, every weight sharded over the role's ranks.
 
 Each replica (tp x cp ranks) has a share of its own, which it cuts into micro-batches by the token budget, as many as every other.
-Gradients are reduced, in fp32, at each micro-batch: kept back to the last they would be as large as the whole model on every rank.
+Gradients are reduced, in fp32, at each micro-batch: kept back to the last (`reduce_once`) they are as large as the whole model on
+every rank.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from megappo.parallel.groups import ProcessGroups
 
 
 class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
-    """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role. frozen: see
-    `RoleEngine`."""
+    """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role. reduce_once:
+    gradients are reduced after the last micro-batch of a pass, not after each. frozen: see `RoleEngine`."""
 
     embedding_name, head_names = EMBEDDING, (OUTPUT, VALUE_HEAD)
 
@@ -56,6 +57,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         micro_batch_tokens: int,
         optimizer: ShardedOptimizer | None = None,
         offload: OffloadConfig = OffloadConfig(),
+        reduce_once: bool = False,
         frozen: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(
@@ -72,6 +74,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         self._arch = arch
         self._model = model
         self._dtype = dtype
+        self._reduce_once = reduce_once
 
     @property
     def arch(self) -> ModelArch:
@@ -163,7 +166,9 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         mine = plan_micro_batches(share.lengths.tolist(), self._micro_batch_tokens, agreed.micro_batches)
         outputs: list[LossOutput] = []
         with nullcontext() if forward_only else self._dropping():
-            for micro in MicroBatches(share.only(reads), mine, self.groups, self.device).of_chunk():
+            micro_batches = MicroBatches(share.only(reads), mine, self.groups, self.device)
+            for number, micro in enumerate(micro_batches.of_chunk(), start=1):
+                self._model.reduce_gradients(not self._reduce_once or number == len(mine))
                 outputs.append(self._run(micro, loss_fn, denominator, forward_only=forward_only))
         if not forward_only:
             self._model.sum_partial_gradients()

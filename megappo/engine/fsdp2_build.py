@@ -26,6 +26,7 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
     if section.compile:
         _check_compiler(spec.role)
     model = build_sharded(spec, groups, dtype=dtype, device=device, trains=trains)
+    reduce_once = isinstance(section, TrainableConfig) and section.reduce_once
     optimizer, offload = None, OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters)
     if spec.total_updates is not None:
         assert isinstance(section, TrainableConfig), f"{spec.role} has no optimizer to train with"
@@ -41,6 +42,7 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
         micro_batch_tokens=section.micro_batch_tokens,
         optimizer=optimizer,
         offload=offload,
+        reduce_once=reduce_once,
         frozen=spec.frozen,
     )
     engine.offload_idle()

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
+from megappo.models.int8_linear import Int8Linear
 from megappo.models.lora import ADAPTER_A, adapted_modules, adapter_shapes, initial_a, scaling, seed_of, tensors_to_adapt
 from megappo.models.lora_shards import adapter_cuts
 from megappo.models.pieces import Piece, PieceMap
@@ -49,7 +50,8 @@ class Adapters:
             assert isinstance(linear, torch.nn.Linear), f"{name} is a {type(linear).__name__}"
             # Another class for the same object, as `fully_shard` does it: the hooks of tensor parallel stay, and all layers run the
             # same code, which torch.compile makes once.
-            linear.__class__ = LoraLinear
+            kind = Int8LoraLinear if isinstance(linear, Int8Linear) else LoraLinear
+            cast(Any, linear).__class__ = kind
             cast(LoraLinear, linear).add(self, [self.cuts[f"{name}.{part}.weight"] for part in ("lora_A", "lora_B")])
 
     def start(self, local: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
@@ -137,6 +139,10 @@ class LoraLinear(torch.nn.Linear):
         if isinstance(output, DTensor):
             change = DTensor.from_local(change, output.device_mesh, output.placements, run_check=False)
         return output + change
+
+
+class Int8LoraLinear(LoraLinear, Int8Linear):
+    """The same beside a weight in 8 bits."""
 
 
 def _local(part: torch.nn.Linear) -> Tensor:

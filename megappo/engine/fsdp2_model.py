@@ -24,7 +24,8 @@ from megappo.models.expert_slots import constants_of
 from megappo.models.freeze import frozen_whole
 from megappo.models.hf_import import check_tied, fill_value_head, read_box
 from megappo.models.hf_tensors import CheckpointReader
-from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, Weights, is_adapter, is_beside_base
+from megappo.models.int8_linear import SCALE, Int8Linear, Quantised, quantise
+from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, Weights, int8_modules, is_adapter, is_beside_base
 from megappo.models.own_classes import (
     HIDDEN_METHOD,
     OUTPUT_METHOD,
@@ -62,9 +63,10 @@ class ShardedModel:
         spec: EngineSpec,
         groups: ProcessGroups,
         logit_scale: float,
+        dtype: torch.dtype,
         adapters: Adapters | None = None,
     ) -> None:
-        self.module, self.logit_scale, self.adapters = module, logit_scale, adapters
+        self.module, self.logit_scale, self.adapters, self._dtype = module, logit_scale, adapters, dtype
         self.constants = {name: torch.nn.Parameter(buffer, requires_grad=False) for name, buffer in constants_of(module).items()}
         self._root, self._groups = cast(FSDPModule, module), groups
         self._whole = {name: cast(DTensor, parameter.data) for name, parameter in module.named_parameters()}
@@ -75,6 +77,9 @@ class ShardedModel:
         places = shards_of(spec.arch, groups.layout, groups.position, self.is_value_model)
         for piece in () if adapters is None else adapters.pieces(groups.layout)[groups.position]:
             places[piece.hf] = (piece.box.r0, piece.box.c0), (piece.box.rows, piece.box.cols)
+        for linear in int8_modules(spec.arch, None if adapters is None else adapters.lora):
+            if (rows := places.get(f"{linear}.weight")) is not None:
+                places[linear + SCALE] = (rows[0][0], 0), (rows[1][0], self.shapes[linear + SCALE][1])
         for name, (start, shape) in places.items():
             trains = self._sharded[name].requires_grad
             self.shards[name] = torch.nn.Parameter(self._whole[name].to_local().detach(), requires_grad=trains)
@@ -112,6 +117,10 @@ class ShardedModel:
         """Let go of gathered weights after a pass: FSDP2 keeps the root's, and would not see new weights in the shards."""
         self._root.reshard()
 
+    def reduce_gradients(self, now: bool) -> None:
+        """Say whether the next backward reduces gradients over ranks, those that earlier ones kept too, or keeps whole ones."""
+        self._root.set_requires_gradient_sync(now)
+
     def zero_gradients(self) -> None:
         """Set the gradients to zero, and make those that are not there. A backward pass adds to them."""
         for name, parameter in self._sharded.items():
@@ -144,13 +153,24 @@ class ShardedModel:
         has of the weight. Collective."""
         if self.adapters is None:
             return self.shards
-        weights: dict[str, Tensor | Adapted] = {name: shard for name, shard in self.shards.items() if not is_adapter(name)}
+        weights = self._base_weights()
         for module in self.adapters.modules:
             a = self._whole[module + ADAPTER_A]
             a = a.redistribute(placements=(Replicate(), *a.placements[1:])).to_local()  # over FSDP2's axis alone
             if (name := f"{module}.weight") in self.shards:
                 # Rows of B are cut as those of the weight: both have the module's outputs.
-                weights[name] = Adapted(self.shards[name], a, self.shards[module + ADAPTER_B], self.adapters.scaling)
+                base = weights[name]
+                assert not isinstance(base, Adapted)
+                weights[name] = Adapted(base, a, self.shards[module + ADAPTER_B], self.adapters.scaling)
+        return weights
+
+    def _base_weights(self) -> dict[str, Tensor | Adapted | Quantised]:
+        """Shards without adapters; those in 8 bits with their scales."""
+        weights: dict[str, Tensor | Adapted | Quantised] = {}
+        for name, shard in self.shards.items():
+            if not is_adapter(name) and not name.endswith(SCALE):
+                scales = self.shards.get(name.removesuffix(".weight") + SCALE)
+                weights[name] = shard if scales is None else Quantised(shard, scales, self._dtype)
         return weights
 
     def gradients(self) -> dict[str, Tensor]:
@@ -163,17 +183,21 @@ def build_sharded(
 ) -> ShardedModel:
     """Build, cut, shard and fill the model of `spec` over the role's ranks. Collective over them.
 
-    Weights that train have fp32 shards and compute in `dtype`; frozen ones are kept in `dtype`, a value head and adapters in fp32.
+    Weights that train have fp32 shards and compute in `dtype`; frozen ones are kept in `dtype`, or in 8 bits with
+    `lora.base_bits`, a value head and adapters in fp32.
     ValueError if the checkpoint or the architecture does not fit.
     """
     section, lora, recompute, layout = spec.section, None, "none", groups.layout
+    inputs_on_host = False
     if isinstance(section, TrainableConfig):
         lora, recompute = section.lora, section.recompute if trains else "none"
+        inputs_on_host = section.offload_activations
     module = build_on_meta(
         spec.model,
         head_rows=0 if spec.value_head is None else spec.arch.head_rows,
         dtype=torch.float32 if trains and lora is None else dtype,
         recompute=recompute,
+        inputs_on_host=inputs_on_host,
         draws=lora is not None and lora.dropout > 0,
         compiled=section.compile,
     )
@@ -181,6 +205,10 @@ def build_sharded(
     if layout.tp > 1:
         cut_over_tp(module, spec.arch, over_tp, sequence_parallel=layout.sequence_parallel)
     adapters = None
+    for name in int8_modules(spec.arch, lora):
+        linear = module.get_submodule(name)
+        linear.__class__ = Int8Linear
+        cast(Int8Linear, linear).become()
     if lora is not None:
         adapters = Adapters(spec.arch, lora, spec.seed)
         adapters.add_to(module)
@@ -197,7 +225,7 @@ def build_sharded(
         _fill(module, spec, groups, adapters)
     logit_scale = check_packing(module, dtype, device, groups)
     cast(FSDPModule, module).reshard()
-    return ShardedModel(module, spec, groups, logit_scale, adapters)
+    return ShardedModel(module, spec, groups, logit_scale, dtype, adapters)
 
 
 def _meshes(groups: ProcessGroups, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
@@ -234,12 +262,18 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
     local = {name: cast(DTensor, parameter).to_local() for name, parameter in module.named_parameters()}
     if spec.random_weights:
         generator = torch.Generator().manual_seed(0)
-        for part in local.values():
-            part.copy_(torch.randn(part.shape, generator=generator) * 0.02 if part.dim() > 1 else torch.ones(part.shape))
+        for name, part in local.items():
+            if part.dtype == torch.int8:
+                part.random_(-64, 65, generator=generator)
+            elif name.endswith(SCALE):
+                part.fill_(0.0005)
+            else:
+                part.copy_(torch.randn(part.shape, generator=generator) * 0.02 if part.dim() > 1 else torch.ones(part.shape))
         return
     if adapters is not None:
         parts = {name: local.pop(name) for name in list(local) if is_adapter(name)}
         adapters.start(parts, adapters.pieces(groups.layout)[groups.position])
+    scales = {name: local.pop(name) for name in list(local) if name.endswith(SCALE)}
     reader, is_value_model = CheckpointReader(spec.model), spec.value_head is not None
     shapes, constants = hf_tensors(spec.arch, is_value_model), constants_of(module)
     wanted = {one.name for one in own_parameters(spec.arch, is_value_model)} if spec.arch.own else shapes.keys()
@@ -251,7 +285,12 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
         if piece.hf != VALUE_HEAD and piece.local in local:
             box, (source, _) = piece.box, reader.slice(piece.hf, shapes[piece.hf])
             place = rectangle(local[piece.local], piece.slot, piece.row, piece.col, box.rows, box.cols)
-            place.copy_(read_box(source, box))
+            if (scale := scales.get(piece.local.removesuffix(".weight") + SCALE)) is None:
+                place.copy_(read_box(source, box))
+            else:
+                codes, steps = quantise(read_box(source, box))
+                place.copy_(codes)
+                scale.copy_(steps)
     for one in spec.arch.own:
         if one.constant:
             (part,) = one.parts

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
+from megappo.models.int8_linear import Quantised
 from megappo.models.pieces import rectangle
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
 from megappo.models.weight_rules import Shape
@@ -63,6 +64,12 @@ def adapted_modules(tensors: Mapping[str, Shape], targets: tuple[str, ...] | str
     if not found:
         raise ValueError("this model has no linear layer that could have an adapter; train all weights (lora: null)")
     return dict(found)
+
+
+def int8_modules(arch: ModelArch, lora: LoraConfig | None) -> dict[str, tuple[int, int]]:
+    """Name -> (out, in) of the linear layers whose frozen weights are in 8 bits: those of the decoder's layers with
+    `lora.base_bits`, adapted or not."""
+    return {} if lora is None or lora.base_bits is None else adapted_modules(tensors_to_adapt(arch), "all-linear")
 
 
 def tensors_to_adapt(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
@@ -142,10 +149,10 @@ def seed_of(run_seed: int, purpose: str) -> int:
 class Adapted:
     """A weight with its adapter, which is added to the part that is read: never a second copy of the whole weight.
 
-    base: [rows, columns], rows of a weight. a: [rank, columns]. b: [rows, rank].
+    base: [rows, columns], rows of a weight, maybe in 8 bits. a: [rank, columns]. b: [rows, rank].
     """
 
-    base: Tensor
+    base: Tensor | Quantised
     a: Tensor
     b: Tensor
     scaling: float
@@ -157,16 +164,16 @@ class Adapted:
     def rectangle(self, row: int, col: int, rows: int, cols: int) -> Tensor:
         """[rows, cols] fp32 of the merged weight: base + scaling * b a, in fp32."""
         rows_of, cols_of = slice(row, row + rows), slice(col, col + cols)
-        part = self.base.detach()[rows_of, cols_of].float()
+        part = part_of(self.base, 0, row, col, rows, cols).float()
         return torch.addmm(part, self.b.detach()[rows_of].float(), self.a.detach()[:, cols_of].float(), alpha=self.scaling)
 
 
-Weights = Mapping[str, Tensor | Adapted]
+Weights = Mapping[str, Tensor | Adapted | Quantised]
 """Parameters of a rank by name, as others read them (`engine.base.Engine.merged_parameters`)."""
 
 
-def part_of(weight: Tensor | Adapted, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
-    """[rows, cols] of a 1-D, 2-D or 3-D tensor (a view), or of a weight with its adapter (fp32)."""
-    if isinstance(weight, Adapted):
+def part_of(weight: Tensor | Adapted | Quantised, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
+    """[rows, cols] of a 1-D, 2-D or 3-D tensor (a view), or of a weight with its adapter or in 8 bits (fp32)."""
+    if isinstance(weight, Adapted | Quantised):
         return weight.rectangle(row, col, rows, cols)
     return rectangle(weight.detach(), slot, row, col, rows, cols)

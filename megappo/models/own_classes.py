@@ -69,13 +69,21 @@ class ValueModel(torch.nn.Module):
 
 
 def build_on_meta(
-    path: str, *, head_rows: int, dtype: torch.dtype, recompute: Recompute = "none", draws: bool = False, compiled: bool = False
+    path: str,
+    *,
+    head_rows: int,
+    dtype: torch.dtype,
+    recompute: Recompute = "none",
+    inputs_on_host: bool = False,
+    draws: bool = False,
+    compiled: bool = False,
 ) -> torch.nn.Module:
     """The model of a checkpoint directory, its parameters in `dtype` on the meta device (a value head in fp32).
 
     head_rows: outputs of a value model's head, 0 for a language model.
-    recompute: activations that a backward pass computes again: of core attention (selective), or of every layer (full). draws: the
-    layers draw random numbers, which they are to draw again. compiled: the layers are compiled, at their first passes.
+    recompute: activations that a backward pass computes again: of core attention (selective), or of every layer (full), whose
+    inputs wait in host memory with inputs_on_host. draws: the layers draw random numbers, which they are to draw again. compiled:
+    the layers are compiled, at their first passes.
     """
     AttentionInterface.register(_ATTENTION, packed_attention)
     AttentionInterface.register(_ATTENTION_AGAIN, _attention_again)
@@ -87,7 +95,7 @@ def build_on_meta(
         if compiled:
             _compile_layers(model)
         if recompute == "full":
-            _recompute_layers(model, draws)
+            _recompute_layers(model, draws, inputs_on_host)
         # transformers gives the embedding of the padding token no gradient; here no token is padding.
         model.get_input_embeddings().padding_idx = None
         if head_rows:
@@ -110,15 +118,34 @@ def _compile_layers(model: PreTrainedModel) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=COMPILER)
 
 
-def _recompute_layers(model: PreTrainedModel, draws: bool) -> None:
+def _recompute_layers(model: PreTrainedModel, draws: bool, on_host: bool) -> None:
     """Keep the input of every layer alone. Before `fully_shard`, whose hooks then gather a layer once for both of its forwards."""
+    again = _again_from_host if on_host else _again
     for layer in decoder_of(model).layers:
-        layer.forward = functools.partial(_again, layer.forward, draws)
+        layer.forward = functools.partial(again, layer.forward, draws)
 
 
 def _again(function: Callable[..., Any], draws: bool, *args: Any, **kwargs: Any) -> Any:
     """Call `function`; its backward calls it again instead of keeping its activations. draws: with the same random numbers."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
+
+
+def _again_from_host(function: Callable[..., Any], draws: bool, *args: Any, **kwargs: Any) -> Any:
+    """As `_again`, with the tensors among `args`, which are all that is kept, in host memory until then."""
+    # Not torch's save_on_cpu, whose copies to the host are waited for.
+    with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+        return _again(function, draws, *args, **kwargs)
+
+
+def _to_host(kept: Tensor) -> tuple[torch.device, Tensor]:
+    """(device, copy in host memory, pinned for a GPU). On the CPU a copy too, for the tests."""
+    copy = torch.empty(kept.shape, dtype=kept.dtype, device="cpu", pin_memory=kept.is_cuda)
+    return kept.device, copy.copy_(kept, non_blocking=kept.is_cuda)
+
+
+def _from_host(moved_away: tuple[torch.device, Tensor]) -> Tensor:
+    device, copy = moved_away
+    return copy.to(device, non_blocking=True)
 
 
 def decoder_of(model: torch.nn.Module) -> Any:

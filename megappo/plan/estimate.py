@@ -23,7 +23,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
-from megappo.plan.fsdp2 import count_own_parameters, score_bytes, sharded_memory
+from megappo.plan.fsdp2 import count_own_parameters, inputs_away, score_bytes, sharded_memory
 from megappo.plan.memory import (
     GIB,
     ITEMSIZE,
@@ -323,6 +323,10 @@ def _stage_memory(
     forward = score_bytes(arch, forward_tokens, step.max_sequence_tokens, itemsize, recompute)
     training = score_bytes(arch, tokens, longest, itemsize, recompute)
     how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora, "frozen": frozen}
+    if isinstance(settings, TrainableConfig):
+        how["accumulates"] = settings.reduce_once and micro_batches > 1
+        if settings.offload_activations and device == "cuda":
+            how["inputs_on_host"] = inputs_away(arch, layout, tokens, itemsize)
     memory = sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
     return _with_average(config, role, memory, None, layout, device)
 

@@ -14,13 +14,14 @@ from math import prod
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_whole
-from megappo.models.lora import adapted_of, shapes_beside_base
+from megappo.models.int8_linear import num_blocks
+from megappo.models.lora import adapted_of, int8_modules, shapes_beside_base
 from megappo.models.lora_shards import adapter_cuts
 from megappo.models.row_shards import layer_prefix, shard_box, shards_of
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.models.weight_rules import Cut
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.activations import FP32, Recompute
+from megappo.plan.activations import FP32, Recompute, sequence_shards
 from megappo.plan.memory import ParameterCount, RoleMemory
 
 
@@ -57,6 +58,11 @@ def score_bytes(arch: ModelArch, tokens: int, longest: int, itemsize: int, recom
     return working + pairs * itemsize, working + kept * (arch.num_layers if recompute == "none" else 1)
 
 
+def inputs_away(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int) -> int:
+    """Bytes of a rank's inputs of layers that wait in host memory, of a micro-batch of `tokens` over its cp ranks: all but one."""
+    return -(-tokens // layout.cp) * (arch.num_layers - 1) * (arch.hidden_size // sequence_shards(layout)) * itemsize
+
+
 def sharded_memory(
     unsharded: RoleMemory,
     arch: ModelArch,
@@ -69,11 +75,15 @@ def sharded_memory(
     lora: LoraConfig | None = None,
     frozen: frozenset[str] = frozenset(),
     scores: tuple[int, int] = (0, 0),
+    accumulates: bool = False,
+    inputs_on_host: int = 0,
 ) -> RoleMemory:
     """The memory of a rank with whole weights (`role_memory`), with the shards of the fullest rank of `layout` in their place.
 
     itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer. lora: adapters on a frozen base. frozen:
     Hugging Face names of weights that do not train. scores: of `score_bytes`.
+    accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
+    inputs_on_host: of `inputs_away`.
     """
     one_tp_rank = ParallelLayout(layout.tp, tp=layout.tp)
     still = frozen_whole(arch, frozen, value_head=value_head)
@@ -90,22 +100,35 @@ def sharded_memory(
         return everything, trains if trained else {}
 
     def in_groups(whole: Mapping[str, int]) -> tuple[int, int]:
-        """Numbers of the root's group and of the largest layer's on one tp rank, while they are gathered."""
+        """Totals of the root's group and of the largest layer's on one tp rank, while they are gathered."""
         by_layer: Counter[str] = Counter()
         for name, size in whole.items():
             by_layer[layer_prefix(name)] += size
         root = by_layer.pop("", 0)
         return root, max(by_layer.values(), default=0)
 
+    int8 = {f"{name}.weight": columns for name, (_, columns) in int8_modules(arch, lora).items()}
+
+    def in_bytes(numbers: Mapping[str, int]) -> dict[str, int]:
+        """Of tensors in the type of computation, those in 8 bits with their scales, of two bytes."""
+        return {
+            name: size * itemsize if name not in int8 else size + 2 * (size // int8[name]) * num_blocks(int8[name])
+            for name, size in numbers.items()
+        }
+
     (of_rank, moving_of_rank), (gathered_sizes, moving_gathered) = sizes(layout), sizes(one_tp_rank)
     held, moving = sum(of_rank.values()), sum(moving_of_rank.values())
-    root, layer = in_groups(gathered_sizes)
-    weights = moving * FP32 + (held - moving) * itemsize
+    root, layer = in_groups(in_bytes(gathered_sizes))
+    weights = moving * FP32 + sum(in_bytes({name: size for name, size in of_rank.items() if name not in moving_of_rank}).values())
     gradients, optimizer = moving * FP32, 2 * moving * FP32
     # The root's group stays gathered, and of the layers the one at work and the next.
-    gathered = (root + 2 * layer) * itemsize
+    gathered = root + 2 * layer
+    # Of those in 8 bits one more, the weight that a product reads.
+    gathered += max((gathered_sizes[name] for name in int8), default=0) * itemsize
     # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
     reducing = sum(in_groups(moving_gathered)) * (itemsize + FP32)
+    if accumulates:
+        reducing += sum(moving_gathered.values()) * FP32
     saved = weights if frozen else moving * FP32  # of adapters not their base
     parameters_away, gradients_away, optimizer_away = offload
     return replace(
@@ -114,7 +137,8 @@ def sharded_memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=unsharded.activations + scores[1] + gathered + reducing,
+        activations=unsharded.activations - inputs_on_host + scores[1] + gathered + reducing,
+        inputs_on_host=inputs_on_host,
         forward=unsharded.forward + scores[0] + gathered,
         offloaded=weights * parameters_away + gradients * gradients_away,
         offloaded_weights=weights * parameters_away,

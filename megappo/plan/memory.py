@@ -43,7 +43,7 @@ class RoleMemory:
     while others work. offloaded_optimizer: state that is on the device from the first optimizer step of a phase to its end.
     written, written_weights: this rank's share of a checkpoint, and of one without optimizer; none for a frozen role.
     steps: optimizer steps of a phase. step_buffers: temporaries of such a step, when there are no activations. average: of the
-    policy's weights, on the device; average_on_host: on the host.
+    policy's weights, on the device; average_on_host: on the host. inputs_on_host: of layers that are recomputed.
     """
 
     parameters: int
@@ -61,6 +61,7 @@ class RoleMemory:
     written_weights: int = 0
     average: int = 0
     average_on_host: int = 0
+    inputs_on_host: int = 0
 
     @property
     def held(self) -> int:
@@ -99,7 +100,8 @@ class RoleMemory:
     @property
     def host_memory(self) -> int:
         """Bytes of host memory while others work; gradients are freed, not copied."""
-        return self.offloaded_weights + self.offloaded_optimizer
+        # Blocks of pinned memory that held inputs are kept for the next pass.
+        return self.offloaded_weights + self.offloaded_optimizer + self.inputs_on_host
 
 
 @dataclass(frozen=True)

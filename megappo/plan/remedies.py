@@ -66,6 +66,8 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
         if isinstance(section, TrainableConfig) and section.recompute != "full":
             yield f"{role}.recompute=full", _with(config, role, recompute="full")
     if plan.device == "cuda":
+        if role in plan.layouts and _keeps_inputs(getattr(config, role)):
+            yield f"{role}.offload_activations=true", _with(config, role, offload_activations=True)
         for other in plan.layouts:
             offload = getattr(config, other).offload
             for what in type(offload).model_fields:
@@ -77,6 +79,13 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
     share = _smaller_share(plan)
     if share is not None:
         yield f"rollout.memory_share={share}", _with(config, "rollout", memory_share=share)
+
+
+def _keeps_inputs(section: RoleConfig) -> bool:
+    """True if inputs of layers stay on the device that could wait in host memory."""
+    if not isinstance(section, TrainableConfig) or section.engine != "fsdp2":
+        return False
+    return section.recompute == "full" and not section.offload_activations
 
 
 def _smaller_share(plan: Plan) -> float | None:

@@ -84,7 +84,8 @@ def _model_lines(plan: Plan) -> list[str]:
         if section.lora is not None:
             has_head = value_head_of(section) is not None
             beside = sum(map(prod, shapes_beside_base(plan.archs[role], section.lora, has_head).values()))
-            lines.append(f"  {role}: trains {beside:,} parameters beside a frozen model (lora.rank {section.lora.rank})")
+            bits = f" with its linear layers in {section.lora.base_bits} bits" if section.lora.base_bits is not None else ""
+            lines.append(f"  {role}: trains {beside:,} parameters beside a frozen model{bits} (lora.rank {section.lora.rank})")
         if frozen := _frozen(plan, role):
             away = sum(prod(shapes[name]) for name in frozen)
             lines.append(f"  {role}: {away:,} parameters are frozen ({', '.join(section.freeze)}), {whole - away:,} train")

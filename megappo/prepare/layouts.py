@@ -145,6 +145,9 @@ def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: Pa
 
         try:
             modules = adapted_modules(tensors_to_adapt(arch), settings.lora.targets)
+            if settings.lora.base_bits is not None and (arch.own or arch.moe is not None):
+                fix = f"weights in 8 bits are of dense models of a family, and this {arch.family} model is none; remove it"
+                raise ConfigError(problem(f"{role}.lora.base_bits", settings.lora.base_bits, fix))
             if not arch.own:  # whose engine has no pipeline
                 check_stages(arch, layout, modules)
         except ValueError as error:

@@ -200,7 +200,10 @@ def role_cost(
         if is_sharded:
             [work], [own], [reduced] = stages, counts.values(), trains.values()
             sizes = own.total * ITEMSIZE[settings.dtype], reduced.total * FP32
-            parts["dp"] += count * exchange_s(*sizes, layout, arch.num_layers, work, hardware)
+            unreduced = count - 1 if trained and getattr(settings, "reduce_once", False) else 0
+            for number, reduces in ((count - unreduced, 1), (unreduced, 0)):
+                exchanged = sizes[0], sizes[1] * reduces
+                parts["dp"] += number * exchange_s(*exchanged, layout, arch.num_layers, work, hardware)
         return count
 
     num = one_pass(workload.samples, trained=False)
@@ -212,6 +215,8 @@ def role_cost(
     before = dict(parts)
     parts.clear()
     num = one_pass(workload.sequences_of_update(role), trained=True)
+    away = 0 if memory is None else max(one.inputs_on_host for one in memory.values())
+    parts["offload"] += 2 * num * away / hardware.host_bytes_per_s  # of every micro-batch, both ways
     if not is_sharded:
         _reduce_gradients(parts, layout, settings, trains, hardware)
     _optimizer(parts, layout, settings, trains, hardware)

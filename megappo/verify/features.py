@@ -1,7 +1,7 @@
 """The baseline of a small run (one rank, no features), and the same with one feature at a time.
 
-A feature is a setting that must not change the numbers: another engine than Megatron's, compiled layers, an axis of a layout, data
-parallelism, recomputation, offload, the distributed optimizer, the token budget of a micro-batch, the kernels.
+A feature is a setting that must not change the numbers: another engine than Megatron's, compiled layers, gradients reduced once, an
+axis of a layout, data parallelism, recomputation, offload, the distributed optimizer, the token budget of a micro-batch, kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megappo.verify.shrink import SAMPLES, Run
 from megappo.verify.shrink_layouts import ranks_needed
 
 _AXES = ("tp", "sequence_parallel", "pp", "vpp", "cp", "ep", "etp")
-_SETTINGS = ("engine", "compile", "recompute", "offload", "micro_batch_tokens")
+_SETTINGS = ("engine", "compile", "reduce_once", "offload_activations", "recompute", "offload", "micro_batch_tokens")
 DISTRIBUTED, DP, ENGINE, KERNELS = "optimizer.distributed", "dp", "engine", "kernels"
 
 
@@ -67,7 +67,13 @@ def _plain(config: TrainConfig, role: str) -> RoleConfig:
     changes["micro_batch_tokens"] = SAMPLES * LONGEST_SEQUENCE
     if isinstance(section, TrainableConfig):
         optimizer = section.optimizer.model_copy(update={"distributed": False})
-        changes |= {"recompute": "none", "offload": OffloadConfig(), "optimizer": optimizer}
+        changes |= {
+            "reduce_once": False,
+            "offload_activations": False,
+            "recompute": "none",
+            "offload": OffloadConfig(),
+            "optimizer": optimizer,
+        }
     else:
         changes["offload"] = FrozenOffloadConfig()
     return section.model_copy(update=changes)
@@ -77,8 +83,10 @@ def _with_feature(config: TrainConfig, role: str, feature: str | None) -> RoleCo
     section, plain = getattr(config, role), _plain(config, role)
     if feature in _AXES:
         return plain.model_copy(update={"parallel": _one_axis(section.parallel, feature, read_arch(section.model))})
-    if feature == "compile":  # the engine that has it comes along
-        return plain.model_copy(update={"engine": section.engine, "compile": True})
+    if feature in ("compile", "reduce_once"):  # the engine that has it comes along
+        return plain.model_copy(update={"engine": section.engine, feature: True})
+    if feature == "offload_activations":
+        return plain.model_copy(update={"engine": section.engine, "recompute": section.recompute, feature: True})
     if feature in _SETTINGS:
         return plain.model_copy(update={feature: getattr(section, feature)})
     if feature == DISTRIBUTED:

@@ -15,7 +15,7 @@ import torch
 
 from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import placements_in_use, roles_in_use
+from megappo.config.layout_checks import placements_in_use, roles_in_use, trained_sections
 from megappo.config.loading import explicit_keys
 from megappo.config.rank_ranges import ALL, ranges_of
 from megappo.config.schema import TrainConfig
@@ -75,6 +75,10 @@ def _check(config: TrainConfig, device: Device) -> None:
         ranks = _fewest_ranks(config)
     check_config(config, explicit_keys(config), ranks, device)
     check_kernels(config.kernels, device)
+    for role, section in trained_sections(config).items():
+        if section.lora is not None and section.lora.base_bits is not None:
+            fix = "weights in 8 bits are other numbers than those of the one rank that verify compares with; remove it to verify"
+            raise ConfigError(problem(f"{role}.lora.base_bits", section.lora.base_bits, fix))
     for key, path in model_paths(config).values():
         try:
             read_arch(path)

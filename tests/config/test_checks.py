@@ -392,6 +392,12 @@ BROKEN = [
         ['rollout.sleep = "all": vLLM would lose the frozen weights'],
         "rollout.sleep=cache",
     ),
+    (
+        "_separate_adapter",
+        ["policy.engine=fsdp2", "policy.lora.base_bits=8", "rollout.adapter=separate"],
+        ['rollout.adapter = "separate": policy.lora.base_bits keeps the frozen weights in 8 bits'],
+        "policy.lora.base_bits=null",
+    ),
     ("_top_k_zero", ["rollout.sampling.top_k=0"], ["rollout.sampling.top_k = 0", "-1 for all"], "rollout.sampling.top_k=-1"),
     (
         "_kept_tokens",

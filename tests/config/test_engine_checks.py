@@ -53,6 +53,56 @@ COMPILED = [
 ]
 
 
+AWAY = [
+    (
+        ["policy.recompute=full"],
+        "policy.engine is megatron, which keeps activations on the device; remove it, or set policy.engine to",
+    ),
+    (
+        ["policy.engine=fsdp2"],
+        "policy.recompute is none, and only inputs of layers that are recomputed leave the device; set it to full",
+    ),
+    (["policy.engine=fsdp2", "policy.recompute=full"], None),
+]
+
+
+@pytest.mark.parametrize("overrides, wanted", AWAY)
+def test_activations_leave_the_device_under_fsdp2_with_full_recomputation(tmp_path, overrides, wanted: str | None) -> None:
+    config = train_config(tmp_path, [*overrides, "policy.offload_activations=true"])
+    there = [message for message in problems(config, frozenset(), 4) if "activations" in message]
+    assert len(there) == (wanted is not None) and all(f"policy.offload_activations = true: {wanted}" in one for one in there), there
+
+
+IN_8_BITS = [
+    ([], "policy.engine is megatron, whose weights are of policy.dtype; remove it, or set policy.engine to fsdp2"),
+    (
+        ["policy.engine=fsdp2", "policy.parallel.tp=2"],
+        "weights in 8 bits are not cut over tp, and policy.parallel.tp is 2; remove it, or",
+    ),
+    (["policy.engine=fsdp2", "policy.recompute=full", "policy.parallel.cp=2"], None),
+]
+
+
+@pytest.mark.parametrize("overrides, wanted", IN_8_BITS)
+def test_a_base_in_8_bits_is_of_fsdp2_without_tp(tmp_path, overrides, wanted: str | None) -> None:
+    config = train_config(tmp_path, [*overrides, "policy.lora.base_bits=8"])
+    there = [message for message in problems(config, frozenset(), 4) if "bits" in message]
+    assert len(there) == (wanted is not None) and all(f"policy.lora.base_bits = 8: {wanted}" in one for one in there), there
+
+
+def test_megatron_reduces_gradients_once_anyway(tmp_path) -> None:
+    there = list(problems(train_config(tmp_path, ["critic.reduce_once=true"]), frozenset(), 4))
+    assert there == ["critic.reduce_once = true: critic.engine is megatron, which always reduces gradients once a pass; remove it"]
+    assert (
+        list(
+            problems(
+                train_config(tmp_path, ["policy.reduce_once=true", "policy.engine=fsdp2", "policy.parallel.tp=1"]), frozenset(), 4
+            )
+        )
+        == []
+    )
+
+
 @pytest.mark.parametrize("overrides, wanted", COMPILED)
 def test_layers_are_compiled_under_fsdp2_without_tp(tmp_path, overrides, wanted: str | None) -> None:
     there = [message for message in problems(train_config(tmp_path, overrides), frozenset(), 4) if "compile" in message]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
@@ -86,6 +88,12 @@ def run_of_two(rank: int, folder: str) -> dict[str, Any]:
     for recompute in RECOMPUTE:
         section = policy.model_copy(update={"recompute": recompute})
         found["recompute", recompute] = kept_and_gradients(engine_of(engines, path, section, total_updates=1))
+    for away in (False, True):
+        section = policy.model_copy(update={"recompute": "full", "offload_activations": away, "micro_batch_tokens": 64})
+        found["inputs", away] = inputs_and_gradients(engine_of(engines, path, section, total_updates=1))
+    for once in (False, True):
+        section = policy.model_copy(update={"reduce_once": once, "micro_batch_tokens": 16})
+        found["reductions", once] = reductions(engine_of(engines, path, section, total_updates=1))
     found["neighbours"] = message(lambda: with_one_long_sequence(engines, path, policy))
     return found
 
@@ -144,6 +152,71 @@ def kept_and_gradients(engine: Any) -> tuple[int, dict[str, torch.Tensor]]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         gradients = gradients_of(engine)
     return sum(kept.values()), gradients
+
+
+def inputs_and_gradients(engine: Any) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """(layers whose input is alive between forward and backward, for each micro-batch; reduced gradients)."""
+    from tests.engine.test_conformance import negative_logprob
+
+    inputs: list[weakref.ref[torch.UntypedStorage]] = []
+    alive = []
+
+    def enter(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        inputs.append(weakref.ref(args[0].untyped_storage()))
+
+    def between(output: Any, micro: Any) -> Any:
+        alive.append(sum(one() is not None for one in inputs))
+        inputs.clear()
+        return negative_logprob(output, micro)
+
+    for layer in engine._model.module.base_model.layers:
+        layer.register_forward_pre_hook(enter)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward(recorded_batch(), between, reads=("weight",))
+        return alive, {name: gradient.clone() for name, gradient in engine.named_gradients().items()}
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators whose name has `part` in it."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part, self.count = part, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += self.part in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Reductions(NamedTuple):
+    """Of a training pass. gradients: after it, and after another one without zeroing between them. peak: bytes alive in a third."""
+
+    micro_batches: int
+    reduce_scatters: int
+    gradients: list[dict[str, torch.Tensor]]
+    peak: int
+
+
+def reductions(engine: Any) -> Reductions:
+    from scripts.bench.alive import alive_peak
+    from tests.engine.test_conformance import negative_logprob
+    from tests.engine.whole import Whole
+
+    gradients = []
+
+    def run() -> Any:
+        return Whole(engine).forward_backward(recorded_batch(), negative_logprob, reads=("weight",))
+
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        with Counting("reduce_scatter") as reduced:
+            passed = run()
+        for _ in range(2):
+            gradients.append({name: gradient.clone() for name, gradient in engine.named_gradients().items()})
+            held = (*engine.named_parameters().values(), *engine.named_gradients().values(), *engine._optimizer.tensors())
+            peak = alive_peak(run, held)
+    return Reductions(passed.num_micro_batches, reduced.count, gradients, peak)
 
 
 def weights_are_seen(engine: Any) -> bool:
@@ -223,6 +296,44 @@ def test_recomputed_activations_are_not_kept_and_give_the_same_gradients(world) 
         assert kept[0] > kept[1] > kept[2], kept
         for name, wanted in gradients[0].items():
             assert all(torch.equal(other[name], wanted) for other in gradients[1:]), name
+
+
+def test_layers_inputs_are_in_host_memory_until_the_backward_and_come_back_bit_for_bit(world) -> None:
+    for found in world:
+        (kept, wanted), (away, gradients) = (found["inputs", how] for how in (False, True))
+        layers = len({name.split(".")[2] for name in wanted if ".layers." in name})
+        assert kept == [layers] * len(kept) and away == [0] * len(kept) and kept
+        for name, gradient in wanted.items():
+            assert torch.equal(gradients[name], gradient), name
+
+
+def test_gradients_are_reduced_once_a_pass_and_are_the_same(world) -> None:
+    """A reduce-scatter for each layer and one for the rest of the model, in every micro-batch or in the last one alone."""
+    for found in world:
+        each, once = (found["reductions", how] for how in (False, True))
+        groups = 1 + len({name.split(".")[2] for name in each.gradients[0] if ".layers." in name})
+        assert once.micro_batches > 2
+        assert (each.reduce_scatters, once.reduce_scatters) == (groups * once.micro_batches, groups)
+        for wanted, ours in zip(each.gradients, once.gradients, strict=True):
+            assert ours.keys() == wanted.keys()
+            for name, gradient in wanted.items():
+                assert torch.allclose(ours[name], gradient, rtol=1e-6, atol=1e-6), name
+        first, second = (one["model.norm.weight"] for one in once.gradients)
+        assert torch.allclose(second, 2 * first, rtol=1e-5), "passes add up"
+
+
+def test_the_plan_counts_gradients_that_wait_for_the_last_micro_batch(world, tmp_path) -> None:
+    """As if all layers' waited in its backward, where each is let go once it is reduced."""
+    write_checkpoint(tmp_path, "llama")
+    arch, sizes = read_arch(tmp_path), {"trained": True, "value_head": False}
+    layout = ParallelLayout(2)
+    plain = role_memory(arch, layout, 0, dtype="fp32", micro_batch_tokens=1, num_micro_batches=3, **sizes)
+    how = {"offload": (False, False, False), **sizes}
+    planned = [sharded_memory(plain, arch, layout, 4, accumulates=one, **how).activations for one in (False, True)]
+    assert planned[1] - planned[0] == 4 * sum(shape.numel() for shape in map(torch.Size, hf_tensors(arch).values()))
+    for found in world:
+        grown = found["reductions", True].peak - found["reductions", False].peak
+        assert 0.4 * (planned[1] - planned[0]) < grown <= planned[1] - planned[0]
 
 
 def test_new_weights_are_seen_because_the_root_is_let_go(world) -> None:

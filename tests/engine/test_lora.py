@@ -26,6 +26,7 @@ from megappo.plan.memory import role_memory
 from tests.engine.lora_oracle import Oracle, noise_of, worst
 from tests.engine.runs import recorded_batch
 from tests.models.checkpoints import write_checkpoint
+from tests.models.int8_oracle import write_rounded
 from tests.worlds import spawn_world
 
 STEPS = 2
@@ -35,6 +36,7 @@ WHOLE = OPTIMIZER.model_copy(update={"distributed": False})
 OFFLOADED = {"parameters": True, "gradients": True, "optimizer": True}
 SP = {"tp": 2, "sequence_parallel": True}
 LORA = LoraConfig(rank=3, alpha=6.0)
+INT8 = LoraConfig(rank=3, alpha=6.0, base_bits=8)
 SOME = LoraConfig(rank=5, alpha=4.0, targets=("q_proj", "layers.1.mlp.down_proj"), use_rslora=True)
 # Sums in another order, in fp32; two steps of Adam on gradients of which some are nearly 0.
 TOLERANCE = 1e-5
@@ -258,7 +260,25 @@ def of_two_ranks(bench: Bench, folder: Path) -> dict[str, Any]:
         found["dropout", name] = None if one is None else trained(one)
     found["saved"] = saved_names(engine)
     found |= of_compiled_layers(bench)
+    found |= of_8_bits(bench)
     return found
+
+
+def of_8_bits(bench: Bench) -> dict[str, Any]:
+    """The base in 8 bits: updates, log-probs without adapters, merged weights, bytes, names in a checkpoint."""
+    keys = LAYOUTS["fsdp2 dp2"].keys
+    policy, critic = bench.engine(INT8, keys), bench.engine(INT8, keys, value_head=True)
+    found: dict[str, Any] = {
+        "int8 off": base_logprobs(policy),
+        "int8 merged": merged_parts(policy),
+        "int8 saved": saved_names(policy),
+    }
+    found["int8 bytes", "fp32", True] = bytes_of(critic)
+    found |= {("int8", engine is critic): trained(engine) for engine in (policy, critic)}
+    recomputed = {"recompute": "full", "offload": OFFLOADED, "parallel": {"cp": 2}}
+    found["int8, recomputed, cp2"] = trained(bench.engine(INT8, {**keys, **recomputed}))
+    half = bench.engine(INT8, {**keys, "dtype": "bf16"})
+    return found | {"int8 bf16": base_logprobs(half), ("int8 bytes", "bf16", False): bytes_of(half)}
 
 
 def of_compiled_layers(bench: Bench) -> dict[str, Any]:
@@ -330,7 +350,8 @@ def four(folder) -> list[dict[Any, Any]]:
 
 
 @pytest.fixture(scope="module")
-def oracles(folder) -> dict[tuple[str, bool], dict[str, Any]]:
+def losses() -> dict[bool, Any]:
+    """True for a critic -> the loss of `loss_function`, of the oracle's rows."""
     batch = recorded_batch()
 
     def negative_logprob(rows: Tensor) -> Tensor:
@@ -343,11 +364,30 @@ def oracles(folder) -> dict[tuple[str, bool], dict[str, Any]]:
     def squares(rows: Tensor) -> Tensor:
         return ((rows[:, 0] - batch["returns"].double()) ** 2 * batch["weight"].double()).sum()
 
+    return {False: negative_logprob, True: squares}
+
+
+@pytest.fixture(scope="module")
+def oracles(folder, losses) -> dict[tuple[str, bool], dict[str, Any]]:
     return {
         (case, value_head): Oracle(f"{folder}/{family}", lora, value_head=value_head).train(
-            squares if value_head else negative_logprob, batch, OPTIMIZER, STEPS
+            losses[value_head], recorded_batch(), OPTIMIZER, STEPS
         )
         for case, (family, lora) in CASES.items()
+        for value_head in (False, True)
+    }
+
+
+@pytest.fixture(scope="module")
+def rounded_oracles(folder, losses) -> dict[bool, tuple[str, dict[str, Any]]]:
+    """True for a critic -> the llama with rounded weights, and PEFT's training on it."""
+    path = folder / "llama_rounded"
+    write_rounded(folder / "llama", path)
+    return {
+        value_head: (
+            str(path),
+            Oracle(str(path), LORA, value_head=value_head).train(losses[value_head], recorded_batch(), OPTIMIZER, STEPS),
+        )
         for value_head in (False, True)
     }
 
@@ -407,6 +447,61 @@ def test_merged_parts_are_base_and_adapter_in_fp32(request, folder, parts: str, 
     assert seen == {name: tensor.numel() for name, tensor in before.items()}
     moved = max(float((oracle[name] - tensor).abs().max()) for name, tensor in before.items())
     assert moved > 0.01, "an unmerged push would be seen"
+
+
+# --------------------------------------------------------------------------------------------------------- a base in 8 bits
+
+
+@pytest.mark.parametrize("value_head", [False, True], ids=["policy", "critic"])
+def test_a_base_in_8_bits_trains_as_peft_on_rounded_weights(two, rounded_oracles, value_head: bool) -> None:
+    """The oracle's weights are rounded by NumPy, in a checkpoint of their own."""
+    _, wanted = rounded_oracles[value_head]
+    for name in [("int8", value_head), *(["int8, recomputed, cp2"] if not value_head else [])]:
+        found = two[0][name]
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=TOLERANCE)
+        assert worst(found["gradients"], wanted["gradients"]) < TOLERANCE
+        assert worst(found["parameters"], wanted["parameters"]) < 10 * TOLERANCE
+        assert found["frozen"] and found["with gradient"]
+    unrounded = two[0]["all", "fsdp2 dp2", value_head]
+    assert worst(unrounded["gradients"], wanted["gradients"]) > 100 * TOLERANCE, "negative control: the rounding is seen"
+
+
+def test_the_reference_and_the_push_are_of_the_rounded_base(two, rounded_oracles) -> None:
+    path, _ = rounded_oracles[False]
+    oracle = Oracle(path, LORA)
+    batch = recorded_batch()
+    with oracle.model.disable_adapter(), torch.no_grad():
+        rows = oracle.rows(batch)
+    logprob = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    logprob[1:] = rows[:-1].log_softmax(-1).gather(1, batch.tokens[1:, None])[:, 0]
+    logprob[batch.cu_seqlens[:-1].long()] = 0.0
+    merged = oracle.model.merge_and_unload().state_dict()
+    for found in two:
+        assert float((found["int8 off"].double() - logprob).abs().max()) < 2e-5
+        assert float((found["int8 off"] - found["off"]).abs().max()) > 1e-4, "negative control"
+        assert found["int8 merged"].keys() == found["merged"].keys()
+        for name, rectangles in found["int8 merged"].items():
+            for (r0, r1, c0, c1), values in rectangles:
+                wanted = merged[name].reshape(len(merged[name]), -1)[r0:r1, c0:c1]
+                assert float((values.double() - wanted).abs().max()) < 1e-6, name
+        assert found["int8 saved"] == found["saved"], "checkpoints hold adapters alone"
+        assert 0 < float((found["int8 bf16"] - found["int8 off"]).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize("dtype, value_head", [("bf16", False), ("fp32", True)])
+def test_a_base_in_8_bits_takes_a_byte_and_scales_of_two(two, folder, dtype: str, value_head: bool) -> None:
+    weights, gradients, optimizer = map(sum, zip(*(found["int8 bytes", dtype, value_head] for found in two)))
+    beside = sum((rows + columns) * LORA.rank for rows, columns in MODULES.values()) + (64 if value_head else 0)
+    linear = sum(rows * columns for rows, columns in MODULES.values())
+    scales = sum(rows * -(-columns // 64) for rows, columns in MODULES.values())
+    others = BASE - linear - (131 * 64 if value_head else 0)
+    assert (gradients, optimizer) == (4 * beside, 8 * beside)
+    assert weights == linear + 2 * scales + others * (2 if dtype == "bf16" else 4) + 4 * beside
+    arch, layout = read_arch(folder / "llama"), ParallelLayout(2)
+    sizes: Any = {"trained": True, "value_head": value_head}
+    plain = role_memory(arch, layout, 0, dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
+    planned = sharded_memory(plain, arch, layout, 2 if dtype == "bf16" else 4, offload=(False, False, False), lora=INT8, **sizes)
+    assert (planned.weights, planned.gradients, planned.optimizer) == two[0]["int8 bytes", dtype, value_head]
 
 
 # ------------------------------------------------------------------------------------------------------- bytes, checkpoints

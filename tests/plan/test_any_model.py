@@ -60,6 +60,23 @@ def test_the_plan_says_that_layers_are_compiled(folder, tmp_path) -> None:
     assert report(planned.plan).count("layers are compiled") == 1 and "critic: layers are compiled" in report(planned.plan)
 
 
+def test_the_plan_moves_inputs_of_recomputed_layers_to_the_host(folder, tmp_path) -> None:
+    """All but one of the layers' inputs: 64 numbers in bf16 for each token of a full micro-batch. On the CPU nothing moves."""
+    changes = [*(f"{role}.engine=fsdp2" for role in ROLES), "policy.dtype=bf16", "policy.recompute=full", "data.prompts_per_step=4"]
+    changes += ["algorithm.mini_batch_size=4", "policy.micro_batch_tokens=256"]
+    moved = {}
+    for device in ("cuda", "cpu"):
+        plain, away = (
+            plan_run(config_for(tmp_path, folder / "gemma3_text", *changes, *more), 1, device, shapes_only=True).plan
+            for more in ([], ["policy.offload_activations=true"])
+        )
+        policies = [plan.memory["policy"][0] for plan in (plain, away)]
+        moved[device] = policies[0].activations - policies[1].activations
+        assert moved[device] == away.host_memory(0) - plain.host_memory(0)
+    layers = arch_for(folder / "gemma3_text", "fsdp2").num_layers
+    assert moved == {"cuda": 256 * (layers - 1) * 64 * 2, "cpu": 0} and layers > 1
+
+
 def test_the_plan_counts_adapters(folder, tmp_path) -> None:
     """Of gemma3: A and B of rank 16 on every linear layer; q 64 x 64, k and v 32 x 64, o 64 x 64, gate, up and down 96 x 64."""
     changes = ["policy.engine=fsdp2", "critic.engine=fsdp2", "policy.lora.rank=16", "policy.dtype=bf16"]

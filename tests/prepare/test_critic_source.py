@@ -145,6 +145,7 @@ def test_a_critic_with_adapters_starts_from_the_same_adapters_on_the_same_model(
     assert source_of(tmp_path, there, *lora).step == 20
     assert source_of(tmp_path, there, *lora, "critic.lora.dropout=0.1").step == 20, "dropout is of the training"
     assert "its critic trained adapters, and critic.lora is null: set it" in refusal(tmp_path, there)
+    assert "critic.lora.base_bits = null, this run has 8" in refusal(tmp_path, there, *lora, "critic.lora.base_bits=8")
     assert "critic.lora.rank = 4, this run has 3" in refusal(tmp_path, there, *lora, "critic.lora.rank=3")
     other = write_checkpoint(tmp_path / "other_model", TINY | {"rope_theta": 5.0}, tokenizer=False)
     text = refusal(tmp_path, there, *lora, f"critic.model={other}")

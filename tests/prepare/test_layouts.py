@@ -105,6 +105,15 @@ IMPOSSIBLE = [
         2,
         ["policy.compile = true: torch.compile does not take the experts of this qwen3_moe model", "remove it"],
     ),
+    (
+        SPARSE,
+        ["policy.engine=fsdp2", "policy.parallel.tp=1", "policy.lora.base_bits=8", "policy.lora.targets=[q_proj]"],
+        2,
+        [
+            "policy.lora.base_bits = 8: weights in 8 bits are of dense models of a family, and this qwen3_moe model is none",
+            "remove it",
+        ],
+    ),
     (SPARSE, [], 2, ["policy.parallel.sequence_parallel = false", "tp 2 with experts needs it", "set it to true"]),
     (SPARSE, [SP, "reference.parallel.tp=2"], 2, ["reference.parallel.sequence_parallel = false", "tp 2 with experts"]),
     (SPARSE, [SP, "policy.parallel.ep=4"], 4, ["policy.parallel.ep = 4", "does not divide the 6 experts", "divisor of 6"]),

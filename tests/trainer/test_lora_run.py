@@ -1,5 +1,5 @@
-"""PPO with adapters for policy and critic on two ranks: the reference in the policy, small checkpoints that resume to the bit, the
-push into vLLM, exports, and a critic that starts from another run's."""
+"""PPO with adapters for policy and critic on two ranks: the reference in the policy, small checkpoints that resume to the bit, of a
+base in 8 bits too, the push into vLLM, exports, and a critic that starts from another run's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tests.worlds import spawn_world
 STEPS, MINI_BATCH = 2, 8
 LORA = {"rank": 4, "alpha": 8.0, "dropout": 0.1}
 FSDP2 = {"policy.engine": "fsdp2", "critic.engine": "fsdp2", "policy.parallel": {}, "critic.parallel": {}}
-BOTH = {**FSDP2, "policy.lora": LORA, "critic.lora": LORA}
+IN_8_BITS = {**LORA, "base_bits": 8}
+BOTH = {**FSDP2, "policy.lora": IN_8_BITS, "critic.lora": IN_8_BITS}
 # Without dropout the same numbers come from a reference of its own, and from vLLM.
 PLAIN = {**BOTH, "policy.lora": {**LORA, "dropout": 0.0}, "critic.lora": {**LORA, "dropout": 0.0}}
 RUNS: dict[str, dict[str, Any]] = {
@@ -77,8 +78,10 @@ def run_all(rank: int, folder: Path) -> dict[str, str]:
         run(folder, name, name)
     run(folder, "interrupted", "lora", stop=True)
     found = {"resumed without adapters": message(lambda: run(folder, "interrupted", "full", resume=True))}
-    RUNS["other_rank"] = {**BOTH, "policy.lora": {**LORA, "rank": 3}}
+    RUNS["other_rank"] = {**BOTH, "policy.lora": {**IN_8_BITS, "rank": 3}}
+    RUNS["other_base"] = {**BOTH, "policy.lora": LORA}
     found["resumed with another rank"] = message(lambda: run(folder, "interrupted", "other_rank", resume=True))
+    found["resumed on another base"] = message(lambda: run(folder, "interrupted", "other_base", resume=True))
     run(folder, "interrupted", "lora", resume=True)
     RUNS["from_full"] = {**BOTH, "critic.checkpoint": f"{folder}/runs/full"}
     found["critic from a full one"] = message(lambda: run(folder, "from_full", "from_full"))
@@ -171,13 +174,18 @@ def test_checkpoints_hold_adapters_only_and_say_so(task) -> None:
         assert checkpoint_bytes(folder, "lora", role) < checkpoint_bytes(folder, "full", role) / 2  # the format takes 0.3 MB
     manifest = json.loads((folder / "runs" / "lora" / "checkpoints" / f"step-{STEPS}" / "manifest.json").read_text())
     facts = manifest["facts"]["lora"]["policy"]
-    assert facts["rank"] == 4 and facts["base"]["path"] == str(folder / "model") and len(facts["base"]["sha256"]) == 64
+    assert (
+        (facts["rank"], facts["base_bits"]) == (4, 8)
+        and facts["base"]["path"] == str(folder / "model")
+        and len(facts["base"]["sha256"]) == 64
+    )
     assert manifest["facts"]["reference"] == facts["base"]
 
 
 REFUSALS = {
     "resumed without adapters": "was written with critic.lora = {rank: 4}, this run has null",
     "resumed with another rank": "was written with policy.lora.rank = 4, this run has 3",
+    "resumed on another base": "was written with policy.lora.base_bits = 8, this run has null",
     "critic from a full one": "its critic trained all weights, and critic.lora is set: remove it, or export that critic",
 }
 

@@ -187,6 +187,9 @@ def test_a_sharded_role_exchanges_its_weights_for_every_micro_batch():
     passes, updates = WORK.samples / 4, WORK.updates("policy") * WORK.mini_batch("policy") / 4  # micro-batches of one sequence each
     gather, reduce = (links.gather_s(group, size * itemsize) for itemsize in (2, 4))
     assert sharded.parts["dp"] == pytest.approx(passes * gather + updates * (2 * gather + reduce))
+    once = cost(layout, hardware=cpu, engine="fsdp2", dtype="bf16", micro_batch_tokens=1024, reduce_once=True)
+    waited = passes * gather + updates * 2 * gather + WORK.updates("policy") * reduce
+    assert once.parts["dp"] == pytest.approx(waited), "reductions of the last micro-batches alone"
     megatron = cost(layout, hardware=cpu, dtype="bf16", micro_batch_tokens=1024)
     assert megatron.parts["dp"] < sharded.parts["dp"], "once for each update"
     assert {part: one for part, one in megatron.parts.items() if part not in ("dp", "optimizer")} == {
