@@ -7,6 +7,7 @@ and of the curves of all steps. Needs the test requirements (`scripts/setup_env.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -43,6 +44,7 @@ def world(rank: int, folder: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()  # there is nothing to choose
     from megappo.verify.compare import compare
     from scripts.parity import markdown
     from scripts.replay_fsdp2 import world as run
