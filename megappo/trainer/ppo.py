@@ -97,7 +97,7 @@ class PPO:
         self.settle, self.stopped = settle, False
         self.check_replicas, self.instruments = check_replicas, instruments
         self.windows = None if config.rollout.window_tokens is None else Windows(config, prompts, loader, state)
-        self.lengths = ResponseLengths()
+        self.lengths = ResponseLengths(len(prompts))
         # Samples of a row and rows of a step; in windows each sample has a row of its own, as those of a prompt end apart.
         each = config.rollout.samples_per_prompt, loader.prompts_per_step
         self.samples_per_row, self.rows_per_step = each if self.windows is None else (1, self.windows.num_samples)

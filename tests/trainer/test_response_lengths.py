@@ -15,14 +15,14 @@ def table(sampled, group, earlier=0):
 
 
 def test_nothing_is_predicted_before_a_prompt_of_the_round_was_seen():
-    lengths = ResponseLengths()
+    lengths = ResponseLengths(10)
     assert lengths.predict([3, 4], 2) is None
     lengths.observe([5], table([7, 9], [0, 0]))
     assert lengths.predict([3, 4], 2) is None
 
 
 def test_the_last_responses_count_and_others_get_the_mean():
-    lengths = ResponseLengths()
+    lengths = ResponseLengths(10)
     lengths.observe([8, 3], table([10, 20, 1, 2], [0, 0, 1, 1]))
     assert lengths.predict([3, 5, 8], 2) == [1.5, 1.5, 8.25, 8.25, 15.0, 15.0]
     lengths.observe([8], table([30, 50], [0, 0], earlier=2))
@@ -30,6 +30,6 @@ def test_the_last_responses_count_and_others_get_the_mean():
 
 
 def test_a_prompt_without_samples_and_samples_without_a_prompt_teach_nothing():
-    lengths = ResponseLengths()
+    lengths = ResponseLengths(10)
     lengths.observe([1, 2], table([4, 100], [1, -1]))
     assert lengths.predict([2], 1) == [4.0] and lengths.predict([1], 1) is None
