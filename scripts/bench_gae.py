@@ -1,8 +1,9 @@
-"""Benchmark GAE, and KL-shaped rewards with GAE (`token_advantages`): `python scripts/bench_gae.py [--check] ...`, on CPU or GPU.
+"""Benchmark `token_advantages`, plain GAE and with KL-shaped rewards: `python scripts/bench_gae.py [--check] ...`, on CPU or GPU.
 
 A shape is T, a packed batch of T tokens in sequences of 512 to 3584 (1Mi is a power of two), or BxL, B sequences of exactly L. A
 fifth of every sequence, its start, is prompt, and a twentieth of the rest is masked as tool output. The floor is one read of the
-inputs and one write of the outputs at the bandwidth of the run's copy: 17 bytes per token for gae, 25 for token_advantages.
+inputs and one write of the outputs at the bandwidth of the run's copy: 21 bytes per token for gae (rewards, values and mask in;
+rewards, advantages and returns out), 25 with log-probs of policy and reference in place of the rewards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from megappo.ops.advantages import gae, token_advantages
+from megappo.ops.advantages import token_advantages
 from scripts.bench import loops
 from scripts.bench.candidates import ours, plain_and_compiled
 from scripts.bench.cli import run
@@ -28,7 +29,7 @@ from scripts.bench.model import Benchmark, Calls, Candidate, Difference, Mistake
 from scripts.bench.vocab import numbers
 
 FORM = "tokens like 1048576 or 1Mi, or sequences x length like 512x4096"
-GAE_BYTES, TOKEN_ADVANTAGES_BYTES = 17, 25
+GAE_BYTES, TOKEN_ADVANTAGES_BYTES = 21, 25
 KL_COEF = 0.05
 # Tokens to time the loops over tokens on; their time is scaled to the whole batch.
 NUMBERS_SLICE, TENSORS_SLICE = 2**18, 2**12
@@ -92,11 +93,21 @@ class GaeProblem:
         return {"forward": {"copy": GAE_BYTES * self.batch.value.numel()}}
 
     def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
-        return errors(self.batch, results, rounds_to, ours)
+        found = errors(self.batch, results, rounds_to, ours)
+        if "reward" in results:  # others hand out none
+            found.append(worst("reward", results["reward"], torch.where(self.batch.mask, self.batch.reward, 0.0), 1e-6))
+        return found
 
 
 def named(values: Sequence[Tensor]) -> Mapping[str, Tensor]:
-    return dict(zip(NAMES, values))
+    """(advantage, returns), and the reward if it is made."""
+    return dict(zip((*NAMES, "reward"), values))
+
+
+def results_of(*given: Tensor | None, **settings: Any) -> Sequence[Tensor]:
+    """What `named` takes, by our op."""
+    reward, advantage, returns, _ = token_advantages(*given, gamma=GAMMA, lam_policy=LAMBDA, lam_value=LAMBDA, **settings)
+    return advantage, returns, reward
 
 
 def gae_candidates(p: GaeProblem) -> Sequence[Candidate]:
@@ -104,14 +115,16 @@ def gae_candidates(p: GaeProblem) -> Sequence[Candidate]:
     device = b.value.device
 
     def megappo() -> Calls:
-        numbers = {"gamma": GAMMA, "lam_policy": LAMBDA, "lam_value": LAMBDA}
-        return Calls(lambda: gae(b.reward, b.value, b.mask, b.cu_seqlens, **numbers), named)
+        score = b.value.new_zeros(b.cu_seqlens.numel() - 1)
+        # log-probs are not read without a reference
+        given = b.value, None, score, b.value, b.mask, b.cu_seqlens
+        return Calls(lambda: results_of(*given, token_reward=b.reward), named)
 
     def doubling(one_pass: Callable[..., tuple[Tensor, Tensor]]) -> Calls:
         return Calls(lambda: loops.doubling(b.reward, b.value, b.mask, b.cu_seqlens, one_pass), named)
 
     return [
-        *ours(("gae",), device, megappo),
+        *ours(("token_advantages",), device, megappo, note="rewards and moments for whitening included"),
         *plain_and_compiled("doubling", loops.advance, doubling),
         Candidate(
             "torch eager, padded loop over time",
@@ -142,7 +155,7 @@ def _sliced(name: str, batch: Batch, tokens: int, loop: Callable[[Batch, int], S
 
 @dataclass(frozen=True)
 class TokenAdvantagesProblem:
-    """Case of token_advantages: its log-probs and scores amount to the rewards of `batch`, so oracle and tolerance are gae's."""
+    """Case with KL-shaped rewards: log-probs and scores amount to the rewards of `batch`, so oracle and tolerance are gae's."""
 
     batch: Batch
     logprob: Tensor
@@ -186,28 +199,9 @@ def token_advantages_problem(lengths: Sequence[int], dtype: torch.dtype, device:
 def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate]:
     b = p.batch
 
-    def all_named(values: Sequence[Tensor]) -> Mapping[str, Tensor]:
-        return dict(zip((*NAMES, "reward"), values))
-
     def megappo(**of_tokens: Tensor) -> Calls:
-        def forward() -> Sequence[Tensor]:
-            reward, advantage, returns, _ = token_advantages(
-                p.logprob,
-                p.ref_logprob,
-                p.score,
-                b.value,
-                b.mask,
-                b.cu_seqlens,
-                gamma=GAMMA,
-                lam_policy=LAMBDA,
-                lam_value=LAMBDA,
-                kl_estimator="k1",
-                kl_coef=KL_COEF,
-                **of_tokens,
-            )
-            return advantage, returns, reward
-
-        return Calls(forward, all_named)
+        given = p.logprob, p.ref_logprob, p.score, b.value, b.mask, b.cu_seqlens
+        return Calls(lambda: results_of(*given, kl_estimator="k1", kl_coef=KL_COEF, **of_tokens), named)
 
     # Of values that change no result, so that the oracle stays.
     nothing, one = torch.zeros_like(b.value), torch.ones_like(b.value, dtype=torch.float64)
@@ -222,7 +216,7 @@ def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate
             reward = shaped_reward(p.logprob, p.ref_logprob, p.score, b.mask, p.last)
             return *loops.doubling(reward, b.value, b.mask, b.cu_seqlens, one_pass), reward
 
-        return Calls(forward, all_named)
+        return Calls(forward, named)
 
     return [
         *ours(("token_advantages",), b.value.device, megappo, note="moments for whitening included"),

@@ -6,14 +6,15 @@ from megappo.ops import dispatch, verdicts
 
 def test_the_report_says_which_kernel_failed_its_check_on_the_gpu(monkeypatch):
     def select_checked(kernels, device):
-        dispatch.leave_out({("gae", "triton"): "died of SIGSEGV"})
-        return {("gae", "triton"): "died of SIGSEGV"}
+        dispatch.leave_out({("whiten_apply", "triton"): "died of SIGSEGV"})
+        return {("whiten_apply", "triton"): "died of SIGSEGV"}
 
     monkeypatch.setitem(dispatch.ORDER, "cuda", ("triton", "reference"))
     monkeypatch.setattr(verdicts, "select_checked", select_checked)
     with dispatch.using("auto"):
         column, wrong = doctor.gpu_column()
-    assert column["gae"] == ["reference", "ok; triton left out: died of SIGSEGV"] and column["policy_loss"] == ["triton", "ok"]
+    assert column["whiten_apply"] == ["reference", "ok; triton left out: died of SIGSEGV"]
+    assert column["policy_loss"] == ["triton", "ok"]
     assert wrong == []
 
 

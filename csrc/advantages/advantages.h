@@ -5,7 +5,6 @@
 //     sampled token  A = u + x, then x <- gamma value + gamma lambda A
 //     other token    x stays
 //     end of sequence  x <- gamma bootstrap + score, before its last token
-//     done             x <- 0, before the token
 // and with steps, weights w and traces c of tokens (V-trace; turns as time steps)
 //     step             A = w (u + x), then x <- gamma value + gamma lambda c A
 //     sampled, no step x <- reward + x, its value is not read
@@ -29,14 +28,13 @@ struct Lambda {
 };
 
 struct AdvantageArgs {
-  const float* reward;        // [num_tokens]; null: -kl_coef * KL of the log-probs, plus the score on the last sampled token
-  const float* token_reward;  // [num_tokens] or null: added to the reward of sampled tokens, where `reward` is null
+  // Reward of a sampled token: -kl_coef * KL of the log-probs, plus token_reward, on the last one plus score.
   const float* logprob;       // [num_tokens], read where kl is not none
   const float* ref_logprob;   // the same
-  const float* score;         // [num_sequences], read where reward is null
+  const float* token_reward;  // [num_tokens] or null
+  const float* score;         // [num_sequences]
   const float* value;         // [num_tokens]
   const bool* mask;           // [num_tokens]
-  const bool* done;           // [num_tokens] or null
   const bool* steps;          // [num_tokens] or null: which of the sampled tokens are time steps; null: all
   const double* weight;       // [num_tokens] or null: 1
   const double* trace;        // [num_tokens] or null: 1
@@ -47,7 +45,7 @@ struct AdvantageArgs {
   Lambda policy, critic;
   Kl kl;
   double kl_coef;
-  float* shaped;              // [num_tokens] the reward, where `reward` is null
+  float* reward;              // [num_tokens]
   float* advantage;           // [num_tokens]
   float* returns;             // [num_tokens]
   double* moments;            // [3]; on the CPU [advantage_tasks(num_tokens), 3], to be added in order

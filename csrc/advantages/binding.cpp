@@ -7,8 +7,7 @@
 namespace megappo {
 namespace {
 
-using Tokens = std::tuple<Tensor, Tensor, Tensor>;
-using AllTokens = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Tokens = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // Keeps contiguous copies alive for the call, checked for shape and device.
 struct Inputs {
@@ -111,23 +110,12 @@ Tensor run_on_cuda(AdvantageArgs a, const Tensor& value, Stream stream) {
 }
 #endif
 
-Tokens run(AdvantageArgs& a, const Inputs& in) {
-  Tensor advantage = torch::stable::new_empty(in.value, {in.num_tokens});
-  Tensor returns = torch::stable::new_empty(in.value, {in.num_tokens});
-  a.advantage = out<float>(advantage);
-  a.returns = out<float>(returns);
-  Tensor moments;
-  on_device_of(
-      in.value, [&] { moments = run_on_cpu(a, in.cu, in.value); }, MEGAPPO_ON_CUDA(moments = run_on_cuda(a, in.value, stream)));
-  return {advantage, returns, moments};
-}
-
 }  // namespace
 
-AllTokens token_advantages(Tensor logprob, OptionalTensor ref_logprob, Tensor score, Tensor value, Tensor response_mask,
-                           Tensor cu_seqlens, OptionalTensor bootstrap, double gamma, double lam_policy, double lam_value,
-                           OptionalTensor lam_policy_each, OptionalTensor lam_value_each, std::string kl_estimator, double kl_coef,
-                           OptionalTensor token_reward, OptionalTensor steps, OptionalTensor weight, OptionalTensor trace) {
+Tokens token_advantages(Tensor logprob, OptionalTensor ref_logprob, Tensor score, Tensor value, Tensor response_mask,
+                        Tensor cu_seqlens, OptionalTensor bootstrap, double gamma, double lam_policy, double lam_value,
+                        OptionalTensor lam_policy_each, OptionalTensor lam_value_each, std::string kl_estimator, double kl_coef,
+                        OptionalTensor token_reward, OptionalTensor steps, OptionalTensor weight, OptionalTensor trace) {
   const Inputs in(value, response_mask, cu_seqlens, bootstrap, lam_policy_each, lam_value_each);
   const Kl kind = kl_of(kl_estimator);
   const Tensor taken = in.floats(logprob, in.num_tokens, "logprob"), scores = in.floats(score, in.num_sequences, "score");
@@ -149,22 +137,17 @@ AllTokens token_advantages(Tensor logprob, OptionalTensor ref_logprob, Tensor sc
   a.steps = data<bool>(starts);
   a.weight = data<double>(weights);
   a.trace = data<double>(traces);
+
   Tensor reward = torch::stable::new_empty(in.value, {in.num_tokens});
-  a.shaped = out<float>(reward);
-  return std::tuple_cat(std::make_tuple(reward), run(a, in));
-}
-
-Tokens gae(Tensor reward, Tensor value, Tensor response_mask, Tensor cu_seqlens, OptionalTensor bootstrap, OptionalTensor done,
-           double gamma, double lam_policy, double lam_value, OptionalTensor lam_policy_each, OptionalTensor lam_value_each) {
-  const Inputs in(value, response_mask, cu_seqlens, bootstrap, lam_policy_each, lam_value_each);
-  const Tensor given = in.floats(reward, in.num_tokens, "reward");
-  OptionalTensor ends;
-  if (done) ends = in.bools(*done, "done");
-
-  AdvantageArgs a = in.args(gamma, lam_policy, lam_value);
-  a.reward = data<float>(given);
-  a.done = data<bool>(ends);
-  return run(a, in);
+  Tensor advantage = torch::stable::new_empty(in.value, {in.num_tokens});
+  Tensor returns = torch::stable::new_empty(in.value, {in.num_tokens});
+  a.reward = out<float>(reward);
+  a.advantage = out<float>(advantage);
+  a.returns = out<float>(returns);
+  Tensor moments;
+  on_device_of(
+      in.value, [&] { moments = run_on_cpu(a, in.cu, in.value); }, MEGAPPO_ON_CUDA(moments = run_on_cuda(a, in.value, stream)));
+  return {reward, advantage, returns, moments};
 }
 
 MEGAPPO_OP(token_advantages,
@@ -172,8 +155,5 @@ MEGAPPO_OP(token_advantages,
            "Tensor? bootstrap, float gamma, float lam_policy, float lam_value, Tensor? lam_policy_each, Tensor? lam_value_each, "
            "str kl_estimator, float kl_coef, Tensor? token_reward, Tensor? steps, Tensor? weight, Tensor? trace) -> "
            "(Tensor, Tensor, Tensor, Tensor)")
-MEGAPPO_OP(gae,
-           "(Tensor reward, Tensor value, Tensor response_mask, Tensor cu_seqlens, Tensor? bootstrap, Tensor? done, float gamma, "
-           "float lam_policy, float lam_value, Tensor? lam_policy_each, Tensor? lam_value_each) -> (Tensor, Tensor, Tensor)")
 
 }  // namespace megappo

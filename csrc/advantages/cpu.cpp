@@ -23,7 +23,7 @@ namespace {
 constexpr int kBlock = 256;
 
 struct Block {
-  alignas(64) double shaped[kBlock];                      // reward
+  alignas(64) double reward[kBlock];                      // 0 where masked
   alignas(64) double u[kBlock], value[kBlock];            // reward - value and value; 0 where masked, value 0 at no step
   alignas(64) double x_policy[kBlock], x_critic[kBlock];  // x as the token meets it
   alignas(64) double weight[kBlock], passes[kBlock];      // kGeneral: w, and w c at steps, 1 at other tokens
@@ -135,7 +135,6 @@ inline Doubles kl_of(Kl kind, Doubles log_ratio) {
 
 template <class Lanes>
 inline Doubles read_reward(const AdvantageArgs& a, const Lanes& lanes, std::int64_t t) {
-  if (a.reward) return read_floats(lanes, a.reward + t);
   Doubles reward{};
   if (a.kl != Kl::none) {
     reward = -a.kl_coef * kl_of(a.kl, read_floats(lanes, a.logprob + t) - read_floats(lanes, a.ref_logprob + t));
@@ -164,7 +163,7 @@ inline void prepare(const AdvantageArgs& a, const Lanes& lanes, std::int64_t fir
   const Longs step = kGeneral ? read_steps(a, lanes, first + i, sampled) : sampled;
   const Doubles value = where(step, read_floats(lanes, a.value + first + i));
   const Doubles reward = where(sampled, read_reward(a, lanes, first + i));
-  store(block.shaped + i, reward);
+  store(block.reward + i, reward);
   store(block.value + i, value);
   store(block.u + i, reward - value);
   if constexpr (kGeneral) {
@@ -177,15 +176,14 @@ inline void prepare(const AdvantageArgs& a, const Lanes& lanes, std::int64_t fir
 
 // Tokens [low, high) of the block, one sequence or part of one. The factor of a masked token is 1, its u and value are 0, which
 // leaves x as it is without a branch; that of a sampled token that is no step is 1 too, and its u is its reward.
-template <bool kDone, bool kGeneral>
+template <bool kGeneral>
 void recur(const AdvantageArgs& a, std::int64_t first, int low, int high, Block& block, Carry& carry) {
   const double gamma = a.gamma;
   const double by_policy[2] = {1.0, gamma * (a.policy.each ? a.policy.each[carry.sequence] : a.policy.all)};
   const double by_critic[2] = {1.0, gamma * (a.critic.each ? a.critic.each[carry.sequence] : a.critic.all)};
-  const bool *step = kGeneral ? block.step : a.mask + first, *done = kDone ? a.done + first : nullptr;
+  const bool* step = kGeneral ? block.step : a.mask + first;
   double x_policy = carry.x_policy, x_critic = carry.x_critic;
   for (int i = high - 1; i >= low; --i) {
-    if (kDone && done[i]) x_policy = x_critic = 0.0;
     block.x_policy[i] = x_policy;
     block.x_critic[i] = x_critic;
     const double after = gamma * block.value[i], u = block.u[i];
@@ -204,7 +202,7 @@ void recur(const AdvantageArgs& a, std::int64_t first, int low, int high, Block&
 void put_score(const AdvantageArgs& a, std::int64_t first, int low, int high, Block& block, Carry& carry) {
   for (int i = high - 1; i >= low && !carry.scored; --i) {
     if (!a.mask[first + i]) continue;
-    block.shaped[i] += a.score[carry.sequence];
+    block.reward[i] += a.score[carry.sequence];
     carry.scored = true;
   }
 }
@@ -216,17 +214,13 @@ void walk(const AdvantageArgs& a, std::int64_t first, int n, Block& block, Carry
     while (a.cu64[carry.sequence] >= end) --carry.sequence;  // passes over empty sequences
     const std::int64_t s = carry.sequence;
     if (end == a.cu64[s + 1]) {
-      const double score = a.reward ? 0.0 : static_cast<double>(a.score[s]);
+      const double score = a.score[s];
       carry.x_policy = carry.x_critic = (a.bootstrap ? a.gamma * static_cast<double>(a.bootstrap[s]) : 0.0) + score;
-      carry.scored = a.reward != nullptr;
+      carry.scored = false;
     }
     const int low = static_cast<int>(std::max(a.cu64[s], first) - first), high = static_cast<int>(end - first);
     put_score(a, first, low, high, block, carry);
-    if (a.done) {
-      recur<true, kGeneral>(a, first, low, high, block, carry);
-    } else {
-      recur<false, kGeneral>(a, first, low, high, block, carry);
-    }
+    recur<kGeneral>(a, first, low, high, block, carry);
     end = first + low;
   }
 }
@@ -245,7 +239,7 @@ inline void finish(const AdvantageArgs& a, const Lanes& lanes, std::int64_t firs
   const Floats rounded = __builtin_convertvector(where(sampled, of_policy), Floats);
   lanes.write(a.advantage + first + i, rounded);
   write_floats(lanes, a.returns + first + i, where(sampled, of_critic + value));
-  if (a.shaped) write_floats(lanes, a.shaped + first + i, load<Doubles>(block.shaped + i));
+  write_floats(lanes, a.reward + first + i, load<Doubles>(block.reward + i));
   const Doubles kept = __builtin_convertvector(rounded, Doubles);
   moments.count -= sampled;
   moments.sum += kept;

@@ -1,7 +1,7 @@
 // One launch. A block takes a tile of 2048 tokens, 8 in a row to a thread, and turns them into an affine map of x (advantages.h);
 // maps compose in the block, between tiles, and then every thread runs the recurrence over its tokens from its own x. Each input
-// is read once and each output written once, 17 B a token for gae: at 4.3 TB/s an H200 has 130 fp64 operations for a token and
-// this takes about 25. 8 tokens a thread are 72 bytes asked for before anything waits, over 50 KiB per SM.
+// is read once and each output written once, 21 B a token without a KL: at 4.3 TB/s an H200 has 160 fp64 operations for a token
+// and this takes about 25. 8 tokens a thread are 72 bytes asked for before anything waits, over 50 KiB per SM.
 //
 // Between tiles: two levels in an order fixed by position, so that results do not depend on which block was faster, as they would
 // where a block takes the nearest prefix that happens to be ready. A tile publishes its map, and the last tile of 32 the map of
@@ -10,8 +10,6 @@
 // a tile only waits for maps of lower tickets, which wait for nothing but lower tickets: progress needs no order of blocks.
 #include "advantages/advantages.h"
 #include "common/cuda.cuh"
-
-#include <type_traits>
 
 namespace megappo::cuda {
 namespace {
@@ -27,7 +25,7 @@ struct Map {
   double a_policy, c_policy, a_critic, c_critic;
   unsigned flags;
 };
-constexpr unsigned kCut = 1;   // a sequence or an episode ends in it: what is to its right does not matter, not even a NaN
+constexpr unsigned kCut = 1;   // a sequence ends in it: what is to its right does not matter, not even a NaN
 constexpr unsigned kSeen = 2;  // it has sampled tokens of the sequence at its left edge
 
 // What comes in at the right edge of a tile.
@@ -51,29 +49,24 @@ struct Run {
   double decay_policy, decay_critic;  // gamma lambda
 };
 
-// What a kernel reads: rewards; what shapes them; that, and steps, weights and traces of tokens.
-enum class Reads { rewards, shaped, general };
-
-template <Reads kReads>
-constexpr bool kGeneral = kReads == Reads::general;
-
-// The tokens of a thread, and for each a bit. Rewards that are shaped here are not rounded before they are used.
-template <Reads kReads>
+// The tokens of a thread, and for each a bit. Rewards are not rounded before they are used. kGeneral: with rewards, steps, weights
+// and traces of tokens.
+template <bool kGeneral>
 struct Chunk {
   std::int64_t first;
   int count;  // below kPerThread at the end of the batch
-  unsigned sampled = 0, done = 0, steps = 0;  // steps: in general, among the sampled
-  std::conditional_t<kReads == Reads::rewards, float, double> reward[kPerThread];
+  unsigned sampled = 0, steps = 0;  // steps: in general, among the sampled
+  double reward[kPerThread];
   float value[kPerThread];
 
-  __device__ bool is_step(int i) const { return !kGeneral<kReads> || (steps >> i & 1); }
+  __device__ bool is_step(int i) const { return !kGeneral || (steps >> i & 1); }
   // Weight and trace are read where they are used: eight of each would take 32 registers.
   __device__ double weight(const AdvantageArgs& a, int i) const {
-    if constexpr (!kGeneral<kReads>) return 1.0;
+    if constexpr (!kGeneral) return 1.0;
     return a.weight && is_step(i) ? __ldg(a.weight + first + i) : 1.0;
   }
   __device__ double trace(const AdvantageArgs& a, int i) const {
-    if constexpr (!kGeneral<kReads>) return 1.0;
+    if constexpr (!kGeneral) return 1.0;
     return a.trace && is_step(i) ? __ldg(a.trace + first + i) : 1.0;
   }
 };
@@ -161,9 +154,9 @@ __device__ inline Run enter(const AdvantageArgs& a, std::int64_t index) {
           a.gamma * (a.critic.each ? a.critic.each[index] : a.critic.all)};
 }
 
-// Calls ends(x) where a sequence or an episode ends behind token i, with the x it starts from, and token(i, run) where sampled.
-template <Reads kReads, class Ends, class Token>
-__device__ inline void walk(const AdvantageArgs& a, const Chunk<kReads>& chunk, std::int64_t last_sequence, Ends&& ends,
+// Calls ends(x) where a sequence ends behind token i, with the x it starts from, and token(i, run) where sampled.
+template <bool kGeneral, class Ends, class Token>
+__device__ inline void walk(const AdvantageArgs& a, const Chunk<kGeneral>& chunk, std::int64_t last_sequence, Ends&& ends,
                             Token&& token) {
   if (chunk.count == 0) return;
   Run run = enter(a, last_sequence);
@@ -177,10 +170,9 @@ __device__ inline void walk(const AdvantageArgs& a, const Chunk<kReads>& chunk, 
       run = enter(a, index);
     }
     if (t == run.end - 1) {
-      const double score = kReads != Reads::rewards ? static_cast<double>(a.score[run.index]) : 0.0;
+      const double score = a.score[run.index];
       ends((a.bootstrap ? a.gamma * static_cast<double>(a.bootstrap[run.index]) : 0.0) + score);
     }
-    if (kReads == Reads::rewards && (chunk.done >> i & 1)) ends(0.0);
     if (chunk.sampled >> i & 1) token(i, run);
   }
 }
@@ -238,29 +230,24 @@ __device__ inline double kl_of(Kl kind, double log_ratio) {
   return expm1(minus > kMaxLogRatio ? kMaxLogRatio : minus) + log_ratio;
 }
 
-template <Reads kReads>
-__device__ inline Chunk<kReads> read_chunk(const AdvantageArgs& a, std::int64_t first, bool vectors) {
-  Chunk<kReads> chunk;
+template <bool kGeneral>
+__device__ inline Chunk<kGeneral> read_chunk(const AdvantageArgs& a, std::int64_t first, bool vectors) {
+  Chunk<kGeneral> chunk;
   chunk.first = first;
   chunk.count = static_cast<int>(min(max(a.num_tokens - first, std::int64_t{0}), std::int64_t{kPerThread}));
   read_floats(a.value + first, chunk.count, vectors, chunk.value);
   chunk.sampled = read_bits(a.mask + first, chunk.count, vectors);
-  if constexpr (kReads == Reads::rewards) {
-    read_floats(a.reward + first, chunk.count, vectors, chunk.reward);
-    if (a.done) chunk.done = read_bits(a.done + first, chunk.count, vectors);
-  } else {
-    float taken[kPerThread] = {}, reference[kPerThread] = {};
-    if (a.kl != Kl::none) {
-      read_floats(a.logprob + first, chunk.count, vectors, taken);
-      read_floats(a.ref_logprob + first, chunk.count, vectors, reference);
-    }
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const double log_ratio = static_cast<double>(taken[i]) - static_cast<double>(reference[i]);
-      chunk.reward[i] = a.kl != Kl::none && (chunk.sampled >> i & 1) ? -a.kl_coef * kl_of(a.kl, log_ratio) : 0.0;
-    }
+  float taken[kPerThread] = {}, reference[kPerThread] = {};
+  if (a.kl != Kl::none) {
+    read_floats(a.logprob + first, chunk.count, vectors, taken);
+    read_floats(a.ref_logprob + first, chunk.count, vectors, reference);
   }
-  if constexpr (kReads == Reads::general) {
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const double log_ratio = static_cast<double>(taken[i]) - static_cast<double>(reference[i]);
+    chunk.reward[i] = a.kl != Kl::none && (chunk.sampled >> i & 1) ? -a.kl_coef * kl_of(a.kl, log_ratio) : 0.0;
+  }
+  if constexpr (kGeneral) {
     chunk.steps = a.steps ? chunk.sampled & read_bits(a.steps + first, chunk.count, vectors) : chunk.sampled;
     float inner[kPerThread] = {};
     if (a.token_reward) read_floats(a.token_reward + first, chunk.count, vectors, inner);
@@ -273,15 +260,15 @@ __device__ inline Chunk<kReads> read_chunk(const AdvantageArgs& a, std::int64_t 
   return chunk;
 }
 
-template <Reads kReads>
-__device__ inline Map map_of(const AdvantageArgs& a, const Chunk<kReads>& chunk, std::int64_t last_sequence) {
+template <bool kGeneral>
+__device__ inline Map map_of(const AdvantageArgs& a, const Chunk<kGeneral>& chunk, std::int64_t last_sequence) {
   Map map = no_tokens();
   walk(
       a, chunk, last_sequence, [&](double x) { map = {0.0, x, 0.0, x, kCut}; },
       [&](int i, const Run& run) {
         const double value = chunk.value[i], u = chunk.reward[i] - value, after = a.gamma * value;
         double decay_policy = run.decay_policy, decay_critic = run.decay_critic;
-        if constexpr (kReads == Reads::general) {
+        if constexpr (kGeneral) {
           const double passes = chunk.weight(a, i) * chunk.trace(a, i);
           decay_policy = chunk.is_step(i) ? decay_policy * passes : 1.0;
           decay_critic = chunk.is_step(i) ? decay_critic * passes : 1.0;
@@ -312,22 +299,19 @@ __device__ inline Map look_right(const Scratch& scratch, unsigned ticket, const 
 }
 
 // The recurrence over the tokens of a thread, and its outputs; adds to the moments.
-template <Reads kReads>
-__device__ inline void run_chunk(const AdvantageArgs& a, const Chunk<kReads>& chunk, std::int64_t last_sequence, Entry in,
+template <bool kGeneral>
+__device__ inline void run_chunk(const AdvantageArgs& a, const Chunk<kGeneral>& chunk, std::int64_t last_sequence, Entry in,
                                  bool vectors, double (&moments)[3]) {
-  constexpr bool kShaped = kReads != Reads::rewards;
-  float shaped[kPerThread] = {}, advantage[kPerThread] = {}, returns[kPerThread] = {};
-  if (kShaped) {
+  float reward[kPerThread], advantage[kPerThread] = {}, returns[kPerThread] = {};
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) shaped[i] = static_cast<float>(chunk.reward[i]);
-  }
+  for (int i = 0; i < kPerThread; ++i) reward[i] = static_cast<float>(chunk.reward[i]);
   walk(
       a, chunk, last_sequence, [&](double x) { in = {x, x, false}; },
       [&](int i, const Run& run) {
         const double value = chunk.value[i], u = chunk.reward[i] - value, after = a.gamma * value;
-        if (kShaped && !in.seen) shaped[i] = static_cast<float>(chunk.reward[i] + static_cast<double>(a.score[run.index]));
+        if (!in.seen) reward[i] = static_cast<float>(chunk.reward[i] + static_cast<double>(a.score[run.index]));
         double of_policy = u + in.x_policy, of_critic = u + in.x_critic;
-        if constexpr (kReads == Reads::general) {
+        if constexpr (kGeneral) {
           if (!chunk.is_step(i)) {
             in = {of_policy, of_critic, true};
             return;
@@ -346,7 +330,7 @@ __device__ inline void run_chunk(const AdvantageArgs& a, const Chunk<kReads>& ch
         moments[1] += kept;
         moments[2] += kept * kept;
       });
-  if (kShaped) write_floats(a.shaped + chunk.first, chunk.count, vectors, shaped);
+  write_floats(a.reward + chunk.first, chunk.count, vectors, reward);
   write_floats(a.advantage + chunk.first, chunk.count, vectors, advantage);
   write_floats(a.returns + chunk.first, chunk.count, vectors, returns);
 }
@@ -389,12 +373,11 @@ __device__ inline void finish(const AdvantageArgs& a, const Scratch& scratch, un
     for (int k = 0; k < 3; ++k) a.moments[k] = sound ? sums[k] : nan("");
   }
   for (std::int64_t t = threadIdx.x; !sound && t < a.num_tokens; t += kThreads) {
-    a.advantage[t] = a.returns[t] = nanf("");
-    if (a.shaped) a.shaped[t] = nanf("");
+    a.reward[t] = a.advantage[t] = a.returns[t] = nanf("");
   }
 }
 
-template <Reads kReads>
+template <bool kGeneral>
 __global__ void __launch_bounds__(kThreads, 3) advantages_kernel(AdvantageArgs a, Scratch scratch, bool aligned) {
   __shared__ unsigned my_ticket;
   __shared__ Map totals[kWarps];
@@ -407,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, 3) advantages_kernel(AdvantageArgs a
   const std::int64_t tile_last = min(tile_first + kTile, a.num_tokens) - 1;
   const bool vectors = aligned && tile_first + kTile <= a.num_tokens;
 
-  const Chunk<kReads> chunk = read_chunk<kReads>(a, tile_first + static_cast<int>(threadIdx.x) * kPerThread, vectors);
+  const Chunk<kGeneral> chunk = read_chunk<kGeneral>(a, tile_first + static_cast<int>(threadIdx.x) * kPerThread, vectors);
   const std::int64_t tile_sequence = find_sequence(a, tile_last);
   const std::int64_t sequence = chunk.count ? find_below(a, chunk.first + chunk.count - 1, tile_sequence) : tile_sequence;
 
@@ -423,7 +406,7 @@ __global__ void __launch_bounds__(kThreads, 3) advantages_kernel(AdvantageArgs a
   if (warp == 0) {
     const Map own = compose(totals[0], of_warps);
     if (lane == 0) publish(scratch, ticket, own);
-    const bool ended = border(a, tile_sequence + 1) == tile_last + 1 || (a.done && a.done[tile_last]);
+    const bool ended = border(a, tile_sequence + 1) == tile_last + 1;
     const Map right = look_right(scratch, ticket, own, !ended, lane);
     if (lane == 0) entry = apply(right, {0.0, 0.0, false});
   }
@@ -463,14 +446,12 @@ void advantages(const AdvantageArgs& args, void* memory, Stream stream) {
   check(cudaMemsetAsync(memory, 0, static_cast<size_t>(layout.zeroed), stream), "advantages");
   const Scratch scratch{words, words + 1, words + 2, reinterpret_cast<Map*>(base + layout.maps_at),
                         reinterpret_cast<double*>(base + layout.moments_at), static_cast<unsigned>(layout.tiles)};
-  bool aligned = is_aligned(args.mask, 8) && is_aligned(args.done, 8) && is_aligned(args.steps, 8);
-  for (const float* at : {args.reward, args.token_reward, args.logprob, args.ref_logprob, args.value}) {
+  bool aligned = is_aligned(args.mask, 8) && is_aligned(args.steps, 8);
+  for (const float* at : {args.token_reward, args.logprob, args.ref_logprob, args.value}) {
     aligned = aligned && is_aligned(at, 16);
   }
   const bool is_general = args.is_general() || args.token_reward;
-  const auto kernel = args.reward  ? advantages_kernel<Reads::rewards>
-                      : is_general ? advantages_kernel<Reads::general>
-                                   : advantages_kernel<Reads::shaped>;
+  const auto kernel = is_general ? advantages_kernel<true> : advantages_kernel<false>;
   launch("advantages", kernel, dim3(scratch.num_tiles), kThreads, 0, stream, args, scratch, aligned);
 }
 

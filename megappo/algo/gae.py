@@ -86,27 +86,6 @@ def token_rewards(
     return torch.where(response_mask, reward + torch.where(response_mask & after_last, at_end, 0.0), 0.0)
 
 
-def gae(
-    reward: Tensor,
-    value: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    bootstrap: Tensor | None,
-    done: Tensor | None,
-    gamma: float,
-    lam_policy: float,
-    lam_value: float,
-    lam_policy_each: Tensor | None,
-    lam_value_each: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(advantage [T], returns [T], moments [3]): the reference of `ops.advantages.gae`; lambdas as in `token_advantages`."""
-    links = Links.of(response_mask, cu_seqlens, done)
-    lams = _per_token_lambdas(links.sequence, lam_policy, lam_value, lam_policy_each, lam_value_each)
-    scanned = _scan(reward.double(), value, response_mask, links, bootstrap, lams, gamma)
-    advantage, returns, moments = _nan_unless_sound(cu_seqlens, *scanned)
-    return advantage, returns, moments
-
-
 def _per_token_lambdas(
     sequence: Tensor, lam_policy: float, lam_value: float, lam_policy_each: Tensor | None, lam_value_each: Tensor | None
 ) -> Tensor:
@@ -118,19 +97,19 @@ def _per_token_lambdas(
     return torch.stack(rows)
 
 
-def _first_at_or_after(flag: Tensor) -> Tensor:
-    """[T + 1] position of the first true entry of flag [T] from each position on; T if there is none."""
+def _first_after(flag: Tensor) -> Tensor:
+    """[T] position of the first true entry of flag [T] after each position; T if there is none."""
     num_tokens = flag.numel()
     position = torch.arange(num_tokens + 1, device=flag.device)
     at = torch.where(torch.nn.functional.pad(flag, (0, 1)), position, num_tokens)
-    return at.flip(0).cummin(0).values.flip(0)
+    return at.flip(0).cummin(0).values.flip(0)[1:]
 
 
 class Links(NamedTuple):
     """Order of the sampled tokens of a packed batch, [T] each.
 
-    sequence: that the token is in. following: position of the next sampled token of its episode, T if there is none. after_last:
-    true if its sequence has none, so that the bootstrap follows.
+    sequence: that the token is in. following: position of the next sampled token of the sequence, T if there is none. after_last:
+    true if there is none, so that the bootstrap follows.
     """
 
     sequence: Tensor
@@ -138,21 +117,15 @@ class Links(NamedTuple):
     after_last: Tensor
 
     @classmethod
-    def of(cls, response_mask: Tensor, cu_seqlens: Tensor, done: Tensor | None = None) -> Links:
-        """Arguments as in `gae`."""
+    def of(cls, response_mask: Tensor, cu_seqlens: Tensor) -> Links:
+        """Arguments as in `token_advantages`."""
         num_tokens = response_mask.numel()
         position = torch.arange(num_tokens, device=response_mask.device)
         # Search from the right: an empty sequence starts at the same token as the next one, and owns none.
         sequence = torch.searchsorted(cu_seqlens[1:].long(), position, right=True).clamp(max=max(cu_seqlens.numel() - 2, 0))
-        following = _first_at_or_after(response_mask)[1:]
-        end = cu_seqlens.long()[sequence + 1]
-        after_last = following >= end
-        ends_episode = after_last
-        if done is not None:
-            done_at = _first_at_or_after(done)[:-1]
-            after_last = after_last & (done_at >= end)
-            ends_episode = ends_episode | (done_at < following)
-        return cls(sequence, torch.where(ends_episode, num_tokens, following), after_last)
+        following = _first_after(response_mask)
+        after_last = following >= cu_seqlens.long()[sequence + 1]
+        return cls(sequence, torch.where(after_last, num_tokens, following), after_last)
 
 
 class StepWeights(NamedTuple):
@@ -184,9 +157,9 @@ def _scan(
     bootstrap: Tensor | None,
     lams: Tensor,
     gamma: float,
-    weights: StepWeights | None = None,
+    weights: StepWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """lams: [2, T], of policy and critic; the others as in `gae`. weights: None if tokens do not differ."""
+    """lams: [2, T], of policy and critic; the others as in `token_advantages`. weights: None if tokens do not differ."""
     steps, decay = response_mask, gamma * lams
     if weights is not None:
         # A token that is no step has no value: it hands on what follows, and its reward.
@@ -201,7 +174,7 @@ def _scan(
 
 
 def td_errors(reward: Tensor, value: Tensor, response_mask: Tensor, links: Links, bootstrap: Tensor | None, gamma: float) -> Tensor:
-    """reward + gamma * value of the next sampled token - value, [T] fp64; 0 outside the mask. Arguments as in `gae`."""
+    """reward + gamma * value of the next sampled token - value, [T] fp64; 0 outside the mask. Arguments as in `_scan`."""
     value = torch.where(response_mask, value.double(), 0.0)
     reward = torch.where(response_mask, reward, 0.0)
     # Slot T means "no further sampled token": its value is 0.

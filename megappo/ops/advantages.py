@@ -1,7 +1,6 @@
 """KL-shaped rewards, generalised advantage estimation and whitening moments over packed sequences.
 
-    torch.ops.megappo.gae               reward, value      -> advantage, returns, moments
-    torch.ops.megappo.token_advantages  log-probs, score, value -> reward, advantage, returns, moments
+    torch.ops.megappo.token_advantages  log-probs, rewards, value -> reward, advantage, returns, moments
 
 `algo/gae.py` has the recurrence and the reference, which solves it by pointer jumping; csrc/advantages and
 ops/triton/advantages.py solve it in one reverse scan. All accumulate in fp64 and round once. Not differentiable: advantages are
@@ -44,16 +43,21 @@ def token_advantages(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(reward [T], advantage [T], returns [T], moments [3]) of a packed batch.
 
-    logprob, ref_logprob, value: [T] aligned to their own token (`algo/alignment.py`); ref_logprob None means no KL. score: [B],
-    added to the reward of the last sampled token; ignored for a sequence without sampled tokens. response_mask: [T]
-    bool, true where the policy sampled. cu_seqlens: [B+1] int32 or int64, from 0 to T. bootstrap: [B] value after the last
-    sampled token, None means 0. lam_*: number or [B]; the policy's advantages use lam_policy, returns = value + advantages under
-    lam_value. kl_estimator: a name in `algo.kl.ESTIMATORS`; kernels have KERNEL_ESTIMATORS and refuse another.
+    logprob, ref_logprob, value: [T] aligned to their own token (`algo/alignment.py`); ref_logprob None means no KL, and logprob is
+    not read. score: [B], added to the reward of the last sampled token; ignored for a sequence without sampled tokens.
+    response_mask: [T] bool, true where the policy sampled. cu_seqlens: [B+1] int32 or int64, from 0 to T. bootstrap: [B] value
+    after the last sampled token, None means 0. lam_*: number or [B]; the policy's advantages use lam_policy, returns = value +
+    advantages under lam_value. kl_estimator: a name in `algo.kl.ESTIMATORS`; kernels have KERNEL_ESTIMATORS and refuse another.
 
     token_reward: [T] added to the reward of sampled tokens, None means 0. steps: [T] bool, which of the sampled tokens are time
     steps, None means all; another adds its reward to the step before it, undecayed, and has neither value nor advantage
     nor return: `gamma`, lambdas, lengths and moments count steps. weight, trace: [T] w and c of steps, None means 1; with x what
     follows, A = w (reward - value + x) and x <- gamma value + gamma lambda c A: V-trace with its ratios (`algo/vtrace.py`).
+
+    Plain GAE of given rewards: ref_logprob None, score 0, token_reward the rewards. Padded rows [B, S] laid end to end are a packed
+    batch of sequences of S whose padding is masked; an episode that ends inside a sequence is a sequence of its own. A sequence has
+    the same bits in any batch in C++; where tiles meet (Triton, CUDA) the last bit of an fp64 sum may move, which rounds to another
+    fp32 once in about 10^8 tokens.
 
     Outputs are fp32 and exactly 0 where the mask is false, even if the inputs there are NaN. moments: fp64 count, sum and sum of
     squares of the advantages over the mask; those of several ranks or batches add, `whiten_apply` uses the total. A NaN stays in
@@ -95,73 +99,6 @@ def token_advantages(
         # fp64: a trace is a product of as many numbers as there are steps
         *(None if x is None else x.double() for x in (weight, trace)),
     )
-
-
-def gae(
-    reward: Tensor,
-    value: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor | None = None,
-    bootstrap: Tensor | None = None,
-    *,
-    done: Tensor | None = None,
-    gamma: float = 1.0,
-    lam_policy: float | Tensor = 0.95,
-    lam_value: float | Tensor = 0.95,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(advantage, returns, moments [3]) from a reward per token; other arguments and results as `token_advantages`.
-
-    For other trainers: megappo's own runs call `token_advantages`, which makes the reward in the same pass.
-
-    Packed: reward, value, response_mask and done are [T], with cu_seqlens. Padded: they are [B, S] and cu_seqlens is None;
-    padding is masked, on either side or between. advantage and returns have the shape of reward. Packing changes none of
-    their bits in C++; where tiles meet (Triton, CUDA) it moves the last bit of an fp64 sum, which rounds to another fp32
-    once in about 10^8 tokens.
-    done: bool, an episode ends with this token, sampled or not (an environment may end it in its own turn; padding is False): no
-    value, advantage or bootstrap of later tokens reaches it or tokens before it. None: an episode is a sequence.
-    """
-    if cu_seqlens is None:
-        return _padded(reward, value, response_mask, bootstrap, done, gamma, lam_policy, lam_value)
-    bools = {"response_mask": response_mask, "done": done}
-    _check(value, {"reward": reward}, bools, cu_seqlens, {"bootstrap": bootstrap})
-    policy, policy_each = _lambda("lam_policy", lam_policy, cu_seqlens)
-    critic, critic_each = _lambda("lam_value", lam_value, cu_seqlens)
-    return torch.ops.megappo.gae(
-        reward, value, response_mask, cu_seqlens, bootstrap, done, gamma, policy, critic, policy_each, critic_each
-    )
-
-
-def _padded(
-    reward: Tensor,
-    value: Tensor,
-    response_mask: Tensor,
-    bootstrap: Tensor | None,
-    done: Tensor | None,
-    gamma: float,
-    lam_policy: float | Tensor,
-    lam_value: float | Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`gae` of padded [B, S] rows, laid end to end as a packed batch."""
-    if value.dim() != 2:
-        raise ValueError(f"value {tuple(value.shape)} without cu_seqlens must be [batch, time]; packed [tokens] needs cu_seqlens")
-    for name, tensor in (("reward", reward), ("response_mask", response_mask), ("done", done)):
-        if tensor is not None and tensor.shape != value.shape:
-            raise ValueError(f"{name} {tuple(tensor.shape)} has not the shape of value {tuple(value.shape)}")
-    rows, length = value.shape
-    # Each row is one sequence: its padding is masked, and a masked step is the identity.
-    cu_seqlens = torch.arange(rows + 1, device=value.device) * length
-    advantage, returns, moments = gae(
-        reward.reshape(-1),
-        value.reshape(-1),
-        response_mask.reshape(-1),
-        cu_seqlens,
-        bootstrap,
-        done=None if done is None else done.reshape(-1),
-        gamma=gamma,
-        lam_policy=lam_policy,
-        lam_value=lam_value,
-    )
-    return advantage.view(rows, length), returns.view(rows, length), moments
 
 
 def _check(
@@ -220,14 +157,8 @@ def _lambda(name: str, lam: float | Tensor, cu_seqlens: Tensor) -> tuple[float, 
 
 
 _token_advantages = op(reference.token_advantages, file=__name__)
-_gae = op(reference.gae, file=__name__)
 
 
 @_token_advantages.register_fake
 def _(logprob, ref_logprob, score, value, *args):
     return *(value.new_empty(value.shape, dtype=torch.float32) for _ in range(3)), value.new_empty(3, dtype=torch.float64)
-
-
-@_gae.register_fake
-def _(reward, value, *args):
-    return *(value.new_empty(value.shape, dtype=torch.float32) for _ in range(2)), value.new_empty(3, dtype=torch.float64)

@@ -20,7 +20,7 @@ from torch import Tensor
 from megappo.algo.whitening import whitening_moments
 from megappo.error_text import first_line
 from megappo.ops import dispatch
-from megappo.ops.advantages import gae, token_advantages
+from megappo.ops.advantages import token_advantages
 from megappo.ops.implementations import ORDER, interpreted, missing
 from megappo.ops.linear_logprob import linear_logprob
 from megappo.ops.logprob import vocab_parallel_logprob
@@ -155,19 +155,13 @@ def _advantages(numbers: Numbers) -> Results:
         "trace": numbers.uniform(NUM_TOKENS).double(),
     }
     yield from zip((f"{name} of steps" for name in names), token_advantages(*given, **shared, **of_tokens))
+    of_rewards = token_advantages(logprob, None, *given[2:], **shared, token_reward=of_tokens["token_reward"])
+    yield from zip((f"{name} of given rewards" for name in names), of_rewards)
 
 
 def _whitening(numbers: Numbers) -> Results:
     advantage, mask = numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
     yield "result", whiten_apply(advantage, mask, whitening_moments(torch.where(mask, advantage, 0.0), mask))
-
-
-def _gae(numbers: Numbers) -> Results:
-    cu_seqlens = torch.tensor([0, 0, 1, 2100, 2101, 2900, NUM_TOKENS], dtype=torch.int32, device=numbers.device)
-    reward, value, mask = numbers.normal(NUM_TOKENS), numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
-    done = numbers.flags(NUM_TOKENS, 0.01)
-    results = gae(reward, value, mask, cu_seqlens, numbers.normal(6), done=done, gamma=0.99, lam_policy=0.95, lam_value=0.9)
-    yield from zip(("advantage", "returns", "moments"), results)
 
 
 def _policy(numbers: Numbers) -> Results:
@@ -214,7 +208,6 @@ def problems() -> list[Problem]:
         Problem("linear_logprob", lambda n: _from_hidden(n, bf16, False), gradient_precision=ROUNDED_LOGITS_GRADIENT),
         Problem("linear_logprob", lambda n: _from_hidden(n, bf16, True), gradient_precision=ROUNDED_LOGITS_GRADIENT),
         Problem("token_advantages", _advantages),
-        Problem("gae", _gae),
         Problem("whiten_apply", _whitening),
         Problem("policy_loss", _policy),
         Problem("value_loss", _value),

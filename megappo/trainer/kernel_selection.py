@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two collectives of the ranks that check and those that wait for them: none lasts longer.
 _POLL_S = 2.0
-# For other trainers: megappo itself calls token_advantages.
-_UNUSED = ("gae",)
 
 
 def select_kernels(kernels: Kernels, device: torch.device, log: RunLog, host_ops: Sequence[str] = ()) -> None:
@@ -94,7 +92,7 @@ def disagreements(choices: Sequence[Mapping[str, str]]) -> Faults:
 def described(device: torch.device, host_ops: Sequence[str], faults: Faults) -> list[str]:
     """Lines for the log: `kernels on cuda: triton: policy_loss, ...`, then reasons why `auto` could not take better ones."""
     on_host = set(host_ops) if device.type != "cpu" else set()
-    lines = [_line(device.type, [op for op in dispatch.selected(device.type) if op not in on_host and op not in _UNUSED])]
+    lines = [_line(device.type, [op for op in dispatch.selected(device.type) if op not in on_host])]
     if on_host:
         lines.append(_line("cpu", sorted(on_host)))
     lines += [f"kernels left out: {op} ({implementation}) {fault}" for (op, implementation), fault in faults.items()]

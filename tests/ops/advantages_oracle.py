@@ -1,25 +1,15 @@
-"""Helpers of the advantage tests: a loop over tokens in fp64 written from the contract, batches, and the comparison."""
+"""Helpers of the tests of `token_advantages`: loops over tokens in fp64 written from the contract, batches, and the comparison."""
 
-import importlib
 import math
-import os
 
-import pytest
 import torch
 
-from tests.ops.interpreted_scan import scan_in_steps
+from megappo.ops.advantages import token_advantages
 
 MASKS = ("random", "all", "none", "prefix", "suffix")
-
-
-@pytest.fixture
-def kernels(kernels, monkeypatch):
-    """conftest's, with tiles so small that short batches cross their borders, and a scan that the interpreter is through with."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        monkeypatch.setattr("megappo.ops.triton.advantages.BLOCK", 64)
-        monkeypatch.setattr("megappo.ops.triton.advantages.TILES_AT_ONCE", 4)
-        monkeypatch.setattr(importlib.import_module("triton.runtime.interpreter").ScanOps, "generic_scan", scan_in_steps)
-    return kernels
+OF_TOKENS = ("token_reward", "steps", "weight", "trace")
+# Tiles of Triton's kernel so small that short batches cross their borders, and are carried over the tiles in several turns.
+SMALL_TILES = {"megappo.ops.triton.advantages.BLOCK": 64, "megappo.ops.triton.advantages.TILES_AT_ONCE": 4}
 
 
 def examples(request):
@@ -27,15 +17,13 @@ def examples(request):
     return 60 if request.node.callspec.params["kernels"].split()[0] in ("reference", "cpp") else 6
 
 
-def oracle(reward, value, mask, cu, bootstrap, done, gamma, lam_policy, lam_value):
+def oracle(reward, value, mask, cu, bootstrap, gamma, lam_policy, lam_value):
     """GAE over lists of Python floats; lam_* and bootstrap per sequence. Walks a sequence from its last token to its first."""
     advantage, returns = [0.0] * len(value), [0.0] * len(value)
     for b in range(len(cu) - 1):
         next_value = bootstrap[b] if bootstrap is not None else 0.0
         acc_policy = acc_value = 0.0
         for t in reversed(range(cu[b], cu[b + 1])):
-            if done is not None and done[t]:
-                next_value = acc_policy = acc_value = 0.0
             if not mask[t]:
                 continue
             delta = reward[t] + gamma * next_value - value[t]
@@ -70,7 +58,7 @@ def shaped_reward(logprob, ref_logprob, score, mask, cu, kl_estimator, kl_coef):
     reward = [0.0] * len(mask)
     for b in range(len(cu) - 1):
         sampled = [t for t in range(cu[b], cu[b + 1]) if mask[t]]
-        for t in sampled if kl_coef else ():
+        for t in sampled if kl_coef and ref_logprob is not None else ():
             d = logprob[t] - ref_logprob[t]
             kl = {"k1": d, "k2": d * d / 2, "k3": math.expm1(min(-d, 20.0)) + d}[kl_estimator]
             reward[t] = -kl_coef * kl
@@ -105,10 +93,43 @@ def batch(lengths, seed=0, mask="random"):
     }
 
 
-def gae_batch(lengths, seed=0, mask="random"):
-    """Inputs of gae."""
+def rewards_batch(lengths, seed=0, mask="random"):
+    """Inputs of token_advantages for plain GAE of given rewards; logprob is not to be read."""
     x = batch(lengths, seed, mask)
-    return {"reward": x["logprob"], **{name: x[name] for name in ("value", "response_mask", "cu_seqlens", "bootstrap")}}
+    score, unread = torch.zeros_like(x["score"]), torch.full_like(x["logprob"], torch.nan)
+    return {**x, "logprob": unread, "ref_logprob": None, "score": score, "token_reward": x["logprob"]}
+
+
+def with_tokens(inputs, names=OF_TOKENS, seed=0):
+    """The inputs with some of OF_TOKENS. Of the steps some sequences lack the first sampled token, and some have none."""
+    size, generator = inputs["value"].numel(), torch.Generator().manual_seed(seed)
+    drawn = torch.rand(4, size, generator=generator, dtype=torch.float64)
+    given = {"token_reward": 2 * drawn[0].float() - 1, "steps": drawn[1] < 0.5, "weight": 1.5 * drawn[2], "trace": drawn[3]}
+    return {**inputs, **{name: given[name] for name in names}}
+
+
+def check(device, inputs, call=token_advantages, gamma=0.98, lam_policy=0.9, lam_value=0.97, kl_estimator="k1", kl_coef=0.05):
+    """Results of the call, on the host, after a comparison with the loops."""
+    lams = {"lam_policy": lam_policy, "lam_value": lam_value}
+    got = call(**on(device, inputs), gamma=gamma, kl_estimator=kl_estimator, kl_coef=kl_coef, **on(device, lams))
+    reward, advantage, returns, moments = (x.cpu() for x in got)
+    mask, count = inputs["response_mask"], inputs["score"].numel()
+    logprob, ref_logprob, score, value, sampled, cu, bootstrap = lists(*list(inputs.values())[:7])
+    inner, steps, weight, trace = lists(*(inputs.get(name) for name in OF_TOKENS))
+    want_reward = shaped_reward(logprob, ref_logprob, score, sampled, cu, kl_estimator, kl_coef)
+    if inner is not None:
+        want_reward = [a + b if at else a for a, b, at in zip(want_reward, inner, sampled)]
+    numbers = cu, bootstrap, gamma, per_sequence(lam_policy, count), per_sequence(lam_value, count)
+    if steps is None and weight is None and trace is None:
+        want = oracle(want_reward, value, sampled, *numbers)
+    else:
+        want = steps_oracle(want_reward, value, sampled, steps, weight, trace, *numbers)
+    at_steps = mask if steps is None else mask & inputs["steps"]
+    assert_rounded(reward, want_reward, mask, "reward")
+    assert_rounded(advantage, want[0], at_steps, "advantage")
+    assert_rounded(returns, want[1], at_steps, "returns")
+    assert_moments(moments, advantage, at_steps)
+    return reward, advantage, returns, moments
 
 
 def on(device, inputs):

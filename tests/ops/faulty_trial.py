@@ -1,4 +1,4 @@
-"""`megappo.ops.trial` with kernels that have faults: TEST_FAULTS = "policy_loss cpp hangs, gae cpp aborts"."""
+"""`megappo.ops.trial` with kernels that have faults: TEST_FAULTS = "policy_loss cpp hangs, whiten_apply cpp aborts"."""
 
 import os
 import signal

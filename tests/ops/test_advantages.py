@@ -1,4 +1,4 @@
-"""KL-shaped rewards, advantages and moments against a loop over tokens; what `gae` has besides is in test_gae.py."""
+"""KL-shaped rewards, advantages and moments against loops over tokens; long batches and borders are in test_advantages_tiles.py."""
 
 import re
 from pathlib import Path
@@ -11,49 +11,28 @@ from torch.library import opcheck
 
 from megappo.algo.kl import ESTIMATORS
 from megappo.ops import dispatch
-from megappo.ops.advantages import KERNEL_ESTIMATORS, gae, token_advantages
+from megappo.ops.advantages import KERNEL_ESTIMATORS, token_advantages
+from megappo.ops.whiten import whiten_apply
 from tests.ops.advantages_oracle import (
     MASKS,
-    assert_moments,
-    assert_rounded,
+    OF_TOKENS,
+    SMALL_TILES,
     batch,
+    check,
     examples,
-    lists,
     on,
-    oracle,
-    per_sequence,
-    shaped_reward,
-    steps_oracle,
+    rewards_batch,
+    with_tokens,
 )
 
 CPU = torch.device("cpu")
+INTERPRETED_WITH = SMALL_TILES
 
 
-def check(device, inputs, call=token_advantages, gamma=0.98, lam_policy=0.9, lam_value=0.97, kl_estimator="k1", kl_coef=0.05):
-    got = call(
-        **on(device, inputs),
-        gamma=gamma,
-        kl_estimator=kl_estimator,
-        kl_coef=kl_coef,
-        **on(device, {"lam_policy": lam_policy, "lam_value": lam_value}),
-    )
-    reward, advantage, returns, moments = (x.cpu() for x in got)
-    mask, count = inputs["response_mask"], inputs["score"].numel()
-    logprob, ref_logprob, score, value, sampled, cu, bootstrap = lists(*inputs.values())
-    want_reward = shaped_reward(logprob, ref_logprob, score, sampled, cu, kl_estimator, kl_coef)
-    lams = per_sequence(lam_policy, count), per_sequence(lam_value, count)
-    want_advantage, want_returns = oracle(want_reward, value, sampled, cu, bootstrap, None, gamma, *lams)
-    assert_rounded(reward, want_reward, mask, "reward")
-    assert_rounded(advantage, want_advantage, mask, "advantage")
-    assert_rounded(returns, want_returns, mask, "returns")
-    assert_moments(moments, advantage, mask)
-    return reward, advantage, returns, moments
+LENGTHS = [[1], [7], [3, 1, 5], [0, 4, 0, 0, 6, 0], [0], [], [127, 128, 129], [1, 0, 2] * 50, [31, 33, 64, 0, 2, 300]]
 
 
-LENGTHS = [[1], [7], [3, 1, 5], [0, 4, 0, 0, 6, 0], [0], [], [127, 128, 129], [1] * 40, [31, 33, 64, 0, 2, 300]]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: str(lengths)[:24])
 def test_packed_sequences_match_the_loop(kernels, lengths):
     check(kernels, batch(lengths, mask="mixed"))
 
@@ -102,8 +81,9 @@ def test_an_estimator_added_to_the_table_runs_on_the_reference_and_is_refused_by
 def test_no_reference_is_no_kl(kernels):
     inputs = on(kernels, batch([5, 12]))
     without = token_advantages(**{**inputs, "ref_logprob": None}, kl_coef=0.3)
-    for a, b in zip(without, token_advantages(**{**inputs, "ref_logprob": inputs["ref_logprob"] * torch.nan}, kl_coef=0.0)):
-        assert torch.equal(a, b)
+    unread = {name: inputs[name] * torch.nan for name in ("logprob", "ref_logprob")}
+    for other in ({**inputs, **unread}, {**inputs, **unread, "ref_logprob": None}):
+        assert all(torch.equal(a, b) for a, b in zip(without, token_advantages(**other, kl_coef=0.0)))
 
 
 def test_any_lengths_masks_and_lambdas(kernels, request):
@@ -111,17 +91,18 @@ def test_any_lengths_masks_and_lambdas(kernels, request):
     @given(
         st.lists(st.one_of(st.integers(0, 12), st.integers(0, 90)), max_size=6),
         st.integers(0, 10**6),
-        st.sampled_from(["k1", "k2", "k3"]),
+        st.sampled_from(["k1", "k2", "k3", "given"]),
         st.booleans(),
-        st.booleans(),
+        st.floats(0, 1),
+        st.one_of(st.none(), st.floats(0, 1)),
         st.sampled_from([*MASKS, "mixed"]),
     )
-    def run(lengths, seed, kl_estimator, with_bootstrap, each, mask):
-        inputs = batch(lengths, seed, mask)
+    def run(lengths, seed, reward, with_bootstrap, gamma, lam, mask):
+        inputs = rewards_batch(lengths, seed, mask) if reward == "given" else batch(lengths, seed, mask)
         if not with_bootstrap:
             inputs["bootstrap"] = None
-        lam = torch.linspace(0.1, 1.0, len(lengths), dtype=torch.float64) if each else 0.9
-        check(kernels, inputs, kl_estimator=kl_estimator, lam_policy=lam)
+        lam = torch.linspace(0.1, 1.0, len(lengths), dtype=torch.float64) if lam is None else lam
+        check(kernels, inputs, gamma=gamma, lam_policy=lam, kl_estimator=reward if reward != "given" else "k1")
 
     run()
 
@@ -136,6 +117,15 @@ def test_garbage_in_masked_slots_never_leaks(kernels):
         token_advantages(**clean, kl_coef=0.1, kl_estimator="k3"), token_advantages(**dirty, kl_coef=0.1, kl_estimator="k3")
     ):
         assert torch.equal(a, b)
+
+
+def test_never_bootstraps_from_a_masked_slot(kernels):
+    inputs = batch([6, 30], mask="all")
+    inputs["response_mask"][4:6] = inputs["response_mask"][20:] = False
+    inputs["bootstrap"] = None
+    loud = {**inputs, "value": torch.where(inputs["response_mask"], inputs["value"], 1e30)}
+    _, advantage, _, _ = check(kernels, loud, kl_coef=0.0)
+    assert advantage[3] == inputs["score"][0] - inputs["value"][3]
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
@@ -179,6 +169,37 @@ def test_packed_equals_alone_bitwise(kernels):
             assert torch.equal(whole[start:end], part)
 
 
+def rows(packed, cu, length):
+    """[B * length]: each sequence at the left, at the right or spread over its row, in turn, and garbage around it."""
+    junk = torch.full((), torch.nan) if packed.is_floating_point() else packed.new_zeros(())
+    out = junk.to(packed.dtype).expand(len(cu) - 1, length).clone()
+    for i, (start, end) in enumerate(zip(cu, cu[1:])):
+        size = end - start
+        at = (torch.arange(size), torch.arange(length - size, length), torch.arange(size) * (length // max(size, 1)))[i % 3]
+        out[i, at] = packed[start:end]
+    return out.flatten()
+
+
+@pytest.mark.parametrize("made", [batch, rewards_batch], ids=["shaped", "given"])
+def test_packed_equals_padded_bitwise(kernels, made):
+    inputs = made([37, 1, 30, 40, 12], seed=3)
+    cu = inputs["cu_seqlens"].tolist()
+    of_tokens = [name for name, x in inputs.items() if x is not None and x.shape == (120,)]
+    padded = {**inputs, **{name: rows(inputs[name], cu, 80) for name in of_tokens}, "cu_seqlens": torch.arange(6) * 80}
+    there = rows(torch.ones(120, dtype=torch.bool), cu, 80)
+    *packed, moments = (x.cpu() for x in token_advantages(**on(kernels, inputs), kl_coef=0.1))
+    *unpacked, others = (x.cpu() for x in token_advantages(**on(kernels, padded), kl_coef=0.1))
+    assert all(torch.equal(wide[there], want) and not wide[~there].any() for wide, want in zip(unpacked, packed))
+    torch.testing.assert_close(others, moments, rtol=1e-12, atol=1e-12)
+
+
+def test_whitened_by_its_moments():
+    inputs = batch([60, 90, 2], mask="mixed")
+    _, advantage, _, moments = token_advantages(**inputs)
+    white = whiten_apply(advantage, inputs["response_mask"], moments)[inputs["response_mask"]].double()
+    assert abs(float(white.mean())) < 1e-6 and float(white.std()) == pytest.approx(1.0, abs=1e-6)
+
+
 def test_masked_tokens_are_as_if_they_were_not_there(kernels):
     inputs = batch([70], seed=9)
     kept = inputs["response_mask"]
@@ -195,9 +216,10 @@ def test_two_lambdas_are_two_runs_and_rewards_are_linear(kernels):
     _, _, only_value, _ = token_advantages(**inputs, lam_policy=0.99, lam_value=0.99)
     assert torch.equal(advantage, only_policy) and torch.equal(returns, only_value)
 
-    gae_inputs = (torch.zeros(60, device=kernels), inputs["response_mask"], inputs["cu_seqlens"])
+    plain = on(kernels, rewards_batch([20, 40], seed=2))
+    plain |= {name: torch.zeros_like(plain[name]) for name in ("value", "bootstrap")}
     a, b = torch.randn(2, 60, generator=torch.Generator().manual_seed(1)).to(kernels)
-    of_sum, of_a, of_b = (gae(x, *gae_inputs)[0].double() for x in (a + 2 * b, a, b))
+    of_sum, of_a, of_b = (token_advantages(**{**plain, "token_reward": x})[1].double() for x in (a + 2 * b, a, b))
     torch.testing.assert_close(of_sum, of_a + 2 * of_b, rtol=1e-5, atol=1e-6)
 
 
@@ -251,11 +273,6 @@ def test_ops_are_functional_and_have_fake_kernels():
             None,
         ),
     )
-    done = torch.arange(8) == 3
-    opcheck(
-        torch.ops.megappo.gae,
-        (x["value"], x["value"], x["response_mask"], x["cu_seqlens"], x["bootstrap"], done, 1.0, 0.9, 0.8, None, lam),
-    )
 
 
 def test_compiles_without_a_break():
@@ -292,46 +309,16 @@ def test_wrong_arguments_are_named(change, text):
 
 # --------------------------------------------------------------------------------------- rewards, steps and traces of tokens
 
-OF_TOKENS = ("token_reward", "steps", "weight", "trace")
-
-
-def with_tokens(inputs, names=OF_TOKENS, seed=0):
-    """The inputs with some of OF_TOKENS. Of the steps some sequences lack the first sampled token, and some have none."""
-    size, generator = inputs["value"].numel(), torch.Generator().manual_seed(seed)
-    drawn = torch.rand(4, size, generator=generator, dtype=torch.float64)
-    given = {"token_reward": 2 * drawn[0].float() - 1, "steps": drawn[1] < 0.5, "weight": 1.5 * drawn[2], "trace": drawn[3]}
-    return {**inputs, **{name: given[name] for name in names}}
-
-
-def check_tokens(device, inputs, call=token_advantages, gamma=0.98, lam_policy=0.9, lam_value=0.97, kl_coef=0.05):
-    lams = {"lam_policy": lam_policy, "lam_value": lam_value}
-    got = call(**on(device, inputs), gamma=gamma, kl_coef=kl_coef, **on(device, lams))
-    reward, advantage, returns, moments = (x.cpu() for x in got)
-    mask, count = inputs["response_mask"], inputs["score"].numel()
-    logprob, ref_logprob, score, value, sampled, cu, bootstrap = lists(*list(inputs.values())[:7])
-    inner, steps, weight, trace = lists(*(inputs.get(name) for name in OF_TOKENS))
-    want_reward = shaped_reward(logprob, ref_logprob, score, sampled, cu, "k1", kl_coef)
-    if inner is not None:
-        want_reward = [a + b if at else a for a, b, at in zip(want_reward, inner, sampled)]
-    lams = per_sequence(lam_policy, count), per_sequence(lam_value, count)
-    want = steps_oracle(want_reward, value, sampled, steps, weight, trace, cu, bootstrap, gamma, *lams)
-    at_steps = mask if steps is None else mask & inputs["steps"]
-    assert_rounded(reward, want_reward, mask, "reward")
-    assert_rounded(advantage, want[0], at_steps, "advantage")
-    assert_rounded(returns, want[1], at_steps, "returns")
-    assert_moments(moments, advantage, at_steps)
-    return reward, advantage, returns, moments
-
 
 @pytest.mark.parametrize("names", [*((name,) for name in OF_TOKENS), ("weight", "trace"), OF_TOKENS], ids=" ".join)
 def test_rewards_steps_weights_and_traces_of_tokens_match_the_loop(kernels, names):
-    check_tokens(kernels, with_tokens(batch([31, 33, 0, 64, 1, 150], mask="mixed"), names))
+    check(kernels, with_tokens(batch([31, 33, 0, 64, 1, 150], mask="mixed"), names))
 
 
 @pytest.mark.parametrize("lengths", [[1], [0, 4, 0], [], [127, 128, 129], [1] * 20], ids=str)
 def test_steps_in_sequences_of_any_length_match_the_loop(kernels, lengths):
     lam = torch.linspace(0.1, 1.0, len(lengths), dtype=torch.float64)
-    check_tokens(kernels, with_tokens(batch(lengths, seed=3)), gamma=1.0, lam_policy=lam, lam_value=1.0)
+    check(kernels, with_tokens(batch(lengths, seed=3)), gamma=1.0, lam_policy=lam, lam_value=1.0)
 
 
 def test_without_a_difference_they_change_no_bit(kernels):
@@ -353,16 +340,15 @@ def test_what_is_no_step_is_read_for_its_reward_alone(kernels):
 
 
 def test_steps_are_gae_over_the_steps_of_summed_rewards(kernels):
-    """As turns were before the op knew them: rewards of turns first, then `gae` over their first tokens."""
     inputs = with_tokens(batch([40, 70], seed=8, mask="all"), ("token_reward", "steps"))
     inputs["steps"][[0, 40]] = True  # no reward is before the first step
     reward, advantage, returns, _ = (x.cpu() for x in token_advantages(**on(kernels, inputs)))
     of_step = inputs["steps"].long().cumsum(0) - 1
     sums = torch.zeros(int(inputs["steps"].sum()), dtype=torch.float64).index_add_(0, of_step, reward.double())
     summed = torch.zeros(110).masked_scatter(inputs["steps"], sums.float())
-    rest = {name: inputs[name] for name in ("value", "cu_seqlens", "bootstrap")}
-    want = gae(summed, response_mask=inputs["steps"], **rest)
-    for mine, other in zip((advantage, returns), want):
+    plain = {**inputs, "ref_logprob": None, "score": torch.zeros(2), "token_reward": summed}
+    _, *want, _ = token_advantages(**{**plain, "response_mask": inputs["steps"], "steps": None})
+    for mine, other in zip((advantage, returns), want, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
@@ -403,9 +389,9 @@ def decays_at_every_token(**kw):
 )
 def test_an_injected_fault_of_tokens_is_noticed(broken):
     inputs = with_tokens(batch([12, 9], seed=4, mask="all"))
-    check_tokens(CPU, inputs)
+    check(CPU, inputs)
     with pytest.raises(AssertionError):
-        check_tokens(CPU, inputs, call=broken)
+        check(CPU, inputs, call=broken)
 
 
 # ------------------------------------------------------------------------------------------------------- negative controls
@@ -418,11 +404,11 @@ def decays_over_masked_tokens(**kw):
 
 
 def score_on_the_last_token_of_the_sequence(**kw):
-    reward, _, _, _ = token_advantages(**{**kw, "score": torch.zeros_like(kw["score"])})
+    none = torch.zeros_like(kw["score"])
+    reward, _, _, _ = token_advantages(**{**kw, "score": none})
     ends = kw["cu_seqlens"][1:].long() - 1
     reward[ends] += kw["score"] * kw["response_mask"][ends]
-    rest = {k: kw[k] for k in ("value", "response_mask", "cu_seqlens", "bootstrap", "gamma", "lam_policy", "lam_value")}
-    return (reward, *gae(reward, **rest))
+    return token_advantages(**{**kw, "ref_logprob": None, "score": none, "token_reward": reward})
 
 
 def ignores_sequence_borders(**kw):

@@ -38,7 +38,7 @@ def test_each_kind_of_fault_costs_the_one_kernel_that_has_it(monkeypatch):
     monkeypatch.setenv("MEGAPPO_KERNEL_CHECK_S", "6")
     run = with_faults(
         monkeypatch,
-        "vocab_stats_merge cpp differs, vocab_logits_backward_ cpp spoils_in_place, gae cpp leaves, whiten_apply cpp differs,"
+        "vocab_stats_merge cpp differs, vocab_logits_backward_ cpp spoils_in_place, whiten_apply cpp leaves,"
         "policy_loss cpp hangs, value_loss cpp aborts, token_advantages cpp segfaults",
     )
     faults = run("auto")
@@ -46,8 +46,7 @@ def test_each_kind_of_fault_costs_the_one_kernel_that_has_it(monkeypatch):
         "vocab_stats_merge": "differs from its reference",
         "vocab_logits_backward_": "differs from its reference",
         "token_advantages": "died of SIGSEGV",
-        "gae": "failed: RuntimeError: CUDA error: an illegal memory access was encountered",
-        "whiten_apply": "differs from its reference",
+        "whiten_apply": "failed: RuntimeError: CUDA error: an illegal memory access was encountered",
         "policy_loss": "did not come back within 6 s",
         "value_loss": "died of SIGABRT",
     }
@@ -100,7 +99,7 @@ def test_the_next_in_order_takes_over_and_is_checked_itself(monkeypatch):
     faults = run("auto")
     assert sorted(faults) == [("policy_loss", "cpp"), ("value_loss", "cpp"), ("value_loss", "triton")]
     chosen = dispatch.selected("cpu")
-    assert (chosen["policy_loss"], chosen["value_loss"], chosen["gae"]) == ("triton", "reference", "cpp")
+    assert (chosen["policy_loss"], chosen["value_loss"], chosen["whiten_apply"]) == ("triton", "reference", "cpp")
 
 
 @pytest.mark.parametrize(
@@ -123,13 +122,13 @@ def test_a_process_that_cannot_start_is_no_kernels_fault():
 
 
 def test_an_end_from_outside_is_no_kernels_fault():
-    running = [{"started": True}, {"begin": ["gae", "cuda"]}]
+    running = [{"started": True}, {"begin": ["whiten_apply", "cuda"]}]
     killed = trial._early_end(-9, True, 300, running, "")
-    with pytest.raises(RuntimeError, match="SIGKILL in gae"):
+    with pytest.raises(RuntimeError, match="SIGKILL in whiten_apply"):
         trial._read(running, killed)
     # nor is what happens in a product of matrices, which no setting of ours replaces
     hung = trial._early_end(-9, False, 300, running, "")
-    assert trial._read(running, hung).faults == {("gae", "cuda"): "did not come back within 300 s"}
+    assert trial._read(running, hung).faults == {("whiten_apply", "cuda"): "did not come back within 300 s"}
     with pytest.raises(RuntimeError, match="did not come back within 300 s in linear_backward"):
         trial._read([{"begin": ["linear_backward", "gemm + cuda"]}], hung)
 
@@ -142,19 +141,19 @@ def test_a_time_limit_that_is_none_is_refused(monkeypatch, text):
 
 
 def test_a_problem_is_known_for_the_kernels_that_ran_in_it(tmp_path):
-    known = Verdicts(tmp_path / "file", [(0, {"gae": "cuda"}), (1, {"gae": "cuda", "policy_loss": "triton"})], {})
-    assert known.unknown({"gae": "cuda", "policy_loss": "triton"}, 3) == [2]
-    assert known.unknown({"gae": "cuda", "policy_loss": "cuda"}, 3) == [1, 2]
-    assert known.unknown({"gae": "triton", "policy_loss": "triton"}, 2) == [0, 1]
+    known = Verdicts(tmp_path / "file", [(0, {"whiten_apply": "cuda"}), (1, {"whiten_apply": "cuda", "policy_loss": "triton"})], {})
+    assert known.unknown({"whiten_apply": "cuda", "policy_loss": "triton"}, 3) == [2]
+    assert known.unknown({"whiten_apply": "cuda", "policy_loss": "cuda"}, 3) == [1, 2]
+    assert known.unknown({"whiten_apply": "triton", "policy_loss": "triton"}, 2) == [0, 1]
 
 
 def test_the_file_keeps_what_others_wrote_and_is_whole_at_any_time(tmp_path):
     file = tmp_path / "new" / "kernels.json"
     mine, other = Verdicts.read(file), Verdicts.read(file)
-    mine.add(Trial([(0, {"gae": "cuda"})], {("policy_loss", "cuda"): "died of SIGSEGV"}))
-    other.add(Trial([(1, {"gae": "cuda"})], {("value_loss", "cuda"): "died of SIGABRT"}))
+    mine.add(Trial([(0, {"whiten_apply": "cuda"})], {("policy_loss", "cuda"): "died of SIGSEGV"}))
+    other.add(Trial([(1, {"whiten_apply": "cuda"})], {("value_loss", "cuda"): "died of SIGABRT"}))
     both = Verdicts.read(file)
-    assert both.passed == [(0, {"gae": "cuda"}), (1, {"gae": "cuda"})]
+    assert both.passed == [(0, {"whiten_apply": "cuda"}), (1, {"whiten_apply": "cuda"})]
     assert sorted(both.faults) == [("policy_loss", "cuda"), ("value_loss", "cuda")]
     assert os.listdir(file.parent) == ["kernels.json"]
 
@@ -165,15 +164,15 @@ def test_a_file_that_is_none_of_ours_is_said_and_written_again(tmp_path, caplog,
     file.write_text(content)
     assert Verdicts.read(file) == Verdicts(file, [], {})
     assert "cannot be read, so the kernels are checked again" in caplog.text
-    Verdicts.read(file).add(Trial([(0, {"gae": "cuda"})], {}))
-    assert Verdicts.read(file).passed == [(0, {"gae": "cuda"})]
+    Verdicts.read(file).add(Trial([(0, {"whiten_apply": "cuda"})], {}))
+    assert Verdicts.read(file).passed == [(0, {"whiten_apply": "cuda"})]
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path, caplog):
     (tmp_path / "in_the_way").write_text("")
     Verdicts.read(tmp_path / "other").add(Trial([], {}))
     assert not caplog.text
-    Verdicts(tmp_path / "in_the_way" / "kernels.json", [], {}).add(Trial([(0, {"gae": "cuda"})], {}))
+    Verdicts(tmp_path / "in_the_way" / "kernels.json", [], {}).add(Trial([(0, {"whiten_apply": "cuda"})], {}))
     assert "cannot be written, so every start checks the kernels; set MEGAPPO_CACHE" in caplog.text
 
 

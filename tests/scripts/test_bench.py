@@ -100,7 +100,7 @@ def test_floor_counts_the_bytes_that_must_move(written):
         (("logprob", "24x300", "float32"), "forward", 24 * 300 * 4),
         (("logprob", "24x300", "bfloat16"), "both", 3 * 24 * 300 * 2),
         (("logprob", "16x96/4", "float32"), "backward", 2 * 16 * 24 * 4),
-        (("gae", "3x70", "float32"), "forward", 3 * 70 * 17),
+        (("gae", "3x70", "float32"), "forward", 3 * 70 * 21),
         (("token_advantages", "600", "float32"), "forward", 600 * 25),
     ]:
         case = by_shape[key]
@@ -141,10 +141,11 @@ def unsummed_dweight(hidden, weight, *args, **kwargs):
     return tuple(torch.where(keep, a, b) for a, b in zip(first, second))
 
 
-def decayed_over_masked(reward, value, mask, cu_seqlens, **kwargs):
+def decayed_over_masked(logprob, ref_logprob, score, value, mask, cu_seqlens, **kwargs):
     """GAE that takes a masked step for a step, a fault that others shipped."""
-    reward, value = torch.where(mask, reward, 0.0), torch.where(mask, value, 0.0)
-    return advantages_op.gae(reward, value, torch.ones_like(mask), cu_seqlens, **kwargs)
+    reward, *_ = advantages_op.token_advantages(logprob, ref_logprob, score, value, mask, cu_seqlens, **kwargs)
+    given = logprob, None, torch.zeros_like(score), torch.where(mask, value, 0.0), torch.ones_like(mask), cu_seqlens
+    return advantages_op.token_advantages(*given, **{**kwargs, "token_reward": reward})
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def decayed_over_masked(reward, value, mask, cu_seqlens, **kwargs):
     [
         (bench_logprob, "vocab_parallel_logprob", wrong_entropy, "24x300", "24x300 float32: megappo reference wrong: entropy"),
         (bench_linear_logprob, "linear_logprob", unsummed_dweight, "24x16x300", "wrong: dweight"),
-        (bench_gae, "gae", decayed_over_masked, "gae:600", "gae 600 float32: megappo reference wrong: returns"),
+        (bench_gae, "token_advantages", decayed_over_masked, "600", "gae 600 float32: megappo reference wrong: returns"),
     ],
 )
 def test_check_catches_an_op_that_computes_something_else(script, name, broken, shapes, said, monkeypatch, capsys):

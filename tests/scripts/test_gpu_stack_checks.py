@@ -68,9 +68,9 @@ def test_symbols_without_a_home_are_named() -> None:
 
 
 def test_an_op_without_a_kernel_for_cuda_is_named() -> None:
-    both = {"CPU": {"megappo_native::gae"}, "CUDA": {"megappo_native::gae"}}
+    both = {"CPU": {"megappo_native::whiten_apply"}, "CUDA": {"megappo_native::whiten_apply"}}
     assert library.without_cuda(both) == []
-    assert library.without_cuda({**both, "CUDA": set()}) == ["megappo_native::gae"]
+    assert library.without_cuda({**both, "CUDA": set()}) == ["megappo_native::whiten_apply"]
 
 
 def test_an_untested_megatron_is_named() -> None:
@@ -92,10 +92,10 @@ def test_a_gpu_without_code_and_an_op_without_its_kernel_are_named() -> None:
         "RTX PRO 6000": "PTX 8.0",
     }
     assert capability.code_for("8.0;9.0a", (10, 0)) is None
-    good = {"gae": "cuda", "linear_stats": "triton", "linear_backward": "gemm + cuda"}
+    good = {"whiten_apply": "cuda", "linear_stats": "triton", "linear_backward": "gemm + cuda"}
     assert capability.selection_fault(good, (8, 0)) == ""
     assert capability.selection_fault(good, (9, 0)) == "linear_stats runs by triton, not cuda"
-    assert capability.selection_fault({**good, "gae": "triton"}, (8, 0)) == "gae runs by triton, not cuda"
+    assert capability.selection_fault({**good, "whiten_apply": "triton"}, (8, 0)) == "whiten_apply runs by triton, not cuda"
 
 
 def test_another_triton_and_a_kernel_that_is_not_compiled_are_named() -> None:
@@ -103,8 +103,8 @@ def test_another_triton_and_a_kernel_that_is_not_compiled_are_named() -> None:
     assert triton_kernels.pin_fault(requires, "3.7.1") is None
     assert "torch pins 3.7.1" in str(triton_kernels.pin_fault(requires, "3.9.0"))
     assert "without CUDA" in str(triton_kernels.pin_fault(["filelock"], "3.9.0"))
-    assert triton_kernels.coverage_fault({"_gae"}, {"_gae"}) is None
-    assert "_scan" in str(triton_kernels.coverage_fault({"_gae", "_scan"}, {"_gae"}))
+    assert triton_kernels.coverage_fault({"_whiten"}, {"_whiten"}) is None
+    assert "_scan" in str(triton_kernels.coverage_fault({"_whiten", "_scan"}, {"_whiten"}))
 
 
 def test_pip_of_the_legacy_way_and_foreign_versions_are_named() -> None:

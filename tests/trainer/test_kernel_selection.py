@@ -44,7 +44,7 @@ def test_a_run_on_a_gpu_says_what_runs_there_and_what_on_the_host(monkeypatch, n
     select("triton", "cuda", notes)
     on_gpu, on_host = notes
     assert on_gpu.startswith("kernels on cuda: gemm + triton: linear_backward; triton: linear_stats, policy_loss, ")
-    assert not any(op in on_gpu for op in (*HOST_OPS, "gae"))
+    assert not any(op in on_gpu for op in HOST_OPS)
     assert on_host == "kernels on cpu: cpp: token_advantages, whiten_apply"
 
 
@@ -82,8 +82,8 @@ def test_a_named_kernel_that_fails_ends_the_run(monkeypatch, notes):
 
 
 def test_what_one_rank_cannot_run_no_rank_runs():
-    first = {"gae": "cuda", "policy_loss": "cuda", "linear_backward": "gemm + cuda", "vocab_stats": "triton"}
-    second = {"gae": "cuda", "policy_loss": "triton", "linear_backward": "gemm + triton", "vocab_stats": "reference"}
+    first = {"value_loss": "cuda", "policy_loss": "cuda", "linear_backward": "gemm + cuda", "vocab_stats": "triton"}
+    second = {"value_loss": "cuda", "policy_loss": "triton", "linear_backward": "gemm + triton", "vocab_stats": "reference"}
     assert kernel_selection.disagreements([first, first]) == {}
     said = "cannot run on rank 1, which takes "
     assert kernel_selection.disagreements([first, second]) == {

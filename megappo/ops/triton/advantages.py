@@ -3,13 +3,13 @@
 A token is an affine map of x, what the tokens behind it contribute to its advantage (csrc/advantages/advantages.h has the
 recurrence); maps compose, and an end of a sequence cuts. Slot t of a scan holds the map of token t + 1, so that an inclusive scan
 gives the x which token t meets. Four launches: the map of every tile, one program that carries x over the tiles from the right,
-the tiles again with their x, and one program that adds their moments in order. Inputs are read twice, 26 bytes a token for `gae`
-where csrc/advantages/cuda.cu moves 17: the portable fallback needs no communication between running programs.
+the tiles again with their x, and one program that adds their moments in order. Inputs are read twice, 30 bytes a token without a
+KL where csrc/advantages/cuda.cu moves 21: the portable fallback needs no communication between running programs.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -22,31 +22,10 @@ from megappo.ops.advantages import KERNEL_ESTIMATORS
 BLOCK = 1024  # tokens of a tile
 TILES_AT_ONCE = 1024  # tiles per iteration of the single-program kernels
 # Flags of a map.
-CUT = tl.constexpr(1)  # an end of a sequence or episode: the map ignores everything to its right
+CUT = tl.constexpr(1)  # an end of a sequence: the map ignores everything to its right
 SEEN = tl.constexpr(2)  # has sampled tokens of the sequence at its left edge
-# KIND of `_token`; 1 and up: the reward is minus the KL estimate of that index.
-GIVEN = tl.constexpr(-1)  # the reward is an input
-NO_KL = tl.constexpr(0)  # the reward is 0 but for the score
-
-
-class _Fields(NamedTuple):
-    """Inputs of the tiles; None if an op lacks one."""
-
-    reward: Tensor | None
-    logprob: Tensor | None
-    ref_logprob: Tensor | None
-    score: Tensor | None
-    value: Tensor
-    mask: Tensor
-    done: Tensor | None
-    cu_seqlens: Tensor
-    bootstrap: Tensor | None
-    policy_each: Tensor | None
-    critic_each: Tensor | None
-    token_reward: Tensor | None = None
-    steps: Tensor | None = None
-    weight: Tensor | None = None
-    trace: Tensor | None = None
+# KIND of `_token`; 1 and up: the reward has minus the KL estimate of that index.
+NO_KL = tl.constexpr(0)
 
 
 @triton.jit
@@ -111,7 +90,6 @@ def _kl(log_ratio, KIND: tl.constexpr, MAX_LOG_RATIO: tl.constexpr):
 
 @triton.jit
 def _token(
-    reward,
     logprob,
     ref_logprob,
     value,
@@ -132,9 +110,7 @@ def _token(
         step = sampled & (tl.load(steps + at, mask=inside, other=0) != 0)
     # Fields of tokens that were not sampled are not read: they are ignored, even if NaN.
     v = tl.load(value + at, mask=step, other=0.0).to(tl.float64)
-    if KIND == GIVEN:
-        r = tl.load(reward + at, mask=sampled, other=0.0).to(tl.float64)
-    elif KIND == NO_KL:
+    if KIND == NO_KL:
         r = tl.zeros_like(v)
     else:
         taken = tl.load(logprob + at, mask=sampled, other=0.0).to(tl.float64)
@@ -147,13 +123,11 @@ def _token(
 
 @triton.jit
 def _scan_tile(
-    reward,
     logprob,
     ref_logprob,
     score,
     value,
     mask,
-    done,
     cu_seqlens,
     bootstrap,
     policy_each,
@@ -182,7 +156,6 @@ def _scan_tile(
     )
     of_next = at + 1
     sampled, step, r, v = _token(
-        reward,
         logprob,
         ref_logprob,
         value,
@@ -217,17 +190,11 @@ def _scan_tile(
     a, c = tl.where(sampled, decay, 1.0), tl.where(sampled, decay * u + after, 0.0)
     a2, c2 = tl.where(sampled, decay2, 1.0), tl.where(sampled, decay2 * u + after, 0.0)
 
-    # Start of x at an end of a sequence: bootstrap and score; 0 if an episode is done.
-    start = tl.zeros_like(v)
+    # Start of x at an end of a sequence: bootstrap and score.
+    start = tl.load(score + sequence, mask=inside, other=0.0).to(tl.float64)
     if bootstrap is not None:
         start += gamma * tl.load(bootstrap + sequence, mask=inside, other=0.0).to(tl.float64)
-    if KIND != GIVEN:
-        start += tl.load(score + sequence, mask=inside, other=0.0).to(tl.float64)
     cut = inside & (at + 1 == tl.load(cu_seqlens + sequence + 1, mask=inside, other=0))
-    if done is not None:
-        over = tl.load(done + at, mask=inside, other=0) != 0
-        start = tl.where(over, 0.0, start)
-        cut = cut | over
     flags = tl.where(cut, CUT, tl.where(sampled, SEEN, 0))
     a, a2 = tl.where(cut, 0.0, a), tl.where(cut, 0.0, a2)
     c, c2 = tl.where(cut, start, c), tl.where(cut, start, c2)
@@ -237,13 +204,11 @@ def _scan_tile(
 
 @triton.jit
 def _maps(
-    reward,
     logprob,
     ref_logprob,
     score,
     value,
     mask,
-    done,
     cu_seqlens,
     bootstrap,
     policy_each,
@@ -269,13 +234,11 @@ def _maps(
     tile = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK)
     a, c, a2, c2, flags, _ = _scan_tile(
-        reward,
         logprob,
         ref_logprob,
         score,
         value,
         mask,
-        done,
         cu_seqlens,
         bootstrap,
         policy_each,
@@ -349,13 +312,11 @@ def _carry(maps, flags_in, faults, entries, seen_out, sound, num_tiles, BLOCK: t
 
 @triton.jit
 def _apply(
-    reward,
     logprob,
     ref_logprob,
     score,
     value,
     mask,
-    done,
     cu_seqlens,
     bootstrap,
     policy_each,
@@ -367,7 +328,7 @@ def _apply(
     entries,
     seen_in,
     sound,
-    shaped,
+    reward,
     advantage,
     returns,
     partials,
@@ -384,13 +345,11 @@ def _apply(
 ):
     tile = tl.program_id(0).to(tl.int64)
     a, c, a2, c2, flags, sequence = _scan_tile(
-        reward,
         logprob,
         ref_logprob,
         score,
         value,
         mask,
-        done,
         cu_seqlens,
         bootstrap,
         policy_each,
@@ -412,9 +371,7 @@ def _apply(
     # Slot t of the scan has the map of token t + 1; here each token's own reward and value.
     at = tile * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
-    sampled, step, r, v = _token(
-        reward, logprob, ref_logprob, value, mask, token_reward, steps, at, inside, kl_coef, KIND, MAX_LOG_RATIO
-    )
+    sampled, step, r, v = _token(logprob, ref_logprob, value, mask, token_reward, steps, at, inside, kl_coef, KIND, MAX_LOG_RATIO)
     cut = (flags & CUT) != 0
     x = tl.where(cut, c, a * tl.load(entries + tile) + c)
     x2 = tl.where(cut, c2, a2 * tl.load(entries + num_tiles + tile) + c2)
@@ -426,11 +383,10 @@ def _apply(
     kept = tl.where(step, of_policy, 0.0).to(tl.float32)
     tl.store(advantage + at, tl.where(is_sound, kept, float("nan")), mask=inside)
     tl.store(returns + at, tl.where(is_sound, tl.where(step, of_critic + v, 0.0), float("nan")).to(tl.float32), mask=inside)
-    if KIND != GIVEN:
-        seen = (flags & SEEN) | tl.where(cut, 0, tl.load(seen_in + tile))
-        # The score belongs to the last sampled token: no sampled token of its sequence is to its right.
-        at_end = tl.load(score + sequence, mask=sampled & (seen == 0), other=0.0).to(tl.float64)
-        tl.store(shaped + at, tl.where(is_sound, r + at_end, float("nan")).to(tl.float32), mask=inside)
+    seen = (flags & SEEN) | tl.where(cut, 0, tl.load(seen_in + tile))
+    # The score belongs to the last sampled token: no sampled token of its sequence is to its right.
+    at_end = tl.load(score + sequence, mask=sampled & (seen == 0), other=0.0).to(tl.float64)
+    tl.store(reward + at, tl.where(is_sound, r + at_end, float("nan")).to(tl.float32), mask=inside)
     exact = kept.to(tl.float64)
     tl.store(partials + tile, tl.sum(step.to(tl.float64), axis=0))
     tl.store(partials + num_tiles + tile, tl.sum(exact, axis=0))
@@ -470,15 +426,13 @@ def token_advantages(
     trace: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `megappo.ops.advantages.token_advantages`."""
-    kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KERNEL_ESTIMATORS.index(kl_estimator) + 1
-    fields = _Fields(
-        None,
+    # In the order of the kernels' parameters.
+    given = (
         logprob,
         ref_logprob,
         score,
         value,
         response_mask,
-        None,
         cu_seqlens,
         bootstrap,
         lam_policy_each,
@@ -488,42 +442,20 @@ def token_advantages(
         weight,
         trace,
     )
-    reward = torch.empty(value.shape, dtype=torch.float32, device=value.device)
-    return reward, *_run(fields, reward, (gamma, lam_policy, lam_value, kl_coef), kind)
-
-
-def gae(
-    reward: Tensor,
-    value: Tensor,
-    response_mask: Tensor,
-    cu_seqlens: Tensor,
-    bootstrap: Tensor | None,
-    done: Tensor | None,
-    gamma: float,
-    lam_policy: float,
-    lam_value: float,
-    lam_policy_each: Tensor | None,
-    lam_value_each: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `megappo.ops.advantages.gae`."""
-    fields = _Fields(reward, None, None, None, value, response_mask, done, cu_seqlens, bootstrap, lam_policy_each, lam_value_each)
-    return _run(fields, None, (gamma, lam_policy, lam_value, 0.0), GIVEN.value)
-
-
-def _run(fields: _Fields, shaped: Tensor | None, numbers: tuple[float, ...], kind: int) -> tuple[Tensor, Tensor, Tensor]:
-    """numbers: gamma, lam_policy, lam_value, kl_coef."""
-    fields = _Fields(*(x if x is None else x.contiguous() for x in fields))
-    num_tokens, num_sequences = fields.value.numel(), fields.cu_seqlens.numel() - 1
+    fields = [x if x is None else x.contiguous() for x in given]
+    num_tokens, num_sequences = value.numel(), cu_seqlens.numel() - 1
 
     def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=fields.value.device)
+        return torch.empty(shape, dtype=dtype, device=value.device)
 
-    advantage, returns = empty(num_tokens, dtype=torch.float32), empty(num_tokens, dtype=torch.float32)
+    reward, advantage, returns = (empty(num_tokens, dtype=torch.float32) for _ in range(3))
     if num_tokens == 0:
-        return advantage, returns, empty(3).zero_()
+        return reward, advantage, returns, empty(3).zero_()
     tiles = triton.cdiv(num_tokens, BLOCK)
     maps, entries, partials, moments = empty(4, tiles), empty(2, tiles), empty(3, tiles), empty(3)
     flags, faults, seen, sound = empty(4, tiles, dtype=torch.int32)
+    numbers = gamma, lam_policy, lam_value, kl_coef
+    kind = NO_KL.value if ref_logprob is None or kl_coef == 0.0 else KERNEL_ESTIMATORS.index(kl_estimator) + 1
     constants: dict[str, Any] = {"KIND": kind, "MAX_LOG_RATIO": MAX_LOG_RATIO, "BLOCK": BLOCK}
     _maps[(tiles,)](*fields, maps, flags, faults, num_tokens, num_sequences, tiles, *numbers, **constants)
     _carry[(1,)](maps, flags, faults, entries, seen, sound, tiles, BLOCK=TILES_AT_ONCE)
@@ -532,7 +464,7 @@ def _run(fields: _Fields, shaped: Tensor | None, numbers: tuple[float, ...], kin
         entries,
         seen,
         sound,
-        shaped,
+        reward,
         advantage,
         returns,
         partials,
@@ -543,4 +475,4 @@ def _run(fields: _Fields, shaped: Tensor | None, numbers: tuple[float, ...], kin
         **constants,
     )
     _add[(1,)](partials, sound, moments, tiles, BLOCK=TILES_AT_ONCE)
-    return advantage, returns, moments
+    return reward, advantage, returns, moments
