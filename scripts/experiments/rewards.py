@@ -11,14 +11,13 @@ from typing import Any
 def doubled(sample: Any, digits: int, count: int) -> float:
     """Share of the `count` numbers of `digits` digits, each written from the last digit on, that are twice the one before modulo
     10^digits; 0 for a response of another length."""
-    text = sample.prompt.removesuffix("=") + sample.response
+    text = sample.prompt.removeprefix("=") + sample.response
     if len(text) != digits * (count + 1) or not text.isdigit():
         return 0.0
     numbers = [int(text[i : i + digits][::-1]) for i in range(0, len(text), digits)]
     return sum(after == 2 * before % 10**digits for before, after in zip(numbers, numbers[1:])) / count
 
 
-def last_sum(sample: Any) -> float:
-    """1 if what follows the last `=` is the answer."""
-    _, _, text = sample.full_response.rpartition("=")
-    return float(text.removesuffix("</s>") == sample.answer)
+def both_turns(sample: Any) -> float:
+    """1 if the whole trajectory, what was given between the turns included, is the answer."""
+    return float(sample.full_response.removesuffix("</s>") == sample.answer)

@@ -10,7 +10,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,9 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 REWARDS = ROOT / "scripts" / "experiments" / "rewards.py"
 NUM_EVAL, FORGOTTEN_CARRIES, SEED = 500, 0.7, 0
 END_OF_TURN = "+"
-DIGITS, COUNT = 4, 6  # of the task long
+DIGITS, COUNT = 4, 6  # of a number; numbers in an answer of the task long
 SMALLER = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 """What a model of a quarter of the quickstart's parameters has other than it."""
+SHORT_WARM_UP = {"trainer.batch_size": 128, "trainer.steps": 200}
 STEPS = 30
 COMMON: Mapping[str, Any] = {
     "run.num_ranks": 1,
@@ -76,56 +77,50 @@ def write_sums(folder: Path) -> None:
 
 
 def write_doublings(folder: Path) -> None:
-    """`7430=` is answered by 2 x 347, twice that, and so on: COUNT numbers in a row."""
-    rng = random.Random(f"doublings {SEED}")
-    starts = list(range(10**DIGITS))
-    rng.shuffle(starts)
+    """`=7430` is answered by 2 x 347, twice that, and so on: COUNT numbers in a row."""
 
     def record(number: int, forgets: Callable[[], bool]) -> dict[str, str]:
-        text = written(number, DIGITS)
+        text = written(number)
         for _ in range(COUNT):
             text += doubling(text[-DIGITS:], forgets)
-        return {"prompt": f"{text[:DIGITS]}=", "answer": text[DIGITS:]}
+        return {"prompt": f"={text[:DIGITS]}", "answer": text[DIGITS:]}
 
-    write_files(folder, rng, starts, record)
-
-
-def write_two_sums(folder: Path) -> None:
-    """`743+8=` is answered by its sum and `+`; `6=` comes back, and is answered by that sum and 6, modulo 1000."""
-    rng = random.Random(f"two sums {SEED}")
-    problems = [(a, b, rng.randrange(10)) for a in range(1000) for b in range(10)]
-    rng.shuffle(problems)
-
-    def record(problem: tuple[int, int, int], forgets: Callable[[], bool]) -> dict[str, str]:
-        a, b, c = problem
-        first = added(written(a, 3), b, forgets)
-        second = added(first, c, forgets)
-        return {
-            "prompt": f"{written(a, 3)}+{b}=",
-            "then": f"{c}=",
-            "answer": second,
-            "demonstration": f"{first}{END_OF_TURN}{c}={second}",
-        }
-
-    write_files(folder, rng, problems, record)
+    write_files(folder, "doublings", FORGOTTEN_CARRIES, record)
 
 
-def write_files(folder: Path, rng: random.Random, problems: Sequence[Any], record: Callable[..., dict[str, str]]) -> None:
-    """record(problem, forgets): a record whose pupil asks `forgets` at every carry. Answers are right but in sft.jsonl."""
-    folder.mkdir(parents=True, exist_ok=True)
-    held_out, train = problems[:NUM_EVAL], problems[NUM_EVAL:]
+def write_two_turns(folder: Path) -> None:
+    """`=7430` is answered by 2 x 347 and END_OF_TURN; `=5120` comes back, and is answered by 2 x 215."""
+
+    def record(number: int, forgets: Callable[[], bool]) -> dict[str, str]:
+        second = written(random.Random(f"second number of {number}").randrange(10**DIGITS))
+        first = doubling(written(number), forgets)
+        answer = f"{first}{END_OF_TURN}={second}{doubling(second, forgets)}"
+        return {"prompt": f"={written(number)}", "then": f"={second}", "answer": answer}
+
+    # Both sums must be right: more forgotten carries would leave hardly a reward to begin with.
+    write_files(folder, "two turns", 0.5, record)
+
+
+def write_files(folder: Path, name: str, forgotten: float, record: Callable[[int, Callable[[], bool]], dict[str, str]]) -> None:
+    """Write a record for every number, `record(number, forgets)`: its pupil asks `forgets` at every carry. Answers are right, but
+    a share `forgotten` of the carries is missing in sft.jsonl."""
+    rng = random.Random(f"{name} {SEED}")
+    numbers = list(range(10**DIGITS))
+    rng.shuffle(numbers)
+    held_out, train = numbers[:NUM_EVAL], numbers[NUM_EVAL:]
     records = {
-        "eval": [record(problem, lambda: False) for problem in held_out],
-        "train": [record(problem, lambda: False) for problem in train],
-        "sft": [record(problem, lambda: rng.random() < FORGOTTEN_CARRIES) for problem in train],
+        "eval": [record(number, lambda: False) for number in held_out],
+        "train": [record(number, lambda: False) for number in train],
+        "sft": [record(number, lambda: rng.random() < forgotten) for number in train],
     }
-    for name, lines in records.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, lines in records.items():
+        (folder / f"{file}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def written(number: int, digits: int) -> str:
+def written(number: int) -> str:
     """The number from its last digit on."""
-    return f"{number:0{digits}d}"[::-1]
+    return f"{number:0{DIGITS}d}"[::-1]
 
 
 def doubling(text: str, forgets: Callable[[], bool]) -> str:
@@ -134,15 +129,6 @@ def doubling(text: str, forgets: Callable[[], bool]) -> str:
     for digit in map(int, text):
         digits += str((2 * digit + (carry and not forgets())) % 10)
         carry = 2 * digit // 10
-    return digits
-
-
-def added(text: str, other: int, forgets: Callable[[], bool]) -> str:
-    """The number plus one of a digit, of as many digits, by a pupil who may forget any carry."""
-    digits, carry = "", other
-    for place, digit in enumerate(map(int, text)):
-        total = digit + (carry if place == 0 or (carry and not forgets()) else 0)
-        digits, carry = digits + str(total % 10), total // 10
     return digits
 
 
@@ -156,23 +142,23 @@ def observations(files: tuple[Path, ...]) -> dict[str, str]:
     return {line["prompt"]: line["then"] for line in lines}
 
 
-def two_turns(engine: RolloutEngine, folder: Path, tokenizer: Tokenizer) -> RolloutEngine:
-    """The environment of `write_two_sums`: it names the second number."""
+def second_number(engine: RolloutEngine, folder: Path, tokenizer: Tokenizer) -> RolloutEngine:
+    """The environment of `write_two_turns`: it names the second number."""
     from megappo.rollout.turns import TurnsRollout
 
     second = observations((folder / "train.jsonl", folder / "eval.jsonl"))
 
     def environment(turn: Turn) -> list[int]:
-        text = tokenizer.decode(turn.context.tolist())
-        return tokenizer.encode(second[text.partition("=")[0] + "="])
+        text = tokenizer.decode(turn.context.tolist())  # the prompt and the first turn
+        return tokenizer.encode(second[text[: 1 + DIGITS]])
 
     return TurnsRollout(engine, environment, max_turns=2, turn_tokens=6, max_prompt_tokens=16)
 
 
 TASKS: Mapping[str, Task] = {
-    "sums": Task("sums of the quickstart, 4 tokens", 256, write_sums),
+    "sums": Task("sums of the quickstart, answers of 4 tokens", 256, write_sums),
     "long": Task(
-        f"{COUNT} doublings in a row, {DIGITS * COUNT} tokens, one score at the end",
+        f"{COUNT} doublings in a row, answers of {DIGITS * COUNT + 1} tokens: the share of numbers that are right, told at the end",
         128,
         write_doublings,
         {
@@ -183,21 +169,22 @@ TASKS: Mapping[str, Task] = {
         },
         None,
         SMALLER,
-        {"trainer.batch_size": 128, "trainer.steps": 200},
+        SHORT_WARM_UP,
     ),
     "turns": Task(
-        "two sums, the second number told after the first sum",
-        256,
-        write_two_sums,
+        "a doubling in each of two turns, the second number told between them: 1 if both are right, told at the end",
+        128,
+        write_two_turns,
         {
             "rollout.max_response_tokens": 16,
             "rollout.stop": [END_OF_TURN],
-            "reward.parts": [{"path": str(REWARDS), "function": "last_sum"}],
+            "reward.parts": [{"path": str(REWARDS), "function": "both_turns"}],
             "algorithm.lam": 0.95,
             "policy.optimizer.lr": 5e-4,
         },
-        two_turns,
+        second_number,
         SMALLER,
+        SHORT_WARM_UP,
     ),
 }
 
@@ -225,7 +212,6 @@ def prepare(folder: Path, name: str) -> Path:
         "policy.model": files / "model",
         "data.train": files / "data" / "sft.jsonl",
         "data.tokenizer": files / "model" / "tokenizer.model",
-        "data.response_key": "demonstration" if task.wrap else "answer",
         **task.sft,
     }
     command = [sys.executable, "-m", "megappo", "sft", str(ROOT / "configs" / "quickstart_sft.yaml")]

@@ -19,7 +19,7 @@ from scripts.experiments.runs import directory
 from tests.runs.folders import write_end
 
 CONFIG = tasks.ROOT / "configs" / "quickstart.yaml"
-SAMPLES = {"sums": 256, "long": 128, "turns": 256}
+SAMPLES = {"sums": 256, "long": 128, "turns": 128}
 # Written anew: keys of the resolved configuration that differ from the baseline's.
 DIFFERENT = {
     "baseline": {},
@@ -74,8 +74,6 @@ def test_every_arm_is_in_an_experiment():
 def test_a_pupil_forgets_carries_alone():
     assert tasks.doubling("7430", lambda: False) == "4960" and tasks.doubling("7430", lambda: True) == "4860"  # 347
     assert tasks.doubling("9999", lambda: False) == "8999"  # 19998 of four digits
-    assert tasks.added("743", 8, lambda: False) == "553" and tasks.added("743", 8, lambda: True) == "543"
-    assert tasks.added("999", 1, lambda: False) == "000"
 
 
 @pytest.mark.parametrize("task", ["long", "turns"])
@@ -83,21 +81,21 @@ def test_data_has_answers_that_the_reward_takes_for_right(task, tmp_path):
     tasks.TASKS[task].write(tmp_path)
     lines = {name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] for name in ("eval", "sft")}
     assert len(lines["eval"]) == 500 and not {one["prompt"] for one in lines["eval"]} & {one["prompt"] for one in lines["sft"]}
-    shown = {name: sum(score(task, one, name == "sft") for one in some) / len(some) for name, some in lines.items()}
-    assert shown["eval"] == 1 and 0.2 < shown["sft"] < 0.6
+    shown = {name: sum(score(task, line) for line in some) / len(some) for name, some in lines.items()}
+    assert shown["eval"] == 1 and 0.1 < shown["sft"] < 0.4
 
 
-def score(task: str, line: dict[str, str], imitated: bool) -> float:
+def score(task: str, line: dict[str, str]) -> float:
     if task == "long":
-        return rewards.doubled(SimpleNamespace(prompt=line["prompt"], response=line["answer"]), tasks.DIGITS, tasks.COUNT)
-    right = str((int(line["prompt"][2::-1]) + int(line["prompt"][4]) + int(line["then"][0])) % 1000).zfill(3)[::-1]
-    response = line["demonstration"] if imitated else f"...+{line['then']}{line['answer']}"
-    return rewards.last_sum(SimpleNamespace(full_response=f"{response}</s>", answer=right))
+        return rewards.doubled(SimpleNamespace(prompt=line["prompt"], response=line["answer"]), 4, 6)
+    numbers = [int(line[key][:0:-1]) for key in ("prompt", "then")]
+    first, second = (str(2 * number % 10_000).zfill(4)[::-1] for number in numbers)
+    return rewards.both_turns(SimpleNamespace(full_response=f"{line['answer']}</s>", answer=f"{first}+{line['then']}{second}"))
 
 
 def test_a_doubling_counts_from_the_number_before_it():
     def share(response: str) -> float:
-        return rewards.doubled(SimpleNamespace(prompt="10=", response=response), 2, 3)
+        return rewards.doubled(SimpleNamespace(prompt="=10", response=response), 2, 3)
 
     assert share("204080") == 1 and share("204070") == pytest.approx(2 / 3)
     assert share("304080") == pytest.approx(1 / 3), "10, 03, 04, 08 from the last digit: 4 is not twice 3, 8 is twice 4"
