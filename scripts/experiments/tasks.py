@@ -156,7 +156,7 @@ def second_number(engine: RolloutEngine, folder: Path, tokenizer: Tokenizer) -> 
 
 
 TASKS: Mapping[str, Task] = {
-    "sums": Task("sums of the quickstart, answers of 4 tokens", 256, write_sums),
+    "sums": Task("sums of the quickstart, answers of 4 tokens", 128, write_sums, {"policy.optimizer.lr": 2e-4}, goal=0.8),
     "long": Task(
         f"{COUNT} doublings in a row, answers of {DIGITS * COUNT + 1} tokens: the share of numbers that are right, told at the end",
         128,

@@ -19,7 +19,7 @@ from scripts.experiments.runs import directory
 from tests.runs.folders import write_end
 
 CONFIG = tasks.ROOT / "configs" / "quickstart.yaml"
-SAMPLES = {"sums": 256, "long": 128, "turns": 128}
+SAMPLES = {"sums": 128, "long": 128, "turns": 128}
 # Written anew: keys of the resolved configuration that differ from the baseline's.
 DIFFERENT = {
     "baseline": {},
