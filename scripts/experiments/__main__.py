@@ -55,8 +55,8 @@ def chosen(parser: argparse.ArgumentParser, option: str, text: str, known: Colle
 
 
 def train_all(folder: Path, tasks: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> None:
-    # By seeds first: where time ends, every arm has as many.
-    wanted = [(task, arm, seed) for seed in seeds for arm in arms for task in tasks]
+    # By arms first: where time ends, those that were begun have all tasks and seeds.
+    wanted = [(task, arm, seed) for arm in arms for seed in seeds for task in tasks]
     left = [run for run in wanted if not runs.is_finished(runs.directory(folder, *run))]
     for number, run in enumerate(left, 1):
         start = time.monotonic()

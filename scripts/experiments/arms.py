@@ -10,7 +10,7 @@ from typing import Any
 
 from scripts.experiments.tasks import COMMON, TASKS
 
-WARM_UP = 10  # steps
+WARM_UP = 6  # steps
 GROUP = 4  # responses to a prompt
 UPDATES = 4  # of the policy in a step
 

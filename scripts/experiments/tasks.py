@@ -29,7 +29,7 @@ DIGITS, COUNT = 4, 6  # of a number; numbers in an answer of the task long
 SMALLER = {"hidden_size": 96, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 """What a model of a quarter of the quickstart's parameters has other than it."""
 SHORT_WARM_UP = {"trainer.batch_size": 128, "trainer.steps": 200}
-STEPS = 30
+STEPS = 24
 COMMON: Mapping[str, Any] = {
     "run.num_ranks": 1,
     "policy.parallel.tp": 1,
@@ -38,7 +38,7 @@ COMMON: Mapping[str, Any] = {
     "critic.warmup_steps": 0,
     "rollout.kv_cache_gib": 0.05,
     "trainer.steps": STEPS,
-    "trainer.eval_every": STEPS,
+    "trainer.eval_every": 60,  # after the last step alone; a multiple of every `rollout.push_every`
     "trainer.eval_before": False,
     "checkpoint.save_strategy": "no",
     "checkpoint.export_at_end": False,
