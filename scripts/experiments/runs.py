@@ -36,8 +36,6 @@ def train(folder: Path, task: str, arm: str, seed: int) -> None:
 
 
 def _train_rank(rank: int, run_dir: Path, files: Path, task: str, arm: str, seed: int) -> None:
-    from functools import partial
-
     from megappo.config.loading import load_config
     from megappo.plan.run import plan_run
     from megappo.trainer import main, roles
@@ -58,10 +56,6 @@ def _train_rank(rank: int, run_dir: Path, files: Path, task: str, arm: str, seed
     config = load_config(ROOT / "configs" / "quickstart.yaml", list(overrides({**keys_of(task, arm), **places})))
     planned = plan_run(config, 1, "cpu")
     assert planned.data is not None, "only a plan of shapes has no data"
-    wrap = TASKS[task].wrap
-    wrapped = None if wrap is None else partial(_wrapped, wrap, files / "data", planned.data.tokenizer)
+    wrap, tokenizer = TASKS[task].wrap, planned.data.tokenizer
+    wrapped = None if wrap is None else lambda engine: wrap(engine, files / "data", tokenizer)
     main.train(planned.plan.config, planned.data, resume=False, wrap_rollout=wrapped)
-
-
-def _wrapped(wrap, folder, tokenizer, engine):
-    return wrap(engine, folder, tokenizer)

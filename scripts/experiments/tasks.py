@@ -201,7 +201,7 @@ def prepare(folder: Path, name: str) -> Path:
     from scripts import quickstart_model
 
     config = quickstart_model.llama_config()
-    config.update(task.model)
+    config.update(dict(task.model))
     quickstart_model.write_model(files / "model", config)
     train_tokenizer(files / "model", ALPHABET)
     task.write(files / "data")
