@@ -38,12 +38,13 @@ def draw_bands(rows: Sequence[Sequence[Panel]], target: Path, width: float = 9.0
                 (handles[label],) = axes.plot(steps, [sum(one) / len(one) for one in values], color=color, lw=1.4)
             axes.set_title(panel.title, fontsize=9)
             axes.tick_params(labelsize=7)
-            axes.locator_params(nbins=5)  # each tick is half a KiB
+            axes.locator_params(nbins=4)  # each tick is half a KiB
             axes.grid(alpha=0.3)
             if row is rows[-1]:
                 axes.set_xlabel("step", fontsize=8)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megappo"}):
         figure.savefig(drawn := io.StringIO(), format="svg", metadata={"Date": None})
-    # A tenth of a point is seen by nobody; matplotlib writes a millionth.
-    target.write_text(re.sub(r"(\d\.\d)\d+", r"\1", drawn.getvalue()), encoding="utf-8")
+    # A tenth of a point is seen by nobody; matplotlib writes a millionth. Indentation is a fifth of the file.
+    text = re.sub(r"(\d\.\d)\d+", r"\1", drawn.getvalue())
+    target.write_text(re.sub(r"\n\s+", "\n", text), encoding="utf-8")
