@@ -156,7 +156,7 @@ def second_number(engine: RolloutEngine, folder: Path, tokenizer: Tokenizer) -> 
 
 
 TASKS: Mapping[str, Task] = {
-    "sums": Task("sums of the quickstart, answers of 4 tokens", 128, write_sums, {"policy.optimizer.lr": 2e-4}, goal=0.8),
+    "sums": Task("sums of the quickstart, answers of 4 tokens", 256, write_sums, goal=0.8),
     "long": Task(
         f"{COUNT} doublings in a row, answers of {DIGITS * COUNT + 1} tokens: the share of numbers that are right, told at the end",
         128,
@@ -165,7 +165,7 @@ TASKS: Mapping[str, Task] = {
             "rollout.max_response_tokens": DIGITS * COUNT + 2,
             "reward.parts": [{"path": str(REWARDS), "function": "doubled", "args": {"digits": DIGITS, "count": COUNT}}],
             "algorithm.lam": 0.95,
-            "policy.optimizer.lr": 5e-4,
+            "policy.optimizer.lr": 3e-4,
         },
         None,
         SMALLER,
