@@ -165,7 +165,7 @@ TASKS: Mapping[str, Task] = {
             "rollout.max_response_tokens": DIGITS * COUNT + 2,
             "reward.parts": [{"path": str(REWARDS), "function": "doubled", "args": {"digits": DIGITS, "count": COUNT}}],
             "algorithm.lam": 0.95,
-            "policy.optimizer.lr": 3e-4,
+            "policy.optimizer.lr": 5e-4,
         },
         None,
         SMALLER,
