@@ -170,6 +170,7 @@ TASKS: Mapping[str, Task] = {
         None,
         SMALLER,
         SHORT_WARM_UP,
+        0.3,
     ),
     "turns": Task(
         "a doubling in each of two turns, the second number told between them: 1 if both are right, told at the end",
@@ -185,6 +186,7 @@ TASKS: Mapping[str, Task] = {
         second_number,
         SMALLER,
         SHORT_WARM_UP,
+        0.5,
     ),
 }
 

@@ -19,7 +19,7 @@ from scripts.experiments.runs import directory
 from tests.runs.folders import write_end
 
 CONFIG = tasks.ROOT / "configs" / "quickstart.yaml"
-SAMPLES = {"sums": 128, "long": 128, "turns": 128}
+SAMPLES = {"sums": 256, "long": 128, "turns": 128}
 # Written anew: keys of the resolved configuration that differ from the baseline's.
 DIFFERENT = {
     "baseline": {},
@@ -132,17 +132,17 @@ def made_up(tmp_path) -> dict[str, Any]:
 
 def test_tables_say_what_the_runs_were(made_up):
     rows = {row[1]: row for row in page.result_rows(made_up, ["baseline", "k2", "grpo"])}
-    # 0.5, 0.8, 0.9 have the mean 0.733, and the three after 0.5 the mean 0.883: step 4, of 128 responses.
+    # 0.5, 0.8, 0.9 have the mean 0.733, and the three after 0.5 the mean 0.883: step 4, of 256 responses.
     assert rows["baseline"] == [
         "sums",
         "baseline",
         "1 of 2: 4",
-        "1 of 2: 512",
+        "1 of 2: 1024",
         "0.715 (0.500 to 0.930)",
         "0.735 (0.510 to 0.960)",
         "0.36 (0.25 to 0.47)",
     ]
-    assert rows["K = 2"][2:5] == ["3 (3 to 3) <", "384 (384 to 384)", "0.970 (0.960 to 0.980) >"]
+    assert rows["K = 2"][2:5] == ["3 (3 to 3) <", "768 (768 to 768)", "0.970 (0.960 to 0.980) >"]
     assert rows["GRPO, n = 4"][4:] == ["0.930 (0.930 to 0.930)", "0.960 (0.960 to 0.960)", "-"]
     assert "long" not in made_up, "a run that was stopped is no result"
     assert "sums-grpo-2" in results.missing(made_up, [1, 2]) and "sums-k2-2" not in results.missing(made_up, [1, 2])
