@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.bench_reliability import machine
 from scripts.experiments import page, runs
 from scripts.experiments.arms import ARMS, EXPERIMENTS
-from scripts.experiments.results import missing, read_results
+from scripts.experiments.results import read_results
 from scripts.experiments.tasks import TASKS
 
 
@@ -69,8 +69,7 @@ def write_page() -> None:
     page.PAGE.write_text(page.render(page.TEMPLATE.read_text("utf-8"), figures), encoding="utf-8")
     for path in (page.PAGE, *(page.draw(figures["results"], name) for name in EXPERIMENTS)):
         print(f"wrote {path.relative_to(ROOT)}")
-    if left_out := missing(figures["results"], figures["seeds"]):
-        print(f"not finished: {', '.join(left_out)}")
+    print(page.missing_text(figures["results"], figures["seeds"]))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ HEAD = ("task", "arm", "step at the goal", "responses until then", f"reward, las
 def render(template: str, figures: Mapping[str, Any]) -> str:
     """The page. figures: content of docs/experiments.json. ValueError if the template names something unknown."""
     results = figures["results"]
-    left_out = missing(results, figures["seeds"])
     texts = {
         "machine": figures["machine"],
         "seeds": ", ".join(map(str, figures["seeds"])),
-        "missing": f"Runs that are missing: {', '.join(left_out)}." if left_out else "No run is missing.",
+        "missing": missing_text(results, figures["seeds"]),
         "smoothed": str(SMOOTHED),
         "common": keys_text(COMMON),
         "updates": str(UPDATES),
@@ -38,6 +37,16 @@ def render(template: str, figures: Mapping[str, Any]) -> str:
     if "{{" in template:
         raise ValueError(f"the template asks for {template.split('{{')[1].split('}}')[0]}, which is no figure")
     return template
+
+
+def missing_text(results: Results, seeds: Sequence[int]) -> str:
+    """One sentence."""
+    left = missing(results, seeds)
+    parts = [
+        f"{task}: " + ", ".join(f"{ARMS[arm].title} (seed {', '.join(map(str, of_arm))})" for arm, of_arm in arms.items())
+        for task, arms in left.items()
+    ]
+    return f"Runs that are missing: {'; '.join(parts)}." if parts else "No run is missing."
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -120,12 +120,11 @@ def mean(values: Sequence[float | None]) -> float:
     return math.nan if None in values else math.fsum(value or 0.0 for value in values) / len(values)
 
 
-def missing(results: Results, seeds: Sequence[int]) -> list[str]:
-    """Runs that have not finished, as TASK-ARM-SEED."""
-    return [
-        f"{task}-{arm}-{seed}"
-        for task in TASKS
-        for arm in ARMS
-        for seed in seeds
-        if str(seed) not in results.get(task, {}).get(arm, {})
-    ]
+def missing(results: Results, seeds: Sequence[int]) -> dict[str, dict[str, list[int]]]:
+    """Task -> arm -> seeds whose run has not finished."""
+    left: dict[str, dict[str, list[int]]] = {}
+    for task in TASKS:
+        for arm in ARMS:
+            if left_out := [seed for seed in seeds if str(seed) not in results.get(task, {}).get(arm, {})]:
+                left.setdefault(task, {})[arm] = left_out
+    return left

@@ -145,7 +145,9 @@ def test_tables_say_what_the_runs_were(made_up):
     assert rows["K = 2"][2:5] == ["3 (3 to 3) <", "768 (768 to 768)", "0.970 (0.960 to 0.980) >"]
     assert rows["GRPO, n = 4"][4:] == ["0.930 (0.930 to 0.930)", "0.960 (0.960 to 0.960)", "-"]
     assert "long" not in made_up, "a run that was stopped is no result"
-    assert "sums-grpo-2" in results.missing(made_up, [1, 2]) and "sums-k2-2" not in results.missing(made_up, [1, 2])
+    left = results.missing(made_up, [1, 2])
+    assert left["sums"]["grpo"] == [2] and left["long"]["grpo"] == [1, 2] and "k2" not in left["sums"]
+    assert "sums: 6 steps of value pretraining (seed 1, 2)" in page.missing_text(made_up, [1, 2])
 
 
 def test_ranges_that_overlap_say_nothing():
