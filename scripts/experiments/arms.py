@@ -13,6 +13,8 @@ from scripts.experiments.tasks import COMMON, TASKS
 WARM_UP = 6  # steps
 GROUP = 4  # responses to a prompt
 UPDATES = 4  # of the policy in a step
+NO_CRITIC: Mapping[str, Any] = {"algorithm.lam": None, "algorithm.value_clip": None, "critic": None}
+"""Keys of a critic are taken back where there is none: they would have no effect, and are refused."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,11 @@ ARMS: Mapping[str, Arm] = {
     "k2": Arm("K = 2", {"critic.ppo_epochs": 2}),
     "unshifted": Arm("no right shift", shifted=False),
     "n1": Arm("critic, n = 1", group=1),
-    # Without a critic its keys have no effect, and are refused.
-    "grpo": Arm(
-        f"GRPO, n = {GROUP}",
-        {"algorithm.estimator": "grpo", "algorithm.lam": None, "algorithm.value_clip": None, "critic": None},
+    "grpo": Arm(f"GRPO, n = {GROUP}", {"algorithm.estimator": "grpo", **NO_CRITIC}),
+    # In the reward, the KL of a group of equal scores is divided by its own standard deviation.
+    "grpo_loss": Arm(
+        f"GRPO, n = {GROUP}, KL in the loss",
+        {"algorithm.estimator": "grpo", **NO_CRITIC, "algorithm.kl.placement": "loss", "algorithm.kl.estimator": "k3"},
     ),
     "age2": Arm("age 0 to 2", {"rollout.push_every": 3}),
     "age2_tis": Arm("age 0 to 2, tis", {"rollout.push_every": 3, "algorithm.correction.kind": "tis"}),
@@ -55,7 +58,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "pretraining": Experiment("Value pretraining against none", (BASELINE, "pretrained")),
     "critic_updates": Experiment("Two critic updates to one of the policy, against one", (BASELINE, "k2")),
     "shift": Experiment("The right shift of values against none", (BASELINE, "unshifted")),
-    "group": Experiment("One response to a prompt and a critic against GRPO and four, at equal samples", ("n1", "grpo", BASELINE)),
+    "group": Experiment(
+        "One response to a prompt and a critic against GRPO and four, at equal samples", ("n1", "grpo", "grpo_loss", BASELINE)
+    ),
     "age": Experiment(
         "Responses by older weights, without and with correction", (BASELINE, "age2", "age2_tis", "age4", "age4_tis")
     ),

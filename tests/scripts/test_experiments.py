@@ -59,9 +59,11 @@ def test_arms_are_accepted_and_differ_from_the_baseline_in_their_keys_alone(task
             keys = {"rollout.samples_per_prompt": 1}
         assert found == keys, arm
     grpo = {key: value for key, value in resolved(task, "grpo").items() if value != baseline[key]}
+    in_loss = {key: value for key, value in resolved(task, "grpo_loss").items() if value != baseline[key]}
+    assert in_loss == {**grpo, "algorithm.kl.placement": "loss", "algorithm.kl.estimator": "k3"}
     assert grpo.pop("algorithm.estimator") == "grpo"
     assert all(key.startswith("critic.") or key in ("algorithm.lam", "algorithm.value_clip") for key in grpo)
-    assert {*DIFFERENT, "grpo"} == set(ARMS) and not ARMS["unshifted"].shifted
+    assert {*DIFFERENT, "grpo", "grpo_loss"} == set(ARMS) and not ARMS["unshifted"].shifted
 
 
 def test_every_arm_is_in_an_experiment():
