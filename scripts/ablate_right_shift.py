@@ -7,7 +7,7 @@ of a step and in the critic's loss, and the ranks of a run without the shift rep
 does so.
 
 Once with the quickstart's lambda of 1, where an advantage is the return less the value, and once with 0.5, where
-differences of neighbouring values count too.
+differences of neighbouring values count too. Longer answers and answers of two turns are among `scripts.experiments`.
 
 Takes about two minutes a run on two idle cores; runs that have finished in --folder are not repeated. Prints the table of
 docs/engines.md and writes docs/images/right_shift.svg.
@@ -16,9 +16,6 @@ docs/engines.md and writes docs/images/right_shift.svg.
 from __future__ import annotations
 
 import argparse
-import io
-import math
-import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +32,8 @@ from megappo.runs.curves import Curve, curve_of
 from megappo.runs.metrics import Rows, read_rows
 from megappo.runs.read import read_run
 from megappo.telemetry.metrics import Metric
+from scripts.experiments.picture import Panel, draw_bands
+from scripts.experiments.results import EXPLAINED, REWARD, mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +49,6 @@ LEAN = (
     "telemetry.histograms_every=0",
 )
 OUTPUT = ROOT / "docs" / "images" / "right_shift.svg"
-REWARD, EXPLAINED = Metric.SCORE_MEAN.value, Metric.CRITIC_EXPLAINED_VARIANCE.value
 GOAL = 0.9  # mean reward of a step
 WINDOW = 10  # steps
 
@@ -144,46 +142,31 @@ def table_lines(runs: Runs) -> list[str]:
         for seed, rows in of_seed.items():
             rewards, explained = curve_of(rows, REWARD), curve_of(rows, EXPLAINED)
             reached = next((str(step) for step, reward in rewards.items() if reward is not None and reward >= GOAL), "never")
-            cells = [f"{lam:g}", variant, str(seed), *(f"{mean(rewards, *window):.3f}" for window in windows), reached]
+            cells = [f"{lam:g}", variant, str(seed), *(f"{mean_of(rewards, *window):.3f}" for window in windows), reached]
             cells += [f"{rows[STEPS][Metric.EVAL_SCORE.value]:.3f}"]
-            cells += [f"{mean(explained, *window):.3f}" for window in (windows[0], windows[-1])]
+            cells += [f"{mean_of(explained, *window):.3f}" for window in (windows[0], windows[-1])]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-def mean(curve: Curve, first: int, last: int) -> float:
+def mean_of(curve: Curve, first: int, last: int) -> float:
     """Mean of the values of these steps, both included; NaN if one of them was not finite."""
-    values = [curve[step] for step in range(first, last + 1)]
-    return math.nan if None in values else math.fsum(value or 0.0 for value in values) / len(values)
+    return mean([curve[step] for step in range(first, last + 1)])
 
 
 def draw(runs: Runs) -> None:
-    """Draw a row for each lambda: reward and explained variance, mean of the seeds as a line and their range as a band."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 2.9 * len(LAMBDAS)), layout="constrained")
-    panels = figure.subplots(len(LAMBDAS), 2, squeeze=False, sharex=True)
-    for row, lam in zip(panels, LAMBDAS):
-        for axes, metric in zip(row, (REWARD, EXPLAINED)):
-            for number, variant in enumerate(VARIANTS):
-                curves = [curve_of(rows, metric) for rows in runs[lam, variant].values()]
-                steps = [step for step in sorted(curves[0]) if all(curve.get(step) is not None for curve in curves)]
-                values = [[curve[step] or 0.0 for curve in curves] for step in steps]
-                axes.fill_between(
-                    steps, [min(one) for one in values], [max(one) for one in values], color=f"C{number}", alpha=0.2, lw=0
-                )
-                axes.plot(steps, [sum(one) / len(one) for one in values], color=f"C{number}", lw=1.4, label=f"{variant} the shift")
-            axes.set_title(f"{metric}, lambda {lam:g}", fontsize=9)
-            axes.tick_params(labelsize=7)
-            axes.grid(alpha=0.3)
-    panels[0][0].legend(fontsize=8, frameon=False)
-    for axes in panels[-1]:
-        axes.set_xlabel("step", fontsize=8)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megappo"}):
-        figure.savefig(drawn := io.StringIO(), format="svg", metadata={"Date": None})
-    # A tenth of a point is seen by nobody; matplotlib writes a millionth.
-    OUTPUT.write_text(re.sub(r"(\d\.\d)\d+", r"\1", drawn.getvalue()), encoding="utf-8")
+    """Draw a row for each lambda: reward and explained variance."""
+    rows = [
+        [
+            Panel(
+                f"{metric}, lambda {lam:g}",
+                {f"{variant} the shift": [curve_of(rows, metric) for rows in runs[lam, variant].values()] for variant in VARIANTS},
+            )
+            for metric in (REWARD, EXPLAINED)
+        ]
+        for lam in LAMBDAS
+    ]
+    draw_bands(rows, OUTPUT)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
+from megappo.data.arithmetic import ArithmeticFiles, ArithmeticTask, train_tokenizer, write_arithmetic
 
 # 10,000 sums like 347+8=, of which 500 are held out; answered 553, the digits of 355 from the last one on.
 TASK = ArithmeticTask(lowest=0, highest=999, highest_second=9, padded=True, last_digit_first=True)
@@ -26,15 +26,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="receives model/ and data/")
     directory = parser.parse_args().directory
-    torch.manual_seed(SEED)
-    model = LlamaForCausalLM(llama_config())
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    model.save_pretrained(directory / "model")
+    parameters = write_model(directory / "model", llama_config())
     train_tokenizer(directory / "model")
-    files = write_arithmetic(directory / "data", NUM_TRAIN, NUM_EVAL, NUM_SFT, SEED, TASK, FORGOTTEN_CARRIES)
-    parameters = sum(p.numel() for p in model.parameters())
+    files = write_sums(directory / "data")
     print(f"model: llama, {parameters:,} parameters -> {directory / 'model'}")
     print(f"data: {NUM_TRAIN:,} training and {NUM_EVAL} held-out sums, {NUM_SFT:,} demonstrations -> {files.train.parent}")
+
+
+def write_model(directory: Path, config: LlamaConfig) -> int:
+    """Save a random model; returns its number of parameters."""
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(directory)
+    return sum(p.numel() for p in model.parameters())
+
+
+def write_sums(directory: Path) -> ArithmeticFiles:
+    return write_arithmetic(directory, NUM_TRAIN, NUM_EVAL, NUM_SFT, SEED, TASK, FORGOTTEN_CARRIES)
 
 
 def llama_config() -> LlamaConfig:
