@@ -1,6 +1,6 @@
 """Cost of the guards of a run beside a step of the quickstart's size: watchdog, schedule agreement, comparison of copies.
 
-python scripts/bench_overhead.py [--rounds 20] [--idle 10]
+python scripts/bench_overhead.py [--rounds 20] [--prompts 128] [--idle 10]
 
 Two ranks run the log-probs, values and updates of one PPO step with random weights, without generation: a real step is longer.
 Rounds with and without the guards alternate in the same processes. They differ by less than a busy machine's noise, so processor
@@ -55,6 +55,7 @@ class Cost(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Cost of watchdog, schedule agreement and comparison of copies.")
     parser.add_argument("--rounds", type=int, default=20, help="rounds with and without the guards, each")
+    parser.add_argument("--prompts", type=int, default=128, help="of a step, with 4 samples each; the quickstart has 128")
     parser.add_argument("--idle", type=float, default=10.0, help="seconds in which the watchdog's threads are watched alone")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="overhead") as folder:
@@ -62,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(folder)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611", WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-        mp.spawn(_rank_main, args=(folder, args.rounds, args.idle), nprocs=RANKS)
+        mp.spawn(_rank_main, args=(folder, args.rounds, args.prompts, args.idle), nprocs=RANKS)
         print(report(torch.load(Path(folder, "found.pt"), weights_only=True)))
     return 0
 
 
-def _rank_main(rank: int, folder: str, rounds: int, idle_s: float) -> None:
+def _rank_main(rank: int, folder: str, rounds: int, prompts: int, idle_s: float) -> None:
     torch.set_num_threads(1)
     quiet_libraries()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
@@ -80,7 +81,8 @@ def _rank_main(rank: int, folder: str, rounds: int, idle_s: float) -> None:
     from megappo.trainer.replicas import ReplicaCheck
     from megappo.trainer.watch import watched
 
-    config = load_config(str(ROOT / "configs/quickstart.yaml"), [f"policy.model={folder}"])
+    sizes = [f"data.prompts_per_step={prompts}", f"algorithm.mini_batch_size={prompts}"]
+    config = load_config(str(ROOT / "configs/quickstart.yaml"), [f"policy.model={folder}", *sizes])
     start_distributed(torch.device("cpu"), config.run.timeouts)
     factory = RoleEngines(config.model, config.run.timeouts, torch.device("cpu"))
     roles = build_roles(config, factory, {"policy": 100, "critic": 100}, random_weights=True)

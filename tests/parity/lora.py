@@ -151,7 +151,7 @@ def measure_lora(folder: str, case: Case, changes: Mapping[str, Any], steps: int
 def run_lora(rank: int, folder: str, sparse: str) -> dict[str, Measured]:
     """title -> Measured of the cases of this world size; "some": adapters on some modules; "replayed": twenty steps; on two ranks
     also OF_FSDP2 and every mistake of FAULTS. folder, sparse: of models without experts and with them; the latter's
-    are "experts".
+    are "experts". Of rank 0.
     """
     from megappo.platform import cpu
 
@@ -170,4 +170,4 @@ def run_lora(rank: int, folder: str, sparse: str) -> dict[str, Measured]:
     found["experts"] = measure_lora(sparse, EXPERTS if size > 1 else {}, changes_of(ATTENTION))
     replayed = REPLAYED if size > 1 else {}
     found["replayed"] = measure_lora(folder, replayed, changes_of(ALL, **DISTRIBUTED), STEPS, gradients=False)
-    return found
+    return found if rank == 0 else {}

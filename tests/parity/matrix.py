@@ -256,7 +256,7 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
 
 def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """model -> title -> Measured, for all cases of this world size; f"{title}, {variant}" for the cases of VARIED; those of SHARDED
-    by their names, and "mixed"."""
+    by their names, and "mixed". Of rank 0; the others return nothing, as they measure the same."""
     from megappo.platform import cpu
 
     cpu.install()
@@ -279,7 +279,7 @@ def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapp
             for name in SHARDED_LOSSES:
                 changes = {**FSDP2["fsdp2"], **ALGORITHMS[name]}
                 measured["llama"][f"fsdp2, {name}"] = measure_case(folders["llama"], roles, changes)
-    return measured
+    return measured if rank == 0 else {}
 
 
 @contextmanager
@@ -287,6 +287,7 @@ def roles_of(case: Case) -> Iterator[dict[str, Any]]:
     """Role -> process groups. They are freed at the end: hundreds of idle gloo groups poll a CPU to a standstill."""
     from megappo.parallel.groups import build_groups, destroy_groups
 
+    gc.freeze()  # what was measured so far, which the collection below need not visit
     built = {layout: build_groups(layout) for layout in dict.fromkeys(layouts_of(case, dist.get_world_size()))}
     policy, critic = layouts_of(case, dist.get_world_size())
     yield {"policy": built[policy], "critic": built[critic], "reference": built[policy]}

@@ -44,7 +44,8 @@ def measure_with_fault(rank: int, folder: str, case: Case, name: str):
 
 
 def measure_all(rank: int, jobs: list[tuple[str, Case, str]]):
-    return {name: measure_with_fault(rank, folder, case, name) for folder, case, name in jobs}
+    found = {name: measure_with_fault(rank, folder, case, name) for folder, case, name in jobs}
+    return found if rank == 0 else {}
 
 
 def jobs_alone(models: Mapping[str, Path]) -> list[tuple[str, Case, str]]:

@@ -51,7 +51,7 @@ def arrangements() -> dict[str, tuple[PackedBatch, torch.Tensor]]:
 
 
 def packing_world(rank: int, folders: dict[str, str]):
-    """model -> title -> arrangement -> Measured; "single" is one sequence for all ranks, "long" `one_long`."""
+    """model -> title -> arrangement -> Measured; "single" is one sequence for all ranks, "long" `one_long`. Of rank 0."""
     from megappo.platform import cpu
 
     cpu.install()
@@ -65,7 +65,7 @@ def packing_world(rank: int, folders: dict[str, str]):
                 by_name["single"] = measure_case(folder, roles, SINGLE, one)
                 by_name["long"] = measure_case(folder, roles, PAIRS, [one_long()])
             found.setdefault(model, {})[title(case, size)] = by_name
-    return found
+    return found if rank == 0 else {}
 
 
 @pytest.fixture(scope="module")

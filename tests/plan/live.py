@@ -202,16 +202,22 @@ def modes(arch: ModelArch, axes: dict, critic: bool, lengths: list[int]) -> dict
 def described(arch: ModelArch, axes: dict) -> tuple[int, int, int]:
     """Bytes that a checkpoint's description makes on this rank; the same if it copied what it describes; bytes of the optimizer."""
     from megappo.engine import megatron_optimizer_state as state
+    from megappo.engine.megatron_last_state import LastState
 
     role, _ = role_of(arch, axes, torch.bfloat16, "none", False, 64)
     engine = role.engine
     engine.save_state(with_optimizer=True)  # creates the moments
     known = [*engine._optimizer.tensors(), *engine.named_parameters().values()]
-    made = peak_of(lambda: engine.save_state(with_optimizer=True), known)
+
+    def describe() -> None:
+        engine._last_state = LastState()  # else it is that of the save before
+        engine.save_state(with_optimizer=True)
+
+    made = peak_of(describe, known)
     usual = state._local_values
     state._local_values = lambda *of: {name: values.clone() for name, values in usual(*of).items()}
     try:
-        copied = peak_of(lambda: engine.save_state(with_optimizer=True), known)
+        copied = peak_of(describe, known)
     finally:
         state._local_values = usual
     return made, copied, sum(tensor.nbytes for tensor in engine._optimizer.tensors())

@@ -164,5 +164,5 @@ def test_what_is_imported_stays_out_of_collections_while_vllm_runs() -> None:
     with vllm_process._imports_frozen():
         frozen = gc.get_freeze_count()
         gc.unfreeze()
-        assert gc.get_freeze_count() == frozen > 0
+        assert gc.get_freeze_count() > 0.9 * frozen > 0, "a few of them may have died since"
     assert gc.unfreeze is thaw, "the caller's own calls thaw"

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # starts ranks without `spawn_world`
 
 
 def test_every_guard_has_a_line_and_rounds_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench_overhead.main(["--rounds", "1", "--idle", "0.2"]) == 0
+    assert bench_overhead.main(["--rounds", "1", "--prompts", "16", "--idle", "0.2"]) == 0
     lines = capfd.readouterr().out.strip().splitlines()[-8:]
     assert re.search(r"2 ranks; step \d+ ms$", lines[0])
     names = ["schedule agreement", "watchdog", "comparison of copies", "together"]
