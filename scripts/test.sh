@@ -8,10 +8,11 @@ if [ "${1:-}" = "--gpu" ]; then
   shift
   exec "${MEGAPPO_VENV:+$MEGAPPO_VENV/bin/}python" -m pytest -q -m gpu "${@:-tests}"
 fi
-quick=''
+# Whole: three workers on two cores, because ranks wait for each other, and tests of hangs and time-outs for time, a seventh of it.
+quick='' workers=3
 if [ "${1:-}" = "--quick" ]; then
   shift
-  quick=1
+  quick=1 workers=2
 fi
 scripts/setup_env.sh --test
 venv=${MEGAPPO_VENV:-.venv}
@@ -45,7 +46,6 @@ if [ -z "$quick" ] && needs_cuda_torch "$@"; then
 fi
 # Hundreds of processes import megappo: they compile it once.
 unset PYTHONDONTWRITEBYTECODE
-# One thread per process: the worlds of the tests are several processes on few cores. Two workers, because the ranks of a world wait
-# for each other half of their time.
+# One thread per process: the worlds of the tests are several processes on few cores.
 export OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest -q -n 2 --no-loadscope-reorder ${quick:+--quick} "${@:-tests}"
+exec "$venv/bin/python" -m pytest -q -n "$workers" --no-loadscope-reorder ${quick:+--quick} "${@:-tests}"

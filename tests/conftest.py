@@ -27,7 +27,7 @@ LONG = ("host_cuda", "parity", "trainer", "models", "launch", "ops", "rollout", 
 # Thousands of tests make much that lives long: with the usual 700 an eighth of the quick tier went into collections.
 gc.set_threshold(10_000)
 
-# Two workers and the worlds that they start share two cores: a slow example says nothing of the code.
+# The workers and the worlds that they start share two cores: a slow example says nothing of the code.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
