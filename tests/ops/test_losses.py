@@ -70,7 +70,7 @@ def check(loss_fn, oracle, fields, weight, device, **options):
     torch.testing.assert_close(first.grad.cpu().double(), want_gradient, rtol=1e-5 + torch.finfo(first.dtype).eps / 2, atol=1e-6)
     assert metrics.keys() == want_metrics.keys()
     # A sum of differences may cancel, and each of them was rounded to fp32.
-    rounding = torch.finfo(torch.float32).eps * float(fields.abs().sum())
+    rounding = torch.finfo(torch.float32).eps * sum(float(field.abs().sum()) for field in fields)
     for name, want in want_metrics.items():
         assert metrics[name].dtype == torch.float64 and metrics[name].shape == ()
         expected = pytest.approx(float(torch.as_tensor(want).detach()), rel=1e-5, abs=max(1e-5, rounding))
