@@ -22,7 +22,7 @@ from tests import tiers
 
 TESTS = Path(__file__).parent
 # Folders whose tests take minutes. They go to the workers first, so that none of them is left to one worker at the end.
-LONG = ("host_cuda", "parity", "trainer", "models", "launch", "ops", "rollout", "checkpoint")
+LONG = ("trainer", "parity", "scripts", "host_cuda", "launch", "engine", "ops", "rollout", "tune", "checkpoint", "models")
 
 # Thousands of tests make much that lives long: with the usual 700 an eighth of the quick tier went into collections.
 gc.set_threshold(10_000)
