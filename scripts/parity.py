@@ -106,19 +106,25 @@ def variant_rows(measured: Any) -> Iterator[Row]:
 
 
 def replay_rows(replayed: Any) -> Iterator[Row]:
-    from megappo.verify.compare import compare
     from tests.parity.matrix import title
-    from tests.parity.replay import REPLAYED, curves
+    from tests.parity.replay import REPLAYED
 
     for model, sizes in REPLAYED.items():
         expected = replayed[1][model]["tp1 pp1 dp1"]
         for size, cases in sizes.items():
             for case in cases if size > 1 else ():
-                found = replayed[size][model][title(case, size)]
-                tensors = {d.role: d.relative for d in compare(found, expected) if d.quantity == "parameters"}
-                a, b = curves(found), curves(expected)
-                curve = max(abs(x - y) / max(1.0, abs(y)) for name in b for x, y in zip(a[name], b[name]))
-                yield model, str(size), title(case, size), f"{tensors['policy']:.1e}", f"{tensors['critic']:.1e}", f"{curve:.1e}"
+                yield model, str(size), title(case, size), *after_all_steps(replayed[size][model][title(case, size)], expected)
+
+
+def after_all_steps(found: Any, expected: Any) -> Row:
+    """Largest relative difference of the policy's parameters, of the critic's, and of the curves of a replay."""
+    from megappo.verify.compare import compare
+    from tests.parity.replay import curves
+
+    tensors = {d.role: d.relative for d in compare(found, expected) if d.quantity == "parameters"}
+    a, b = curves(found), curves(expected)
+    curve = max(abs(x - y) / max(1.0, abs(y)) for name in b for x, y in zip(a[name], b[name], strict=True))
+    return [f"{one:.1e}" for one in (tensors["policy"], tensors["critic"], curve)]
 
 
 def fault_rows(faulty: Any, measured: Any, expected: Any) -> Iterator[Row]:

@@ -45,11 +45,10 @@ def world(rank: int, folder: str) -> dict[str, Any]:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()  # there is nothing to choose
-    from megappo.verify.compare import compare
-    from scripts.parity import markdown
+    from scripts.parity import after_all_steps, markdown
     from scripts.replay_fsdp2 import world as run
     from tests.parity.matrix import write_models
-    from tests.parity.replay import STEPS, curves
+    from tests.parity.replay import STEPS
     from tests.worlds import spawn_world
 
     with tempfile.TemporaryDirectory() as folder:
@@ -58,13 +57,7 @@ def main() -> None:
     expected, rows = measured[1][BASELINE], []
     for size, names in LAYOUTS.items():
         for name in names:
-            found = measured[size][name]
-            tensors = {d.role: d.relative for d in compare(found, expected) if d.quantity == "parameters"}
-            a, b = curves(found), curves(expected)
-            curve = max(abs(x - y) / max(1.0, abs(y)) for key in b for x, y in zip(a[key], b[key], strict=True))
-            rows.append(
-                (f"{name}, {size} rank{'s' * (size > 1)}", f"{tensors['policy']:.1e}", f"{tensors['critic']:.1e}", f"{curve:.1e}")
-            )
+            rows.append((f"{name}, {size} rank{'s' * (size > 1)}", *after_all_steps(measured[size][name], expected)))
     print(f"{STEPS} steps, llama, fp32, CPU; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n")
     print(markdown((f"after {STEPS} steps", "policy", "critic", "curves"), rows))
 

@@ -35,19 +35,21 @@ def problems_of_role(role: str, section: RoleConfig) -> Iterator[str]:
 
 
 def _without_megatron(role: str, section: RoleConfig) -> Iterator[str]:
-    def refused(key: str, why: str, fix: str) -> str:
-        return problem(f"{role}.{key}", True, f"{role}.engine is {section.engine}, {why}; {fix}")
+    elsewhere = f"remove it, or set {role}.engine to fsdp2"
+
+    def refused(key: str, value: Any, why: str, fix: str = elsewhere) -> str:
+        return problem(f"{role}.{key}", value, f"{role}.engine is {section.engine}, {why}; {fix}")
 
     if section.compile:
-        yield refused("compile", "whose layers are not compiled", f"remove it, or set {role}.engine to fsdp2")
-    if isinstance(section, TrainableConfig) and section.lora is not None and section.lora.base_bits is not None:
-        why = f"{role}.engine is {section.engine}, whose weights are of {role}.dtype"
-        yield problem(f"{role}.lora.base_bits", section.lora.base_bits, f"{why}; remove it, or set {role}.engine to fsdp2")
-    if isinstance(section, TrainableConfig) and section.offload_activations:
-        fix = f"remove it, or set {role}.engine to fsdp2"
-        yield refused("offload_activations", "which keeps activations on the device", fix)
-    if isinstance(section, TrainableConfig) and section.reduce_once:
-        yield refused("reduce_once", "which always reduces gradients once a pass", "remove it")
+        yield refused("compile", True, "whose layers are not compiled")
+    if not isinstance(section, TrainableConfig):
+        return
+    if section.lora is not None and section.lora.base_bits is not None:
+        yield refused("lora.base_bits", section.lora.base_bits, f"whose weights are of {role}.dtype")
+    if section.offload_activations:
+        yield refused("offload_activations", True, "which keeps activations on the device")
+    if section.reduce_once:
+        yield refused("reduce_once", True, "which always reduces gradients once a pass", "remove it")
 
 
 def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:

@@ -21,7 +21,7 @@ class Conversation:
         self._tokenizer, self._chat = tokenizer, chat_template
         if chat_template:
             self._begin = tokenizer.chat([_QUESTION])
-            self.follow({"role": "user", "content": "?"}, ended=True)
+            self.follow(_QUESTION, ended=True)
 
     def follow(self, message: Message, *, ended: bool) -> list[int]:
         """Ids of a message that follows a turn, and of the start of the next one.

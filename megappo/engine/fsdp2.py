@@ -168,7 +168,8 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         with nullcontext() if forward_only else self._dropping():
             micro_batches = MicroBatches(share.only(reads), mine, self.groups, self.device)
             for number, micro in enumerate(micro_batches.of_chunk(), start=1):
-                self._model.reduce_gradients(not self._reduce_once or number == len(mine))
+                if self._reduce_once and not forward_only:
+                    self._model.reduce_gradients(number == len(mine))
                 outputs.append(self._run(micro, loss_fn, denominator, forward_only=forward_only))
         if not forward_only:
             self._model.sum_partial_gradients()

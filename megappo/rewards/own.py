@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megappo.own_code import OwnFunction, Use, function_of_entry_point, function_of_file, innermost
+from megappo.own_code import OwnFunction, Use, function_of_entry_point, function_of_file
 from megappo.rewards.inline import InlinePart
 
 GROUP = "megappo.rewards"
 
 
 @dataclass(frozen=True)
-class OwnRule:
-    """Loaded reward code. call: takes a `RewardInput`, or a list of them if `batch`; its args are bound.
-
-    requires: `answer`, and fields that every record must have. file, source, sha256: of its code; None if it has none.
-    """
+class OwnRule(OwnFunction):
+    """Loaded reward code. call: takes a `RewardInput`, or a list of them if `batch`. requires: `answer`, and fields that every
+    record must have."""
 
     name: str
-    call: Callable[[Any], Any]
     batch: bool
     requires: tuple[str, ...]
-    file: str | None
-    source: bytes | None
-    sha256: str | None
 
     def part(self) -> InlinePart:
         """The rule as a part of a reward."""
         return InlinePart(self.name, self.call, batch=self.batch, place=self.place)
-
-    def place(self, error: BaseException) -> str:
-        """As `OwnFunction.place`."""
-        return innermost(error, self.file)
 
 
 def load_from_file(
@@ -56,4 +46,4 @@ def _rule(name: str, found: OwnFunction, batch: bool) -> OwnRule:
     requires = getattr(found.call.func, "requires", ())
     if not isinstance(requires, (tuple, list)) or not all(isinstance(field, str) for field in requires):
         raise ValueError(f"{found.origin}.requires is {requires!r}, not a tuple of names")
-    return OwnRule(name, found.call, batch, tuple(requires), found.file, found.source, found.sha256)
+    return OwnRule(found.call, found.origin, found.file, found.source, name, batch, tuple(requires))

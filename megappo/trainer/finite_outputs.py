@@ -18,6 +18,7 @@ from megappo.parallel.shares import Shares
 from megappo.parallel.totals import largest, total
 from megappo.trainer.critics import fields_of
 from megappo.trainer.model_outputs import computing_ranks
+from megappo.trainer.token_scans import whole_responses
 
 # Field of the batch -> role that computes it, None for the sampler. Not the entropy, which is only measured.
 _TOKENS = {
@@ -45,7 +46,7 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
     and bootstrap (of cut responses) of every critic, ref_logprob if there is a reference.
     """
     batch, numbers = experience.batch, experience.numbers
-    sampled = batch["whole_mask"] if "whole_mask" in batch else batch["response_mask"]
+    sampled = whole_responses(batch)["response_mask"]
     ends = batch.cu_seqlens[1:].long()
     bad = {
         # The sample of a token is the first that ends behind it.

@@ -25,6 +25,8 @@ from megappo.prepare.layouts import model_paths
 
 logger = logging.getLogger(__name__)
 
+_ONE_CODE = "put one copy on a file system that all nodes share, and install the same packages on all nodes"
+
 
 def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
     """Facts of a run, JSON-compatible. `checkpoint/identity.py` says which may change on resume: layouts may, the data may not."""
@@ -153,17 +155,11 @@ def require_equal_data(facts: Mapping[str, Any]) -> None:
     dist.all_gather_object(everyone, facts["reward"]["code"])
     for rank, code in enumerate(everyone):
         if other := [name for name, sha256 in code.items() if sha256 != everyone[0][name]]:
-            raise ValueError(
-                f"reward.parts: rank {rank} has another code of {other[0]} than rank 0; "
-                "put one copy on a file system that all nodes share, and install the same packages on all nodes"
-            )
+            raise ValueError(f"reward.parts: rank {rank} has another code of {other[0]} than rank 0; {_ONE_CODE}")
     dist.all_gather_object(everyone, facts["environment"])
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
-            raise ValueError(
-                f"rollout.environment: rank {rank} has another code of it than rank 0; "
-                "put one copy on a file system that all nodes share, and install the same packages on all nodes"
-            )
+            raise ValueError(f"rollout.environment: rank {rank} has another code of it than rank 0; {_ONE_CODE}")
     dist.all_gather_object(everyone, facts["data"])
     for rank, theirs in enumerate(everyone):
         sources = {f"data.{name}": (everyone[0][name], theirs[name]) for name in ("train", "eval")}

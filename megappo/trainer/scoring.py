@@ -29,6 +29,7 @@ from megappo.rewards.scorer import ROUND_S, Found, Scorer
 from megappo.rewards.verdict import Verdict
 from megappo.rollout.generation import OnFinished
 from megappo.rollout.types import Request, Response
+from megappo.trainer.token_scans import whole_responses
 
 Result = TypeVar("Result")
 
@@ -195,29 +196,28 @@ def samples_of(experience: Experience) -> Iterator[Sample]:
     rows = experience.table.rows(numbers)
     starts, ends = batch.cu_seqlens[:-1] + rows.prompt - rows.earlier, batch.cu_seqlens[1:]
     columns = (numbers, starts, ends, rows.response, rows.truncated)
-    mask = batch["whole_mask" if "whole_mask" in batch else "response_mask"]
+    mask = whole_responses(batch)["response_mask"]
     for number, start, end, num_sampled, truncated in zip(*(column.tolist() for column in columns)):
         tokens = batch.tokens[start:end].tolist()
-        yield Sample(number, tokens, num_sampled, bool(truncated), _turns(tokens, mask[start:end].tolist()))
+        turns = [tokens] if num_sampled == len(tokens) else _turns(tokens, mask[start:end].tolist())
+        yield Sample(number, tokens, num_sampled, bool(truncated), turns)
 
 
 def _sample_of(response: Response) -> Sample:
     """As `samples_of` has it later."""
     tokens = response.tokens.tolist()
-    turns = _turns(tokens, response.sampled.tolist())
+    turns = [tokens] if response.num_sampled == len(tokens) else _turns(tokens, response.sampled.tolist())
     return Sample(response.number, tokens, response.num_sampled, response.finish == "length", turns)
 
 
 def _turns(tokens: list[int], sampled: list[bool]) -> list[list[int]]:
-    if all(sampled):
-        return [tokens]
     runs = groupby(zip(tokens, sampled, strict=True), key=itemgetter(1))
     return [[token for token, _ in run] for is_sampled, run in runs if is_sampled]
 
 
 def _reward_input(sample: Sample, prompt: Prompt, tokenizer: Tokenizer, stop: Sequence[str]) -> RewardInput:
     turns = tuple(response_text(turn, tokenizer, stop) for turn in sample.turns)
-    is_one = len(sample.turns) == 1 and len(sample.turns[0]) == len(sample.tokens)
+    is_one = sample.num_sampled == len(sample.tokens)
     return RewardInput(
         prompt=prompt.text,
         response=turns[0] if is_one else _text_of_turns(sample, tokenizer, turns),

@@ -199,11 +199,11 @@ def role_cost(
             parts[part] += seconds
         if is_sharded:
             [work], [own], [reduced] = stages, counts.values(), trains.values()
-            sizes = own.total * ITEMSIZE[settings.dtype], reduced.total * FP32
+            weights, gradients = own.total * ITEMSIZE[settings.dtype], reduced.total * FP32
             unreduced = count - 1 if trained and getattr(settings, "reduce_once", False) else 0
-            for number, reduces in ((count - unreduced, 1), (unreduced, 0)):
-                exchanged = sizes[0], sizes[1] * reduces
-                parts["dp"] += number * exchange_s(*exchanged, layout, arch.num_layers, work, hardware)
+            parts["dp"] += (count - unreduced) * exchange_s(weights, gradients, layout, arch.num_layers, work, hardware)
+            if unreduced:
+                parts["dp"] += unreduced * exchange_s(weights, 0, layout, arch.num_layers, work, hardware)
         return count
 
     num = one_pass(workload.samples, trained=False)
