@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megappo.launch.local import HOST, loopback_store
 from megappo.platform.quiet import quiet_libraries
 from scripts.quickstart_model import VOCAB_SIZE, llama_config
 
@@ -62,16 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = llama_config()
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(folder)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611", WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
-        mp.spawn(_rank_main, args=(folder, args.rounds, args.prompts, args.idle), nprocs=RANKS)
+        store = loopback_store()  # a free port
+        mp.spawn(_rank_main, args=(folder, store.port, args.rounds, args.prompts, args.idle), nprocs=RANKS)
         print(report(torch.load(Path(folder, "found.pt"), weights_only=True)))
     return 0
 
 
-def _rank_main(rank: int, folder: str, rounds: int, prompts: int, idle_s: float) -> None:
+def _rank_main(rank: int, folder: str, port: int, rounds: int, prompts: int, idle_s: float) -> None:
     torch.set_num_threads(1)
     quiet_libraries()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     from megappo.config.loading import load_config
     from megappo.engine.build import RoleEngines
     from megappo.parallel.groups import AgreedPass, ProcessGroups

@@ -59,6 +59,20 @@ def umask_stays() -> Iterator[None]:
     os.umask(before)
 
 
+WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    """A test that leaves the variables of a world behind makes ranks of the processes that later tests start: jobs on one port,
+    commands that wait for peers."""
+    before = {name: os.environ.get(name) for name in WORLD_VARIABLES}
+    yield
+    left = {name: os.environ.pop(name, None) for name in WORLD_VARIABLES}
+    os.environ.update({name: value for name, value in before.items() if value is not None})
+    assert left == before
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out slow tests: worlds, vLLM, Slurm, compilers")
 

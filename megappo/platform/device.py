@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -60,7 +61,7 @@ def start_alone(device: torch.device) -> None:
 def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsConfig()) -> None:
     """Join the world that torchrun described in the environment, and prepare Megatron-core for the device.
 
-    A world that exists is left as it is.
+    A world that exists is left as it is. ValueError on rank 0 if another process has the world's port.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -71,7 +72,15 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
     if not dist.is_initialized():
         # Not init_process_group's own rendezvous: it has one limit for joining and for all later exchanges.
         limit = timedelta(seconds=timeouts.start_s)
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        try:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise ValueError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']}: another process of {socket.gethostname()} listens there, such as a "
+                "second job from a shell that exports the variable; unset it, or set a free port"
+            ) from None
         store.set_timeout(limit)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(

@@ -73,7 +73,8 @@ def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 def test_both_placements_finish(story: Story) -> None:
     for one in (story.apart, story.colocated):
-        assert one.log.read_text().splitlines()[-1] == f"megappo: finished; results in {one.run}"
+        said = one.log.read_text()
+        assert said.splitlines()[-1] == f"megappo: finished; results in {one.run}", said
         assert one.steps() == list(range(1, STEPS + 1))
 
 

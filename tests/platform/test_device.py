@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megappo.launch.local import HOST, loopback_store
+from megappo.platform.device import start_distributed
+
+
+def test_a_port_that_another_world_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs from a shell that exports MASTER_PORT may share a node."""
+    store = loopback_store()
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": HOST, "MASTER_PORT": str(store.port)}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^MASTER_PORT={store.port}: another process of .* listens there, .*; unset it, or"):
+        start_distributed(torch.device("cpu"))
