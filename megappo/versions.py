@@ -12,6 +12,7 @@ REQUIRED = {
     # Private interfaces of one minor version: the checkpoint's strategies that checkpoint/sharded.py replaces are gone in 0.19
     # (for Python 3.12), and engine/, platform/cpu.py and parallel/ were read against 0.16.
     "megatron-core": ">=0.16.1,<0.17",
+    "blake3": "",
     "einops": "",
     "fsspec": "",
     "huggingface-hub": "",

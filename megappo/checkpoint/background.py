@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import blake3
+
+import megappo
 from megappo.checkpoint.manifest import FileEntry
 from megappo.checkpoint.writer_process import MESSAGE_BYTES
 from megappo.resilience.helpers import deaf_to_stop
@@ -24,7 +27,8 @@ from megappo.resilience.helpers import deaf_to_stop
 if TYPE_CHECKING:
     from megappo.checkpoint.shared_buffer import SharedBuffer  # with torch, which nothing here needs
 
-_PACKAGES = Path(__file__).resolve().parents[2]
+_PATHS = [str(Path(file).resolve().parents[1]) for file in (megappo.__file__, blake3.__file__)]
+"""Where a writer process finds what it imports."""
 
 
 class SnapshotFile(NamedTuple):
@@ -56,8 +60,8 @@ class BackgroundWriter:
             return
         self.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
-        # -S, -P: neither site-packages nor the working directory is needed.
+        path = os.pathsep.join(filter(None, (*_PATHS, os.environ.get("PYTHONPATH"))))
+        # -S, -P: neither the start-up files of site-packages nor the working directory is needed.
         command = [sys.executable, "-S", "-P", "-m", f"{__package__}.writer_process", str(theirs.fileno()), str(os.getpid())]
         try:
             with deaf_to_stop():  # or a request to stop would cost the save in flight

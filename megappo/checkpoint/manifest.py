@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: every file with its size and SHA-256, and the facts about the run that wrote it.
+"""Manifest of a checkpoint: every file with its size and hash, and the facts about the run that wrote it.
 
 The manifest is written last, so a directory without one is not a checkpoint. It detects damage, not forgery: whoever can write
 the files can write the manifest too, unless MEGAPPO_CHECKPOINT_KEY is set (`signature.py`). Megatron-core itself loads a
@@ -17,21 +17,21 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint, unreadable
-from megappo.checkpoint.hashing import HASHES, cores_of_rank
+from megappo.checkpoint.hashing import SCHEMES, cores_of_rank
 from megappo.checkpoint.signature import check_signature, sign
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 BEST = "best"
 """Fact of a checkpoint: {step, metric, mode, value} of the best step of its run so far (`trainer.keep_best`)."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size in bytes and SHA-256 (hex; see `hashing.py`) of one file."""
+    """Size in bytes and hash (hex; see `hashing.py`) of one file."""
 
     bytes: int
-    sha256: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Manifest:
 
 def fingerprint_file(path: Path, format: int = FORMAT) -> FileEntry:
     """Hash a file with all cores of this rank. OSError if it is missing."""
-    return FileEntry(*HASHES[format](path, cores_of_rank()))
+    return FileEntry(*SCHEMES[format].hash(path, cores_of_rank()))
 
 
 def write_synced(path: Path, content: str) -> None:
@@ -86,7 +86,9 @@ def list_files(directory: Path) -> list[str]:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest, signed if MEGAPPO_CHECKPOINT_KEY is set."""
-    content = asdict(manifest)
+    key = SCHEMES[manifest.format].key
+    files = {name: {"bytes": entry.bytes, key: entry.digest} for name, entry in manifest.files.items()}
+    content = {**asdict(manifest), "files": files}
     text = _canonical(content)
     write_synced(directory / MANIFEST, json.dumps({**content, "sha256": _digest(text), **sign(text)}, indent=1, sort_keys=True))
 
@@ -104,8 +106,8 @@ def read_manifest(directory: Path) -> Manifest:
     if digest != _digest(text):
         raise DamagedCheckpoint(f"{name} does not match its own checksum")
     check_signature(text, signature, name)
-    if type(content.get("format")) is not int or content["format"] not in HASHES:
-        raise RefusedCheckpoint(f"{name} has another format than {sorted(HASHES)}; load it with the megappo that wrote it")
+    if type(content.get("format")) is not int or content["format"] not in SCHEMES:
+        raise RefusedCheckpoint(f"{name} has another format than {sorted(SCHEMES)}; load it with the megappo that wrote it")
     return _manifest_of(content, name)
 
 
@@ -142,22 +144,22 @@ def _manifest_of(content: Mapping[str, Any], name: str) -> Manifest:
         raise UnsafeCheckpoint(f"{name}: {key} is missing, unknown or of another type; the file is not from megappo")
     if content["step"] < 0 or content["world_size"] < 1:
         raise UnsafeCheckpoint(f"{name}: step {content['step']} of {content['world_size']} ranks; the file is not from megappo")
-    files = {file: _entry_of(file, entry, name) for file, entry in content["files"].items()}
+    key = SCHEMES[content["format"]].key
+    files = {file: _entry_of(file, entry, key, name) for file, entry in content["files"].items()}
     return Manifest(**{**content, "files": files})
 
 
-def _entry_of(file: str, entry: Any, name: str) -> FileEntry:
+def _entry_of(file: str, entry: Any, key: str, name: str) -> FileEntry:
     path = PurePosixPath(file)
     encodable = file.isprintable() or file.isascii()  # a lone surrogate names no file
     if path.as_posix() != file or path.is_absolute() or ".." in path.parts or file == "." or "\0" in file or not encodable:
         raise UnsafeCheckpoint(f"{name} names {file!r}, which is no file below its directory; the file is not from megappo")
-    try:
-        parsed = FileEntry(**entry)
-    except TypeError:
-        raise UnsafeCheckpoint(f"{name}: {file} has no size and hash; the file is not from megappo") from None
-    if type(parsed.bytes) is not int or parsed.bytes < 0:
-        raise UnsafeCheckpoint(f"{name}: {file} has the size {parsed.bytes!r}; the file is not from megappo")
-    return parsed
+    if not isinstance(entry, dict) or entry.keys() != {"bytes", key}:
+        raise UnsafeCheckpoint(f"{name}: {file} has no size and {key}; the file is not from megappo")
+    size = entry["bytes"]
+    if type(size) is not int or size < 0:
+        raise UnsafeCheckpoint(f"{name}: {file} has the size {size!r}; the file is not from megappo")
+    return FileEntry(size, entry[key])
 
 
 def find_wrong_size(directory: Path, manifest: Manifest, names: Iterable[str] | None = None) -> str | None:
@@ -182,14 +184,14 @@ def find_wrong_size(directory: Path, manifest: Manifest, names: Iterable[str] | 
 
 
 def find_wrong_content(directory: Path, manifest: Manifest, names: list[str]) -> str | None:
-    """First of `names` whose SHA-256 is not the manifest's; None if all are right. OSError, with the path, if one is unreadable."""
+    """First of `names` whose hash is not the manifest's; None if all are right. OSError, with the path, if one is unreadable."""
     for name in names:
         try:
             found = fingerprint_file(directory / name, manifest.format)
         except OSError as error:  # one of reading, unlike one of opening, does not say of which file
             raise OSError(error.errno, error.strerror, str(directory / name)) from None
         if found != manifest.files[name]:
-            return f"{name} does not match its SHA-256"
+            return f"{name} does not match its {SCHEMES[manifest.format].name} hash"
     return None
 
 

@@ -40,7 +40,7 @@ def main(descriptor: int, rank_pid: int) -> None:
 
 
 def _answer(job: dict[str, Any], buffers: list[int], pool: ThreadPoolExecutor, threads: int) -> dict[str, Any]:
-    """{"files": name -> (bytes, sha256)}, or {"errno", "text", "path"} of the OSError that stopped it."""
+    """{"files": name -> (bytes, hash)}, or {"errno", "text", "path"} of the OSError that stopped it."""
     try:
         maps = [_mapped(buffer) for buffer in buffers]
         written = {file["name"]: _write(job["place"], file, maps, pool, threads) for file in job["files"]}

@@ -1,4 +1,4 @@
-"""Hashes of files in chunks: what they are, that any change shows, and that checkpoints of format 1 are still read."""
+"""Hashes of files in chunks: what they are, that any change shows, and that checkpoints of older formats are still read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from blake3 import blake3
 
 from megappo.checkpoint import hashing
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.files import write_file
-from megappo.checkpoint.hashing import hash_in_chunks, hash_plain
-from megappo.checkpoint.manifest import MANIFEST, FileEntry, Manifest, find_wrong_content, read_manifest, write_manifest
+from megappo.checkpoint.hashing import hash_in_chunks
+from megappo.checkpoint.manifest import FORMAT, MANIFEST, FileEntry, Manifest, find_wrong_content, read_manifest, write_manifest
 
 CHUNK = 7
 CONTENT = bytes(range(50))
-
-
-def sha(data):
-    return hashlib.sha256(data).digest()
 
 
 @pytest.fixture
@@ -31,11 +28,11 @@ def short_chunks(monkeypatch):
 def test_a_small_file_is_one_chunk(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"abc")
-    # SHA-256 of "abc", from FIPS 180-2, hashed again.
-    inner = bytes.fromhex("ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
-    assert hash_in_chunks(path, 2) == (3, hashlib.sha256(inner).hexdigest())
+    # BLAKE3 of "abc" and of nothing, from the paper's authors; the first is hashed again.
+    inner = bytes.fromhex("6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85")
+    assert hash_in_chunks(path, 2) == (3, blake3(inner).hexdigest())
     path.write_bytes(b"")
-    assert hash_in_chunks(path, 2) == (0, hashlib.sha256(b"").hexdigest())
+    assert hash_in_chunks(path, 2) == (0, "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262")
 
 
 @pytest.mark.parametrize("size", [6, 7, 8, 14, 50])
@@ -43,8 +40,9 @@ def test_a_small_file_is_one_chunk(tmp_path):
 def test_the_hash_is_that_of_the_digests_of_the_chunks(tmp_path, short_chunks, size, threads):
     path = tmp_path / "file"
     path.write_bytes(CONTENT[:size])
-    digests = [sha(CONTENT[start : min(size, start + CHUNK)]) for start in range(0, size, CHUNK)]
-    assert hash_in_chunks(path, threads) == (size, hashlib.sha256(b"".join(digests)).hexdigest())
+    for new in (blake3, hashlib.sha256):
+        digests = [new(CONTENT[start : min(size, start + CHUNK)]).digest() for start in range(0, size, CHUNK)]
+        assert hash_in_chunks(path, threads, new) == (size, new(b"".join(digests)).hexdigest())
 
 
 @pytest.mark.parametrize("cuts", [[50], [0, 1, 49], [7] * 7 + [1], [20, 0, 30], [1] * 50])
@@ -68,24 +66,35 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, short_chunks):
         path.write_bytes(wrong)
         assert hash_in_chunks(path, 1) != right
     path.write_bytes(CONTENT[CHUNK : 2 * CHUNK] + CONTENT[:CHUNK] + CONTENT[2 * CHUNK :])
-    assert hash_in_chunks(path, 3).sha256 != right.sha256, "two chunks changed places"
+    assert hash_in_chunks(path, 3).digest != right.digest, "two chunks changed places"
 
 
-def test_a_checkpoint_of_format_1_is_still_verified(tmp_path):
+@pytest.mark.parametrize(
+    ("format", "key", "digest"),
+    [
+        (1, "sha256", hashlib.sha256(b"abc").hexdigest()),
+        (2, "sha256", hashlib.sha256(hashlib.sha256(b"abc").digest()).hexdigest()),
+        (3, "blake3", blake3(blake3(b"abc").digest()).hexdigest()),
+    ],
+)
+def test_checkpoints_of_every_format_are_verified(tmp_path, format, key, digest):
     place = tmp_path / "step-4"
     place.mkdir()
     (place / "weights").write_bytes(b"abc")
-    size, plain = hash_plain(place / "weights", 1)
-    assert plain == hashlib.sha256(b"abc").hexdigest() != hash_in_chunks(place / "weights", 1).sha256
-    write_manifest(place, Manifest(4, 1, False, {}, {"weights": FileEntry(size, plain)}, format=1))
-    assert json.loads((place / MANIFEST).read_text())["format"] == 1
+    write_manifest(place, Manifest(4, 1, False, {}, {"weights": FileEntry(3, digest)}, format=format))
+    written = json.loads((place / MANIFEST).read_text())
+    assert written["format"] == format and written["files"] == {"weights": {"bytes": 3, key: digest}}
     manifest = CheckpointDirectory(tmp_path).read(4)
     assert find_wrong_content(place, manifest, ["weights"]) is None
     (place / "weights").write_bytes(b"abd")
-    assert "weights" in str(find_wrong_content(place, manifest, ["weights"]))
+    assert find_wrong_content(place, manifest, ["weights"]).startswith("weights does not match its ")
 
 
 def test_a_format_of_the_future_is_refused(tmp_path):
-    write_manifest(tmp_path, Manifest(4, 1, False, {}, {}, format=3))
+    write_manifest(tmp_path, Manifest(4, 1, False, {}, {}))
+    content = json.loads((tmp_path / MANIFEST).read_text()) | {"format": FORMAT + 1}
+    del content["sha256"]
+    content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (tmp_path / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(ValueError, match="has another format than"):
         read_manifest(tmp_path)

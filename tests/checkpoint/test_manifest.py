@@ -169,7 +169,7 @@ def test_random_states_of_all_ranks_must_be_listed(place: Path, size: int) -> No
 @pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "a/../b", "a\0b", ".", "", "a//b", "./a", "\ud800"])
 def test_names_that_lead_elsewhere_are_refused(place: Path, name: str) -> None:
     files = json.loads((place / MANIFEST).read_text())["files"]
-    rewrite(place, files={**files, name: {"bytes": 1, "sha256": "0" * 64}})
+    rewrite(place, files={**files, name: {"bytes": 1, "blake3": "0" * 64}})
     with pytest.raises(UnsafeCheckpoint) as refusal:
         verified(place)
     assert "\n" not in str(refusal.value) and "no file below its directory" in str(refusal.value)
@@ -197,8 +197,9 @@ def test_links_are_refused_even_to_the_right_content(place: Path, tmp_path: Path
         {"files": {"a": None}},
         {"files": {"a": [1, 2]}},
         {"files": {"a": {"bytes": 1}}},
-        {"files": {"a": {"bytes": "1", "sha256": ""}}},
-        {"files": {"a": {"bytes": -1, "sha256": ""}}},
+        {"files": {"a": {"bytes": 1, "sha256": ""}}},
+        {"files": {"a": {"bytes": "1", "blake3": ""}}},
+        {"files": {"a": {"bytes": -1, "blake3": ""}}},
         {"facts": None},
         {"more": 1},
     ],
@@ -275,7 +276,8 @@ def test_a_forged_manifest_with_the_right_checksum_is_refused_under_a_key(place:
     write(place, {name: fingerprint_file(place / name) for name in list_files(place)})
     (place / "state.json").write_text("forged")
     files = json.loads((place / MANIFEST).read_text())["files"]
-    files["state.json"] = fingerprint_file(place / "state.json").__dict__
+    forgery = fingerprint_file(place / "state.json")
+    files["state.json"] = {"bytes": forgery.bytes, "blake3": forgery.digest}
     signature = json.loads((place / MANIFEST).read_text())["hmac"]
     content = json.loads((place / MANIFEST).read_text())
     content.pop("hmac")

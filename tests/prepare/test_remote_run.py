@@ -73,7 +73,7 @@ SHARD = "step-10/megatron/policy/__0_0.distcp"
     ("name", "content", "says"),
     [
         (SHARD, b"x", "has 1 bytes instead of"),
-        (SHARD, b"megatron/policy/__0_0.distcp of 11" * 100, "does not match its SHA-256"),
+        (SHARD, b"megatron/policy/__0_0.distcp of 11" * 100, "does not match its BLAKE3 hash"),
         (SHARD, None, "megatron/policy/__0_0.distcp is missing"),
         (f"step-10/{MANIFEST}", b"{", "is not JSON"),
     ],

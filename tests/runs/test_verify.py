@@ -94,7 +94,7 @@ def test_a_manifest_that_leaves_out_a_file_is_not_sound(tmp_path, left_out):
 def test_every_damaged_file_counts(tmp_path):
     place = save(tmp_path / "run", 1)
     flip(place / SHARD), flip(place / "state.json")
-    assert verify_checkpoint(tmp_path / "run", 1).fault.endswith("does not match its SHA-256 (and 1 more)")
+    assert verify_checkpoint(tmp_path / "run", 1).fault.endswith("does not match its BLAKE3 hash (and 1 more)")
 
 
 def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ class Store:
 
     def restore(self, manifest: Any, *_: Any) -> int:
         if manifest.step == 7:
-            raise DamagedCheckpoint("a.distcp does not match its SHA-256")
+            raise DamagedCheckpoint("a.distcp does not match its BLAKE3 hash")
         self.loaded.append(manifest.step)
         return manifest.step
 
