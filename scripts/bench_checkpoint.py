@@ -5,8 +5,10 @@ The rise excludes memory that the process had before and reused; it includes a w
 
 Then what an asynchronous save costs: its stall (`begin_save`, the first one, which plans and allocates, apart; and `drain` once its
 files are written, at a later step) beside a synchronous save with hashes and fsync, beside a bare copy of as many bytes in memory
-(the limit: a snapshot is a copy), and beside the stall of torch's own `async_save` of the same tensors, in turn: medians, and the
-fastest of all, as what disturbs a save makes it slower, never faster. Processor time is that of the training thread. The trainer
+(of which a snapshot is one), and beside the stall of torch's own `async_save` of the same tensors, in turn: medians, and the
+fastest of all, as what disturbs a save makes it slower, never faster. A thread makes the copy while the next step generates; an
+update that comes before it is complete waits for it, so there is a line for the worst case, an update that follows at once.
+Processor time is that of the training thread. The trainer
 searches the state for NaN before either kind of save, which has a line of its own. And what verification adds to a resume, which
 hashes the files while it builds the model: the same build and load without it, with it before the build, and with it meanwhile, in
 turn, from the page cache and from the disk. And, on rank 0 alone, the speed of the hash beside that of `cp` and of the disk (write
@@ -45,7 +47,8 @@ from scripts.bench.model import Mistake
 
 MIB = 1 << 20
 SYNCHRONOUS = "synchronous save"
-STALL, COPYING, COMPLETION = "asynchronous save", "  the copy, begin_save", "  its completion, drain"
+STALL, BEGIN, COMPLETION = "asynchronous save", "  begin_save", "  its completion, drain"
+WORST_STALL = "  if an update follows at once"
 STALL_PROCESSOR, WRITTEN = "  processor time of both", "  until it is written"
 BARE_COPY, BARE_COPY_PROCESSOR, SEARCH = "bare copy of its bytes", "  processor time", "search for NaN"
 RESUMES: dict[str, bool | None] = {"build and load": None, "  verified before": True, "  verified meanwhile": False}
@@ -173,13 +176,15 @@ def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folde
         saves.append(_cost(lambda: store.save(step, {"policy": engine}, {}, {})))
         stall, stall_processor = _seconds_and_processor(lambda: store.begin_save(step + 1, {"policy": engine}, {}, {}))
         assert store.pending is not None
+        copying = _seconds(store.pending.submitted.result)
         writing = _seconds(partial(store.pending.writer.is_done, timeout_s=None))
         completion, completion_processor = _seconds_and_processor(store.drain)
         processor = stall_processor + completion_processor
         search = _seconds(lambda: non_finite_tensors(engine, with_optimizer=True))
         peer = _peer(engine, Path(folder, f"peer{step}"), peers_group)
-        turns.append((stall + completion, stall, completion, processor, writing, *_bare_copy(mine(step + 1)), search, *peer))
-    names = (STALL, COPYING, COMPLETION, STALL_PROCESSOR, WRITTEN, BARE_COPY, BARE_COPY_PROCESSOR, SEARCH)
+        stalls_of_both = (stall + completion, stall, completion, stall + copying + completion)
+        turns.append((*stalls_of_both, processor, copying + writing, *_bare_copy(mine(step + 1)), search, *peer))
+    names = (STALL, BEGIN, COMPLETION, WORST_STALL, STALL_PROCESSOR, WRITTEN, BARE_COPY, BARE_COPY_PROCESSOR, SEARCH)
     names += ("torch's async_save", "  until it is written ")
     stalls |= {name: statistics.median(values) for name, values in zip(names, zip(*turns))}
     fastest = {SYNCHRONOUS: min(cost.seconds for cost in saves)} | {name: min(values) for name, values in zip(names, zip(*turns))}
@@ -348,7 +353,7 @@ def report(rows: Sequence[Row]) -> str:
         lines += ["", f"dp {row.dp}: stall of a save, median and fastest, seconds and {of_save}"]
         for name, seconds in row.stalls.items():
             best = row.fastest.get(name, seconds)
-            lines.append(f"  {name:<28}{seconds:>8.3f}{seconds / row.save.seconds:>8.1%}{best:>10.3f}{best / least:>8.1%}")
+            lines.append(f"  {name:<32}{seconds:>8.3f}{seconds / row.save.seconds:>8.1%}{best:>10.3f}{best / least:>8.1%}")
         lines += [f"  {name:<40}{seconds:>8.3f}" for name, seconds in row.resumes.items()]
         lines += [f"  {name:<28}{speed / 1e9:>8.2f} GB/s" for name, speed in row.speeds.items()]
     return "\n".join(lines)

@@ -93,7 +93,8 @@ def baseline(folder: Path) -> dict[str, Any]:
 
 STALLS = {
     "stall": "STALL",
-    "begin": "COPYING",
+    "begin": "BEGIN",
+    "worst": "WORST_STALL",
     "complete": "COMPLETION",
     "processor": "STALL_PROCESSOR",
     "copy": "BARE_COPY",

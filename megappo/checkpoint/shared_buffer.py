@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -29,14 +30,31 @@ class SharedBuffer:
         os.posix_fallocate(self.descriptor, 0, nbytes)  # takes the pages now: later, too little memory would be a SIGBUS
         self._map = mmap.mmap(self.descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             pin(self, self._memory)
+            self._stream = torch.cuda.Stream(device)
 
-    def take(self, images: list[FileImage]) -> list[int]:
-        """Copy the images into the buffer, one behind the other; returns where they begin. Waits for the device at the end."""
-        starts, at = [], 0
+    def copy_of(self, images: list[FileImage]) -> Callable[[], None]:
+        """A function that copies the images into the buffer, one behind the other. It may run in another thread.
+
+        A tensor on the device is copied as the caller's stream leaves it, on a stream of its own, which is waited for at the end.
+        """
+        if self._stream is None:
+            return lambda: self._take(images)
+        stream, ready = self._stream, torch.cuda.current_stream(self._device).record_event()
+
+        def copy() -> None:
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                self._take(images)
+                stream.synchronize()
+
+        return copy
+
+    def _take(self, images: list[FileImage]) -> None:
+        at = 0
         for image in images:
-            starts.append(at)
             for piece in image.pieces:
                 if isinstance(piece, bytes):
                     self._map[at : at + len(piece)] = piece
@@ -44,6 +62,3 @@ class SharedBuffer:
                 else:
                     self._memory[at : at + piece.nbytes].copy_(as_bytes(piece), non_blocking=piece.device.type == "cuda")
                     at += piece.nbytes
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return starts

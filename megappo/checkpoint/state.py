@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -34,8 +34,12 @@ class StatefulModel(Protocol):
         """
         ...
 
-    def release_state(self) -> None:
-        """The state that `save_state` returned has been written: memory that it occupied may be offloaded again."""
+    def release_state(self, read: Callable[[], None] | None = None) -> None:
+        """The state that `save_state` returned was read: memory that it occupied may be offloaded again.
+
+        read: returns once it is, for another thread still reads it. Called before the state changes or moves, or at once; it
+        exchanges nothing and raises nothing.
+        """
 
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
         """Description of the state, for the checkpoint reader to fill; without `with_head` the model keeps its own head."""
@@ -55,6 +59,25 @@ class StatefulModel(Protocol):
 
     def boxes_loaded(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `boxes_to_load` described, now filled. saved: the writer's plain values, none without optimizer."""
+
+
+class ReadGoingOn:
+    """The read of a model's state that another thread may still be at; see `StatefulModel.release_state`."""
+
+    def __init__(self) -> None:
+        self._read: Callable[[], None] | None = None
+
+    def begin(self, read: Callable[[], None] | None) -> None:
+        """There is one more; None: there is none."""
+        if read is not None:
+            self.finish()
+            self._read = read
+
+    def finish(self) -> None:
+        """Wait for its end. What changes the state, or moves it, calls this first."""
+        read, self._read = self._read, None
+        if read is not None:
+            read()
 
 
 class StatefulComponent(Protocol):

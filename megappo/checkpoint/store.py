@@ -1,7 +1,7 @@
 """Save and restore a run: engines (sharded), components (JSON) and random generators, all or nothing.
 
 The order of a save makes it safe against a kill at any moment: all files, their hashes, a vote of all ranks, the manifest, one
-rename, LATEST, and only then the removal of old checkpoints. An asynchronous one copies the state first, writes in the background,
+rename, LATEST, and only then the removal of old checkpoints. An asynchronous one copies the state and writes it in the background,
 and goes on from the vote at a later step boundary. A load verifies every file before it opens one. Knows nothing of the trainer.
 """
 
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +38,7 @@ from megappo.checkpoint.sharded import ShardedFiles
 from megappo.checkpoint.shared_buffer import SharedBuffer
 from megappo.checkpoint.state import StatefulComponent, StatefulModel
 from megappo.checkpoint.verification import Verification, begin_with_newest, newest_verified, set_damaged_aside, verify
+from megappo.checkpoint.writer_process import NICE
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, warn_once
 
 logger = logging.getLogger(__name__)
@@ -49,24 +53,42 @@ class SaveFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A save whose state is copied and whose files are being written; `CheckpointStore.drain` makes it a checkpoint."""
+    """A save whose state is being copied and then written to files; `CheckpointStore.drain` makes it a checkpoint.
+
+    submitted: done once all is copied and the writer has it.
+    """
 
     step: int
     place: Path
     facts: Mapping[str, Any]
     writer: BackgroundWriter
+    submitted: Future[None]
 
     def done(self) -> bool:
         """True if this rank's files are written, or cannot be: `drain` would not wait for this rank. Local, and at once."""
-        return self.writer.is_done()
+        return self.submitted.done() and (self.submitted.exception() is not None or self.writer.is_done())
 
     def entries(self) -> dict[str, FileEntry]:
-        """Wait for this rank's files; returns their entries. OSError if they could not be written."""
+        """Wait for this rank's files; returns their entries. The error that kept them from being copied, or OSError from being
+        written.
+        """
+        self.submitted.result()
         try:
             return self.writer.result()
         except FileNotFoundError:
             _require_shared(self.place)
             raise
+
+
+class _Copy(NamedTuple):
+    """Files of one engine, or those beside the engines, in a buffer. done: once the copy in it is complete, or has failed."""
+
+    files: list[SnapshotFile]
+    done: Future[None]
+
+    def wait(self) -> None:
+        """Until the state that is copied may change."""
+        wait([self.done])
 
 
 class _Snapshot(NamedTuple):
@@ -106,6 +128,7 @@ class CheckpointStore:
         self._save_only_model = save_only_model
         self._files: dict[str, ShardedFiles] = {}  # of every engine, by its name
         self._buffers: dict[str, SharedBuffer] = {}
+        self._copier = ThreadPoolExecutor(1, "snapshot", initializer=_let_training_go_first)
         self._writer = BackgroundWriter()
         self._pending: PendingSave | None = None
         self._verification: Verification | None = None  # of what `restore` will load
@@ -155,28 +178,29 @@ class CheckpointStore:
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> None:
-        """Copy the state of checkpoint `step` to host memory and let another process of each rank write it.
+        """Let a thread copy the state of checkpoint `step` to host memory, and another process of each rank write it.
 
-        When it returns, everything may change: the checkpoint will hold what was there at the call, to the bit. It becomes one with
-        `drain`, at a later step boundary. At most one save is in flight: an earlier one is committed first, and SaveFailed of that
-        one leaves this one not begun (the caller may begin it again). SaveFailed on every rank if one of them cannot copy; what
-        goes wrong after that shows in `drain`.
+        When it returns, everything may change, tensors by way of their engines, which wait for the copy first where there is still
+        one to be made (`StatefulModel.release_state`): the checkpoint will hold what was there at the call, to the bit. It becomes
+        one with `drain`, at a later step boundary. At most one save is in flight: an earlier one is committed first, and SaveFailed
+        of that one leaves this one not begun (the caller may begin it again). SaveFailed on every rank if one of them has no memory
+        for a copy or cannot describe its state; what goes wrong after that shows in `drain`.
 
         Host memory of a rank: its share of the checkpoint (`ranges.py`), from the first call to `close`. Later saves allocate
         nothing, unless the state grew.
         """
         self.drain()
-        files: dict[str, list[SnapshotFile]] = {}
+        copies: dict[str, _Copy] = {}
         with self._all_or_nothing(step):
             # One agreement for everything that the ranks have to agree on: on busy cores each costs as much as many tensors.
-            parts = on_every_rank("copying the state", lambda: self._take_planned(step, engines, components, files))
+            parts = on_every_rank("copying the state", lambda: self._take_planned(step, engines, components, copies))
             require_equal([part.components for part in parts])
             unplanned = frozenset().union(*(part.unplanned for part in parts))
-            self._take_unplanned({name: engine for name, engine in engines.items() if name in unplanned}, files)
+            self._take_unplanned({name: engine for name, engine in engines.items() if name in unplanned}, copies)
         place = parts[0].place
         assert place is not None, "rank 0 made it"
-        self._writer.submit(place, [file for theirs in files.values() for file in theirs])
-        self._pending = PendingSave(step, place, copy.deepcopy(facts), self._writer)
+        submitted = self._copier.submit(self._submit, place, list(copies.values()))
+        self._pending = PendingSave(step, place, copy.deepcopy(facts), self._writer, submitted)
 
     @property
     def pending(self) -> PendingSave | None:
@@ -210,6 +234,7 @@ class CheckpointStore:
     def close(self) -> None:
         """End the writer process and free its memory. Not collective; what is in flight is lost."""
         self._pending = None
+        self._copier.shutdown()
         self._writer.close()
         self._buffers.clear()
         self._directory.finish_removal()
@@ -235,9 +260,9 @@ class CheckpointStore:
         step: int,
         engines: Models,
         components: Mapping[str, StatefulComponent],
-        files: dict[str, list[SnapshotFile]],
+        copies: dict[str, _Copy],
     ) -> _Snapshot:
-        """Copy what this rank can describe without the others into `files`. Not collective."""
+        """Begin copies of what this rank can describe without the others. Not collective."""
         self._writer.start()
         place = self._begin(step, engines) if dist.get_rank() == 0 else None
         unplanned = set()
@@ -251,19 +276,23 @@ class CheckpointStore:
                 if images is None:
                     unplanned.add(name)
                 else:
-                    files[name] = self._copy(name, images)
+                    copies[name] = self._copy(name, images)
             finally:
-                engine.release_state()
+                engine.release_state(copies[name].wait if name in copies else None)
         encoded = self._encoded(components)
         if small := self._small_files(encoded):
-            files[""] = self._copy("", small)
+            copies[""] = self._copy("", small)
         return _Snapshot(place, frozenset(unplanned), digests(encoded))
 
-    def _take_unplanned(self, engines: Models, files: dict[str, list[SnapshotFile]]) -> None:
-        """Plan the files of these engines, again or for the first time, and copy them into `files`. Collective."""
+    def _take_unplanned(self, engines: Models, copies: dict[str, _Copy]) -> None:
+        """Plan the files of these engines, again or for the first time, and copy them. Collective."""
 
         def take(name: str, engine: StatefulModel) -> None:
-            self._plan_and_take(name, engine, lambda images: files.update({name: self._copy(name, images)}))
+            def copied(images: list[FileImage]) -> None:
+                copies[name] = self._copy(name, images)
+                copies[name].wait()
+
+            self._plan_and_take(name, engine, copied)
 
         if engines:
             on_engines(engines, take, RankFault)
@@ -295,16 +324,23 @@ class CheckpointStore:
         state = [FileImage(STATE, [file_content(encoded)])] if dist.get_rank() == 0 else []
         return [*state, FileImage(rng_file(dist.get_rank()), [encode_rng()])]
 
-    def _copy(self, key: str, images: list[FileImage]) -> list[SnapshotFile]:
-        """Copy images to the buffer of this key, which is kept for the next save."""
+    def _copy(self, key: str, images: list[FileImage]) -> _Copy:
+        """Begin to copy images to the buffer of this key, which is kept for the next save."""
         needed = sum(image.nbytes for image in images)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.nbytes < needed:
             self._buffers.pop(key, None)
             del buffer  # freed before the larger one is allocated
             buffer = self._buffers[key] = SharedBuffer(needed, device_of(images))
-        starts = buffer.take(images)
-        return [SnapshotFile(image.name, buffer, start, image.nbytes) for image, start in zip(images, starts)]
+        starts = accumulate((image.nbytes for image in images), initial=0)
+        files = [SnapshotFile(image.name, buffer, start, image.nbytes) for image, start in zip(images, starts)]
+        return _Copy(files, self._copier.submit(buffer.copy_of(images)))
+
+    def _submit(self, place: Path, copies: list[_Copy]) -> None:
+        """Let the writer process write what was copied."""
+        for one in copies:
+            one.done.result()
+        self._writer.submit(place, [file for one in copies for file in one.files])
 
     def _publish(self, place: Path, step: int, facts: Mapping[str, Any], reports: Sequence[Mapping[str, FileEntry]]) -> Manifest:
         """Make the written files a checkpoint. reports: the entries of every rank's files."""
@@ -454,6 +490,11 @@ class CheckpointStore:
                 manifest.world_size,
                 dist.get_world_size(),
             )
+
+
+def _let_training_go_first() -> None:
+    """Lower this thread's priority, as the writer process lowers its own: a core that is free copies at once all the same."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def _require_shared(place: Path) -> None:

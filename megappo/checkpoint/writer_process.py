@@ -21,14 +21,14 @@ from megappo.resilience.helpers import end_with
 
 MESSAGE_BYTES = 1 << 18  # a message of the socket; a rank writes a few files
 MAX_BUFFERS = 64
-_NICE = 10  # training goes first where cores are few
+NICE = 10  # training goes first where cores are few
 
 
 def main(descriptor: int, rank_pid: int) -> None:
     """Serve the rank of process `rank_pid`, on the socket `descriptor`, until either is gone."""
     # No polling: the kernel ends this process with the rank, also in the middle of a write to a disk that hangs.
     end_with(rank_pid)
-    os.nice(_NICE)
+    os.nice(NICE)
     threads = cores_of_rank()
     channel = socket.socket(fileno=descriptor)
     with ThreadPoolExecutor(threads) as pool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.checkpoint.state import ReadGoingOn
 from megappo.checkpoint.stored import Shape, StoredBox
 from megappo.config.role_sections import OffloadConfig
 from megappo.engine.base import StepResult
@@ -69,6 +70,7 @@ class RoleEngine(ABC, Generic[OptimizerT]):
         self._offload = offload
         self._frozen = frozen
         self._passes = 0
+        self._save = ReadGoingOn()
         self._skipped_steps = SkippedSteps(name, groups)
         self._parameter_storages = StorageOffload(parameters)
         self._optimizer_storages = StorageOffload(optimizer_tensors)
@@ -122,6 +124,7 @@ class RoleEngine(ABC, Generic[OptimizerT]):
     @contextmanager
     def train_mode(self) -> Iterator[None]:
         self.groups.meet(f"training the {self.name}")
+        self._save.finish()
         self._parameter_storages.restore()
         self._enter(trains=True)
         yield
@@ -137,6 +140,8 @@ class RoleEngine(ABC, Generic[OptimizerT]):
         self.offload_idle()
 
     def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
+        if model or optimizer:
+            self._save.finish()
         for wanted, storages in ((model, self._parameter_storages), (optimizer, self._optimizer_storages)):
             if wanted:
                 storages.restore() if device == "device" else storages.offload()
@@ -178,8 +183,9 @@ class RoleEngine(ABC, Generic[OptimizerT]):
             storages.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
         return self._sharded_state(with_optimizer=with_optimizer)
 
-    def release_state(self) -> None:
-        """Offload again what `save_state` made resident."""
+    def release_state(self, read: Callable[[], None] | None = None) -> None:
+        """Offload again what `save_state` made resident, which waits for `read`; without offload training waits for it."""
+        self._save.begin(read)
         self.offload_idle()
 
     @abstractmethod

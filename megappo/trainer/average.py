@@ -6,7 +6,7 @@ rectangles of Hugging Face tensors, which any other layout or engine reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.ranges import sharded_box
+from megappo.checkpoint.state import ReadGoingOn
 from megappo.checkpoint.stored import Shape, StoredBox
 from megappo.config.role_sections import EmaConfig
 from megappo.engine.base import Engine
@@ -38,6 +39,7 @@ class PolicyAverage:
     def __init__(self, engine: Engine, decay: float, keep_on: Literal["host", "device"]) -> None:
         self._engine, self._decay, self._on_host = engine, decay, keep_on == "host"
         self._values: dict[str, Tensor] = {}
+        self._save = ReadGoingOn()
         self.start()
 
     def start(self) -> None:
@@ -49,6 +51,7 @@ class PolicyAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Move towards the engine's weights of now."""
+        self._save.finish()
         with self._engine.eval_mode():
             for name, weights in self._engine.fp32_weights():
                 average = self._values[name]
@@ -98,13 +101,14 @@ class PolicyAverage:
             for number, (piece, shape, copy) in enumerate(self._own_pieces)
         }
 
-    def release_state(self) -> None:
-        """Nothing: a save moves no tensor."""
+    def release_state(self, read: Callable[[], None] | None = None) -> None:
+        self._save.begin(read)
 
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
         return self.save_state(with_optimizer=with_optimizer)
 
     def load_state(self, state: dict[str, Any]) -> None:
+        self._save.finish()
         for number, (piece, *_) in enumerate(self._own_pieces):
             self._part(piece).copy_(state[str(number)])
 

@@ -6,7 +6,7 @@ Hugging Face tensors over the wire (`bridge/sync.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -133,8 +133,8 @@ class FrozenModel:
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         return self._engine.save_state(with_optimizer=False)
 
-    def release_state(self) -> None:
-        self._engine.release_state()
+    def release_state(self, read: Callable[[], None] | None = None) -> None:
+        self._engine.release_state(read)
 
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
         return self._engine.state_to_load(with_optimizer=False, with_head=with_head)

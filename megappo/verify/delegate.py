@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -113,8 +113,8 @@ class DelegatingEngine:
     def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
         return self._engine.save_state(with_optimizer=with_optimizer)
 
-    def release_state(self) -> None:
-        self._engine.release_state()
+    def release_state(self, read: Callable[[], None] | None = None) -> None:
+        self._engine.release_state(read)
 
     def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
         return self._engine.state_to_load(with_optimizer=with_optimizer, with_head=with_head)

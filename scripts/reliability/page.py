@@ -101,7 +101,8 @@ def _stall_times(times: Figures) -> str:
     """The stall of a save beside one that is waited for and a bare copy."""
     return (
         f"{times['stall'] * 1000:.1f} ms, {times['stall'] / times['sync']:.1%} of a save that is waited for ("
-        f"{times['sync']:.2f} s, hashes and fsync included), where a bare copy takes {times['copy'] * 1000:.1f} ms"
+        f"{times['sync']:.2f} s, hashes and fsync included); {times['worst'] * 1000:.1f} ms if an update follows at once, where a "
+        f"bare copy takes {times['copy'] * 1000:.1f} ms"
     )
 
 

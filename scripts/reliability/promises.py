@@ -235,6 +235,7 @@ PROMISES = (
         "Saves in the background hold the state of the call to the bit, whatever training does meanwhile; the last is never lost",
         (
             "tests/checkpoint/test_asynchronous.py::test_a_snapshot_is_the_state_at_the_call",
+            "tests/checkpoint/test_asynchronous.py::test_training_waits_for_a_copy_that_is_not_made_yet",
             "tests/checkpoint/test_asynchronous.py::test_whatever_changes_in_a_state_is_noticed_and_planned_anew",
             "tests/checkpoint/test_asynchronous.py::test_a_fault_in_the_background_fails_the_save_on_all_ranks_and_leaves_nothing",
             "tests/checkpoint/test_background.py::test_a_killed_writer_is_an_error_and_is_replaced",

@@ -16,7 +16,8 @@ from megappo.checkpoint import sharded
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import MANIFEST, fingerprint_file, list_files, read_manifest
 from megappo.checkpoint.ranges import sharded_box
-from megappo.checkpoint.shared_buffer import GRANULE
+from megappo.checkpoint.shared_buffer import GRANULE, SharedBuffer
+from megappo.checkpoint.state import ReadGoingOn
 from megappo.checkpoint.store import SaveFailed
 
 from . import runs
@@ -95,6 +96,31 @@ def overlapping(options):
         return {"wrong": wrong, "moved": moved, "steps": steps}
 
     return case
+
+
+def late_copy(layouts, place):
+    """Training goes on while the state is still to be copied. Whether engines wait for it -> (if `begin_save` did, what the
+    checkpoint holds otherwise than the state was at the call).
+    """
+    take, finish, found = SharedBuffer._take, ReadGoingOn.finish, {}
+    for waits in (True, False):
+        run = runs.Run(runs.store(place / str(waits)), layouts, **SMALL)
+        run.train(1)
+        begin(run)  # plans, and waits
+        run.train(1)
+        wanted = run.digest()
+        SharedBuffer._take = lambda self, images: (time.sleep(0.3), take(self, images))
+        if not waits:
+            ReadGoingOn.finish = lambda self: None
+        at_once = begin(run).submitted.done()
+        run.train(1)
+        SharedBuffer._take, ReadGoingOn.finish = take, finish
+        run.store.drain()
+        again = runs.Run(run.store, layouts, seed=5, **SMALL)
+        again.load()
+        run.store.close()
+        found[waits] = at_once, differing(wanted, again.digest())
+    return found
 
 
 def same_files(layouts, place):
@@ -177,8 +203,10 @@ class Boxes:
         described = {key: sharded_box(key, values, shape, at, *copy) for key, (shape, at, values, copy) in self.boxes.items()}
         return {**described, "extra": ShardedObject("extra", self.plain.get("extra"), (1,), (0,), replica_id=RANK()), **self.plain}
 
-    def release_state(self):
+    def release_state(self, read=None):
         self.released += 1
+        if read is not None:
+            read()
 
     def state_to_load(self, *, with_optimizer, with_head=True):
         return self.save_state(with_optimizer=with_optimizer)
@@ -296,7 +324,8 @@ def failed(layouts, place):
     run.save()
     before = contents(place / "step-1")
     results = {}
-    for fault, hurt in {"killed": killed, "full disk": full_disk, "no memory": no_memory, "shorter": shorter}.items():
+    faults = {"killed": killed, "full disk": full_disk, "no memory": no_memory, "no copy": no_copy, "shorter": shorter}
+    for fault, hurt in faults.items():
         run.train(1)
         mend = hurt(run.store)
         started = time.monotonic()
@@ -353,6 +382,21 @@ def no_memory(store):
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def no_copy(store):
+    """Rank 1 cannot read what it is to copy."""
+    take = SharedBuffer._take
+
+    def fail(buffer, images):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def mend():
+        SharedBuffer._take = take
+
+    if dist.get_rank() == 1:
+        SharedBuffer._take = fail
+    return mend
+
+
 def shorter(store):
     """A file of rank 1 has lost its end when it is to be committed: on another node's disk, or by another hand."""
     if dist.get_rank() != 1:
@@ -375,6 +419,7 @@ def shorter(store):
 CASES = {
     "overlapping": overlapping({}),
     "overlapping bf16, offloaded": overlapping(BF16),
+    "late copy": late_copy,
     "same files": same_files,
     "weights only": weights_only,
     "plans once": plans_once,

@@ -27,6 +27,13 @@ def test_a_snapshot_is_the_state_at_the_call(two, name):
         assert all(EVERYTHING == set(moved) for moved in result["moved"]), "the state did change before anything was written"
 
 
+def test_training_waits_for_a_copy_that_is_not_made_yet(two):
+    for rank in two:
+        assert rank["late copy"][True] == (False, [])
+        at_once, wrong = rank["late copy"][False]
+        assert not at_once and wrong, "the negative control: engines that do not wait"
+
+
 def test_both_kinds_of_save_write_the_same_bytes(two):
     for rank in two:
         result = rank["same files"]
@@ -79,6 +86,7 @@ def test_later_saves_take_no_more_memory_and_all_is_a_share_of_the_checkpoint(tw
         ("killed", "rank 1: OSError: the writer process was killed by signal 9 (SIGKILL)"),
         ("full disk", "rank 1: OSError: [Errno 27] File too large: "),
         ("no memory", "rank 0: OSError: [Errno 27]"),
+        ("no copy", "rank 1: RuntimeError: CUDA error: an illegal memory access was encountered"),
         (
             "shorter",
             "committing the checkpoint failed on 1 of 2 ranks; rank 0: ValueError: megatron/policy/__1_0.distcp has 10 bytes",

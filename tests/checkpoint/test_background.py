@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,9 @@ def writer():
 def snapshot():
     images = [FileImage("a", [b"head", TENSOR, b"tail"]), FileImage("b", [])]
     buffer = SharedBuffer(sum(image.nbytes for image in images), CPU)
-    return [SnapshotFile(image.name, buffer, at, image.nbytes) for image, at in zip(images, buffer.take(images))]
+    buffer.copy_of(images)()
+    starts = accumulate((image.nbytes for image in images), initial=0)
+    return [SnapshotFile(image.name, buffer, at, image.nbytes) for image, at in zip(images, starts)]
 
 
 def test_the_files_are_those_of_the_snapshot(writer, tmp_path):
@@ -49,13 +53,15 @@ def test_the_files_are_those_of_the_snapshot(writer, tmp_path):
 
 def test_a_rank_that_does_not_see_the_directory_says_so(writer, tmp_path):
     writer.start()
+    copied: Future[None] = Future()
+    copied.set_result(None)
     for place, fault, text in (
         (tmp_path / "absent", ValueError, "absent, created by rank 0, is not visible here"),
         (tmp_path, OSError, "x/a"),
     ):
         writer.submit(place, [file._replace(name=f"x/{file.name}") for file in snapshot()])
         with pytest.raises(fault, match=text):
-            PendingSave(1, place, {}, writer).entries()
+            PendingSave(1, place, {}, writer, copied).entries()
 
 
 def test_requests_to_stop_do_not_reach_it(writer, tmp_path):
@@ -163,10 +169,10 @@ def test_the_writer_brings_no_torch():
 def test_a_snapshot_does_not_follow_the_tensors(tmp_path, writer):
     values = torch.zeros(1000)
     buffer = SharedBuffer(4000, CPU)
-    (start,) = buffer.take([FileImage("a", [values])])
+    buffer.copy_of([FileImage("a", [values])])()
     values.fill_(1)
     writer.start()
-    writer.submit(tmp_path, [SnapshotFile("a", buffer, start, 4000)])
+    writer.submit(tmp_path, [SnapshotFile("a", buffer, 0, 4000)])
     writer.result()
     assert (tmp_path / "a").read_bytes() == bytes(4000)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from pathlib import Path
@@ -176,7 +176,9 @@ class ToyEngine:
         state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in self._weights.items()}}
         return {**state, "optimizer": self._optimizer.state_dict(), "updates": self._updates} if with_optimizer else state
 
-    def release_state(self) -> None: ...
+    def release_state(self, read: Callable[[], None] | None = None) -> None:
+        if read is not None:
+            read()
 
     def boxes_to_load(self, stored: Any, *, with_optimizer: bool, with_head: bool = True) -> None:
         """None: it reads its own checkpoints alone."""

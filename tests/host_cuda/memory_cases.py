@@ -87,3 +87,53 @@ def offload_across_streams(rank: int, without: str) -> tuple[str, bool]:
     except RuntimeError as error:
         return str(error), whole
     return "", whole
+
+
+def snapshot_in_a_thread(rank: int, without: str) -> tuple[str, bool]:
+    """The copy for a save, which a thread makes while the tensors are about to change; `without` one of its waits.
+
+    Returns (what is raised, whether the copy is of the tensors as they were).
+    """
+    from concurrent.futures import ThreadPoolExecutor, wait
+    from unittest import mock
+
+    from host_cuda import runtime
+
+    from megappo.checkpoint.image import FileImage
+    from megappo.checkpoint.shared_buffer import SharedBuffer
+
+    def run() -> bool:
+        tensors = [torch.zeros(4096, device="cuda") for _ in range(3)]
+        host = [torch.full((4096,), 1.0 + i, pin_memory=True) for i in range(3)]
+        for tensor, values in zip(tensors, host):
+            tensor.copy_(values, non_blocking=True)  # still queued on this stream, as a restored state may be
+        images = [FileImage("weights", tensors)]
+        buffer = SharedBuffer(images[0].nbytes, torch.device("cuda", 0))
+        copy = buffer.copy_of(images)
+        with ThreadPoolExecutor(1) as thread:
+            copied = thread.submit(copy)
+            wait([copied])
+            for tensor in tensors:
+                tensor.add_(1.0)
+        copied.result()
+        return bytes(buffer._memory[: images[0].nbytes].numpy()) == b"".join(values.numpy().tobytes() for values in host)
+
+    left_out = {
+        "the wait for what is queued": "torch.cuda.Stream.wait_event",
+        "the wait for the copy": "torch.cuda.Stream.synchronize",
+    }
+
+    def once() -> bool:
+        if without not in left_out:
+            return run()
+        with mock.patch(left_out[without]):
+            return run()
+
+    try:
+        with runtime.races_let_through():
+            whole = once()
+        torch.cuda.synchronize()
+        once()
+    except RuntimeError as error:
+        return str(error), whole
+    return "", whole

@@ -10,6 +10,8 @@ from tests.plan.live import planned_on_one_gpu
 
 # Of engine/offload.py; the first leaves none out.
 WAITS = ("", "the wait before the memory is freed", "the wait for the last copy from the host's buffer")
+# Of checkpoint/shared_buffer.py.
+SNAPSHOT_WAITS = ("", "the wait for what is queued", "the wait for the copy")
 CASES = [("none", False), ("full", False), ("none", True)]  # recompute, value head
 
 
@@ -20,6 +22,8 @@ def measured(cuda_python) -> dict:
     ]
     offload = "tests.host_cuda.memory_cases:offload_across_streams"
     scenarios += [Scenario(f"offload without {without}", offload, (without,)) for without in WAITS]
+    snapshot = "tests.host_cuda.memory_cases:snapshot_in_a_thread"
+    scenarios += [Scenario(f"snapshot without {without}", snapshot, (without,)) for without in SNAPSHOT_WAITS]
     return run_world(cuda_python, scenarios)
 
 
@@ -41,3 +45,11 @@ def test_a_wait_that_is_removed_from_offload_is_noticed(measured, without: str) 
     assert finding.error is None, finding.error
     raised, whole = finding.result
     assert (raised, whole) == ("", True) if not without else "race: " in raised
+
+
+@pytest.mark.parametrize("without", SNAPSHOT_WAITS)
+def test_a_wait_that_is_removed_from_a_snapshot_is_noticed(measured, without: str) -> None:
+    (finding,) = measured[f"snapshot without {without}"]
+    assert finding.error is None, finding.error
+    raised, whole = finding.result
+    assert (raised, whole) == ("", True) if not without else "race: " in raised and not whole

@@ -19,7 +19,7 @@ def test_every_rank_writes_and_the_table_says_so(capfd):
     assert dp == "2" and 0.9 * float(most) < float(least) <= float(most)
     # Name, seconds and share; name and GB/s.
     figures = [float(number.rstrip("%")) for number in re.findall(r" (\d+\.\d+%?)(?= |$)", asynchronous, re.MULTILINE)]
-    assert len(figures) >= 4 * 11 + 6 + 5 and all(figure >= 0 for figure in figures)
+    assert len(figures) >= 4 * 12 + 6 + 5 and all(figure >= 0 for figure in figures)
 
 
 def test_the_share_of_a_run_is_that_of_its_saves(tmp_path, capsys):

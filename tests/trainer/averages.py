@@ -37,13 +37,14 @@ REFERENCES: dict[str, dict[str, Any]] = {
 
 
 class Found(NamedTuple):
-    """What one policy showed. average, loop: whole tensors after STEPS updates. placed: whole tensors inside `in_place`. restored:
-    after it, parameters are what they were, to the bit. num_bytes: of the average on this rank. references: of `references`; empty
-    without an entry of REFERENCES.
+    """What one policy showed. average, loop: whole tensors after STEPS updates. waits: an update waits for a save's read. placed:
+    whole tensors inside `in_place`. restored: after it, parameters are what they were, to the bit. num_bytes: of the average on
+    this rank. references: of `references`; empty without an entry of REFERENCES.
     """
 
     average: dict[str, Tensor]
     loop: dict[str, Tensor]
+    waits: bool
     placed: dict[str, Tensor]
     restored: bool
     num_bytes: int
@@ -80,7 +81,11 @@ def average_of_updates(factory: Any, path: str, name: str, keep_on: str) -> Foun
     keys = POLICIES[name]
     engine = policy_of(factory, path, keys)
     average = PolicyAverage(engine, DECAY, keep_on)  # type: ignore[arg-type]
-    loop = fp32_of(engine)
+    loop, read = fp32_of(engine), []
+    first = {tensor: values.clone() for tensor, values in average.weights.items()}
+    average.release_state(
+        lambda: read.append(all(torch.equal(values, first[tensor]) for tensor, values in average.weights.items()))
+    )
     for _ in range(STEPS):
         update(engine)
         average.update()
@@ -95,7 +100,7 @@ def average_of_updates(factory: Any, path: str, name: str, keep_on: str) -> Foun
     restored = all(torch.equal(before[one], after[one]) for one in before)
     refreshed = references(factory, path, keys, REFERENCES[name], engine, average) if name in REFERENCES else []
     of_average, of_loop, in_place = (whole(engine, one) for one in (average._values, loop, placed))
-    return Found(of_average, of_loop, in_place, restored, num_bytes, refreshed)
+    return Found(of_average, of_loop, read == [True], in_place, restored, num_bytes, refreshed)
 
 
 def references(

@@ -47,6 +47,7 @@ def test_it_is_the_loop_over_the_weights_of_successive_steps(found: dict[str, Fo
     loop = found["megatron dp2 bf16, not sharded"].loop if name == "megatron dp2 bf16" else one.loop
     for tensor, values in one.average.items():
         torch.testing.assert_close(values, loop[tensor], rtol=0, atol=2e-6)
+    assert one.waits
 
 
 def test_it_is_of_fp32_weights_where_the_model_has_bf16_ones(found: dict[str, Found]) -> None:
