@@ -350,19 +350,27 @@ class CheckpointStore:
         return manifest
 
     def _retain(self, manifest: Manifest, *, wait: bool = True) -> Path:
-        """Remove old checkpoints, now that this one is complete; returns its directory. wait: until their files are gone."""
-        step = manifest.step
-        removed = on_rank_zero("removing old checkpoints", lambda: self._remove_old(manifest, wait))
-        if dist.get_rank() == 0:
-            logger.info("saved step-%d (%.1f MB)%s", step, manifest.total_bytes / 1e6, f", removed {removed}" if removed else "")
-        return self._directory.step_path(step)
+        """Let rank 0 remove old checkpoints, now that this one is complete; returns its directory.
 
-    def _remove_old(self, manifest: Manifest, wait: bool) -> list[int]:
-        keep = {manifest.step, manifest.best_step}
+        wait: all ranks, until their files are gone. Otherwise they agree on nothing: nothing that happens here fails the save.
+        """
+        if wait:
+            on_rank_zero("removing old checkpoints", lambda: self._remove_old(manifest, wait))
+        elif dist.get_rank() == 0:
+            self._remove_old(manifest, wait)
+        return self._directory.step_path(manifest.step)
+
+    def _remove_old(self, manifest: Manifest, wait: bool) -> None:
+        keep, removed = {manifest.step, manifest.best_step}, []
         if self._copies is not None:
             self._copies.submit(manifest.step, self._directory.step_path(manifest.step))
             keep |= self._copies.steps_needed
-        return self._directory.retain(self._keep_last, keep, wait=wait)
+        try:
+            removed = self._directory.retain(self._keep_last, keep, wait=wait)
+        except (OSError, ValueError) as error:
+            logger.warning("older checkpoints stay, beside step-%d: %s", manifest.step, error)
+        size = f"{manifest.total_bytes / 1e6:.1f} MB"
+        logger.info("saved step-%d (%s)%s", manifest.step, size, f", removed {removed}" if removed else "")
 
     def _commit(self, place: Path, manifest: Manifest) -> None:
         unreported = set(list_files(place)) ^ set(manifest.files)

@@ -341,8 +341,17 @@ def failed(layouts, place):
     saved = run.store.drain()
     again = runs.Run(run.store, layouts, seed=5, **SMALL)
     again.load()
+    wrong = differing(wanted, again.digest())
+    run.train(1)
+    run.store._directory.retain = unreadable
+    begin(run)
+    kept = run.store.drain()
     run.store.close()
-    return {**results, "afterwards": (saved.name, differing(wanted, again.digest()))}
+    return {**results, "afterwards": (saved.name, wrong), "old ones stay": (saved.name, kept.name)}
+
+
+def unreadable(*args, **kwargs):
+    raise PermissionError("[Errno 13] Permission denied: the checkpoints' directory")
 
 
 def contents(directory):

@@ -107,6 +107,12 @@ def test_saving_goes_on_after_the_faults(two):
         assert name.startswith("step-") and name != "step-1" and wrong == []
 
 
+def test_old_checkpoints_that_cannot_be_removed_fail_no_save(two):
+    for rank in two:
+        before, after = rank["failed"]["old ones stay"]
+        assert int(after.removeprefix("step-")) > int(before.removeprefix("step-"))
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
