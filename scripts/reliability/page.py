@@ -90,8 +90,8 @@ def sentences(figures: Figures) -> dict[str, str]:
         "in_place_s": f"{_first_step_s(figures['goodput']):.1f} s",
         "by_hand_s": f"{_first_step_s(figures['baseline']):.1f} s",
         "save_size": f"{saves['bytes'] / 1e6:.0f} MB with its optimizer",
-        "save_stall": f"for {saves['bytes'] / 1e6:.0f} MB {_stall_times(saves['fastest'])}; beside other work, in the median, "
-        f"{_stall_times(saves['median'])}; {saves['fastest']['processor'] * 1000:.1f} ms of processor time",
+        "save_stall": f"for {saves['bytes'] / 1e6:.0f} MB, in the median, {_stall_times(saves['median'])}; at its fastest "
+        f"{_stall_times(saves['fastest'])}; {saves['median']['processor'] * 1000:.1f} ms of processor time",
         "verify": f"{_resume_times(saves, 'page cache')}; {_resume_times(saves, 'disk')}",
         "save_machine": saves["machine"],
     }
