@@ -20,6 +20,7 @@ from megappo.checkpoint.image import FileImage
 from megappo.checkpoint.manifest import fingerprint_file
 from megappo.checkpoint.shared_buffer import SharedBuffer
 from megappo.checkpoint.store import PendingSave
+from megappo.checkpoint.writer_process import NICE
 from megappo.resilience import helpers
 
 CPU = torch.device("cpu")
@@ -142,8 +143,8 @@ def test_it_ends_with_its_rank(tmp_path):
     """Killed, so that nothing of the rank runs any more. The writer is stopped, so that it does not see its socket close."""
     rank = subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True)
     pid = int(rank.stdout.readline())
-    priority = os.getpriority(os.PRIO_PROCESS, rank.pid)
-    while os.getpriority(os.PRIO_PROCESS, pid) == priority:  # it lowers its own once it has asked the kernel to be ended
+    lowered = min(19, os.getpriority(os.PRIO_PROCESS, rank.pid) + NICE)
+    while os.getpriority(os.PRIO_PROCESS, pid) < lowered:  # which it does once it has asked the kernel to be ended
         time.sleep(0.01)
     os.kill(pid, signal.SIGSTOP)
     rank.kill()
