@@ -28,11 +28,12 @@ STEPS, HALF = 3, 2
 TOLERANCE = 5e-3
 LAST_MICRO_BATCH = 4096  # bytes; the smallest activation of a layer is larger
 KERNELS = ("auto", "cuda", "triton")
+SAVED = {"checkpoint.save_every": 1}  # the second save is copied while the third step generates
 # name -> (steps, changes of the configuration, fault in megappo)
 RUNS: dict[str, tuple[int, dict[str, Any], str]] = {
-    "whole": (STEPS, {}, ""),
+    "whole": (STEPS, SAVED, ""),
     "halves": (HALF, {}, ""),
-    "offload": (STEPS, offloading(), ""),
+    "offload": (STEPS, {**offloading(), **SAVED}, ""),
     **{kernels: (1, {"kernels": kernels}, "") for kernels in KERNELS},
     "leak": (STEPS, {}, "outputs of passes are kept"),
     "not-summed": (1, {}, "no all-reduce of the gradient of hidden states"),
