@@ -7,6 +7,7 @@ passes the share of its replica. `whole_batch.py` runs a pass over a batch that 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -246,3 +247,25 @@ class Engine(StatefulModel, Protocol):
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one optimizer step; returns the learning rate that this step uses."""
         ...
+
+
+class WithoutAdapters(ABC):
+    """What `Engine` says of adapters, for an engine, or a model in it, that has none."""
+
+    name: str
+
+    @abstractmethod
+    def named_parameters(self) -> Mapping[str, torch.nn.Parameter]: ...
+
+    @property
+    @abstractmethod
+    def placement(self) -> Placement: ...
+
+    def merged_parameters(self) -> Weights:
+        return self.named_parameters()
+
+    def adapter_pieces(self) -> PieceMap:
+        return PieceMap.of(dict.fromkeys(range(len(self.placement)), ()))
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        raise AssertionError(f"{self.name} has no adapters")

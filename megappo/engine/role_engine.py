@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -14,12 +14,11 @@ from torch import Tensor
 from megappo.checkpoint.state import ReadGoingOn
 from megappo.checkpoint.stored import Shape, StoredBox
 from megappo.config.role_sections import OffloadConfig
-from megappo.engine.base import StepResult
+from megappo.engine.base import StepResult, WithoutAdapters
 from megappo.engine.offload import StorageOffload
 from megappo.engine.skipped_steps import SkippedSteps
 from megappo.engine.translation import Held, require_same_tensors, saved_by_another, saved_position, stored_boxes
 from megappo.models.arch import ModelArch
-from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.placement import Placement
@@ -39,7 +38,7 @@ class Steps(Protocol):
 OptimizerT = TypeVar("OptimizerT", bound=Steps)
 
 
-class RoleEngine(ABC, Generic[OptimizerT]):
+class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
     """Base of engines (see base.py) with offload by storages.
 
     optimizer: None for a frozen role. parameters, optimizer_tensors: what is offloaded as the model and as its optimizer. frozen:
@@ -107,17 +106,6 @@ class RoleEngine(ABC, Generic[OptimizerT]):
     def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.named_parameters().items():
             yield name, parameter.detach().float()
-
-    # --------------------------------------------------------------------------------------- of an engine without adapters
-
-    def merged_parameters(self) -> Weights:
-        return self.named_parameters()
-
-    def adapter_pieces(self) -> PieceMap:
-        return PieceMap.of(dict.fromkeys(range(len(self.placement)), ()))
-
-    def without_adapters(self) -> AbstractContextManager[None]:
-        raise AssertionError(f"{self.name} has no adapters")
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 

@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from megappo.algo.alignment import IGNORE_INDEX
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult
+from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult, WithoutAdapters
 from megappo.engine.factory import EngineSpec
-from megappo.models.lora import Weights
 from megappo.models.pieces import Box, Piece, PieceMap, as_2d
 from megappo.parallel.balance import plan_micro_batches
 from megappo.parallel.placement import Placement
@@ -51,7 +50,7 @@ class ToyOutput:
         return chosen.masked_fill(untargeted, 0.0), None if entropy is None else entropy.masked_fill(untargeted, 0.0)
 
 
-class ToyEngine:
+class ToyEngine(WithoutAdapters):
     head_names = ("lm_head.weight", "score.weight")
     output = ToyOutput
     shares = Shares.of_all([0])
@@ -107,18 +106,9 @@ class ToyEngine:
     def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._weights.items())
 
-    def merged_parameters(self) -> Weights:
-        return self._weights
-
-    def without_adapters(self) -> AbstractContextManager[None]:
-        raise AssertionError(f"{self.name} has no adapters")
-
     def pieces(self) -> PieceMap:
         weights = {name: as_2d(parameter) for name, parameter in self._weights.items()}
         return PieceMap.of({0: [Piece(name, Box(0, len(p), 0, p.shape[1]), name, 0, 0) for name, p in weights.items()]})
-
-    def adapter_pieces(self) -> PieceMap:
-        return PieceMap.of({0: ()})
 
     def export(self, directory: Path, source: Path) -> None:
         if directory.exists():
