@@ -59,17 +59,24 @@ def umask_stays() -> Iterator[None]:
     os.umask(before)
 
 
-WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What a rank reads, or what that begins with.
+WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "MEGAPPO_")
+
+
+def _world() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(WORLD_VARIABLES)}
 
 
 @pytest.fixture(autouse=True)
 def no_world_is_left() -> Iterator[None]:
     """A test that leaves the variables of a world behind makes ranks of the processes that later tests start: jobs on one port,
     commands that wait for peers."""
-    before = {name: os.environ.get(name) for name in WORLD_VARIABLES}
+    before = _world()
     yield
-    left = {name: os.environ.pop(name, None) for name in WORLD_VARIABLES}
-    os.environ.update({name: value for name, value in before.items() if value is not None})
+    left = _world()
+    for name in left.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
     assert left == before
 
 
