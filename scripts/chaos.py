@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megappo.arguments import non_negative_int, positive_int
-from megappo.config.checks import check_run_dir
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
+from megappo.config.run_directory import check_run_dir
 from megappo.config.schema import TrainConfig
 from megappo.telemetry.tables import table
 from scripts.reliability.compare import Comparison, compare

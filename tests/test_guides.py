@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megappo.config.checks import MAX_REPLAYED_TOP_K
 from megappo.config.keys import sections, value_keys
 from megappo.config.loading import load_config
+from megappo.config.rollout_checks import MAX_REPLAYED_TOP_K
 from megappo.config.schema import TrainConfig
 from megappo.rewards.base import RewardInput
 from megappo.rewards.rules import make_rule

@@ -89,7 +89,7 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig, ranks: int, of_m
 
     of_models: overrides that name directories for models of the hub.
     """
-    from megappo.config.checks import check_run_dir
+    from megappo.config.run_directory import check_run_dir
     from megappo.launch.training import train_here
     from megappo.platform.permissions import apply_permissions
     from megappo.prepare.remote_run import fetch, find_copies
@@ -139,8 +139,8 @@ def cmd_pretrain_critic(args: argparse.Namespace) -> int:
 
 
 def cmd_sft(args: argparse.Namespace) -> int:
-    from megappo.config.checks import check_run_dir
     from megappo.config.loading import load_config
+    from megappo.config.run_directory import check_run_dir
     from megappo.config.schema import SftConfig
     from megappo.launch.failure import record_exceptions
     from megappo.launch.training import train_here

@@ -1,11 +1,12 @@
-"""Rules about the keys of `algorithm` that belong together. Keys without effect: `dead_keys.py`. Imports no torch."""
+"""Rules about the keys of `algorithm` that belong together, and its mini-batches. Imports no torch. See `checks.py`."""
 
 from __future__ import annotations
 
-from megappo.config.batch import step_arithmetic
+from megappo.config.batch import nearest_divisors, step_arithmetic, update_schedule
 from megappo.config.errors import problem
 from megappo.config.schema import CorrectionConfig, TrainConfig
 
+MAX_ADAPTIVE_STEP = 0.2  # clip of the error in the adaptive KL controller (Ziegler et al. 2019, section 2.2)
 _OF_FEWER_TOKENS = "the sampler's log-probs are of fewer tokens than the trainer's; set rollout.sampling.replay_kept_tokens to true"
 
 
@@ -129,4 +130,80 @@ def dynamic_sampling_problem(config: TrainConfig) -> str | None:
     labels = config.reward.all_parts
     if section.metric is not None and section.metric not in labels:
         return problem(f"{key}.metric", section.metric, f"no part of the reward has this label; name one of {', '.join(labels)}")
+    return None
+
+
+def mini_batch_problem(config: TrainConfig) -> str | None:
+    """A policy's mini-batch that does not divide the samples of a step."""
+    return _mini_batch_divides("algorithm.mini_batch_size", config.algorithm.mini_batch_size, config)
+
+
+def critic_mini_batch_problem(config: TrainConfig) -> str | None:
+    """A critic's own mini-batch that does not divide its part of the samples."""
+    for role, critic in config.critics.items():
+        if critic.mini_batch_size is not None:
+            parts = update_schedule(config, role).part.count
+            if (message := _mini_batch_divides(f"{role}.mini_batch_size", critic.mini_batch_size, config, parts)) is not None:
+                return message
+    return None
+
+
+def _mini_batch_divides(key: str, size: int, config: TrainConfig, parts: int = 1) -> str | None:
+    """Problem of a mini-batch of a role that trains on one of `parts` equal parts of the samples."""
+    samples = step_arithmetic(config).samples // parts
+    if samples % size == 0:
+        return None
+    product = (
+        f"data.prompts_per_step {config.data.prompts_per_step} x rollout.samples_per_prompt {config.rollout.samples_per_prompt}"
+        + (f" / {parts} critics" if parts > 1 else "")
+    )
+    left = f"{samples % size} would be dropped" if size < samples else "not one mini-batch would be full"
+    nearest = " or ".join(str(d) for d in nearest_divisors(samples, size))
+    return problem(key, size, f"must divide the {samples} samples of a step ({product}): {left}; use {nearest}")
+
+
+def adaptive_placement_problem(config: TrainConfig) -> str | None:
+    """A controller of the KL in the reward beside a KL in the loss."""
+    kl = config.algorithm.kl
+    if kl.controller == "adaptive" and kl.placement == "loss":
+        return problem(
+            "algorithm.kl.controller", "adaptive", "steers the KL in the reward; set placement: reward, or controller: fixed"
+        )
+    return None
+
+
+def adaptive_start_problem(config: TrainConfig) -> str | None:
+    """A factor that the controller multiplies and that stays 0."""
+    kl = config.algorithm.kl
+    if kl.placement == "reward" and kl.controller == "adaptive" and kl.coef == 0:
+        return problem(
+            "algorithm.kl.coef", 0.0, "the adaptive controller multiplies it and 0 stays 0; use a start value such as 0.001"
+        )
+    return None
+
+
+def adaptive_horizon_problem(config: TrainConfig) -> str | None:
+    """A horizon so short that one step of the controller may turn the sign of its factor."""
+    kl, samples = config.algorithm.kl, step_arithmetic(config).samples
+    # The controller multiplies by 1 + error * samples / horizon, with the error clipped to +-MAX_ADAPTIVE_STEP.
+    least = int(samples * MAX_ADAPTIVE_STEP) + 1
+    if kl.placement == "reward" and kl.controller == "adaptive" and kl.horizon < least:
+        return problem(
+            "algorithm.kl.horizon",
+            kl.horizon,
+            f"with {samples} samples per step the KL factor could fall to 0 or below; use at least {least}",
+        )
+    return None
+
+
+def k1_problem(config: TrainConfig) -> str | None:
+    """An estimator without a gradient in the loss."""
+    kl = config.algorithm.kl
+    # The gradient of log(pi / ref) is that of log pi, whose mean over samples of pi is 0.
+    if kl.placement == "loss" and kl.estimator == "k1":
+        return problem(
+            "algorithm.kl.estimator",
+            "k1",
+            "its gradient does not depend on the reference, so it does nothing in the loss; use k2 or k3",
+        )
     return None

@@ -1,12 +1,16 @@
-"""Rules about the keys of `reward`: recipes, their parts, and the keys that belong to each kind of part. Imports no torch."""
+"""Rules about the keys of `reward`: recipes, their parts, and the keys that belong to each kind of part. Imports no torch.
+See `checks.py`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from megappo.config.errors import problem
+from megappo.config.evaluations import config_of_set, evaluation_sets
 from megappo.config.paths import odd_character
 from megappo.config.reward_sections import DEFAULT_RECIPE, PART_KINDS, RewardConfig, RewardPart
+from megappo.config.schema import TrainConfig
 from megappo.config.section import Section
 from megappo.config.urls import host_of, is_loopback
 
@@ -100,4 +104,39 @@ def _part_problem(key: str, part: RewardPart) -> str | None:
         return problem(f"{key}.workers", part.workers, "batch is true, and a batch is one call; keep one of the two")
     if part.kind in OWN_CODE and part.timeout_s is not None and not part.workers:
         return problem(f"{key}.timeout_s", part.timeout_s, "only a process can be ended; set workers, for example 4")
+    return None
+
+
+def training_reward_problem(config: TrainConfig) -> str | None:
+    """First problem of the reward that a run trains on."""
+    return reward_problem(config.reward)
+
+
+def reward_model_problem(config: TrainConfig) -> str | None:
+    """A part without the section of its model. The section without a part is a key without effect."""
+    for key, part in config.reward.all_parts.values():
+        if part.model is not None and config.reward_model.model is None:
+            return problem(f"{key}.model", part.model, f"{part.model}.model is not set; name its directory there")
+    return None
+
+
+def length_penalty_problem(config: TrainConfig) -> str | None:
+    """A penalty that begins where no response comes."""
+    reward, longest = config.reward, config.rollout.max_response_tokens
+    if reward.length_penalty > 0 and reward.length_penalty_start >= longest:
+        return problem(
+            "reward.length_penalty_start",
+            reward.length_penalty_start,
+            f"no response is longer than rollout.max_response_tokens {longest}; lower it",
+        )
+    return None
+
+
+def evaluation_reward_problem(config: TrainConfig) -> str | None:
+    """A reward of a set of `evaluations` that breaks the rules of the training's."""
+    for name, one in config.evaluations.items():
+        if one.reward is not None:
+            view = config_of_set(config, evaluation_sets(config)[name])
+            if (message := reward_problem(view.reward) or length_penalty_problem(view)) is not None:
+                return f"evaluations.{name}.{message}"
     return None

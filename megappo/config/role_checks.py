@@ -1,13 +1,15 @@
-"""Rules about one role: frozen weights, the critic's categorical head, copies of the policy (its moving average, a reference that
-is refreshed). Imports no torch. See `checks.py`; keys without effect: `dead_keys.py`.
+"""Rules about one role: frozen weights, the critic's head, warm-ups, copies of the policy (its moving average, a reference that is
+refreshed). Imports no torch. See `checks.py`; keys without effect: `dead_keys.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.errors import problem
-from megappo.config.layout_checks import trained_sections
+from megappo.config.layout_checks import only_pretrains, trained_sections
+from megappo.config.role_sections import OptimizerConfig
 from megappo.config.schema import SftConfig, TrainConfig
 
 
@@ -63,4 +65,60 @@ def refresh_problem(config: TrainConfig) -> str | None:
         return problem(key, value, "reference.model is another model than the policy's; leave reference.model out")
     if reference.refresh_from == "ema" and policy.ema is None:
         return problem("reference.refresh_from", "ema", "policy.ema is not set, so there is no average; set policy.ema.decay")
+    return None
+
+
+def critic_head_problem(config: TrainConfig) -> str | None:
+    """A head that is to be read where there is none."""
+    for role, critic in config.critics.items():
+        key, value = f"{role}.value_head", critic.value_head
+        if value != "checkpoint":
+            continue
+        if critic.checkpoint is not None and critic.checkpoint_role == "policy":
+            return problem(key, value, f"the policy of {role}.checkpoint has no head; use zero or normal")
+        if critic.model is None and critic.checkpoint is None:
+            return problem(
+                key, value, f"needs {role}.model, a reward or critic checkpoint that holds the head; set it, or use zero"
+            )
+    return None
+
+
+def critic_warmup_problem(config: TrainConfig) -> str | None:
+    """A critic's warm-up that is longer than the run, if `trainer.steps` tells."""
+    warmup, steps = config.critic.warmup_steps, config.trainer.steps
+    if steps is not None and warmup > steps:
+        return problem(
+            "critic.warmup_steps", warmup, f"is longer than the run of {steps} steps, so the policy would never train; lower it"
+        )
+    return None
+
+
+def policy_lr_warmup_problem(config: TrainConfig) -> str | None:
+    """A warm-up of the policy's learning rate that the run does not finish, if `trainer.steps` tells."""
+    if config.trainer.steps is None or only_pretrains(config):
+        return None
+    steps = max(0, config.trainer.steps - config.critic.warmup_steps)  # the critic's warm-up does not update the policy
+    total = steps * update_schedule(config, "policy").optimizer_steps(step_arithmetic(config).samples)
+    return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, total)
+
+
+def critic_lr_warmup_problem(config: TrainConfig) -> str | None:
+    """A warm-up of a critic's learning rate that the run does not finish, if `trainer.steps` tells."""
+    if config.trainer.steps is None:
+        return None
+    for role, critic in config.critics.items():
+        total = config.trainer.steps * update_schedule(config, role).optimizer_steps(step_arithmetic(config).samples)
+        if (message := _warmup_fits(f"{role}.optimizer.warmup_steps", critic.optimizer, total)) is not None:
+            return message
+    return None
+
+
+def sft_lr_warmup_problem(config: SftConfig) -> str | None:
+    """A warm-up of the learning rate that the run does not finish."""
+    return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, config.trainer.steps)
+
+
+def _warmup_fits(key: str, optimizer: OptimizerConfig, total: int) -> str | None:
+    if optimizer.warmup_steps and optimizer.warmup_steps >= total:
+        return problem(key, optimizer.warmup_steps, f"the run has {total} optimizer steps and would never reach lr; lower it")
     return None

@@ -1,5 +1,6 @@
-"""Rules about how a run samples: steps in which the sampler holds older weights than the policy (`rollout.push_every`), responses
-that are drawn over several steps (`rollout.window_tokens`), trajectories of several turns (`rollout.environment`). No torch here.
+"""Rules about how a run samples: what vLLM can take, steps in which the sampler holds older weights than the policy
+(`rollout.push_every`), responses that are drawn over several steps (`rollout.window_tokens`), trajectories of several turns
+(`rollout.environment`). Imports no torch. See `checks.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from megappo.config.environment_sections import CompactionConfig, EnvironmentCon
 from megappo.config.errors import problem
 from megappo.config.evaluations import DEFAULT, evaluation_sets
 from megappo.config.schema import TrainConfig
+
+# Ids recorded for a sampled token: 4 bytes each in the experience, and about 90 in vLLM's Python lists while it generates.
+MAX_REPLAYED_TOP_K = 128
+MAX_VLLM_RANK = 512  # vLLM 0.32, MaxLoRARanks
 
 
 def push_problem(config: TrainConfig) -> str | None:
@@ -155,4 +160,85 @@ def _compaction_problem(key: str, compaction: CompactionConfig, config: TrainCon
     if (first or 0) + last > prompt:
         fix = f"with keep_first {first or 0} more than data.max_prompt_tokens {prompt}, which bounds what a sequence begins with"
         return problem(f"{key}.keep_last", last, f"{fix}; lower one of them, or raise that")
+    return None
+
+
+def greedy_problem(config: TrainConfig) -> str | None:
+    """Training on greedy responses."""
+    if config.rollout.sampling.temperature == 0:
+        return problem(
+            "rollout.sampling.temperature",
+            0.0,
+            "greedy responses have no probability to train on; use a value > 0 (evaluation is always greedy)",
+        )
+    return None
+
+
+def top_k_problem(config: TrainConfig) -> str | None:
+    """A choice among no tokens."""
+    return (
+        problem("rollout.sampling.top_k", 0, "must be >= 1, or -1 for all tokens") if config.rollout.sampling.top_k == 0 else None
+    )
+
+
+def kept_tokens_problem(config: TrainConfig) -> str | None:
+    """More ids to record for replay than a sampled token should cost."""
+    sampling = config.rollout.sampling
+    if not (sampling.replay_kept_tokens and sampling.truncates):
+        return None
+    without = "or rollout.sampling.replay_kept_tokens: false to train on log-probs of the whole vocabulary"
+    if sampling.top_k < 1:  # top_p alone: the nucleus of a flat distribution is most of the vocabulary
+        return problem(
+            "rollout.sampling.top_p",
+            sampling.top_p,
+            f"may leave too many tokens to record for replay; set top_k too (1 to {MAX_REPLAYED_TOP_K}), {without}",
+        )
+    if sampling.top_k > MAX_REPLAYED_TOP_K:
+        return problem(
+            "rollout.sampling.top_k",
+            sampling.top_k,
+            f"recording so many ids of every sampled token costs too much; use at most {MAX_REPLAYED_TOP_K}, {without}",
+        )
+    return None
+
+
+def logits_problem(config: TrainConfig) -> str | None:
+    """Logits that the trainer rounds and the sampler does not."""
+    if config.policy.logits_dtype == "fp32" or config.rollout.engine == "megatron":
+        return None
+    sampler = config.policy.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+    if sampler == "fp32":  # it does not round: rounding on this side alone would add a difference instead of removing one
+        return problem(
+            "policy.logits_dtype", "bf16", "the logits of vLLM are fp32 (rollout.dtype, policy.dtype); use fp32, or sample in bf16"
+        )
+    return None
+
+
+def adapter_problem(config: TrainConfig) -> str | None:
+    """An adapter that vLLM cannot apply by itself."""
+    lora = config.policy.lora
+    if config.rollout.adapter == "merged" or config.rollout.engine == "megatron" or lora is None:
+        return None
+    if lora.rank > MAX_VLLM_RANK:
+        fix = f"vLLM applies adapters up to rank {MAX_VLLM_RANK}; lower it, or set rollout.adapter to merged"
+        return problem("policy.lora.rank", lora.rank, fix)
+    if config.rollout.sleep == "all":
+        return problem("rollout.sleep", "all", "vLLM would lose the frozen weights, which rollout.adapter pushes once; use cache")
+    if lora.base_bits is not None:
+        fix = "policy.lora.base_bits keeps the frozen weights in 8 bits, which are pushed with the adapters alone; use merged"
+        return problem("rollout.adapter", "separate", fix)
+    return None
+
+
+def seed_problem(config: TrainConfig) -> str | None:
+    """A seed that vLLM's libraries refuse."""
+    if config.rollout.engine == "vllm" and config.run.seed >= 1 << 32:  # vLLM seeds numpy, which raises
+        return problem("run.seed", config.run.seed, f"vLLM takes seeds up to {(1 << 32) - 1}; use a smaller one")
+    return None
+
+
+def stop_problem(config: TrainConfig) -> str | None:
+    """A text that ends every response at once."""
+    if "" in config.rollout.stop:
+        return problem("rollout.stop", list(config.rollout.stop), "an empty string would end every response at once; remove it")
     return None

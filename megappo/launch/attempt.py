@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megappo.checkpoint.errors import RefusedCheckpoint
-from megappo.config.checks import check_run_dir, run_dir_of
 from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import load_config
+from megappo.config.run_directory import check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import TrainConfig
 from megappo.launch.environment import report

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
-from megappo.config.checks import LAUNCHES, is_lease
+from megappo.config.run_directory import LAUNCHES, is_lease
 from megappo.resilience.ended import CONFIG, ENDED, is_stopped
 from megappo.resilience.skipped import SKIP_STEPS
 

@@ -22,13 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megappo.config.checks import LAUNCHES
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import placement_problems, roles_in_use
 from megappo.config.paths import odd_character
 from megappo.config.rank_ranges import ranges_text, ranks_of
 from megappo.config.redaction import redacted
+from megappo.config.run_directory import LAUNCHES
 from megappo.config.schema import TrainConfig
 from megappo.launch import slurm
 from megappo.launch.environment import report

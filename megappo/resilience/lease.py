@@ -23,8 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from megappo.config.checks import LEASE
 from megappo.config.redaction import hide_secrets
+from megappo.config.run_directory import LEASE
 from megappo.launch.exit_codes import UNRECOVERABLE
 from megappo.resilience.lease_record import (
     LeaseRecord,

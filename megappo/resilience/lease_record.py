@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megappo.config.checks import LEASE
+from megappo.config.run_directory import LEASE
 
 WATCH_S = 1.0  # between two looks at the beat of another host
 GONE_S = 60.0  # a holder on another host is gone after so long without a beat

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
-from megappo.config.checks import LAUNCHES
 from megappo.config.errors import ConfigError
 from megappo.config.redaction import redacted_values
+from megappo.config.run_directory import LAUNCHES
 from megappo.config.yaml_reader import parse_yaml
 from megappo.resilience.ended import CONFIG
 from megappo.runs.read import BROKEN

@@ -21,8 +21,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
 from megappo.checkpoint.manifest import BEST, MANIFEST
-from megappo.config.checks import LAUNCHES
 from megappo.config.errors import ConfigError
+from megappo.config.run_directory import LAUNCHES
 from megappo.resilience.ended import CONFIG, ENDED, Ended, Outcome, read_end
 from megappo.resilience.lease import LEASE, LeaseRecord, read_lease
 

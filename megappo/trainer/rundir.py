@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megappo.checkpoint.directory import CHECKPOINTS
-from megappo.config.checks import check_run_dir, run_dir_of
+from megappo.config.run_directory import check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
 from megappo.resilience.ended import CONFIG, ENDED, Ended, record_end
 from megappo.resilience.lease import LEASE_VARIABLE, Lease

@@ -57,13 +57,13 @@ CASES = [
         "trainer.eval_every=3",
     ),
     (
-        "_rewards_of_evaluations",
+        "evaluation_reward_problem",
         [SETS, "evaluations.b.reward={parts: []}"],
         ["evaluations.b.reward.parts = []: a run needs a reward"],
         "evaluations.b.reward=null",
     ),
     (
-        "_rewards_of_evaluations",
+        "evaluation_reward_problem",
         [SETS, "evaluations.b.reward={length_penalty: 0.1, length_penalty_start: 9}", "evaluations.b.max_response_tokens=9"],
         ["evaluations.b.reward.length_penalty_start = 9"],
         "evaluations.b.max_response_tokens=10",

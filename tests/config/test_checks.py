@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 
 from megappo.config import checks
+from megappo.config.algorithm_checks import adaptive_horizon_problem, mini_batch_problem
 from megappo.config.batch import UpdateSchedule, micro_batches_bound, nearest_divisors, step_arithmetic, update_schedule
-from megappo.config.checks import check_config, check_run_dir, device_notes, problems, step_problems
+from megappo.config.checks import check_config, device_notes, problems, step_problems
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import parallel_problems
 from megappo.config.loading import explicit_keys
 from megappo.config.role_sections import ParallelConfig
+from megappo.config.run_directory import check_run_dir
 from megappo.config.run_sections import RunConfig
 from megappo.parallel.layout import ParallelLayout
 
@@ -114,7 +116,7 @@ OF_ENVIRONMENTS = [
 # rule, overrides that break it, what the message must contain, one override more that mends it
 BROKEN = [
     (
-        "_mini_batches",
+        "mini_batch_problem",
         ["algorithm.mini_batch_size=100"],
         [
             "algorithm.mini_batch_size = 100",
@@ -126,7 +128,7 @@ BROKEN = [
         "algorithm.mini_batch_size=128",
     ),
     (
-        "_mini_batches",
+        "mini_batch_problem",
         ["algorithm.mini_batch_size=512"],
         ["not one mini-batch would be full; use 256"],
         "rollout.samples_per_prompt=2",
@@ -293,19 +295,19 @@ BROKEN = [
     ),
     *(("environment_problem", broken, [said], mend) for broken, said, mend in OF_ENVIRONMENTS),
     (
-        "_weights",
+        "weight_problem",
         ["data.weight_key=w", "data.shuffle=false"],
         ['data.weight_key = "w"', "set data.shuffle to true"],
         "data.shuffle=true",
     ),
     (
-        "_critic_mini_batches",
+        "critic_mini_batch_problem",
         ["critic.mini_batch_size=100"],
         ["critic.mini_batch_size = 100", "56 would be dropped", "use 64 or 128"],
         "critic.mini_batch_size=128",
     ),
     (
-        "_critic_mini_batches",
+        "critic_mini_batch_problem",
         ["critic_b.dtype=bf16", "critic_b.mini_batch_size=256"],
         ["critic_b.mini_batch_size = 256", "the 128 samples of a step", "/ 2 critics", "use 128"],
         "critic_b.mini_batch_size=128",
@@ -344,7 +346,7 @@ BROKEN = [
         "algorithm.disagreement_mask_ratio=null",
     ),
     (
-        "_greedy_training",
+        "greedy_problem",
         ["rollout.sampling.temperature=0"],
         ["rollout.sampling.temperature = 0.0"],
         "rollout.sampling.temperature=0.1",
@@ -381,64 +383,64 @@ BROKEN = [
         "policy.ema.decay=0.9",
     ),
     (
-        "_separate_adapter",
+        "adapter_problem",
         ["policy.engine=fsdp2", "policy.lora.rank=600", "rollout.adapter=separate"],
         ["policy.lora.rank = 600: vLLM applies adapters up to rank 512"],
         "policy.lora.rank=512",
     ),
     (
-        "_separate_adapter",
+        "adapter_problem",
         ["policy.engine=fsdp2", "policy.lora.rank=4", "rollout.adapter=separate", "rollout.sleep=all"],
         ['rollout.sleep = "all": vLLM would lose the frozen weights'],
         "rollout.sleep=cache",
     ),
     (
-        "_separate_adapter",
+        "adapter_problem",
         ["policy.engine=fsdp2", "policy.lora.base_bits=8", "rollout.adapter=separate"],
         ['rollout.adapter = "separate": policy.lora.base_bits keeps the frozen weights in 8 bits'],
         "policy.lora.base_bits=null",
     ),
-    ("_top_k_zero", ["rollout.sampling.top_k=0"], ["rollout.sampling.top_k = 0", "-1 for all"], "rollout.sampling.top_k=-1"),
+    ("top_k_problem", ["rollout.sampling.top_k=0"], ["rollout.sampling.top_k = 0", "-1 for all"], "rollout.sampling.top_k=-1"),
     (
-        "_kept_tokens",
+        "kept_tokens_problem",
         ["rollout.sampling.top_p=0.9"],
         ["rollout.sampling.top_p = 0.9", "set top_k too (1 to 128)", "replay_kept_tokens: false"],
         "rollout.sampling.top_k=128",
     ),
     (
-        "_kept_tokens",
+        "kept_tokens_problem",
         ["rollout.sampling.top_k=129"],
         ["rollout.sampling.top_k = 129", "at most 128"],
         "rollout.sampling.replay_kept_tokens=false",
     ),
     (
-        "_bf16_logits",
+        "logits_problem",
         ["policy.dtype=fp32", "policy.logits_dtype=bf16"],
         ["policy.logits_dtype", "the logits of vLLM are fp32"],
         "rollout.dtype=bf16",
     ),
-    ("_bf16_logits", ["rollout.dtype=fp32", "policy.logits_dtype=bf16"], ["sample in bf16"], "rollout.dtype=auto"),
-    ("_seed", ["run.seed=4294967296"], ["run.seed = 4294967296", "up to 4294967295"], "run.seed=4294967295"),
-    ("_empty_stop", ["rollout.stop=['']"], ["rollout.stop", "empty string"], "rollout.stop=[x]"),
+    ("logits_problem", ["rollout.dtype=fp32", "policy.logits_dtype=bf16"], ["sample in bf16"], "rollout.dtype=auto"),
+    ("seed_problem", ["run.seed=4294967296"], ["run.seed = 4294967296", "up to 4294967295"], "run.seed=4294967295"),
+    ("stop_problem", ["rollout.stop=['']"], ["rollout.stop", "empty string"], "rollout.stop=[x]"),
     (
-        "_adaptive_placement",
+        "adaptive_placement_problem",
         [ADAPTIVE, "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3"],
         ["algorithm.kl.controller", "placement: reward"],
         "algorithm.kl.placement=reward",
     ),
     (
-        "_adaptive_from_zero",
+        "adaptive_start_problem",
         [ADAPTIVE, "algorithm.kl.coef=0"],
         ["algorithm.kl.coef = 0.0", "0 stays 0"],
         "algorithm.kl.coef=0.001",
     ),
     (
-        "_adaptive_horizon",
+        "adaptive_horizon_problem",
         [ADAPTIVE, "algorithm.kl.horizon=51"],
         ["algorithm.kl.horizon = 51", "256 samples", "at least 52"],
         "algorithm.kl.horizon=52",
     ),
-    ("_k1_in_loss", ["algorithm.kl.placement=loss"], ["algorithm.kl.estimator", "k2 or k3"], "algorithm.kl.estimator=k3"),
+    ("k1_problem", ["algorithm.kl.placement=loss"], ["algorithm.kl.estimator", "k2 or k3"], "algorithm.kl.estimator=k3"),
     (
         "value_bins_problem",
         ["critic.loss=hl_gauss", "critic.value_low=0"],
@@ -451,122 +453,147 @@ BROKEN = [
         ["critic.value_low = 1.0: is not below critic.value_high 0.5"],
         "critic.value_high=1.5",
     ),
-    ("_critic_head", ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"], "critic.model=m"),
+    ("critic_head_problem", ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"], "critic.model=m"),
     (
-        "_critic_head",
+        "critic_head_problem",
         ["critic.checkpoint=runs/other", "critic.checkpoint_role=policy", "critic.model=m", "critic.value_head=checkpoint"],
         ["critic.value_head", "has no head; use zero or normal"],
         "critic.value_head=zero",
     ),
     (
-        "_critic_warmup",
+        "critic_warmup_problem",
         ["critic.warmup_steps=11", "trainer.steps=10"],
         ["critic.warmup_steps = 11", "10 steps"],
         "trainer.steps=12",
     ),
     (
-        "_policy_lr_warmup",
+        "policy_lr_warmup_problem",
         ["policy.optimizer.warmup_steps=20", "trainer.steps=10", "algorithm.mini_batch_size=128"],
         ["policy.optimizer.warmup_steps = 20", "20 optimizer steps"],
         "trainer.steps=11",
     ),
     (
-        "_policy_lr_warmup",
+        "policy_lr_warmup_problem",
         ["policy.optimizer.warmup_steps=9", "trainer.steps=10", "critic.warmup_steps=2"],
         ["8 optimizer steps"],
         "critic.warmup_steps=0",
     ),
     (
-        "_critic_lr_warmup",
+        "critic_lr_warmup_problem",
         ["critic.optimizer.warmup_steps=10", "trainer.steps=10"],
         ["critic.optimizer.warmup_steps = 10"],
         "algorithm.ppo_epochs=2",
     ),
-    ("_rewards", ["reward.parts=[]"], ["reward.parts = []"], "reward.parts=[{name: exact_match}]"),
-    ("_rewards", ["reward.parts=[{name: a}, {name: a}]"], ["a is there twice"], "reward.parts=[{name: a}, {name: b}]"),
-    ("_rewards", ["reward.parts=[{weight: 2}]"], ["reward.parts.0.name is missing: name a rule, or"], "reward.parts=[{name: a}]"),
-    ("_rewards", ["reward.parts=[{name: a, args: {b: 1}}]"], ["reward.parts.0.args", "built-in rule"], "reward.parts=[{name: a}]"),
-    ("_rewards", ["reward.parts=[{name: a, batch: true}]"], ["reward.parts.0.batch = true"], "reward.parts=[{name: a}]"),
-    ("_rewards", ["reward.parts=[{path: a.py}]"], ["name its function"], "reward.parts=[{path: a.py, function: f}]"),
+    ("training_reward_problem", ["reward.parts=[]"], ["reward.parts = []"], "reward.parts=[{name: exact_match}]"),
     (
-        "_rewards",
+        "training_reward_problem",
+        ["reward.parts=[{name: a}, {name: a}]"],
+        ["a is there twice"],
+        "reward.parts=[{name: a}, {name: b}]",
+    ),
+    (
+        "training_reward_problem",
+        ["reward.parts=[{weight: 2}]"],
+        ["reward.parts.0.name is missing: name a rule, or"],
+        "reward.parts=[{name: a}]",
+    ),
+    (
+        "training_reward_problem",
+        ["reward.parts=[{name: a, args: {b: 1}}]"],
+        ["reward.parts.0.args", "built-in rule"],
+        "reward.parts=[{name: a}]",
+    ),
+    (
+        "training_reward_problem",
+        ["reward.parts=[{name: a, batch: true}]"],
+        ["reward.parts.0.batch = true"],
+        "reward.parts=[{name: a}]",
+    ),
+    ("training_reward_problem", ["reward.parts=[{path: a.py}]"], ["name its function"], "reward.parts=[{path: a.py, function: f}]"),
+    (
+        "training_reward_problem",
         ["reward.parts=[{path: a.py, function: f, entry_point: g}]"],
         ["reward.parts.0.entry_point", "path is set too"],
         "reward.parts=[{path: a.py, function: f}]",
     ),
     (
-        "_rewards",
+        "training_reward_problem",
         ["reward.parts=[{entry_point: g, function: f}]"],
         ["reward.parts.0.function", "a part with entry_point has none; remove it, or set path"],
         "reward.parts=[{entry_point: g}]",
     ),
     (
-        "_rewards",
+        "training_reward_problem",
         ["reward.parts=[{path: a.py, function: f}, {path: b/a.py, function: f}]"],
         ["a.f is there twice"],
         "reward.parts=[{path: a.py, function: f}, {path: b/a.py, function: f, name: b}]",
     ),
-    ("_rewards", ["reward.route.key=s"], ["reward.route.map = {}: give the values of s their parts"], ROUTE),
-    ("_rewards", [*ROUTED, "reward.route.map={a: []}"], ["reward.route.map.a = []: a run needs a reward"], ROUTE),
-    ("_rewards", [*ROUTED, "reward.route.map={a: [{weight: 2}]}"], ["reward.route.map.a.0.name is missing"], ROUTE),
-    ("_rewards", [*ROUTED, 'reward.route.map={" ": [{name: a}]}'], ["a label is a printable line"], ROUTE),
+    ("training_reward_problem", ["reward.route.key=s"], ["reward.route.map = {}: give the values of s their parts"], ROUTE),
+    ("training_reward_problem", [*ROUTED, "reward.route.map={a: []}"], ["reward.route.map.a = []: a run needs a reward"], ROUTE),
+    ("training_reward_problem", [*ROUTED, "reward.route.map={a: [{weight: 2}]}"], ["reward.route.map.a.0.name is missing"], ROUTE),
+    ("training_reward_problem", [*ROUTED, 'reward.route.map={" ": [{name: a}]}'], ["a label is a printable line"], ROUTE),
     (
-        "_rewards",
+        "training_reward_problem",
         [*ROUTED, "reward.route.default=[{name: a, weight: 0}]"],
         ["reward.route.default", "every weight is 0"],
         "reward.route.default=[]",
     ),
     (
-        "_rewards",
+        "training_reward_problem",
         [*ROUTED, "reward.route.map={default: [{name: a}]}", "reward.route.default=[{name: a}]"],
         ["reward.route.default", "map has a recipe of that name"],
         "reward.route.default=[]",
     ),
     (
-        "_rewards",
+        "training_reward_problem",
         [*ROUTED, "reward.route.map={a: [{path: m.py, function: f}], b: [{path: m.py, function: f, batch: true}]}"],
         ['reward.route.map.b.0 = "m.f": has other settings than reward.route.map.a.0'],
         "reward.route.map={a: [{path: m.py, function: f}], b: [{path: m.py, function: f, weight: 2}]}",
     ),
-    ("_rewards", ["reward.parts=[{name: a, weight: 0}]"], ["every weight is 0"], "reward.parts=[{name: a, weight: 0.1}]"),
     (
-        "_rewards",
+        "training_reward_problem",
+        ["reward.parts=[{name: a, weight: 0}]"],
+        ["every weight is 0"],
+        "reward.parts=[{name: a, weight: 0.1}]",
+    ),
+    (
+        "training_reward_problem",
         ["reward.parts=[{model: reward_model, path: a.py}]", "reward_model.model=m"],
         ['reward.parts.0.model = "reward_model"', "path is set too; keep one of the two"],
         "reward.parts=[{model: reward_model}, {path: a.py, function: f}]",
     ),
     (
-        "_reward_model",
+        "reward_model_problem",
         ["reward.parts=[{name: a}, {model: reward_model, name: judge}]"],
         ["reward.parts.1.model = ", "reward_model.model is not set"],
         "reward_model.model=m",
     ),
     (
-        "_length_penalty",
+        "length_penalty_problem",
         ["reward.length_penalty=0.1", "reward.length_penalty_start=512"],
         ["reward.length_penalty_start = 512", "512"],
         "reward.length_penalty_start=511",
     ),
     (
-        "_trajectories",
+        "trajectory_problem",
         ["telemetry.trajectories_per_step=257"],
         ["telemetry.trajectories_per_step = 257", "256 samples"],
         "telemetry.trajectories_per_step=256",
     ),
     (
-        "_trackers",
+        "tracker_names_problem",
         ["telemetry.trackers=[wandb, tensorboard, wandb]"],
         ["telemetry.trackers", "wandb is there twice"],
         "telemetry.trackers=[wandb, tensorboard]",
     ),
     (
-        "_profile_steps",
+        "profile_problem",
         ["telemetry.profile_steps=[3, 11]", "trainer.steps=10"],
         ["telemetry.profile_steps = [3, 11]", "step 10"],
         "telemetry.profile_steps=[3, 10]",
     ),
     (
-        "_profile_steps",
+        "profile_problem",
         ["telemetry.profile_steps=[3, 3]"],
         ["telemetry.profile_steps = [3, 3]", "twice"],
         "telemetry.profile_steps=[3, 4]",
@@ -678,7 +705,7 @@ def test_a_mini_batch_is_right_exactly_when_it_divides_the_samples(tmp_path):
             f"rollout.samples_per_prompt={samples}",
             f"algorithm.mini_batch_size={size}",
         ]
-        refused = checks._mini_batches(train_config(tmp_path, overrides)) is not None
+        refused = mini_batch_problem(train_config(tmp_path, overrides)) is not None
         assert refused == (prompts * samples % size != 0), (prompts, samples, size)
 
 
@@ -687,7 +714,7 @@ def test_the_horizon_bound_is_where_the_controller_turns_negative(tmp_path):
     for samples in (5, 256, 1024):
         for horizon in range(1, 260, 3):
             overrides = [ADAPTIVE, f"algorithm.kl.horizon={horizon}", f"data.prompts_per_step={samples}"]
-            refused = checks._adaptive_horizon(train_config(tmp_path, overrides)) is not None
+            refused = adaptive_horizon_problem(train_config(tmp_path, overrides)) is not None
             assert refused == (1 - 0.2 * samples / horizon <= 1e-12), (samples, horizon)
 
 

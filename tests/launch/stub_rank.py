@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 from megappo.checkpoint.manifest import Manifest, write_manifest
-from megappo.config.checks import run_dir_of
 from megappo.config.loading import load_config
+from megappo.config.run_directory import run_dir_of
 from megappo.launch.failure import ATTEMPT_DIR, record_exceptions
 from megappo.launch.node import SHUTDOWN_S
 from megappo.launch.world import join_srun

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megappo.checkpoint.manifest import Manifest, write_manifest
-from megappo.config.checks import check_run_dir
 from megappo.config.errors import ConfigError
+from megappo.config.run_directory import check_run_dir
 from megappo.config.run_sections import RunConfig
 from megappo.launch.attempt import REQUEUE, SKIPPED, begin, end, main
 from megappo.launch.exit_codes import FAILED, MISTAKE, STOPPED, UNRECOVERABLE

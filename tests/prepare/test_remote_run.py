@@ -12,9 +12,9 @@ from megappo import cli
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import MANIFEST
 from megappo.checkpoint.remote import copy_checkpoint, url_of_run
-from megappo.config.checks import check_run_dir
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
+from megappo.config.run_directory import check_run_dir
 from megappo.config.schema import TrainConfig
 from megappo.launch.attempt import main as attempt
 from megappo.prepare.remote_run import fetch, find_copies

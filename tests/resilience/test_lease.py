@@ -17,9 +17,9 @@ import pytest
 
 from megappo import cli
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.config.checks import LEASE, check_run_dir
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
+from megappo.config.run_directory import LEASE, check_run_dir
 from megappo.config.run_sections import RunConfig
 from megappo.launch import submit
 from megappo.launch.exit_codes import UNRECOVERABLE

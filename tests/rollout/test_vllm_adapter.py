@@ -7,9 +7,10 @@ from typing import Any, get_args
 import pytest
 
 from megappo.bridge.adapter_sync import first_held
-from megappo.config.checks import MAX_VLLM_RANK, problems
+from megappo.config.checks import problems
 from megappo.config.loading import explicit_keys
 from megappo.config.role_sections import LoraConfig
+from megappo.config.rollout_checks import MAX_VLLM_RANK
 from megappo.models.pieces import Box, Piece, PieceMap
 from megappo.rollout.vllm_adapter import RANKS, adapter_options
 

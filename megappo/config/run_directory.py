@@ -1,0 +1,68 @@
+"""Directory of a run: its place, whether a new or a resumed run may have it, and the names in it that are there before the run.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megappo.config.errors import ConfigError, problem
+from megappo.config.run_sections import RunConfig
+
+LAUNCHES = "launch"
+"""Folder of a run directory that `megappo launch` fills before the run itself starts."""
+LEASE = "lease.json"
+"""File of a run directory that says which process has the run (`resilience/lease.py`)."""
+
+
+def run_dir_of(run: RunConfig) -> Path:
+    """Directory of a run: `output_dir/name`. Raises ConfigError if a link leads out of output_dir."""
+    path = Path(run.output_dir) / run.name
+    if not path.resolve().is_relative_to(Path(run.output_dir).resolve()):
+        raise ConfigError(problem("run.name", run.name, f"{path} is a link that leads out of run.output_dir; choose another name"))
+    return path
+
+
+def check_run_dir(run: RunConfig, resume: bool) -> Path:
+    """Check the directory of a run without touching it, and return it.
+
+    A new run needs an absent or empty directory, a resumed run one that holds a run. Raises ConfigError.
+    """
+    path = run_dir_of(run)
+    base = Path(run.output_dir)
+    # The nearest directory that exists: the run creates the others.
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise ConfigError(problem("run.output_dir", run.output_dir, f"{existing} is a file; name a directory"))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            problem("run.output_dir", run.output_dir, f"no permission to write in {existing}; choose another directory")
+        )
+    occupied = holds_run(path)
+    if occupied and not resume:
+        fix = f"{path} holds another run; use run.name={_free_name(base, run.name)} for a new one, or continue it with --resume"
+        raise ConfigError(problem("run.name", run.name, fix))
+    if resume and not occupied:
+        runs = sorted(entry.name for entry in base.iterdir() if entry.is_dir())[:8] if base.is_dir() else []
+        there = f"runs there: {', '.join(runs)}" if runs else "there are no runs there"
+        raise ConfigError(
+            problem("run.name", run.name, f"{path} holds no run to resume ({there}); leave --resume out or name one of them")
+        )
+    return path
+
+
+def holds_run(run_dir: Path) -> bool:
+    """True if a run has left anything in its directory."""
+    # `megappo launch` writes its folder before the run starts, and the process that starts the ranks its lease.
+    return run_dir.is_dir() and any(entry.name != LAUNCHES and not is_lease(entry.name) for entry in run_dir.iterdir())
+
+
+def is_lease(name: str) -> bool:
+    """True of the names that a lease gives to files of a run directory."""
+    return name == LEASE or name.startswith(f".{LEASE}.")
+
+
+def _free_name(base: Path, name: str) -> str:
+    return next(f"{name}-{n}" for n in range(2, 10_000) if not (base / f"{name}-{n}").exists())
