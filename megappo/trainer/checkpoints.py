@@ -287,30 +287,34 @@ class Checkpoints:
         skip: steps that were not to be taken. Returns the names of the extra models that it lacks, which stay as they are.
         NonFiniteWeights if there is no other; ValueError if all are damaged.
         """
-        skipped: list[int] = []
-        try:
-            step = self._store.restore(manifest, self._held_in(manifest), self._components)
-        except DamagedCheckpoint as damage:  # found by the hashes, which were made while the models were built; nothing was loaded
+        not_finite: list[int] = []
+        while (fault := self._restore(manifest)) is not None:
+            step = manifest.step
+            if isinstance(fault, NonFiniteWeights):  # one that is damaged has been set aside
+                not_finite.append(step)
+                warn_once(logger, "step-%d is no state to go on from (%s); trying the next older checkpoint", step, fault)
             try:
-                manifest = self._store.find_resumable(self._facts, skip)
+                manifest = self._store.find_resumable(self._facts, (*skip, *not_finite))
             except ValueError as error:
-                raise type(error)(f"step-{manifest.step} is damaged ({damage}), and {error}") from error
-            step = self._store.restore(manifest, self._held_in(manifest), self._components)
-        while fault := self._non_finite():
-            skipped.append(step)
-            warn_once(logger, "step-%d is no state to go on from (%s); trying the next older checkpoint", step, fault)
-            try:
-                manifest = self._store.find_resumable(self._facts, skip=tuple(skipped))
-            except ValueError as error:
-                raise NonFiniteWeights(f"no checkpoint to go on from: {fault} in step-{step}; {error}") from error
-            step = self._store.restore(manifest, self._held_in(manifest), self._components)
-        self._saved_step = step
+                if isinstance(fault, NonFiniteWeights):
+                    raise NonFiniteWeights(f"no checkpoint to go on from: {fault} in step-{step}; {error}") from error
+                raise type(error)(f"step-{step} is damaged ({fault}), and {error}") from error
+        self._saved_step = manifest.step
         if line := self._best.resume(on_rank_zero("looking for checkpoints", self._store.steps)):
             warn_once(logger, "%s", line)
         self._schedule.expect(manifest.facts.get(SAVE_S, 0.0), self._epochs_done())
-        self._log.resume_after(step)
-        self._log.note(f"resumed after step {step}")
+        self._log.resume_after(manifest.step)
+        self._log.note(f"resumed after step {manifest.step}")
         return sorted(self._models.keys() - self._held_in(manifest).keys())
+
+    def _restore(self, manifest: Manifest) -> DamagedCheckpoint | NonFiniteWeights | None:
+        """Restore a checkpoint; returns its fault if it is no state to go on from."""
+        try:
+            self._store.restore(manifest, self._held_in(manifest), self._components)
+        except DamagedCheckpoint as damage:  # found by the hashes, which were made while the models were built; nothing was loaded
+            return damage
+        fault = self._non_finite()
+        return NonFiniteWeights(fault) if fault else None
 
     def _held_in(self, manifest: Manifest) -> dict[str, PlacedModel | None]:
         """The models, without extra ones that a checkpoint lacks."""

@@ -1,4 +1,6 @@
-"""A resume whose checkpoint turns out to be damaged after the models were built: the one before, or one line that says why not."""
+"""A resume whose checkpoint turns out to be damaged, or not finite, after the models were built: the one before, or one line that
+says why not.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from megappo.checkpoint.errors import DamagedCheckpoint
-from megappo.trainer.checkpoints import Checkpoints
+from megappo.trainer.checkpoints import Checkpoints, NonFiniteWeights
 
 
 class Store:
@@ -34,15 +36,18 @@ class Store:
         return self.older
 
 
-def resumed(store: Store, monkeypatch: pytest.MonkeyPatch, skip: tuple[int, ...] = ()) -> Checkpoints:
+def resumed(
+    store: Store, monkeypatch: pytest.MonkeyPatch, skip: tuple[int, ...] = (), not_finite: tuple[int, ...] = ()
+) -> Checkpoints:
     checkpoints = object.__new__(Checkpoints)
     nothing = SimpleNamespace(resume=lambda *_: None, expect=lambda *_: None, resume_after=lambda *_: None, note=lambda *_: None)
     checkpoints._store, checkpoints._facts, checkpoints._components, checkpoints._models = store, {}, {}, {}
     checkpoints._best = checkpoints._schedule = checkpoints._log = nothing
     checkpoints._epochs_done = lambda: 0
     monkeypatch.setattr(checkpoints, "_held_in", lambda manifest: {})
-    monkeypatch.setattr(checkpoints, "_non_finite", lambda: "")
+    monkeypatch.setattr(checkpoints, "_non_finite", lambda: "a.weight is NaN" if store.loaded[-1] in not_finite else "")
     monkeypatch.setattr("megappo.trainer.checkpoints.on_rank_zero", lambda what, action: action())
+    monkeypatch.setattr("megappo.trainer.checkpoints.warn_once", lambda *_: None)
     checkpoints.resume(SimpleNamespace(step=7), skip)
     return checkpoints
 
@@ -58,3 +63,11 @@ def test_without_another_the_error_names_the_damage(monkeypatch):
     with pytest.raises(ValueError, match=r"^step-7 is damaged \(a.distcp does not .*\), and run/checkpoints holds no checkpoint$"):
         resumed(store, monkeypatch)
     assert store.loaded == []
+
+
+def test_after_one_that_is_not_finite_none_is_taken_that_was_not_to_be_taken(monkeypatch):
+    store = Store([6, 5, 4])
+    assert resumed(store, monkeypatch, skip=(5,), not_finite=(6,))._saved_step == 4
+    assert store.loaded == [6, 4] and store.skipped == [(5,), (5, 6)]
+    with pytest.raises(NonFiniteWeights, match=r"^no checkpoint to go on from: a.weight is NaN in step-6; run/checkpoints holds"):
+        resumed(Store([6]), monkeypatch, not_finite=(6,))
