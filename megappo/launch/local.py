@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from megappo.launch.exit_codes import FAILED, KILLED, UNRECOVERABLE, as_shell
 from megappo.launch.failure import ATTEMPT_DIR, KILL_GRACE_S, Failure, first_failure
-from megappo.launch.processes import NewProcesses, RankProcess, Starter
+from megappo.launch.processes import NewProcesses, RankProcess, SharedImports, Starter
 from megappo.launch.requests import Requests
 from megappo.resilience.life import LAUNCHER_LISTENS, Listener, Store
 
@@ -57,8 +57,25 @@ def start_ranks(num_ranks: int, arguments: Sequence[str], module: str = "megappo
     ValueError if the machine has GPUs, but fewer than ranks.
     """
     prepare(num_ranks)
+    return _run_alone(NewProcesses(module), num_ranks, arguments)
+
+
+def start_worlds(worlds: Sequence[tuple[int, Sequence[str]]], module: str, preload: Sequence[str]) -> int:
+    """As `start_ranks` for worlds of (number of ranks, arguments), one after the other, which share the imports of `preload`.
+
+    Returns the first exit code that is not 0; later worlds are not started then.
+    """
+    with contextlib.closing(SharedImports(module, preload, "world")) as imports:
+        for num_ranks, arguments in worlds:
+            prepare(num_ranks)
+            if code := _run_alone(imports.starter(), num_ranks, arguments):
+                return code
+    return 0
+
+
+def _run_alone(starter: Starter, num_ranks: int, arguments: Sequence[str]) -> int:
     with Requests(stoppable=False) as requests, tempfile.TemporaryDirectory(prefix="megappo-ranks-") as folder:
-        end = run_world(NewProcesses(module), num_ranks, arguments, requests, Path(folder))
+        end = run_world(starter, num_ranks, arguments, requests, Path(folder))
     say(end)
     return end.code
 

@@ -48,14 +48,14 @@ class NewProcesses:
 
 
 class ForkedProcesses:
-    """Ranks of `megappo.cli`, forked from one process whose imports they share: seconds of each rank's start, and their memory.
+    """Ranks that run a module, forked from one process whose imports they share: seconds of each rank's start, and their memory.
 
-    That process is started here and ends with this one, or by `close`.
+    That process is started here and ends with this one, or by `close`. preload: modules that it imports.
     """
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, module: str, preload: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps messages apart
-        command = [sys.executable, "-m", "megappo.launch.zygote", str(theirs.fileno()), str(os.getpid()), *preload]
+        command = [sys.executable, "-m", "megappo.launch.zygote", str(theirs.fileno()), str(os.getpid()), module, *preload]
         with deaf_to_stop():
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
@@ -105,6 +105,37 @@ class ForkedProcesses:
             message = self._socket.recv(1 << 16, flags)
         self._open = bool(message)
         return json.loads(message) if message else None
+
+
+class SharedImports:
+    """Starters for worlds one after the other: forks of one process, or new interpreters if ranks cannot be forked, which is said.
+
+    That process is started with the first world, anew if it has ended, and ends with `close`. world: its name in the message.
+    """
+
+    def __init__(self, module: str, preload: Sequence[str], world: str) -> None:
+        self._module, self._preload, self._world = module, preload, world
+        self._forks: ForkedProcesses | None = None
+        self._new = False  # ranks cannot be forked here
+
+    def starter(self) -> Starter:
+        """Wait for the imports; returns the starter of the next world."""
+        if self._new:
+            return NewProcesses(self._module)
+        if self._forks is None or not self._forks.is_alive():
+            self.close()
+            self._forks = ForkedProcesses(self._module, self._preload)
+            if (reason := self._forks.unfit()) is not None:
+                print(
+                    f"megappo: every {self._world} imports everything again, as ranks cannot be forked: {reason}", file=sys.stderr
+                )
+                self._new = True
+                return NewProcesses(self._module)
+        return self._forks
+
+    def close(self) -> None:
+        if self._forks is not None:
+            self._forks.close()
 
 
 class _Forked:

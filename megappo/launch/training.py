@@ -16,7 +16,7 @@ from megappo.checkpoint.errors import RefusedCheckpoint
 from megappo.launch.exit_codes import DONE, MISTAKE, STOPPED, UNRECOVERABLE
 from megappo.launch.failure import ATTEMPT_DIR
 from megappo.launch.local import WorldEnd, prepare, run_world, say
-from megappo.launch.processes import ForkedProcesses, NewProcesses, Starter
+from megappo.launch.processes import NewProcesses, SharedImports
 from megappo.launch.requests import Requests
 from megappo.launch.restart import NoProgress, Start, newest_step, next_start, read_starts, record_start, saved_steps, set_aside
 from megappo.resilience.ended import Ended, is_stopped, read_end, record_failure
@@ -96,8 +96,7 @@ class _Restarts:
     def __init__(self, num_ranks: int, arguments: Sequence[str], run_dir: Path, record: Path, max_restarts: int) -> None:
         self._num_ranks, self._arguments = num_ranks, list(arguments)
         self._run_dir, self._record, self._max_restarts = run_dir, record, max_restarts
-        self._forks: ForkedProcesses | None = None
-        self._new = False  # ranks cannot be forked here
+        self._imports = SharedImports(RANK_MODULE, PRELOADED, "restart")
 
     def run(self, requests: Requests, *, resume: bool) -> WorldEnd:
         start = next_start((), saved_steps(self._run_dir), attempt=0)
@@ -137,25 +136,12 @@ class _Restarts:
         return recorded is not None and recorded.time >= start.time
 
     def close(self) -> None:
-        if self._forks is not None:
-            self._forks.close()
+        self._imports.close()
 
     def _attempt(self, start: Start, requests: Requests, resume: bool) -> WorldEnd:
         evidence = record_start(self._record, start)
         arguments = [*self._arguments, *_option(resume)]
-        return run_world(self._starter(), self._num_ranks, arguments, requests, evidence, start.environment())
-
-    def _starter(self) -> Starter:
-        if self._new:
-            return NewProcesses(RANK_MODULE)
-        if self._forks is None or not self._forks.is_alive():
-            self.close()
-            self._forks = ForkedProcesses(PRELOADED)
-            if (reason := self._forks.unfit()) is not None:
-                print(f"megappo: every restart imports everything again, as ranks cannot be forked: {reason}", file=sys.stderr)
-                self._new = True
-                return NewProcesses(RANK_MODULE)
-        return self._forks
+        return run_world(self._imports.starter(), self._num_ranks, arguments, requests, evidence, start.environment())
 
 
 def _option(resume: bool) -> list[str]:

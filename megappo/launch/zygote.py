@@ -1,9 +1,11 @@
-"""The process from which ranks are forked: `python -m megappo.launch.zygote SOCKET LAUNCHER MODULE...`.
+"""The process from which ranks are forked: `python -m megappo.launch.zygote SOCKET LAUNCHER PROGRAM MODULE...`.
 
-Started by `processes.ForkedProcesses`. It imports the modules once and then does nothing but fork and report. A rank of it starts
-in milliseconds with all imports done, also after a failure, where imports are what a restart waits for. It starts no thread and
-opens no GPU, as neither survives a fork; if an import has, it says so and forks nothing. Messages (JSON, one per packet):
-{"unfit": reason or null}; then for {"environment", "arguments"} {"started": pid}; and {"pid", "code"} at the end of each rank.
+Started by `processes.ForkedProcesses`. It imports the modules once and then does nothing but fork and report. A rank of it runs
+`python -m PROGRAM`; it starts in milliseconds with all imports done, also after a failure, where imports are what a restart waits
+for. It starts no thread and opens no GPU, as neither survives a fork; if an import has, it says so and forks nothing.
+
+Messages (JSON, one per packet): {"unfit": reason or null}; then for {"environment", "arguments"} {"started": pid}; and {"pid",
+"code"} at the end of each rank.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -74,8 +77,8 @@ def _report_ends(connection: socket.socket) -> None:
                 connection.send(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
 
 
-def main(descriptor: int, launcher: int, modules: Sequence[str]) -> int:
-    """Exit code of a rank; 0 of the process that forks."""
+def main(descriptor: int, launcher: int, program: str, modules: Sequence[str]) -> int:
+    """Exit code of the process that forks; a rank ends as its program does."""
     end_with(launcher)
     quiet_libraries()
     for name in modules:
@@ -89,14 +92,13 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> int:
         return 0
     import numpy
 
-    from megappo import cli
-
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(f"megappo rank {os.environ['RANK']}", encoding="ascii")  # as ps shows it
     numpy.random.seed()  # all forks have the same state; Python's own generator does this by itself
-    sys.argv = ["megappo", *arguments]
-    return cli.main(arguments)
+    sys.argv = [program, *arguments]
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))

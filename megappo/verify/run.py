@@ -19,7 +19,7 @@ from megappo.config.layout_checks import placements_in_use, roles_in_use, traine
 from megappo.config.loading import explicit_keys
 from megappo.config.rank_ranges import ALL, ranges_of
 from megappo.config.schema import TrainConfig
-from megappo.launch.local import start_ranks
+from megappo.launch.local import start_worlds
 from megappo.models.hf_config import read_arch
 from megappo.models.implementation import choose_implementation
 from megappo.parallel.layout import layout_of
@@ -34,6 +34,8 @@ from megappo.verify.shrink_layouts import ranks_needed
 from megappo.verify.world import Results, read_results
 
 LAYOUT, ALONE = "layout", "one rank"
+PRELOADED = ("megappo.verify.world", "megappo.engine.megatron")
+"""Imports that the measuring ranks share."""
 
 
 def verify(
@@ -119,12 +121,8 @@ def _measure(runs: Mapping[str, Run], folder: Path, rank_module: str) -> int:
         _file(folder, name, "json").write_text(run.config.model_dump_json(), encoding="utf-8")
         worlds[run.world_size].append(name)
     # The largest first: the ranks of later worlds get its number of threads.
-    for world_size in sorted(worlds, reverse=True):
-        stems = [_file(folder, name, "json").stem for name in worlds[world_size]]
-        code = start_ranks(world_size, [str(folder), *stems], module=rank_module)
-        if code != 0:
-            return code
-    return 0
+    stems = {size: [_file(folder, name, "json").stem for name in worlds[size]] for size in sorted(worlds, reverse=True)}
+    return start_worlds([(size, [str(folder), *names]) for size, names in stems.items()], rank_module, PRELOADED)
 
 
 def _file(folder: Path, name: str, suffix: str) -> Path:

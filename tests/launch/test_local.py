@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from megappo.launch import local, training
+from megappo.launch import local, processes, training
 from megappo.launch.failure import ATTEMPT_DIR, first_failure
 from megappo.launch.local import WorldEnd, run_world, start_ranks
 from megappo.launch.processes import NewProcesses
@@ -155,7 +155,7 @@ def test_ranks_that_know_no_stop_are_ended_at_the_first_signal(world, capsys) ->
 class Unfit:
     """In place of ranks that are forked."""
 
-    def __init__(self, modules: object) -> None: ...
+    def __init__(self, *_: object) -> None: ...
     def unfit(self) -> str:
         return "a test says so"
 
@@ -177,7 +177,7 @@ def test_restarts_end_where_another_one_is_no_use(
 ) -> None:
     world(words)
     monkeypatch.setattr(training, "RANK_MODULE", RANK)
-    monkeypatch.setattr(training, "ForkedProcesses", Unfit)
+    monkeypatch.setattr(processes, "ForkedProcesses", Unfit)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run_dir = tmp_path / "run"
     record = run_dir / "launch" / "001"
@@ -217,7 +217,7 @@ def test_a_disk_that_has_gone_keeps_the_code_of_the_failure(world, tmp_path: Pat
     """And is no mistake of the user, although its refusal is a ValueError."""
     world("raise sleep")
     monkeypatch.setattr(training, "RANK_MODULE", RANK)
-    monkeypatch.setattr(training, "ForkedProcesses", Unfit)
+    monkeypatch.setattr(processes, "ForkedProcesses", Unfit)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     run_dir = tmp_path / "run"
     record = run_dir / "launch" / "001"
