@@ -13,6 +13,7 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 from megappo.platform.garbage import collect_seldom
+from megappo.platform.lazy_compile import compile_at_first_call
 from megappo.platform.transformer_engine import import_before_megatron
 
 _EXPECTED_WARNINGS = (
@@ -39,6 +40,7 @@ def quiet_libraries() -> None:
     # torch's profiler (`telemetry.profile_steps`) announces each start and stop on the console below this level, that of errors.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     import_before_megatron()
+    compile_at_first_call()
     if not any(isinstance(finder, _HidesWandb) for finder in sys.meta_path):
         sys.meta_path.insert(0, _HidesWandb())
     for text in _EXPECTED_WARNINGS:

@@ -429,13 +429,13 @@ import sys
 from megappo.platform.quiet import quiet_libraries
 quiet_libraries()
 import megappo.trainer.main, megappo.engine.build
-assert not {"transformers", "wandb"} & set(sys.modules)
+assert not {"transformers", "wandb", "torch._dynamo", "torch._inductor.compile_fx"} & set(sys.modules)
 from megatron.core import timers
 assert timers.wandb is None
 import wandb  # it is installed, so that Megatron-core's own import would have found it; other code may import it
 """
 
 
-def test_a_run_of_megatron_models_imports_neither_transformers_nor_wandb() -> None:
+def test_a_run_of_megatron_models_imports_neither_transformers_nor_wandb_nor_torchs_compiler() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", RANK_IMPORTS], cwd=Path(__file__).parents[2], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
