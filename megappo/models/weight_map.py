@@ -98,9 +98,14 @@ def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head:
     shapes: dict[str, Shape] = {}
     if at.pp == 0:
         shapes[LOCAL_EMBEDDING] = vocab_rows
+    of_kind: dict[
+        bool, list[tuple[str, Shape]]
+    ] = {}  # layers with experts, and without: a search of layouts asks thousands of times
     for layer in layout.stage_layers(arch.num_layers, at.pp):
-        for rule, ranks, _ in _rank_rules(arch, layout, at, layer):
-            shapes[local_layer(layer) + rule.local] = rule.shape(arch, ranks)
+        kind, prefix = arch.is_sparse(layer), local_layer(layer)
+        if kind not in of_kind:
+            of_kind[kind] = [(rule.local, rule.shape(arch, ranks)) for rule, ranks, _ in _rank_rules(arch, layout, at, layer)]
+        shapes.update((prefix + name, shape) for name, shape in of_kind[kind])
     if at.pp == layout.pp - 1:
         shapes[LOCAL_FINAL_NORM] = (arch.hidden_size,)
         if value_head:
