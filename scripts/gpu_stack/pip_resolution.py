@@ -40,6 +40,12 @@ def pip_folder(version: str) -> str:
     return folder
 
 
+def pip_name(folder: str) -> str:
+    """As `pip --version` calls the pip of a `pip_folder`."""
+    (facts,) = Path(folder).glob("pip-*.dist-info")
+    return f"pip {facts.name.removeprefix('pip-').removesuffix('.dist-info')}"
+
+
 def _pip(folder: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "NVTE_FRAMEWORK": "pytorch"}
     if folder:
@@ -79,7 +85,7 @@ def resolution_fault(versions: Mapping[str, str]) -> str:
 
 def anew() -> str:
     folder = pip_folder("")
-    name = _pip(folder, "--version").stdout.split(" from ")[0]
+    name = pip_name(folder)
     lists = [(ROOT / file).read_text() for file in ("setup.py", "megappo/versions.py", CONSTRAINTS)]
     mark = Path(sys.prefix, f".megappo-resolved-{hashlib.sha256(''.join([name, *lists]).encode()).hexdigest()[:16]}")
     if mark.exists():
@@ -108,7 +114,7 @@ def line(version: str, extras: str) -> Callable[[], str]:
             raise Wrong(wrong)
         would = re.search(r"Would install (.*)", done.stdout)
         others = [name for name in (would[1].split() if would else []) if not name.startswith("megappo-")]
-        name = _pip(folder, "--version").stdout.split(" from ")[0]
+        name = pip_name(folder)
         return f"{name}: " + (f"would add {', '.join(others)}" if others else "nothing is missing")
 
     return check
