@@ -21,11 +21,11 @@ from hypothesis import settings
 from tests import tiers
 
 TESTS = Path(__file__).parent
-# Folders whose tests take minutes. They go to the workers first, so that none of them is left to one worker at the end.
-LONG = ("trainer", "parity", "scripts", "host_cuda", "launch", "engine", "ops", "rollout", "tune", "checkpoint", "models")
-
-# Thousands of tests make much that lives long: with the usual 700 an eighth of the quick tier went into collections.
-gc.set_threshold(10_000)
+# Folders in the order in which they go to the workers, before the others: those whose tests take minutes first, so that none of
+# them is left to one worker at the end. Between them those that wait for most of their time (ranks that hang, limits that pass):
+# beside two others they cost none, and beside each other, or at the end, they leave cores idle (120 s of them).
+FIRST = ("trainer", "parity", "scripts", "resilience", "host_cuda", "launch", "parallel", "engine", "verify", "rewards")
+FIRST += ("rollout", "tune", "ops", "checkpoint", "telemetry", "models")
 
 # The workers and the worlds that they start share two cores: a slow example says nothing of the code.
 settings.register_profile("shared machine", deadline=None)
@@ -33,6 +33,9 @@ settings.load_profile("shared machine")
 
 # The process that hands tests to pytest-xdist's workers: it runs none, and they wait until it has read this file.
 IS_CONTROLLER = "-n" in sys.argv and "PYTEST_XDIST_WORKER" not in os.environ
+
+if not IS_CONTROLLER:
+    gc.disable()  # until all tests are there: imports and thousands of tests make much that stays
 
 if not IS_CONTROLLER and importlib.util.find_spec("triton") and not importlib.import_module("torch").cuda.is_available():
     with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +98,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # libraries, and thousands of tests: a million objects, which every collection would visit
+    gc.freeze()  # libraries, and thousands of tests: a million objects
+    gc.set_threshold(10_000)  # with the usual 700 an eighth of the quick tier went into collections
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -109,7 +114,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=slow)
         left_out = set(slow)
         items[:] = [item for item in items if item not in left_out]
-    items.sort(key=lambda item: LONG.index(_folder(item.nodeid)) if _folder(item.nodeid) in LONG else len(LONG))
+    items.sort(key=lambda item: FIRST.index(_folder(item.nodeid)) if _folder(item.nodeid) in FIRST else len(FIRST))
 
 
 @pytest.hookimpl(optionalhook=True)
