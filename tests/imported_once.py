@@ -12,10 +12,29 @@ from megappo.rollout.process_state import EngineState
 from megappo.rollout.vllm_process import require_vllm, vllm_running
 
 collect_seldom()
-for name in ("transformers.models.auto.modeling_auto", "megappo.engine.megatron", "megappo.trainer.ppo", "megappo.trainer.main"):
+for name in (
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "megappo.engine.megatron",
+    "megappo.engine.fsdp2_build",
+    "megappo.plan.run",
+    "megappo.trainer.ppo",
+    "megappo.trainer.main",
+    "pytest",  # by the modules whose functions ranks run
+):
     importlib.import_module(name)
 # As an engine imports it: environment and torch are restored after.
 require_vllm()
 with vllm_running(EngineState(torch.device("cpu")), {}):
-    for name in ("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"):
+    for name in (
+        "vllm.entrypoints.llm",
+        "vllm.entrypoints.launchers.cli_args",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.model_executor.models.llama",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "megappo.rollout.vllm_engine",
+    ):
         importlib.import_module(name)
+    # As the first worker of a process does (0.3 s): it looks through all modules, and what it finds here later engines leave alone.
+    importlib.import_module("vllm.platforms").current_platform.register_triton_kernel_overrides()

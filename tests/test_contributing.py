@@ -1,11 +1,11 @@
 """The worked examples of CONTRIBUTING.md run as they stand."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_code
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.M)[1:]
@@ -25,7 +25,7 @@ def test_every_kind_of_extension_has_an_example():
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_an_example_runs(title):
     """In a process of its own: examples register what no other test should see."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", EXAMPLES[title]], cwd=ROOT, capture_output=True, text=True)
+    done = run_code(EXAMPLES[title], cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

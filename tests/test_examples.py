@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.commands import run_command, run_script
 from tests.trainer.small_run import small_config, write_small_task
 
 ROOT = Path(__file__).parent.parent
@@ -18,14 +19,18 @@ EXAMPLES = ROOT / "examples"
 TOKEN = "s3same-open-91c4"
 
 
-def python(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "WORLD_SIZE", "TRITON_INTERPRET"):
-        environment.pop(name, None)
-    command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=cwd)
+def said_by(done: subprocess.CompletedProcess) -> str:
+    """Standard output, after a good end."""
     assert done.returncode == 0, done.stdout + done.stderr
-    return done
+    return done.stdout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +76,14 @@ def trained(tmp_path_factory, server) -> Path:
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     (folder / "rewards").mkdir()
     (folder / "rewards" / "mine.py").write_text((EXAMPLES / "own_reward.py").read_text())
-    python("-m", "megappo", "train", "run.yaml", cwd=folder)
+    said_by(run_command("train", "run.yaml", cwd=folder))
     return folder / "runs" / "mine"
 
 
 def test_a_step_by_hand_makes_good_tokens_likelier_and_bad_ones_less_likely(trained):
     config = trained.parent.parent / "run.yaml"
-    out = python(EXAMPLES / "ppo_step_by_hand.py", config, "reward.parts=[{name: has_eos}]", "algorithm.ppo_epochs=2").stdout
+    overrides = ("reward.parts=[{name: has_eos}]", "algorithm.ppo_epochs=2")
+    out = said_by(run_script(EXAMPLES / "ppo_step_by_hand.py", config, *overrides, cwd=ROOT))
     assert "critic: 4 updates" in out and "policy: 4 updates" in out
     positive, negative = (float(line.rsplit(": ", 1)[1]) for line in out.splitlines()[-2:])
     assert positive > 0 > negative
@@ -114,7 +120,7 @@ def test_a_server_of_ones_own_scores_the_responses_and_the_token_is_written_nowh
 
 
 def test_a_trajectory_is_read_and_its_returns_are_those_of_the_run(trained):
-    out = python(EXAMPLES / "read_trajectory.py", trained, "--step", "2", "--sample", "1").stdout
+    out = said_by(run_script(EXAMPLES / "read_trajectory.py", trained, "--step", "2", "--sample", "1", cwd=ROOT))
     assert out.startswith("step 2, ")
     sample = json.loads((trained / "trajectories" / "step_000002.jsonl").read_text().splitlines()[1])
     # Half a unit of the fifth digit of every reward, twice of every value, and of the return itself.
@@ -123,7 +129,7 @@ def test_a_trajectory_is_read_and_its_returns_are_those_of_the_run(trained):
 
 
 def test_figures_of_all_samples_of_a_step_are_the_metrics_of_the_run(trained):
-    figures = json.loads(python("-m", "megappo", "trajectories", trained, "--json").stdout)
+    figures = json.loads(said_by(run_command("trajectories", trained, "--json", cwd=ROOT)))
     logged = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     names = {
         "score": "reward/score_mean",
@@ -169,9 +175,10 @@ def test_changed_code_of_a_reward_is_told_on_resume_as_a_library_from_another_di
     assert recorded[1] == {"weight": 0.5, "path": str(mine), "function": "close"}
     mine.write_text(mine.read_text() + "# changed\n")
     (tmp_path / "resume.py").write_text(LIBRARY)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
-    done = python(*torchrun, tmp_path / "resume.py", trained / "config.yaml", cwd=tmp_path)
-    said = done.stdout + done.stderr
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command = [*torchrun, tmp_path / "resume.py", trained / "config.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    said = said_by(done) + done.stderr
     assert "the code of the reward rule mine.close has changed since step-2: scores may not be comparable" in said
     assert "mine.digits has changed" in said and "exact_match has changed" not in said and "reward.parts changed" not in said
     steps = [json.loads(line).get("step") for line in (trained / "metrics.jsonl").read_text().splitlines()]

@@ -1,7 +1,7 @@
 """Compile Megatron-core's fused functions at their first call, and not while it is imported.
 
-Its `jit_fuser` is torch.compile, and what that decorates imports torch's compiler: a second of the start of every process, for
-functions that few of them call.
+Its `jit_fuser` is torch.compile, and a function that it decorates imports inductor: 0.3 s of processor time of every start (2.7 s
+without vLLM), for functions that few processes call.
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@ import threading
 import time
 from pathlib import Path
 
-from megappo.checkpoint.manifest import Manifest, write_manifest
-from megappo.config.loading import load_config
-from megappo.config.run_directory import run_dir_of
 from megappo.launch.failure import ATTEMPT_DIR, record_exceptions
 from megappo.launch.node import SHUTDOWN_S
 from megappo.launch.world import join_srun
@@ -22,6 +19,11 @@ WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 
 def save(step: int) -> Path:
     """A checkpoint, as far as the launch looks at it; the run's directory."""
+    # Not in the other ranks, of which there are two dozen: half a second of processor time each.
+    from megappo.checkpoint.manifest import Manifest, write_manifest
+    from megappo.config.loading import load_config
+    from megappo.config.run_directory import run_dir_of
+
     run_dir = run_dir_of(load_config(sys.argv[-1]).run)
     folder = run_dir / "checkpoints" / f"step-{step}"
     folder.mkdir(parents=True)

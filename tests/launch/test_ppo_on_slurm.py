@@ -16,6 +16,7 @@ from tests.launch.cluster import Cluster
 from tests.trainer.test_resume import metrics
 
 ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 START_S, STEP_S = 240, 60  # generous: the machine may be busy with other tests
 STOPPED_AFTER, WHOLE, NEVER = 2, 5, 100  # steps
 SECRET = "hf_do_not_write_this_anywhere"
@@ -50,8 +51,8 @@ def write_quickstart(folder: Path) -> None:
     write_arithmetic(folder / "data", 200, 20, 10, 0, TASK, 0.0)
 
 
-def launch(folder: Path, name: str, steps: int, *options: str, **changes: object) -> Launched:
-    """Submit a run of `write_quickstart`'s files. changes: dotted keys of the configuration."""
+def overrides_of(folder: Path, name: str, steps: int, **changes: object) -> list[str]:
+    """Of the quickstart's configuration, for a run of `write_quickstart`'s files. changes: dotted keys."""
     overrides = {
         "run.name": name,
         "run.output_dir": folder / "runs",
@@ -73,8 +74,13 @@ def launch(folder: Path, name: str, steps: int, *options: str, **changes: object
         "checkpoint.save_every": 0,  # what the rank that is killed did is lost
         **changes,
     }
-    arguments = ["launch", str(ROOT / "configs" / "quickstart.yaml"), "--nodes", "2", "--gpus-per-node", "1", *options]
-    assert cli.main([*arguments, *(f"{key}={value}" for key, value in overrides.items())]) == 0
+    return [f"{key}={value}" for key, value in overrides.items()]
+
+
+def launch(folder: Path, name: str, steps: int, *options: str, **changes: object) -> Launched:
+    """Submit a run. changes: as of `overrides_of`."""
+    arguments = ["launch", str(QUICKSTART), "--nodes", "2", "--gpus-per-node", "1", *options]
+    assert cli.main([*arguments, *overrides_of(folder, name, steps, **changes)]) == 0
     run = folder / "runs" / name
     return Launched((run / "launch" / "001" / "job_id").read_text().strip(), run)
 

@@ -1,6 +1,6 @@
 """PPO by `megappo launch` on two nodes, of which the first one trains and the second one generates.
 
-The oracle is a job that does both on the same two ranks, at the same time as the first one.
+The oracle is a run that does both on the same two ranks, forked from a process that has imported everything.
 """
 
 from __future__ import annotations
@@ -11,9 +11,21 @@ from pathlib import Path
 import pytest
 
 from tests.launch.cluster import NODES, Cluster
-from tests.launch.test_ppo_on_slurm import ROOT, START_S, STEP_S, Launched, are_running, launch, process_of, write_quickstart
+from tests.launch.test_ppo_on_slurm import (
+    QUICKSTART,
+    ROOT,
+    START_S,
+    STEP_S,
+    Launched,
+    are_running,
+    launch,
+    overrides_of,
+    process_of,
+    write_quickstart,
+)
 from tests.trainer.small_run import TOLERANCE, check_same_numbers
 from tests.trainer.test_placed_run import responses, rows
+from tests.worlds import spawn_world
 
 STEPS = 8  # of half a second: the ranks are looked at after the first one
 TRAINING, GENERATING = (0, 1), (2, 3)
@@ -45,12 +57,17 @@ def see(rank: int, launched: Launched) -> Seen:
 
 @dataclass
 class Story:
-    """Events of the two runs. seen: ranks of the first one, in order."""
+    """Events of the job. seen: its ranks, in order. In the folder is the run `colocated` too."""
 
     folder: Path
     apart: Launched
-    colocated: Launched
     seen: list[Seen]
+
+
+def run_colocated(rank: int, folder: Path) -> None:
+    from tests.trainer.recipe_runs import run
+
+    run(QUICKSTART, overrides_of(folder, "colocated", STEPS, **BOTH), resume=False)
 
 
 @pytest.fixture(scope="module")
@@ -61,21 +78,19 @@ def story(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Story:
         patch.chdir(ROOT)
         write_quickstart(folder)
         apart = launch(folder, "apart", STEPS, "--gpus-per-node", "2", **BOTH, **APART)
-        colocated = launch(folder, "colocated", STEPS, "--gpus-per-node", "2", "--nodes", "1", **BOTH)
-    cluster.wait_for("both jobs", lambda: are_running(cluster, apart, colocated), STEP_S, apart.log)
+    cluster.wait_for("the job", lambda: are_running(cluster, apart), STEP_S, apart.log)
     cluster.wait_for("a step", lambda: 1 in apart.steps() or cluster.has_ended(apart.job), START_S, apart.log)
     assert apart.steps(), apart.log.read_text()
     seen = [see(rank, apart) for rank in (*TRAINING, *GENERATING)]
-    for one in (apart, colocated):
-        cluster.wait_for("the end", lambda: cluster.has_ended(one.job), START_S, one.log)
-    return Story(folder, apart, colocated, seen)
+    spawn_world(run_colocated, 2, folder, timeout_s=START_S)
+    cluster.wait_for("the end", lambda: cluster.has_ended(apart.job), START_S, apart.log)
+    return Story(folder, apart, seen)
 
 
-def test_both_placements_finish(story: Story) -> None:
-    for one in (story.apart, story.colocated):
-        said = one.log.read_text()
-        assert said.splitlines()[-1] == f"megappo: finished; results in {one.run}", said
-        assert one.steps() == list(range(1, STEPS + 1))
+def test_it_finishes(story: Story) -> None:
+    said = story.apart.log.read_text()
+    assert said.splitlines()[-1] == f"megappo: finished; results in {story.apart.run}", said
+    assert story.apart.steps() == list(range(1, STEPS + 1))
 
 
 def test_the_second_node_generates_and_the_first_one_is_free_of_vllm(story: Story) -> None:

@@ -8,9 +8,11 @@ import re
 import pytest
 
 from scripts import bench_checkpoint
+from tests.worlds import start_forked
 
 
-def test_every_rank_writes_and_the_table_says_so(capfd):
+def test_every_rank_writes_and_the_table_says_so(capfd, monkeypatch):
+    monkeypatch.setattr(bench_checkpoint.mp, "start_processes", start_forked)
     assert bench_checkpoint.main(["--dp", "2", "--hidden", "64", "--layers", "1", "--repeats", "1"]) == 0
     table, asynchronous = capfd.readouterr().out.strip().split("\n\n")
     first, heading, row = table.splitlines()[-3:]

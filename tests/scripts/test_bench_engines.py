@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from scripts import bench_engines
 from scripts.bench.alive import alive_peak
+from tests.worlds import start_forked
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--ranks", "2", "--dtypes", "bf16", "--rounds", "1", "--layers", "2", "--hidden", "128", "--vocabulary", "512"]
 
 
@@ -45,14 +40,12 @@ def test_storages_that_are_resized_are_counted() -> None:
     assert alive_peak(work, [held]) == 4400
 
 
-def test_both_engines_are_measured_side_by_side() -> None:
-    command = [sys.executable, "-W", "ignore", "scripts/bench_engines.py", *SMALL]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert "one thread a rank; load" in done.stdout
+def test_both_engines_are_measured_side_by_side(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_engines.mp, "spawn", start_forked)
+    assert bench_engines.main(SMALL) == 0
+    said = capfd.readouterr().out
+    lines = said.splitlines()
+    assert "one thread a rank; load" in said
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| 2 |")]
     assert [row[2] for row in cells] == ["megatron", "fsdp2"]
     for row in cells:

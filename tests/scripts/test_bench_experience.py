@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 from scripts import bench_experience
 from scripts.bench import experience_step
 from scripts.bench.experience_step import Shape, step
+from tests.commands import run_script
 from tests.experience.threads import world_of_threads
 
 ROOT = Path(__file__).parents[2]
@@ -83,10 +81,7 @@ def test_the_tables_are_printed() -> None:
         "1",
         "2",
     ]
-    command = [sys.executable, "scripts/bench_experience.py", *sizes]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = run_script(ROOT / "scripts" / "bench_experience.py", *sizes, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     starts = [number for number, line in enumerate(lines) if "samples of about 32 tokens" in line]

@@ -7,11 +7,11 @@ import re
 import pytest
 
 from scripts import bench_overhead
+from tests.worlds import start_forked
 
-pytestmark = pytest.mark.slow  # starts ranks without `spawn_world`
 
-
-def test_every_guard_has_a_line_and_rounds_are_compared(capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_guard_has_a_line_and_rounds_are_compared(capfd, monkeypatch) -> None:
+    monkeypatch.setattr(bench_overhead.mp, "spawn", start_forked)
     assert bench_overhead.main(["--rounds", "1", "--prompts", "16", "--idle", "0.2"]) == 0
     lines = capfd.readouterr().out.strip().splitlines()[-8:]
     assert re.search(r"2 ranks; step \d+ ms$", lines[0])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_environment import ROOT, cuda_environment
+from tests.launch.test_ppo_on_slurm import write_quickstart
 
 # Every file of the package; the library beside them is no Python module.
 IMPORTS = """
@@ -50,7 +51,7 @@ def python312() -> None:
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """(folder with a model and data, overrides of the quickstart: two steps from them)"""
     folder = tmp_path_factory.mktemp("quickstart")
-    run("python", "scripts/quickstart_model.py", str(folder))
+    write_quickstart(folder)
     return folder, [
         f"run.output_dir={folder}",
         f"policy.model={folder}/model",

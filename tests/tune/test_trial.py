@@ -16,6 +16,7 @@ from megappo.trainer.roles import PTX_WEIGHT, policy_reads
 from megappo.tune.trial import _Passes
 from megappo.tune.trials import Measured, Trial, read_outcome, world_folder, write_trial
 
+from ..commands import ForkedRanks
 from ..plan.checkpoints import TINY, write_checkpoint
 from .slow_critic_rank import PAUSE_S
 
@@ -58,7 +59,9 @@ def copied(tmp_path_factory):
             write_trial(folder, f"{name}-{role}", trial)
     names = [f"{name}-{role}" for name in OFFLOADS for role in ("policy", "critic")]
     (folder / "trials.json").write_text(json.dumps(names))
-    assert start_ranks(1, [str(folder)], module="tests.tune.counted_rank") == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megappo.launch.local.NewProcesses", ForkedRanks)
+        assert start_ranks(1, [str(folder)], module="tests.tune.counted_rank") == 0
     return json.loads((folder / "copies.json").read_text())
 
 
@@ -106,7 +109,7 @@ def test_an_update_has_the_texts_of_a_second_data_set(tmp_path):
     assert mini[PTX_WEIGHT].sum().item() == pytest.approx(denominator) and int((mini[PTX_WEIGHT] != 0).sum()) == 5 * 23
 
 
-def test_a_role_is_timed_on_its_own_ranks(tmp_path):
+def test_a_role_is_timed_on_its_own_ranks(tmp_path, monkeypatch):
     """Rank 0, which writes the outcome, has no critic, and finds the time of rank 1, which has; no policy is built there. And a
     policy under the other engine, on both."""
     model = write_checkpoint(tmp_path / "model", TINY, weights=False, tokenizer=False)
@@ -127,6 +130,7 @@ def test_a_role_is_timed_on_its_own_ranks(tmp_path):
     trial = Trial(config=load_config(path, everywhere), role="policy", label="", samples=4, prompt_tokens=8, response_tokens=8)
     write_trial(tmp_path, "fsdp2", trial)
     world_folder(tmp_path, ["critic"]).mkdir()
+    monkeypatch.setattr("megappo.launch.local.NewProcesses", ForkedRanks)
     assert start_ranks(2, [str(tmp_path), "critic", "policy", "fsdp2"], module="tests.tune.slow_critic_rank") == 0
     found = {name: read_outcome(tmp_path, name) for name in ("critic", "policy", "fsdp2")}
     assert all(isinstance(one, Measured) and one.update_s for one in found.values())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from megappo import cli
 from megappo.config.loading import load_config
 from megappo.verify import run as verify_run
 from megappo.verify.run import verify
+from tests.commands import ForkedRanks, run_command
 from tests.verify.models import write_config_json
 
 ROOT = Path(__file__).parents[2]
@@ -49,13 +48,7 @@ def with_reward_model(config: str) -> list[str]:
 
 
 def test_the_command_prints_the_table_and_agrees(config: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megappo", "verify", config, *with_reward_model(config), "--max-ranks", "2"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_command("verify", config, *with_reward_model(config), "--max-ranks", "2", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split("  ")[0] + " " + line[12:32].strip() for line in done.stdout.splitlines() if line.endswith("  ok")]
     assert {
@@ -84,8 +77,9 @@ def test_the_command_prints_the_table_and_agrees(config: str) -> None:
     assert done.stderr == ""
 
 
-def test_a_forgotten_sum_of_gradients_is_found_with_its_tensor_and_its_axis(config: str, capfd) -> None:
+def test_a_forgotten_sum_of_gradients_is_found_with_its_tensor_and_its_axis(config: str, capfd, monkeypatch) -> None:
     """Negative control: under sequence parallel every tp rank has the gradient of its own tokens only."""
+    monkeypatch.setattr("megappo.launch.processes.ForkedProcesses", ForkedRanks)
     code = verify(load_config(config), "cpu", max_ranks=2, bisect=True, rank_module="tests.verify.broken_ranks")
     lines = capfd.readouterr().out.splitlines()
     assert code == 1
@@ -119,7 +113,7 @@ BAD = [
 
 @pytest.mark.parametrize("arguments, fragments", BAD, ids=range(len(BAD)))
 def test_bad_input_is_one_line_and_starts_nothing(config: str, capsys, monkeypatch, arguments, fragments) -> None:
-    monkeypatch.setattr(verify_run, "start_ranks", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(verify_run, "start_worlds", lambda *_: pytest.fail("ranks were started"))
     assert cli.main(["verify", config, *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
@@ -137,14 +131,15 @@ def test_placed_roles_are_measured_on_all_ranks_of_the_small_world_and_that_is_s
     """The world is that of the layouts, however many ranks the run names; without ranks of their own nothing is said."""
     started: list[int] = []
 
-    def start(world_size: int, arguments: list[str], module: str) -> int:
+    def start(worlds: list[tuple[int, list[str]]], module: str, preload: tuple[str, ...]) -> int:
+        world_size, arguments = worlds[0]
         for name in arguments[1:]:
             small = load_config(str(Path(arguments[0]) / f"{name}.json"))
             assert all(getattr(small, role).ranks == "all" for role in ("policy", "critic", "reference", "rollout"))
         started.append(world_size)
         return 7
 
-    monkeypatch.setattr(verify_run, "start_ranks", start)
+    monkeypatch.setattr(verify_run, "start_worlds", start)
     placed = ["policy.ranks=0-1", "critic.ranks=2-5", "reference.ranks=0-1", "rollout.ranks=0-5"]
     assert verify(load_config(config, placed), "cpu", max_ranks=4) == 7
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
@@ -157,5 +152,5 @@ def test_placed_roles_are_measured_on_all_ranks_of_the_small_world_and_that_is_s
 
 
 def test_the_exit_code_of_a_failed_rank_is_handed_on(config: str, monkeypatch) -> None:
-    monkeypatch.setattr(verify_run, "start_ranks", lambda *_, **__: 7)
+    monkeypatch.setattr(verify_run, "start_worlds", lambda *_: 7)
     assert verify(load_config(config), "cpu", max_ranks=2) == 7
