@@ -13,7 +13,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.abc import SourceLoader
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +44,31 @@ class OwnFunction:
 
 
 @dataclass(frozen=True)
+class OwnCode:
+    """Place of a function: in a file, or, where `path` is None, among those that installed packages offer in `group`. args: keyword
+    arguments for it. source: bytes of the file, as they were read before; None to read it."""
+
+    group: str
+    path: str | None
+    function: str | None
+    entry_point: str | None
+    args: Mapping[str, Any]
+    source: bytes | None = None
+
+    def load(self, use: Use) -> OwnFunction:
+        """Import the function. ValueError, one line: no such file, function or entry point, an exception while importing (with file
+        and line), arguments that do not fit."""
+        if self.path is None:
+            return _function_of_entry_point(self.group, str(self.entry_point), use, self.args)
+        source = read_code(self.path) if self.source is None else self.source
+        return _function_of_file(self.path, str(self.function), use, self.args, source)
+
+    def as_read(self, function: OwnFunction) -> OwnCode:
+        """The same place with the bytes that were loaded, as they were hashed; those of an installed package are imported again."""
+        return self if self.path is None else replace(self, source=function.source)
+
+
+@dataclass(frozen=True)
 class Use:
     """How a function is used, for messages. takes: its argument, `one sample`. gives: the end of `a coroutine or a generator; `."""
 
@@ -51,12 +76,8 @@ class Use:
     gives: str
 
 
-def function_of_file(path: str, name: str, use: Use, args: Mapping[str, Any], source: bytes | None = None) -> OwnFunction:
-    """Run the file and take its function. source: its content, as read before.
-
-    ValueError, one line: no such file or function, an exception while importing (with file and line), arguments that do not fit.
-    """
-    source = read_code(path) if source is None else source
+def _function_of_file(path: str, name: str, use: Use, args: Mapping[str, Any], source: bytes) -> OwnFunction:
+    """Run the file, whose content is `source`, and take its function."""
     digest = hashlib.sha256(source).hexdigest()
     module = _import(path, source, f"_megappo_own_{digest[:16]}_{hashlib.sha256(path.encode()).hexdigest()[:16]}")
     found = getattr(module, name, None)
@@ -68,8 +89,8 @@ def function_of_file(path: str, name: str, use: Use, args: Mapping[str, Any], so
     return _function(found, f"{Path(path).name}: {name}", path, source, use, args)
 
 
-def function_of_entry_point(group: str, name: str, use: Use, args: Mapping[str, Any]) -> OwnFunction:
-    """Take the function that an installed package offers in a group. ValueError, one line, as `function_of_file`."""
+def _function_of_entry_point(group: str, name: str, use: Use, args: Mapping[str, Any]) -> OwnFunction:
+    """Take the function that an installed package offers in a group."""
     offered = {entry.name: entry for entry in importlib.metadata.entry_points(group=group)}
     if name not in offered:
         known = ", ".join(sorted(offered)) or "none"

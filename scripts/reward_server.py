@@ -28,8 +28,9 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from megappo.config.urls import is_loopback
+from megappo.own_code import OwnCode
 from megappo.rewards.base import RewardInput, UnusableAnswer
-from megappo.rewards.own import load_from_file
+from megappo.rewards.own import GROUP, load_rule
 from megappo.rewards.wire import answer_body, samples_of
 
 MIB = 2**20
@@ -53,7 +54,7 @@ class Function:
         path, colon, function = place.rpartition(":")
         if not colon:
             raise ValueError("write FILE:FUNCTION")
-        self._rule = load_from_file(function, os.path.abspath(path), function, batch=batch, args=args)
+        self._rule = load_rule(function, OwnCode(GROUP, os.path.abspath(path), function, None, args), batch=batch)
 
     def __call__(self, samples: Sequence[RewardInput]) -> list[Any]:
         for sample in samples:

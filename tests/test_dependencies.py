@@ -34,7 +34,8 @@ ALLOWED_PARTS = {
     "bridge/": {"models", "parallel", "platform", "rollout"},  # platform/garbage.py
     "checkpoint/": {"parallel", "platform", "resilience"},  # how the writer process is started
     "data/": {"cache_dir", "config", "resilience"},  # how the encoding processes are started
-    "rewards/": {"config", "resilience"},
+    "rewards/": {"config", "resilience", "workers"},
+    "workers/": {"resilience"},  # how a helper process is started
     "experience/": {"algo", "data", "parallel", "platform"},
     "convert/": {"config"},
     "runs/": {"checkpoint", "config", "resilience", "telemetry"},

@@ -52,8 +52,8 @@ ALLOWED = {
     "megappo/checkpoint/safe_load.py": {"unpickles"},
     "megappo/config/foreign/trl.py": {"runs a checkpoint's code"},  # a table of TRL's keys, and why this one has no counterpart
     # A pipe between the rank and a worker that runs the user's own code with the user's rights: neither side gains any.
-    "megappo/rewards/own_process.py": {"unpickles"},
-    "megappo/rewards/own_worker.py": {"unpickles"},
+    "megappo/workers/process.py": {"unpickles"},
+    "megappo/workers/worker.py": {"unpickles"},
     # Pipes to processes of its own that encode records, with what it has loaded itself.
     "megappo/data/encoding.py": {"unpickles"},
     "megappo/data/encoding_process.py": {"unpickles"},

@@ -43,14 +43,6 @@ Result = float | Mapping[str, Any] | None
 and counted. NumPy's and torch's numbers and arrays will do."""
 
 
-@dataclass(frozen=True)
-class Timed:
-    """Result with the seconds that the sample itself took. Of a plain result the time since `Part.start` counts."""
-
-    result: Result
-    seconds: float
-
-
 class Part(Protocol):
     """One part of a reward on this rank.
 
@@ -64,7 +56,8 @@ class Part(Protocol):
     streams: bool
 
     def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Any]]:
-        """One future of a `Result` (or `Timed`) per sample, in order; may be done already. Called again as samples finish."""
+        """One future of a `Result` (or a `workers.pool.Timed` one) per sample, in order; may be done already. Called again as
+        samples finish."""
         ...
 
     def close(self) -> None:

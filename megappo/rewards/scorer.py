@@ -14,10 +14,11 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from megappo.rewards.base import Part, RetryingPart, RewardError, RewardInput, Timed, UnusableAnswer, describe
+from megappo.rewards.base import Part, RetryingPart, RewardError, RewardInput, UnusableAnswer, describe
 from megappo.rewards.compose import Composition, Judged
 from megappo.rewards.inline import Deferred
 from megappo.rewards.verdict import Verdict, verdict_of
+from megappo.workers.pool import Timed
 
 ROUND_S = 2.0  # between two looks at the other parts, and of the trainer at the other ranks
 

@@ -10,10 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megappo.rewards.base import RewardInput, Timed, UnusableAnswer
+from megappo.rewards.base import RewardInput, UnusableAnswer
 from megappo.rewards.code.response import program_of
 from megappo.rewards.code.tests_of_record import CodeTest, read_tests
 from megappo.rewards.sandbox.box import Limits, Sandbox
+from megappo.workers.pool import Timed
 
 
 @dataclass(frozen=True)
