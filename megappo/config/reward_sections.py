@@ -12,7 +12,7 @@ from megappo.config.paths import FilePath, PathText
 from megappo.config.section import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from megappo.config.urls import SecretVariable, ServerUrl
 
-SampleField = Literal["id", "prompt", "response", "answer", "truncated", "num_tokens", "full_response", "tokens", "record"]
+SampleField = Literal["id", "prompt", "response", "answer", "truncated", "num_tokens", "full_response", "tokens", "turns", "record"]
 
 
 class RemoteConfig(Section):
@@ -32,7 +32,7 @@ class RemoteConfig(Section):
     written down, so the name has to say that it is one: REWARD_TOKEN, RM_API_KEY."""
     send: tuple[SampleField, ...] = ("id", "prompt", "response", "answer", "truncated", "num_tokens")
     """Fields of a sample that the server is sent. record is the whole record of the data, full_response the text with the stop
-    string and special tokens, tokens the sampled ids."""
+    string and special tokens, tokens the sampled ids, turns the text of each turn of the policy (with `rollout.environment`)."""
     max_response_mib: PositiveFloat = 1.0
     """Largest answer; a larger one ends the run. A score takes some 25 bytes, and so does each further part of it."""
     ca_file: FilePath | None = None

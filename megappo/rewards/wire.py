@@ -17,7 +17,10 @@ VERSION = 1
 # Name in the request -> field of RewardInput.
 FIELDS = {
     "id": "sample_id",
-    **{name: name for name in ("prompt", "response", "answer", "truncated", "num_tokens", "full_response", "tokens", "record")},
+    **{
+        name: name
+        for name in ("prompt", "response", "answer", "truncated", "num_tokens", "full_response", "tokens", "turns", "record")
+    },
 }
 _DEFAULTS = {"prompt": "", "answer": "", "truncated": False, "num_tokens": 0, "record": {}, "sample_id": ""}
 _ANSWER = '{"scores": [a number, or null for undecided, per sample]}'
@@ -179,9 +182,11 @@ def _sample_of(item: Any, where: str) -> RewardInput:
         raise ValueError(f"{where} has the unknown field {_shown(unknown[0])}; known are {', '.join(FIELDS)}")
     given = {FIELDS[name]: value for name, value in item.items()}
     for name, value in given.items():
-        kind = {"truncated": bool, "num_tokens": int, "record": dict, "tokens": list}.get(name, str)
+        kind = {"truncated": bool, "num_tokens": int, "record": dict, "tokens": list, "turns": list}.get(name, str)
         if not isinstance(value, kind):
             raise ValueError(f"{where} has {name} = {_shown(value)}, not a {kind.__name__}")
-    if "tokens" in given:
-        given["tokens"] = tuple(given["tokens"])
+    for i, turn in enumerate(given.get("turns", ())):
+        if not isinstance(turn, str):
+            raise ValueError(f"{where} has turns[{i}] = {_shown(turn)}, not a str")
+    given |= {name: tuple(given[name]) for name in ("tokens", "turns") if name in given}
     return RewardInput(**{**_DEFAULTS, **given})

@@ -83,15 +83,15 @@ def test_rewards_of_tokens_come_over_the_wire_and_are_counted(server: FaultyServ
 
 
 def test_a_sample_is_sent_the_fields_that_were_asked_for_and_its_record_only_then(server: FaultyServer) -> None:
-    one = RewardInput("2+2=", "4", "four", True, 3, {"secret": "of the data"}, "t#0", "4</s>", (5, 6, 2))
+    one = RewardInput("2+2=", "4", "four", True, 3, {"secret": "of the data"}, "t#0", "4</s>", (5, 6, 2), ("3", "4"))
     results(server, [], [one])
     assert server.requests[0][1]["samples"] == [
         {"id": "t#0", "prompt": "2+2=", "response": "4", "answer": "four", "truncated": True, "num_tokens": 3}
     ]
     assert "Authorization" not in server.requests[0][0]
-    results(server, [], [one], send=("response", "record", "tokens", "full_response"))
+    results(server, [], [one], send=("response", "record", "tokens", "full_response", "turns"))
     assert server.requests[0][1]["samples"] == [
-        {"response": "4", "record": {"secret": "of the data"}, "tokens": [5, 6, 2], "full_response": "4</s>"}
+        {"response": "4", "record": {"secret": "of the data"}, "tokens": [5, 6, 2], "full_response": "4</s>", "turns": ["3", "4"]}
     ]
 
 
@@ -391,8 +391,8 @@ def test_a_certificate_is_verified(certificates: dict[str, tuple[Path, Path]]) -
 
 
 def test_both_sides_read_each_other() -> None:
-    body = b'{"version": 1, "samples": [{"id": "a#1", "response": "r", "tokens": [1, 2], "truncated": true}]}'
-    assert samples_of(body) == [RewardInput("", "r", "", True, 0, {}, "a#1", "", (1, 2))]
+    body = b'{"version": 1, "samples": [{"id": "a#1", "response": "r", "tokens": [1, 2], "truncated": true, "turns": ["r", "s"]}]}'
+    assert samples_of(body) == [RewardInput("", "r", "", True, 0, {}, "a#1", "", (1, 2), ("r", "s"))]
     given = [{"score": 1, "parts": {"a": 2}}, None, 0.5, {"score": 0, "per_token": (1, 0.5)}]
     answer = json.dumps(answer_body(given)).encode()
     assert results_of(answer, 4) == [{"score": 1.0, "parts": {"a": 2.0}}, None, 0.5, {"score": 0.0, "per_token": [1.0, 0.5]}]
@@ -408,6 +408,7 @@ def test_both_sides_read_each_other() -> None:
         (b'{"version": 1, "samples": [1]}', "samples[0] is 1"),
         (b'{"version": 1, "samples": [{"response": "r", "propmt": 1}]}', 'the unknown field "propmt"'),
         (b'{"version": 1, "samples": [{"response": "r", "num_tokens": "1"}]}', 'num_tokens = "1", not a int'),
+        (b'{"version": 1, "samples": [{"response": "r", "turns": ["a", 1]}]}', "turns[1] = 1, not a str"),
     ],
 )
 def test_a_wrong_request_is_refused_with_its_place(body: bytes, says: str) -> None:
