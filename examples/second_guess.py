@@ -12,7 +12,7 @@ configs/recipes/turn_ppo.yaml uses it on GSM8K. docs/environments.md has everyth
 from __future__ import annotations
 
 from megappo.rewards.base import RewardInput
-from megappo.rollout.environment import TextTurn
+from megappo.rollout.turn import TextTurn
 
 
 def hint(turn: TextTurn, higher: str = "+", lower: str = "-") -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megappo.config.paths import FilePath
-from megappo.config.section import NonNegative, Positive, Section
+from megappo.config.section import NonNegative, Positive, PositiveFloat, Section
 
 
 class CompactionConfig(Section):
@@ -36,6 +36,14 @@ class EnvironmentConfig(Section):
     """Turns as messages and text, or as token ids; the observation likewise."""
     args: dict[str, Any] = {}
     """Keyword arguments for the function."""
+    workers: NonNegative = 0
+    """Processes that answer turns of different samples at once, while others are generated, on each rank that asks; each imports
+    your code itself. 0: the rank calls your function, for one turn after another, and generates nothing meanwhile."""
+    timeout_s: PositiveFloat | None = None
+    """Seconds that one call of your function may take; then its process is ended, and the trajectory ends, cut. Needs `workers`."""
+    join: Literal["together", "each"] = "together"
+    """When samples go on that `workers` have answered: together, once nothing else is left to generate and all are answered, so
+    that a run repeats itself to the bit; or each at once: seeds are the same, last bits of the sampler's log-probs may differ."""
     max_turns: Annotated[int, Field(ge=2)] = 8
     """Most turns of a trajectory, which ends after the last without an observation."""
     turn_tokens: Positive | None = None

@@ -106,6 +106,12 @@ def environment_problem(config: TrainConfig) -> str | None:
     key = "rollout.environment"
     if (message := _code_problem(key, environment)) is not None:
         return message
+    if environment.timeout_s is not None and not environment.workers:
+        return problem(f"{key}.timeout_s", environment.timeout_s, "only a process can be ended; set workers, for example 4")
+    if environment.join == "each" and not environment.workers:
+        return problem(
+            f"{key}.join", "each", "without workers a turn is answered at once; set workers, for example 4, or remove it"
+        )
     if environment.turn_tokens is not None and environment.turn_tokens > longest:
         fix = f"no turn is longer than rollout.max_response_tokens {longest}; lower it, or use null"
         return problem(f"{key}.turn_tokens", environment.turn_tokens, fix)

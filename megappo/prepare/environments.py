@@ -6,8 +6,9 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import TrainConfig
 from megappo.data.conversation import Conversation
 from megappo.data.tokenizers import Tokenizer
-from megappo.own_code import Use, function_of_entry_point, function_of_file
+from megappo.own_code import OwnCode
 from megappo.rollout.environment import PreparedEnvironment
+from megappo.rollout.turn import USE
 
 GROUP = "megappo.environments"
 KEY = "rollout.environment"
@@ -19,13 +20,10 @@ def load_environment(config: TrainConfig, tokenizer: Tokenizer) -> PreparedEnvir
     settings = config.rollout.environment
     if settings is None:
         return None
-    use = Use("one turn", "an environment returns its observation")
+    code = OwnCode(GROUP, settings.path, settings.function, settings.entry_point, settings.args)
     key, value = ("path", settings.path) if settings.path is not None else ("entry_point", settings.entry_point)
     try:
-        if settings.path is not None:
-            function = function_of_file(settings.path, str(settings.function), use, settings.args)
-        else:
-            function = function_of_entry_point(GROUP, str(settings.entry_point), use, settings.args)
+        function = code.load(USE)
     except ValueError as error:
         raise ConfigError(problem(f"{KEY}.{key}", value, str(error))) from error
     try:
@@ -33,4 +31,4 @@ def load_environment(config: TrainConfig, tokenizer: Tokenizer) -> PreparedEnvir
     except ValueError as error:
         fix = f"{error}; or set data.chat_template to false, and observations are bare text"
         raise ConfigError(problem(f"{KEY}.{key}", value, fix)) from error
-    return PreparedEnvironment(settings, function, conversation)
+    return PreparedEnvironment(settings, function, code.as_read(function), conversation)

@@ -20,9 +20,10 @@ def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
         )
     if (environment := rollout.environment) is not None:
         longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+        where = f"{environment.workers} processes of each rank that asks" if environment.workers else "the ranks themselves"
         yield (
             f"rollout.environment: up to {environment.max_turns} turns in a sequence of at most {longest:,} tokens, observations "
-            "included; the environment's own time is not planned"
+            f"included; {where} answer, and neither their time nor their memory is planned"
         )
         if environment.compaction is not None:
             yield (

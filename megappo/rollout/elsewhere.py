@@ -41,6 +41,10 @@ class RolloutElsewhere:
     def num_unfinished(self) -> int:
         return 0
 
+    @property
+    def num_running(self) -> int:
+        return self.num_unfinished
+
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         self._refuse()
 

@@ -1,4 +1,5 @@
-"""Environments of the configuration (`rollout.environment`): the user's function of text or ids, as `turns.py` asks for one.
+"""Environments of the configuration (`rollout.environment`): the user's function of text or ids, as `turns.py` asks for one, called
+in the rank or in processes of its own.
 
 What the function raises or returns wrongly becomes an `EnvironmentFault`, which names it, its line, the turn and the sample.
 """
@@ -6,7 +7,10 @@ What the function raises or returns wrongly becomes an `EnvironmentFault`, which
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,41 +21,27 @@ from megappo.data.conversation import Conversation
 from megappo.data.prompts import Prompt
 from megappo.data.token_texts import response_text
 from megappo.data.tokenizers import Message, Tokenizer
-from megappo.own_code import OwnFunction
-from megappo.rollout.turns import Compaction, Environment, Left, Turn, TurnsRollout
+from megappo.own_code import OwnCode, OwnFunction
+from megappo.rollout.turn import TextTurn, Turn, answer_turn, answering, state_of
+from megappo.rollout.turns import Answer, Asked, Compaction, Left, TurnsRollout
 from megappo.rollout.types import EnvironmentFault, RolloutEngine
+from megappo.workers.pool import Timed, WorkerPool
+from megappo.workers.process import FAILED, CannotSend, WorkerDied, WorkerProcess
+
+logger = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 200  # of a turn in messages, as of a response in those of rewards
 
 
 @dataclass(frozen=True)
 class PreparedEnvironment:
-    """An environment that was loaded and checked before a model was built. function: of the user. conversation: how observations
-    become ids."""
+    """An environment that was loaded and checked before a model was built. function: of the user. code: its place, from which
+    processes load it too. conversation: how observations become ids."""
 
     settings: EnvironmentConfig
     function: OwnFunction
+    code: OwnCode
     conversation: Conversation
-
-
-@dataclass(frozen=True)
-class TextTurn:
-    """A turn of the policy, as an environment of text sees it.
-
-    response: its text, before the end-of-sequence token and the first of `rollout.stop`. messages: the question, all turns and
-    observations so far, this turn the last. index: from 0. prompt, answer, record: of the data, as a reward sees them. seed: the
-    trajectory's, the same after a resume. state: the trajectory's own, empty at its first turn. sample_id: name for messages.
-    """
-
-    response: str
-    messages: Sequence[Message]
-    index: int
-    prompt: str
-    answer: str
-    record: Mapping[str, Any]
-    seed: int
-    state: dict[str, Any]
-    sample_id: str
 
 
 def with_environment(
@@ -66,69 +56,156 @@ def with_environment(
         turn_tokens=settings.turn_tokens or longest_sequence_tokens(config),  # more than any sequence has room for
         max_prompt_tokens=config.data.max_prompt_tokens,
         compaction=None if settings.compaction is None else _compaction(settings.compaction, prepared, config, tokenizer),
+        together=settings.join == "together",
     )
 
 
-def environment_of(prepared: PreparedEnvironment, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> Environment:
+def environment_of(
+    prepared: PreparedEnvironment, tokenizer: Tokenizer, stop: Sequence[str] = ()
+) -> InRankEnvironment | WorkersEnvironment:
     """The user's function as an environment of ids. stop: strings that end a turn."""
-    answer = _of_text if prepared.settings.interface == "text" else _of_ids
-    return functools.partial(answer, prepared, tokenizer, stop)
+    questions = _Questions(prepared, tokenizer, stop)
+    return WorkersEnvironment(questions) if prepared.settings.workers else InRankEnvironment(questions)
 
 
-def _of_text(prepared: PreparedEnvironment, tokenizer: Tokenizer, stop: Sequence[str], turn: Turn) -> list[int] | None:
-    prompt, memo = _prompt(turn), turn.memo
-    text = response_text(turn.tokens.tolist(), tokenizer, stop)
-    messages: list[Message] = memo.setdefault("messages", [{"role": "user", "content": prompt.text}])
-    messages.append({"role": "assistant", "content": text})
-    seen = TextTurn(
-        text,
-        list(messages),
-        turn.index,
-        prompt.text,
-        prompt.answer,
-        prompt.record,
-        turn.seed,
-        memo.setdefault("state", {}),
-        _sample_id(turn),
-    )
-    found = _call(prepared.function, seen, turn, text)
-    if found is None:
-        return None
-    said: Message | None = {"role": "user", "content": found} if isinstance(found, str) else _message(found)
-    if said is None or not said["content"]:
-        what = "no text, no message {role, content}, and not None, which ends the trajectory"
-        raise EnvironmentFault(_fault(prepared.function, f"returned {_short(found)}: {what}", turn, text))
-    conversation = prepared.conversation
-    said = {**said, "content": conversation.cut(said["content"], prepared.settings.observation_tokens)}
-    messages.append(said)
-    try:
-        return conversation.follow(said, ended=int(turn.tokens[-1]) in tokenizer.eos_ids)
-    except ValueError as error:  # the template refuses the role
-        raise EnvironmentFault(_fault(prepared.function, f"returned {_short(found)}: {error}", turn, text)) from error
+class InRankEnvironment:
+    """Calls the user's function in the rank, for one turn after another."""
+
+    def __init__(self, questions: _Questions) -> None:
+        self._questions = questions
+
+    def __call__(self, turn: Turn) -> list[int] | None:
+        """Ids of the observation, or None. EnvironmentFault if the function fails."""
+        question = self._questions.ask(turn)
+        word, value = answer_turn(self._questions.function, question.argument)
+        return question.take(word, value)
 
 
-def _of_ids(prepared: PreparedEnvironment, tokenizer: Tokenizer, stop: Sequence[str], turn: Turn) -> list[int] | None:
-    text = functools.partial(response_text, turn.tokens.tolist(), tokenizer, stop)
-    found = _call(prepared.function, turn, turn, text)
-    if found is None:
-        return None
-    try:
-        ids = [int(one) for one in found]
-    except (TypeError, ValueError):
-        ids = []
-    if not ids or isinstance(found, str) or min(ids) < 0 or max(ids) >= tokenizer.vocab_size:
-        what = f"no ids of the vocabulary (0 to {tokenizer.vocab_size - 1}), and not None, which ends the trajectory"
-        raise EnvironmentFault(_fault(prepared.function, f"returned {_short(found)}: {what}", turn, text()))
-    return ids[: prepared.settings.observation_tokens]
+class WorkersEnvironment:
+    """Has processes that call the user's function for several turns at once; each imports its code for itself."""
+
+    def __init__(self, questions: _Questions) -> None:
+        self._questions, settings = questions, questions.settings
+        # What went over the time limit is counted over all workers of the rank.
+        self._num_late = itertools.count(1)
+        make = functools.partial(answering, questions.prepared.code)
+        process = functools.partial(WorkerProcess, make, settings.timeout_s)
+        self._pool = WorkerPool("environment", process, settings.workers)
+
+    def start(self, turn: Turn) -> Asked:
+        """See `rollout.turns.SideEnvironment`."""
+        question = self._questions.ask(turn)
+        future = self._pool.submit(question.argument)
+        return Asked(future, functools.partial(self._take, question, future))
+
+    def close(self) -> None:
+        """End the processes, also those with a turn in hand."""
+        self._pool.close()
+
+    def _take(self, question: _Question, future: Future[Timed]) -> Answer:
+        limit_s = self._questions.settings.timeout_s
+        try:
+            found = future.result()
+        except TimeoutError:
+            assert limit_s is not None, "a process without a limit waits for its answer"
+            late = question.named(f"gave no answer within {limit_s:g} s")
+            logger.warning("%s; its trajectory ends, cut (%d so far on this rank)", late, next(self._num_late))
+            return Answer(None, limit_s, is_late=True)
+        except WorkerDied as died:
+            raise EnvironmentFault(question.named(f"lost its process, which {died}")) from None
+        except CannotSend as error:
+            raise EnvironmentFault(question.named(f"cannot be asked in a process: {error}")) from error
+        word, reply = found.result
+        if word == FAILED:
+            raise EnvironmentFault(question.named(reply))
+        value, state = reply
+        question.update(state)
+        return Answer(question.take(word, value), found.seconds)
 
 
-def _call(function: OwnFunction, argument: Any, turn: Turn, text: str | Callable[[], str]) -> Any:
-    try:
-        return function.call(argument)
-    except (Exception, SystemExit) as error:  # any fault of the user's code: named here, then it stops the run
-        shown = text if isinstance(text, str) else text()
-        what = f"raised {type(error).__name__}: {error}{function.place(error)}"
-        raise EnvironmentFault(_fault(function, what, turn, shown)) from error
+@dataclass(frozen=True)
+class _Questions:
+    """Turns as the user's function takes them. stop: strings that end a turn."""
+
+    prepared: PreparedEnvironment
+    tokenizer: Tokenizer
+    stop: Sequence[str]
+
+    @property
+    def settings(self) -> EnvironmentConfig:
+        return self.prepared.settings
+
+    @property
+    def function(self) -> OwnFunction:
+        return self.prepared.function
+
+    def ask(self, turn: Turn) -> _Question:
+        """The argument of the function for a turn."""
+        if self.settings.interface == "ids":
+            return _Question(self, turn, turn)
+        prompt, memo = _prompt(turn), turn.memo
+        text = self.text(turn)
+        messages: list[Message] = memo.setdefault("messages", [{"role": "user", "content": prompt.text}])
+        messages.append({"role": "assistant", "content": text})
+        state = memo.setdefault("state", {})
+        told = prompt.text, prompt.answer, prompt.record, turn.seed, state, _sample_id(turn)
+        return _Question(self, turn, TextTurn(text, list(messages), turn.index, *told))
+
+    def text(self, turn: Turn) -> str:
+        return response_text(turn.tokens.tolist(), self.tokenizer, self.stop)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A turn that the function is asked about. argument: of the function."""
+
+    questions: _Questions
+    turn: Turn
+    argument: Turn | TextTurn
+
+    def update(self, state: dict[str, Any]) -> None:
+        """Take the state of the trajectory as another process has left it."""
+        mine = state_of(self.argument)
+        mine.clear()
+        mine.update(state)
+
+    def take(self, word: str, value: Any) -> list[int] | None:
+        """Ids of the observation that the function returned, or None, which ends the trajectory. EnvironmentFault for all else."""
+        if word == FAILED:
+            raise EnvironmentFault(self.named(value))
+        if value is None:
+            return None
+        return self._of_ids(value) if self.questions.settings.interface == "ids" else self._of_text(value)
+
+    def named(self, what: str) -> str:
+        """One line: the function, what became of it, the turn and its sample."""
+        text = self.argument.response if isinstance(self.argument, TextTurn) else self.questions.text(self.turn)
+        where = f"turn {self.turn.index} of sample {_sample_id(self.turn)}, {text[:SHOWN_CHARACTERS]!r}"
+        return f"environment {self.questions.function.origin} {what}; {where}"
+
+    def _of_text(self, found: Any) -> list[int]:
+        said: Message | None = {"role": "user", "content": found} if isinstance(found, str) else _message(found)
+        if said is None or not said["content"]:
+            what = "no text, no message {role, content}, and not None, which ends the trajectory"
+            raise EnvironmentFault(self.named(f"returned {_short(found)}: {what}"))
+        conversation, settings = self.questions.prepared.conversation, self.questions.settings
+        said = {**said, "content": conversation.cut(said["content"], settings.observation_tokens)}
+        self.turn.memo["messages"].append(said)
+        try:
+            return conversation.follow(said, ended=int(self.turn.tokens[-1]) in self.questions.tokenizer.eos_ids)
+        except ValueError as error:  # the template refuses the role
+            raise EnvironmentFault(self.named(f"returned {_short(found)}: {error}")) from error
+
+    def _of_ids(self, found: Any) -> list[int]:
+        size = self.questions.tokenizer.vocab_size
+        try:
+            ids = [int(one) for one in found]
+        except (TypeError, ValueError):
+            ids = []
+        if not ids or isinstance(found, str) or min(ids) < 0 or max(ids) >= size:
+            what = f"no ids of the vocabulary (0 to {size - 1}), and not None, which ends the trajectory"
+            raise EnvironmentFault(self.named(f"returned {_short(found)}: {what}"))
+        return ids[: self.questions.settings.observation_tokens]
 
 
 def _prompt(turn: Turn) -> Prompt:
@@ -138,11 +215,6 @@ def _prompt(turn: Turn) -> Prompt:
 
 def _sample_id(turn: Turn) -> str:
     return f"{_prompt(turn).id} (sample {turn.number})"
-
-
-def _fault(function: OwnFunction, what: str, turn: Turn, text: str) -> str:
-    where = f"turn {turn.index} of sample {_sample_id(turn)}, {text[:SHOWN_CHARACTERS]!r}"
-    return f"environment {function.origin} {what}; {where}"
 
 
 def _message(found: Any) -> Message | None:

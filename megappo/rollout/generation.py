@@ -44,7 +44,7 @@ def generate(
         engine.meet("generation")
         while waiting or engine.num_unfinished:
             # Equal on all ranks of the replica, so that they take and submit before the same step.
-            free = len(requests) if replica.max_running is None else replica.max_running - engine.num_unfinished
+            free = len(requests) if replica.max_running is None else replica.max_running - engine.num_running
             if waiting and free > 0 and (taken := waiting.take(free)):
                 engine.submit([requests[number] for number in taken], sampling)
             if engine.num_unfinished and (finished := engine.poll()):

@@ -78,6 +78,10 @@ class MegatronRollout:
     def num_unfinished(self) -> int:
         return len(self._growing)
 
+    @property
+    def num_running(self) -> int:
+        return self.num_unfinished
+
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         """See `rollout.types.RolloutEngine`; one kind of sampling at a time. Temperature 0 gives the log-probs of temperature 1."""
         if sampling.stop and self._detokenize is None:

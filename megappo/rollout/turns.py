@@ -1,25 +1,31 @@
 """Trajectories of several turns around any rollout engine: an environment answers each turn, and contexts that grow too long are
 compacted.
 
-The environment is the user's: ids in, ids out (`environment.py` makes one of text). A compacted trajectory goes on in a new
-sequence, and the one before it becomes a `Context` of its response (`algo/chains.py` has what that means for advantages).
+The environment is the user's: ids in, ids out (`environment.py` makes one of text). One that answers beside generation holds up the
+trajectories that wait for it, and no other. A compacted trajectory goes on in a new sequence, and the one before it becomes a
+`Context` of its response (`algo/chains.py` has what that means for advantages).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy
+import torch
 import torch.distributed as dist
 
+from megappo.rollout.turn import Turn
 from megappo.rollout.types import (
     Context,
     EnvironmentFault,
     Ids,
     KeptIds,
+    Played,
     Replica,
     Request,
     Response,
@@ -28,32 +34,42 @@ from megappo.rollout.types import (
     Segment,
 )
 
-if TYPE_CHECKING:
-    from megappo.data.prompts import Prompt
-
-
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """A turn of the policy, as the environment sees it. number, group: of the request. index: of the turn, from 0. tokens: int32
-    ids that the policy sampled. context: ids before them in the sequence.
-
-    seed: of the trajectory, 63 bits, the same after a resume. prompt: of the data; None if the request has none. memo: the
-    trajectory's own, empty at its first turn: what the environment wants to find again at the next.
-    """
-
-    number: int
-    group: int
-    index: int
-    tokens: Ids
-    context: Ids
-    seed: int = 0
-    prompt: Prompt | None = None
-    memo: dict[str, Any] = field(default_factory=dict)
-
+ROUND_S = 1.0
+"""Seconds for which a rank without anything to generate waits for answers before it tells the others of its replica what it has."""
 
 Environment = Callable[[Turn], Sequence[int] | None]
 """Ids of the observation that follows a turn, or None: the trajectory ends. All turns of a trajectory are asked about on one rank.
 An `EnvironmentFault` ends it, and is raised on all ranks after the generation."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a turn. observation: ids that follow it; None: the trajectory ends. seconds: that the environment took.
+    is_late: it took too long, and the trajectory ends as one that was cut."""
+
+    observation: Sequence[int] | None
+    seconds: float = 0.0
+    is_late: bool = False
+
+
+class Asked(NamedTuple):
+    """A turn that somebody else answers. future: done once there is an answer. take: reads it then; EnvironmentFault."""
+
+    future: Future[Any]
+    take: Callable[[], Answer]
+
+
+@runtime_checkable
+class SideEnvironment(Protocol):
+    """An environment that answers several turns at once, beside generation, in any order."""
+
+    def start(self, turn: Turn) -> Asked:
+        """Begin with a turn. Those of a trajectory come one after another, on one rank."""
+        ...
+
+    def close(self) -> None:
+        """End what answers."""
+        ...
 
 
 class Left(NamedTuple):
@@ -90,7 +106,8 @@ def keep_ends(first: int, last: int) -> Callable[[Left], list[int]]:
 @dataclass
 class _Trajectory:
     """A request and what there is of its trajectory. prompt, segments, kept: of the sequence at hand. observation: what follows the
-    summary that the policy was asked for, None if it was not asked. memo, fault: of the environment, on the rank that asks it."""
+    summary that the policy was asked for, None if it was not asked. memo, seconds (of each call), fault: of the
+    environment, on the rank that asks it."""
 
     request: Request
     prompt: Ids
@@ -100,6 +117,8 @@ class _Trajectory:
     turns: int = 0
     observation: Ids | None = None
     memo: dict[str, Any] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    is_late: bool = False
     fault: str | None = None
 
     @property
@@ -130,24 +149,29 @@ class TurnsRollout:
 
     environment: called once for each turn, on the rank that answers for it. max_turns: of a trajectory, summaries not counted.
     turn_tokens: most tokens of a turn. A sequence has at most `SamplingParams.max_tokens` tokens behind its prompt, given ones
-    included; a trajectory that reaches them ends, cut. max_prompt_tokens: of compacted prompts.
+    included; a trajectory that reaches them ends, cut. max_prompt_tokens: of compacted prompts. together: trajectories that wait
+    for a `SideEnvironment` go on together, once the engine has no other work and all are answered; what runs beside what, and so
+    the last bits of log-probs, then depend on no time that an answer took. False: each goes on as soon as it is answered.
     """
 
     def __init__(
         self,
         engine: RolloutEngine,
-        environment: Environment,
+        environment: Environment | SideEnvironment,
         *,
         max_turns: int,
         turn_tokens: int,
         max_prompt_tokens: int,
         compaction: Compaction | None = None,
+        together: bool = True,
     ) -> None:
         self.name, self._engine, self._environment = engine.name, engine, environment
         self._max_turns, self._turn_tokens, self._max_prompt = max_turns, turn_tokens, max_prompt_tokens
-        self._compaction = compaction
+        self._compaction, self._together = compaction, together
         self._group = None if engine.replica is None else engine.replica.group
         self._open: dict[int, _Trajectory] = {}
+        self._waiting: list[tuple[Response, Asked | Answer]] = []
+        self._num_waiting = 0  # turns of all ranks of the replica that were drawn, and have not gone on or ended
         self._sampling: SamplingParams | None = None
 
     @property
@@ -164,7 +188,12 @@ class TurnsRollout:
 
     @property
     def num_unfinished(self) -> int:
-        return self._engine.num_unfinished
+        return self._engine.num_unfinished + self._num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """See `rollout.types.RolloutEngine`. Trajectories that wait for the environment leave their place to others."""
+        return self._engine.num_running
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         """See `rollout.types.RolloutEngine`."""
@@ -178,26 +207,23 @@ class TurnsRollout:
     def poll(self) -> list[Response]:
         """See `rollout.types.RolloutEngine`."""
         before = self._engine.num_unfinished
-        responses = self._engine.poll()
-        if self._engine.num_unfinished == before:  # equal on all ranks of the replica
-            return []
-        answered = [(one, self._observed(one)) for one in responses]
-        mine = {one.number for one in responses}
-        # All ranks of a replica submit the same requests in the same order.
-        if self._group is not None and dist.get_world_size(self._group) > 1:
-            everywhere: list[list[tuple[Response, Ids | None]]] = [[]] * dist.get_world_size(self._group)
-            dist.all_gather_object(everywhere, answered, group=self._group)  # turns, not tokens: few and small
-            answered = [pair for theirs in everywhere for pair in theirs]
+        drawn = self._engine.poll() if before else []
+        num_drawn = before - self._engine.num_unfinished  # equal on all ranks of the replica, as all that follows from it is
+        self._num_waiting += num_drawn
+        self._waiting += [(one, self._asked(one)) for one in drawn]
+        # Idle only if nothing was left before: whoever polls may have requests to add to an engine that has just become free.
+        answered = self._answered(num_drawn, is_idle=not before)
+        self._num_waiting -= len(answered)
         ended, further = [], []
-        for response, observation in sorted(answered, key=lambda pair: pair[0].number):
+        for response, answer, is_mine in sorted(answered, key=lambda one: one[0].number):
             trajectory = self._open[response.number]
-            finish = self._take(trajectory, response, observation)
+            finish = self._take(trajectory, response, answer)
             if finish is None:
                 further.append(trajectory)
                 continue
             del self._open[response.number]
-            if response.number in mine:
-                ended.append(_response(trajectory, finish))
+            if is_mine:
+                ended.append(self._response(trajectory, finish))
         self._ask_for(further)
         return ended
 
@@ -211,25 +237,74 @@ class TurnsRollout:
 
     def close(self) -> None:
         """See `rollout.types.RolloutEngine`."""
+        if isinstance(self._environment, SideEnvironment):
+            self._environment.close()
         self._engine.close()
 
-    def _observed(self, response: Response) -> Ids | None:
-        """Observation after a turn; None where the environment is not asked, or ends the trajectory."""
+    def _asked(self, response: Response) -> Asked | Answer:
+        """The environment's answer to a turn, if need be of later; at once where it is not asked."""
         trajectory = self._open[response.number]
         if trajectory.observation is not None or response.finish == "length" or trajectory.turns + 1 >= self._max_turns:
-            return None
+            return Answer(None)
         request = trajectory.request
         of_trajectory = request.seed, request.source, trajectory.memo
         turn = Turn(request.number, request.group, trajectory.turns, response.tokens, trajectory.ids, *of_trajectory)
+        if isinstance(self._environment, SideEnvironment):
+            return self._environment.start(turn)
+        environment, start = self._environment, time.perf_counter()
+        return self._taken(trajectory, lambda: Answer(environment(turn), time.perf_counter() - start))
+
+    def _taken(self, trajectory: _Trajectory, take: Callable[[], Answer]) -> Answer:
         try:
-            observation = self._environment(turn)
+            answer = take()
         except EnvironmentFault as fault:
             # Raised here it would leave the other ranks in the middle of a generation.
             trajectory.fault = str(fault)
-            return None
-        return None if observation is None else numpy.asarray(observation, numpy.int32)
+            return Answer(None)
+        trajectory.seconds.append(answer.seconds)
+        return answer
 
-    def _take(self, trajectory: _Trajectory, response: Response, observation: Ids | None) -> Literal["stop", "length"] | None:
+    def _answered(self, num_drawn: int, *, is_idle: bool) -> list[tuple[Response, Answer, bool]]:
+        """Turns that trajectories of the replica go on from or end with now, on each of its ranks; those of this rank are true."""
+        is_beside = isinstance(self._environment, SideEnvironment)
+        if not self._num_waiting or (not num_drawn and not is_idle and (self._together or not is_beside)):
+            return []
+        asked = [one.future for _, one in self._waiting if isinstance(one, Asked)]
+        if is_idle and asked:
+            wait(asked, ROUND_S, ALL_COMPLETED if self._together else FIRST_COMPLETED)
+        num_open = sum(not one.done() for one in asked)
+        has_group = self._group is not None and dist.get_world_size(self._group) > 1
+        if has_group and is_beside:
+            counts = torch.tensor([num_open, len(self._waiting) - num_open])
+            dist.all_reduce(counts, group=self._group)
+            num_open, num_done = counts.tolist()
+            if not num_done:
+                return []
+        joins = not self._together or (is_idle and not num_open)
+        mine = self._take_waiting(joins)
+        if not has_group:
+            return [(response, answer, True) for response, answer in mine]
+        # All ranks of a replica submit the same requests in the same order.
+        everywhere: list[list[tuple[Response, Answer]]] = [[]] * dist.get_world_size(self._group)
+        dist.all_gather_object(everywhere, mine, group=self._group)  # turns, not tokens: few and small
+        own = dist.get_rank(self._group)
+        return [(*pair, rank == own) for rank, theirs in enumerate(everywhere) for pair in theirs]
+
+    def _take_waiting(self, joins: bool) -> list[tuple[Response, Answer]]:
+        """Turns of this rank with their answers: those without an environment's, and if `joins` those that have one by now."""
+        taken: list[tuple[Response, Answer]] = []
+        left: list[tuple[Response, Asked | Answer]] = []
+        for response, one in self._waiting:
+            if isinstance(one, Answer):
+                taken.append((response, one))
+            elif joins and one.future.done():
+                taken.append((response, self._taken(self._open[response.number], one.take)))
+            else:
+                left.append((response, one))
+        self._waiting = left
+        return taken
+
+    def _take(self, trajectory: _Trajectory, response: Response, answer: Answer) -> Literal["stop", "length"] | None:
         """Add a turn and what follows it; how the trajectory ends if it ends with it."""
         trajectory.segments += response.segments
         if response.kept is not None:
@@ -240,9 +315,10 @@ class TurnsRollout:
             trajectory.observation = None
             return None
         trajectory.turns += 1
-        if observation is None:
-            return response.finish
-        compaction = self._compaction
+        trajectory.is_late = answer.is_late
+        if answer.observation is None:
+            return "length" if answer.is_late else response.finish
+        observation, compaction = numpy.asarray(answer.observation, numpy.int32), self._compaction
         if compaction is not None and len(trajectory.ids) + len(observation) > compaction.max_tokens:
             if not compaction.ask:
                 self._compact(trajectory, numpy.empty(0, numpy.int32), observation)
@@ -281,14 +357,15 @@ class TurnsRollout:
             assert self._sampling is not None
             self._engine.submit(requests, self._sampling)
 
-
-def _response(trajectory: _Trajectory, finish: Literal["stop", "length"]) -> Response:
-    return Response(
-        trajectory.request.number,
-        tuple(trajectory.segments),
-        finish,
-        trajectory.all_kept,
-        contexts=tuple(trajectory.contexts),
-        prompt=trajectory.prompt if trajectory.contexts else None,
-        fault=trajectory.fault,
-    )
+    def _response(self, trajectory: _Trajectory, finish: Literal["stop", "length"]) -> Response:
+        reached_limit = finish == "stop" and trajectory.turns == self._max_turns
+        return Response(
+            trajectory.request.number,
+            tuple(trajectory.segments),
+            finish,
+            trajectory.all_kept,
+            contexts=tuple(trajectory.contexts),
+            prompt=trajectory.prompt if trajectory.contexts else None,
+            fault=trajectory.fault,
+            played=Played(trajectory.turns, tuple(trajectory.seconds), reached_limit, trajectory.is_late),
+        )

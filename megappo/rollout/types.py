@@ -140,6 +140,17 @@ class Context:
     kept: KeptIds | None = None
 
 
+@dataclass(frozen=True)
+class Played:
+    """Turns of a trajectory. turns: of the policy, summaries not counted. seconds: of each call of the environment.
+    reached_limit: the most turns that a trajectory may have ended it. is_late: an answer that took too long did."""
+
+    turns: int
+    seconds: tuple[float, ...]
+    reached_limit: bool
+    is_late: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Response:
     """Answer to a request: one segment, or more if tokens were given in between or the weights changed.
@@ -149,7 +160,7 @@ class Response:
 
     contexts: sequences of the same trajectory before this one, in their order; the trajectory is scored by this one. prompt: ids
     that this one begins with, the compacted context; None: those of the request. fault: of the environment, which ended the
-    trajectory; it is raised on all ranks where the experience is collected.
+    trajectory; it is raised on all ranks where the experience is collected. played: None without an environment.
     """
 
     number: int
@@ -159,6 +170,7 @@ class Response:
     contexts: tuple[Context, ...] = ()
     prompt: Ids | None = None
     fault: str | None = None
+    played: Played | None = None
 
     @property
     def tokens(self) -> Ids:
@@ -243,6 +255,11 @@ class RolloutEngine(Protocol):
     @property
     def num_unfinished(self) -> int:
         """Requests submitted and not answered; equal on all ranks of the replica."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Those of them that take a place of `Replica.max_running`: all that do not wait for an environment."""
         ...
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:

@@ -197,6 +197,10 @@ class VllmEngine:
     def num_unfinished(self) -> int:
         return len(self._asked)
 
+    @property
+    def num_running(self) -> int:
+        return self.num_unfinished
+
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         """See `rollout.types.RolloutEngine`. Temperature 0 gives the log-probs of temperature 1.
 

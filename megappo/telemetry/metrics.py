@@ -208,6 +208,13 @@ class Metric(_Named):
     )
     TOKEN_AGE_MAX = "rollout/token_age_max", "age of the oldest such weights, steps"
     SEQUENCES = "rollout/sequences", "mean number of sequences of a trajectory, where contexts were compacted"
+    TURNS_MEAN = "rollout/turns_mean", "mean number of turns of a trajectory (rollout.environment)"
+    TURNS_MAX = "rollout/turns_max", "most turns of a trajectory"
+    TURNS_LIMITED = (
+        "rollout/turns_limited",
+        "share of trajectories that ended after max_turns, without asking the environment again",
+    )
+    TURNS_LATE = "rollout/turns_late", "share of trajectories that ended, cut, as the environment did not answer within timeout_s"
     PUSH = "rollout/push_*", "figures of the weight push: bytes, seconds, checks"
 
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"
@@ -217,6 +224,12 @@ class Metric(_Named):
         "timing/reward/during_generation_s",
         "seconds of generate in which rewards were computed too, on the rank with most; score_s is what was left of them",
     )
+    ENVIRONMENT_MEAN = (
+        "timing/environment/mean_s",
+        "seconds in which the environment answered a turn, without the wait for a free worker",
+    )
+    ENVIRONMENT_MAX = "timing/environment/max_s", "such seconds of the slowest answer"
+    ENVIRONMENT_SECONDS = "timing/environment/total_s", "such seconds of all answers of the step, over all ranks and workers"
     SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, no part of step_s, s"
     TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens of the step per second of the whole step"
     GENERATED_PER_S = (

@@ -23,7 +23,7 @@ from megappo.experience.experience import Experience
 from megappo.prepare.data import TextData
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
-from megappo.rollout.types import Request, RolloutEngine, SamplingParams
+from megappo.rollout.types import Played, Request, RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
@@ -127,7 +127,7 @@ class PPO:
         step, config, n = self.state.step + 1, self.config, self.samples_per_row
         timers = self.instruments.timers(step)
 
-        samples = StepSamples(config.algorithm.dynamic_sampling, self.rows_per_step, n)
+        samples, played = StepSamples(config.algorithm.dynamic_sampling, self.rows_per_step, n), list[Played]()
         while samples.num_open:  # again only for what dynamic sampling replaces
             with timers.stage("prompts"):  # 1
                 rows, requests = self.draw(step, samples)
@@ -144,6 +144,7 @@ class PPO:
                 in_windows, with_kept = self.windows is not None, self.sampling.kept_width > 0
                 drawn = collect(requests, responses, with_kept=with_kept, in_windows=in_windows)
                 self.lengths.observe(rows, drawn.table)
+                played += [one.played for one in responses if one.played is not None]
                 require_version(drawn.table, step, config.rollout.push_every, self.rollout.name)
 
             with timers.stage("score"):  # 3
@@ -200,7 +201,7 @@ class PPO:
         self.instruments.settle_times(timers)  # 8
         kl_kind = config.algorithm.kl.estimator
         record = StepRecord(
-            step, experience, scored, agreement, kl_kind, kl_coef, of_critics, policy, pushed, figures, samples.rounds()
+            step, experience, scored, agreement, kl_kind, kl_coef, of_critics, policy, pushed, figures, samples.rounds(), played
         )
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
         if not (reason or self.warmup.covers(step)):

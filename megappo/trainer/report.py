@@ -6,7 +6,7 @@ Each rank adds up its own samples; one exchange of sums and one of maxima make t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -31,6 +31,7 @@ from megappo.data.packing import PackedBatch
 from megappo.experience.experience import Experience
 from megappo.parallel.totals import totals_and_maxima
 from megappo.rewards.compose import Scored
+from megappo.rollout.types import Played
 from megappo.telemetry.metrics import Metric, of_critic
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.critics import CriticFields, critics_in
@@ -79,6 +80,8 @@ class StepRecord:
     """Figures of stage 5 by metric."""
     rounds: Rounds | None = None
     """Of dynamic sampling."""
+    played: Sequence[Played] = ()
+    """Trajectories that this rank drew in an environment."""
 
     @property
     def batch(self) -> PackedBatch:
@@ -132,7 +135,18 @@ class StepRecord:
         for name, part in scored.seconds.items():
             seconds = torch.tensor(part, dtype=torch.float64)
             found[f"seconds {name}"] = (seconds, torch.ones(seconds.shape, dtype=torch.bool))
-        return found
+        return found | self._of_turns()
+
+    def _of_turns(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """As `_of_samples`, of the trajectories of an environment and of each call of it."""
+        columns = {
+            "turns": [one.turns for one in self.played],
+            "turns limited": [one.reached_limit for one in self.played],
+            "turns late": [one.is_late for one in self.played],
+            "turn seconds": [seconds for one in self.played for seconds in one.seconds],
+        }
+        values = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
+        return {name: (x, torch.ones(x.shape, dtype=torch.bool)) for name, x in values.items()}
 
     def kl_per_response(self) -> float:
         """Mean over responses of sum over tokens of log pi - log pi_ref, in nats; 0 without a reference.
@@ -291,12 +305,25 @@ class StepRecord:
         kept, ages = self.agreement.kept, table.ages(self.step)
         return {
             **({Metric.SEQUENCES.value: table.num_samples / table.num_trajectories} if table.has_chains else {}),
+            **self._turns(),
             Metric.AGE_MEAN.value: _mean(ages),
             Metric.AGE_MAX.value: int(ages.max()),
             Metric.PROB_DIFF_MEAN.value: self.agreement.mean,
             Metric.PROB_DIFF_MAX.value: self.agreement.max,
             **({} if kept is None else {Metric.KEPT_IDS.value: kept.ids, Metric.KEPT_OVERFLOW.value: kept.overflow}),
             **{f"rollout/push_{name}": value for name, value in self.pushed.items()},
+        }
+
+    def _turns(self) -> dict[str, float]:
+        """Empty without an environment."""
+        if not float(self.totals["turns"][0]):
+            return {}
+        turns = self.totals.summary("turns")
+        return {
+            Metric.TURNS_MEAN.value: turns.mean,
+            Metric.TURNS_MAX.value: turns.max,
+            Metric.TURNS_LIMITED.value: self.totals.mean("turns limited"),
+            Metric.TURNS_LATE.value: self.totals.mean("turns late"),
         }
 
     def _costs(self, timers: StageTimers) -> dict[str, float]:
@@ -308,6 +335,10 @@ class StepRecord:
             for key, value in self.totals.summary(f"seconds {name}")._asdict().items()
             if key in ("mean", "max")
         }
+        if float(self.totals["turn seconds"][0]):
+            calls = self.totals.summary("turn seconds")
+            slow |= {Metric.ENVIRONMENT_MEAN.value: calls.mean, Metric.ENVIRONMENT_MAX.value: calls.max}
+            slow[Metric.ENVIRONMENT_SECONDS.value] = float(self.totals["turn seconds"][1])
         if "early" in self.totals:
             slow[Metric.REWARD_EARLY.value] = self.totals.summary("early").max
         return {

@@ -95,10 +95,11 @@ def _code_facts(data: RunData) -> dict[str, str | None]:
 
 
 def _environment_facts(data: RunData) -> dict[str, Any] | None:
-    """Settings of the environment without the place of its file, which may move, and the SHA-256 of its code; None without."""
+    """Settings of the environment without the place of its file and the number of its workers, which may change, and the SHA-256 of
+    its code; None without."""
     if data.environment is None:
         return None
-    settings = data.environment.settings.model_dump(mode="json", exclude={"path"})
+    settings = data.environment.settings.model_dump(mode="json", exclude={"path", "workers"})
     return {**settings, "code": data.environment.function.sha256}
 
 

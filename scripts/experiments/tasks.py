@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megappo.data.tokenizers import Tokenizer
-    from megappo.rollout.turns import Turn
+    from megappo.rollout.turn import Turn
     from megappo.rollout.types import RolloutEngine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -72,6 +72,16 @@ OF_ENVIRONMENTS = [
         "rollout.environment.turn_tokens=512",
     ),
     (
+        [*ENVIRONMENT, "rollout.environment.timeout_s=5"],
+        "timeout_s = 5.0: only a process can be ended; set workers",
+        "rollout.environment.workers=4",
+    ),
+    (
+        [*ENVIRONMENT, "rollout.environment.join=each"],
+        'join = "each": without workers a turn is answered at once',
+        "rollout.environment.workers=4",
+    ),
+    (
         [*ENVIRONMENT, "rollout.environment.observation_tokens=512"],
         "no turn could follow",
         "rollout.environment.observation_tokens=511",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import wait
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ from megappo.data.conversation import Conversation
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import HuggingFaceTokenizer
 from megappo.prepare.environments import load_environment
-from megappo.rollout.environment import environment_of, with_environment
+from megappo.rollout.environment import WorkersEnvironment, environment_of, with_environment
 from megappo.rollout.generation import generate
-from megappo.rollout.turns import Turn
+from megappo.rollout.turn import Turn
 from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response, SamplingParams, Segment
 from tests.config.examples import train_config
 from tests.data.tokenizer_files import TEMPLATE, write_hf_tokenizer
@@ -49,13 +51,21 @@ def ask(folder: Path, tokenizer: HuggingFaceTokenizer, code: str, texts: list[st
     """Answers to the turns of one trajectory with these texts."""
     _, found = prepared(folder, tokenizer, code, **keys)
     environment, memo, answers = environment_of(found, tokenizer, ("!",)), {}, []
-    for index, text in enumerate(texts):
-        ids = numpy.array([*tokenizer.encode(text), *([4] if end else [])], numpy.int32)
-        answers.append(environment(Turn(7, 0, index, ids, numpy.array([1, 2], numpy.int32), 99, PROMPT, memo)))
+    with closing(environment) if isinstance(environment, WorkersEnvironment) else nullcontext():
+        for index, text in enumerate(texts):
+            ids = numpy.array([*tokenizer.encode(text), *([4] if end else [])], numpy.int32)
+            turn = Turn(7, 0, index, ids, numpy.array([1, 2], numpy.int32), 99, PROMPT, memo)
+            if not isinstance(environment, WorkersEnvironment):
+                answers.append(environment(turn))
+                continue
+            asked = environment.start(turn)
+            wait([asked.future])
+            answers.append(asked.take().observation)
     return answers
 
 
-def test_a_function_of_text_sees_the_conversation_and_its_own_state(tmp_path, tokenizer):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_function_of_text_sees_the_conversation_and_its_own_state(tmp_path, tokenizer, workers):
     code = (
         "import json\n"
         "def play(turn, path):\n"
@@ -66,7 +76,7 @@ def test_a_function_of_text_sees_the_conversation_and_its_own_state(tmp_path, to
         "    return None if turn.response == turn.answer else 'higher'\n"
     )
     log = tmp_path / "log.jsonl"
-    first, last = ask(tmp_path, tokenizer, code, ["9", "11"], args={"path": str(log)})
+    first, last = ask(tmp_path, tokenizer, code, ["9", "11"], args={"path": str(log)}, workers=workers)
     assert tokenizer.decode_all(first) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n" and last is None
     one, two = map(json.loads, log.read_text().splitlines())
     question = {"role": "user", "content": "5+6="}
@@ -122,6 +132,23 @@ RAISED = [
 def test_a_fault_names_file_line_turn_and_sample(tmp_path, tokenizer, code, keys, said):
     with pytest.raises(EnvironmentFault, match=re.escape(said)) as caught:
         ask(tmp_path, tokenizer, f"def play(turn): return {code}\n", ["9"], **keys)
+    assert "\n" not in str(caught.value)
+
+
+# of a function in a process
+LOST = [
+    ("1 / 0", "mine.py: play raised ZeroDivisionError: division by zero (mine.py:2); turn 0 of sample sums.jsonl#3 (sample 7)"),
+    ("os.kill(os.getpid(), 11)", "mine.py: play lost its process, which was ended by SIGSEGV; turn 0 of sample sums.jsonl#3"),
+    ("lambda: 1", "mine.py: play returned function, which cannot be sent to the rank: "),
+    ("turn.state.update(x=lambda: 1)", "mine.py: play left a state, which cannot be sent to the rank: "),
+    ("7", "returned 7: no text"),
+]
+
+
+@pytest.mark.parametrize("code, said", LOST)
+def test_a_fault_in_a_process_names_file_line_turn_and_sample(tmp_path, tokenizer, code, said):
+    with pytest.raises(EnvironmentFault, match=re.escape(said)) as caught:
+        ask(tmp_path, tokenizer, f"import os\ndef play(turn): return {code}\n", ["9"], workers=1)
     assert "\n" not in str(caught.value)
 
 
@@ -211,3 +238,38 @@ def test_a_sequence_that_grows_too_long_goes_on_from_what_is_kept(tmp_path, toke
     if "ask" in keys:
         assert tokenizer.decode_all(context.segments[-2].tokens.tolist()).startswith("\n<|im_start|>user\nSum up.<|im_end|>")
         assert context.segments[-1].logprobs is not None, "the summary is the policy's"
+
+
+SLOW = """
+import os, time
+def play(turn):
+    turn.state["pids"] = [*turn.state.get("pids", ()), os.getpid()]
+    if turn.seed == 2 and turn.index == 1: time.sleep(600)
+    time.sleep(0.2)
+    return "no" if len(set(turn.state["pids"])) <= 2 else None
+"""
+
+
+def test_processes_answer_turns_of_several_samples_at_once_and_one_beyond_its_limit_is_ended(tmp_path, tokenizer, caplog):
+    config, found = prepared(tmp_path, tokenizer, SLOW, max_turns=3, workers=2, timeout_s=1.0, join="each")
+    prompt = tokenizer.chat([{"role": "user", "content": "5+6="}])
+    sampling = SamplingParams(max_tokens=config.rollout.max_response_tokens, stop_token_ids=(4,))
+    rollout = with_environment(Texts(tokenizer, "7"), found, config, tokenizer)
+    responses = generate(rollout, [Request(i, prompt, seed=i, source=PROMPT) for i in range(4)], sampling)
+    played = [one.played for one in responses]
+    assert [one and (one.turns, one.is_late, one.reached_limit) for one in played] == [
+        (3, False, True),
+        (3, False, True),
+        (2, True, False),
+        (3, False, True),
+    ]
+    assert [one.finish for one in responses] == ["stop", "stop", "length", "stop"] and not any(one.fault for one in responses)
+    assert all(0.2 <= seconds for one in played if one for seconds in one.seconds)
+    (line,) = [record.getMessage() for record in caplog.records if "no answer" in record.getMessage()]
+    assert line == (
+        "environment mine.py: play gave no answer within 1 s; turn 1 of sample sums.jsonl#3 (sample 2), '7'; "
+        "its trajectory ends, cut (1 so far on this rank)"
+    )
+    rollout.close()
+    children = {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    assert not any(b"workers/worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children), "nothing is left"

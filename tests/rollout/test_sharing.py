@@ -60,6 +60,10 @@ class CountingEngine:
     def num_unfinished(self) -> int:
         return len(self.running)
 
+    @property
+    def num_running(self) -> int:
+        return self.num_unfinished
+
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         assert requests, "nothing is submitted"
         self.submitted.append((self.steps, [request.number for request in requests]))

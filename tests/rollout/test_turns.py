@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy
 import pytest
 
 from megappo.rollout.generation import generate
-from megappo.rollout.turns import Compaction, Left, Turn, TurnsRollout, keep_ends
-from megappo.rollout.types import KeptIds, Replica, Request, Response, SamplingParams, Segment
+from megappo.rollout.turn import Turn
+from megappo.rollout.turns import Answer, Asked, Compaction, Environment, Left, TurnsRollout, keep_ends
+from megappo.rollout.types import EnvironmentFault, KeptIds, Replica, Request, Response, SamplingParams, Segment
 
 END = 2
 SAMPLING = SamplingParams(max_tokens=40, stop_token_ids=(END,))
@@ -35,6 +38,10 @@ class Rule:
     @property
     def num_unfinished(self) -> int:
         return len(self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return self.num_unfinished
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         self.waiting += requests
@@ -134,3 +141,102 @@ def test_what_has_no_meaning_is_refused():
         TurnsRollout(Rule(), observe, max_turns=2, turn_tokens=2, max_prompt_tokens=9).submit(
             [Request(0, [1], 0, goes_on=True)], SAMPLING
         )
+
+
+# --------------------------------------------------------------------------------------------------------- beside generation
+
+
+class Beside:
+    """The environment in threads, each of whose answers comes after a delay of its own."""
+
+    def __init__(self, environment: Environment, delay: Callable[[Turn], float]) -> None:
+        self._environment, self._delay, self._pool = environment, delay, ThreadPoolExecutor(4)
+
+    def start(self, turn: Turn) -> Asked:
+        future = self._pool.submit(self._answer, turn)
+        return Asked(future, future.result)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _answer(self, turn: Turn) -> Answer:
+        time.sleep(self._delay(turn))
+        return Answer(self._environment(turn), self._delay(turn))
+
+
+class Held:
+    """An environment whose answer to some turns comes only when other turns have been asked about."""
+
+    def __init__(self, until: dict[tuple[int, int], tuple[int, int]]) -> None:
+        self._until, self._open, self.asked = until, dict[tuple[int, int], Future[None]](), []
+
+    def start(self, turn: Turn) -> Asked:
+        key = turn.number, turn.index
+        self.asked.append(key)
+        future = self._open[key] = Future()
+        for waiting in [*self._open]:
+            if self._until.get(waiting, waiting) in self.asked:
+                self._open.pop(waiting).set_result(None)
+        return Asked(future, lambda: Answer(observe(turn), 0.5))
+
+    def close(self) -> None: ...
+
+
+def whole(found: Sequence[Response]) -> list[tuple]:
+    return [
+        (one.number, parts(one.segments), one.finish, one.prompt, [(c.prompt.tolist(), parts(c.segments)) for c in one.contexts])
+        for one in found
+    ]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_whichever_turn_is_answered_first_the_trajectories_are_those_of_a_rank_that_waits(together):
+    def environment(turn: Turn) -> list[int] | None:
+        seen = turn.memo.setdefault("seen", [])
+        seen.append(turn.number)
+        assert seen == [turn.number] * (turn.index + 1), "no state of another trajectory"
+        return None if turn.number == 1 and turn.index == 1 else [50 + turn.index]
+
+    wanted = answers(Rule(), environment, 6)
+    for order in (1, -1):
+        beside = Beside(environment, lambda turn: 0.01 * (order * (turn.number + turn.index) % 6))
+        engine = Rule()
+        assert whole(answers(engine, beside, 6, together=together)) == whole(wanted)
+        seeds = {(len(one.tokens), one.number): one.seed for one in engine.asked}
+        assert len(set(seeds.values())) == len(engine.asked), "a turn draws by its own seed, whenever it begins"
+
+
+def test_the_engine_goes_on_with_samples_that_wait_for_nobody():
+    """Sample 0 is answered only when sample 2 has had its second turn, though two places hold two samples at once."""
+    held = Held({(0, 0): (2, 1)})
+    found = answers(Rule(), held, 3, together=False)
+    assert whole(found) == whole(answers(Rule(), observe, 3))
+    assert held.asked.index((2, 1)) < held.asked.index((0, 1)) and (2, 0) in held.asked[:3], "its place went to another"
+    assert [one.played.turns for one in found if one.played] == [3, 3, 3]
+    assert all(one.played and one.played.reached_limit and one.played.seconds == (0.5, 0.5) for one in found)
+
+
+def test_together_no_trajectory_goes_on_before_all_are_answered():
+    engine, held = Rule(), Held({(0, 0): (2, 0)})
+    assert whole(answers(engine, held, 3)) == whole(answers(Rule(), observe, 3))
+    rounds = [sorted(held.asked[i : i + 3]) for i in range(0, len(held.asked), 3)]
+    assert rounds == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1), (2, 1)]]
+    assert [one.number for one in engine.asked[3:]] == [0, 1, 2] * 2, "in the order of their numbers"
+
+
+def test_a_late_answer_ends_its_trajectory_cut_and_a_fault_travels_with_it():
+    class Late(Held):
+        def start(self, turn: Turn) -> Asked:
+            asked = super().start(turn)
+            if turn.number == 0 and turn.index == 1:
+                return asked._replace(take=lambda: Answer(None, 9.0, is_late=True))
+
+            def fail() -> Answer:
+                raise EnvironmentFault("no tool")
+
+            return asked._replace(take=fail) if turn.number == 2 else asked
+
+    late, whole_one, failed = answers(Rule(), Late({}))
+    assert late.finish == "length" and late.played is not None and late.played.is_late and late.played.seconds == (0.5, 9.0)
+    assert whole_one.finish == "stop" and whole_one.played is not None and not whole_one.played.is_late
+    assert failed.fault == "no tool" and failed.played is not None and failed.played.turns == 1

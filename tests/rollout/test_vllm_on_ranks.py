@@ -25,8 +25,9 @@ from megappo.parallel.groups import meet
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.generation import generate
 from megappo.rollout.subworld import SubWorld, prepare_rollout_world
-from megappo.rollout.turns import Compaction, Turn, TurnsRollout, keep_ends
-from megappo.rollout.types import Request, SamplingParams
+from megappo.rollout.turn import Turn
+from megappo.rollout.turns import Compaction, TurnsRollout, keep_ends
+from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 
 from ..bridge.engines import HeldPolicy, policy_tensors, read_checkpoint
@@ -34,6 +35,7 @@ from ..models.checkpoints import write_checkpoint
 from ..worlds import WorldError, spawn_world
 from .engines import make_engine
 from .responses import generate_all
+from .test_turns import Beside
 
 RANKS = 4
 SEEDED = SamplingParams(max_tokens=12, temperature=0.9)
@@ -146,10 +148,16 @@ def play(engine: VllmEngine) -> dict[str, Any]:
         asked.extend(requests)
         submit(requests, sampling)
 
-    compaction = Compaction(60, keep_ends(20, 10))
-    rollout = TurnsRollout(engine, environment, max_turns=3, turn_tokens=4, max_prompt_tokens=80, compaction=compaction)
+    limits = {"max_turns": 3, "turn_tokens": 4, "max_prompt_tokens": 80, "compaction": Compaction(60, keep_ends(20, 10))}
     with mock.patch.object(engine, "submit", recorded):
-        drawn = generate_all(rollout, REQUESTS, ENDING)
+        drawn = generate_all(TurnsRollout(engine, environment, **limits), REQUESTS, ENDING)
+    beside: dict[str, list[list]] = {"together": [], "each": []}
+    for join in beside:
+        for order in (1, -1):
+            slow = Beside(lambda turn: [5, 6 + turn.number], lambda turn: 0.01 * (order * (turn.number + turn.index) % 5))
+            rollout = TurnsRollout(engine, slow, together=join == "together", **limits)
+            beside[join].append(of_trajectories(generate_all(rollout, REQUESTS, ENDING)))
+            slow.close()
     again = []
     with engine.serving():
         for request in asked:
@@ -160,7 +168,26 @@ def play(engine: VllmEngine) -> dict[str, Any]:
     sequences += [[(None, one.segments)] for one in drawn if not one.contexts]
     given = [[(p, [(s.tokens.tolist(), s.logprobs is not None) for s in parts]) for p, parts in one] for one in sequences]
     turns = sorted(tokens for one in given for _, parts in one for tokens, is_sampled in parts if is_sampled)
-    return {"asked": [one.tokens.tolist() for one in asked], "again": again, "given": given, "turns": turns, "called": called}
+    return {
+        "asked": [one.tokens.tolist() for one in asked],
+        "again": again,
+        "given": given,
+        "turns": turns,
+        "called": called,
+        "drawn": of_trajectories(drawn),
+        "beside": beside,
+    }
+
+
+def of_trajectories(drawn: Sequence[Response]) -> list:
+    """(tokens, log-probs) of all sequences of each trajectory."""
+    return [
+        [
+            [(s.tokens.tolist(), None if s.logprobs is None else s.logprobs.tolist()) for s in c.segments]
+            for c in (*one.contexts, one)
+        ]
+        for one in drawn
+    ]
 
 
 def with_a_death(rank: int, path: str, folder: str) -> None:
@@ -231,6 +258,19 @@ def test_turns_are_what_the_engine_answers_to_each_alone(own_world, name):
         assert ours["turns"] == own_world[0]["turns"]["two replicas"]["turns"], "which replica plays changes no token"
     else:
         assert {number for number, _ in ours["called"]}.isdisjoint(number for number, _ in theirs["called"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_turns_that_are_answered_beside_generation_are_the_same(own_world, name):
+    for rank in own_world:
+        found = rank["turns"][name]
+
+        def tokens(trajectories: list) -> list:
+            return [[[part[0] for part in sequence] for sequence in one] for one in trajectories]
+
+        (first, second), each = found["beside"]["together"], found["beside"]["each"]
+        assert first == second, "to the last bit of every log-prob, whatever is answered first"
+        assert all(tokens(one) == tokens(found["drawn"]) for one in (first, *each))
 
 
 @pytest.mark.parametrize("name", CASES)

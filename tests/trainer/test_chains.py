@@ -26,7 +26,8 @@ from megappo.experience.experience import Experience
 from megappo.parallel.totals import place_in_world
 from megappo.plan.run import plan_run
 from megappo.prepare.evaluate import plan_evaluation
-from megappo.rollout.turns import Compaction, Turn, TurnsRollout, keep_ends
+from megappo.rollout.turn import Turn
+from megappo.rollout.turns import Compaction, TurnsRollout, keep_ends
 from megappo.rollout.types import Context, EnvironmentFault, Request, Response, RolloutEngine, SamplingParams, Segment
 from megappo.trainer import evaluate, main, ppo
 from megappo.trainer.evaluation import metrics_of
@@ -260,6 +261,8 @@ BY_KEY = {
     "args": {"ids": list(OBSERVATION)},
     "max_turns": TURNS,
     "turn_tokens": 3,
+    "workers": 2,
+    "join": "each",
     "compaction": {"max_tokens": LIMIT, "keep_first": 6, "keep_last": 2},
 }
 GUESSES = {"path": "second_guess.py", "function": "hint", "max_turns": TURNS, "turn_tokens": 3}
@@ -369,6 +372,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def turns_of(step: dict[str, Any]) -> list[int]:
+    """Turns of each trajectory: its runs of sampled ids, over all sequences."""
+    mask, starts = step["response_mask"], step["cu_seqlens"]
+    of_sequences = [
+        sum(mask[t] and (t == begin or not mask[t - 1]) for t in range(begin, end)) for begin, end in zip(starts, starts[1:])
+    ]
+    return [sum(of_sequences[i] for i in chain) for chain, _ in trajectories(step)]
+
+
 def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in read_lines(folder / "runs" / name / "metrics.jsonl") if "policy/loss" in row]
 
@@ -383,9 +395,16 @@ def test_a_run_trains_on_compacted_trajectories(run):
         assert row["policy/updates"] == math.ceil(count / 4) and 0 < row["policy/grad_norm"] < math.inf
         assert row["rollout/prob_diff_mean"] < 1e-4, "each sequence was drawn as the trainer reads it"
         assert row["reward/score_mean"] == pytest.approx(sum(step["score"][:SAMPLES]) / SAMPLES)
+        turns = turns_of(step)
+        assert row["rollout/turns_mean"] == pytest.approx(sum(turns) / SAMPLES) and row["rollout/turns_max"] == max(turns)
+        cut = step["truncated"][:SAMPLES]
+        limited = [count == TURNS and not is_cut for count, is_cut in zip(turns, cut, strict=True)]
+        assert row["rollout/turns_limited"] == pytest.approx(sum(limited) / SAMPLES) and row["rollout/turns_late"] == 0
+        assert 0 < row["timing/environment/mean_s"] <= row["timing/environment/max_s"] < row["timing/environment/total_s"] < 1
 
 
 def test_the_environment_of_a_key_draws_what_that_of_the_entry_does(run):
+    """By processes that answer beside generation, each at once, where the entry's is called by the ranks."""
     _, (ours, _) = run
     names = ("tokens", "response_mask", "previous", "truncated", "cu_seqlens", "prompt")
     for name in names:  # of the first step, which both draw by the same weights

@@ -176,6 +176,10 @@ class OneByOne:
     def num_unfinished(self) -> int:
         return len(self._waiting)
 
+    @property
+    def num_running(self) -> int:
+        return self.num_unfinished
+
     def submit(self, requests: Any, sampling: Any) -> None:
         self._waiting += requests
 
