@@ -216,8 +216,11 @@ def test_the_engine_goes_on_with_samples_that_wait_for_nobody():
     assert all(one.played and one.played.reached_limit and one.played.seconds == (0.5, 0.5) for one in found)
 
 
-def test_together_no_trajectory_goes_on_before_all_are_answered():
-    engine, held = Rule(), Held({(0, 0): (2, 0)})
+@pytest.mark.parametrize("places, until", [(2, {(0, 0): (2, 0)}), (1, {})])
+def test_together_no_trajectory_goes_on_before_all_are_answered(places, until):
+    """Nor before all have begun, of which `places` run at once."""
+    engine, held = Rule(), Held(until)
+    engine.replica = Replica(0, 1, None, places)
     assert whole(answers(engine, held, 3)) == whole(answers(Rule(), observe, 3))
     rounds = [sorted(held.asked[i : i + 3]) for i in range(0, len(held.asked), 3)]
     assert rounds == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1), (2, 1)]]
