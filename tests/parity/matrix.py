@@ -119,7 +119,11 @@ PTX_TEXTS = 3
 PTX = {"algorithm__ptx": {"coef": 0.3, "data": "none.jsonl", "batch_size": PTX_TEXTS}}
 # Other losses: each layout against one rank with the same ones.
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "two epochs, turns, mean of sequences, KL in the loss, dis": {
+    "two epochs, turns, mean of sequences, KL in the loss, dis, two_hot critic": {
+        "critic__loss": "two_hot",
+        "critic__bins": 9,
+        "critic__value_low": -2.0,
+        "critic__value_high": 1.5,
         "algorithm__ppo_epochs": 2,
         "algorithm__correction": {"kind": "dis", "low": 0.3, "high": 4.0},
         "algorithm__gae_level": "turn",
@@ -127,7 +131,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__loss_aggregation": "seq-mean-token-mean",
         "algorithm__kl": {"placement": "loss", "estimator": "k3", "coef": 0.05},
     },
-    "fixed length, dual clip, no whitening, icepop out of the loss": {
+    "fixed length, dual clip, no whitening, icepop out of the loss, huber critic": {
+        "critic__loss": "huber",
+        "critic__huber_delta": 0.3,
         "algorithm__correction": {"kind": "icepop", "low": 0.3, "high": 4.0, "count_rejected": False},
         "algorithm__loss_aggregation": "fixed-length",
         "algorithm__dual_clip": 2.0,
@@ -144,7 +150,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "rollout__sampling__top_p": 0.9,
         **PTX,  # texts have no kept ids
     },
-    "grpo, gspo, no cut responses": {
+    "grpo, gspo, no cut responses, mis of responses": {
+        "algorithm__correction": {"kind": "mis", "level": "sequence", "high": 1.5},
         "algorithm__estimator": "grpo",
         "algorithm__objective": "gspo",
         "algorithm__loss_aggregation": "seq-mean-token-mean",
@@ -168,7 +175,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
 }
 # Those of them that are run under FSDP2 too, on two ranks.
-SHARDED_LOSSES = ("grpo, gspo, no cut responses", "hl_gauss critic, frozen parts, against the behaviour policy")
+SHARDED_LOSSES = ("grpo, gspo, no cut responses, mis of responses", "hl_gauss critic, frozen parts, against the behaviour policy")
 
 
 FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
