@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy
 import pytest
+import torch.distributed as dist
 
+from megappo.rollout import turns
 from megappo.rollout.generation import generate
 from megappo.rollout.turn import Turn
 from megappo.rollout.turns import Answer, Asked, Compaction, Environment, Left, TurnsRollout, keep_ends
@@ -206,8 +209,16 @@ def test_whichever_turn_is_answered_first_the_trajectories_are_those_of_a_rank_t
         assert len(set(seeds.values())) == len(engine.asked), "a turn draws by its own seed, whenever it begins"
 
 
-def test_the_engine_goes_on_with_samples_that_wait_for_nobody():
+def test_the_engine_goes_on_with_samples_that_wait_for_nobody(monkeypatch):
     """Sample 0 is answered only when sample 2 has had its second turn, though two places hold two samples at once."""
+    rounds = []
+
+    def shortly(asked, seconds, return_when):
+        rounds.append(seconds)
+        assert len(rounds) < 20, "all places are held by samples that wait"
+        return wait(asked, 0.01, return_when)
+
+    monkeypatch.setattr(turns, "wait", shortly)
     held = Held({(0, 0): (2, 1)})
     found = answers(Rule(), held, 3, together=False)
     assert whole(found) == whole(answers(Rule(), observe, 3))
@@ -225,6 +236,26 @@ def test_together_no_trajectory_goes_on_before_all_are_answered(places, until):
     rounds = [sorted(held.asked[i : i + 3]) for i in range(0, len(held.asked), 3)]
     assert rounds == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (1, 1), (2, 1)]]
     assert [one.number for one in engine.asked[3:]] == [0, 1, 2] * 2, "in the order of their numbers"
+
+
+class ByRanks(Rule):
+    """The same of a replica of two ranks, which answer in turn."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank, self.replica = rank, Replica(0, 1, dist.group.WORLD, None)
+
+    def poll(self) -> list[Response]:
+        return [one for one in super().poll() if one.number % 2 == self._rank]
+
+
+def asked_of_replica(rank: int) -> list[int]:
+    """Numbers of the turns that an engine of two ranks draws, in its order, where those of rank 1 are answered rounds later
+    (`tests/trainer/test_chains.py` has the ranks)."""
+    engine = ByRanks(rank)
+    with mock.patch.object(turns, "ROUND_S", 0.01):
+        answers(engine, Beside(observe, lambda turn: 0.1 * (turn.number % 2)), 4)
+    return [one.number for one in engine.asked]
 
 
 def test_a_late_answer_ends_its_trajectory_cut_and_a_fault_travels_with_it():

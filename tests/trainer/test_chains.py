@@ -33,6 +33,7 @@ from megappo.trainer import evaluate, main, ppo
 from megappo.trainer.evaluation import metrics_of
 from megappo.trainer.experience import collect
 from megappo.trainer.shaping import shape_experience
+from tests.rollout.test_turns import asked_of_replica
 from tests.trainer.small_run import set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 
@@ -218,7 +219,7 @@ def on_rank(rank: int) -> dict[str, Any]:
         collect(requests, [replace(one, fault="no tool" if one.number == 3 else None) for one in responses])
     except EnvironmentFault as error:
         said = str(error)
-    return {**collected(), "said": said}
+    return {**collected(), "said": said, "asked": asked_of_replica(rank)}
 
 
 def test_contexts_are_samples_behind_those_of_the_requests():
@@ -234,6 +235,7 @@ def test_ranks_that_drew_parts_have_the_advantages_of_one():
     alone = collected()
     for rank in spawn_world(on_rank, 2):
         assert rank.pop("said") == "rank 1: no tool", "one rank's environment failed, and all raise it"
+        assert rank.pop("asked") == [0, 1, 2, 3] * 3, "turns go on together once those of all ranks are answered"
         assert rank["together"] and {k: v for k, v in rank.items() if k != "fields"} == {
             k: v for k, v in alone.items() if k != "fields"
         }
