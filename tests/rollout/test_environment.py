@@ -251,7 +251,7 @@ def play(turn):
 
 
 def test_processes_answer_turns_of_several_samples_at_once_and_one_beyond_its_limit_is_ended(tmp_path, tokenizer, caplog):
-    config, found = prepared(tmp_path, tokenizer, SLOW, max_turns=3, workers=2, timeout_s=1.0, join="each")
+    config, found = prepared(tmp_path, tokenizer, SLOW, max_turns=3, workers=2, timeout_s=3.0, join="each")
     prompt = tokenizer.chat([{"role": "user", "content": "5+6="}])
     sampling = SamplingParams(max_tokens=config.rollout.max_response_tokens, stop_token_ids=(4,))
     rollout = with_environment(Texts(tokenizer, "7"), found, config, tokenizer)
@@ -267,7 +267,7 @@ def test_processes_answer_turns_of_several_samples_at_once_and_one_beyond_its_li
     assert all(0.2 <= seconds for one in played if one for seconds in one.seconds)
     (line,) = [record.getMessage() for record in caplog.records if "no answer" in record.getMessage()]
     assert line == (
-        "environment mine.py: play gave no answer within 1 s; turn 1 of sample sums.jsonl#3 (sample 2), '7'; "
+        "environment mine.py: play gave no answer within 3 s; turn 1 of sample sums.jsonl#3 (sample 2), '7'; "
         "its trajectory ends, cut (1 so far on this rank)"
     )
     rollout.close()
