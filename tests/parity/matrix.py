@@ -164,6 +164,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__objective": "cispo",
         "algorithm__high_entropy_token_ratio": 0.4,
     },
+    "rloo, sums of sequences, KL k2 in the loss": {
+        "algorithm__estimator": "rloo",
+        "algorithm__loss_aggregation": "seq-mean-token-sum",
+        "algorithm__kl": {"placement": "loss", "estimator": "k2", "coef": 0.05},
+    },
+    "remax": {"algorithm__estimator": "remax"},
     "hl_gauss critic, frozen parts, against the behaviour policy": {
         "algorithm__proximal": "behaviour",
         "critic__loss": "hl_gauss",
