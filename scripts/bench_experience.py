@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from megappo.experience.route import GroupWire
 from megappo.platform.device import world_group
+from megappo.platform.freed_memory import keep_freed_memory
 from scripts.bench.experience_step import Cost, Shape, resident, responses_of, step, warm_up
 from scripts.bench.model import Mistake
 
@@ -47,10 +48,16 @@ class _Parser(argparse.ArgumentParser):
         raise Mistake(message)
 
 
+def _start() -> None:
+    """As a rank of a run starts."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    warm_up()
+
+
 def of_world(rank: int, shape: Shape, folder: str) -> None:
     """Write the costs of a rank of a real world to the folder."""
-    torch.set_num_threads(1)
-    warm_up()
+    _start()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=shape.world)
     wire = GroupWire(world_group())
     found = [step(shape, rank, wire) for _ in range(repetitions(shape))]
@@ -61,16 +68,14 @@ def of_world(rank: int, shape: Shape, folder: str) -> None:
 
 def alone(rank: int, shape: Shape, folder: str) -> None:
     """Write the costs of a rank that has the world to itself to the folder."""
-    torch.set_num_threads(1)
-    warm_up()
+    _start()
     found = [step(shape, rank, None) for _ in range(repetitions(shape))]
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
 
 
 def beside(rank: int, shape: Shape, folder: str) -> None:
     """Write the costs of one of several worlds of one rank, which run at the same time, to the folder."""
-    torch.set_num_threads(1)
-    warm_up()
+    _start()
     found = [step(shape, 0, None) for _ in range(repetitions(shape))]
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
 

@@ -51,12 +51,12 @@ def moments_of_chunk(x: Tensor, counted: Tensor) -> Moments:
     """As `masked_moments`, for a few tokens. counted: int64, positions of the true entries of the mask, which several quantities
     share: a gather by them takes a third of the time of one by the mask."""
     kept = x.index_select(0, counted)
+    maxima = torch.full((2,), -math.inf, dtype=torch.float64)
+    if len(kept):
+        lowest, highest = torch.aminmax(kept)
+        maxima = torch.stack((-lowest.double(), highest.double()))
     exact = kept.double()
-    sums = torch.stack((exact.new_tensor(len(kept)), exact.sum(), exact.square().sum()))
-    if not len(kept):
-        return Moments(sums, sums.new_full((2,), -math.inf))
-    lowest, highest = torch.aminmax(kept)
-    return Moments(sums, torch.stack((-lowest.double(), highest.double())))
+    return Moments(torch.stack((exact.new_tensor(len(kept)), exact.sum(), exact.square_().sum())), maxima)
 
 
 def summarise(sums: Tensor, maxima: Tensor) -> Summary:

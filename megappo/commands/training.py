@@ -73,9 +73,11 @@ def cmd_train(args: argparse.Namespace) -> int:
         return _start_ranks(args, config, ranks, local_overrides(written, config))
     planned = plan_here(config, ranks, None, resume=args.resume)
     print_on_rank_0(planned.report())
+    from megappo.platform.freed_memory import keep_freed_memory
     from megappo.platform.garbage import freeze_imports
     from megappo.trainer.main import train
 
+    keep_freed_memory()
     freeze_imports()
     assert planned.data is not None, "only a plan of shapes has no data"
     train(planned.plan.config, planned.data, resume=args.resume, stop=stop)

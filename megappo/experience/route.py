@@ -73,6 +73,11 @@ class Leg:
     samples: list[int]
 
     @classmethod
+    def of_nothing(cls, num_peers: int) -> Leg:
+        none = torch.empty(0, dtype=torch.long)
+        return cls(none, Spans(none, none), none, [0] * num_peers, [0] * num_peers)
+
+    @classmethod
     def sent(cls, rows: Tensor, peers: Tensor, lengths: Tensor, num_peers: int) -> Leg:
         """Samples of the local batch, peer by peer. rows: [R], ascending for each peer; peers: [R], places on the wire; lengths:
         [B], of all samples of the batch."""
@@ -166,16 +171,18 @@ class Route:
     def between(cls, length: Tensor, source: Owners, target: Owners, rank: int, wire: Wire) -> Route:
         """The route for world rank `rank`, which is on the wire as all owners are. length: [N], of all samples."""
         before, after = source.numbers(rank), target.numbers(rank)
-        legs = _Legs(length.long(), source, target, rank, wire, before, after)
         holders, readers = target.shares.holders, target.shares.readers
+        index, mean = target.shares.index_of(rank), int(length.sum()) // len(wire.ranks)
+        is_holder = index is not None and rank in holders[index]
+        if len(wire.ranks) == 1 or (source.shares == target.shares and torch.equal(source.share, target.share)):
+            none = Leg.of_nothing(len(wire.ranks))
+            return cls(wire, none, none, none, none, length.long()[after], mean, is_holder, is_still=True)
+        legs = _Legs(length.long(), source, target, rank, wire, before, after)
         sent, received = legs.to(holders)
         all_readers = tuple(map(tuple.__add__, holders, readers))
         sent_tokens, received_tokens = legs.to(all_readers) if any(readers) else (sent, received)
-        index = target.shares.index_of(rank)
-        is_holder = index is not None and rank in holders[index]
-        same = len(wire.ranks) == 1 or (source.shares == target.shares and torch.equal(source.share, target.share))
-        mean = int(length.sum()) // len(wire.ranks)
-        return cls(wire, sent, received, sent_tokens, received_tokens, length.long()[after], mean, is_holder, same)
+        arriving = length.long()[after]
+        return cls(wire, sent, received, sent_tokens, received_tokens, arriving, mean, is_holder, is_still=False)
 
     def moved(
         self, tokens: Tensor | None, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}

@@ -41,15 +41,25 @@ def total_and_largest(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     return _pairwise(of_sums, dist.ReduceOp.SUM), _pairwise(of_maxima, dist.ReduceOp.MAX)
 
 
-def rows_of_ranks(rows: Tensor) -> Tensor:
-    """[sum of M, K] rows of all ranks, rank by rank, from the [M, K] of each; M may differ. Collective over the world."""
-    world_size = place_in_world()[1]
+def rows_of_ranks(rows: Tensor, expected: int = 0) -> Tensor:
+    """[sum of M, K] int32 rows of all ranks, rank by rank, from the [M, K] of each; M may differ. Collective over the world.
+
+    expected: the same on every rank. If no rank has more rows, one exchange tells their numbers and brings them.
+    """
+    world_size, width = place_in_world()[1], rows.shape[1]
     if world_size == 1:
         return rows
-    counts = _of_ranks(torch.tensor([rows.numel()])).flatten().tolist()
-    received = rows.new_empty(sum(counts))
-    dist.all_to_all_single(received, rows.flatten().repeat(world_size), counts, [rows.numel()] * world_size)
-    return received.view(-1, rows.shape[1])
+    mine = rows.new_zeros(expected + 1, width)
+    mine[0, 0] = len(rows)
+    mine[1 : len(rows) + 1] = rows[:expected]
+    found = _of_ranks(mine.flatten()).view(world_size, expected + 1, width)
+    counts = found[:, 0, 0].long()
+    if int(counts.max()) <= expected:
+        return found[:, 1:][torch.arange(expected) < counts[:, None]]
+    sizes = (counts * width).tolist()
+    received = rows.new_empty(sum(sizes))
+    dist.all_to_all_single(received, rows.flatten().repeat(world_size), sizes, [rows.numel()] * world_size)
+    return received.view(-1, width)
 
 
 def _reduced(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:

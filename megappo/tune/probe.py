@@ -25,6 +25,8 @@ from megappo.plan.memory import GIB
 from megappo.platform.hardware import PROFILES, Hardware, hardware_of, load_hardware
 
 RANKS = 2
+# Where other work wants the cores too, a call is seldom left alone: of eight the fastest may take twice its time.
+FEWEST, LEAST_S, OVERHEAD_REPEATS = 8, 1.0, 50
 # Six tiny layers, so that their time is launches and Python.
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -81,16 +83,16 @@ def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
     rates: dict[str, float] = {}
     for name, dtype in (("fp32_tflops", torch.float32), ("bf16_tflops", torch.bfloat16)):
         a = torch.randn(size, size, device=device).to(dtype)
-        rates[name] = 2 * size**3 / _seconds(lambda a=a: a @ a, device) / 1e12
+        rates[name] = 2 * size**3 / _undisturbed_s(lambda a=a: a @ a) / 1e12
     # 1 GiB on a GPU, 64 MiB on the CPU: more than its caches hold.
     x = torch.zeros((1 << 30 if device.type == "cuda" else 1 << 26) // 4, device=device)
     y = torch.empty_like(x)
-    rates["memory_tb_s"] = 2 * x.numel() * 4 / _seconds(lambda: y.copy_(x), device) / 1e12  # fp32, read and written
+    rates["memory_tb_s"] = 2 * x.numel() * 4 / _undisturbed_s(lambda: y.copy_(x)) / 1e12  # fp32, read and written
     if dist.get_world_size() > 1:
         small, large = x[:64].clone(), x[: 1 << 22].clone()
         # A pass makes hundreds of small ones: their usual latency counts, not the shortest.
-        latency = _seconds(lambda: dist.all_reduce(small), device, repeats=100, of=median)
-        seconds = _seconds(lambda: dist.all_reduce(large), device)
+        latency = median(_times(lambda: dist.all_reduce(small), 100))
+        seconds = min(_times(lambda: dist.all_reduce(large), 30))
         # An all-reduce of two ranks has two steps; in each a rank sends and receives half of the data, and waits once.
         rates["node_latency_us"] = latency / 2 * 1e6
         rates["node_link_gb_s"] = link_gb_s(large.numel() * 4, seconds, latency)
@@ -104,17 +106,26 @@ def link_gb_s(size: int, seconds: float, latency: float) -> float:
     return size / max(seconds - latency, seconds / 2) / 1e9
 
 
-def _seconds(work: Callable[[], Any], device: torch.device, repeats: int = 8, of: Callable[[list[float]], float] = min) -> float:
-    """`of` the seconds of several calls, after one that is not counted."""
+def _undisturbed_s(work: Callable[[], Any]) -> float:
+    """Seconds of the fastest of many calls, which are not collective: as many as LEAST_S has room for."""
+    found = _times(work, FEWEST)
+    end = time.perf_counter() + LEAST_S
+    while time.perf_counter() < end:
+        found += _times(work, FEWEST)
+    return min(found)
+
+
+def _times(work: Callable[[], Any], repeats: int) -> list[float]:
+    """Seconds of several calls, after one that is not counted."""
     from megappo.telemetry.timers import wait_for_device
 
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         start = time.perf_counter()
         work()
         wait_for_device()
         times.append(time.perf_counter() - start)
-    return of(times[1:])
+    return times[1:]
 
 
 def _layer_overhead_s(folder: str, device: torch.device) -> float:
@@ -126,7 +137,7 @@ def _layer_overhead_s(folder: str, device: torch.device) -> float:
         {"run": {"device": device.type}, "policy": {"model": folder}, "data": {"train": "none"}}
         | {"reference": {"dtype": "fp32", "micro_batch_tokens": 8}}
     )
-    trial = Trial(config=config, role="reference", label="probe", samples=8, prompt_tokens=4, response_tokens=4, repeats=5)
+    trial = Trial(config=config, role="reference", label="probe", samples=8, prompt_tokens=4, response_tokens=4, repeats=OVERHEAD_REPEATS)
     import torch.distributed as dist
 
     micro_batches = trial.samples // dist.get_world_size()

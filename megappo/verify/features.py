@@ -1,7 +1,8 @@
 """The baseline of a small run (one rank, no features), and the same with one feature at a time.
 
-A feature is a setting that must not change the numbers: another engine than Megatron's, compiled layers, gradients reduced once, an
-axis of a layout, data parallelism, recomputation, offload, the distributed optimizer, the token budget of a micro-batch, kernels.
+A feature is a setting that must not change the numbers: another engine than Megatron's, ranks of a role's own, compiled layers,
+gradients reduced once, an axis of a layout, data parallelism, recomputation, offload, the distributed optimizer, the token budget
+of a micro-batch, kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from math import lcm
 from typing import Any
 
 from megappo.config.layout_checks import roles_in_use
+from megappo.config.rank_ranges import ALL, ranks_of
 from megappo.config.role_sections import FrozenOffloadConfig, OffloadConfig, ParallelConfig, RoleConfig, TrainableConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
@@ -19,8 +21,8 @@ from megappo.verify.shrink import SAMPLES, Run
 from megappo.verify.shrink_layouts import ranks_needed
 
 _AXES = ("tp", "sequence_parallel", "pp", "vpp", "cp", "ep", "etp")
-_SETTINGS = ("engine", "compile", "reduce_once", "offload_activations", "recompute", "offload", "micro_batch_tokens")
-DISTRIBUTED, DP, ENGINE, KERNELS = "optimizer.distributed", "dp", "engine", "kernels"
+_SETTINGS = ("engine", "ranks", "compile", "reduce_once", "offload_activations", "recompute", "offload", "micro_batch_tokens")
+DISTRIBUTED, DP, ENGINE, KERNELS, RANKS = "optimizer.distributed", "dp", "engine", "kernels", "ranks"
 
 
 def on_one_rank(run: Run) -> Run:
@@ -34,7 +36,7 @@ def features(config: TrainConfig, role: str, world_size: int) -> list[str]:
     section, plain = getattr(config, role), _plain(config, role)
     parallel = section.parallel
     found = [axis for axis in _AXES if getattr(parallel, axis) != getattr(plain.parallel, axis)]
-    if world_size > parallel.tp * parallel.cp * parallel.pp:
+    if len(ranks_of(section.ranks, world_size)) > parallel.tp * parallel.cp * parallel.pp:
         found.append(DP)
     found += [key for key in _SETTINGS if getattr(section, key, None) != getattr(plain, key, None)]
     if isinstance(section, TrainableConfig) and section.engine == "megatron" and section.optimizer.distributed:
@@ -56,6 +58,8 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
         world_size = lcm(*(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
         if feature in (DP, DISTRIBUTED, ENGINE):
             world_size = min(2, run.world_size)  # two copies are enough to differ
+        if feature == RANKS:
+            world_size = run.world_size
         runs[feature] = Run(config, world_size)
     return runs
 
@@ -63,7 +67,7 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
 def _plain(config: TrainConfig, role: str) -> RoleConfig:
     """The role's section without features."""
     section = getattr(config, role)
-    changes: dict[str, Any] = {"engine": "megatron", "compile": False, "parallel": ParallelConfig()}
+    changes: dict[str, Any] = {"engine": "megatron", RANKS: ALL, "compile": False, "parallel": ParallelConfig()}
     changes["micro_batch_tokens"] = SAMPLES * LONGEST_SEQUENCE
     if isinstance(section, TrainableConfig):
         optimizer = section.optimizer.model_copy(update={"distributed": False})

@@ -1,4 +1,4 @@
-"""Assembly of sharded tensors under their Hugging Face names on rank 0, with the largest difference of their copies.
+"""Assembly of sharded tensors under their Hugging Face names on one rank, with the largest difference of their copies.
 
 For models small enough to be compared whole. Export (`models/hf_export.py`) writes large ones tensor by tensor, from one copy of
 each.
@@ -22,7 +22,7 @@ from megappo.models.weight_map import hf_tensors
 
 @dataclass(frozen=True)
 class Gathered:
-    """Assembled tensors of a role; both fields are empty on ranks other than 0.
+    """Assembled tensors of a role; both fields are empty on ranks other than its first.
 
     tensors: Hugging Face name -> whole tensor, fp32 on the host. spread: name -> largest difference of its copies, which tp, cp,
     dp, edp ranks or both ends of a pipeline with tied embeddings hold.
@@ -33,18 +33,19 @@ class Gathered:
 
 
 def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
-    """Assemble `local`, this rank's parameters of the engine or their gradients by its names. Collective over the world.
+    """Assemble `local`, this rank's parameters of the engine or their gradients by its names. Collective over its ranks.
 
     Frozen tensors may be missing, which have no gradients.
     """
-    position, adapters = engine.placement.position_of(dist.get_rank()), engine.adapter_pieces()
+    rank, placement, adapters = dist.get_rank(), engine.placement, engine.adapter_pieces()
+    position, first = placement.position_of(rank), placement.rank_of(0)
     of_adapters = sizes_of(adapters)
     frozen = {name for name, parameter in engine.named_parameters().items() if not parameter.requires_grad} - local.keys()
     held = [*engine.pieces()[position], *adapters[position]]
     mine = [(one.hf, tuple(one.box), None if one.local in frozen else _part(local[one.local], one)) for one in held]
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(mine, parts if dist.get_rank() == 0 else None, dst=0)
-    if dist.get_rank() != 0:
+    parts: list[Any] = [None] * len(placement)
+    dist.gather_object(mine, parts if rank == first else None, dst=first, group=engine.host_group)
+    if rank != first:
         return Gathered()
     absent: set[str] = set()
     copies: dict[str, dict[Box, list[Tensor]]] = defaultdict(lambda: defaultdict(list))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megappo.config.batch import update_schedule
@@ -22,12 +23,13 @@ from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.experience.experience import Experience
+from megappo.parallel.placement import Placement
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.critics import fields_of
 from megappo.trainer.experience import sample_seed
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.ptx import DrawnTexts
-from megappo.trainer.roles import Critic, Policy, RewardModel
+from megappo.trainer.roles import Critic, Policy
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates, positive_samples
 from megappo.verify.delegate import DelegatingEngine
@@ -45,7 +47,8 @@ class RoleMeasures:
 
     values: per token [T] (logprobs, values, ...), per sequence [B] (bootstrap), or per mini-batch [updates] (loss, gradient
     norm). metrics: name -> [updates]; sums are divided by the loss's denominator. gradients: of the first mini-batch. parameters:
-    after the last step. Both are gathered on request, to rank 0 only; everything else is the same on every rank.
+    after the last step. Both are gathered on request, to rank 0 only, or to all ranks from a role that has ranks of its own;
+    everything else is the same on every rank.
     """
 
     values: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -70,7 +73,8 @@ def measure(
     gradients: bool = False,
     parameters: bool = False,
 ) -> Measured:
-    """Run one PPO step for each rollout (of `verify/recording.py`), the critic updated before the policy. Collective.
+    """Run one PPO step for each rollout (of `verify/recording.py`), the critic updated before the policy. Collective over the
+    world, on whichever ranks of it the roles live.
 
     config: models, layouts, roles and algorithm. engines: builds the roles; the caller closes it. gradients: also gather those of
     the first mini-batch, for which Megatron's optimizers must not be distributed. parameters: also gather those after the last
@@ -85,12 +89,10 @@ def measure(
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
     roles = build_roles(config, recording, num_updates)
-    assert all(name in roles.by_name for name in roles.trained), "a measurement has its roles on all ranks"
-    updated = {name: cast("Critic | Policy", roles.by_name[name]) for name in roles.update_order}
     for step, rollout in enumerate(rollouts, 1):
         experience = add_model_outputs(Experience.of_whole(rollout), roles)
-        if roles.reward_model is not None:
-            measured[REWARD_MODEL].add("scores", _scores(rollout, roles.reward_model))
+        if REWARD_MODEL in roles.shares:
+            measured[REWARD_MODEL].add("scores", _scores(rollout, roles))
         score = experience.batch["score"]
         greedy = experience.batch["greedy"] if algorithm.estimator == "remax" else None
         shaped = shape_experience(experience, score, algorithm.kl.coef, algorithm, greedy=greedy)
@@ -102,31 +104,43 @@ def measure(
         seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, algorithm)
         texts = _texts(config, roles, step, experience.table.num_samples)
         updates = Updates(experience, roles, roles.trained, config, seed, counts_ratios=False, positive=positive, texts=texts)
-        for name, role in updated.items():
+        for name in roles.update_order:
             updates.run(name)
-            recording.recorders[name].end_step(role.loss_name)
+            if name in recording.recorders:
+                recording.recorders[name].end_step(cast("Critic | Policy", roles.by_name[name]).loss_name)
     if parameters:
         for recorder in recording.recorders.values():
             recorder.gather_parameters()
+    for name in roles.trained:
+        measured[name] = _of_first_rank(measured[name], roles.placements[name])
     return dict(measured)
 
 
+def _of_first_rank(measures: RoleMeasures, placement: Placement) -> RoleMeasures:
+    """Measures of a role as its first rank has them, also where it does not live. Collective over the world."""
+    if placement.is_whole:
+        return measures
+    box = [measures]
+    dist.broadcast_object_list(box, src=placement.rank_of(0))  # of a small model
+    return box[0]
+
+
 def _texts(config: TrainConfig, roles: Roles, step: int, num_samples: int) -> DrawnTexts | None:
-    """Recorded texts of a step, other ones in every update; None without `algorithm.ptx`."""
+    """Recorded texts of a step, other ones in every update; None without `algorithm.ptx`, and on ranks without the policy."""
     size, updates = config.algorithm.ptx.batch_size, update_schedule(config, "policy").optimizer_steps(num_samples)
-    if not config.algorithm.ptx.has_texts:
+    if not config.algorithm.ptx.has_texts or roles.policy is None:
         return None
-    assert roles.policy is not None, "a measurement has its roles on all ranks"
     first = (step - 1) * updates * size
     numbers = [range(first + update * size, first + (update + 1) * size) for update in range(updates)]
     return DrawnTexts(RecordedTexts(roles.policy.engine.arch.vocab_size), numbers)
 
 
-def _scores(rollout: PackedBatch, model: RewardModel) -> Tensor:
-    """Scores [B] of all sequences of a rollout that every rank has. Collective."""
-    experience = Experience.of_whole(_in_vocabulary(rollout, model.engine))
-    share = experience.for_role(model.engine.shares, ())
-    return experience.with_results(share, (), ("raw",), {"raw": model.scores(share.batch)}).everywhere(("raw",))["raw"]
+def _scores(rollout: PackedBatch, roles: Roles) -> Tensor:
+    """Scores [B] of all sequences of a rollout that every rank has. Collective over the world."""
+    experience, model = Experience.of_whole(rollout), roles.reward_model
+    share = experience.for_role(roles.shares[REWARD_MODEL], ())
+    results = {} if model is None else {"raw": model.scores(_in_vocabulary(share.batch, model.engine))}
+    return experience.with_results(share, (), ("raw",), results).everywhere(("raw",))["raw"]
 
 
 def _in_vocabulary(batch: PackedBatch, engine: Engine) -> PackedBatch:

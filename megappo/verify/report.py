@@ -16,6 +16,7 @@ _EXPERIENCE = ("rewards", "advantages", "returns")
 # Settings that turn a feature off, in the order in which to try them: the rarer a feature, the likelier its fault.
 _WITHOUT: Mapping[str, str] = {
     "engine": "{role}.engine=megatron",
+    "ranks": "{role}.ranks=all",
     "etp": "{role}.parallel.etp=1",
     "ep": "{role}.parallel.ep=1",
     "cp": "{role}.parallel.cp=1",

@@ -8,16 +8,15 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
-from math import lcm
 from pathlib import Path
 
 import torch
 
 from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import placements_in_use, roles_in_use, trained_sections
+from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.loading import explicit_keys
-from megappo.config.rank_ranges import ALL, ranges_of
+from megappo.config.rank_ranges import ALL, ranks_of
 from megappo.config.schema import TrainConfig
 from megappo.launch.local import start_worlds
 from megappo.models.hf_config import read_arch
@@ -29,8 +28,7 @@ from megappo.resilience.run_time import input_accepted
 from megappo.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
 from megappo.verify.features import features, on_one_rank, one_at_a_time
 from megappo.verify.report import LEGEND, aligned, bisection, first_cause, table, verdict
-from megappo.verify.shrink import SAMPLES, STEPS, Run, implementation_of, placement_notes, small_run
-from megappo.verify.shrink_layouts import ranks_needed
+from megappo.verify.shrink import SAMPLES, STEPS, Run, fewest_ranks, implementation_of, placement_notes, small_run
 from megappo.verify.world import Results, read_results
 
 LAYOUT, ALONE = "layout", "one rank"
@@ -59,7 +57,7 @@ def verify(
         folder = Path(name)
         implementation, notes = implementation_of(config, device)
         run, given_up = small_run(config, folder, max_ranks, implementation)
-        said = (*given_up, *placement_notes(config), *notes)
+        said = (*given_up, *placement_notes(config, run), *notes)
         print("\n".join([*_described(run), *(f"note: {note}" for note in said)]), flush=True)
         runs = {LAYOUT: run, ALONE: on_one_rank(run), **(one_at_a_time(run) if bisect else {})}
         with input_accepted():
@@ -74,7 +72,7 @@ def _check(config: TrainConfig, device: Device) -> None:
     """Check as `megappo plan`, for the run's own ranks or the fewest possible, but without weights and data."""
     ranks = config.run.num_ranks
     if ranks is None:
-        ranks = _fewest_ranks(config)
+        ranks = fewest_ranks(config)
     check_config(config, explicit_keys(config), ranks, device)
     check_kernels(config.kernels, device)
     for role, section in trained_sections(config).items():
@@ -90,15 +88,6 @@ def _check(config: TrainConfig, device: Device) -> None:
     check_layouts(config, read_archs(config, need_weights=False), ranks, choose_implementation(config.model.impl, device))
 
 
-def _fewest_ranks(config: TrainConfig) -> int:
-    """Smallest world of the layouts; of roles on ranks of their own the world of all ranks that they name."""
-    named = [ranges_of(text)[-1].stop for text in placements_in_use(config).values() if text != ALL]
-    if named:
-        return max(named)
-    replicas = config.rollout.tp if config.rollout.engine == "vllm" else 1
-    return lcm(replicas, *(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
-
-
 def _described(run: Run) -> list[str]:
     lines = [
         f"{STEPS} PPO steps of {SAMPLES} recorded samples in fp32, on {run.world_size} ranks and on one with reference kernels:"
@@ -109,8 +98,10 @@ def _described(run: Run) -> list[str]:
         others = [
             name for name in features(run.config, role, run.world_size) if "." in name or name in ("engine", "recompute", "offload")
         ]
-        layout = str(layout_of(parallel, run.world_size))
-        rows.append((f"  {role}", f"{arch.family} of {arch.num_layers} layers", layout, ", ".join(others)))
+        ranks = getattr(run.config, role).ranks
+        layout = str(layout_of(parallel, len(ranks_of(ranks, run.world_size))))
+        where = [] if ranks == ALL else [f"on ranks {ranks}"]
+        rows.append((f"  {role}", f"{arch.family} of {arch.num_layers} layers", layout, ", ".join([*where, *others])))
     return [*lines, aligned(rows)]
 
 

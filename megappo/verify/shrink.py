@@ -8,18 +8,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megappo.config.layout_checks import roles_in_use
-from megappo.config.rank_ranges import ALL
+from megappo.config.layout_checks import placements_in_use, roles_in_use
+from megappo.config.rank_ranges import ALL, ranges_of
 from megappo.config.role_sections import AnyCriticConfig, CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.config_file import read_config
 from megappo.models.implementation import Implementation, choose_implementation
+from megappo.parallel.placement import placement_of, ranks_by_roles
 from megappo.prepare.layouts import model_paths
 from megappo.verify.recording import LONGEST_RESPONSE
-from megappo.verify.shrink_layouts import fit_layouts, split_layers
+from megappo.verify.shrink_layouts import (
+    FittedLayouts,
+    Parts,
+    fit_layouts,
+    fit_parts,
+    part_sizes,
+    ranks_needed,
+    split_layers,
+)
 from megappo.verify.shrink_model import small_config, write_model
 
 # Two mini-batches in a step: the second sees weights that the first has moved.
@@ -44,11 +54,11 @@ class Run(NamedTuple):
 
 
 def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation: Implementation) -> tuple[Run, tuple[str, ...]]:
-    """The small version of `config`, with its models written below `folder`; and notes on features that did not fit.
+    """The small version of `config`, with its models written below `folder`; and notes on layouts that did not fit.
 
     Roles that share a checkpoint share a small one.
     """
-    fitted = fit_layouts(roles_in_use(config), max_ranks)
+    fitted = _fitted(config, max_ranks)
     paths = {role: path for role, (_, path) in model_paths(config).items()}
     parallel, models = _write_models(paths, fitted.parallel, folder, implementation)
     sections: dict[str, Any] = {}
@@ -57,7 +67,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
         changes: dict[str, Any] = {
             "model": models[role],
             "parallel": parallel[role],
-            "ranks": ALL,  # every layout is measured over the whole small world, wherever its ranks are in the run
+            "ranks": fitted.ranks.get(role, ALL),
             "dtype": "fp32",  # half types differ by their rounding
             "micro_batch_tokens": MICRO_BATCH_TOKENS,
         }
@@ -93,15 +103,46 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
     return Run(small, fitted.world_size), fitted.notes
 
 
-def placement_notes(config: TrainConfig) -> Iterator[str]:
-    """One line for every role that lives on ranks of its own in the run, one on why, and one on what that leaves unmeasured."""
-    placed = {role: getattr(config, role).ranks for role in roles_in_use(config) if getattr(config, role).ranks != ALL}
-    for role, ranks in placed.items():
-        yield f"{role}: its layout is verified on all ranks of this small world, instead of {role}.ranks = {ranks}"
-    if placed:
-        yield "a role's numbers do not depend on which ranks hold it, and all ranks of the small world take part in gathering them"
-        keys = " ".join(f"{role}.ranks={ALL}" for role in placed)
-        yield f"exchanges between ranks of different roles are not measured; compare trainer.steps=3 with one of {keys}"
+def fewest_ranks(config: TrainConfig) -> int:
+    """Smallest world of the layouts; of roles on ranks of their own the world of all ranks that they name."""
+    named = [ranges_of(text)[-1].stop for text in placements_in_use(config).values() if text != ALL]
+    if named:
+        return max(named)
+    replicas = config.rollout.tp if config.rollout.engine == "vllm" else 1
+    return lcm(replicas, *(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
+
+
+def _fitted(config: TrainConfig, max_ranks: int) -> FittedLayouts:
+    """Layouts in the small world; roles that have ranks of their own in the run have some here, if there is room."""
+    wanted, parts = roles_in_use(config), _parts(config)
+    if len(parts.hosts) == 1:
+        return fit_layouts(wanted, max_ranks)
+    # With one replica FSDP2 would shard nothing; Megatron's layouts are worth more than their data parallelism.
+    fewer = {role: number if getattr(config, role).engine == "fsdp2" else 1 for role, number in parts.replicas.items()}
+    tried = (fit_parts(wanted, parts._replace(replicas=replicas), max_ranks) for replicas in (parts.replicas, fewer))
+    return next((fitted for fitted in tried if fitted is not None), fit_layouts(wanted, max_ranks))
+
+
+def _parts(config: TrainConfig) -> Parts:
+    """Parts of the run's world, and two replicas of each role that has several."""
+    world_size, used = config.run.num_ranks or fewest_ranks(config), roles_in_use(config)
+    placements = {role: placement_of(getattr(config, role).ranks, world_size) for role in used}
+    hosts = ranks_by_roles(placements)
+    others = [()] if sum(map(len, hosts.values())) < world_size else []  # ranks of vLLM alone have samples too
+    replicas = {role: min(2, max(1, len(placements[role]) // ranks_needed(parallel))) for role, parallel in used.items()}
+    return Parts((*hosts, *others), replicas)
+
+
+def placement_notes(config: TrainConfig, run: Run) -> Iterator[str]:
+    """Two lines on ranks of roles in the run that its small version `run` has no room for."""
+    used = roles_in_use(config)
+    placed, parts = [role for role in used if getattr(config, role).ranks != ALL], _parts(config)
+    if len(parts.hosts) == 1 or any(getattr(run.config, role).ranks != ALL for role in placed):
+        return
+    needed = sum(part_sizes({role: getattr(run.config, role).parallel for role in used}, parts))
+    yield f"all roles are verified on all ranks of this small world; on ranks of their own they need --max-ranks {needed}"
+    keys = " ".join(f"{role}.ranks={ALL}" for role in placed)
+    yield f"exchanges between ranks of different roles are not measured; compare trainer.steps=3 with one of {keys}"
 
 
 def _write_models(

@@ -1,14 +1,17 @@
-"""Layouts that fit a small world and still shard a model along every axis of the user's, and the number of layers they need.
+"""Layouts that fit a small world and still shard a model along every axis of the user's, on ranks of their own where the user's
+are, and the number of layers they need.
 
 Pure arithmetic on the `parallel` sections of the configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, count, pairwise
 from math import lcm
 from typing import NamedTuple
 
+from megappo.config.rank_ranges import ranges_text
 from megappo.config.role_sections import ParallelConfig
 
 _AXES = ("tp", "cp", "pp", "ep", "etp")
@@ -17,11 +20,21 @@ _FEWEST_LAYERS = 2
 
 
 class FittedLayouts(NamedTuple):
-    """Layouts on `world_size` ranks. parallel: role -> sizes. notes: one line for every role whose sizes were reduced."""
+    """Layouts on `world_size` ranks. parallel: role -> sizes. notes: one line for every role whose sizes were reduced. ranks: of
+    the roles that do not live on all."""
 
     parallel: dict[str, ParallelConfig]
     world_size: int
     notes: tuple[str, ...]
+    ranks: Mapping[str, str] = {}
+
+
+class Parts(NamedTuple):
+    """Parts of a world, in the order of their ranks. hosts: roles that live on all ranks of a part; none where only vLLM does.
+    replicas: role -> fewest model replicas that it is to have, over all of its parts."""
+
+    hosts: tuple[tuple[str, ...], ...]
+    replicas: Mapping[str, int]
 
 
 def ranks_needed(parallel: ParallelConfig) -> int:
@@ -31,21 +44,77 @@ def ranks_needed(parallel: ParallelConfig) -> int:
 
 def fit_layouts(wanted: Mapping[str, ParallelConfig], max_ranks: int) -> FittedLayouts:
     """Halve the largest axis of the largest role until one world holds all roles; with dp 2 if that still fits."""
+
+    def smallest_world(parallel: Mapping[str, ParallelConfig]) -> int:
+        return lcm(*map(ranks_needed, parallel.values()))
+
+    parallel = _halved_to(wanted, max_ranks, smallest_world)
+    assert parallel is not None, "a world of one rank holds any role without an axis"
+    world_size = smallest_world(parallel)
+    world_size *= 2 if world_size * 2 <= max_ranks else 1
+    return FittedLayouts(parallel, world_size, _notes(wanted, parallel, f"{max_ranks} ranks"))
+
+
+def fit_parts(wanted: Mapping[str, ParallelConfig], parts: Parts, max_ranks: int) -> FittedLayouts | None:
+    """As `fit_layouts`, with each role on its parts of the world alone. None if an axis would be lost that a world without parts
+    has room for."""
+    parallel = _halved_to(wanted, max_ranks, lambda parallel: sum(part_sizes(parallel, parts)))
+    whole = fit_layouts(wanted, max_ranks).parallel
+    if parallel is None or any(_axes(parallel[role]) != _axes(whole[role]) for role in wanted):
+        return None
+    sizes = part_sizes(parallel, parts)
+    first = [sum(sizes[:at]) for at in range(len(sizes))]
+    ranks = {
+        role: ranges_text(
+            rank for at, size, names in zip(first, sizes, parts.hosts) if role in names for rank in range(at, at + size)
+        )
+        for role in wanted
+        if any(role not in names for names in parts.hosts)
+    }
+    return FittedLayouts(parallel, sum(sizes), _notes(wanted, parallel, f"{max_ranks} ranks for all roles together"), ranks)
+
+
+def part_sizes(parallel: Mapping[str, ParallelConfig], parts: Parts) -> tuple[int, ...]:
+    """Ranks of each part in the smallest world in which every role has whole replicas, as many as it is to have."""
+    units = {role: ranks_needed(sizes) for role, sizes in parallel.items()}
+    at = {role: [place for place, names in enumerate(parts.hosts) if role in names] for role in units}
+    for world_size in count(len(parts.hosts)):  # ends: parts of replicas x the least common multiple of all units fit any role
+        for cuts in combinations(range(1, world_size), len(parts.hosts) - 1):
+            sizes = tuple(after - before for before, after in pairwise((0, *cuts, world_size)))
+            replicas = {role: divmod(sum(sizes[place] for place in at[role]), unit) for role, unit in units.items()}
+            if all(left == 0 and number >= parts.replicas[role] for role, (number, left) in replicas.items()):
+                return sizes
+    raise AssertionError
+
+
+def _halved_to(
+    wanted: Mapping[str, ParallelConfig], max_ranks: int, smallest_world: Callable[[Mapping[str, ParallelConfig]], int]
+) -> dict[str, ParallelConfig] | None:
+    """Layouts halved until a world of at most max_ranks holds them; None if not even roles without an axis fit."""
     parallel = dict(wanted)
-    while (world_size := lcm(*map(ranks_needed, parallel.values()))) > max_ranks:
+    while smallest_world(parallel) > max_ranks:
         largest = max(parallel, key=lambda role: ranks_needed(parallel[role]))
+        if ranks_needed(parallel[largest]) == 1:
+            return None
         parallel[largest] = _halved(parallel[largest])
-    limit = f"{max_ranks} ranks (--max-ranks, GPUs)"
-    notes = tuple(
-        f"{role}: {_sizes(wanted[role])} needs more than {limit}, verified as {_sizes(parallel[role])}"
+    return parallel
+
+
+def _notes(wanted: Mapping[str, ParallelConfig], parallel: Mapping[str, ParallelConfig], limit: str) -> tuple[str, ...]:
+    return tuple(
+        f"{role}: {_sizes(wanted[role])} needs more than {limit} (--max-ranks, GPUs), verified as {_sizes(parallel[role])}"
         for role in wanted
         if parallel[role] != wanted[role]
     )
-    return FittedLayouts(parallel, world_size * 2 if world_size * 2 <= max_ranks else world_size, notes)
+
+
+def _axes(parallel: ParallelConfig) -> list[str]:
+    """Axes along which a model is cut."""
+    return [axis for axis in (*_AXES, "vpp") if getattr(parallel, axis) > 1]
 
 
 def _sizes(parallel: ParallelConfig) -> str:
-    axes = [f"{axis}{getattr(parallel, axis)}" for axis in (*_AXES, "vpp") if getattr(parallel, axis) > 1]
+    axes = [f"{axis}{getattr(parallel, axis)}" for axis in _axes(parallel)]
     return " ".join([*axes, *(["sp"] if parallel.sequence_parallel else [])]) or "tp1"
 
 

@@ -45,4 +45,5 @@ def reduced(rank: int) -> list[Any]:
                     {name: x.tolist() for name, x in {**summed, **most_of}.items()},
                 ]
             )
-    return [*found, totals.rows_of_ranks(torch.full((rank, 2), rank)).tolist()]
+    rows = torch.full((2 * rank + 1, 2), rank, dtype=torch.int32)  # more than expected, as many, fewer
+    return [*found, [totals.rows_of_ranks(rows, expected).tolist() for expected in (0, 1, 3, 9)]]

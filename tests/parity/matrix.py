@@ -180,6 +180,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "policy__freeze": ["input_layernorm", "lm_head"],
     },
 }
+# That of them that is run with roles on ranks of their own, on four ranks: it exchanges samples for a second epoch.
+PLACED_LOSSES = "two epochs, turns, mean of sequences, KL in the loss, dis"
 # Those of them that are run under FSDP2 too, on two ranks.
 SHARDED_LOSSES = ("grpo, gspo, no cut responses, mis of responses", "hl_gauss critic, frozen parts, against the behaviour policy")
 
@@ -203,6 +205,14 @@ FSDP2 = {**FSDP2_DP, **{name: {**_FSDP2, **(_RECOMPUTE if "recompute" in name el
 # Policy and reference in the layout of the case under Megatron, the critic over all ranks under FSDP2.
 MIXED = {"critic__engine": "fsdp2"}
 MIXED_CASE: Case = ({"tp": 2}, {})
+# Each role on ranks of its own, of a world of four: rank 0 has no policy, rank 3 no critic.
+PLACED: dict[str, Any] = {
+    "policy__ranks": "2-3",
+    "policy__parallel": {"tp": 2},
+    "critic__ranks": "0-1",
+    "critic__parallel": {"pp": 2},
+    "reference__ranks": "1-2",
+}
 SHARDED: dict[str, dict[int, list[str]]] = {
     "llama": {
         1: ["fsdp2"],
@@ -269,7 +279,7 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
 
 def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """model -> title -> Measured, for all cases of this world size; f"{title}, {variant}" for the cases of VARIED; those of SHARDED
-    by their names, and "mixed". Of rank 0; the others return nothing, as they measure the same."""
+    by their names, "mixed" and "placed". Of rank 0; the others return nothing, as they measure the same."""
     from megappo.platform import cpu
 
     cpu.install()
@@ -292,6 +302,9 @@ def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapp
             for name in SHARDED_LOSSES:
                 changes = {**FSDP2["fsdp2"], **ALGORITHMS[name]}
                 measured["llama"][f"fsdp2, {name}"] = measure_case(folders["llama"], roles, changes)
+    if "llama" in folders and size == 4:
+        for name, changes in {"placed": {}, f"placed, {PLACED_LOSSES}": ALGORITHMS[PLACED_LOSSES]}.items():
+            measured["llama"][name] = measure_placed(folders["llama"], {**PLACED, **changes})
     return measured if rank == 0 else {}
 
 
@@ -335,3 +348,17 @@ def measure_case(
     kept = num_kept(config.rollout.sampling)
     rollouts = rollouts or record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY, kept=kept)
     return measure(config, rollouts, engines_in(roles, torch.device("cpu")), **{"gradients": True, "parameters": True, **wanted})
+
+
+def measure_placed(folder: str, changes: Mapping[str, Any]) -> Any:
+    """As `measure_case`, by engines in the layouts and on the ranks that the changes name. Collective."""
+    from megappo.config.role_sections import ModelConfig
+    from megappo.config.run_sections import TimeoutsConfig
+    from megappo.engine.build import RoleEngines
+    from megappo.verify.measure import measure
+
+    engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
+    rollouts = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)
+    found = measure(config_of(Path(folder), **changes), rollouts, engines, gradients=True, parameters=True)
+    engines.close()
+    return found

@@ -10,6 +10,7 @@ from megappo.verify.recording import RecordedTexts, record_rollouts
 from tests.parity.matrix import (
     ALGORITHMS,
     MODELS,
+    PLACED_LOSSES,
     PTX_TEXTS,
     SEQUENCES,
     SHARDED,
@@ -80,6 +81,15 @@ def test_every_layout_gives_the_numbers_of_one_rank(measured, model: str, size: 
 def test_fsdp2_gives_the_numbers_of_one_megatron_rank(measured, model: str, size: int, name: str) -> None:
     """Policy, critic and reference; or, mixed, the critic beside a policy of tp 2."""
     assert disagreements(measured[size][model][name], measured[1][model][BASELINE]) == []
+
+
+@pytest.mark.parametrize("losses", ["", f", {PLACED_LOSSES}"])
+def test_roles_on_ranks_of_their_own_give_the_numbers_of_one_rank(measured, losses: str) -> None:
+    """Rank 0, which reports, has no policy."""
+    found, alone = measured[4]["llama"][f"placed{losses}"], measured[1]["llama"][f"{BASELINE}{losses}"]
+    assert disagreements(found, alone) == []
+    parameters = found["policy"].parameters.tensors
+    assert parameters and parameters.keys() == alone["policy"].parameters.tensors.keys()
 
 
 @pytest.mark.parametrize("model, size, name", VARIED_LAYOUTS)

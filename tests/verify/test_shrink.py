@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megappo.config.layout_checks import parallel_problems, roles_in_use
+from megappo.config.rank_ranges import ranks_of
 from megappo.config.role_sections import ParallelConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
@@ -19,7 +20,7 @@ from megappo.prepare.model_rules import model_problems
 from megappo.verify.features import features, on_one_rank, one_at_a_time
 from megappo.verify.recording import LONGEST_SEQUENCE
 from megappo.verify.shrink import Run, small_run
-from megappo.verify.shrink_layouts import fit_layouts, split_layers
+from megappo.verify.shrink_layouts import Parts, fit_layouts, fit_parts, ranks_needed, split_layers
 from tests.verify.models import MODELS, write_config_json
 
 SP = dict(tp=2, sequence_parallel=True)
@@ -202,3 +203,50 @@ def test_layouts_are_halved_until_they_fit(sizes, max_ranks, expected) -> None:
 def test_two_replicas_are_made_where_they_fit() -> None:
     roles = {"policy": ParallelConfig(tp=2), "critic": ParallelConfig(pp=2)}
     assert [fit_layouts(roles, ranks).world_size for ranks in (2, 3, 4, 8)] == [2, 2, 4, 4]
+
+
+POLICY, CRITIC = ParallelConfig(tp=2, sequence_parallel=True), ParallelConfig(pp=2)
+APART = (("policy", "reference"), ("critic",))
+
+
+@pytest.mark.parametrize(
+    "hosts, policy, critic, replicas, max_ranks, expected",
+    [
+        (APART, POLICY, CRITIC, (1, 1, 1), 8, {"policy": "0-1", "reference": "0-1", "critic": "2-3"}),
+        (APART, POLICY, CRITIC, (2, 1, 2), 8, {"policy": "0-3", "reference": "0-3", "critic": "4-5"}),
+        (APART, ParallelConfig(tp=8), CRITIC, (1, 1, 1), 8, {"policy": "0-3", "reference": "0-3", "critic": "4-5"}),
+        (APART, POLICY, CRITIC, (1, 1, 1), 3, None),  # together they have room for tp 2 and pp 2
+        (
+            (("policy", "reference", "critic"), ()),
+            POLICY,
+            CRITIC,
+            (1, 1, 1),
+            4,
+            dict.fromkeys(("policy", "reference", "critic"), "0-1"),
+        ),
+        # Policy on 0-1, critic on 1-2, reference on 0 and 2: each of two ranks, as of three parts.
+        (
+            (("policy", "reference"), ("policy", "critic"), ("reference", "critic")),
+            POLICY,
+            CRITIC,
+            (1, 1, 1),
+            4,
+            {"policy": "0-1", "critic": "1-2", "reference": "0,2"},
+        ),
+    ],
+)
+def test_roles_keep_ranks_of_their_own(hosts, policy, critic, replicas, max_ranks, expected) -> None:
+    roles = {"policy": policy, "critic": critic, "reference": ParallelConfig()}
+    parts = Parts(hosts, dict(zip(roles, replicas)))
+    fitted = fit_parts(roles, parts, max_ranks)
+    assert (fitted and fitted.ranks) == expected
+    if fitted is None:
+        return
+    assert fitted.world_size <= max_ranks and len(fitted.notes) == (policy.tp == 8)
+    held = {role: set(ranks_of(text, fitted.world_size)) for role, text in fitted.ranks.items()}
+    for role, ranks in held.items():
+        replica = ranks_needed(fitted.parallel[role])
+        assert len(ranks) % replica == 0 and len(ranks) // replica >= parts.replicas[role]
+        for other in held:  # whom a role meets is what placements are about
+            assert bool(ranks & held[other]) == any(role in names and other in names for names in hosts)
+            assert (ranks <= held[other]) == all(other in names for names in hosts if role in names)

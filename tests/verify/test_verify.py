@@ -127,28 +127,42 @@ def test_it_is_not_run_by_a_launcher(config: str, capsys, monkeypatch) -> None:
     assert "run it once, without torchrun" in capsys.readouterr().err
 
 
-def test_placed_roles_are_measured_on_all_ranks_of_the_small_world_and_that_is_said(config: str, monkeypatch, capsys) -> None:
-    """The world is that of the layouts, however many ranks the run names; without ranks of their own nothing is said."""
-    started: list[int] = []
+PLACED = ["policy.ranks=0-1", "critic.ranks=2-5", "reference.ranks=0-1", "rollout.ranks=0-5"]
+
+
+@pytest.mark.parametrize(
+    "overrides, max_ranks, expected",
+    [
+        (PLACED, 6, (6, {"policy": "0-1", "critic": "2-5", "reference": "0-1", "rollout": "all"})),
+        (PLACED, 5, (4, {"policy": "0-1", "critic": "2-3", "reference": "0-1", "rollout": "all"})),
+        (PLACED, 3, (2, dict.fromkeys(("policy", "critic", "reference", "rollout"), "all"))),
+        ([], 4, (4, dict.fromkeys(("policy", "critic", "reference", "rollout"), "all"))),
+    ],
+)
+def test_placed_roles_have_ranks_of_their_own_where_the_small_world_has_room(
+    config: str, monkeypatch, capsys, overrides: list[str], max_ranks: int, expected: tuple[int, dict[str, str]]
+) -> None:
+    """The layouts come first: tp 2 and pp 2 apart need four ranks. One rank alone has all roles on it."""
+    started: list[tuple[int, dict[str, str]]] = []
 
     def start(worlds: list[tuple[int, list[str]]], module: str, preload: tuple[str, ...]) -> int:
-        world_size, arguments = worlds[0]
-        for name in arguments[1:]:
-            small = load_config(str(Path(arguments[0]) / f"{name}.json"))
-            assert all(getattr(small, role).ranks == "all" for role in ("policy", "critic", "reference", "rollout"))
-        started.append(world_size)
+        for world_size, (folder, *names) in worlds:
+            for name in names:
+                small = load_config(str(Path(folder) / f"{name}.json"))
+                started.append((world_size, {role: getattr(small, role).ranks for role in expected[1]}))
         return 7
 
     monkeypatch.setattr(verify_run, "start_worlds", start)
-    placed = ["policy.ranks=0-1", "critic.ranks=2-5", "reference.ranks=0-1", "rollout.ranks=0-5"]
-    assert verify(load_config(config, placed), "cpu", max_ranks=4) == 7
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note:")]
-    for role, ranks in (("policy", "0-1"), ("critic", "2-5"), ("reference", "0-1")):
-        assert f"note: {role}: its layout is verified on all ranks of this small world, instead of {role}.ranks = {ranks}" in notes
-    assert "do not depend on which ranks hold it" in notes[3], "the reason"
-    assert notes[4].endswith("compare trainer.steps=3 with one of policy.ranks=all critic.ranks=all reference.ranks=all")
-    assert verify(load_config(config), "cpu", max_ranks=4) == 7
-    assert started == [4, 4] and "small world" not in capsys.readouterr().out
+    assert verify(load_config(config, overrides), "cpu", max_ranks=max_ranks) == 7
+    assert started == [expected, (1, dict.fromkeys(expected[1], "all"))]
+    printed = capsys.readouterr().out
+    assert ("on ranks 2" in printed) == (expected[1]["critic"] != "all")
+    notes = [line for line in printed.splitlines() if line.startswith("note:")]
+    if overrides and expected[1]["critic"] == "all":
+        assert notes[0].endswith("on all ranks of this small world; on ranks of their own they need --max-ranks 6")
+        assert notes[1].endswith("compare trainer.steps=3 with one of policy.ranks=all critic.ranks=all reference.ranks=all")
+    else:
+        assert notes == []
 
 
 def test_the_exit_code_of_a_failed_rank_is_handed_on(config: str, monkeypatch) -> None:
