@@ -14,6 +14,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep up to KEPT_BYTES for later allocations of blocks below MAPPED_FROM. False if the C library has no such rule."""
+    """Let malloc keep up to KEPT_BYTES for later blocks of less than MAPPED_FROM. False if the C library has no such rule."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(*rule) for rule in ((_MMAP_THRESHOLD, MAPPED_FROM), (_TRIM_THRESHOLD, KEPT_BYTES)))

@@ -45,16 +45,7 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
     shares: role -> its division of a batch. sampler: name of the rollout engine. The step's fields: logprob, rollout_logprob, value
     and bootstrap (of cut responses) of every critic, ref_logprob if there is a reference.
     """
-    batch, numbers = experience.batch, experience.numbers
-    sampled = whole_responses(batch)["response_mask"]
-    ends = batch.cu_seqlens[1:].long()
-    bad = {
-        # The sample of a token is the first that ends behind it.
-        name: numbers[torch.searchsorted(ends, _bad(batch[name], sampled), right=True)]
-        for name in _TOKENS
-        if name in batch
-    }
-    bad |= {name: numbers[_bad(batch[name], batch["truncated"])] for name in _ENDS if name in batch}
+    bad = _bad_samples(experience)
     counts = total(torch.tensor([len(samples) for samples in bad.values()]))
     if not int(counts.sum()):
         return
@@ -71,6 +62,25 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
             f"step {step}: {name} of {whose} is NaN or infinite at {_count(name, number)}, the first of sample {first}{where}"
             "; no update is made of it"
         )
+
+
+def num_not_finite(experience: Experience) -> int:
+    """Number of those values in this rank's samples. If any rank has some, `require_finite_outputs` names them."""
+    return sum(map(len, _bad_samples(experience).values()))
+
+
+def _bad_samples(experience: Experience) -> dict[str, Tensor]:
+    """Field -> number of the sample of each of its values that is not finite, of this rank's."""
+    batch, numbers = experience.batch, experience.numbers
+    sampled = whole_responses(batch)["response_mask"]
+    ends = batch.cu_seqlens[1:].long()
+    of_tokens = {
+        # The sample of a token is the first that ends behind it.
+        name: numbers[torch.searchsorted(ends, _bad(batch[name], sampled), right=True)]
+        for name in _TOKENS
+        if name in batch
+    }
+    return of_tokens | {name: numbers[_bad(batch[name], batch["truncated"])] for name in _ENDS if name in batch}
 
 
 def _bad(values: Tensor, counts: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from megappo.trainer.dynamic_sampling import StepSamples
 from megappo.trainer.entropy import EntropyBonus
 from megappo.trainer.evaluation import Evaluation, Evaluations, metrics_of
 from megappo.trainer.experience import collect, prompt_of_sample, requests_of_step, sample_seed
-from megappo.trainer.finite_outputs import require_finite_outputs
+from megappo.trainer.finite_outputs import num_not_finite, require_finite_outputs
 from megappo.trainer.greedy import draw_greedy, score_greedy
 from megappo.trainer.histograms import histograms_of
 from megappo.trainer.instruments import Instruments
@@ -162,8 +162,9 @@ class PPO:
 
         with timers.stage("logprobs"):  # 4
             experience = add_model_outputs(experience, self.roles)
-            require_finite_outputs(experience, self.roles.shares, self.rollout.name, step)
-            agreement = compare_with_sampler(experience.batch, self.sampling)
+            agreement = compare_with_sampler(experience.batch, self.sampling, num_not_finite(experience))
+            if agreement.num_bad:
+                require_finite_outputs(experience, self.roles.shares, self.rollout.name, step)
             age = int(experience.table.ages(step).max())
             require_agreement(agreement, config.rollout.max_prob_diff, step, self.rollout.name, age)
 

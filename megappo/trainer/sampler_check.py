@@ -27,12 +27,13 @@ class SamplerMismatch(RuntimeError):
 class Agreement:
     """|difference| of the probabilities of sampled tokens between sampler and trainer.
 
-    kept: summary of the recorded ids (field `kept`), if sampling was restricted to them.
+    kept: summary of the recorded ids (field `kept`), if sampling was restricted to them. num_bad: sum of the ranks' own numbers.
     """
 
     mean: float
     max: float
     kept: KeptSummary | None = None
+    num_bad: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,10 @@ def require_version(table: SampleTable, step: int, push_every: int, engine: str)
         raise SamplerMismatch(f"step {step}: {engine} sampled with the weights of {whose}, not with the policy's of step {newest}")
 
 
-def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreement:
+def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: int = 0) -> Agreement:
     """Compare logprob (trainer) and rollout_logprob (sampler), both [T], of all ranks' samples; `batch` has this rank's. With
-    `kept` the trainer's are of the truncated distribution. Collective over the world.
+    `kept` the trainer's are of the truncated distribution. Collective over the world. num_bad: a number of this rank that goes
+    along: an exchange of its own would cost 0.4 ms of processor time on 8 ranks.
 
     With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so the sampler's
     probabilities are rightly larger: then only amounts by which they are smaller count.
@@ -76,11 +78,13 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams) -> Agreem
     counts = batch.ragged("kept").counts if is_kept else torch.zeros(0, dtype=torch.int32)
     overflow = (counts >= sampling.kept_width).sum()
     # NaN, which a maximum over ranks may lose, is in the sum.
-    sums, highest = total_and_largest(torch.stack([count, difference, counts.sum(), overflow]), most[None])
-    count, differences, kept, overflows = sums.tolist()
+    own = torch.stack([count, difference, counts.sum(), overflow, count.new_tensor(num_bad)])
+    sums, highest = total_and_largest(own, most[None])
+    count, differences, kept, overflows, bad = sums.tolist()
     if count == 0:
-        return Agreement(0.0, 0.0)
-    return Agreement(differences / count, float(highest), KeptSummary(kept / count, overflows / count) if is_kept else None)
+        return Agreement(0.0, 0.0, num_bad=int(bad))
+    summary = KeptSummary(kept / count, overflows / count) if is_kept else None
+    return Agreement(differences / count, float(highest), summary, int(bad))
 
 
 def _of_chunk(mask: Tensor, logprob: Tensor, drawn: Tensor, one_sided: bool) -> tuple[Tensor, Tensor]:

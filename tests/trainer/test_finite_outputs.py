@@ -10,8 +10,10 @@ from megappo.experience.owners import Owners
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
 from megappo.resilience.faults import Unrecoverable
-from megappo.trainer.finite_outputs import NonFiniteOutput, require_finite_outputs
+from megappo.rollout.types import SamplingParams
+from megappo.trainer.finite_outputs import NonFiniteOutput, num_not_finite, require_finite_outputs
 from megappo.trainer.model_outputs import computing_ranks
+from megappo.trainer.sampler_check import compare_with_sampler
 from tests.trainer.experiences import dealt
 from tests.worlds import spawn_world
 
@@ -62,8 +64,10 @@ CASES = [
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(("field", "places", "said"), CASES, ids=[case[0] for case in CASES])
 def test_it_is_named(field: str, places: tuple[int, ...], said: str, wrong: float) -> None:
+    experience = dealt(batch(field, places, wrong))
+    assert num_not_finite(experience) == int(MASK[list(places)].sum() if field != "bootstrap" else 1)
     with pytest.raises(NonFiniteOutput) as caught:
-        require_finite_outputs(dealt(batch(field, places, wrong)), SHARES, "vllm", 7)
+        require_finite_outputs(experience, SHARES, "vllm", 7)
     assert str(caught.value).startswith(f"step 7: {said}")
     assert not isinstance(caught.value, Unrecoverable), "another start may get over it"
 
@@ -71,7 +75,9 @@ def test_it_is_named(field: str, places: tuple[int, ...], said: str, wrong: floa
 def test_tokens_and_fields_that_train_nothing_are_not_looked_at() -> None:
     """Prompts, entropies, and the value after a response that is whole."""
     for field in FIELDS:
-        require_finite_outputs(dealt(batch(field, tuple((~MASK).nonzero().flatten().tolist()))), SHARES, "vllm", 7)
+        experience = dealt(batch(field, tuple((~MASK).nonzero().flatten().tolist())))
+        require_finite_outputs(experience, SHARES, "vllm", 7)
+        assert num_not_finite(experience) == 0
 
 
 def test_the_ranks_are_those_that_hand_back_the_sample() -> None:
@@ -82,17 +88,21 @@ def test_the_ranks_are_those_that_hand_back_the_sample() -> None:
     assert said == [["ranks 4-5 (stage 1)", "ranks 6-7 (stage 1)"][share] for share in owner] and set(owner) == {0, 1}
 
 
-def other_rank(rank: int) -> str:
-    """Sample 1, of rank 1, is wrong: every rank says so."""
+def other_rank(rank: int) -> tuple[int, int, str]:
+    """Sample 1, of rank 1, is wrong: every rank says so. (number of this rank, of all, message)."""
+    experience = dealt(batch("value", (5,)))
+    own = num_not_finite(experience)
+    of_all = compare_with_sampler(experience.batch, SamplingParams(8), own).num_bad
     try:
-        require_finite_outputs(dealt(batch("value", (5,))), SHARES, "vllm", 7)
+        require_finite_outputs(experience, SHARES, "vllm", 7)
     except NonFiniteOutput as error:
-        return str(error)
-    return ""
+        return own, of_all, str(error)
+    return own, of_all, ""
 
 
 def test_every_rank_names_what_one_rank_has() -> None:
     first, second = spawn_world(other_rank, 2)
-    assert first == second and first.startswith(
+    assert sorted((first[0], second[0])) == [0, 1] and first[1] == second[1] == 1
+    assert first[2] == second[2] and first[2].startswith(
         "step 7: value of the critic is NaN or infinite at a sampled token, the first of sample 1"
     )
