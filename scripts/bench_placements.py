@@ -3,8 +3,8 @@
 Two ranks of this machine, a random llama of 8 layers, vLLM. Each placement is trained for some steps by `megappo train`, in rounds,
 and the fastest step of all counts, as in the tuner's trials: what disturbs a step makes it slower, never faster. Beside it are two
 predictions: that of the model alone, with the rates that `megappo tune --probe` finds here, and that with the passes and updates of
-each role timed alone (`--measure`), which leaves to the model how roles share the clock, generation and the push. Prints the
-table of docs/tuning.md.
+each role tried alone, which leaves to the model how roles share the clock, generation and the push. Trials count processor time, as
+if nothing else ran here. Prints the table of docs/tuning.md.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from megappo.telemetry.metrics import Metric
 from megappo.telemetry.tables import figures, table
 from megappo.tune.candidates import Choice, Machine
 from megappo.tune.cost import workload_of
-from megappo.tune.measure import measure
+from megappo.tune.measure import phases_of, trial_of
 from megappo.tune.placing_report import stage_seconds
 from megappo.tune.probe import probe
 from megappo.tune.search import Search
 from scripts.bench.model import Mistake
+from scripts.bench.processor_trials import measure
 
 RANKS = 2
 LEFT_OUT = 2  # steps of a run that do not count
@@ -67,7 +68,8 @@ class Stages:
 
 @dataclass(frozen=True)
 class Timed:
-    """A placement. by_trials: predicted from the times of single roles. whole_s: the measured step, with other stages too."""
+    """A placement. by_trials: predicted from the processor times of single roles. whole_s: the measured step, with other stages
+    too."""
 
     measured: Stages
     predicted: Stages
@@ -193,14 +195,11 @@ def _of_choice(choice: Choice) -> Stages:
 
 
 def _by_trials(search: Search, choice: Choice) -> Choice:
-    """The choice with passes and updates of its roles as trials time them."""
-    search.tuned = tuple(choice.roles)  # their layouts are those of the configuration all the same: there is one candidate of each
-    found = measure(search, choice, 1).tried
-    roles = {}
-    for role, one in choice.roles.items():
-        phases = next(tried.phases for tried in found[role])
-        assert phases is not None, f"the trial of the {role} failed"
-        roles[role] = replace(one, cost=replace(one.cost, phases=phases))
+    """The choice with passes and updates of its roles as trials find them."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(Path(folder), {role: trial_of(search, one) for role, one in choice.roles.items()}, RANKS)
+    phases = {role: phases_of(one, role, search.workload) for role, one in found.items()}
+    roles = {role: replace(one, cost=replace(one.cost, phases=phases[role])) for role, one in choice.roles.items()}
     return replace(choice, roles=roles)
 
 

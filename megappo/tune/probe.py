@@ -137,7 +137,15 @@ def _layer_overhead_s(folder: str, device: torch.device) -> float:
         {"run": {"device": device.type}, "policy": {"model": folder}, "data": {"train": "none"}}
         | {"reference": {"dtype": "fp32", "micro_batch_tokens": 8}}
     )
-    trial = Trial(config=config, role="reference", label="probe", samples=8, prompt_tokens=4, response_tokens=4, repeats=OVERHEAD_REPEATS)
+    trial = Trial(
+        config=config,
+        role="reference",
+        label="probe",
+        samples=8,
+        prompt_tokens=4,
+        response_tokens=4,
+        repeats=OVERHEAD_REPEATS,
+    )
     import torch.distributed as dist
 
     micro_batches = trial.samples // dist.get_world_size()

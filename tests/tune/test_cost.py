@@ -17,6 +17,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import RolloutMemory, count_parameters
 from megappo.plan.timeline import timeline
 from megappo.platform.hardware import load_hardware
+from megappo.tune import probe
 from megappo.tune.candidates import Machine
 from megappo.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, stage_kinds, workload_of
 from megappo.tune.generation import push_s, vllm_cost
@@ -305,6 +306,20 @@ def test_a_trial_is_predicted_as_one_mini_batch_of_the_step():
 def test_a_link_is_not_taken_to_be_faster_than_what_was_seen():
     assert link_gb_s(10**9, seconds=1.2, latency=0.2) == pytest.approx(1.0)
     assert link_gb_s(10**9, seconds=1.0, latency=1.5) == pytest.approx(2.0), "a busy machine, and not a million GB/s"
+
+
+def test_a_rate_is_that_of_an_undisturbed_call(monkeypatch):
+    """On a busy machine one call in thirty is left alone: eight would find none."""
+    clock, calls = [0.0], []
+
+    def work():
+        calls.append(0)
+        clock[0] += 0.007 if len(calls) % 30 == 0 else 0.015
+
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
+    assert probe._undisturbed_s(work) == pytest.approx(0.007) and clock[0] < 2 * probe.LEAST_S
+    calls.clear()
+    assert min(probe._times(work, probe.FEWEST)) == pytest.approx(0.015)
 
 
 def test_adapters_save_the_products_and_the_reduction_of_the_weights_gradients():
