@@ -181,7 +181,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
 }
 # That of them that is run with roles on ranks of their own, on four ranks: it exchanges samples for a second epoch.
-PLACED_LOSSES = "two epochs, turns, mean of sequences, KL in the loss, dis"
+PLACED_LOSSES = "two epochs, turns, mean of sequences, KL in the loss, dis, two_hot critic"
 # Those of them that are run under FSDP2 too, on two ranks.
 SHARDED_LOSSES = ("grpo, gspo, no cut responses, mis of responses", "hl_gauss critic, frozen parts, against the behaviour policy")
 
