@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,8 @@ _NAME_LENGTHS = slice(26, 30)  # in the header of a file in a zip archive, which
 class StoredBox(NamedTuple):
     """Part of the stored tensor `key` that belongs in `target` [rows, cols], a view of any dtype on any device.
 
-    row, col: of its first element in the stored tensor, seen as 2-D; a 1-D tensor is one column.
+    row, col: of its first element in the stored tensor, seen as 2-D; a 1-D tensor is one column, and the matrices of a 3-D one are
+    one below the other.
     """
 
     key: str
@@ -88,13 +89,19 @@ class StoredTensors:
     def _chunks(self, key: str) -> Iterator[_Chunk]:
         entry = self._tensors[key]
         for stored in entry.chunks:
-            (row, col), (rows, cols) = _as_2d(stored.offsets, 0), _as_2d(stored.sizes, 1)
+            row, col, rows, cols = _as_2d(stored.offsets, stored.sizes, entry.size)
             yield _Chunk(row, col, rows, cols, entry.properties.dtype, self._places[MetadataIndex(key, stored.offsets)])
 
 
-def _as_2d(sizes: Iterable[int], missing: int) -> tuple[int, int]:
-    first, second = (*sizes, missing)[:2]
-    return first, second
+def _as_2d(offsets: Sequence[int], sizes: Sequence[int], whole: Sequence[int]) -> tuple[int, int, int, int]:
+    """(first row, first column, rows, columns) of a stored part of a tensor of the shape `whole`."""
+    if len(whole) < 3:
+        (row, col), (rows, cols) = (*offsets, 0)[:2], (*sizes, 1)[:2]
+        return row, col, rows, cols
+    matrix, row, col = offsets
+    matrices, rows, cols = sizes
+    assert matrices == 1 or rows == whole[1], "parts of several matrices are no block of rows"
+    return matrix * whole[1] + row, col, matrices * rows, cols
 
 
 def _within(box: StoredBox, chunk: _Chunk) -> StoredBox | None:

@@ -123,6 +123,7 @@ def build_trainable(
         router_aux_coef=section.router_aux_coef,
         adapters=adapters,
         frozen=frozen,
+        source=spec.model,
     )
     engine.offload_idle()
     return engine
@@ -148,6 +149,7 @@ def build_frozen(
         micro_batch_tokens=section.micro_batch_tokens,
         offload=OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters),
         adapters=adapters,
+        source=spec.model,
     )
     engine.offload_idle()
     return engine

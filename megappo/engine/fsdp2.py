@@ -41,7 +41,7 @@ from megappo.parallel.groups import ProcessGroups
 
 class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role. reduce_once:
-    gradients are reduced after the last micro-batch of a pass, not after each. frozen: see `RoleEngine`."""
+    gradients are reduced after the last micro-batch of a pass, not after each. frozen, source: see `RoleEngine`."""
 
     embedding_name, head_names = EMBEDDING, (OUTPUT, VALUE_HEAD)
 
@@ -59,6 +59,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         offload: OffloadConfig = OffloadConfig(),
         reduce_once: bool = False,
         frozen: frozenset[str] = frozenset(),
+        source: str = "",
     ) -> None:
         super().__init__(
             name,
@@ -70,6 +71,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
             parameters=lambda: model.shards.values(),
             optimizer_tensors=lambda: () if optimizer is None else optimizer.tensors(),
             frozen=frozen,
+            source=source,
         )
         self._arch = arch
         self._model = model

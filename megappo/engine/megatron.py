@@ -49,7 +49,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
     """Engine (see base.py) of one role.
 
     chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. `optimizer` is None for a frozen role.
-    adapters: those of the chunks, if they have some. frozen: see `RoleEngine`.
+    adapters: those of the chunks, if they have some. frozen, source: see `RoleEngine`.
     """
 
     embedding_name = LOCAL_EMBEDDING
@@ -68,6 +68,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         router_aux_coef: float = 0.0,
         adapters: ModelAdapters | None = None,
         frozen: frozenset[str] = frozenset(),
+        source: str = "",
     ) -> None:
         super().__init__(
             name,
@@ -79,6 +80,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
             parameters=self._parameters,
             optimizer_tensors=self._optimizer_tensors,
             frozen=frozen,
+            source=source,
         )
         self._wrapped = list(chunks)
         self._with_gradients = [c for c in chunks if isinstance(c, DistributedDataParallel)]  # all of a model that trains

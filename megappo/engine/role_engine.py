@@ -42,7 +42,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
     """Base of engines (see base.py) with offload by storages.
 
     optimizer: None for a frozen role. parameters, optimizer_tensors: what is offloaded as the model and as its optimizer. frozen:
-    Hugging Face names of weights of a trained role that do not train.
+    Hugging Face names of weights of a trained role that do not train. source: directory that the model was read from.
     """
 
     embedding_name: ClassVar[str]
@@ -60,6 +60,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
         parameters: Callable[[], Iterable[Tensor]],
         optimizer_tensors: Callable[[], Iterable[Tensor]],
         frozen: frozenset[str] = frozenset(),
+        source: str = "",
     ) -> None:
         self.name = name
         self.groups = groups
@@ -67,7 +68,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
         self._micro_batch_tokens = micro_batch_tokens
         self._optimizer = optimizer
         self._offload = offload
-        self._frozen = frozen
+        self._frozen, self._source = frozen, source
         self._passes = 0
         self._save = ReadGoingOn()
         self._skipped_steps = SkippedSteps(name, groups)
@@ -184,7 +185,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
         self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True
     ) -> Sequence[StoredBox] | None:
         how = {"with_optimizer": with_optimizer, "with_head": with_head}
-        saved = saved_by_another(stored, self.embedding_name, self.arch, self.value_head)
+        saved = saved_by_another(stored, self.embedding_name, self.arch, self.value_head, self._source)
         if saved is None:
             return None
         require_same_tensors(saved, stored, self._frozen, **how)

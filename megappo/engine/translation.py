@@ -3,6 +3,8 @@
 Megatron's checkpoints hold the tensors of one rank without parallelism (fused, in its order), those of fsdp2 the Hugging Face
 tensors. Both are rectangles of Hugging Face tensors, as this rank's parameters are (`pieces()`), so a part of one is found in the
 other by intersecting rectangles, whatever the layouts. Moments and fp32 main parameters lie like the weights that they belong to.
+The experts of a layer are one tensor [experts, rows, columns] in either's checkpoints, seen as a matrix here, one expert below the
+other.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from torch import Tensor
 from megappo.checkpoint.ranges import boxes
 from megappo.checkpoint.stored import Shape, StoredBox
 from megappo.models.arch import ModelArch
-from megappo.models.pieces import Box, Piece, as_2d
-from megappo.models.row_shards import shard_piece_map
+from megappo.models.pieces import Box, Piece, as_2d, shape_as_2d
+from megappo.models.row_shards import own_parameters, shard_piece_map
 from megappo.models.weight_map import (
     EMBEDDING,
     LOCAL_EMBEDDING,
@@ -33,6 +35,8 @@ from megappo.parallel.layout import ParallelLayout
 
 WEIGHT, MAIN, MOMENTS = "weight", "fp32_param", ("exp_avg", "exp_avg_sq")
 """Kinds of state: a model's weights, the fp32 copies that the optimizer updates in place of bf16 ones, its moments."""
+_OF_EXPERT, _OF_EXPERTS = ".mlp.experts.local_experts.", ".mlp.experts.experts."
+"""In the canonical name of an expert's parameter, and in the name of Megatron's stored tensor of all experts."""
 _HEADS = {OUTPUT, VALUE_HEAD, LOCAL_OUTPUT, LOCAL_VALUE_HEAD}
 _FIX = "use the architecture that wrote it"
 
@@ -52,36 +56,65 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """Tensors of a model as one engine saves them. pieces: their rectangles of Hugging Face tensors. shapes: by name."""
+    """Tensors of a model as one engine saves them. pieces: their rectangles of Hugging Face tensors, none with a slot. shapes: by
+    name."""
 
     pieces: Sequence[Piece]
     shapes: Mapping[str, Shape]
 
 
-def _by_megatron(arch: ModelArch, value_head: bool) -> Saved:
+def _by_megatron(arch: ModelArch, value_head: bool, source: str) -> Saved:
     alone = ParallelLayout(1)
-    return Saved(megatron_pieces(arch, alone, 0, value_head), local_shapes(arch, alone, 0, value_head))
+    shapes: dict[str, Shape] = {}
+    for local, shape in local_shapes(arch, alone, 0, value_head).items():
+        name, expert = _stored_name(local)
+        shapes[name] = shape if expert is None else (max(expert + 1, *shapes.get(name, (0,))[:1]), *shape)
+    pieces = []
+    for piece in megatron_pieces(arch, alone, 0, value_head):
+        name, expert = _stored_name(piece.local)
+        pieces.append(_without_slot(piece._replace(local=name, slot=expert or 0), shapes[name]))
+    return Saved(pieces, shapes)
 
 
-def _by_fsdp2(arch: ModelArch, value_head: bool) -> Saved:
-    return Saved(shard_piece_map(arch, ParallelLayout(1), value_head)[0], hf_tensors(arch, value_head))
+def _stored_name(local: str) -> tuple[str, int | None]:
+    """(name in Megatron's checkpoints, number of the expert) of a parameter by its canonical name."""
+    before, _, inside = local.partition(_OF_EXPERT)
+    if not inside:
+        return local, None
+    number, _, tensor = inside.partition(".")
+    return f"{before}{_OF_EXPERTS}{tensor}", int(number)
 
 
-_WRITERS: dict[str, Callable[[ModelArch, bool], Saved]] = {LOCAL_EMBEDDING: _by_megatron, EMBEDDING: _by_fsdp2}
+def _by_fsdp2(arch: ModelArch, value_head: bool, source: str) -> Saved:
+    if arch.moe is None:
+        return Saved(shard_piece_map(arch, ParallelLayout(1), value_head)[0], hf_tensors(arch, value_head))
+    # Imports transformers, whose class says how it holds the experts.
+    from megappo.models.any_model import with_own_parameters
+
+    arch = arch if arch.own else with_own_parameters(arch, source)
+    shapes = {one.name: one.shape for one in own_parameters(arch, value_head) if not one.constant}
+    pieces = (piece for piece in shard_piece_map(arch, ParallelLayout(1), value_head)[0] if piece.local in shapes)
+    return Saved([_without_slot(piece, shapes[piece.local]) for piece in pieces], shapes)
+
+
+def _without_slot(piece: Piece, shape: Shape) -> Piece:
+    """The piece in its local tensor of this shape, seen as 2-D."""
+    return piece._replace(row=piece.row + piece.slot * shape[1], slot=0) if len(shape) == 3 else piece
+
+
+_WRITERS: dict[str, Callable[[ModelArch, bool, str], Saved]] = {LOCAL_EMBEDDING: _by_megatron, EMBEDDING: _by_fsdp2}
 """Name of the embedding, which every model has and each engine calls otherwise -> tensors of that engine."""
 
 
-def saved_by_another(stored: Collection[str], own: str, arch: ModelArch, value_head: bool) -> Saved | None:
-    """Tensors of the engine that wrote a checkpoint; None if this one did, or an unknown one. own: its name of the embedding.
+def saved_by_another(stored: Collection[str], own: str, arch: ModelArch, value_head: bool, source: str) -> Saved | None:
+    """Tensors of the engine that wrote a checkpoint; None if this one did, or an unknown one.
 
-    ValueError for a model with experts.
+    own: this engine's name of the embedding. source: directory that the model was read from.
     """
     other = next((name for name in _WRITERS if name != own and name in stored), None)
     if own in stored or other is None:
         return None
-    if arch.moe is not None:
-        raise ValueError("another engine wrote it, and experts are not translated; use the role's engine that wrote it")
-    return _WRITERS[other](arch, value_head)
+    return _WRITERS[other](arch, value_head, source)
 
 
 def require_same_tensors(
@@ -129,7 +162,7 @@ def stored_boxes(
     mine, theirs = _by(own, lambda piece: piece.local), _by(saved.pieces, lambda piece: piece.hf)
     for part in held:
         for region, values in _regions(part):
-            for piece in mine.get(part.name, ()):
+            for piece in (_without_slot(piece, part.shape) for piece in mine.get(part.name, ())):
                 if with_head or piece.hf not in _HEADS:
                     for name, common, row, col in _overlaps(region, piece, theirs[piece.hf]):
                         kind = part.kind
@@ -149,7 +182,7 @@ def _by(pieces: Iterable[Piece], key: Callable[[Piece], str]) -> dict[str, list[
 
 def _regions(part: Held) -> Iterator[tuple[Box, Tensor]]:
     """(box of the parameter seen as 2-D, its values [rows, cols]) of which the held state is made."""
-    rows, cols = (*part.shape, 1)[:2]
+    rows, cols = shape_as_2d(part.shape)
     if tuple(part.values.shape) == part.shape:
         yield Box(0, rows, 0, cols), as_2d(part.values)
         return

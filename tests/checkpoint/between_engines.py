@@ -6,6 +6,7 @@ run that stays under its first engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine import translation
 from megappo.engine.factory import EngineSpec
 from megappo.engine.whole_batch import pass_whole_batch
-from megappo.models.hf_config import read_arch
+from megappo.models.role_arch import arch_for
 
 from . import runs
 from .resharding import assemble, differing_tensors, only
@@ -30,6 +31,8 @@ LAYOUTS = {
     "megatron dp2": {"engine": "megatron"},
     "fsdp2 dp2": {"engine": "fsdp2"},
     "fsdp2 tp2": {"engine": "fsdp2", "parallel": ParallelConfig(tp=2)},
+    "megatron ep2": {"engine": "megatron", "parallel": ParallelConfig(ep=2)},
+    "megatron tp2 sp": {"engine": "megatron", "parallel": ParallelConfig(tp=2, sequence_parallel=True)},
 }
 FSDP2 = "fsdp2 dp2"
 # (checkpoint of tests.models.checkpoints, role)
@@ -38,10 +41,14 @@ MODELS = {
     "policy tied": ("qwen2_tied", "policy"),
     "critic": ("qwen3", "critic"),
 }
+EXPERTS = {"experts": ("qwen3_moe", "policy"), "critic with experts": ("qwen3_moe", "critic")}
 ADAPTERS = ("adapters of the policy", "adapters of the critic")
 LORA = {"rank": 4, "alpha": 8.0}
 OF_ADAPTERS = (("megatron tp2", "fsdp2 tp2"), (FSDP2, "megatron pp2"), ("fsdp2 tp2", FSDP2))
 CHAIN = ("megatron tp2", FSDP2, "megatron pp2", "fsdp2 tp2", "megatron dp2", FSDP2, "megatron tp2")
+# fsdp2 keeps the experts of a layer in one tensor; tp cuts no columns of experts without etp, and has other routers' copies.
+CHAIN_OF_EXPERTS = ("megatron ep2", FSDP2, "megatron tp2 sp", FSDP2, "megatron ep2")
+EXPERTS_GO_ON = (("megatron ep2", FSDP2), (FSDP2, "megatron ep2"))
 GOES_ON = tuple((one, FSDP2) for one in ("megatron tp2", "megatron pp2")) + tuple(
     (FSDP2, one) for one in ("megatron tp2", "megatron dp2")
 )
@@ -60,12 +67,14 @@ class Bench:
     def engine(self, model: str, layout: str, *, seed: int = 0, dtype: Any = "fp32", distributed: bool = True) -> Any:
         """A model that trains. seed: of small changes of its weights, so that a load has something to do."""
         lora = {"lora": LORA} if model in ADAPTERS else {}
-        checkpoint, role = MODELS.get(model.removeprefix("adapters of the "), (model, "policy"))
+        checkpoint, role = {**MODELS, **EXPERTS}.get(model.removeprefix("adapters of the "), (model, "policy"))
         path, optimizer = str(self.folder / checkpoint), OptimizerConfig(lr=1e-3, eps=1e-5, warmup_steps=3, distributed=distributed)
         common = dict(dtype=dtype, micro_batch_tokens=64, optimizer=optimizer, **lora, **LAYOUTS[layout])
         section = PolicyConfig(model=path, **common) if role == "policy" else CriticConfig(**common)
         head = "normal" if role == "critic" else None
-        engine: Any = self._engines.build(EngineSpec(role, path, read_arch(path), section, value_head=head, total_updates=10))
+        engine: Any = self._engines.build(
+            EngineSpec(role, path, arch_for(path, section.engine), section, value_head=head, total_updates=10)
+        )
         if seed:
             with torch.no_grad():
                 for values in engine.named_parameters().values():
@@ -131,13 +140,13 @@ def state_of(engine: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------------- cases
 
 
-def chain(bench: Bench, place: Path, model: str, dtype: str) -> dict[str, Any]:
+def chain(bench: Bench, place: Path, model: str, dtype: str, layouts: Sequence[str] = CHAIN) -> dict[str, Any]:
     """From engine to engine and back without a step between: what differs from the first, on every hop."""
-    current = bench.engine(model, CHAIN[0], dtype=dtype)
+    current = bench.engine(model, layouts[0], dtype=dtype)
     for step in range(BEFORE):
         update(current, step)
     wanted, wrong = state_of(current), []
-    for hop, layout in enumerate(CHAIN[1:]):
+    for hop, layout in enumerate(layouts[1:]):
         kept = runs.store(place / str(hop))
         kept.save(1, {"model": current}, {}, runs.FACTS)
         # The plain optimizer keeps whole moments, the distributed one parts: both read and write.
@@ -258,6 +267,12 @@ def world_main(rank: int, folder: str) -> dict[str, Any]:
         found[f"chain {model}"] = chain(bench, place / f"chain-{model}", model, "fp32")
         for number, (writer, reader) in enumerate(GOES_ON):
             found[f"{model}: {writer} to {reader}"] = goes_on(bench, place / f"{model}-{number}", model, writer, reader)
+    found["chain experts"] = chain(bench, place / "chain-experts", "experts", "bf16", CHAIN_OF_EXPERTS)
+    found["chain critic with experts"] = chain(
+        bench, place / "chain-critic-experts", "critic with experts", "fp32", CHAIN_OF_EXPERTS[:3]
+    )
+    for number, (writer, reader) in enumerate(EXPERTS_GO_ON):
+        found[f"experts: {writer} to {reader}"] = goes_on(bench, place / f"experts-{number}", "experts", writer, reader)
     for model in ADAPTERS:
         for number, (writer, reader) in enumerate(OF_ADAPTERS):
             found[f"{model} {number}"] = goes_on(bench, place / f"{model}-{number}", model, writer, reader)

@@ -276,8 +276,12 @@ def assemble(mine, engine, groups):
     from megappo.models.pieces import as_2d
     from megappo.models.weight_map import hf_tensors
 
+    def matrix(piece):
+        tensor = mine[piece.local]
+        return tensor[piece.slot] if tensor.dim() == 3 else as_2d(tensor)
+
     held = [
-        (piece.hf, box, as_2d(mine[piece.local])[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols].clone())
+        (piece.hf, box, matrix(piece)[piece.row : piece.row + box.rows, piece.col : piece.col + box.cols].clone())
         for piece in engine.pieces()[groups.position]
         if piece.local in mine and (box := piece.box)
     ]
