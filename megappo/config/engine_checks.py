@@ -44,8 +44,6 @@ def _without_megatron(role: str, section: RoleConfig) -> Iterator[str]:
         yield refused("compile", True, "whose layers are not compiled")
     if not isinstance(section, TrainableConfig):
         return
-    if section.lora is not None and section.lora.base_bits is not None:
-        yield refused("lora.base_bits", section.lora.base_bits, f"whose weights are of {role}.dtype")
     if section.offload_activations:
         yield refused("offload_activations", True, "which keeps activations on the device")
     if section.reduce_once:
@@ -68,9 +66,6 @@ def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
         yield problem(f"{role}.compile", True, f"{why}, as under {role}.parallel.tp {tp}; remove it, or set tp to 1")
     if not isinstance(section, TrainableConfig):
         return
-    if section.lora is not None and section.lora.base_bits is not None and (tp := section.parallel.tp) > 1:
-        why = f"weights in 8 bits are not cut over tp, and {role}.parallel.tp is {tp}"
-        yield problem(f"{role}.lora.base_bits", section.lora.base_bits, f"{why}; remove it, or set tp to 1")
     if section.offload_activations and section.recompute != "full":
         why = f"{role}.recompute is {section.recompute}, and only inputs of layers that are recomputed leave the device"
         yield problem(f"{role}.offload_activations", True, f"{why}; set it to full, or remove this key")

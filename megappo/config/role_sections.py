@@ -85,6 +85,11 @@ class RoleConfig(Section):
     """Token budget of one packed micro-batch of a data-parallel rank (its cp ranks share it); a longer sequence gets a
     micro-batch of its own."""
 
+    @property
+    def in_8_bits(self) -> bool:
+        """True if the weights of the layers' linear layers are kept in 8 bits."""
+        return False
+
 
 class LoraConfig(Section):
     """Low-rank adapters (arXiv:2106.09685): the model is frozen, and each adapted layer trains two small matrices A and B."""
@@ -102,7 +107,7 @@ class LoraConfig(Section):
     """Scale by alpha / sqrt(rank) instead, which keeps high ranks from learning more slowly (rsLoRA, arXiv:2312.03732)."""
     base_bits: Literal[8] | None = None
     """8 keeps the frozen weights of the layers' linear layers in 8 bits, rounded in blocks of 64 (docs/lora.md); null keeps them in
-    `dtype`. For engine fsdp2 without tp."""
+    `dtype`. For dense models of a family."""
 
 
 class TrainableConfig(RoleConfig):
@@ -129,6 +134,10 @@ class TrainableConfig(RoleConfig):
     For models with experts."""
     offload: OffloadConfig = OffloadConfig()
     """State to move off the GPU while another role works."""
+
+    @property
+    def in_8_bits(self) -> bool:
+        return self.lora is not None and self.lora.base_bits is not None
 
 
 class EmaConfig(Section):

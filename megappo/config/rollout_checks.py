@@ -230,7 +230,7 @@ def adapter_problem(config: TrainConfig) -> str | None:
         return problem("policy.lora.rank", lora.rank, fix)
     if config.rollout.sleep == "all":
         return problem("rollout.sleep", "all", "vLLM would lose the frozen weights, which rollout.adapter pushes once; use cache")
-    if lora.base_bits is not None:
+    if config.policy.in_8_bits:
         fix = "policy.lora.base_bits keeps the frozen weights in 8 bits, which are pushed with the adapters alone; use merged"
         return problem("rollout.adapter", "separate", fix)
     return None

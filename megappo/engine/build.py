@@ -23,6 +23,7 @@ from megappo.models.frozen_chunks import freeze_chunks
 from megappo.models.gpt import PackedModel
 from megappo.models.hf_import import load_pretrained
 from megappo.models.implementation import Implementation, Requested, choose_implementation, implementation_of_role
+from megappo.models.int8_linear import SCALE, fill_randomly
 from megappo.models.lora_linear import ModelAdapters, attach_adapters
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups, settle
 from megappo.parallel.layout import ParallelLayout, layout_of
@@ -87,7 +88,7 @@ class RoleEngines:
         return [groups for groups in self._groups.values() if groups is not None]
 
     def _implementation(self, section: RoleConfig) -> Implementation:
-        return implementation_of_role(self._chosen, self._requested, section.dtype)
+        return implementation_of_role(self._chosen, self._requested, section)
 
 
 def build_trainable(
@@ -104,6 +105,7 @@ def build_trainable(
         recompute=section.recompute,
         value_head=value_head,
         implementation=implementation,
+        in_8_bits=section.in_8_bits,
     )
     _fill(chunks, spec, groups)
     adapters = _adapt(chunks, spec, groups, section.lora)
@@ -135,7 +137,14 @@ def build_frozen(
     """Build a model that does not train. Only a `FrozenConfig` offloads it: of a trained role's section the rest counts."""
     section = spec.section
     value_head = spec.value_head is not None
-    chunks = build_model(spec.arch, groups, dtype=DTYPES[section.dtype], value_head=value_head, implementation=implementation)
+    chunks = build_model(
+        spec.arch,
+        groups,
+        dtype=DTYPES[section.dtype],
+        value_head=value_head,
+        implementation=implementation,
+        in_8_bits=section.in_8_bits,
+    )
     _fill(chunks, spec, groups)
     lora = section.lora if isinstance(section, TrainableConfig) else None  # for the weights of a checkpoint
     adapters = _adapt(chunks, spec, groups, lora)
@@ -170,8 +179,11 @@ def _fill_randomly(chunks: Sequence[torch.nn.Module]) -> None:
     """Fill matrices with small random values: activations and gradients stay finite, experts are chosen about equally often."""
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                if parameter.dim() > 1:
-                    source = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(0))
+        for module in (module for chunk in chunks for module in chunk.modules()):
+            own = {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 1}
+            for name, parameter in own.items():
+                source = generators.setdefault(parameter.device, torch.Generator(parameter.device).manual_seed(0))
+                if parameter.dtype == torch.int8:
+                    fill_randomly(parameter, own[f"{name}_scale"], source)
+                elif f".{name}" != SCALE:
                     parameter.normal_(0.0, 0.02, generator=source)

@@ -22,9 +22,9 @@ from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2_lora import Adapters
 from megappo.models.expert_slots import constants_of
 from megappo.models.freeze import frozen_whole
-from megappo.models.hf_import import check_tied, fill_value_head, read_box
+from megappo.models.hf_import import check_tied, fill_value_head, read_box, read_int8
 from megappo.models.hf_tensors import CheckpointReader
-from megappo.models.int8_linear import SCALE, Int8Linear, Quantised, quantise
+from megappo.models.int8_linear import BLOCK, SCALE, Int8Linear, Quantised, fill_randomly
 from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, Weights, int8_modules, is_adapter, is_beside_base
 from megappo.models.own_classes import (
     HIDDEN_METHOD,
@@ -39,9 +39,9 @@ from megappo.models.own_classes import (
     tokens_of_all_tp_ranks,
 )
 from megappo.models.pieces import rectangle
-from megappo.models.row_shards import own_parameters, shard_piece_map, shards_of
+from megappo.models.row_shards import own_parameters, shard_box, shard_piece_map, shards_of
 from megappo.models.tensor_parallel import copied_names, cut_over_tp, partial_names
-from megappo.models.weight_map import VALUE_HEAD, hf_tensors
+from megappo.models.weight_map import VALUE_HEAD, hf_cuts, hf_tensors
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
@@ -170,7 +170,10 @@ class ShardedModel:
         for name, shard in self.shards.items():
             if not is_adapter(name) and not name.endswith(SCALE):
                 scales = self.shards.get(name.removesuffix(".weight") + SCALE)
-                weights[name] = shard if scales is None else Quantised(shard, scales, self._dtype)
+                if scales is None:
+                    weights[name] = shard
+                else:
+                    weights[name] = Quantised(shard, scales, self._dtype, self.starts[name][1] % BLOCK)
         return weights
 
     def gradients(self) -> dict[str, Tensor]:
@@ -205,10 +208,13 @@ def build_sharded(
     if layout.tp > 1:
         cut_over_tp(module, spec.arch, over_tp, sequence_parallel=layout.sequence_parallel)
     adapters = None
-    for name in int8_modules(spec.arch, lora):
+    for name, size in int8_modules(spec.arch, lora).items():
         linear = module.get_submodule(name)
         linear.__class__ = Int8Linear
-        cast(Int8Linear, linear).become()
+        # Of one dp x cp rank, which has rows of every tensor.
+        box = shard_box(size, hf_cuts(spec.arch)[f"{name}.weight"], ParallelLayout(layout.tp, tp=layout.tp), groups.coordinates.tp)
+        assert box is not None
+        cast(Int8Linear, linear).become(box.c0 % BLOCK)
     if lora is not None:
         adapters = Adapters(spec.arch, lora, spec.seed)
         adapters.add_to(module)
@@ -264,10 +270,8 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
         generator = torch.Generator().manual_seed(0)
         for name, part in local.items():
             if part.dtype == torch.int8:
-                part.random_(-64, 65, generator=generator)
-            elif name.endswith(SCALE):
-                part.fill_(0.0005)
-            else:
+                fill_randomly(part, local[name.removesuffix(".weight") + SCALE], generator)
+            elif not name.endswith(SCALE):
                 part.copy_(torch.randn(part.shape, generator=generator) * 0.02 if part.dim() > 1 else torch.ones(part.shape))
         return
     if adapters is not None:
@@ -288,7 +292,7 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
             if (scale := scales.get(piece.local.removesuffix(".weight") + SCALE)) is None:
                 place.copy_(read_box(source, box))
             else:
-                codes, steps = quantise(read_box(source, box))
+                codes, steps = read_int8(source, box)
                 place.copy_(codes)
                 scale.copy_(steps)
     for one in spec.arch.own:

@@ -34,6 +34,7 @@ from megappo.models.attention import PackedAttention, rotary_te_attention
 from megappo.models.fusion import fusion_config
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.implementation import Implementation
+from megappo.models.int8_parallel import Int8ColumnParallelLinear, Int8RowParallelLinear
 from megappo.models.moe import SparseLayer, mark_experts, moe_config, moe_submodule
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
@@ -49,11 +50,13 @@ def build_model(
     recompute: Recompute = "none",
     value_head: bool = False,
     implementation: Implementation = "local",
+    in_8_bits: bool = False,
     device: torch.device | None = None,
 ) -> list[PackedModel]:
     """Build this rank's model chunks (vpp of them) of a policy, or of a critic with `value_head`.
 
-    Parameters are uninitialised except norms and value head. device: None is the rank's GPU, or the CPU if there is none.
+    Parameters are uninitialised except norms and value head. in_8_bits: the weights of the layers' linear layers are, and frozen.
+    device: None is the rank's GPU, or the CPU if there is none.
     Collective over the role's ranks. ValueError if the layout does not fit the architecture.
     """
     check_tp(arch, groups.layout.tp)
@@ -69,7 +72,9 @@ def build_model(
     # Without this flag Megatron's modules allocate on the GPU by name; with it they name no device and follow torch.device below.
     config.use_cpu_initialization = not on_gpu
     with torch.device(device) if device is not None else nullcontext():
-        chunks = [_build_chunk(arch, groups, config, chunk, value_head, implementation) for chunk in range(groups.layout.vpp)]
+        chunks = [
+            _build_chunk(arch, groups, config, chunk, value_head, implementation, in_8_bits) for chunk in range(groups.layout.vpp)
+        ]
     for chunk in chunks:
         _mark_sharded(chunk)
         mark_experts(chunk)
@@ -83,6 +88,7 @@ def _build_chunk(
     chunk: int,
     value_head: bool,
     implementation: Implementation,
+    in_8_bits: bool,
 ) -> PackedModel:
     layout = groups.layout
     layers = layout.chunk_layers(arch.num_layers, groups.coordinates.pp, chunk)
@@ -91,7 +97,7 @@ def _build_chunk(
         "post_process": groups.is_last_stage and chunk == layout.vpp - 1,
         "vp_stage": chunk if layout.vpp > 1 else None,
     }
-    block = _block(arch, config, layers, implementation)
+    block = _block(arch, config, layers, implementation, in_8_bits)
     if value_head:
         return CriticModel(arch, config, block, groups.collection, **ends)
     return PolicyModel(arch, config, block, groups.collection, **ends, tied_embeddings=arch.tied_embeddings)
@@ -173,8 +179,10 @@ def transformer_config(
     )
 
 
-def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementation: Implementation) -> TransformerBlockSubmodules:
-    """Layer specs of one chunk. layers: their global numbers, from 0."""
+def _block(
+    arch: ModelArch, config: TransformerConfig, layers: range, implementation: Implementation, in_8_bits: bool
+) -> TransformerBlockSubmodules:
+    """Layer specs of one chunk. layers: their global numbers, from 0. in_8_bits: as `build_model`, of local dense layers."""
     norm: Any  # a class, as everywhere in Megatron, whose types here want a ModuleSpec
     bias_dropout_add: Any = get_bias_dropout_add  # a function, likewise
     if implementation == "transformer_engine":
@@ -182,7 +190,10 @@ def _block(arch: ModelArch, config: TransformerConfig, layers: range, implementa
 
         norm, column, row, attention = TENorm, TEColumnParallelLinear, TERowParallelLinear, rotary_te_attention()
     else:
-        norm, column, row, attention = RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention
+        norm, attention = RMSNorm, PackedAttention
+        column, row = ColumnParallelLinear, RowParallelLinear
+        if in_8_bits:
+            column, row = Int8ColumnParallelLinear, Int8RowParallelLinear
     head_norm = norm if config.qk_layernorm else IdentityOp
 
     def layer(module: type[TransformerLayer], mlp: ModuleSpec) -> ModuleSpec:

@@ -16,6 +16,7 @@ from torch import Tensor
 from megappo.models.arch import ModelArch
 from megappo.models.gpt import CriticModel, PackedModel
 from megappo.models.hf_tensors import CheckpointReader, LazySlice
+from megappo.models.int8_linear import BLOCK, SCALE, quantise
 from megappo.models.naming import named_parameters
 from megappo.models.pieces import Box, Piece, as_2d
 from megappo.models.weight_map import (
@@ -60,7 +61,12 @@ def load_pretrained(
     for piece in pieces:
         if piece.local != LOCAL_VALUE_HEAD:
             source, _ = reader.slice(piece.hf, shapes[piece.hf])
-            _place(parameters[piece.local], piece, read_box(source, piece.box))
+            if (scales := parameters.get(piece.local.removesuffix(".weight") + SCALE)) is None:
+                _place(parameters[piece.local], piece, read_box(source, piece.box))
+            else:
+                codes, steps = read_int8(source, piece.box)
+                _place(parameters[piece.local], piece, codes)
+                scales[piece.row : piece.row + piece.box.rows] = steps
     if not is_critic and arch.tied_embeddings:
         check_tied(reader, arch, pieces)
     if LOCAL_VALUE_HEAD in parameters:
@@ -78,6 +84,15 @@ def read_box(source: LazySlice, box: Box) -> Tensor:
     first = box.r0 // rows
     entries = as_2d(source[first : -(-box.r1 // rows)].contiguous())
     return entries[box.r0 - first * rows : box.r1 - first * rows, box.c0 : box.c1]
+
+
+def read_int8(source: LazySlice, box: Box) -> tuple[Tensor, Tensor]:
+    """Read a rectangle of a 2-D tensor in 8 bits: its codes, and the scales of every block of 64 columns that it touches, both as
+    `int8_linear.quantise` makes them of the whole tensor."""
+    first, columns = box.c0 // BLOCK * BLOCK, source.get_shape()[1]
+    # A scale is of all columns of its block, also of those that other ranks hold.
+    codes, scales = quantise(read_box(source, box._replace(c0=first, c1=min(columns, -(-box.c1 // BLOCK) * BLOCK))))
+    return codes[:, box.c0 - first : box.c1 - first], scales
 
 
 def _place(parameter: Tensor, piece: Piece, values: Tensor) -> None:

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from megappo.config.role_sections import RoleConfig
 from megappo.platform.transformer_engine import import_fault
 
 Implementation = Literal["transformer_engine", "local"]
@@ -44,25 +45,31 @@ def choose_implementation(requested: Requested, device_type: str) -> Implementat
     return requested
 
 
-def implementation_of_role(chosen: Implementation, requested: Requested, dtype: str) -> Implementation:
-    """Layers of a role in `dtype` ("bf16", "fp32") of a run that chose `chosen`: under auto a role in fp32 has local ones."""
+def implementation_of_role(chosen: Implementation, requested: Requested, section: RoleConfig) -> Implementation:
+    """Layers of a role of a run that chose `chosen`: under auto a role in fp32 has local ones, and one with weights in 8 bits."""
+    if requested == "auto" and section.in_8_bits:  # TransformerEngine's layers read weights in their own type
+        return "local"
     # TransformerEngine's fused attention is for half precision. In fp32 it pads every sequence to the longest and materialises
     # the scores, has no context parallelism, and multiplies in TF32.
-    return "local" if requested == "auto" and dtype == "fp32" else chosen
+    return "local" if requested == "auto" and section.dtype == "fp32" else chosen
 
 
-def implementation_notes(requested: Requested, device_type: str, dtypes: Mapping[str, str]) -> Iterator[str]:
-    """Notes, one line each, on a GPU run's layers that are not the expected ones. dtypes: role -> "bf16" or "fp32"."""
+def implementation_notes(requested: Requested, device_type: str, sections: Mapping[str, RoleConfig]) -> Iterator[str]:
+    """Notes, one line each, on a GPU run's layers that are not the expected ones. sections: of the roles, by name."""
     if device_type != "cuda" or requested == "local":
         return
     fault = transformer_engine_fault()
     if fault is not None:
         yield f"model.impl = auto: layers are Megatron-core's own, since TransformerEngine {fault}"
         return
-    for role in (role for role, dtype in dtypes.items() if dtype == "fp32"):
-        if requested == "auto":
+    for role, section in sections.items():
+        if section.engine != "megatron":
+            continue
+        if section.in_8_bits:
+            yield f"{role}.lora.base_bits = 8: its layers are Megatron-core's own, TransformerEngine's have no weights in 8 bits"
+        elif section.dtype == "fp32" and requested == "auto":
             yield f"{role}.dtype = fp32: its layers are Megatron-core's own, TransformerEngine's attention is for bf16"
-        else:
+        elif section.dtype == "fp32":
             yield (
                 f"{role}.dtype = fp32: TransformerEngine pads its sequences, does not fuse its attention and multiplies in TF32; "
                 "model.impl=auto gives it Megatron-core's own layers"

@@ -2,27 +2,37 @@
 
 A block of a row shares a scale, the largest number of the block over 127 (absmax in blocks, arXiv:2110.02861); a weight is code x
 scale. The layer makes its weight in the type of computation for each of its products, and keeps none from forward to backward.
+Blocks are those of the whole row: a rank that holds some columns of it has the codes of these, and the scales of every block that
+they touch, so that a weight is the same number however it is cut. Megatron's layers: `int8_parallel.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn import functional
 
 BLOCK = 64
 """Numbers of a row that share a scale."""
 SCALE = ".weight_scale"
 """Ending of the name of a weight's scales, behind the name of its module."""
+SCALE_BYTES = 2
 _LARGEST = 127
 
 
-def num_blocks(columns: int) -> int:
-    """Scales of a row."""
-    return -(-columns // BLOCK)
+def num_blocks(columns: int, first: int = 0) -> int:
+    """Scales of a row's part. first: its first column, counted from the beginning of a block."""
+    return -(-(first + columns) // BLOCK)
+
+
+def most_blocks(columns: int, ranks: int) -> int:
+    """Scales of a row's part on the rank that has most of them, of a row cut into `ranks` equal parts."""
+    each = columns // ranks
+    return max(num_blocks(each, rank * each % BLOCK) for rank in range(ranks))
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,19 +45,31 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, : weight.size(1)].to(torch.int8), scales
 
 
-def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weight [rows, columns] in `dtype`: codes x scales, rounded once."""
-    padded = functional.pad(codes.to(dtype), (0, -codes.size(1) % BLOCK)).view(len(codes), -1, BLOCK)
-    return (padded * scales.to(dtype).unsqueeze(-1)).flatten(1)[:, : codes.size(1)]
+def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
+    """Weight [rows, columns] in `dtype`: codes x scales, rounded once. first: as `num_blocks`."""
+    end = first + codes.size(1)
+    padded = functional.pad(codes.to(dtype), (first, -end % BLOCK)).view(len(codes), -1, BLOCK)
+    return (padded * scales.to(dtype).unsqueeze(-1)).flatten(1)[:, first:end]
+
+
+@torch.no_grad()
+def fill_randomly(codes: Tensor, scales: Tensor, generator: torch.Generator | None = None) -> None:
+    """Fill with a weight of about the size that random ones have for timing."""
+    codes.random_(-64, 65, generator=generator)
+    scales.fill_(0.0005)
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight in 8 bits, as those read it that copy parts of weights: codes and scales of its rows, dtype: of computation."""
+    """A weight in 8 bits, as those read it that copy parts of weights: codes and scales of its rows.
+
+    dtype: of computation. first: as `num_blocks`.
+    """
 
     codes: Tensor
     scales: Tensor
     dtype: torch.dtype
+    first: int = 0
 
     @property
     def shape(self) -> torch.Size:
@@ -55,7 +77,8 @@ class Quantised:
 
     def rectangle(self, row: int, col: int, rows: int, cols: int) -> Tensor:
         """[rows, cols] fp32 of the weight that the layer computes with."""
-        part = dequantise(self.codes.detach()[row : row + rows], self.scales.detach()[row : row + rows], self.dtype)
+        of_rows = slice(row, row + rows)
+        part = dequantise(self.codes.detach()[of_rows], self.scales.detach()[of_rows], self.dtype, self.first)
         return part[:, col : col + cols].float()
 
 
@@ -63,29 +86,51 @@ class Int8Linear(torch.nn.Linear):
     """Linear layer with a frozen weight in 8 bits: `weight` has the codes, `weight_scale` their scales."""
 
     weight_scale: torch.nn.Parameter
+    _first: int
 
-    def become(self) -> None:
-        """Take the place of a linear layer on the meta device, whose class was changed to this one."""
+    def become(self, first: int = 0) -> None:
+        """Take the place of a linear layer on the meta device, whose class was changed to this one.
+
+        Of one whose weight is cut over tp the codes are a DTensor as it was, the scales this rank's. first: as `num_blocks`.
+        """
         codes = torch.empty_like(self.weight, dtype=torch.int8)
-        scales = torch.empty(self.out_features, num_blocks(self.in_features), dtype=torch.bfloat16, device=codes.device)
+        rows, columns = (codes.to_local() if isinstance(codes, DTensor) else codes).shape
+        scales = torch.empty(rows, num_blocks(columns, first), dtype=torch.bfloat16, device="meta")
         self.weight = torch.nn.Parameter(codes, requires_grad=False)
         self.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
+        self._first = first
 
     def forward(self, input: Tensor) -> Tensor:
-        product: Tensor = _Product.apply(input, self.weight, self.weight_scale)
-        return product if self.bias is None else product + self.bias
+        """Under tensor parallel input and output are DTensors, as those of a linear layer whose weight is one."""
+        if not isinstance(self.weight, DTensor):
+            product = int8_product(input, self.weight, self.weight_scale, self._first)
+            return product if self.bias is None else product + self.bias
+        assert isinstance(input, DTensor), "the input of a layer that is cut over tp is laid out in front of it"
+        (cut,) = self.weight.placements
+        by_rows = cut == Shard(0)
+        assert by_rows or self.bias is None, "a bias would be added on every rank"
+        mine = input.to_local(grad_placements=[Partial()] if by_rows else input.placements)  # each rank's rows give a part
+        product = int8_product(mine, self.weight.to_local(), self.weight_scale, self._first)
+        product = product if self.bias is None else product + cast(DTensor, self.bias).to_local()
+        return DTensor.from_local(product, input.device_mesh, [Shard(product.dim() - 1) if by_rows else Partial()], run_check=False)
+
+
+def int8_product(x: Tensor, codes: Tensor, scales: Tensor, first: int = 0) -> Tensor:
+    """x W^T in the type of x [..., columns] -> [..., rows], W in 8 bits. first: as `num_blocks`."""
+    return _Product.apply(x, codes, scales, first)
 
 
 class _Product(torch.autograd.Function):
     """x W^T. Its backward makes W again: autograd would keep the weights of all layers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, first: int) -> Tensor:
         ctx.save_for_backward(codes, scales)
-        return functional.linear(x, dequantise(codes, scales, x.dtype))
+        ctx.first = first
+        return functional.linear(x, dequantise(codes, scales, x.dtype, first))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
         (gradient,) = gradients
         codes, scales = ctx.saved_tensors
-        return gradient @ dequantise(codes, scales, gradient.dtype), None, None
+        return gradient @ dequantise(codes, scales, gradient.dtype, ctx.first), None, None, None

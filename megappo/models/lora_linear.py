@@ -28,6 +28,8 @@ from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.frozen_chunks import freeze_chunks
 from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.int8_linear import SCALE, Quantised
+from megappo.models.int8_parallel import quantised
 from megappo.models.lora import Adapted, adapted_modules, initial_a, is_adapter, scaling, seed_of, tensors_to_adapt
 from megappo.models.lora_shards import AdaptedLinear, adapted_linears, adapter_piece_map, check_stages
 from megappo.models.naming import named_parameters
@@ -38,16 +40,15 @@ from megappo.parallel.groups import ProcessGroups
 
 
 class Adapter(torch.nn.Module):
-    """Part of one Hugging Face module's adapter on this rank, in the model's dtype.
+    """Part of one Hugging Face module's adapter on this rank, not filled.
 
-    module: its name. size: (out, in) of its weight. box: the rectangle of that weight that this rank holds. lora_A: [rank, columns
-    of box]. lora_B: [rows of box, rank].
+    module: its name. size: (out, in) of its weight. box: the rectangle of that weight that this rank holds. empty: dtype, the
+    model's, and device. lora_A: [rank, columns of box]. lora_B: [rows of box, rank].
     """
 
-    def __init__(self, module: str, size: tuple[int, int], box: Box, rank: int, like: Tensor) -> None:
+    def __init__(self, module: str, size: tuple[int, int], box: Box, rank: int, **empty: Any) -> None:
         super().__init__()
         self.module, self.size, self.box = module, size, box
-        empty = {"dtype": like.dtype, "device": like.device}
         self.lora_A = torch.nn.Parameter(torch.empty(rank, box.cols, **empty))
         self.lora_B = torch.nn.Parameter(torch.empty(box.rows, rank, **empty))
 
@@ -137,7 +138,7 @@ class LinearAdapters(torch.nn.Module):
         return copy_to_tensor_model_parallel_region(hidden, group=self._group)
 
     @torch.no_grad()
-    def merged(self, weight: Tensor) -> Adapted:
+    def merged(self, weight: Tensor | Quantised) -> Adapted:
         """The linear's weight on this rank, with the adapters added to what is read of it."""
         return Adapted(weight, self.a(), self.b(), self.scaling)
 
@@ -173,13 +174,14 @@ class ModelAdapters:
         for layer in cast(Any, chunk.decoder.layers):  # Megatron's type is that of any module
             # Megatron counts layers from 1.
             for linear in adapted_linears(self._arch, *tp, layer.layer_number - 1, self.modules):
-                adapters = self._adapters_of(linear, layer.get_parameter(linear.local))
+                device = layer.get_parameter(linear.local).device
+                adapters = self._adapters_of(linear, {"dtype": chunk.config.params_dtype, "device": device})
                 _attach(layer.get_submodule(linear.local.removesuffix(".weight")), adapters, self._seed)
 
-    def _adapters_of(self, linear: AdaptedLinear, weight: Tensor) -> LinearAdapters:
+    def _adapters_of(self, linear: AdaptedLinear, empty: dict[str, Any]) -> LinearAdapters:
         rank, groups = self.lora.rank, self._groups
         return LinearAdapters(
-            [Adapter(module, self.modules[module], box, rank, weight) for module, box in linear.boxes.items()],
+            [Adapter(module, self.modules[module], box, rank, **empty) for module, box in linear.boxes.items()],
             [(_last(module), rows) for module, rows in linear.rows],
             self.lora,
             groups.collection,
@@ -241,12 +243,20 @@ def adapters_of(chunks: Sequence[PackedModel]) -> Iterator[LinearAdapters]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters))
 
 
-def merged_parameters(chunks: Sequence[PackedModel]) -> dict[str, Tensor | Adapted]:
+def merged_parameters(chunks: Sequence[PackedModel]) -> dict[str, Tensor | Adapted | Quantised]:
     """Canonical name -> parameter of this rank's base model, adapters added when a part of it is read."""
-    modules = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "lora")]
-    merged = {id(module.weight): cast(LinearAdapters, module.lora).merged(cast(Tensor, module.weight)) for module in modules}
+    merged: dict[int, Tensor | Adapted | Quantised] = {}
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        weight = quantised(module, chunks[0].config.params_dtype)
+        if hasattr(module, "lora"):
+            base = cast(Tensor, module.weight)
+            merged[id(base)] = cast(LinearAdapters, module.lora).merged(base if weight is None else weight)
+        elif weight is not None:
+            merged[id(weight.codes)] = weight
     return {
-        name: merged.get(id(parameter), parameter) for name, parameter in named_parameters(chunks).items() if not is_adapter(name)
+        name: merged.get(id(parameter), parameter)
+        for name, parameter in named_parameters(chunks).items()
+        if not is_adapter(name) and not name.endswith(SCALE)
     }
 
 

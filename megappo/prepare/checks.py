@@ -52,8 +52,8 @@ def check_run(
     check_kernels(config.kernels, device)
     archs = read_archs(config, need_weights=not shapes_only)
     layouts = check_layouts(config, archs, world_size, implementation)
-    dtypes = {role: getattr(config, role).dtype for role in layouts}
-    notes = (*notes, *implementation_notes(config.model.impl, device, dtypes))
+    sections = {role: getattr(config, role) for role in layouts}
+    notes = (*notes, *implementation_notes(config.model.impl, device, sections))
     if config.rollout.engine == "vllm":
         longest = longest_sequence_tokens(config)
         num_ranks = len(placement_of(config.rollout.ranks, world_size))
@@ -82,7 +82,7 @@ def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
     check_kernels(config.kernels, device)
     arch = read_archs(config)["policy"]
     layout = check_layouts(config, {"policy": arch}, world_size, implementation)["policy"]
-    notes = (*notes, *implementation_notes(config.model.impl, device, {"policy": config.policy.dtype}))
+    notes = (*notes, *implementation_notes(config.model.impl, device, {"policy": config.policy}))
     return CheckedSft(config, arch, layout, notes)
 
 

@@ -88,7 +88,7 @@ def check_layouts(
         for message in parallel_problems(section, parallel, len(places[role]), getattr(config, role).ranks):
             raise ConfigError(message)
         _check_engine(role, getattr(config, role), archs[role])
-        layers = implementation_of_role(implementation, config.model.impl, getattr(config, role).dtype)
+        layers = implementation_of_role(implementation, config.model.impl, getattr(config, role))
         if getattr(config, role).engine == "fsdp2":
             layers = "local"  # attention is ours there too, and under cp exchanges tokens for heads
         for message in model_problems(section, parallel, archs[role], layers):
@@ -97,6 +97,9 @@ def check_layouts(
         if layers == "transformer_engine" and parallel.cp > 1 and getattr(config, role).dtype == "fp32":
             fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
             raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
+        if layers == "transformer_engine" and getattr(config, role).in_8_bits:
+            fix = "TransformerEngine's layers have no weights in 8 bits; set model.impl=auto, or remove it"
+            raise ConfigError(problem(f"{role}.lora.base_bits", 8, fix))
         _check_router(role, getattr(config, role), archs[role])
         _check_adapters(role, getattr(config, role), archs[role], layout_of(parallel, len(places[role])))
         _check_frozen(role, getattr(config, role), archs[role], layout_of(parallel, len(places[role])))
@@ -145,9 +148,9 @@ def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: Pa
 
         try:
             modules = adapted_modules(tensors_to_adapt(arch), settings.lora.targets)
-            if settings.lora.base_bits is not None and (arch.own or arch.moe is not None):
+            if settings.in_8_bits and (arch.own or arch.moe is not None):
                 fix = f"weights in 8 bits are of dense models of a family, and this {arch.family} model is none; remove it"
-                raise ConfigError(problem(f"{role}.lora.base_bits", settings.lora.base_bits, fix))
+                raise ConfigError(problem(f"{role}.lora.base_bits", 8, fix))
             if not arch.own:  # whose engine has no pipeline
                 check_stages(arch, layout, modules)
         except ValueError as error:

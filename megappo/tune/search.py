@@ -140,7 +140,7 @@ class Search:
 
     def implementation(self, role: str) -> Implementation:
         """Implementation of a role's layers."""
-        return implementation_of_role(self.machine.implementation, self.config.model.impl, getattr(self.config, role).dtype)
+        return implementation_of_role(self.machine.implementation, self.config.model.impl, getattr(self.config, role))
 
     @staticmethod
     def _recompute(settings: Settings, recompute: str) -> dict[str, str]:

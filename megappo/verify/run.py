@@ -76,9 +76,9 @@ def _check(config: TrainConfig, device: Device) -> None:
     check_config(config, explicit_keys(config), ranks, device)
     check_kernels(config.kernels, device)
     for role, section in trained_sections(config).items():
-        if section.lora is not None and section.lora.base_bits is not None:
+        if section.in_8_bits:
             fix = "weights in 8 bits are other numbers than those of the one rank that verify compares with; remove it to verify"
-            raise ConfigError(problem(f"{role}.lora.base_bits", section.lora.base_bits, fix))
+            raise ConfigError(problem(f"{role}.lora.base_bits", 8, fix))
     for key, path in model_paths(config).values():
         try:
             read_arch(path)

@@ -73,21 +73,10 @@ def test_activations_leave_the_device_under_fsdp2_with_full_recomputation(tmp_pa
     assert len(there) == (wanted is not None) and all(f"policy.offload_activations = true: {wanted}" in one for one in there), there
 
 
-IN_8_BITS = [
-    ([], "policy.engine is megatron, whose weights are of policy.dtype; remove it, or set policy.engine to fsdp2"),
-    (
-        ["policy.engine=fsdp2", "policy.parallel.tp=2"],
-        "weights in 8 bits are not cut over tp, and policy.parallel.tp is 2; remove it, or",
-    ),
-    (["policy.engine=fsdp2", "policy.recompute=full", "policy.parallel.cp=2"], None),
-]
-
-
-@pytest.mark.parametrize("overrides, wanted", IN_8_BITS)
-def test_a_base_in_8_bits_is_of_fsdp2_without_tp(tmp_path, overrides, wanted: str | None) -> None:
-    config = train_config(tmp_path, [*overrides, "policy.lora.base_bits=8"])
-    there = [message for message in problems(config, frozenset(), 4) if "bits" in message]
-    assert len(there) == (wanted is not None) and all(f"policy.lora.base_bits = 8: {wanted}" in one for one in there), there
+@pytest.mark.parametrize("engine", ["megatron", "fsdp2"])
+def test_a_base_in_8_bits_is_of_both_engines_and_every_layout(tmp_path, engine: str) -> None:
+    overrides = [f"policy.engine={engine}", "policy.parallel.tp=2", "policy.parallel.cp=2", "policy.lora.base_bits=8"]
+    assert not [message for message in problems(train_config(tmp_path, overrides), frozenset(), 4) if "bits" in message]
 
 
 def test_megatron_reduces_gradients_once_anyway(tmp_path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
+from megappo.config.role_sections import CriticConfig, LoraConfig, PolicyConfig
 from megappo.models import implementation
 from megappo.models.implementation import (
     choose_implementation,
@@ -24,7 +25,7 @@ from megappo.platform.transformer_engine import import_fault
 from megappo.prepare.layouts import check_layouts, read_archs
 from tests.plan.checkpoints import write_run
 
-DTYPES = {"policy": "bf16", "critic": "fp32"}
+SECTIONS = {"policy": PolicyConfig(model="m"), "critic": CriticConfig(dtype="fp32")}
 # What lies in site-packages/transformer_engine -> what of its error is told. The messages are those of 2.11.
 BROKEN = {
     "another torch": (
@@ -80,9 +81,9 @@ def test_one_that_does_not_import_is_told_by_its_error(tmp_path, monkeypatch, fo
         choose_implementation("transformer_engine", "cuda")
     assert "\n" not in str(refused.value) and "install_transformer_engine.sh" in str(refused.value)
     assert choose_implementation("auto", "cuda") == choose_implementation("auto", "cpu") == "local"
-    (note,) = implementation_notes("auto", "cuda", DTYPES)
+    (note,) = implementation_notes("auto", "cuda", SECTIONS)
     assert "Megatron-core's own" in note and "does not import" in note
-    assert not [*implementation_notes("auto", "cpu", DTYPES)] and not [*implementation_notes("local", "cuda", DTYPES)]
+    assert not [*implementation_notes("auto", "cpu", SECTIONS)] and not [*implementation_notes("local", "cuda", SECTIONS)]
 
 
 def test_one_that_is_absent_is_told_with_the_command(monkeypatch, forgotten) -> None:
@@ -128,13 +129,24 @@ def test_layer_implementation_is_chosen_or_refused(fault, requested, device, exp
 
 
 @pytest.mark.parametrize("fault", [None], indirect=True)
+def test_a_role_with_weights_in_8_bits_has_local_layers(fault) -> None:
+    policy = PolicyConfig(model="m", lora=LoraConfig(base_bits=8))
+    assert implementation_of_role("transformer_engine", "auto", policy) == "local"
+    (note,) = implementation_notes("auto", "cuda", {"policy": policy})
+    assert note.startswith("policy.lora.base_bits = 8: its layers are Megatron-core's own")
+    in_other_layers = PolicyConfig(model="m", lora=LoraConfig(base_bits=8), engine="fsdp2")
+    assert not [*implementation_notes("auto", "cuda", {"policy": in_other_layers})]
+
+
+@pytest.mark.parametrize("fault", [None], indirect=True)
 def test_a_role_in_fp32_has_local_layers_unless_the_others_are_requested(fault) -> None:
-    assert implementation_of_role("transformer_engine", "auto", "bf16") == "transformer_engine"
-    assert implementation_of_role("transformer_engine", "auto", "fp32") == "local"
-    assert implementation_of_role("transformer_engine", "transformer_engine", "fp32") == "transformer_engine"
-    (note,) = implementation_notes("auto", "cuda", DTYPES)
+    policy, critic = SECTIONS.values()
+    assert implementation_of_role("transformer_engine", "auto", policy) == "transformer_engine"
+    assert implementation_of_role("transformer_engine", "auto", critic) == "local"
+    assert implementation_of_role("transformer_engine", "transformer_engine", critic) == "transformer_engine"
+    (note,) = implementation_notes("auto", "cuda", SECTIONS)
     assert note.startswith("critic.dtype = fp32: its layers are Megatron-core's own")
-    (note,) = implementation_notes("transformer_engine", "cuda", DTYPES)
+    (note,) = implementation_notes("transformer_engine", "cuda", SECTIONS)
     assert "pads its sequences" in note and "model.impl=auto" in note
 
 
@@ -153,3 +165,8 @@ def test_the_plan_tells_it_and_checks_the_layout_of_the_layers_that_run(tmp_path
     config = load_config(path, [*given, "critic.parallel.cp=2", "model.impl=transformer_engine"])
     with pytest.raises(ConfigError, match="critic.parallel.cp = 2: TransformerEngine has no context parallelism in fp32"):
         check_layouts(config, read_archs(config), 8, "transformer_engine")
+    in_8_bits = [*given, "policy.lora.base_bits=8", "model.impl=transformer_engine"]
+    config = load_config(path, in_8_bits)
+    with pytest.raises(ConfigError, match="policy.lora.base_bits = 8: TransformerEngine's layers have no weights in 8 bits; set"):
+        check_layouts(config, read_archs(config), 8, "transformer_engine")
+    check_layouts(load_config(path, in_8_bits[:-1]), read_archs(config), 8, "transformer_engine")

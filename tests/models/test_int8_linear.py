@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
-from megappo.models.int8_linear import BLOCK, Int8Linear, Quantised, dequantise, num_blocks, quantise
+from megappo.models.hf_import import read_int8
+from megappo.models.int8_linear import BLOCK, Int8Linear, Quantised, dequantise, int8_product, most_blocks, num_blocks, quantise
 from megappo.models.lora import Adapted
+from megappo.models.pieces import Box
 from tests.models.int8_oracle import rounded
 
 SHAPES = [(5, 64), (3, 200), (1, 7), (4, 128)]
@@ -69,6 +71,42 @@ def test_the_layer_is_a_dense_one_of_the_rounded_weights(bias: bool) -> None:
         one.square().sum().backward()
     assert torch.allclose(first.grad, second.grad, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(output, torch.nn.functional.linear(x, weight, ours.bias)), "negative control: the rounding is seen"
+
+
+@pytest.mark.parametrize("first, columns", [(0, 64), (48, 48), (96, 33), (130, 1)])
+def test_columns_of_a_weight_are_the_same_numbers_wherever_it_is_cut(first: int, columns: int) -> None:
+    """As a tp rank reads a row-parallel weight: scales are of whole blocks, which other ranks have columns of."""
+    weight = weight_of(5, 131)
+    codes, scales = read_int8(cast(Any, _Slice(weight)), Box(1, 5, first, first + columns))
+    assert scales.shape == (4, num_blocks(columns, first % BLOCK))
+    wanted = dequantise(*quantise(weight), torch.float32)[1:, first : first + columns]
+    assert torch.equal(dequantise(codes, scales, torch.float32, first % BLOCK), wanted)
+    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    product = int8_product(x, codes, scales, first % BLOCK)
+    product.sum().backward()
+    assert torch.equal(product, x @ wanted.t()) and torch.allclose(x.grad, wanted.sum(0).expand(3, -1), atol=1e-6)
+    base = Quantised(codes, scales, torch.float32, first % BLOCK)
+    assert torch.equal(base.rectangle(1, columns // 2, 2, columns - columns // 2), wanted[1:3, columns // 2 :])
+    own = quantise(weight[1:, first : first + columns])
+    assert first == 0 or not torch.equal(dequantise(*own, torch.float32), wanted), "negative control: blocks of the part alone"
+
+
+def test_the_rank_with_most_scales_is_counted() -> None:
+    """96 columns over two ranks: 48 in one block, and 48 in two."""
+    assert (num_blocks(48), num_blocks(48, 48), most_blocks(96, 2), most_blocks(256, 2)) == (1, 2, 2, 2)
+
+
+class _Slice:
+    """A tensor as safetensors hands out one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._tensor[index]
 
 
 def test_parts_of_a_weight_with_its_adapter_are_read_in_fp32() -> None:

@@ -30,7 +30,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "shared": PLAIN,
     "copied": PLAIN | {"reference.engine": "fsdp2", "reference.model": "{model}"},
     "full": FSDP2,
-    "vllm": PLAIN | {"rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03, "policy.parallel": {"tp": 2}},
+    # Both ends of a push of weights in 8 bits, and both engines with them, cut over tp.
+    "vllm": PLAIN
+    | {"rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03, "policy.parallel": {"tp": 2}, "policy.engine": "megatron"}
+    | {"policy.lora": {**IN_8_BITS, "dropout": 0.0}, "critic.lora": IN_8_BITS, "critic.parallel": {"tp": 2}},
     "separate": PLAIN
     | {"rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03, "rollout.adapter": "separate"}
     | {"policy.parallel": {"tp": 2, "sequence_parallel": True}},

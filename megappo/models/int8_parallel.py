@@ -1,0 +1,71 @@
+"""Megatron-core's parallel linears with frozen weights in 8 bits: `weight` has the codes of this rank, `weight_scale` their scales.
+
+Rounding, blocks and the product are those of `int8_linear.py`. The layers are made in 8 bits one by one: no more than one weight of
+a model exists in its own type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from megappo.models.int8_linear import BLOCK, Quantised, int8_product, num_blocks
+
+
+class Int8ColumnParallelLinear(ColumnParallelLinear):
+    """Rows of a weight in 8 bits, whole blocks of them."""
+
+    weight_scale: torch.nn.Parameter
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _keep_in_8_bits(self, 0)
+
+    # Megatron's own method chooses the product for a frozen weight, which would keep the weight until the backward.
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
+        if how["sequence_parallel"]:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=how["tp_group"])
+        elif how["allreduce_dgrad"]:
+            input = copy_to_tensor_model_parallel_region(input, group=how["tp_group"])
+        product = int8_product(input, weight, self.weight_scale)
+        return product if bias is None else product + bias
+
+
+class Int8RowParallelLinear(RowParallelLinear):
+    """Columns of a weight in 8 bits, from anywhere in a block."""
+
+    weight_scale: torch.nn.Parameter
+    first: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _keep_in_8_bits(self, self.tp_group.rank() * self.input_size_per_partition % BLOCK)
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+        assert bias is None, "Megatron adds the bias to the sum over tp"
+        return int8_product(input, weight, self.weight_scale, self.first)
+
+
+def _keep_in_8_bits(linear: Any, first: int) -> None:
+    """Replace the weight of a linear that was just made. first: as `num_blocks`."""
+    rows, columns = linear.weight.shape
+    made = {"device": linear.weight.device}
+    scales = torch.empty(rows, num_blocks(columns, first), dtype=torch.bfloat16, **made)
+    linear.weight = torch.nn.Parameter(torch.empty(rows, columns, dtype=torch.int8, **made), requires_grad=False)
+    linear.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
+    linear.first = first
+
+
+def quantised(linear: torch.nn.Module, dtype: torch.dtype) -> Quantised | None:
+    """The weight of a linear in 8 bits, None of any other module. dtype: of computation."""
+    if not isinstance(linear, Int8ColumnParallelLinear | Int8RowParallelLinear):
+        return None
+    return Quantised(linear.weight, linear.weight_scale, dtype, linear.first)
