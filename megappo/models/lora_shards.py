@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megappo.models.arch import ModelArch
+from megappo.models.int8_linear import most_blocks, num_blocks
 from megappo.models.lora import ADAPTER_A, ADAPTER_B
 from megappo.models.pieces import Box, Held, Piece, PieceMap, Section
 from megappo.models.weight_map import hf_cuts, hf_layer, layer_rules
@@ -77,6 +78,17 @@ def adapter_numel(arch: ModelArch, layout: ParallelLayout, stage: int, modules: 
         for linear in adapted_linears(arch, layout.tp, 0, layer, modules)
     )
     return sum(rank * (box.rows + box.cols) for linear in linears for box in linear.boxes.values())
+
+
+def int8_linears(arch: ModelArch, layout: ParallelLayout, stage: int, modules: Modules) -> list[tuple[int, int]]:
+    """(numbers, scales) of every weight of a stage that is in 8 bits, on the tp rank with most. modules: those in 8 bits."""
+    found = []
+    for layer in layout.stage_layers(arch.num_layers, stage):
+        for linear in adapted_linears(arch, layout.tp, 0, layer, modules):
+            rows, columns = sum(box.rows for box in linear.boxes.values()), next(iter(linear.boxes.values())).cols
+            blocks = most_blocks(columns * layout.tp, layout.tp) if linear.row_parallel else num_blocks(columns)
+            found.append((rows * columns, rows * blocks))
+    return found
 
 
 def adapter_piece_map(arch: ModelArch, layout: ParallelLayout, modules: Modules, rank: int) -> PieceMap:

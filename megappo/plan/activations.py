@@ -13,9 +13,10 @@ from megappo.models.arch import ModelArch, MoeArch
 from megappo.parallel.layout import ParallelLayout
 
 FP32 = 4
-# Logits that the ops hold on a GPU; a test compares both with ops/linear_loss.py and ops/linear_blocks.py, which need torch.
-CHUNK_TOKENS = 4096  # tokens whose logits over a whole shard exist at once while the policy trains
-BLOCK_LOGITS = 1 << 26  # logits that exist at once in a pass without gradients
+# Logits that the ops hold; a test compares these with ops/linear_loss.py and ops/linear_blocks.py, which need torch.
+CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}  # tokens whose logits over a whole shard exist at once while the policy trains
+BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at once in a pass without gradients
+BLOCK_WEIGHTS = 1 << 22  # weights of a block on the CPU, which widens those in bf16
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -56,7 +57,7 @@ def activation_bytes(
     output = 0
     if stage == layout.pp - 1:
         output = tokens * _final_norm_elements(arch, layout, itemsize, value_head) * itemsize
-        output += 0 if value_head else output_bytes(arch, layout, tokens, itemsize, trained=True, frozen=adapter_width > 0)
+        output += 0 if value_head else output_bytes(arch, layout, tokens, itemsize, fused, trained=True, frozen=adapter_width > 0)
     in_flight = peak_in_flight(layout, stage, num_micro_batches, chunks)
     return tokens * in_flight * itemsize + max(tokens * backward * itemsize, output)
 
@@ -76,7 +77,7 @@ def forward_bytes(
     layer = tokens * max(forward_elements(arch, layout, kind, fused) for kind in kinds) * itemsize
     if stage < layout.pp - 1 or value_head:
         return layer
-    return max(layer, output_bytes(arch, layout, tokens, itemsize, trained=False))
+    return max(layer, output_bytes(arch, layout, tokens, itemsize, fused, trained=False))
 
 
 def micro_batch_bytes(layout: ParallelLayout, tokens: int, values: int) -> int:
@@ -203,16 +204,31 @@ def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, c
     return peak
 
 
-def output_bytes(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int, trained: bool, frozen: bool = False) -> int:
+def output_bytes(
+    arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int, on_gpu: bool, *, trained: bool, frozen: bool = False
+) -> int:
     """Peak bytes of the log-probs, which never hold all logits. frozen: the projection has no gradient in a training pass."""
+    found = logit_bytes(arch, layout, tokens, itemsize, "cuda" if on_gpu else "cpu", trained=trained)
+    # In training the projection's fp32 gradient, which waits for the backward pass.
+    return found + (-(-arch.vocab_size // layout.tp) * arch.hidden_size * FP32 if trained and not frozen else 0)
+
+
+def logit_bytes(
+    arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int, device: Literal["cpu", "cuda"], *, trained: bool
+) -> int:
+    """Peak bytes of logits and their gradients, and of what the products are made of."""
     rows = -(-arch.vocab_size // layout.tp)
+    chunk = min(tokens, CHUNK_TOKENS[device]) if trained else tokens
+    block = min(chunk * rows, BLOCK_LOGITS[device])
+    widened = 0
+    if device == "cpu" and itemsize != FP32:  # the chunk's input, and the weights of a block
+        columns = min(rows, max(block // chunk, 256), max(BLOCK_WEIGHTS // arch.hidden_size, 256))
+        widened = (chunk + columns) * arch.hidden_size * FP32
     if not trained:  # a block of logits, and with sequence parallel the gathered input
-        return min(tokens * rows, BLOCK_LOGITS) * FP32 + tokens * _gathered(arch, layout) * itemsize
-    logits = min(tokens, CHUNK_TOKENS) * rows
+        return block * FP32 + widened + tokens * _gathered(arch, layout) * itemsize
+    logits = chunk * rows
     # While they are computed a block of them exists twice; later their gradient in the weights' type (fp32 overwrites the logits).
-    second = max(min(logits, BLOCK_LOGITS) * FP32, 0 if itemsize == FP32 else logits * itemsize)
-    # The last term: the projection's fp32 gradient, which waits for the backward pass.
-    return logits * FP32 + second + (0 if frozen else rows * arch.hidden_size * FP32)
+    return logits * FP32 + max(block * FP32 + widened, 0 if itemsize == FP32 else logits * itemsize)
 
 
 def sequence_shards(layout: ParallelLayout) -> int:

@@ -21,8 +21,10 @@ from megappo.config.role_sections import TrainableConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
+from megappo.models.lora import adapted_modules, tensors_to_adapt
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
+from megappo.plan.activations import micro_batch_bytes
 from megappo.plan.fsdp2 import count_own_parameters, inputs_away, score_bytes, sharded_memory
 from megappo.plan.memory import (
     GIB,
@@ -38,6 +40,7 @@ from megappo.plan.memory import (
     rollout_memory,
     with_average,
 )
+from megappo.plan.own_activations import OwnPasses
 from megappo.plan.reserve import reserve_bytes
 from megappo.rollout.types import SamplingParams
 from megappo.rollout.vllm_options import CPU_KV_CACHE_GIB
@@ -327,6 +330,16 @@ def _stage_memory(
         how["accumulates"] = settings.reduce_once and micro_batches > 1
         if settings.offload_activations and device == "cuda":
             how["inputs_on_host"] = inputs_away(arch, layout, tokens, itemsize)
+    if not arch.own:
+        adapted = None
+        if lora is not None:
+            names = adapted_modules(tensors_to_adapt(arch), lora.targets)
+            adapted = frozenset(name.rpartition(".")[2] for name in names)
+        read = [
+            micro_batch_bytes(layout, size, values) for size, values in zip((tokens, forward_tokens), reversed(common["values"]))
+        ]
+        own = [-(-size // layout.cp) for size in (tokens, forward_tokens)]
+        how["passes"] = OwnPasses(*own, recompute, device, *read, value_head, adapted, 0 if lora is None else lora.rank)
     memory = sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
     return _with_average(config, role, memory, None, layout, device)
 

@@ -14,15 +14,16 @@ from math import prod
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_whole
-from megappo.models.int8_linear import num_blocks
+from megappo.models.int8_linear import SCALE_BYTES, most_blocks
 from megappo.models.lora import adapted_of, int8_modules, shapes_beside_base
 from megappo.models.lora_shards import adapter_cuts
 from megappo.models.row_shards import layer_prefix, shard_box, shards_of
-from megappo.models.weight_map import VALUE_HEAD
+from megappo.models.weight_map import EMBEDDING, OUTPUT, VALUE_HEAD, hf_cuts
 from megappo.models.weight_rules import Cut
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.activations import FP32, Recompute, sequence_shards
 from megappo.plan.memory import ParameterCount, RoleMemory
+from megappo.plan.own_activations import Gathered, OwnPasses, forward_peak, training_peak
 
 
 def count_own_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
@@ -77,13 +78,15 @@ def sharded_memory(
     scores: tuple[int, int] = (0, 0),
     accumulates: bool = False,
     inputs_on_host: int = 0,
+    passes: OwnPasses | None = None,
 ) -> RoleMemory:
     """The memory of a rank with whole weights (`role_memory`), with the shards of the fullest rank of `layout` in their place.
 
     itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer. lora: adapters on a frozen base. frozen:
     Hugging Face names of weights that do not train. scores: of `score_bytes`.
     accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
-    inputs_on_host: of `inputs_away`.
+    inputs_on_host: of `inputs_away`. passes: of a dense model of a family, whose activations are then those of
+    `own_activations.py`, in place of Megatron's in `unsharded`.
     """
     one_tp_rank = ParallelLayout(layout.tp, tp=layout.tp)
     still = frozen_whole(arch, frozen, value_head=value_head)
@@ -107,12 +110,16 @@ def sharded_memory(
         root = by_layer.pop("", 0)
         return root, max(by_layer.values(), default=0)
 
-    int8 = {f"{name}.weight": columns for name, (_, columns) in int8_modules(arch, lora).items()}
+    parts = {name: layout.tp if hf_cuts(arch)[f"{name}.weight"].dim == 1 else 1 for name in int8_modules(arch, lora)}
+    int8 = {
+        f"{name}.weight": (columns // parts[name], most_blocks(columns, parts[name]))
+        for name, (_, columns) in int8_modules(arch, lora).items()
+    }
 
     def in_bytes(numbers: Mapping[str, int]) -> dict[str, int]:
         """Of tensors in the type of computation, those in 8 bits with their scales, of two bytes."""
         return {
-            name: size * itemsize if name not in int8 else size + 2 * (size // int8[name]) * num_blocks(int8[name])
+            name: size * itemsize if name not in int8 else size + SCALE_BYTES * (size // int8[name][0]) * int8[name][1]
             for name, size in numbers.items()
         }
 
@@ -121,14 +128,31 @@ def sharded_memory(
     root, layer = in_groups(in_bytes(gathered_sizes))
     weights = moving * FP32 + sum(in_bytes({name: size for name, size in of_rank.items() if name not in moving_of_rank}).values())
     gradients, optimizer = moving * FP32, 2 * moving * FP32
-    # The root's group stays gathered, and of the layers the one at work and the next.
-    gathered = root + 2 * layer
-    # Of those in 8 bits one more, the weight that a product reads.
-    gathered += max((gathered_sizes[name] for name in int8), default=0) * itemsize
-    # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
-    reducing = sum(in_groups(moving_gathered)) * (itemsize + FP32)
-    if accumulates:
-        reducing += sum(moving_gathered.values()) * FP32
+    # Of those in 8 bits the weight that a product reads.
+    read = max((gathered_sizes[name] for name in int8), default=0) * itemsize
+    moving_root, moving_layer = in_groups(moving_gathered)
+    waiting = sum(moving_gathered.values()) * FP32 if accumulates else 0
+    if passes is None:
+        # The root's group stays gathered, and of the layers the one at work and the next.
+        forward = unsharded.forward + scores[0] + root + 2 * layer
+        # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
+        activations = unsharded.activations + scores[1] + root + 2 * layer + (moving_root + moving_layer) * (itemsize + FP32)
+    else:
+        projection = EMBEDDING if arch.tied_embeddings else OUTPUT
+        in_layers = [size for name, size in moving_gathered.items() if layer_prefix(name)]
+        gathered = Gathered(
+            root,
+            layer,
+            moving_root * itemsize,
+            0 if value_head else moving_gathered.get(projection, 0) * itemsize,
+            max(in_layers, default=0) * itemsize,
+            moving_root * FP32,
+            moving_layer * FP32,
+            layout.dp * layout.cp,
+        )
+        forward = activations = forward_peak(arch, layout, itemsize, passes, gathered)
+        if trained:
+            activations = training_peak(arch, layout, itemsize, passes, gathered)
     saved = weights if frozen else moving * FP32  # of adapters not their base
     parameters_away, gradients_away, optimizer_away = offload
     return replace(
@@ -137,9 +161,9 @@ def sharded_memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=unsharded.activations - inputs_on_host + scores[1] + gathered + reducing,
+        activations=activations - inputs_on_host + read + waiting,
         inputs_on_host=inputs_on_host,
-        forward=unsharded.forward + scores[0] + gathered,
+        forward=forward + read,
         offloaded=weights * parameters_away + gradients * gradients_away,
         offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,

@@ -15,8 +15,9 @@ from typing import Literal, Protocol
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_on_rank
-from megappo.models.lora import adapted_modules, tensors_to_adapt
-from megappo.models.lora_shards import adapter_numel
+from megappo.models.int8_linear import SCALE_BYTES
+from megappo.models.lora import adapted_modules, int8_modules, tensors_to_adapt
+from megappo.models.lora_shards import adapter_numel, int8_linears
 from megappo.models.row_shards import layer_prefix
 from megappo.models.weight_map import LOCAL_VALUE_HEAD, hf_tensors, local_shapes
 from megappo.parallel.layout import ParallelLayout
@@ -162,12 +163,16 @@ def role_memory(
     activations are counted as if they did.
     """
     count = trains = counter(arch, layout, stage, value_head)
+    read = 0
     itemsize = ITEMSIZE[dtype]
     weights = saved = _weight_bytes(count, itemsize)
     if lora is not None:
         trains = count_trained(arch, layout, stage, lora, count)
         saved = _weight_bytes(trains, itemsize)
         weights += saved - count.fp32 * FP32  # the value head is in both
+        in_8_bits = () if arch.own else int8_linears(arch, layout, stage, int8_modules(arch, lora))
+        weights -= sum(numbers * (itemsize - 1) - scales * SCALE_BYTES for numbers, scales in in_8_bits)
+        read = max((numbers for numbers, _ in in_8_bits), default=0) * itemsize  # the weight that a product makes
     elif frozen:
         trains = count_unfrozen(arch, layout, stage, frozen, count, value_head)
     gradients = trains.total * FP32 if trained else 0
@@ -177,6 +182,7 @@ def role_memory(
     forward = forward_bytes(arch, layout, stage, pass_tokens, itemsize, value_head=value_head, fused=fused)
     if values is not None:
         forward += micro_batch_bytes(layout, forward_tokens or micro_batch_tokens, values[0])
+    forward += read
     activations = forward
     if trained:
         activations = activation_bytes(
@@ -191,7 +197,7 @@ def role_memory(
             fused=fused,
             adapter_width=0 if lora is None else lora.rank * _adapters_in_layer(arch, lora.targets),
         )
-        activations += 0 if values is None else micro_batch_bytes(layout, micro_batch_tokens, values[1])
+        activations += read + (0 if values is None else micro_batch_bytes(layout, micro_batch_tokens, values[1]))
     parameters_away, gradients_away, optimizer_away = offload
     written = count if frozen else trains  # a checkpoint holds frozen weights too, but not the base of adapters
     return RoleMemory(

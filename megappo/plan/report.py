@@ -84,7 +84,7 @@ def _model_lines(plan: Plan) -> list[str]:
         if section.lora is not None:
             has_head = value_head_of(section) is not None
             beside = sum(map(prod, shapes_beside_base(plan.archs[role], section.lora, has_head).values()))
-            bits = f" with its linear layers in {section.lora.base_bits} bits" if section.lora.base_bits is not None else ""
+            bits = f" with its linear layers in {section.lora.base_bits} bits" if section.in_8_bits else ""
             lines.append(f"  {role}: trains {beside:,} parameters beside a frozen model{bits} (lora.rank {section.lora.rank})")
         if frozen := _frozen(plan, role):
             away = sum(prod(shapes[name]) for name in frozen)

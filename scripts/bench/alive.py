@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,7 +47,8 @@ class _Alive(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, result)):
-            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in self._held:
+            # Not of wrappers (DTensor), whose storages have a size and no memory.
+            if type(leaf) in (Tensor, Parameter) and (storage := leaf.untyped_storage())._cdata not in self._held:
                 self._storages[storage._cdata] = storage
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self._storages.values()))
         return result

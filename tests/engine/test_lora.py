@@ -277,6 +277,9 @@ def of_8_bits(bench: Bench) -> dict[str, Any]:
     found |= {("int8", engine is critic): trained(engine) for engine in (policy, critic)}
     recomputed = {"recompute": "full", "offload": OFFLOADED, "parallel": {"cp": 2}}
     found["int8, recomputed, cp2"] = trained(bench.engine(INT8, {**keys, **recomputed}))
+    for name in ("fsdp2 tp2", "fsdp2 tp2 sp recomputed"):
+        cut = bench.engine(INT8, LAYOUTS[name].keys)
+        found |= {("int8 bytes", name): bytes_of(cut), ("int8 merged", name): merged_parts(cut), ("int8", name): trained(cut)}
     half = bench.engine(INT8, {**keys, "dtype": "bf16"})
     return found | {"int8 bf16": base_logprobs(half), ("int8 bytes", "bf16", False): bytes_of(half)}
 
@@ -349,8 +352,7 @@ def four(folder) -> list[dict[Any, Any]]:
     return spawn_world(run_world, 4, str(folder), timeout_s=500)
 
 
-@pytest.fixture(scope="module")
-def losses() -> dict[bool, Any]:
+def losses_of_rows() -> dict[bool, Any]:
     """True for a critic -> the loss of `loss_function`, of the oracle's rows."""
     batch = recorded_batch()
 
@@ -368,10 +370,10 @@ def losses() -> dict[bool, Any]:
 
 
 @pytest.fixture(scope="module")
-def oracles(folder, losses) -> dict[tuple[str, bool], dict[str, Any]]:
+def oracles(folder) -> dict[tuple[str, bool], dict[str, Any]]:
     return {
         (case, value_head): Oracle(f"{folder}/{family}", lora, value_head=value_head).train(
-            losses[value_head], recorded_batch(), OPTIMIZER, STEPS
+            losses_of_rows()[value_head], recorded_batch(), OPTIMIZER, STEPS
         )
         for case, (family, lora) in CASES.items()
         for value_head in (False, True)
@@ -379,9 +381,13 @@ def oracles(folder, losses) -> dict[tuple[str, bool], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def rounded_oracles(folder, losses) -> dict[bool, tuple[str, dict[str, Any]]]:
+def rounded_oracles(folder) -> dict[bool, tuple[str, dict[str, Any]]]:
+    return trained_on_rounded(folder)
+
+
+def trained_on_rounded(folder: Path) -> dict[bool, tuple[str, dict[str, Any]]]:
     """True for a critic -> the llama with rounded weights, and PEFT's training on it."""
-    path = folder / "llama_rounded"
+    path, losses = folder / "llama_rounded", losses_of_rows()
     write_rounded(folder / "llama", path)
     return {
         value_head: (
@@ -456,7 +462,8 @@ def test_merged_parts_are_base_and_adapter_in_fp32(request, folder, parts: str, 
 def test_a_base_in_8_bits_trains_as_peft_on_rounded_weights(two, rounded_oracles, value_head: bool) -> None:
     """The oracle's weights are rounded by NumPy, in a checkpoint of their own."""
     _, wanted = rounded_oracles[value_head]
-    for name in [("int8", value_head), *(["int8, recomputed, cp2"] if not value_head else [])]:
+    in_other_layouts = ["int8, recomputed, cp2", ("int8", "fsdp2 tp2"), ("int8", "fsdp2 tp2 sp recomputed")]
+    for name in [("int8", value_head), *(in_other_layouts if not value_head else [])]:
         found = two[0][name]
         assert found["losses"] == pytest.approx(wanted["losses"], rel=TOLERANCE)
         assert worst(found["gradients"], wanted["gradients"]) < TOLERANCE
@@ -479,11 +486,12 @@ def test_the_reference_and_the_push_are_of_the_rounded_base(two, rounded_oracles
     for found in two:
         assert float((found["int8 off"].double() - logprob).abs().max()) < 2e-5
         assert float((found["int8 off"] - found["off"]).abs().max()) > 1e-4, "negative control"
-        assert found["int8 merged"].keys() == found["merged"].keys()
-        for name, rectangles in found["int8 merged"].items():
-            for (r0, r1, c0, c1), values in rectangles:
-                wanted = merged[name].reshape(len(merged[name]), -1)[r0:r1, c0:c1]
-                assert float((values.double() - wanted).abs().max()) < 1e-6, name
+        for layout in ("int8 merged", ("int8 merged", "fsdp2 tp2")):
+            assert found[layout].keys() == found["merged"].keys()
+            for name, rectangles in found[layout].items():
+                for (r0, r1, c0, c1), values in rectangles:
+                    wanted = merged[name].reshape(len(merged[name]), -1)[r0:r1, c0:c1]
+                    assert float((values.double() - wanted).abs().max()) < 1e-6, name
         assert found["int8 saved"] == found["saved"], "checkpoints hold adapters alone"
         assert 0 < float((found["int8 bf16"] - found["int8 off"]).abs().mean()) < 0.02
 
@@ -502,6 +510,18 @@ def test_a_base_in_8_bits_takes_a_byte_and_scales_of_two(two, folder, dtype: str
     plain = role_memory(arch, layout, 0, dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
     planned = sharded_memory(plain, arch, layout, 2 if dtype == "bf16" else 4, offload=(False, False, False), lora=INT8, **sizes)
     assert (planned.weights, planned.gradients, planned.optimizer) == two[0]["int8 bytes", dtype, value_head]
+
+
+def test_a_base_in_8_bits_over_tp_takes_what_the_plan_says_of_its_fullest_rank(two, folder) -> None:
+    """The 96 columns of down_proj are cut in a block: the first rank has scales of one block, the second of two. Of 131 tokens the
+    first has 66, and the plan the most of both."""
+    arch, layout, sizes = read_arch(folder / "llama"), ParallelLayout(2, tp=2), {"trained": True, "value_head": False}
+    plain = role_memory(arch, layout, 0, dtype="fp32", micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
+    planned = sharded_memory(plain, arch, layout, 4, offload=(False, False, False), lora=INT8, **sizes)
+    first, second = (ranks["int8 bytes", "fsdp2 tp2"] for ranks in two)
+    scales, rows = 2 * 64 * 2, 2 * 64 * 4  # of down_proj in two layers; of the embedding and the output projection
+    assert first == (planned.weights - scales, planned.gradients, planned.optimizer)
+    assert second == (planned.weights - rows, planned.gradients, planned.optimizer)
 
 
 # ------------------------------------------------------------------------------------------------------- bytes, checkpoints

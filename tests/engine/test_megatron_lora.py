@@ -14,10 +14,14 @@ from torch import Tensor
 
 from megappo.config.role_sections import LoraConfig, ModelConfig
 from megappo.config.run_sections import TimeoutsConfig
+from megappo.models.hf_config import read_arch
 from megappo.models.lora import is_adapter
+from megappo.parallel.layout import ParallelLayout
+from megappo.plan.memory import role_memory
 from tests.engine.lora_oracle import Oracle, worst
 from tests.engine.runs import recorded_batch
 from tests.engine.test_lora import (
+    INT8,
     LORA,
     MODULES,
     OPTIMIZER,
@@ -31,11 +35,18 @@ from tests.engine.test_lora import (
     refused,
     resident,
     trained,
+    trained_on_rounded,
 )
 from tests.models.checkpoints import write_checkpoint
 from tests.worlds import spawn_world
 
 READ = {"tp2": {"parallel": SP, "optimizer": WHOLE}, "pp2": {"parallel": {"pp": 2}, "optimizer": WHOLE}}
+IN_8_BITS: dict[str, dict[str, Any]] = {
+    "tp2": {"parallel": {"tp": 2}, "optimizer": WHOLE},
+    "tp2 sp recomputed": {"parallel": SP, "optimizer": WHOLE, "recompute": "full"},
+    "pp2": {"parallel": {"pp": 2}, "optimizer": WHOLE},
+    "dp2": {"optimizer": WHOLE},
+}
 RESUMED: dict[str, dict[str, Any]] = {
     "same": {"parallel": SP, "optimizer": OPTIMIZER},
     "pp2": {"parallel": {"pp": 2}, "optimizer": OPTIMIZER},
@@ -58,8 +69,24 @@ def run_world(rank: int, folder: str) -> dict[str, Any]:
         "read": {name: read_by_others(bench, Path(folder, name), keys) for name, keys in READ.items()},
         "saved": saved(bench, Path(folder)),
         "dropout": dropout(bench),
+        "8 bits": in_8_bits(bench),
         "refused": stage_without_adapters(bench),
     }
+
+
+def in_8_bits(bench: Bench) -> dict[str, Any]:
+    from megappo.trainer.replicas import Replicas
+
+    found: dict[str, Any] = {}
+    for name, keys in IN_8_BITS.items():
+        for value_head in (False, True):
+            engine = bench.engine(INT8, keys, value_head=value_head)
+            held = sum(parameter.nbytes for parameter in engine.named_parameters().values())
+            one: dict[str, Any] = {"bytes": held, "replicas": Replicas(engine._engine).differences()}
+            if not value_head:
+                one |= {"off": base_logprobs(engine), "merged": merged_parts(engine)}
+            found[name, value_head] = one | trained(engine)
+    return found
 
 
 def read_by_others(bench: Bench, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +239,68 @@ def test_peft_reads_the_exported_adapter_and_transformers_the_merged_model(two, 
         merged = kind.from_pretrained(exported, dtype=torch.float32).eval()
         for name, model in (("adapter", adapted), ("merged", merged)):
             assert float((model(input_ids=ids).logits - wanted).abs().max()) < 1e-4, name
+
+
+# --------------------------------------------------------------------------------------------------------- a base in 8 bits
+
+
+@pytest.fixture(scope="module")
+def rounded(folder) -> dict[bool, tuple[str, dict[str, Any]]]:
+    return trained_on_rounded(folder)
+
+
+@pytest.mark.parametrize("value_head", [False, True], ids=["policy", "critic"])
+@pytest.mark.parametrize("layout", IN_8_BITS)
+def test_a_base_in_8_bits_trains_as_peft_on_rounded_weights(two, rounded, layout: str, value_head: bool) -> None:
+    """The oracle's weights are rounded by NumPy. Under tp the columns of o and down are cut within a block."""
+    found, (_, wanted) = two[0]["8 bits"][layout, value_head], rounded[value_head]
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=TOLERANCE)
+    assert worst(found["gradients"], wanted["gradients"]) < TOLERANCE
+    assert worst(found["parameters"], wanted["parameters"]) < 10 * TOLERANCE
+    assert found["frozen"] and found["with gradient"] and found["replicas"] == []
+
+
+@pytest.mark.parametrize("layout", IN_8_BITS)
+def test_the_reference_and_the_push_are_of_the_rounded_base(two, rounded, layout: str) -> None:
+    path, _ = rounded[False]
+    merged = Oracle(path, LORA).model.merge_and_unload().state_dict()
+    base = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    for ranks in two:
+        for name, parts in ranks["8 bits"][layout, False]["merged"].items():
+            for (r0, r1, c0, c1), values in parts:
+                wanted = merged[name].reshape(len(merged[name]), -1)[r0:r1, c0:c1]
+                assert values.numel() == 0 or float((values.double() - wanted).abs().max()) < 1e-6, name
+    assert max(float((merged[name] - tensor).abs().max()) for name, tensor in base.items()) > 0.01
+    reporter = two[-1 if layout == "pp2" else 0]
+    off = reporter["8 bits"][layout, False]["off"]
+    assert float((off - two[0]["8 bits"]["tp2", False]["off"]).abs().max()) < 2e-5, "the same reference in every layout"
+    plain = two[0]["read"]["tp2"]["base"]
+    assert 1e-4 < float((off - plain).abs().max()) < 0.1, "which is the rounded model"
+
+
+@pytest.mark.parametrize("layout", IN_8_BITS)
+def test_a_base_in_8_bits_takes_what_the_plan_says(two, folder, layout: str) -> None:
+    arch = read_arch(folder / "llama")
+    axes = ParallelLayout(2, **IN_8_BITS[layout].get("parallel", {}))
+    for value_head in (False, True):
+        for rank in (0, 1):
+            planned, plain = (
+                role_memory(
+                    arch,
+                    axes,
+                    axes.coordinates(rank).pp,
+                    dtype="fp32",
+                    trained=True,
+                    micro_batch_tokens=1,
+                    num_micro_batches=1,
+                    value_head=value_head,
+                    lora=lora,
+                )
+                for lora in (INT8, LORA)
+            )
+            if rank == 1 or axes.tp == 1:  # the first tp rank has fewer blocks of down_proj
+                assert two[rank]["8 bits"][layout, value_head]["bytes"] == planned.weights, rank
+            assert planned.weights < plain.weights and planned.gradients == plain.gradients
 
 
 # -------------------------------------------------------------------------------------------------------------- checkpoints

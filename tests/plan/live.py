@@ -237,3 +237,53 @@ def planned_on_one_gpu(arch: ModelArch, budget: int, recompute: str, critic: boo
         recompute=recompute,
         adam_buffers=adam_buffers,
     )
+
+
+def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
+    """Bytes of (a pass without gradients, forward and backward passes) of a role under engine fsdp2 on this rank, beyond weights,
+    gradients and optimizer; and the plan's. section: its keys beside the model; of 16 sequences of 64 tokens in all.
+    """
+    import torch.distributed as dist
+
+    from megappo.config.schema import TrainConfig
+    from megappo.engine.build import RoleEngines
+    from megappo.engine.factory import EngineSpec
+    from megappo.models.hf_config import read_arch
+    from megappo.parallel.layout import layout_of
+    from megappo.plan.estimate import memory_of_stage
+    from megappo.plan.memory import count_parameters
+    from megappo.trainer.roles import Critic, Policy
+    from scripts.bench.alive import alive_peak
+
+    samples, length = 16, 64
+    keys = {"model": path, "engine": "fsdp2", "micro_batch_tokens": 512, **section}
+    config = TrainConfig.model_validate(
+        {
+            "policy": keys if role == "policy" else {"model": path},
+            **({"critic": keys} if role == "critic" else {}),
+            "data": {"train": "none", "max_prompt_tokens": length // 2, "prompts_per_step": samples},
+            "rollout": {"engine": "megatron", "max_response_tokens": length // 2, "samples_per_prompt": 1},
+            "algorithm": {"mini_batch_size": samples},
+        }
+    )
+    arch, settings, critic = read_arch(path), getattr(config, role), role == "critic"
+    layout = layout_of(settings.parallel, dist.get_world_size())
+    planned = memory_of_stage(config, role, arch, layout, 0, "cpu", count_parameters)
+    engines = RoleEngines(config.model, config.run.timeouts, torch.device("cpu"))
+    head = {"value_head": "zero"} if critic else {}
+    spec = EngineSpec(role, path, arch, settings, total_updates=10, random_weights=True, **head)  # type: ignore[arg-type]
+    engine: Any = engines.build(spec)
+    batch = share_of(engine, batch_of([length] * samples, arch.vocab_size))
+    which = Critic(engine, 0.2) if critic else Policy(engine, 1.0, config.algorithm)
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+    known = [*engine.named_parameters().values(), *engine.named_gradients().values(), *engine._optimizer.tensors()]
+
+    def train() -> None:
+        with engine.train_mode():
+            engine.forward_backward(batch, which._loss_of, reads=batch.token_fields, denominator=1.0)
+
+    forward = alive_peak(lambda: which.values(batch) if critic else which.logprobs(batch, want_entropy=True), known)
+    # The least of some, as in `peak_of`.
+    trained = min(alive_peak(train, known) for _ in range(2))
+    return forward, trained, planned.forward, planned.activations

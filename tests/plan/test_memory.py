@@ -230,21 +230,22 @@ def test_kv_heads_are_repeated_where_vllm_has_more_ranks_than_heads():
 
 def test_the_output_holds_one_chunk_of_logits():
     layout = ParallelLayout(2, 2)
-    assert output_bytes(llama(vocab=1000), layout, 10_000, 2, trained=False) == 10_000 * 500 * 4
-    assert output_bytes(llama(vocab=128_000), layout, 10_000, 2, trained=False) == (1 << 26) * 4
+    assert output_bytes(llama(vocab=1000), layout, 10_000, 2, True, trained=False) == 10_000 * 500 * 4
+    assert output_bytes(llama(vocab=128_000), layout, 10_000, 2, True, trained=False) == (1 << 26) * 4
     # while logits are made they exist twice, as far as a block reaches; then their gradient stands beside them
-    assert output_bytes(llama(vocab=1000), layout, 100, 4, trained=True) == 100 * 500 * (4 + 4) + 500 * 128 * 4
-    assert output_bytes(llama(vocab=1000), layout, 10_000, 2, trained=True) == 4096 * 500 * (4 + 4) + 500 * 128 * 4
+    assert output_bytes(llama(vocab=1000), layout, 100, 4, True, trained=True) == 100 * 500 * (4 + 4) + 500 * 128 * 4
+    assert output_bytes(llama(vocab=1000), layout, 10_000, 2, True, trained=True) == 4096 * 500 * (4 + 4) + 500 * 128 * 4
     wide = llama(vocab=128_000)
-    assert output_bytes(wide, layout, 10_000, 2, trained=True) == 4096 * 64_000 * (4 + 2) + 64_000 * 128 * 4
-    assert output_bytes(wide, layout, 10_000, 4, trained=True) == (4096 * 64_000 + (1 << 26)) * 4 + 64_000 * 128 * 4
+    assert output_bytes(wide, layout, 10_000, 2, True, trained=True) == 4096 * 64_000 * (4 + 2) + 64_000 * 128 * 4
+    assert output_bytes(wide, layout, 10_000, 4, True, trained=True) == (4096 * 64_000 + (1 << 26)) * 4 + 64_000 * 128 * 4
 
 
 def test_the_blocks_are_those_of_the_ops():
     from megappo.ops import linear_blocks, linear_loss
 
-    assert activations.CHUNK_TOKENS == linear_loss.CHUNK_TOKENS["cuda"]
-    assert activations.BLOCK_LOGITS == linear_blocks.BLOCK_LOGITS["cuda"]
+    assert activations.CHUNK_TOKENS == linear_loss.CHUNK_TOKENS
+    assert activations.BLOCK_LOGITS == linear_blocks.BLOCK_LOGITS
+    assert activations.BLOCK_WEIGHTS == linear_blocks.BLOCK_WEIGHTS
 
 
 def sparse_arch(dense_layers=()):
