@@ -1,8 +1,8 @@
 """Measure what 8 bits make of a model's log-probs: `python scripts/int8_error.py MODEL DATA.jsonl --tokenizer FILE [--rows 500]`.
 
-The linear layers of MODEL's layers are rounded as `lora.base_bits: 8` rounds them, and beside that to bf16, and log-probs of every
-token of the rows of DATA (prompt, then answer) are compared with those of the model as it is, all by transformers in fp32 on one CPU core.
-No adapter: these are the numbers of the reference and of a policy at its first step.
+The linear layers of MODEL's layers are rounded as `lora.base_bits: 8` rounds them, and beside that to bf16. Log-probs of every
+token of the rows of DATA (prompt and answer) are compared with those of the model as it is, all by transformers in fp32 on one
+core. No adapter: these are the numbers of the reference, and of a policy at its first step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def in_bf16(weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def logits_of(model: torch.nn.Module, sequences: list[list[int]]) -> Tensor:
+def logprobs_of(model: torch.nn.Module, sequences: list[list[int]]) -> Tensor:
     """Log-probs of the whole vocabulary at every token but the first of each sequence, [tokens, V] fp64."""
     rows = [model(input_ids=torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1) for ids in sequences]
     return torch.cat(rows)
@@ -68,12 +68,12 @@ def main() -> None:
     rows = [json.loads(line) for line in Path(args.data).read_text(encoding="utf-8").splitlines()[: args.rows]]
     sequences = [tokenizer.encode(row["prompt"] + row["answer"]) for row in rows]
     chosen = torch.tensor([token for ids in sequences for token in ids[1:]])[:, None]
-    whole = logits_of(transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32), sequences)
+    whole = logprobs_of(transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32), sequences)
     print(f"{args.model}, {len(chosen):,} tokens of {len(rows)} rows of {args.data}\n")
     print("\n".join(HEADER))
     for name, how in (("bf16", in_bf16), ("8 bits", in_8_bits)):
         model, error = rounded(args.model, how)
-        found = logits_of(model, sequences)
+        found = logprobs_of(model, sequences)
         difference = (found.gather(1, chosen) - whole.gather(1, chosen)).abs()
         same = float((found.argmax(-1) == whole.argmax(-1)).double().mean())
         print(f"| {name} | {error:.2%} | {float(difference.mean()):.1e} | {float(difference.max()):.1e} | {same:.2%} |")
