@@ -6,9 +6,10 @@ a model exists in its own type.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -24,6 +25,7 @@ class Int8ColumnParallelLinear(ColumnParallelLinear):
     """Rows of a weight in 8 bits, whole blocks of them."""
 
     weight_scale: torch.nn.Parameter
+    first: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,7 +49,8 @@ class Int8RowParallelLinear(RowParallelLinear):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _keep_in_8_bits(self, self.tp_group.rank() * self.input_size_per_partition % BLOCK)
+        tp_rank = cast(dist.ProcessGroup, self.tp_group).rank()
+        _keep_in_8_bits(self, tp_rank * self.input_size_per_partition % BLOCK)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
         assert bias is None, "Megatron adds the bias to the sum over tp"
@@ -68,4 +71,4 @@ def quantised(linear: torch.nn.Module, dtype: torch.dtype) -> Quantised | None:
     """The weight of a linear in 8 bits, None of any other module. dtype: of computation."""
     if not isinstance(linear, Int8ColumnParallelLinear | Int8RowParallelLinear):
         return None
-    return Quantised(linear.weight, linear.weight_scale, dtype, linear.first)
+    return Quantised(cast(Tensor, linear.weight), linear.weight_scale, dtype, linear.first)

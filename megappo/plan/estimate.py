@@ -335,11 +335,18 @@ def _stage_memory(
         if lora is not None:
             names = adapted_modules(tensors_to_adapt(arch), lora.targets)
             adapted = frozenset(name.rpartition(".")[2] for name in names)
-        read = [
-            micro_batch_bytes(layout, size, values) for size, values in zip((tokens, forward_tokens), reversed(common["values"]))
-        ]
-        own = [-(-size // layout.cp) for size in (tokens, forward_tokens)]
-        how["passes"] = OwnPasses(*own, recompute, device, *read, value_head, adapted, 0 if lora is None else lora.rank)
+        read_forward, read = values_read(config, role)
+        how["passes"] = OwnPasses(
+            tokens=-(-tokens // layout.cp),
+            forward_tokens=-(-forward_tokens // layout.cp),
+            recompute=recompute,
+            device=device,
+            batch=micro_batch_bytes(layout, tokens, read),
+            forward_batch=micro_batch_bytes(layout, forward_tokens, read_forward),
+            value_head=value_head,
+            adapted=adapted,
+            rank=0 if lora is None else lora.rank,
+        )
     memory = sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
     return _with_average(config, role, memory, None, layout, device)
 
