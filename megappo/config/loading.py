@@ -79,6 +79,9 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
         raise ConfigError(f"{COMMAND_LINE}: {key}: options are set as key=value{'; ' if meant else ''}{meant}")
     if not equals or not key:
         raise ConfigError(f"{COMMAND_LINE}: {text}: not an override; write key=value, for example run.name=first")
+    if not value.strip():  # `policy.optimizer.lr=$LR` without LR: null would take back the file's value, and nobody asked for that
+        fix = f"no value behind the =; write {key}=VALUE, {key}=null to take back the file's, or {key}='\"\"' for an empty text"
+        raise ConfigError(f"{COMMAND_LINE}: {text}: {fix}")
     data, _ = parse_yaml(value, f"{COMMAND_LINE}: {key}")
     for name in values:
         if name.startswith(key + ".") and data is not None:  # `policy=null` takes the whole section back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from typing import Annotated
 
@@ -12,6 +13,8 @@ from pydantic_core import PydanticCustomError
 from megappo.config.redaction import hide_secrets
 
 LONGEST_PATH, LONGEST_NAME = 4096, 255  # bytes: PATH_MAX and NAME_MAX of Linux
+# `~`, `~/x`, `~name/x`, but not `~x.jsonl`; `$HOME` and `${HOME}`, but no single `$`.
+FOR_A_SHELL = re.compile(r"^~(?=$|[A-Za-z0-9_.-]*/)|\$\w+|\$\{[^}]*\}?")
 
 
 def odd_character(text: str) -> str | None:
@@ -31,6 +34,9 @@ def _check_path(path: str) -> str:
         raise PydanticCustomError("path", "holds the character {character}; a path is one printable line", {"character": character})
     if len(os.fsencode(path)) >= LONGEST_PATH or any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
         raise PydanticCustomError("path", "is longer than a file system allows ({longest} bytes a name)", {"longest": LONGEST_NAME})
+    if (word := FOR_A_SHELL.search(path)) is not None:  # a run in a new folder `~`, which somebody then removes by `rm -r ~`
+        text = "holds {word}, which only a shell replaces; write what it stands for"
+        raise PydanticCustomError("path", text, {"word": word.group()})
     if "://" in path and hide_secrets(path) != path:  # the configuration is written to the run directory as it is
         raise PydanticCustomError("path", "holds credentials, which the run would record; download it and name the file", {})
     return path

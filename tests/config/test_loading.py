@@ -68,6 +68,14 @@ BAD_OVERRIDES = [
     (["policy.model=null"], ["policy.model is missing: Directory of a Hugging Face checkpoint"]),
     (["run.seed"], ["run.seed: not an override; write key=value"]),
     (["=3"], ["not an override"]),
+    (["policy.optimizer.lr="], ["policy.optimizer.lr=: no value behind the =", "policy.optimizer.lr=null"]),
+    (["trainer.steps= "], ["trainer.steps= : no value", """trainer.steps='""' for an empty text"""]),
+    (["data.train=~/x.jsonl"], ['data.train = "~/x.jsonl": holds ~, which only a shell replaces']),
+    (["run.output_dir='~'"], ['run.output_dir = "~": holds ~']),
+    (["policy.model=~me/x"], ['policy.model = "~me/x": holds ~']),
+    (["run.output_dir=/data/$USER/runs"], ['= "/data/$USER/runs": holds $USER, which only a shell replaces; write what']),
+    (["reward.parts=[{path: '${HOME}/r.py', function: f}]"], ["reward.parts.0.path", "holds ${HOME}"]),
+    (["data.train=${oc.env:DATA}/x.jsonl"], ["data.train", "holds ${oc.env:DATA}, which only a shell replaces"]),
     (["data.train=[a"], ["data.train", "not valid YAML"]),
     (["rolle.critic=3"], ["rolle.critic", "unknown key"]),
 ]
@@ -400,6 +408,11 @@ def test_every_known_key_is_accepted_as_an_override():
             assert parse_override(f"{key}=1", cls) == (key, 1)
         for key, _ in sections(cls):
             assert parse_override(f"{key}=null", cls) == (key, None)
+
+
+@pytest.mark.parametrize("path", ["~x.jsonl", "./~/x.jsonl", "a~b/c~", "cost in $.jsonl", "/data/$(x)/y.jsonl", "a$"])
+def test_a_name_with_a_shells_characters_is_a_path(tmp_path, path):
+    assert train_config(tmp_path, [f"data.train={path}"]).data.train == path
 
 
 def test_overrides_win_in_order_and_null_takes_back(tmp_path):
