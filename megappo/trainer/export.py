@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,7 @@ def export_checkpoint(
         raise ValueError(f"{run} has no checkpoints{there}")
     if Path(output).exists():
         raise ValueError(f"{output} exists; export to another directory")
+    _require_room(Path(output))
     config = load_config(str(run_dir.config), [])
     held = [*trained_sections(config), *([AVERAGE] if config.policy.ema is not None else [])]
     if role not in held:
@@ -64,6 +66,14 @@ def export_checkpoint(
         engine.export(Path(output), Path(spec.model))
     dist.destroy_process_group()
     return exported
+
+
+def _require_room(output: Path) -> None:
+    """ConfigError if no directory can be made at `output`: before minutes of loading."""
+    above = next(path for path in output.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        why = "is not a directory" if not above.is_dir() else "cannot be written to"
+        raise ConfigError(problem("OUTPUT", str(output), f"{above} {why}; export to another directory"))
 
 
 def _best_step(run_dir: RunDir) -> int:

@@ -66,7 +66,7 @@ from megappo.trainer.ppo import PPO
 from megappo.trainer.refresh import REFERENCE, FrozenModel, ReferenceRefresh, refresh_sync
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.reward_model import ModelScorer, model_scorer
-from megappo.trainer.run_facts import require_equal_data, run_facts, warn_of_changes
+from megappo.trainer.run_facts import require_equal_data, require_same_order, run_facts, warn_of_changes
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.scoring import ScoringProgress
 from megappo.trainer.shaping import HOST_OPS
@@ -168,6 +168,7 @@ def _train(
     skip = steps_to_skip() if resume else ()
     manifest = store.find_resumable(facts, skip, wait=False) if resume else None
     if manifest is not None:
+        require_same_order(manifest.facts, facts, f"step-{manifest.step}")
         warn_of_changes(manifest.facts, facts, f"step-{manifest.step}")
     run_dir.begin()
     settings = config.telemetry
@@ -216,6 +217,8 @@ def _train(
             log.note("policy.ema: the checkpoint has no average; it starts from the policy's weights there")
             if average is not None:
                 average.start()
+        if state.step >= data.total_steps:
+            log.note(f"nothing is left to train: the run ends with step {data.total_steps}; raise trainer.steps or trainer.epochs")
         run_dir.record_config(dump_yaml(config))
     else:
         load_critics(config, roles.engines, log)

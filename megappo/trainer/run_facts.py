@@ -13,9 +13,11 @@ import torch.distributed as dist
 import megappo
 from megappo.checkpoint.identity import identity_of_model, notable_changes
 from megappo.config.dump import dump_yaml
+from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import placements_in_use, reference_is_base, role_sections, roles_in_use, trained_sections
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.schema import TrainConfig
+from megappo.config.yaml_reader import parse_yaml
 from megappo.data.prompts import PromptSet
 from megappo.parallel.consensus import warn_once
 from megappo.prepare.data import RunData
@@ -25,6 +27,7 @@ from megappo.prepare.layouts import model_paths
 
 logger = logging.getLogger(__name__)
 
+ORDER_KEYS = (("run", "seed"), ("data", "shuffle"), ("data", "weight_key"))
 _ONE_CODE = "put one copy on a file system that all nodes share, and install the same packages on all nodes"
 
 
@@ -176,6 +179,19 @@ def require_equal_data(facts: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"data.train: rank {rank} makes other prompts of it than rank 0; install the same packages on all nodes"
             )
+
+
+def require_same_order(saved: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> None:
+    """ValueError, in one line, if a key that the order of the prompts follows from is another than at the checkpoint `name`.
+
+    The loader compares its own state too, but that is read once the models are built and the record of the last end is gone.
+    """
+    then, now = (parse_yaml(one["config"], name)[0] for one in (saved, facts))
+    for section, key in ORDER_KEYS:
+        old, new = then.get(section, {}), now[section]
+        if key in old and old[key] != new[key]:  # a megappo without the key did what its default does
+            changed = f"{section}.{key} was {old[key]} at {name}, and is {new[key]}"
+            raise ConfigError(f"{changed}: the prompts would come in another order; restore it, or start a new run")
 
 
 def warn_of_changes(saved: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> None:

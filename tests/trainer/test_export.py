@@ -44,6 +44,18 @@ def test_no_run_and_no_room(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {name: ppo}\n")
     (tmp_path / "checkpoints").mkdir()
     assert "exists; export to another directory" in message(tmp_path, tmp_path)
+    below_a_file = tmp_path / "config.yaml" / "a" / "out"
+    assert message(tmp_path, below_a_file) == (
+        f'OUTPUT = "{below_a_file}": {tmp_path / "config.yaml"} is not a directory; export to another directory'
+    )
+
+
+def test_a_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere, so the system's answer is a stand-in."""
+    (tmp_path / "config.yaml").write_text("run: {name: ppo}\n")
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(export.os, "access", lambda path, mode: False)
+    assert f"{tmp_path} cannot be written to" in message(tmp_path, tmp_path / "a" / "out")
 
 
 def checkpoint(run: Path, step: int, best: int | None) -> None:
