@@ -165,7 +165,7 @@ def cmd_sft(args: argparse.Namespace) -> int:
 
     ranks = world_size(config.run)
     if not is_rank():
-        run_dir = check_run_dir(config.run, resume=False)
+        run_dir = check_run_dir(config.run, resume=False, resumable=False)
         require_device(config.run.device)
         plan_sft(config, ranks, device_of(config.run.device))
         apply_permissions(config.run.permissions)

@@ -25,10 +25,11 @@ def run_dir_of(run: RunConfig) -> Path:
     return path
 
 
-def check_run_dir(run: RunConfig, resume: bool) -> Path:
+def check_run_dir(run: RunConfig, resume: bool, *, resumable: bool = True) -> Path:
     """Check the directory of a run without touching it, and return it.
 
-    A new run needs an absent or empty directory, a resumed run one that holds a run. Raises ConfigError.
+    A new run needs an absent or empty directory, a resumed run one that holds a run. resumable: the command has --resume. Raises
+    ConfigError.
     """
     path = run_dir_of(run)
     base = Path(run.output_dir)
@@ -42,7 +43,8 @@ def check_run_dir(run: RunConfig, resume: bool) -> Path:
         )
     occupied = holds_run(path)
     if occupied and not resume:
-        fix = f"{path} holds another run; use run.name={_free_name(base, run.name)} for a new one, or continue it with --resume"
+        fix = f"{path} holds another run; use run.name={_free_name(base, run.name)} for a new one"
+        fix += ", or continue it with --resume" if resumable else ""
         raise ConfigError(problem("run.name", run.name, fix))
     if resume and not occupied:
         runs = sorted(entry.name for entry in base.iterdir() if entry.is_dir())[:8] if base.is_dir() else []

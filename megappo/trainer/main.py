@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
+from megappo.checkpoint.contents import models_of
 from megappo.checkpoint.remote import url_of_run
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic, update_schedule
@@ -66,7 +67,7 @@ from megappo.trainer.ppo import PPO
 from megappo.trainer.refresh import REFERENCE, FrozenModel, ReferenceRefresh, refresh_sync
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.reward_model import ModelScorer, model_scorer
-from megappo.trainer.run_facts import require_equal_data, require_same_order, run_facts, warn_of_changes
+from megappo.trainer.run_facts import require_equal_data, require_same_models, require_same_order, run_facts, warn_of_changes
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.scoring import ScoringProgress
 from megappo.trainer.shaping import HOST_OPS
@@ -168,6 +169,7 @@ def _train(
     skip = steps_to_skip() if resume else ()
     manifest = store.find_resumable(facts, skip, wait=False) if resume else None
     if manifest is not None:
+        require_same_models(models_of(manifest), config, f"step-{manifest.step}")
         require_same_order(manifest.facts, facts, f"step-{manifest.step}")
         warn_of_changes(manifest.facts, facts, f"step-{manifest.step}")
     run_dir.begin()

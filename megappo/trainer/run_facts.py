@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -192,6 +192,18 @@ def require_same_order(saved: Mapping[str, Any], facts: Mapping[str, Any], name:
         if key in old and old[key] != new[key]:  # a megappo without the key did what its default does
             changed = f"{section}.{key} was {old[key]} at {name}, and is {new[key]}"
             raise ConfigError(f"{changed}: the prompts would come in another order; restore it, or start a new run")
+
+
+def require_same_models(held: Collection[str], config: TrainConfig, name: str) -> None:
+    """ValueError, in one line, if only one of this run and that of the checkpoint `name` trains the policy. held: its models.
+
+    Going on with the critic alone would save checkpoints without the policy, and in time remove those with it.
+    """
+    trains, held_policy = "policy" in trained_sections(config), "policy" in held
+    if trains != held_policy:
+        was, now = ("policy and critic" if one else "the critic alone" for one in (held_policy, trains))
+        fix = "start a new run under another run.name; critic.checkpoint starts it from the critic there"
+        raise ConfigError(f"{name} is of a run that trains {was}, and this one would train {now}; {fix}")
 
 
 def warn_of_changes(saved: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> None:

@@ -145,7 +145,9 @@ def _reason(run: Path) -> str:
         found = _EVERY.search((run / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return f"it has neither {FOLDER}/ nor a config.yaml; name the directory of a run (run.output_dir/run.name)"
-    if found is None or found[1] == "0":
+    if found is None:
+        return "a fine-tuning (megappo sft) samples none"
+    if found[1] == "0":
         return "telemetry.trajectories_every is 0; telemetry.trajectories_every=10 writes them every 10 steps"
     return f"telemetry.trajectories_every is {found[1]}, and it has not come to that step; set it lower, or wait"
 

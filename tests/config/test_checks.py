@@ -807,6 +807,8 @@ def test_a_directory_that_holds_another_run_is_refused_and_left_alone(tmp_path):
     (tmp_path / "first" / "metrics.jsonl").write_text("precious")
     with pytest.raises(ConfigError, match=r"first holds another run; use run.name=first-2 .* or continue it with --resume"):
         check_run_dir(run, resume=False)
+    with pytest.raises(ConfigError, match=r"use run.name=first-2 for a new one$"):
+        check_run_dir(run, resume=False, resumable=False)
     (tmp_path / "first-2").mkdir()
     with pytest.raises(ConfigError, match="run.name=first-3"):
         check_run_dir(run, resume=False)

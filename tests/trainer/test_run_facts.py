@@ -1,4 +1,4 @@
-"""A resume that would take the prompts in another order is refused before a model is built."""
+"""A resume that would take the prompts in another order, or train other models, is refused before a model is built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
-from megappo.trainer.run_facts import require_same_order
+from megappo.trainer.run_facts import require_same_models, require_same_order
 from tests.config.examples import train_config
 
 
@@ -33,3 +33,26 @@ def test_other_keys_may_change_and_older_checkpoints_lack_some(tmp_path: Path) -
     now = facts(tmp_path, "run.seed=7")
     require_same_order(now, facts(tmp_path, "run.seed=7", "trainer.steps=9", "data.prompts_per_step=3"), "step-3")
     require_same_order({"config": "run: {name: old}"}, now, "step-3")
+
+
+ALONE = ("trainer.steps=4", "critic.warmup_steps=4")
+
+
+@pytest.mark.parametrize(
+    "held, overrides, text",
+    [
+        ({"critic"}, (), "step-3 is of a run that trains the critic alone, and this one would train policy and critic; start a new"),
+        ({"policy", "critic"}, ALONE, "step-3 is of a run that trains policy and critic, and this one would train the critic alone"),
+    ],
+)
+def test_a_critic_alone_and_a_whole_run_do_not_go_on_as_each_other(
+    tmp_path: Path, held: set[str], overrides: tuple[str, ...], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        require_same_models(held, train_config(tmp_path, list(overrides)), "step-3")
+
+
+def test_the_same_models_go_on(tmp_path: Path) -> None:
+    require_same_models({"policy", "critic", "ema"}, train_config(tmp_path), "step-3")
+    require_same_models({"policy"}, train_config(tmp_path, ["algorithm.estimator=rloo"]), "step-3")
+    require_same_models({"critic"}, train_config(tmp_path, list(ALONE)), "step-3")

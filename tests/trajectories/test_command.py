@@ -99,6 +99,12 @@ def test_a_run_without_trajectories_is_one_line(tmp_path, capsys):
     assert code == 2 and err == f"megappo: {tmp_path} holds no trajectories: {reason}\n"
 
 
+def test_a_fine_tuning_has_no_key_to_set(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("trainer:\n  batch_size: 2\n")
+    code, _, err = run(capsys, tmp_path)
+    assert code == 2 and err == f"megappo: {tmp_path} holds no trajectories: a fine-tuning (megappo sft) samples none\n"
+
+
 def test_a_page_that_cannot_be_written_is_one_line_and_leaves_nothing(tmp_path, capsys):
     write_run(tmp_path / "run", {1: [record()]})
     (tmp_path / "page.html.partial").symlink_to("/dev/full")
