@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.keys import hint, is_mapping, item_class, section_class, value_keys, written_keys
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import SftConfig, TrainConfig
 from megappo.config.yaml_reader import parse_yaml, read_yaml
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -145,7 +145,11 @@ def _refuse_unknown(data: Mapping[str, Any], cls: type[BaseModel], origins: Mapp
 
 
 def _unknown(key: str, cls: type[BaseModel]) -> str:
-    return f"unknown key; {hint(key, cls) or '`megappo config --schema` lists the keys'}"
+    # A file given to the wrong command differs in its first keys, whose nearest names here mean something else.
+    other, command = (SftConfig, "sft") if cls is TrainConfig else (TrainConfig, "train")
+    of_other = f"`megappo {command}` has it; " if key in dict(value_keys(other)) or _names_section(key, other) else ""
+    schema = "--schema" if cls is TrainConfig else "--sft --schema"
+    return f"unknown key; {of_other}{hint(key, cls) or f'`megappo config {schema}` lists the keys'}"
 
 
 def _names_section(key: str, cls: type[BaseModel]) -> bool:

@@ -1,6 +1,7 @@
 """Loading: what is written is what is set, and every mistake is one line that names its place, its key and the fix."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -413,6 +414,19 @@ def test_every_known_key_is_accepted_as_an_override():
 @pytest.mark.parametrize("path", ["~x.jsonl", "./~/x.jsonl", "a~b/c~", "cost in $.jsonl", "/data/$(x)/y.jsonl", "a$"])
 def test_a_name_with_a_shells_characters_is_a_path(tmp_path, path):
     assert train_config(tmp_path, [f"data.train={path}"]).data.train == path
+
+
+@pytest.mark.parametrize(
+    "cls, key, said",
+    [
+        (TrainConfig, "data.max_tokens", "unknown key; `megappo sft` has it; did you mean algorithm.ptx.max_tokens?"),
+        (SftConfig, "trainer.epochs", "unknown key; `megappo train` has it; did you mean trainer.steps?"),
+        (SftConfig, "nothing.like", "unknown key; `megappo config --sft --schema` lists the keys"),
+    ],
+)
+def test_a_key_of_the_other_command_is_known_as_such(cls, key, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_override(f"{key}=3", cls)
 
 
 def test_overrides_win_in_order_and_null_takes_back(tmp_path):
