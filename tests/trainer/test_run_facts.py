@@ -41,8 +41,16 @@ ALONE = ("trainer.steps=4", "critic.warmup_steps=4")
 @pytest.mark.parametrize(
     "held, overrides, text",
     [
-        ({"critic"}, (), "step-3 is of a run that trains the critic alone, and this one would train policy and critic; start a new"),
-        ({"policy", "critic"}, ALONE, "step-3 is of a run that trains policy and critic, and this one would train the critic alone"),
+        (
+            {"critic"},
+            (),
+            "step-3 is of a run that trains the critic alone, and this one would train policy and critic; start a new",
+        ),
+        (
+            {"policy", "critic"},
+            ALONE,
+            "step-3 is of a run that trains policy and critic, and this one would train the critic alone",
+        ),
     ],
 )
 def test_a_critic_alone_and_a_whole_run_do_not_go_on_as_each_other(
