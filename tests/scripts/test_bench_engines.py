@@ -51,6 +51,6 @@ def test_both_engines_are_measured_side_by_side(capfd: pytest.CaptureFixture[str
     for row in cells:
         assert all(float(cell.replace(",", "")) > 0 for cell in (*row[3:8], row[9]))
         assert row[8] == "+0.0 %", "what is held is what the plan counts"
-        assert -50 < float(row[10].removesuffix(" %")) <= 0, "what passes add is estimated, rather too high"
+        assert abs(float(row[10].removesuffix(" %"))) < 5, "what passes add is estimated"
     megatron, fsdp2 = (float(row[7]) for row in cells)
     assert fsdp2 < megatron
