@@ -117,7 +117,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # Texts in each mini-batch: more and fewer than samples, and than replicas.
 PTX_TEXTS = 3
 PTX = {"algorithm__ptx": {"coef": 0.3, "data": "none.jsonl", "batch_size": PTX_TEXTS}}
-# Other losses: each layout against one rank with the same ones.
+# Other losses: each layout, and two ranks under FSDP2, against one rank with the same ones.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "two epochs, turns, mean of sequences, KL in the loss, dis, two_hot critic": {
         "critic__loss": "two_hot",
@@ -182,8 +182,6 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 # That of them that is run with roles on ranks of their own, on four ranks: it exchanges samples for a second epoch.
 PLACED_LOSSES = "two epochs, turns, mean of sequences, KL in the loss, dis, two_hot critic"
-# Those of them that are run under FSDP2 too, on two ranks.
-SHARDED_LOSSES = ("grpo, gspo, no cut responses, mis of responses", "hl_gauss critic, frozen parts, against the behaviour policy")
 
 
 FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
@@ -299,7 +297,7 @@ def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapp
         with roles_of(MIXED_CASE) as roles:
             measured["llama"]["mixed"] = measure_case(folders["llama"], roles, MIXED)
         with roles_of({}) as roles:
-            for name in SHARDED_LOSSES:
+            for name in ALGORITHMS:
                 changes = {**FSDP2["fsdp2"], **ALGORITHMS[name]}
                 measured["llama"][f"fsdp2, {name}"] = measure_case(folders["llama"], roles, changes)
     if "llama" in folders and size == 4:

@@ -14,7 +14,6 @@ from tests.parity.matrix import (
     PTX_TEXTS,
     SEQUENCES,
     SHARDED,
-    SHARDED_LOSSES,
     VARIANTS,
     VARIED,
     VOCABULARY,
@@ -46,7 +45,7 @@ OTHER_LOSSES = [
     for variant in ALGORITHMS
     if size > 1
 ]
-OTHER_LOSSES += [pytest.param("llama", 2, "fsdp2", name, id=f"llama-fsdp2-{name}") for name in SHARDED_LOSSES]
+OTHER_LOSSES += [pytest.param("llama", 2, "fsdp2", name, id=f"llama-fsdp2-{name}") for name in ALGORITHMS]
 BF16_LAYOUTS = [
     pytest.param(model, size, title(case, size), id=f"{model}-{title(case, size)}")
     for model, sizes in VARIED.items()
