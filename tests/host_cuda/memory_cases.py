@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import torch
 
@@ -40,14 +41,26 @@ def peaks(rank: int, recompute: str, critic: bool) -> tuple[int, int]:
     return forward, trained
 
 
+def _late_and_refused(run: Callable[[], bool]) -> tuple[str, bool]:
+    """(what is raised where races are refused, what `run` returns where they are let through, with copies as late as can be)."""
+    from host_cuda import runtime
+
+    try:
+        with runtime.races_let_through():
+            whole = run()
+        torch.cuda.synchronize()
+        run()
+    except RuntimeError as error:
+        return str(error), whole
+    return "", whole
+
+
 def offload_across_streams(rank: int, without: str) -> tuple[str, bool]:
     """megappo's offload called on another stream than the tensors are used on; `without` one of its waits.
 
     Returns (what is raised, whether the tensors came back whole).
     """
     from unittest import mock
-
-    from host_cuda import runtime
 
     from megappo.engine.offload import StorageOffload
 
@@ -79,14 +92,7 @@ def offload_across_streams(rank: int, without: str) -> tuple[str, bool]:
         with mock.patch("torch.cuda.synchronize"):
             return run()
 
-    try:
-        with runtime.races_let_through():
-            whole = once()
-        torch.cuda.synchronize()
-        once()
-    except RuntimeError as error:
-        return str(error), whole
-    return "", whole
+    return _late_and_refused(once)
 
 
 def snapshot_in_a_thread(rank: int, without: str) -> tuple[str, bool]:
@@ -96,8 +102,6 @@ def snapshot_in_a_thread(rank: int, without: str) -> tuple[str, bool]:
     """
     from concurrent.futures import ThreadPoolExecutor, wait
     from unittest import mock
-
-    from host_cuda import runtime
 
     from megappo.checkpoint.image import FileImage
     from megappo.checkpoint.shared_buffer import SharedBuffer
@@ -129,11 +133,4 @@ def snapshot_in_a_thread(rank: int, without: str) -> tuple[str, bool]:
         with mock.patch(left_out[without]):
             return run()
 
-    try:
-        with runtime.races_let_through():
-            whole = once()
-        torch.cuda.synchronize()
-        once()
-    except RuntimeError as error:
-        return str(error), whole
-    return "", whole
+    return _late_and_refused(once)
