@@ -42,7 +42,7 @@ class Shares:
     def count(self) -> int:
         return len(self.members)
 
-    @property
+    @cached_property  # asked for each rank of a world of thousands
     def reporters(self) -> tuple[int, ...]:
         """World rank of each share that hands back its results."""
         return tuple(ranks[0] for ranks in self.holders)
