@@ -53,7 +53,7 @@ class ToyOutput:
 class ToyEngine(WithoutAdapters):
     head_names = ("lm_head.weight", "score.weight")
     output = ToyOutput
-    shares = Shares.of_all([0])
+    placement, shares = Placement.whole(1), Shares.of_all([0])
 
     def __init__(self, spec: EngineSpec) -> None:
         self.name, self.arch, self.value_head = spec.role, spec.arch, spec.value_head is not None
@@ -82,13 +82,8 @@ class ToyEngine(WithoutAdapters):
         if spec.value_head == "zero":
             weight.zero_()
         if spec.value_head == "normal":
-            drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(spec.seed))
-            weight.copy_(drawn * (spec.arch.hidden_size + 1) ** -0.5)
+            weight.normal_(0.0, (spec.arch.hidden_size + 1) ** -0.5, generator=torch.Generator().manual_seed(spec.seed))
         torch.nn.init.zeros_(self._model.score.bias)
-
-    @property
-    def placement(self) -> Placement:
-        return Placement.whole(1)
 
     @property
     def host_group(self) -> dist.ProcessGroup:
@@ -118,7 +113,7 @@ class ToyEngine(WithoutAdapters):
             shutil.copyfile(file, directory / file.name)
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
-        pass  # it offloads nothing
+        """Nothing: it offloads nothing."""
 
     def train_mode(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -137,8 +132,7 @@ class ToyEngine(WithoutAdapters):
                 # One token of padding where there is no sequence.
                 sequences_of_ids = micro.tokens.split(micro.lengths.tolist()) or (torch.zeros(1, dtype=torch.long),)
                 raw = torch.cat([self._model(ids[None]).logits[0] for ids in sequences_of_ids])[: micro.num_tokens]
-                output: Any = raw.squeeze(-1) if self.value_head else self.output(raw)
-                found = loss_fn(output, micro)
+                found = loss_fn(raw.squeeze(-1) if self.value_head else self.output(raw), micro)
                 if found.loss_sum is not None:
                     (found.loss_sum / denominator).backward()
             for name, values in found.tokens.items():
