@@ -19,7 +19,7 @@ from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 from megappo.plan.memory import RoleMemory, role_memory
 
-REPEATS = 3
+REPEATS, SHORT_REPEATS = 3, 8  # of passes with a backward, and of those without, which are over before gloo's threads are
 
 
 class Live(TorchDispatchMode):
@@ -49,15 +49,15 @@ class Live(TorchDispatchMode):
         self.now -= self.sizes.pop(key, 0)
 
 
-def peak_of(what: Callable[[], object], known: Iterable[Tensor]) -> int:
-    """The most bytes alive at once that `what` makes. The least of three times: on a busy machine gloo's threads let go of what
+def peak_of(what: Callable[[], object], known: Iterable[Tensor], repeats: int = REPEATS) -> int:
+    """The most bytes alive at once that `what` makes. The least of `repeats` times: on a busy machine gloo's threads let go of what
     they have sent late, which only adds. Cycles are not collected meanwhile: a GPU's allocator does not wait.
     """
     known, peaks = list(known), []
     gc.collect()
     gc.disable()
     try:
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             live = Live(known)
             with live:
                 what()
@@ -155,7 +155,7 @@ def peaks(
     buffers = [buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     known = [tensor for buffer in buffers for tensor in (buffer.grad_data, buffer.param_data) if tensor is not None]
     known += list(engine.named_parameters().values())
-    forward = peak_of(lambda: role.values(batch) if critic else role.logprobs(batch), known)
+    forward = peak_of(lambda: role.values(batch) if critic else role.logprobs(batch), known, SHORT_REPEATS)
     with engine.train_mode():
         engine.optimizer_zero_grad()
         trained = peak_of(lambda: engine.forward_backward(batch, role._loss_of, reads=batch.token_fields, denominator=1.0), known)
@@ -283,7 +283,10 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
         with engine.train_mode():
             engine.forward_backward(batch, which._loss_of, reads=batch.token_fields, denominator=1.0)
 
-    forward = alive_peak(lambda: which.values(batch) if critic else which.logprobs(batch, want_entropy=True), known)
-    # The least of some, as in `peak_of`.
+    def score() -> object:
+        return which.values(batch) if critic else which.logprobs(batch, want_entropy=True)
+
+    # As in `peak_of`, the least of some.
+    forward = min(alive_peak(score, known) for _ in range(SHORT_REPEATS))
     trained = min(alive_peak(train, known) for _ in range(2))
     return forward, trained, planned.forward, planned.activations
