@@ -208,11 +208,12 @@ def build_sharded(
     if layout.tp > 1:
         cut_over_tp(module, spec.arch, over_tp, sequence_parallel=layout.sequence_parallel)
     adapters = None
+    # Of one dp x cp rank, which has rows of every tensor.
+    cuts, one_tp_rank = hf_cuts(spec.arch), ParallelLayout(layout.tp, tp=layout.tp)
     for name, size in int8_modules(spec.arch, lora).items():
         linear = module.get_submodule(name)
         linear.__class__ = Int8Linear
-        # Of one dp x cp rank, which has rows of every tensor.
-        box = shard_box(size, hf_cuts(spec.arch)[f"{name}.weight"], ParallelLayout(layout.tp, tp=layout.tp), groups.coordinates.tp)
+        box = shard_box(size, cuts[f"{name}.weight"], one_tp_rank, groups.coordinates.tp)
         assert box is not None
         cast(Int8Linear, linear).become(box.c0 % BLOCK)
     if lora is not None:

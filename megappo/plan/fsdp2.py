@@ -110,11 +110,10 @@ def sharded_memory(
         root = by_layer.pop("", 0)
         return root, max(by_layer.values(), default=0)
 
-    parts = {name: layout.tp if hf_cuts(arch)[f"{name}.weight"].dim == 1 else 1 for name in int8_modules(arch, lora)}
-    int8 = {
-        f"{name}.weight": (columns // parts[name], most_blocks(columns, parts[name]))
-        for name, (_, columns) in int8_modules(arch, lora).items()
-    }
+    in_8_bits = {f"{name}.weight": columns for name, (_, columns) in int8_modules(arch, lora).items()}
+    over_tp = hf_cuts(arch) if in_8_bits else {}
+    parts = {name: layout.tp if over_tp[name].dim == 1 else 1 for name in in_8_bits}
+    int8 = {name: (columns // parts[name], most_blocks(columns, parts[name])) for name, columns in in_8_bits.items()}
 
     def in_bytes(numbers: Mapping[str, int]) -> dict[str, int]:
         """Of tensors in the type of computation, those in 8 bits with their scales, of two bytes."""

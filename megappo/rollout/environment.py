@@ -115,11 +115,10 @@ class WorkersEnvironment:
             raise EnvironmentFault(question.named(f"lost its process, which {died}")) from None
         except CannotSend as error:
             raise EnvironmentFault(question.named(f"cannot be asked in a process: {error}")) from error
-        word, reply = found.result
-        if word == FAILED:
-            raise EnvironmentFault(question.named(reply))
-        value, state = reply
-        question.update(state)
+        word, value = found.result
+        if word != FAILED:
+            value, state = value
+            question.update(state)
         return Answer(question.take(word, value), found.seconds)
 
 
