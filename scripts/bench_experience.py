@@ -4,12 +4,13 @@ Prints the tables of docs/scale.md. All of a rank's work on samples in a step bu
 (scripts/bench/experience_step.py). Worlds: real ones over gloo, of processes on this machine, once with a share of samples for
 each rank (--rank-samples; 16 of 8,192 tokens are those of a rank of 512 in a step of 67 M) and once with a batch that the ranks
 divide (--world-samples). Beside: as many processes with the same share at once, each a world of its own: how much of it is the
-machine's, whose cores and caches the ranks share. Alone: rank 0 of larger worlds, with the table of all samples; what others
-would send is a copy of what is sent. Per phase nanoseconds of processor time, all threads of the process, per own token (tokens
-of the step / world), of the rank with the largest sum; the best of some repetitions. wire: its part inside the exchanges (over
-gloo: copies to and from sockets). backend: its part in threads other than the main one, which are gloo's. peak: rise of resident
-memory (VmHWM), the responses included, in the first repetition. old: what every rank did when it had the responses of all,
-measured on a few samples.
+machine's, whose cores and caches the ranks share. Alone: rank 0 of larger worlds, once with that share for each rank and once with
+a batch that they divide (--samples); exchanges of torch return at once (its "fake" backend), the table's rows come by a copy, and
+samples that others would send are a copy of what is sent. Per phase nanoseconds of processor time, all threads of the process, per
+own token (tokens of the step / world), of the rank with the largest sum; the best of some repetitions. wire: its part inside the
+exchanges (over gloo: copies to and from sockets). backend: its part in threads other than the main one, which are gloo's. peak:
+rise of resident memory (VmHWM), the responses included, in the first repetition. old: what every rank did when it had the
+responses of all, measured on a few samples.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def of_world(rank: int, shape: Shape, folder: str) -> None:
     _start()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=shape.world)
     wire = GroupWire(world_group())
-    found = [step(shape, rank, wire) for _ in range(repetitions(shape))]
+    found = [step(shape, rank, wire, seed) for seed in range(repetitions(shape))]
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -69,14 +70,14 @@ def of_world(rank: int, shape: Shape, folder: str) -> None:
 def alone(rank: int, shape: Shape, folder: str) -> None:
     """Write the costs of a rank that has the world to itself to the folder."""
     _start()
-    found = [step(shape, rank, None) for _ in range(repetitions(shape))]
+    found = [step(shape, rank, None, seed) for seed in range(repetitions(shape))]
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
 
 
 def beside(rank: int, shape: Shape, folder: str) -> None:
     """Write the costs of one of several worlds of one rank, which run at the same time, to the folder."""
     _start()
-    found = [step(shape, 0, None) for _ in range(repetitions(shape))]
+    found = [step(shape, 0, None, seed) for seed in range(repetitions(shape))]
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
 
 
@@ -203,9 +204,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--alone", type=int, nargs="*", default=[64, 512, 4096], help="worlds of which one rank runs")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 8], help="of the roles of larger worlds; real ones have 1")
     parser.add_argument("--tokens", type=int, default=8192, help="mean length of a sample")
-    parser.add_argument("--samples", type=int, default=8192, help="of larger worlds")
+    parser.add_argument("--samples", type=int, default=8192, help="of larger worlds, divided by their ranks")
     parser.add_argument("--world-samples", type=int, default=256, help="of real worlds, divided by their ranks")
-    parser.add_argument("--rank-samples", type=int, default=16, help="of each rank of real worlds")
+    parser.add_argument("--rank-samples", type=int, default=16, help="of each rank")
     args = parser.parse_args(argv)
     for name, least in (("samples", 8), ("world_samples", 8), ("rank_samples", 8), ("tokens", 16)):
         if getattr(args, name) < least:
@@ -227,27 +228,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     torch.set_num_threads(1)
     found: list[tuple[Shape, Cost]] = []
+    of_each, large = args.rank_samples, [(world, tp) for tp in args.tp for world in args.alone]
     for work, kind, shapes in (
-        (of_world, "real worlds over gloo, for each rank", [Shape(n, n * args.rank_samples, args.tokens) for n in args.worlds]),
+        (of_world, "real worlds over gloo, for each rank", [Shape(n, n * of_each, args.tokens) for n in args.worlds]),
         (of_world, "real worlds over gloo, for all ranks", [Shape(n, args.world_samples, args.tokens) for n in args.worlds]),
-        (alone, "rank 0 alone", [Shape(world, args.samples, args.tokens, tp) for tp in args.tp for world in args.alone]),
+        (alone, "rank 0 alone, for each rank", [Shape(world, world * of_each, args.tokens, tp) for world, tp in large]),
+        (alone, "rank 0 alone, for all ranks", [Shape(world, args.samples, args.tokens, tp) for world, tp in large]),
     ):
         if not shapes:
             continue
         before = os.getloadavg()[0]
         costs = {shape: measured(work, shape, shape.world if work is of_world else 1) for shape in shapes}
         load = f"{os.cpu_count()} cores, load {before:.1f} before and {os.getloadavg()[0]:.1f} after"
-        samples = args.rank_samples if "each" in kind else shapes[0].samples
+        samples = of_each if "each" in kind else shapes[0].samples
         print(f"{kind}, {samples:,} samples of about {args.tokens:,} tokens; {load}\n")
         print(f"{table_of(costs)}\n", flush=True)
         found += costs.items()
         if work is alone:
             whole = Shape(1, OLD_SAMPLES, args.tokens)
-            print(compared(costs, old_path(args.tokens), measured(alone, whole, 1), whole.own_tokens))
+            print(f"{compared(costs, old_path(args.tokens), measured(alone, whole, 1), whole.own_tokens)}\n")
         else:
             print(f"{against_limit(costs)}\n")
-        if "each" in kind:
-            share = Shape(1, args.rank_samples, args.tokens)
+        if work is of_world and "each" in kind:
+            share = Shape(1, of_each, args.tokens)
             at_once = {world: processor_s(measured(beside, share, world)) for world in args.worlds}
             ns = ", ".join(f"{world}: {1e9 * seconds / share.own_tokens:.0f}" for world, seconds in at_once.items())
             print(f"beside, as many worlds of one rank with that share at once, ns per own token: {ns}\n", flush=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megappo.algo.chunks import in_chunks
+from megappo.algo.chunks import in_chunks, true_positions
 
 # Returns that vary by less are those of a batch without reward, and only rounding would be explained.
 MIN_DEVIATION = 1e-6
@@ -29,8 +29,8 @@ class Summary(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Figures that add over ranks and batches. sums: fp64 [3], count, sum, sum of squares. maxima: fp64 [2], -min and max, which
-    combine by maximum; -inf without entries."""
+    """Figures that add over ranks and batches, of one quantity or [K] of several. sums: fp64 [..., 3], count, sum, sum of squares.
+    maxima: fp64 [..., 2], -min and max, which combine by maximum; -inf without entries."""
 
     sums: Tensor
     maxima: Tensor
@@ -44,19 +44,25 @@ class Moments(NamedTuple):
 
 def masked_moments(x: Tensor, mask: Tensor) -> Moments:
     """Of x [T] where mask [T] is true."""
-    return Moments.joined([moments_of_chunk(chunk, where.nonzero().flatten()) for chunk, where in in_chunks(x, mask)])
+    parts = [moments_of_chunk([chunk], true_positions(where)) for chunk, where in in_chunks(x, mask)]
+    return Moments(*(figures[0] for figures in Moments.joined(parts)))
 
 
-def moments_of_chunk(x: Tensor, counted: Tensor) -> Moments:
-    """As `masked_moments`, for a few tokens. counted: int64, positions of the true entries of the mask, which several quantities
-    share: a gather by them takes a third of the time of one by the mask."""
-    kept = x.index_select(0, counted)
-    maxima = torch.full((2,), -math.inf, dtype=torch.float64)
-    if len(kept):
-        lowest, highest = torch.aminmax(kept)
-        maxima = torch.stack((-lowest.double(), highest.double()))
-    exact = kept.double()
-    return Moments(torch.stack((exact.new_tensor(len(kept)), exact.sum(), exact.square_().sum())), maxima)
+def moments_of_chunk(columns: Sequence[Tensor], counted: Tensor) -> Moments:
+    """Of several quantities [T] each, for a few tokens. counted: [n] int64, positions of the true entries of a mask: a gather by
+    them takes a third of the time of one by the mask."""
+    if not len(counted):
+        nothing = torch.zeros(len(columns), 3, dtype=torch.float64)
+        return Moments(nothing, nothing[:, :2] - math.inf)
+    rows = list[tuple[float, ...]]()
+    for x in columns:
+        kept = x.index_select(0, counted)
+        lowest, highest = kept.aminmax()
+        exact = kept.double()
+        rows.append((len(counted), float(exact.sum()), float(exact.square_().sum()), -float(lowest), float(highest)))
+    # Numbers of Python, and one tensor of all: tensors of one number each would take longer than the sums of a small share.
+    sums, maxima = torch.tensor(rows, dtype=torch.float64).split([3, 2], 1)
+    return Moments(sums, maxima)
 
 
 def summarise(sums: Tensor, maxima: Tensor) -> Summary:

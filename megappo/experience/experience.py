@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
-from megappo.algo.chunks import in_chunks
+from megappo.algo.chunks import in_chunks, true_positions
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.positions import Spans
 from megappo.data.ragged import Ragged
@@ -228,7 +228,7 @@ def _prompt_lengths(mask: Tensor, cu_seqlens: Tensor, sampled: Tensor) -> Tensor
     wanted = sampled.cumsum(0) - sampled  # place of each sequence's first among all sampled tokens
     first, passed, start = torch.zeros_like(starts), 0, 0
     for (chunk,) in in_chunks(mask):
-        positions = chunk.nonzero().flatten()
+        positions = true_positions(chunk)
         here = (wanted >= passed) & (wanted < passed + len(positions))
         first[here] = start + positions[wanted[here] - passed]
         passed, start = passed + len(positions), start + len(chunk)

@@ -7,18 +7,20 @@ metrics; `of_role` over the replicas of a model, as its passes want them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from megappo.algo.chains import last_of_chains
+from megappo.algo.chunks import true_positions
 from megappo.experience.table import SampleTable, balanced
 from megappo.parallel.shares import Shares
 
 
 @dataclass(frozen=True)
 class Owners:
-    """share: [N] int64, the share that each sample belongs to. shares: the ranks of every share."""
+    """share: [N] int64, the share that each sample belongs to, not to be written to. shares: the ranks of every share."""
 
     share: Tensor
     shares: Shares
@@ -26,12 +28,12 @@ class Owners:
     @classmethod
     def drawn(cls, table: SampleTable, world_size: int) -> Owners:
         """Each sample belongs to the rank that drew it."""
-        return cls(table.owner.long(), Shares.of_ranks(range(world_size)))
+        return cls(table.owner.long(), Shares.of_world(world_size))
 
     @classmethod
     def spread(cls, table: SampleTable, world_size: int) -> Owners:
         """Balanced over the ranks of the world by tokens; all sequences of a trajectory belong to one rank."""
-        shares = Shares.of_ranks(range(world_size))
+        shares = Shares.of_world(world_size)
         if not table.has_chains:
             return cls.of_role(table, shares)
         last = last_of_chains(table.previous)
@@ -49,7 +51,7 @@ class Owners:
     def of_prompts(cls, table: SampleTable, samples_per_prompt: int, world_size: int) -> Owners:
         """All samples of a prompt belong to one rank; prompts are balanced over the world by tokens."""
         prompts = balanced(table.length.view(-1, samples_per_prompt).sum(1), world_size)
-        return cls(prompts.repeat_interleave(samples_per_prompt), Shares.of_ranks(range(world_size)))
+        return cls(prompts.repeat_interleave(samples_per_prompt), Shares.of_world(world_size))
 
     @classmethod
     def everywhere(cls, table: SampleTable, world_size: int) -> Owners:
@@ -59,4 +61,13 @@ class Owners:
     def numbers(self, rank: int) -> Tensor:
         """[M] int64, ascending: samples that this world rank holds or knows the lengths of."""
         index = self.shares.index_of(rank)
-        return self.share.new_empty(0) if index is None else (self.share == index).nonzero().flatten()
+        if index is None:
+            return self.share.new_empty(0)
+        if index not in self._numbers:
+            self._numbers[index] = true_positions(self.share == index)
+        return self._numbers[index]
+
+    @cached_property
+    def _numbers(self) -> dict[int, Tensor]:
+        """Share -> `numbers` of its ranks, which every exchange asks for, both ways."""
+        return {}

@@ -22,11 +22,10 @@ def to_owners(experience: Experience, parcels: Mapping[int, Parcel]) -> dict[int
 
     parcels: by number of the sample, small and picklable. A sample has one sender.
     """
-    owners, ranks = experience.owners, experience.wire.ranks
-    places = {rank: place for place, rank in enumerate(ranks)}
+    owners, ranks, places = experience.owners, experience.wire.ranks, experience.wire.places
     bags: list[dict[int, Parcel]] = [{} for _ in ranks]
     for number, parcel in parcels.items():
-        bags[places[owners.shares.reporters[int(owners.share[number])]]][number] = parcel
+        bags[int(places[owners.shares.reporters[int(owners.share[number])]])][number] = parcel
     packed = [pickle.dumps(bag) if bag else b"" for bag in bags]
     sent = [len(one) for one in packed]
     sizes, ones = torch.empty(len(ranks), dtype=torch.long), [1] * len(ranks)

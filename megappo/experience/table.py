@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megappo.algo.chunks import true_positions
 from megappo.parallel.balance import parts_balanced
 from megappo.parallel.totals import place_in_world, rows_of_ranks
 
@@ -21,7 +22,7 @@ TIMES_THE_MEAN = 2
 
 def balanced(lengths: Tensor, count: int) -> Tensor:
     """[N] int64 share of each sample, shares of nearly equal tokens (`parallel.balance`)."""
-    return torch.tensor(parts_balanced(lengths.tolist(), count), dtype=torch.long)
+    return torch.from_numpy(parts_balanced(lengths.long().numpy(), count))
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class SampleTable:
     unfinished: Tensor
     previous: Tensor
 
-    @property
+    @cached_property
     def has_chains(self) -> bool:
         """True if a trajectory is several sequences."""
         return bool((self.previous >= 0).any())
@@ -108,10 +109,10 @@ class SampleTable:
         found = rows_of_ranks(mine_rows, expected=TIMES_THE_MEAN * -(-num_samples // place_in_world()[1]))
         order = found[:, 0].long()
         times = order.bincount(minlength=num_samples)
-        wrong = (times != 1).nonzero().flatten().tolist()
+        wrong = true_positions(times != 1).tolist()
         if wrong:
             ranks = int(times[wrong[0]])
             raise RuntimeError(f"sample {wrong[0]} was drawn by {ranks or 'no'} ranks ({len(wrong)} such of {num_samples} in all)")
-        rows = torch.empty(len(names), num_samples, dtype=torch.int32)
-        rows[:, order] = found[:, 1:].T
-        return cls(*rows)
+        # Row by row, then by columns: numbers of a rank lie as far apart as it has peers, and columns at powers of two are slow.
+        rows = torch.empty(num_samples, 1 + len(names), dtype=torch.int32).index_copy_(0, order, found)
+        return cls(*rows.T[1:].contiguous())

@@ -8,28 +8,70 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import numpy
+from numpy.typing import NDArray
+
+# A round of `parts_balanced` takes 5 us whatever it brings, a step of a heap 0.25 us.
+FEWEST_OF_A_ROUND = 32
+AT_ONCE_BY_HEAP = 1024
+
 
 def partition_balanced(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     """Partition indices into `num_parts` parts of nearly equal token count; ties by index."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for index, part in enumerate(parts_balanced(lengths, num_parts)):
+    for index, part in enumerate(parts_balanced(numpy.array(lengths, dtype=numpy.int64), num_parts).tolist()):
         parts[part].append(index)
     return parts
 
 
-def parts_balanced(lengths: Sequence[int], num_parts: int) -> list[int]:
-    """Part of every index in `partition_balanced`."""
-    found = [0] * len(lengths)
-    # A load and its part in one integer: they compare six times faster than a pair, which counts from 100,000 sequences on.
+def parts_balanced(lengths: NDArray[numpy.int64], num_parts: int) -> NDArray[numpy.int64]:
+    """Part of every index in `partition_balanced`, [N] each.
+
+    Every rank plans for all samples of a step, so rounds do at once what a heap does one by one, in a tenth of its time: of the
+    parts in ascending order each takes the next sequence, up to the first that is heavier than one that has taken already.
+    """
+    order = _longest_first(lengths)
     bits = max(1, (num_parts - 1).bit_length())
-    last = (1 << bits) - 1
-    heap = list(range(num_parts))
-    # Longest processing time first (Graham 1969): at most 4/3 of the optimal load. Sorting is stable: ties go by index.
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        lightest = heap[0]
-        found[index] = lightest & last
-        heapq.heapreplace(heap, lightest + (lengths[index] << bits))
+    # A load and its part in one integer: one sort orders both, and the lower of two equal parts comes first.
+    sizes, loads = lengths[order] << bits, numpy.arange(num_parts)
+    given = numpy.empty_like(sizes)
+    done = 0
+    while done < len(sizes):
+        loads.sort()
+        wanting = sizes[done : done + num_parts]
+        lightest = loads[: len(wanting)]
+        taken = lightest + wanting
+        is_late = lightest[1:] > numpy.minimum.accumulate(taken)[:-1]
+        count = int(is_late.argmax()) + 1 if is_late.any() else len(wanting)
+        if count >= FEWEST_OF_A_ROUND or count == len(sizes) - done:
+            given[done : done + count] = lightest[:count]
+            loads[:count] = taken[:count]
+        else:  # few parts, or parts that differ much
+            count = min(AT_ONCE_BY_HEAP, len(sizes) - done)
+            given[done : done + count], loads = _by_heap(sizes[done : done + count], loads)
+        done += count
+    found = numpy.empty_like(order)
+    found[order] = given & ((1 << bits) - 1)
     return found
+
+
+def _longest_first(lengths: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+    """Indices by descending length, equal ones ascending: longest processing time first (Graham 1969), at most 4/3 of the optimal
+    load."""
+    bits = len(lengths).bit_length()
+    # Ten times faster than a stable sort of indices by their lengths.
+    keys = ((lengths.max(initial=0) - lengths) << bits) | numpy.arange(len(lengths))
+    keys.sort()
+    return keys & ((1 << bits) - 1)
+
+
+def _by_heap(sizes: NDArray[numpy.int64], loads: NDArray[numpy.int64]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """(load [M] that each of the sizes was added to, loads [P] afterwards), each size to the lightest. loads: ascending."""
+    heap, given = loads.tolist(), []
+    for size in sizes.tolist():
+        given.append(heap[0])
+        heapq.heapreplace(heap, heap[0] + size)
+    return numpy.array(given), numpy.array(heap)
 
 
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> int:

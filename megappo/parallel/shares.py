@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+
+import numpy
+import torch
+from torch import Tensor
 
 from megappo.parallel.layout import ParallelLayout
 from megappo.resilience.ranks import name_ranks
@@ -38,6 +42,15 @@ class Shares:
         """One share, held by all of these ranks."""
         return cls((tuple(ranks),), (tuple(ranks),), ((),))
 
+    @staticmethod
+    def of_world(size: int) -> Shares:
+        """`of_ranks` of all ranks of a world."""
+        return _of_world(size)
+
+    # Of a world of thousands all members take longer than an exchange; the ends tell divisions apart.
+    def __hash__(self) -> int:
+        return hash((self.count, self.members[0], self.members[-1], self.stage))
+
     @property
     def count(self) -> int:
         return len(self.members)
@@ -46,6 +59,16 @@ class Shares:
     def reporters(self) -> tuple[int, ...]:
         """World rank of each share that hands back its results."""
         return tuple(ranks[0] for ranks in self.holders)
+
+    @cached_property
+    def ranks_that_hold(self) -> Tensor:
+        """[count, H] int64, `holders`; the reporters are its first column."""
+        return torch.from_numpy(numpy.array(self.holders))
+
+    @cached_property
+    def ranks_that_read(self) -> Tensor:
+        """[count, R] int64, holders and `readers`."""
+        return torch.from_numpy(numpy.array([(*holders, *readers) for holders, readers in zip(self.holders, self.readers)]))
 
     def index_of(self, rank: int) -> int | None:
         """Share of a world rank; None if it has none."""
@@ -60,12 +83,19 @@ class Shares:
         return {rank: index for index, ranks in enumerate(self.members) for rank in ranks}
 
 
+@cache  # asked for every exchange
+def _of_world(size: int) -> Shares:
+    return Shares.of_ranks(range(size))
+
+
 def shares_of(layout: ParallelLayout, ranks: Sequence[int] | None = None) -> Shares:
     """Shares of a role. ranks: world rank of every position of the layout; None for a layout of the whole world.
 
     The last stage of a pipeline holds tokens and fields, the first one tokens.
     """
     at = range(layout.world_size) if ranks is None else ranks
+    if layout.dp == layout.world_size and list(at) == list(range(layout.dp)):
+        return Shares.of_world(layout.dp)  # the same object: no exchange compares thousands of ranks
 
     def stage(dp: int, pp: int) -> tuple[int, ...]:
         return tuple(at[layout.rank_of(tp=tp, cp=cp, dp=dp, pp=pp)] for cp in range(layout.cp) for tp in range(layout.tp))

@@ -44,15 +44,17 @@ def total_and_largest(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
 def rows_of_ranks(rows: Tensor, expected: int = 0) -> Tensor:
     """[sum of M, K] int32 rows of all ranks, rank by rank, from the [M, K] of each; M may differ. Collective over the world.
 
-    expected: the same on every rank. If no rank has more rows, one exchange tells their numbers and brings them.
+    expected: the same on every rank. If no rank has more rows, and those are few, one exchange tells their numbers and brings them.
     """
     world_size, width = place_in_world()[1], rows.shape[1]
     if world_size == 1:
         return rows
+    # Room that ranks leave empty costs less than a second exchange only if there is little of it.
+    expected = expected if (expected + 1) * width * rows.itemsize * world_size <= MOST_BYTES_TO_ALL else 0
     mine = rows.new_zeros(expected + 1, width)
     mine[0, 0] = len(rows)
     mine[1 : len(rows) + 1] = rows[:expected]
-    found = _of_ranks(mine.flatten()).view(world_size, expected + 1, width)
+    found = _of_ranks(mine.flatten() if expected else mine[0, :1]).view(world_size, expected + 1, -1)
     counts = found[:, 0, 0].long()
     if int(counts.max()) <= expected:
         return found[:, 1:][torch.arange(expected) < counts[:, None]]

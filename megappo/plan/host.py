@@ -101,7 +101,7 @@ class HostWork:
         shares = {role: shares_of(plan.layouts[role], plan.placements[role].ranks) for role in OUTPUTS if role in plan.layouts}
         self._shares, self._trained = shares, [role for role in shares if role in trained_sections(config)]
         self._divisions = tuple(dict.fromkeys(shares.values()))
-        self._spread = Shares.of_ranks(range(plan.world_size))
+        self._spread = Shares.of_world(plan.world_size)
         self._own = self._tokens_each(plan.world_size)
         # Without vLLM the ranks answer for the samples in turn.
         drawing = plan.replicas if plan.rollout is not None else plan.world_size

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import sums_per_sequence
-from megappo.algo.chunks import in_chunks
+from megappo.algo.chunks import in_chunks, true_positions
 from megappo.algo.kl import kl_of_log_ratio
 from megappo.algo.summaries import (
     Moments,
@@ -104,17 +104,22 @@ class StepRecord:
         of_critics = [name for one in self._critic_fields.values() for name in (one.value, one.returns)]
         names = ["entropy", "raw_advantage", *of_critics]
         read = [*names, "logprob", "ref_logprob"] if "ref_logprob" in self.batch else names
-        parts: dict[str, list[Moments]] = {}
+        kinds = sorted({self.kl_estimator, "k1", "k3"}) if len(read) > len(names) else []
+        learned = [] if self.value_mask is self._mask else of_critics
+        groups = [[*(name for name in names if name not in learned), *(f"kl {kind}" for kind in kinds)], learned]
+        parts: list[list[Moments]] = [[], []]
         for mask, targets, *chunk in in_chunks(self._mask, self.value_mask, *(self.batch[name] for name in read)):
             values = dict(zip(names, chunk))
-            if len(read) > len(names):
-                log_ratio = chunk[-2] - chunk[-1]
-                values |= {f"kl {kind}": kl_of_log_ratio(log_ratio, kind) for kind in {self.kl_estimator, "k1", "k3"}}
-            sampled = mask.nonzero().flatten()
-            learned = sampled if self.value_mask is self._mask else targets.nonzero().flatten()
-            for name, x in sorted(values.items()):
-                parts.setdefault(name, []).append(moments_of_chunk(x, learned if name in of_critics else sampled))
-        return {name: Moments.joined(found) for name, found in parts.items()}
+            values |= {f"kl {kind}": kl_of_log_ratio(chunk[-2] - chunk[-1], kind) for kind in kinds}
+            for where, group, found in zip((mask, targets), groups, parts):
+                if group:
+                    found.append(moments_of_chunk([values[name] for name in group], true_positions(where)))
+        return {
+            name: Moments(*of_name)
+            for group, found in zip(groups, parts)
+            if group
+            for name, *of_name in zip(group, *Moments.joined(found))
+        }
 
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Name -> (values [B], mask [B])."""

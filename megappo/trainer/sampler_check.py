@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.algo.chunks import in_chunks
+from megappo.algo.chunks import in_chunks, true_positions
 from megappo.data.packing import PackedBatch
 from megappo.experience.table import SampleTable
 from megappo.parallel.totals import total_and_largest
@@ -89,7 +89,7 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: 
 
 def _of_chunk(mask: Tensor, logprob: Tensor, drawn: Tensor, one_sided: bool) -> tuple[Tensor, Tensor]:
     """(count and sum [2], maximum []) of the differences of sampled tokens, fp64."""
-    sampled = mask.nonzero().flatten()  # once for both: index_select is several times faster than [mask]
+    sampled = true_positions(mask)  # once for both: index_select is several times faster than [mask]
     difference, theirs = (x.index_select(0, sampled).double().exp_() for x in (logprob, drawn))
     difference.sub_(theirs)
     difference = difference.clamp_(min=0) if one_sided else difference.abs_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.algo.aggregation import loss_count, tokens_per_sequence, weight_of_tokens
+from megappo.algo.chunks import true_positions
 from megappo.config.batch import WHOLE, Part, UpdateSchedule, update_schedule
 from megappo.config.schema import CRITICS, AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
@@ -52,8 +53,13 @@ class MiniBatch(NamedTuple):
 
 def samples_of_epoch(table: SampleTable, size: int, seed: int, part: Part = WHOLE) -> tuple[Tensor, ...]:
     """Numbers of the samples of each mini-batch of an epoch, `size` of the part in a seeded order; the same on every rank."""
-    numbers = torch.arange(part.index, table.num_samples, part.count)
-    return numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed % 2**63))].split(size)
+    return _order_of_epoch(table.num_samples, seed, part).split(size)
+
+
+@lru_cache(maxsize=8)  # the plan of owners asks for it, and every role
+def _order_of_epoch(num_samples: int, seed: int, part: Part) -> Tensor:
+    numbers = torch.arange(part.index, num_samples, part.count)
+    return numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed % 2**63))]
 
 
 def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int, part: Part = WHOLE) -> Owners:
@@ -61,7 +67,7 @@ def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int, pa
     someone too, and are not looked at."""
     share = torch.zeros(table.num_samples, dtype=torch.long) if part == WHOLE else table.balanced(shares.count).clone()
     for chosen in samples_of_epoch(table, size, seed, part):
-        share[chosen] = balanced(table.length[chosen], shares.count)
+        share.index_copy_(0, chosen, balanced(table.length.index_select(0, chosen), shares.count))
     return Owners(share, shares)
 
 
@@ -95,17 +101,19 @@ def mini_batches(
             assert group is not None, "several replicas are several ranks"
             owners = owners_of_epoch(table, shares, size, seed + epoch, part)
             experience = experience.redistribute(owners, wire=GroupWire(group))
-        mine, owners = experience.numbers, experience.owners
         index = shares.index_of(experience.rank)
-        for chosen in samples_of_epoch(table, size, seed + epoch, part):
+        order = _order_of_epoch(table.num_samples, seed + epoch, part)
+        # Of the whole epoch at once: a rank has a few samples, and some dozen mini-batches of thousands.
+        places = true_positions(experience.owners.share.index_select(0, order) == index)
+        owns = order.index_select(0, places).split((places // size).bincount(minlength=-(-len(order) // size)).tolist())
+        for chosen, own in zip(order.split(size), owns):
             if not passes_all:
-                chosen = chosen[counted[chosen] > 0]
+                chosen, own = (numbers[counted[numbers] > 0] for numbers in (chosen, own))
                 if not len(chosen):
                     continue  # a step without a gradient would still decay the weights
-            own = chosen[owners.share[chosen] == index]  # in the order of the mini-batch
-            share = experience.batch.select(torch.searchsorted(mine, own))
+            share = experience.batch.select(torch.searchsorted(experience.numbers, own))
             # Without a single sampled token every weight is 0; any denominator keeps the loss 0 instead of NaN.
-            denominator = max(loss_count(mode, counted[chosen], max_tokens), 1.0)
+            denominator = max(loss_count(mode, counted.index_select(0, chosen), max_tokens), 1.0)
             if field in share:
                 mask = share[field]
                 if left_out is not None:
@@ -119,7 +127,7 @@ def mini_batches(
                     number = float(counted[chosen][positive[chosen]].sum())
                     weights[NLL_WEIGHT] = correct.float() * (denominator / max(number, 1.0))
                 share = share.with_fields(weights)
-            yield MiniBatch(share, denominator, table.length[chosen].long())
+            yield MiniBatch(share, denominator, table.length.index_select(0, chosen).long())
 
 
 def mixed(minis: Iterable[MiniBatch], drawn: DrawnTexts, shares: Shares, rank: int) -> Iterator[MiniBatch]:

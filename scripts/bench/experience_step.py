@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megappo.config.batch import shared_schedule
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
 from megappo.experience.experience import Experience, rows_of
 from megappo.experience.owners import Owners
-from megappo.experience.route import Route, Wire
+from megappo.experience.route import Route, Wire, places_of
 from megappo.experience.table import SampleTable
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
@@ -76,10 +78,14 @@ class CountingWire:
     inner: Wire | None
     bytes_sent: int = 0
     processor_s: float = 0.0
+    places: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = places_of(self.ranks)
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
         assert received.numel() == sum(received_counts) and sent.numel() == sum(sent_counts), "counts are of the buffers"
-        own = sent_counts[self.ranks.index(self.rank)]
+        own = sent_counts[int(self.places[self.rank])]
         self.bytes_sent += (sent.numel() - own) * sent.element_size()
         start = time.process_time()
         if self.inner is not None:
@@ -100,8 +106,8 @@ def planned_bytes(
     if route.is_still:
         return 0
 
-    def elsewhere(counts: list[int]) -> int:
-        return sum(counts) - counts[list(wire.ranks).index(rank)]
+    def elsewhere(counts: Tensor) -> int:
+        return int(counts.sum() - counts[wire.places[rank]])
 
     tokens = 4 * elsewhere(route.sent_tokens.tokens) if ids else 0  # int32
     return tokens + per_token * elsewhere(route.sent.tokens) + per_sample * elsewhere(route.sent.samples)
@@ -158,8 +164,46 @@ def responses_of(table: SampleTable, numbers: Tensor) -> tuple[list[Request], li
     return requests, responses
 
 
-def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
-    """Do a step's host work of one rank. inner: wire of a real world; None for a rank alone, among ranks that do not exist."""
+def step(shape: Shape, rank: int, inner: Wire | None, seed: int = 0) -> Cost:
+    """Do a step's host work of one rank. inner: wire of a real world; None for a rank alone, among ranks that do not exist.
+
+    seed: of the order of mini-batches, another in every step of a run.
+    """
+    if inner is not None or shape.world == 1:
+        return _step(shape, rank, inner, seed)
+    # torch's exchanges return at once, and every path is that of a rank of such a world.
+    dist.init_process_group("fake", rank=rank, world_size=shape.world, store=FakeStore())
+    try:
+        return _step(shape, rank, None, seed)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _rows_of_others(known: SampleTable, world: int) -> Iterator[None]:
+    """Let a copy bring the rows of all ranks, as `totals.rows_of_ranks` exchanges them: with their numbers, or those first."""
+    of_rank = known.owner.long()
+    counts, order = of_rank.bincount(minlength=world), of_rank.argsort(stable=True)
+    columns = [getattr(known, column.name) for column in fields(known)]
+    rows = torch.stack([torch.arange(known.num_samples).int(), *columns], 1)[order]
+    places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[of_rank[order]]
+
+    def bring(received: Tensor, sent: Tensor, *sizes: Sequence[int]) -> None:
+        if sizes:
+            received.copy_(rows.flatten())
+        elif sent.numel() == world:
+            received.copy_(counts)
+        else:
+            of_ranks = received.view(world, -1, rows.shape[1])
+            of_ranks[:, 0, 0] = counts
+            fits = places + 1 < of_ranks.shape[1]
+            of_ranks[of_rank[order][fits], 1 + places[fits]] = rows[fits]
+
+    with mock.patch.object(dist, "all_to_all_single", bring):
+        yield
+
+
+def _step(shape: Shape, rank: int, inner: Wire | None, seed: int) -> Cost:
     meter, known = Meter(start=resident()), shape.table()
     wire = CountingWire(rank, range(shape.world), inner)
     shares = shares_of(ParallelLayout(shape.world, tp=shape.tp))
@@ -169,12 +213,10 @@ def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
 
     with meter.phase("pack"):
         drawn = pack_experience(requests, responses)
-    with meter.phase("table"):
+    others = _rows_of_others(known, shape.world) if inner is None and shape.world > 1 else nullcontext()
+    with others, meter.phase("table"):
         versions = torch.zeros(len(numbers), dtype=torch.int32)
-        rows = rows_of(drawn, (versions, versions), rank)
-        # A rank alone has the rows of the others already.
-        agreed = (numbers, rows) if inner is not None or shape.world == 1 else (torch.arange(shape.samples), known)
-        table = SampleTable.agreed(*agreed, shape.samples)
+        table = SampleTable.agreed(numbers, rows_of(drawn, (versions, versions), rank), shape.samples)
     with meter.phase("spread"):
         experience = Experience(table, Owners.drawn(table, shape.world), drawn, rank, wire)
         experience = experience.redistribute(Owners.spread(table, shape.world))
@@ -192,23 +234,25 @@ def step(shape: Shape, rank: int, inner: Wire | None) -> Cost:
         score = torch.rand(experience.batch.num_sequences)
         experience = experience.with_batch(shape_advantages(experience.batch, score, 0.1, algorithm))
     with meter.phase("to updates"):
-        fields = {*update_reads("policy", algorithm), *update_reads("critic", algorithm)}
-        sent = first_epoch(experience, shares, fields, algorithm.mini_batch_size, 7)
+        reads = {*update_reads("policy", algorithm), *update_reads("critic", algorithm)}
+        sent = first_epoch(experience, shares, reads, algorithm.mini_batch_size, seed)
     sent = sent if inner is not None else _believable(sent)
     with meter.phase("mini-batches"):
         for role in ("critic", "policy"):
             of_role = sent.only({*update_reads(role, algorithm), *READS})
-            for _mini in mini_batches(of_role, shares, None, shared_schedule(algorithm), shape.tokens, 7):
+            for _mini in mini_batches(of_role, shares, None, shared_schedule(algorithm), shape.tokens, seed):
                 pass
     with meter.phase("metrics"):
         _ = _record(experience, agreement, score).totals  # computed when first read
-    return Cost(meter, wire.bytes_sent, plan_of_step(table, shares, shape, rank, wire, algorithm), wire.processor_s)
+    return Cost(meter, wire.bytes_sent, plan_of_step(table, shares, shape, rank, wire, algorithm, seed), wire.processor_s)
 
 
-def plan_of_step(table: SampleTable, shares: Shares, shape: Shape, rank: int, wire: Wire, algorithm: AlgorithmConfig) -> int:
+def plan_of_step(
+    table: SampleTable, shares: Shares, shape: Shape, rank: int, wire: Wire, algorithm: AlgorithmConfig, seed: int
+) -> int:
     """Bytes that a rank sends to others in `step`, from the table alone."""
     spread, role = Owners.spread(table, shape.world), Owners.of_role(table, shares)
-    epoch = owners_of_epoch(table, shares, algorithm.mini_batch_size, 7)
+    epoch = owners_of_epoch(table, shares, algorithm.mini_batch_size, seed)
     legs = (
         (Owners.drawn(table, shape.world), spread, 1 + 4, 1, True),  # response_mask, rollout_logprob; truncated
         (spread, role, 0, 0, True),

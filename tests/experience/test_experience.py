@@ -236,9 +236,9 @@ def test_the_table_is_agreed_and_samples_are_spread() -> None:
     assert first[3] == second[3] == "sample 0 was drawn by 2 ranks (5 such of 5 in all)"
     # A text goes to the rank of its prompt alone; prompts are balanced by tokens: 14 against 5 and 4.
     assert first[4] == ([1, 1, 1, 1, 0, 0], TEXTS[4:]) and second[4] == ([1, 1, 1, 1, 0, 0], TEXTS[:4])
-    # Small vectors go to all ranks at once, larger ones along a ring; rows that were expected in one exchange, others in two.
+    # Small vectors go to all ranks at once, larger ones along a ring; few rows that were expected in one exchange, others in two.
     sums, rows = {"a": [2.0, -5.0, 9.0], "b": [2.0], "c": [-0.5, 3.0, 0.0]}, [[0, 0], [1, 1], [1, 1], [1, 1]]
-    assert first[5] == second[5] == [[[[3, 14]], 0.0, [], sums]] * 2 + [[rows] * 4]
+    assert first[5] == second[5] == [[[[3, 14]], 0.0, [], sums, [rows] * 4]] * 2
 
 
 def test_rows_of_the_table_follow_the_mask() -> None:

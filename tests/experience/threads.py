@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megappo.experience.route import places_of
+
 
 class ThreadWire:
     """An all-to-all over shared memory. bytes_sent: of this rank so far, to others."""
@@ -16,7 +18,8 @@ class ThreadWire:
     def __init__(
         self, place: int, ranks: Sequence[int], barrier: threading.Barrier, letters: dict[tuple[int, int], Tensor]
     ) -> None:
-        self.ranks, self._place, self._barrier, self._letters = ranks, place, barrier, letters
+        self.ranks, self.places = ranks, places_of(ranks)
+        self._place, self._barrier, self._letters = place, barrier, letters
         self.bytes_sent = 0
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:

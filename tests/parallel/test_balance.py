@@ -37,6 +37,21 @@ def test_parts_of_many_long_sequences_are_those_of_a_heap_of_pairs(parts: int) -
     assert partition_balanced(lengths, parts) == by_a_heap_of_pairs(lengths, parts)
 
 
+@pytest.mark.parametrize("parts", [33, 200, 1000])
+@pytest.mark.parametrize("kind", ["equal", "zero", "few giants", "halves", "one giant"])
+def test_parts_of_lengths_that_differ_much_are_those_of_a_heap_of_pairs(kind: str, parts: int) -> None:
+    """Whole rounds, rounds that end early, and sequences dealt one by one between them."""
+    ordinary = [100 + i * 31 % 50 for i in range(2500)]
+    lengths = {
+        "equal": [7] * 2500,
+        "zero": [0] * 1500 + [1] * 1000,
+        "few giants": [length * (3000 if i % 97 == 0 else 1) for i, length in enumerate(ordinary)],
+        "halves": [1 << (i % 12) for i in range(2500)],
+        "one giant": [10**6, *ordinary],
+    }[kind]
+    assert partition_balanced(lengths, parts) == by_a_heap_of_pairs(lengths, parts)
+
+
 @given(lengths=LENGTHS, parts=st.integers(1, 6))
 def test_parts_are_balanced(lengths: list[int], parts: int) -> None:
     loads = [sum(lengths[i] for i in part) for part in partition_balanced(lengths, parts)]

@@ -49,6 +49,22 @@ def test_shares_of_ranks_alone_and_of_all_together(ranks) -> None:
     assert not any(alone.readers) and not any(together.readers)
 
 
+def test_ranks_of_a_world_alone_are_one_object() -> None:
+    """No exchange builds or compares thousands of ranks."""
+    alone = Shares.of_world(5)
+    assert alone == Shares.of_ranks(range(5)) and hash(alone) == hash(Shares.of_ranks(range(5)))
+    assert all(shares_of(ParallelLayout(5), ranks) is alone for ranks in (None, range(5), [0, 1, 2, 3, 4]))
+    moved = [shares_of(ParallelLayout(5), ranks) for ranks in ([1, 0, 2, 3, 4], range(1, 6))]
+    assert [one.reporters for one in moved] == [(1, 0, 2, 3, 4), (1, 2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize("layout", [ParallelLayout(4), ParallelLayout(8, tp=2), ParallelLayout(8, tp=2, pp=2)], ids=str)
+def test_tensors_of_ranks_are_those_of_the_tuples(layout: ParallelLayout) -> None:
+    shares = shares_of(layout, range(10, 10 + layout.world_size))
+    assert shares.ranks_that_hold.tolist() == [list(ranks) for ranks in shares.holders]
+    assert shares.ranks_that_read.tolist() == [[*a, *b] for a, b in zip(shares.holders, shares.readers)]
+
+
 def test_shares_with_the_same_ranks_are_one_value() -> None:
     """Roles that divide a batch alike are sent it once."""
     layout = ParallelLayout(4, tp=2)

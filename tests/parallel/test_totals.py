@@ -32,6 +32,7 @@ def reduced(rank: int) -> list[Any]:
     """Results of one rank of several, for `tests.experience.test_experience`, whose world this shares."""
     mine = torch.tensor([1.5, -2.0, 10.0 * rank]) - rank
     named = {"a": mine.double(), "b": mine[:1].double()}
+    rows = torch.full((2 * rank + 1, 2), rank, dtype=torch.int32)  # more than expected, as many, fewer
     found: list[Any] = []
     for most in (totals.MOST_BYTES_TO_ALL, 0):
         with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +44,7 @@ def reduced(rank: int) -> list[Any]:
                     totals.largest(torch.tensor(float(-rank))).item(),
                     totals.total(torch.empty(0)).tolist(),
                     {name: x.tolist() for name, x in {**summed, **most_of}.items()},
+                    [totals.rows_of_ranks(rows, expected).tolist() for expected in (0, 1, 3, 9)],
                 ]
             )
-    rows = torch.full((2 * rank + 1, 2), rank, dtype=torch.int32)  # more than expected, as many, fewer
-    return [*found, [totals.rows_of_ranks(rows, expected).tolist() for expected in (0, 1, 3, 9)]]
+    return found

@@ -85,8 +85,8 @@ def test_the_tables_are_printed() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     starts = [number for number, line in enumerate(lines) if "samples of about 32 tokens" in line]
-    assert len(starts) == 3 and all(" cores, load " in line for line in map(lines.__getitem__, starts))
-    for start, columns in zip(starts, (1, 1, 2)):
+    assert len(starts) == 4 and all(" cores, load " in line for line in map(lines.__getitem__, starts))
+    for start, columns in zip(starts, (1, 1, 2, 2)):
         table = lines[start + 2 : start + 25]
         values = {row[0]: row[1:] for row in ([cell.strip() for cell in line.strip("|").split("|")] for line in table)}
         assert all(len(value) == columns for value in values.values())
@@ -96,7 +96,7 @@ def test_the_tables_are_printed() -> None:
         summed = [float(x) for x in values["sum, ns"]]
         assert summed == pytest.approx([sum(float(values[p][i]) for p in phases) for i in range(columns)], abs=1)
         assert all(0 < float(wire) < whole for wire, whole in zip(values["of it the wire, ns"], summed))
-    assert sum("extrapolated" in line for line in lines) == 2
+    assert sum("extrapolated" in line for line in lines) == 4
     assert sum("ns of processor time per own token (limit 120)" in line for line in lines) == 2
     beside = [line for line in lines if line.startswith("beside, as many worlds of one rank with that share at once")]
     assert len(beside) == 1 and float(beside[0].rpartition("2: ")[2]) > 0
