@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megappo.algo.chunks import in_chunks
 
+LONG = 2048  # mean tokens of a sequence from which on a sum of each takes less than a running sum of all
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length")
 
 
@@ -29,7 +30,9 @@ def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def sums_per_sequence(values: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B] sums of values [T] over each sequence, in `dtype`: differences of a running sum over all tokens."""
+    """[B] sums of values [T] over each sequence, in `dtype`: one by one if they are long, or differences of a running sum."""
+    if len(values) > LONG * (len(cu_seqlens) - 1):
+        return torch.stack([part.sum(dtype=dtype) for part in values.split(cu_seqlens.diff().tolist())])
     ends = cu_seqlens.long()
     at_ends = torch.zeros(ends.numel(), dtype=dtype, device=values.device)
     carried, start = at_ends.new_zeros(()), 0

@@ -74,21 +74,12 @@ def summarise(sums: Tensor, maxima: Tensor) -> Summary:
     return Summary(mean, math.sqrt(max(squares / count - mean * mean, 0.0)), -float(maxima[0]), float(maxima[1]))
 
 
-def regression_moments(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """[5] fp64 sums over the mask: count, R, R^2, R - V, (R - V)^2."""
-    return torch.stack([_regression_of_chunk(*chunk) for chunk in in_chunks(value, returns, mask)]).sum(0)
+def explained_variance(returns: Tensor, errors: Tensor) -> float:
+    """1 - Var(R - V) / Var(R); nan if the returns do not vary (beyond fp32 rounding).
 
-
-def _regression_of_chunk(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    target = torch.where(mask, returns, 0.0).double()
-    error = target - torch.where(mask, value, 0.0)
-    sums = mask.sum().double(), target.sum(), target.square_().sum(), error.sum(), error.square_().sum()
-    return torch.stack(sums)
-
-
-def explained_variance(moments: Tensor) -> float:
-    """1 - Var(R - V) / Var(R) from summed `regression_moments`; nan if the returns do not vary (beyond fp32 rounding)."""
-    count, target, target_squares, error, error_squares = moments.tolist()
+    returns, errors: sums [3] of `Moments` of R and R - V over the same tokens.
+    """
+    (count, target, target_squares), (_, error, error_squares) = returns.tolist(), errors.tolist()
     if count == 0:
         return math.nan
     variance = target_squares / count - (target / count) ** 2

@@ -24,7 +24,6 @@ from megappo.algo.summaries import (
     explained_variance,
     masked_moments,
     moments_of_chunk,
-    regression_moments,
     summarise,
 )
 from megappo.data.packing import PackedBatch
@@ -93,24 +92,26 @@ class StepRecord:
         of_samples = {name: masked_moments(x, mask) for name, (x, mask) in self._of_samples().items()}
         moments = {**self._of_tokens(), **of_samples}
         sums = {name: found.sums for name, found in moments.items()}
-        for role, (value, _, returns) in self._critic_fields.items():
-            sums[f"fit {role}"] = regression_moments(self.batch[value], self.batch[returns], self.value_mask)
         sums["retries"] = torch.tensor(list(self.scored.retries.values()), dtype=torch.float64)
         sums["unscored"] = torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64)
         return Totals(sums, {name: found.maxima for name, found in moments.items()})
 
     def _of_tokens(self) -> dict[str, Moments]:
         """Name -> moments over the sampled tokens, of value and returns over those with a target, a chunk of tokens at a time."""
-        of_critics = [name for one in self._critic_fields.values() for name in (one.value, one.returns)]
+        critics = self._critic_fields.values()
+        of_critics = [name for one in critics for name in (one.value, one.returns)]
         names = ["entropy", "raw_advantage", *of_critics]
         read = [*names, "logprob", "ref_logprob"] if "ref_logprob" in self.batch else names
         kinds = sorted({self.kl_estimator, "k1", "k3"}) if len(read) > len(names) else []
-        learned = [] if self.value_mask is self._mask else of_critics
-        groups = [[*(name for name in names if name not in learned), *(f"kl {kind}" for kind in kinds)], learned]
+        of_targets = [*of_critics, *(f"error {one.value}" for one in critics)]
+        of_sampled = ["entropy", "raw_advantage", *(f"kl {kind}" for kind in kinds)]
+        is_one = self.value_mask is self._mask
+        groups = [[*of_sampled, *of_targets], []] if is_one else [of_sampled, of_targets]
         parts: list[list[Moments]] = [[], []]
         for mask, targets, *chunk in in_chunks(self._mask, self.value_mask, *(self.batch[name] for name in read)):
             values = dict(zip(names, chunk))
             values |= {f"kl {kind}": kl_of_log_ratio(chunk[-2] - chunk[-1], kind) for kind in kinds}
+            values |= {f"error {one.value}": values[one.returns].double() - values[one.value] for one in critics}
             for where, group, found in zip((mask, targets), groups, parts):
                 if group:
                     found.append(moments_of_chunk([values[name] for name in group], true_positions(where)))
@@ -251,8 +252,11 @@ class StepRecord:
     def explained_variance(self) -> float:
         """Share of the variance of the returns that the values explain, before the updates: the least of the critics'. NaN if the
         returns of one are all alike."""
-        found = [explained_variance(self.totals[f"fit {role}"]) for role in self._critic_fields]
+        found = [self._explained_variance(fields) for fields in self._critic_fields.values()]
         return min(found, key=lambda one: (not math.isnan(one), one))
+
+    def _explained_variance(self, critic: CriticFields) -> float:
+        return explained_variance(self.totals[critic.returns], self.totals[f"error {critic.value}"])
 
     def _of_critics(self) -> dict[str, float]:
         """Empty without a critic."""
@@ -266,7 +270,7 @@ class StepRecord:
         c = self.critics[role]
         metrics = {
             Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
-            Metric.CRITIC_EXPLAINED_VARIANCE.value: explained_variance(self.totals[f"fit {role}"]),
+            Metric.CRITIC_EXPLAINED_VARIANCE.value: self._explained_variance(fields),
             Metric.CRITIC_VALUE_ERROR_MAX.value: c.maxima.get("value_error_max", 0.0),
             Metric.CRITIC_GRAD_NORM.value: c.grad_norm,
             Metric.CRITIC_SKIPPED.value: c.skipped,
