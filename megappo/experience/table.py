@@ -91,7 +91,7 @@ class SampleTable:
 
     @cached_property
     def _balanced(self) -> dict[int, Tensor]:
-        """Number of shares -> `balanced`: half a microsecond a sample, and each pass of a role asks for it."""
+        """Number of shares -> `balanced`, which every pass of a role asks for."""
         return {}
 
     def rows(self, chosen: Tensor) -> SampleTable:

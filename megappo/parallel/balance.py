@@ -30,8 +30,10 @@ def parts_balanced(lengths: NDArray[numpy.int64], num_parts: int) -> NDArray[num
     Every rank plans for all samples of a step, so rounds do at once what a heap does one by one, in a tenth of its time: of the
     parts in ascending order each takes the next sequence, up to the first that is heavier than one that has taken already.
     """
+    if num_parts == 1:
+        return numpy.zeros_like(lengths)
     order = _longest_first(lengths)
-    bits = max(1, (num_parts - 1).bit_length())
+    bits = (num_parts - 1).bit_length()
     # A load and its part in one integer: one sort orders both, and the lower of two equal parts comes first.
     sizes, loads = lengths[order] << bits, numpy.arange(num_parts)
     given = numpy.empty_like(sizes)
