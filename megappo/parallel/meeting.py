@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.platform.device import ranks_of_run
 from megappo.resilience.ranks import name_ranks, ranks_by_value
 
 # Seconds after which a waiting rank leaves a mark for the message about those that are missing. Meetings are shorter as a rule
@@ -91,7 +92,7 @@ def raise_diverged(point: Point, group: dist.ProcessGroup) -> NoReturn:
     """Raise ScheduleDiverged with the points of all ranks of the group. Collective."""
     points: list = [None] * group.size()
     dist.all_gather_object(points, point, group=group)
-    at = dict(zip(dist.get_process_group_ranks(group), points))
+    at = dict(zip(ranks_of_run(group), points))
     raise ScheduleDiverged(f"the ranks are at different points of the schedule: {_by_rank(at)}")
 
 
@@ -107,16 +108,18 @@ def _combine(largest: Tensor, point: Point, limit: Limit, group: dist.ProcessGro
         return
     # By the group: a rank may be in the meeting of one role while ranks of another role wait for it.
     marks = dist.PrefixStore(f"megappo.meeting.{group.group_name}", dist.distributed_c10d._get_default_store())
-    marks.set(str(dist.get_rank()), point.work)
+    ranks = ranks_of_run(group)
+    own = ranks[group.rank()]
+    marks.set(str(own), point.work)
     try:
         work.wait()
     except RuntimeError as error:
         time.sleep(grace_s)  # the others that are here leave their marks by then
-        missing = _missing(marks, group)
+        missing = _missing(marks, ranks)
         raise RankIsLate(
-            f"rank {dist.get_rank()} waited for {missing} before {point.work} ({limit.key} = {limit.seconds:g}): {error}"
+            f"rank {own} waited for {missing} before {point.work} ({limit.key} = {limit.seconds:g}): {error}"
         ) from error
-    marks.delete_key(str(dist.get_rank()))
+    marks.delete_key(str(own))
 
 
 def _is_over(work: dist.Work, seconds: float) -> bool:
@@ -127,10 +130,10 @@ def _is_over(work: dist.Work, seconds: float) -> bool:
         return False
 
 
-def _missing(marks: dist.Store, group: dist.ProcessGroup) -> str:
-    """Ranks of the group without a mark, in words."""
+def _missing(marks: dist.Store, ranks: Sequence[int]) -> str:
+    """Those of the ranks without a mark, in words."""
     try:
-        missing = [rank for rank in dist.get_process_group_ranks(group) if not marks.check([str(rank)])]
+        missing = [rank for rank in ranks if not marks.check([str(rank)])]
     except RuntimeError:  # the store is gone with the process that held it
         missing = []
     return name_ranks(missing) if missing else "the others"

@@ -100,6 +100,13 @@ def world_group() -> dist.ProcessGroup:
     return world
 
 
+def ranks_of_run(group: dist.ProcessGroup) -> list[int]:
+    """World ranks of a group as the run counts them, inside a part of the world too (`rollout/subworld.py`): for messages."""
+    ranks = dist.get_process_group_ranks(group)
+    outside = getattr(dist.distributed_c10d._world, "ranks_of_run", None)
+    return ranks if outside is None else [outside[rank] for rank in ranks]
+
+
 @contextmanager
 def as_world(group: dist.ProcessGroup) -> Iterator[None]:
     """Let `group` be the default group inside, for libraries that exchange over it and take none as an argument.

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.parallel.meeting import RankIsLate
+from megappo.platform.device import ranks_of_run
 from megappo.rollout.dealing import deal
 from megappo.rollout.types import Replica, Request, Response, RolloutEngine, SamplingParams
 
@@ -109,8 +110,8 @@ class _Waiting:
         try:
             dist.broadcast(box, group_src=0, group=group)
         except RuntimeError as error:
-            leader = dist.get_process_group_ranks(group)[0]
+            ranks = ranks_of_run(group)
             raise RankIsLate(
-                f"rank {dist.get_rank()} waited for rank {leader} to take requests for their replica: {error}"
+                f"rank {ranks[group.rank()]} waited for rank {ranks[0]} to take requests for their replica: {error}"
             ) from error
         return int(box)

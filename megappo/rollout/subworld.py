@@ -42,8 +42,9 @@ class SubWorld:
         world = dist.distributed_c10d._world
         name, tag = world.pg_names[group], world.pg_to_tag[group]
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        # The attributes of torch's `_World`.
+        # The attributes of torch's `_World`, and how the run counts these ranks (`platform.device.ranks_of_run`).
         self._state = SimpleNamespace(
+            ranks_of_run=self.ranks,
             default_pg=group,
             pg_map={group: world.pg_map[group]},
             pg_names={group: name},

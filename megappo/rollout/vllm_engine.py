@@ -7,6 +7,7 @@ contains vLLM's effects on the process, `vllm_outputs.py` makes arrays of what i
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -27,6 +28,8 @@ from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.lora import shapes_beside_base
 from megappo.parallel.groups import meet
+from megappo.platform.device import ranks_of_run
+from megappo.resilience.ranks import name_ranks
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.subworld import SubWorld
 from megappo.rollout.types import Replica, Request, Response, SamplingParams
@@ -93,6 +96,7 @@ class VllmEngine:
         self._tokenizer = tokenizer
         self._detokenize = detokenize
         self._asked: dict[str, tuple[SamplingParams, SampledRows]] = {}
+        self._drawn = 0  # digest of the tokens of this generation, in whatever order they finish
         self._version: int | None = None
         self._sync: WeightSync | AdapterSync | None = None
         self._adapter_shapes = None if lora is None else shapes_beside_base(arch, lora)
@@ -190,6 +194,7 @@ class VllmEngine:
             self._memory.wake_cache()
             yield
             assert not self._asked, "requests were left unanswered"
+            self._require_same_tokens()
             self._finish_steps()
             self._memory.sleep_cache()
 
@@ -226,9 +231,10 @@ class VllmEngine:
         responses = []
         for output in self._llm.llm_engine.step():  # finished ones only
             sampling, rows = self._asked.pop(output.request_id)
+            number = int(output.request_id)
+            self._drawn += zlib.crc32(rows.ids_table[:, 0].tobytes(), number)
             if self.replica.is_leader:
                 stop = sampling.stop if self._tokenizer is None else ()
-                number = int(output.request_id)
                 responses.append(response_of(number, output.outputs[0], rows, self._version, stop, self._detokenize))
         return responses
 
@@ -240,6 +246,22 @@ class VllmEngine:
         """Release the weights until the next push (`rollout.sleep: all`); `serving` raises before it."""
         with self._running():
             self._memory.sleep_weights()
+
+    def _require_same_tokens(self) -> None:
+        """RuntimeError on the ranks of a replica that drew different tokens, each of which then read what others did not draw:
+        their requests or random numbers differed. Collective over the replica."""
+        drawn, self._drawn, group = self._drawn, 0, self.replica.group
+        if group is None:
+            return
+        of_ranks = torch.zeros(group.size(), dtype=torch.int64)
+        of_ranks[group.rank()] = drawn
+        dist.all_reduce(of_ranks, group=group)
+        if len(set(of_ranks.tolist())) > 1:
+            ranks = name_ranks(ranks_of_run(group))
+            raise RuntimeError(
+                f"{ranks} of a vLLM replica drew different tokens (digests {of_ranks.tolist()}); "
+                "their responses are wrong, so none is used"
+            )
 
     def _finish_steps(self) -> None:
         """Let vLLM finish the steps that it scheduled ahead (asynchronous scheduling) and drop the answered requests."""

@@ -37,6 +37,7 @@ MAX_RUNNING = 4
 PLAIN = SamplingParams(max_tokens=90, temperature=0.9, stop_token_ids=(17, 42, 99))
 KEPT = dataclasses.replace(PLAIN, max_tokens=20, top_k=6, top_p=0.9, record_kept=True)
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
+UNENDING = SamplingParams(max_tokens=6)  # ranks that draw other tokens end together all the same
 SAMPLINGS = {"plain": PLAIN, "kept": KEPT, "greedy": GREEDY}
 
 
@@ -149,6 +150,8 @@ def run_vllm(rank: int, path: str, tp: int) -> dict[str, Any]:
         mixed = [(requests()[:3], PLAIN), (requests()[3:6], KEPT), (requests()[6:9], GREEDY)]
         answered = {response.number: response for response in drained(engine, mixed, 2)}
         found["mixed"] = {number: readable([response])[0] for number, response in answered.items()}
+        of_rank = [dataclasses.replace(requests(1)[0], seed=rank)]
+        found["unlike"] = error_of(lambda: generate(engine, of_rank, UNENDING))
         if tp == 1:
             found["interrupted"] = error_of(lambda: generate(engine, requests(), PLAIN, interrupt)), engine.num_unfinished
             found["refused"] = error_of(lambda: generate(engine, requests(), PLAIN))
@@ -238,6 +241,15 @@ def test_one_request_and_none(world, engine):
 @VLLM
 def test_the_process_state_of_vllm_is_entered_once_for_a_batch(world, engine):
     assert [result[engine]["entries"] for result in world] == [1, 1]
+
+
+def test_ranks_of_a_replica_that_draw_different_tokens_all_say_so(world):
+    """Here of different seeds. Replicas may draw what they like."""
+    for result in world:
+        said = result["vllm tp2"]["unlike"]
+        assert (
+            said.startswith("ranks 0-1 of a vLLM replica drew different tokens (digests [") and result["vllm tp1"]["unlike"] == ""
+        )
 
 
 @VLLM

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from megappo.parallel.groups import meet
 from megappo.parallel.meeting import RankIsLate
-from megappo.rollout.generation import gather_responses, generate
+from megappo.rollout.generation import _Waiting, gather_responses, generate
 from megappo.rollout.types import Replica, Request, Response, SamplingParams, Segment
 
 from ..worlds import WorldError, spawn_world
@@ -131,6 +132,7 @@ def in_world(rank: int) -> dict[str, Any]:
     found["two of two, slow"] = run(replicas["two of two"], 57, 0.05 if rank == 3 else 0.0)
     found["four, predicted"] = run(replicas["four"], 57, predicted=PREDICTED)
     found["two of two, predicted"] = run(replicas["two of two"], 57, predicted=PREDICTED)
+    found["own counts"] = submitted_of_own_counts(replicas["two of two"])
     alone = Replica(0, 1, None, 4)
     if rank == 0:  # the only replica takes without the store
         found["alone"] = [taken_alone(alone, count) for count in COUNTS]
@@ -138,9 +140,15 @@ def in_world(rank: int) -> dict[str, Any]:
     return found
 
 
-def taken_alone(replica: Replica, count: int) -> list[int]:
-    from megappo.rollout.generation import _Waiting
+def submitted_of_own_counts(replica: Replica) -> list[tuple[int, list[int]]]:
+    """What a rank submits if each rank of a replica counts for itself. The same places are free on both, so nobody waits."""
+    engine = CountingEngine(replica)
+    with mock.patch.object(_Waiting, "_counted", lambda self, num: self._store.add("taken", num)):
+        generate(engine, Requests(57), SAMPLING)
+    return engine.submitted
 
+
+def taken_alone(replica: Replica, count: int) -> list[int]:
     waiting, taken = _Waiting(count, replica), []
     while waiting:
         taken += waiting.take(3)
@@ -215,6 +223,13 @@ def test_the_ranks_of_a_replica_submit_the_same_before_the_same_step(world, case
         assert first[case]["submitted"] == second[case]["submitted"]
     if case == "two of two, slow":
         assert len({before for before, _ in world[0][case]["submitted"]}) > 2, "it takes again and again"
+
+
+def test_ranks_that_count_for_themselves_submit_other_requests(world):
+    """Negative control of the test above."""
+    for first, second in (world[:2], world[2:]):
+        assert first["own counts"][0] == second["own counts"][0], "their own share needs no count"
+        assert first["own counts"] != second["own counts"]
 
 
 def test_a_batch_that_fits_is_dealt_out_at_once_and_evenly(world):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -249,12 +250,48 @@ class ByRanks(Rule):
         return [one for one in super().poll() if one.number % 2 == self._rank]
 
 
-def asked_of_replica(rank: int) -> list[int]:
-    """Numbers of the turns that an engine of two ranks draws, in its order, where those of rank 1 are answered rounds later
-    (`tests/trainer/test_chains.py` has the ranks)."""
-    engine = ByRanks(rank)
-    with mock.patch.object(turns, "ROUND_S", 0.01):
-        answers(engine, Beside(observe, lambda turn: 0.1 * (turn.number % 2)), 4)
+class HeldForRounds:
+    """An environment that answers the first turn of sample 3 when its rank has waited ten times, and every other turn at once."""
+
+    def __init__(self) -> None:
+        self._held, self._rounds = Future[None](), 0
+
+    def start(self, turn: Turn) -> Asked:
+        future = self._held if (turn.number, turn.index) == (3, 0) else Future()
+        if future is not self._held:
+            future.set_result(None)
+        return Asked(future, lambda: Answer(observe(turn), 0.5))
+
+    def wait(self, *_: object) -> None:
+        self._rounds += 1
+        if self._rounds == 10:
+            self._held.set_result(None)
+
+    def close(self) -> None: ...
+
+
+class WentOn(Exception): ...
+
+
+def asked_of_replica(rank: int, *, agrees: bool = True) -> list[int]:
+    """Numbers of the turns that an engine of two ranks draws, in its order, where one of rank 1 is answered rounds after the others
+    (`tests/trainer/test_chains.py` has the ranks). agrees: the ranks tell each other how many turns are open; without that they
+    would wait for each other for ever, so the answer ends with the first turns that go on."""
+    engine, environment = ByRanks(rank), HeldForRounds()
+    submit = engine.submit
+
+    def end_there(requests: Sequence[Request], sampling: SamplingParams) -> None:
+        submit(requests, sampling)
+        if len(engine.asked) > 4:
+            raise WentOn
+
+    alone = contextlib.ExitStack()
+    if not agrees:
+        alone.enter_context(mock.patch.object(dist, "all_reduce"))
+        alone.enter_context(mock.patch.object(engine, "submit", end_there))
+        alone.enter_context(contextlib.suppress(WentOn))
+    with mock.patch.object(turns, "wait", environment.wait), alone:
+        answers(engine, environment, 4)
     return [one.number for one in engine.asked]
 
 

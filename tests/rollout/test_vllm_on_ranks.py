@@ -300,4 +300,5 @@ def test_the_death_of_a_rank_is_told_to_its_engine_and_to_the_others(checkpoint,
         spawn_world(with_a_death, 3, checkpoint, str(tmp_path))
     of_trainer, of_engine = (Path(tmp_path, f"told {rank}").read_text() for rank in (0, 1))
     assert "by peer" in of_engine and "by peer" in of_trainer, "not by a limit"
+    assert "RankIsLate rank 1 waited for rank 2 before the end of generation" in of_engine, "ranks of the world, not of the engine"
     assert "RankIsLate rank 0 waited for" in of_trainer and "before the update of the policy" in of_trainer

@@ -219,7 +219,8 @@ def on_rank(rank: int) -> dict[str, Any]:
         collect(requests, [replace(one, fault="no tool" if one.number == 3 else None) for one in responses])
     except EnvironmentFault as error:
         said = str(error)
-    return {**collected(), "said": said, "asked": asked_of_replica(rank)}
+    asked = {"asked": asked_of_replica(rank), "asked alone": asked_of_replica(rank, agrees=False)}
+    return {**collected(), "said": said, **asked}
 
 
 def test_contexts_are_samples_behind_those_of_the_requests():
@@ -236,6 +237,7 @@ def test_ranks_that_drew_parts_have_the_advantages_of_one():
     for rank in spawn_world(on_rank, 2):
         assert rank.pop("said") == "rank 1: no tool", "one rank's environment failed, and all raise it"
         assert rank.pop("asked") == [0, 1, 2, 3] * 3, "turns go on together once those of all ranks are answered"
+        assert rank.pop("asked alone") == [0, 1, 2, 3, 0, 2], "negative control: those of rank 0 do not wait for rank 1"
         assert rank["together"] and {k: v for k, v in rank.items() if k != "fields"} == {
             k: v for k, v in alone.items() if k != "fields"
         }
