@@ -103,8 +103,7 @@ class HostWork:
         self._divisions = tuple(dict.fromkeys(shares.values()))
         self._spread = Shares.of_world(plan.world_size)
         self._own = self._tokens_each(plan.world_size)
-        # Without vLLM the ranks answer for the samples in turn.
-        drawing = plan.replicas if plan.rollout is not None else plan.world_size
+        drawing = plan.world_size if plan.rollout is None else plan.replicas * config.rollout.tp
         self._drawn, self._responses = self._tokens_each(drawing), ceil(step.samples / drawing) * config.rollout.drawn_tokens
         self._fields = {"response_mask", "rollout_logprob", *self._existing({"kept"})}
         if config.rollout.window_tokens is not None:
@@ -147,9 +146,7 @@ class HostWork:
     def _place(self, rank: int) -> tuple[bool, tuple[Part, ...]]:
         """All that the work of a rank depends on: True if it answers for samples, and its part in every division."""
         plan = self._plan
-        draws = plan.rollout is None or (
-            plan.generates(rank) and plan.placements["rollout"].position_of(rank) % plan.config.rollout.tp == 0
-        )
+        draws = plan.rollout is None or plan.generates(rank)
         return draws, tuple(_part(shares, rank) for shares in self._divisions)
 
     def _at_rest(self, draws: bool) -> float:

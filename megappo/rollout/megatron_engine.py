@@ -31,7 +31,7 @@ _KEPT = "kept "
 
 class MegatronRollout:
     """Rollout engine that samples with the engine of the policy, whose ranks are one replica. A step of it is one token for all
-    running requests; rank r of R answers for the requests with number % R = r.
+    running requests.
 
     detokenize: ids -> text, needed for stop strings only. logits_dtype: the logits are rounded to it, as the trainer does with
     `policy.logits_dtype`.
@@ -98,12 +98,12 @@ class MegatronRollout:
         assert sampling is not None
         for one, *drawn in zip(growing, *self._draw(growing, sampling)):
             one.add(*drawn)
-        self._growing, responses, ranks = [], [], self._engine.host_group
+        self._growing, responses = [], []
         for one in growing:
             is_stopped = self._ends(one, sampling)
             if not is_stopped and one.num_sampled < one.limit:
                 self._growing.append(one)
-            elif one.number % dist.get_world_size(ranks) == dist.get_rank(ranks):
+            elif self.replica.answers(one.number):
                 responses.append(one.response("stop" if is_stopped else "length", self._version))
         return responses
 

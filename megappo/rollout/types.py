@@ -210,8 +210,7 @@ class Replica:
     """The ranks that answer requests together, as one of them sees it.
 
     index: number of this rank's replica, of `count`. group: its ranks, on the host, the first of which takes requests for all; None
-    if the replica is one rank. max_running: requests that it works on at once; None
-    for any number.
+    if the replica is one rank. max_running: requests that it works on at once; None for any number.
     """
 
     index: int
@@ -223,6 +222,10 @@ class Replica:
     def is_leader(self) -> bool:
         """True on the rank that takes requests for the replica."""
         return self.group is None or dist.get_rank(self.group) == 0
+
+    def answers(self, number: int) -> bool:
+        """True on the rank that answers for this request: the ranks of a replica, which all draw the same, answer in turn."""
+        return self.group is None or number % self.group.size() == self.group.rank()
 
 
 class RolloutEngine(Protocol):

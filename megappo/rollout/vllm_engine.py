@@ -1,7 +1,7 @@
 """Generation by vLLM inside the trainer's ranks.
 
-Every rank hosts one vLLM worker, or only those of a `SubWorld` do; tp neighbouring ranks form a replica, whose first rank answers
-for it. Weights never come from disk: vLLM starts with dummy weights and `bridge/` fills them (`push_weights`). `vllm_process.py`
+Every rank hosts one vLLM worker, or only those of a `SubWorld` do; tp neighbouring ranks form a replica and answer for its requests
+in turn. Weights never come from disk: vLLM starts with dummy weights and `bridge/` fills them (`push_weights`). `vllm_process.py`
 contains vLLM's effects on the process, `vllm_outputs.py` makes arrays of what it draws.
 """
 
@@ -226,14 +226,14 @@ class VllmEngine:
             self._asked[name] = (sampling, rows)
 
     def poll(self) -> list[Response]:
-        """See `rollout.types.RolloutEngine`. The first rank of a replica answers for it; all of them draw the same."""
+        """See `rollout.types.RolloutEngine`."""
         assert self._version is not None
         responses = []
         for output in self._llm.llm_engine.step():  # finished ones only
             sampling, rows = self._asked.pop(output.request_id)
             number = int(output.request_id)
             self._drawn += zlib.crc32(rows.ids_table[:, 0].tobytes(), number)
-            if self.replica.is_leader:
+            if self.replica.answers(number):
                 stop = sampling.stop if self._tokenizer is None else ()
                 responses.append(response_of(number, output.outputs[0], rows, self._version, stop, self._detokenize))
         return responses

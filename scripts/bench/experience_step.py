@@ -43,7 +43,7 @@ ROLES = ("policy", "critic", "reference")
 
 @dataclass(frozen=True)
 class Shape:
-    """A step. samples, tokens: number of samples and their mean length. tp: of the roles; one rank of each replica draws."""
+    """A step. samples, tokens: number of samples and their mean length. tp: of the roles, and of the replicas that draw."""
 
     world: int
     samples: int
@@ -61,7 +61,7 @@ class Shape:
         length = torch.randint(self.tokens // 2, self.tokens * 3 // 2 + 1, (self.samples,), generator=generator).int()
         prompt = torch.full_like(length, self.tokens // 16)
         number, none = torch.arange(self.samples), torch.zeros_like(length)
-        drawn_by = (number % (self.world // self.tp) * self.tp).int()
+        drawn_by = (number % self.world).int()
         truncated = (number % 8 == 0).int()
         return SampleTable(length, prompt, length - prompt, truncated, none, none, drawn_by, none, none, none, none - 1)
 

@@ -229,7 +229,7 @@ def test_a_slow_rank_changes_no_answer(world, engine):
     if engine == "vllm tp1":
         assert MAX_RUNNING <= len(took[1]) < len(took[0]), "the slow replica takes fewer"
     else:
-        assert took[1] == [], "the first rank answers for its replica"
+        assert took == [list(range(rank, COUNT, 2)) for rank in range(2)], "the ranks of a replica answer in turn"
 
 
 @VLLM
@@ -257,11 +257,11 @@ def test_requests_of_different_sampling_run_together(world, engine):
     """Rows of the sampler are as wide as those of the request that records most ids."""
     for rank, result in enumerate(world):
         mixed = result[engine]["mixed"]
-        if engine == "vllm tp2" and rank == 1:
-            assert mixed == {}
-            continue
+        answered = range(rank, 9, 2) if engine == "vllm tp2" else range(9)
+        assert sorted(mixed) == list(answered)
         for name, numbers in (("plain", range(3)), ("kept", range(3, 6)), ("greedy", range(6, 9))):
-            assert [mixed[number] for number in numbers] == [result[engine][name][0][number] for number in numbers]
+            mine = [number for number in numbers if number in answered]
+            assert [mixed[number] for number in mine] == [result[engine][name][0][number] for number in mine]
 
 
 def test_an_engine_that_was_interrupted_refuses_to_go_on(world):

@@ -78,10 +78,10 @@ class CountingEngine:
         self.ages = {number: self.ages[number] + 1 for number in self.running}
         done = [number for number, tokens in self.running.items() if self.ages[number] == len(tokens)]
         answers = [(number, numpy.array(self.running.pop(number), numpy.int32)) for number in done]
-        if not self.replica.is_leader:
-            return []
         return [
-            Response(number, (Segment(tokens, numpy.zeros(len(tokens), numpy.float32), 0),), "stop") for number, tokens in answers
+            Response(number, (Segment(tokens, numpy.zeros(len(tokens), numpy.float32), 0),), "stop")
+            for number, tokens in answers
+            if self.replica.answers(number)
         ]
 
 
@@ -210,9 +210,11 @@ def test_a_replica_reads_and_runs_only_what_it_answers(world, case):
     name = case[0] if isinstance(case, tuple) else case
     size = 2 if name.startswith("two") else 1
     for rank, result in enumerate(world):
-        leader = world[rank - rank % size]
-        assert sorted(result[case]["read"]) == leader[case]["mine"]
-        assert result[case]["mine"] == ([] if rank % size else leader[case]["mine"]), "the first rank answers for its replica"
+        replica = world[rank - rank % size :][:size]
+        answered = sorted(number for one in replica for number in one[case]["mine"])
+        assert sorted(result[case]["read"]) == answered
+        mine = [number for number in answered if number % size == rank % size]
+        assert result[case]["mine"] == mine, "the ranks of a replica answer in turn"
         if name != "unlimited":
             assert result[case]["most"] <= (1 if name.endswith("time") else 4)
 
@@ -227,9 +229,10 @@ def test_the_ranks_of_a_replica_submit_the_same_before_the_same_step(world, case
 
 def test_ranks_that_count_for_themselves_submit_other_requests(world):
     """Negative control of the test above."""
-    for first, second in (world[:2], world[2:]):
-        assert first["own counts"][0] == second["own counts"][0], "their own share needs no count"
-        assert first["own counts"] != second["own counts"]
+    replicas = [[result["own counts"] for result in pair] for pair in (world[:2], world[2:])]
+    assert all(first[0] == second[0] for first, second in replicas), "their own share needs no count"
+    # On a busy machine one of the replicas may take all the rest before the other has drawn its first.
+    assert any(first != second for first, second in replicas)
 
 
 def test_a_batch_that_fits_is_dealt_out_at_once_and_evenly(world):
@@ -243,7 +246,7 @@ def test_a_batch_that_fits_is_dealt_out_at_once_and_evenly(world):
 
 def test_a_slow_replica_takes_fewer(world):
     for case, slow, fast in (("four, slow", (2, 3), (0, 1)), ("two of two, slow", (2,), (0,))):
-        sizes = [len(result[case]["mine"]) for result in world]
+        sizes = [len(result[case]["read"]) for result in world]
         assert all(sizes[one] >= 4 for one in slow), "its own share"
         assert max(sizes[one] for one in slow) < min(sizes[one] for one in fast)
 
