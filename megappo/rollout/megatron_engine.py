@@ -13,7 +13,6 @@ from typing import Literal
 
 import numpy
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
