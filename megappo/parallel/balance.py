@@ -43,8 +43,10 @@ def parts_balanced(lengths: NDArray[numpy.int64], num_parts: int) -> NDArray[num
         wanting = sizes[done : done + num_parts]
         lightest = loads[: len(wanting)]
         taken = lightest + wanting
-        is_late = lightest[1:] > numpy.minimum.accumulate(taken)[:-1]
-        count = int(is_late.argmax()) + 1 if is_late.any() else len(wanting)
+        count = len(wanting)
+        if lightest[-1] > taken.min():  # else no need to look closer
+            is_late = lightest[1:] > numpy.minimum.accumulate(taken)[:-1]
+            count = int(is_late.argmax()) + 1 if is_late.any() else count
         if count >= FEWEST_OF_A_ROUND or count == len(sizes) - done:
             given[done : done + count] = lightest[:count]
             loads[:count] = taken[:count]
