@@ -26,19 +26,19 @@ from megappo.trainer.reweighting import REJECTED
 from megappo.trainer.roles import NLL_WEIGHT, PTX_WEIGHT
 from megappo.trainer.updates import READS, update_reads
 
-# Nanoseconds of one core. Measured at 64 samples of 8,192 tokens on a server's core, CPU time, memory touched before.
-# `scripts/bench_experience.py` measures them again. Of a token:
-PACK_NS = 12.0  # responses to packed tokens, mask and log-probs
-INDEX_NS = 1.6  # place of a token in the batch, at either end of an exchange
-FIELD_NS = 1.3  # a field gathered or placed, at either end
+# Nanoseconds of one core, for which `scripts/bench_experience.py` measures the phases, processor time of all threads, on two busy
+# cores of a server. Of a token:
+PACK_NS = 4.0  # responses to packed tokens, mask and log-probs, and their sums for the table
+INDEX_NS = 1.0  # place of a token in the batch, at either end of an exchange
+FIELD_NS = 0.6  # a field gathered or placed, at either end
 TEXT_NS = 900.0  # two texts by a fast BPE tokenizer of `transformers` (454 and 419) and the list of ids (33)
-AGREEMENT_NS = 28.0  # comparison with the sampler
+AGREEMENT_NS = 11.0  # comparison with the sampler
 ADVANTAGES_NS = 6.0
-METRICS_NS = 80.0
+METRICS_NS = 22.0
 # Of something else:
 KEPT_NS = 0.6  # a kept id copied: joined, gathered or placed
 WIRE_NS = 1.0  # a byte sent or received over gloo
-ROW_NS = 700.0  # a sample in a plan of owners
+ROW_NS = 150.0  # a sample in a plan of owners
 
 # Bytes of a token, as the tensors are made.
 TOKEN, INDEX, FIELD, MASK = 8, 8, 4, 1
@@ -184,8 +184,10 @@ class HostWork:
         for shares, part in zip(self._divisions, parts):
             roles = [role for role in self._shares if self._shares[role] == shares]
             reads = self._existing({name for role in roles for name in OUTPUTS[role].reads})
-            held += self._held(shares, part, reads)
-            moved = moved.then(self._sent(shares, part, reads))
+            if shares != self._spread:  # else the own samples are the share
+                held += self._held(shares, part, reads)
+                moved = moved.then(self._sent(shares, part, reads))
+            moved = moved.then(Work(0.0, ROW_NS * self._samples))
             share = self._tokens_each(shares.count)
             for role in roles:
                 cut_ns += self._cut_ns(shares, part, self._existing(OUTPUTS[role].reads))
@@ -198,7 +200,11 @@ class HostWork:
         return Work(most, moved.ns + cut_ns + back.ns + AGREEMENT_NS * self._own)
 
     def _updates(self, parts: tuple[Part, ...]) -> Work:
-        """Data of all roles that train, sent before the first of them starts; later epochs exchange within a role."""
+        """Data of all roles that train, sent before the first of them starts; later epochs exchange within a role.
+
+        Every mini-batch is balanced by itself, so that the samples that a rank owns are not its share, also where roles have a
+        replica on each rank.
+        """
         algorithm, in_windows = self._plan.config.algorithm, self._plan.config.rollout.window_tokens is not None
         held, ns, most = 0.0, 0.0, 0.0
         schedules = {role: update_schedule(self._plan.config, role) for role in self._trained}
@@ -211,7 +217,11 @@ class HostWork:
             part = parts_of[shares]
             roles = [role for role in self._trained if division[role] == key]
             fields = set().union(*(reads[role] for role in roles))
-            here, sent = self._held(shares, part, fields), self._sent(shares, part, fields)
+            if self._plan.world_size == 1:
+                here, sent = 0.0, Work()
+            else:
+                here, sent = self._held(shares, part, fields), self._sent(shares, part, fields)
+                sent = sent.then(Work(0.0, ROW_NS * self._samples))
             later = sum(schedules[role].epochs - 1 for role in roles)
             again = Work()
             if shares.count > 1 and later and part.holds | part.reads:
@@ -252,19 +262,16 @@ class HostWork:
         return self._own * self._size({"tokens", *fields})
 
     def _held(self, shares: Shares, part: Part, fields: Collection[str]) -> float:
-        """Bytes of a role's share on a rank; none where the own samples are the share."""
-        if shares == self._spread or not (part.holds or part.reads):
+        """Bytes of a role's share on a rank."""
+        if not (part.holds or part.reads):
             return 0
         return self._tokens_each(shares.count) * self._size({"tokens", *(fields if part.holds else ())})
 
     def _sent(self, shares: Shares, part: Part, fields: Collection[str]) -> Work:
         """From the owners to the ranks of a role: to each that holds fields, and tokens to those that read them alone."""
-        plan = Work(0.0, ROW_NS * self._samples)
-        if shares == self._spread:
-            return plan
         share, holders, readers = self._tokens_each(shares.count), len(shares.holders[0]), len(shares.readers[0])
         tokens = self._moved(self._own * readers, share if part.reads else 0, ("tokens",))
-        return plan.then(tokens).then(self._moved(self._own * holders, share if part.holds else 0, {"tokens", *fields}))
+        return tokens.then(self._moved(self._own * holders, share if part.holds else 0, {"tokens", *fields}))
 
     def _moved(self, sent: int, received: int, fields: Collection[str]) -> Work:
         """An exchange: the index of both ends, and the buffers of the fields that go at once. Ids travel as int32."""

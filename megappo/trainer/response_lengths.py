@@ -9,16 +9,21 @@ import torch
 
 from megappo.experience.table import SampleTable
 
+MOST_PROMPTS = 1 << 18  # 2 MiB a rank; data with more prompts are hardly visited twice
+
 
 class ResponseLengths:
     """Mean tokens of the last responses to each prompt, by its row in the data; equal on all ranks, as the table is.
 
-    Not part of a checkpoint: it decides who draws a response and when, and nothing of it. A resumed run learns it anew. 4 bytes for
-    each prompt of the data.
+    Not part of a checkpoint: it decides who draws a response and when, and nothing of it. A resumed run learns it anew. Of data with
+    more than MOST_PROMPTS prompts some of those seen last are known: memory of a rank does not grow with the data.
     """
 
     def __init__(self, num_prompts: int) -> None:
-        self._mean = numpy.full(num_prompts, numpy.nan, numpy.float32)  # NaN: not seen
+        self._size = min(num_prompts, MOST_PROMPTS)
+        # A prompt has one place, which it shares with others of large data: the last one seen is there.
+        self._prompt = numpy.zeros(self._size, numpy.int32)  # its row + 1
+        self._mean = numpy.zeros(self._size, numpy.float32)
 
     def observe(self, rows: Sequence[int], table: SampleTable) -> None:
         """Note a round's responses; samples of group i answer the prompt of `rows[i]`."""
@@ -27,15 +32,17 @@ class ResponseLengths:
         count = torch.bincount(group, minlength=len(rows))
         mean = torch.bincount(group, tokens, minlength=len(rows)) / count
         answered = (count > 0).numpy()
-        self._mean[numpy.asarray(rows)[answered]] = mean.numpy()[answered]
+        seen = numpy.asarray(rows)[answered]
+        self._prompt[seen % self._size] = seen + 1
+        self._mean[seen % self._size] = mean.numpy()[answered]
 
     def predict(self, rows: Sequence[int], samples_per_prompt: int) -> list[float] | None:
         """Lengths [rows * samples_per_prompt] of the responses to these prompts; None before any of them was seen.
 
         A prompt that was not seen counts with the mean of those of its round that were.
         """
-        mean = self._mean[numpy.asarray(rows)]
-        seen = ~numpy.isnan(mean)
+        asked = numpy.asarray(rows)
+        mean, seen = self._mean[asked % self._size], self._prompt[asked % self._size] == asked + 1
         if not seen.any():
             return None
         return numpy.where(seen, mean, mean[seen].mean()).repeat(samples_per_prompt).tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megappo.experience.table import SampleTable
-from megappo.trainer.response_lengths import ResponseLengths
+from megappo.trainer.response_lengths import MOST_PROMPTS, ResponseLengths
 
 
 def table(sampled, group, earlier=0):
@@ -33,3 +33,12 @@ def test_a_prompt_without_samples_and_samples_without_a_prompt_teach_nothing():
     lengths = ResponseLengths(10)
     lengths.observe([1, 2], table([4, 100], [1, -1]))
     assert lengths.predict([2], 1) == [4.0] and lengths.predict([1], 1) is None
+
+
+def test_memory_does_not_grow_with_the_data():
+    """Two prompts of the same place: the last one is known, and neither is taken for the other."""
+    lengths = ResponseLengths(10_000_000)
+    assert sum(value.nbytes for value in vars(lengths).values() if hasattr(value, "nbytes")) == 2 << 20
+    lengths.observe([5, 7], table([10, 30], [0, 1]))
+    lengths.observe([5 + MOST_PROMPTS], table([20], [0]))
+    assert lengths.predict([5, 7, 5 + MOST_PROMPTS], 1) == [25.0, 30.0, 20.0]
