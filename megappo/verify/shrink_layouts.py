@@ -7,7 +7,6 @@ Pure arithmetic on the `parallel` sections of the configuration.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations, count, pairwise
 from math import lcm
 from typing import NamedTuple
 
@@ -48,7 +47,7 @@ def fit_layouts(wanted: Mapping[str, ParallelConfig], max_ranks: int) -> FittedL
     def smallest_world(parallel: Mapping[str, ParallelConfig]) -> int:
         return lcm(*map(ranks_needed, parallel.values()))
 
-    parallel = _halved_to(wanted, max_ranks, smallest_world)
+    parallel = _halved_to(wanted, lambda parallel: smallest_world(parallel) <= max_ranks)
     assert parallel is not None, "a world of one rank holds any role without an axis"
     world_size = smallest_world(parallel)
     world_size *= 2 if world_size * 2 <= max_ranks else 1
@@ -58,11 +57,12 @@ def fit_layouts(wanted: Mapping[str, ParallelConfig], max_ranks: int) -> FittedL
 def fit_parts(wanted: Mapping[str, ParallelConfig], parts: Parts, max_ranks: int) -> FittedLayouts | None:
     """As `fit_layouts`, with each role on its parts of the world alone. None if an axis would be lost that a world without parts
     has room for."""
-    parallel = _halved_to(wanted, max_ranks, lambda parallel: sum(part_sizes(parallel, parts)))
+    parallel = _halved_to(wanted, lambda parallel: part_sizes(parallel, parts, max_ranks) is not None)
     whole = fit_layouts(wanted, max_ranks).parallel
     if parallel is None or any(_axes(parallel[role]) != _axes(whole[role]) for role in wanted):
         return None
-    sizes = part_sizes(parallel, parts)
+    sizes = part_sizes(parallel, parts, max_ranks)
+    assert sizes is not None
     first = [sum(sizes[:at]) for at in range(len(sizes))]
     ranks = {
         role: ranges_text(
@@ -74,25 +74,38 @@ def fit_parts(wanted: Mapping[str, ParallelConfig], parts: Parts, max_ranks: int
     return FittedLayouts(parallel, sum(sizes), _notes(wanted, parallel, f"{max_ranks} ranks for all roles together"), ranks)
 
 
-def part_sizes(parallel: Mapping[str, ParallelConfig], parts: Parts) -> tuple[int, ...]:
-    """Ranks of each part in the smallest world in which every role has whole replicas, as many as it is to have."""
-    units = {role: ranks_needed(sizes) for role, sizes in parallel.items()}
+def part_sizes(parallel: Mapping[str, ParallelConfig], parts: Parts, most: int) -> tuple[int, ...] | None:
+    """Ranks of each part in the smallest world in which every role has whole replicas, as many as it is to have; None if that has
+    more than `most` ranks."""
+    units, num_parts = {role: ranks_needed(sizes) for role, sizes in parallel.items()}, len(parts.hosts)
     at = {role: [place for place, names in enumerate(parts.hosts) if role in names] for role in units}
-    for world_size in count(len(parts.hosts)):  # ends: parts of replicas x the least common multiple of all units fit any role
-        for cuts in combinations(range(1, world_size), len(parts.hosts) - 1):
-            sizes = tuple(after - before for before, after in pairwise((0, *cuts, world_size)))
-            replicas = {role: divmod(sum(sizes[place] for place in at[role]), unit) for role, unit in units.items()}
-            if all(left == 0 and number >= parts.replicas[role] for role, (number, left) in replicas.items()):
-                return sizes
-    raise AssertionError
+    # Roles by their last part: as soon as it has a size, whole replicas fit or do not. All sizes of five parts take minutes to try.
+    ending = [[role for role in units if at[role][-1:] == [place]] for place in range(num_parts)]
+
+    def are_whole(role: str, sizes: tuple[int, ...]) -> bool:
+        replicas, left = divmod(sum(sizes[place] for place in at[role]), units[role])
+        return left == 0 and replicas >= parts.replicas[role]
+
+    def filled(sizes: tuple[int, ...], left: int) -> tuple[int, ...] | None:
+        later = num_parts - len(sizes) - 1
+        for size in range(1, left - later + 1) if later else (left,):
+            longer = (*sizes, size)
+            if all(are_whole(role, longer) for role in ending[len(sizes)]):
+                found = filled(longer, left - size) if later else longer
+                if found is not None:
+                    return found
+        return None
+
+    worlds = (filled((), world_size) for world_size in range(num_parts, most + 1))
+    return next((sizes for sizes in worlds if sizes is not None), None)
 
 
 def _halved_to(
-    wanted: Mapping[str, ParallelConfig], max_ranks: int, smallest_world: Callable[[Mapping[str, ParallelConfig]], int]
+    wanted: Mapping[str, ParallelConfig], fits: Callable[[Mapping[str, ParallelConfig]], bool]
 ) -> dict[str, ParallelConfig] | None:
-    """Layouts halved until a world of at most max_ranks holds them; None if not even roles without an axis fit."""
+    """Layouts halved until they fit; None if not even roles without an axis do."""
     parallel = dict(wanted)
-    while smallest_world(parallel) > max_ranks:
+    while not fits(parallel):
         largest = max(parallel, key=lambda role: ranks_needed(parallel[role]))
         if ranks_needed(parallel[largest]) == 1:
             return None

@@ -182,7 +182,9 @@ def test_a_rank_does_the_work_of_the_roles_that_it_hosts(tmp_path):
 
 def test_mini_batches_are_sent_also_where_every_rank_has_a_replica(tmp_path):
     """Each is balanced by itself: a rank's own samples are those of passes, and not those of its updates."""
-    table = SampleTable(*torch.full((11, 8), 6, dtype=torch.int32))
+    columns = torch.full((11, 8), 6, dtype=torch.int32)
+    columns[-1] = -1  # no sequence goes on from another
+    table = SampleTable(*columns)
     everywhere = Shares.of_world(4)
     spread = Owners.spread(table, 4)
     epoch = owners_of_epoch(table, everywhere, size=4, seed=0)
@@ -196,7 +198,9 @@ def test_mini_batches_are_sent_also_where_every_rank_has_a_replica(tmp_path):
     assert found["updates"].bytes == rest + experience + own * (8 + 1 + 4 * 4) + 2 * own * (8 + 16)
     assert found["advantages"].bytes == rest + experience
     sent_ns = 2 * own * (INDEX_NS + 6 * FIELD_NS) + own * (4 + 1 + 4 * 4) + 8192 * ROW_NS
-    cut_ns = 2 * own * FIELD_NS * ((1 + 4) + (1 + 4))  # policy: mask, log-prob, advantage, weight; critic: value, return, mask, weight
+    cut_ns = (
+        2 * own * FIELD_NS * ((1 + 4) + (1 + 4))
+    )  # policy: mask, log-prob, advantage, weight; critic: value, return, mask, weight
     assert found["updates"].seconds == pytest.approx(1e-9 * (sent_ns + cut_ns))
     assert found["log-probs, values"].seconds < found["updates"].seconds, "passes are of the own samples"
 

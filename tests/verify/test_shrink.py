@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megappo.prepare.model_rules import model_problems
 from megappo.verify.features import features, on_one_rank, one_at_a_time
 from megappo.verify.recording import LONGEST_SEQUENCE
 from megappo.verify.shrink import Run, small_run
-from megappo.verify.shrink_layouts import Parts, fit_layouts, fit_parts, ranks_needed, split_layers
+from megappo.verify.shrink_layouts import Parts, fit_layouts, fit_parts, part_sizes, ranks_needed, split_layers
 from tests.verify.models import MODELS, write_config_json
 
 SP = dict(tp=2, sequence_parallel=True)
@@ -250,3 +251,17 @@ def test_roles_keep_ranks_of_their_own(hosts, policy, critic, replicas, max_rank
         for other in held:  # whom a role meets is what placements are about
             assert bool(ranks & held[other]) == any(role in names and other in names for names in hosts)
             assert (ranks <= held[other]) == all(other in names for names in hosts if role in names)
+
+
+def test_large_roles_on_many_parts_are_fitted_at_once() -> None:
+    """All sizes of five parts of a hundred ranks would take minutes to try."""
+    large = ParallelConfig(tp=8, pp=4)
+    roles = {"policy": large, "critic": large, "reference": large, "reward_model": ParallelConfig(tp=8)}
+    parts = Parts((*((role,) for role in roles), ()), dict.fromkeys(roles, 1))
+    begun = time.process_time()
+    assert part_sizes(roles, parts, 104) is None and part_sizes(roles, parts, 105) == (32, 32, 32, 8, 1)
+    assert fit_parts(roles, parts, 8) is None, "a world of them all has tp 4 and pp 2"
+    assert time.process_time() - begun < 1
+    fitted = fit_parts(roles, parts, 29)
+    assert fitted is not None and fitted.world_size == 29
+    assert fitted.ranks == {"policy": "0-3", "critic": "4-11", "reference": "12-19", "reward_model": "20-27"}
