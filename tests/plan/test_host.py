@@ -14,7 +14,7 @@ from megappo.experience.owners import Owners
 from megappo.experience.table import SampleTable
 from megappo.parallel.shares import Shares
 from megappo.plan.estimate import GIB, make_plan
-from megappo.plan.host import FIELD_NS, INDEX_NS, KEPT_NS, METRICS_NS, OWNER, PACK_NS, ROW, ROW_NS, TEXT_NS, HostWork
+from megappo.plan.host import FIELD_NS, INDEX_NS, KEPT_NS, OWNER, ROW, ROW_NS, TEXT_NS, HostWork
 from megappo.plan.host_report import host_lines, host_warnings
 from megappo.plan.least_step import hardware_of_plan, least_step_s
 from megappo.plan.run import plan_run
