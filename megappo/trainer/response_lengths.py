@@ -15,8 +15,8 @@ MOST_PROMPTS = 1 << 18  # 2 MiB a rank; data with more prompts are hardly visite
 class ResponseLengths:
     """Mean tokens of the last responses to each prompt, by its row in the data; equal on all ranks, as the table is.
 
-    Not part of a checkpoint: it decides who draws a response and when, and nothing of it. A resumed run learns it anew. Of more than
-    MOST_PROMPTS prompts some of those seen last are known: memory of a rank does not grow with the data.
+    Not part of a checkpoint: it decides who draws a response and when, and nothing of it. A resumed run learns it anew. Memory of a
+    rank does not grow with the data: of more than MOST_PROMPTS prompts some of those seen last are known.
     """
 
     def __init__(self, num_prompts: int) -> None:
