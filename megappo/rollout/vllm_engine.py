@@ -192,6 +192,7 @@ class VllmEngine:
             raise RuntimeError(f"the vLLM engine holds {len(self._asked)} requests of a generation that failed; make a new engine")
         with self._running():
             self._memory.wake_cache()
+            self._drawn = 0
             yield
             assert not self._asked, "requests were left unanswered"
             self._require_same_tokens()
@@ -250,11 +251,11 @@ class VllmEngine:
     def _require_same_tokens(self) -> None:
         """RuntimeError on the ranks of a replica that drew different tokens, each of which then read what others did not draw:
         their requests or random numbers differed. Collective over the replica."""
-        drawn, self._drawn, group = self._drawn, 0, self.replica.group
+        group = self.replica.group
         if group is None:
             return
         of_ranks = torch.zeros(group.size(), dtype=torch.int64)
-        of_ranks[group.rank()] = drawn
+        of_ranks[group.rank()] = self._drawn
         dist.all_reduce(of_ranks, group=group)
         if len(set(of_ranks.tolist())) > 1:
             ranks = name_ranks(ranks_of_run(group))
