@@ -38,7 +38,7 @@ METRICS_NS = 22.0
 # Of something else:
 KEPT_NS = 0.6  # a kept id copied: joined, gathered or placed
 WIRE_NS = 1.0  # a byte sent or received over gloo
-ROW_NS = 150.0  # a sample in a plan of owners
+ROW_NS = 40.0  # a sample in the table, or in a plan of owners
 
 # Bytes of a token, as the tensors are made.
 TOKEN, INDEX, FIELD, MASK = 8, 8, 4, 1
