@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -187,3 +189,45 @@ def test_there_are_no_import_cycles() -> None:
 
     for name in sorted(graph):
         visit(name, ())
+
+
+# ------------------------------------------------------------------------------------------------------------------- unused code
+
+
+def names_used(tree: ast.Module) -> Iterator[str]:
+    """Names that code reads, imports or spells in a short text (a registry, an annotation in quotes)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 100:
+            yield from re.findall(r"\w+", node.value)
+
+
+def unused(sources: dict[str, str], elsewhere: str = "") -> list[str]:
+    """`file: name` of functions and classes of modules that no module reads and `elsewhere` does not name. Decorated ones are
+    registered by their decorator."""
+    trees = {path: ast.parse(source) for path, source in sources.items()}
+    used = {name for tree in trees.values() for name in names_used(tree)} | set(re.findall(r"\w+", elsewhere))
+    return [
+        f"{path}: {node.name}"
+        for path, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.decorator_list and node.name not in used
+    ]
+
+
+def test_nothing_is_there_for_the_tests_alone() -> None:
+    root = PACKAGE.parent
+    others = [*root.glob("docs/*.md"), root / "CONTRIBUTING.md", *root.glob("scripts/**/*.py"), *root.glob("examples/*.py")]
+    elsewhere = "\n".join(path.read_text(encoding="utf-8") for path in others)
+    assert unused({p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in MODULES}, elsewhere) == []
+
+
+def test_code_that_nobody_uses_is_found() -> None:
+    sources = {"a.py": "def f(): ...\nclass C: ...\n@op\ndef g(): ...", "b.py": "from megappo.a import C\ndef h(): ...\nx = 'h'"}
+    assert unused(sources) == ["a.py: f"]
+    assert unused(sources, "call `f()`") == []

@@ -83,11 +83,6 @@ RENAMED: Mapping[str, str] = {
 """Keys of earlier versions -> where their meaning is now."""
 
 
-def nearest_key(name: str, cls: type[BaseModel]) -> str | None:
-    """Known key that `name` most likely means; None if nothing is near."""
-    return _nearest(name, cls)[0]
-
-
 def hint(name: str, cls: type[BaseModel]) -> str:
     """End of the message about an unknown key: the key that is meant, or what becomes of another trainer's key here; or empty."""
     if name in RENAMED:

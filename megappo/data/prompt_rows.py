@@ -58,7 +58,6 @@ def prompts_of(source: Source, tokenizer: Tokenizer, rules: PromptRules, cache: 
         rules.max_prompt_tokens,
         source_sha256=facts["source_sha256"],
         fingerprint=fingerprint,
-        lengths=rows.lengths,
         hashes=facts["identities"],
     )
 

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
-
 from megappo.data.tokenizers import Message, Tokenizer
 
 Record = Mapping[str, Any]
@@ -75,8 +73,7 @@ class PromptSet:
     """Prompts of at most max_prompt_tokens tokens, in the order of the records.
 
     prompts: made when they are asked for, if they are those of a cache. source_sha256: of the source's content. fingerprint: of all
-    that decides the prompts and their names in messages; "" if they are not of a source. lengths: [N] int32. hashes: `identities`,
-    if they are known.
+    that decides the prompts and their names in messages; "" if they are not of a source. hashes: `identities`, if they are known.
     """
 
     prompts: Sequence[Prompt]
@@ -85,7 +82,6 @@ class PromptSet:
     max_prompt_tokens: int
     source_sha256: str = ""
     fingerprint: str = ""
-    lengths: numpy.ndarray | None = None
     hashes: Mapping[str, str] | None = None
 
     def __len__(self) -> int:
@@ -93,13 +89,6 @@ class PromptSet:
 
     def __getitem__(self, index: int) -> Prompt:
         return self.prompts[index]
-
-    @property
-    def prompt_lengths(self) -> numpy.ndarray:
-        """[N] int32, tokens of each prompt; not to be written to."""
-        if self.lengths is not None:
-            return self.lengths
-        return numpy.array([len(prompt.tokens) for prompt in self.prompts], dtype=numpy.int32)
 
     def identities(self) -> dict[str, str]:
         """SHA-256 of the choice of records (`kept`), which gives the loader's cursor its meaning, and of their token ids and

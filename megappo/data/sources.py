@@ -40,7 +40,6 @@ class Source(Protocol):
     spec: str
     files: Sequence[Path]
     choice: str
-    has_lines: bool
 
     @property
     def sha256(self) -> str: ...
@@ -99,7 +98,7 @@ class _Digested:
 class JsonLines(_Digested):
     """Lines of a .jsonl file, one record each; blank lines are none."""
 
-    choice, has_lines = "", True
+    choice = ""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
@@ -147,8 +146,6 @@ def _items(value: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
 
 class _Arrow(_Digested):
     """Records of Arrow tables: a block is an IPC stream, which keeps every type that JSON lacks."""
-
-    has_lines = False
 
     def decode(self, content: bytes, position: int) -> Record:
         import pyarrow

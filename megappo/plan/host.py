@@ -83,7 +83,8 @@ class Part(NamedTuple):
 
 
 class Place(NamedTuple):
-    """All that host work of a rank depends on. parts: of every division, in the order of `HostWork.divisions`."""
+    """All that host work of a rank depends on. draws: it answers for samples. parts: its part in every division, in the order of
+    `HostWork._divisions`."""
 
     draws: bool
     parts: tuple[Part, ...]
@@ -143,11 +144,10 @@ class HostWork:
         rest = self._at_rest(draws)
         return [HostPhase(name, round(rest + work.bytes), work.ns * 1e-9) for name, work in found.items()]
 
-    def _place(self, rank: int) -> tuple[bool, tuple[Part, ...]]:
-        """All that the work of a rank depends on: True if it answers for samples, and its part in every division."""
+    def _place(self, rank: int) -> Place:
         plan = self._plan
         draws = plan.rollout is None or plan.generates(rank)
-        return draws, tuple(_part(shares, rank) for shares in self._divisions)
+        return Place(draws, tuple(_part(shares, rank) for shares in self._divisions))
 
     def _at_rest(self, draws: bool) -> float:
         """Bytes from the end of generation to the end of the step: the responses, the table and the owners."""

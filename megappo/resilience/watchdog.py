@@ -227,8 +227,8 @@ class _Pulse:
         while not self._owner._stop.is_set():
             try:
                 self._beat()
-            except Exception as error:  # DistStoreError, or of the socket: the other thread notices that no answer comes
-                self._last_error = error
+            except Exception:  # DistStoreError, or of the socket: the other thread notices that no answer comes
+                pass
             if self.verdict is not None:
                 try:
                     self._exchange(self.verdict)

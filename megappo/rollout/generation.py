@@ -57,20 +57,6 @@ def generate(
     return sorted(responses, key=lambda response: response.number)
 
 
-def gather_responses(responses: Sequence[Response], count: int, group: dist.ProcessGroup | None = None) -> list[Response]:
-    """Gather all responses of a batch of `count` on every rank of the group, by number. Collective.
-
-    Pickled, and whole on every rank: for tools and tests, not for a training step. RuntimeError if a response is missing.
-    """
-    everywhere: list[Sequence[Response]] = [[]] * dist.get_world_size(group)
-    dist.all_gather_object(everywhere, responses, group=group)
-    found = {response.number: response for part in everywhere for response in part}
-    missing = [number for number in range(count) if number not in found]
-    if missing:
-        raise RuntimeError(f"no replica answered request {missing[0]} ({len(missing)} of {count} in all)")
-    return [found[number] for number in range(count)]
-
-
 class _Waiting:
     """Requests that were not taken yet, as far as this replica knows; false once there are none.
 

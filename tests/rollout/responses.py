@@ -7,14 +7,29 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy
+import torch.distributed as dist
 
-from megappo.rollout.generation import gather_responses, generate
+from megappo.rollout.generation import generate
 from megappo.rollout.types import KeptIds, Request, Response, RolloutEngine, SamplingParams, Segment
 
 
 def numbered(requests: Sequence[Request]) -> list[Request]:
     """The requests as a batch of their own."""
     return [dataclasses.replace(request, number=number) for number, request in enumerate(requests)]
+
+
+def gather_responses(responses: Sequence[Response], count: int, group: dist.ProcessGroup | None = None) -> list[Response]:
+    """Gather all responses of a batch of `count` on every rank of the group, by number. Collective.
+
+    RuntimeError if a response is missing.
+    """
+    everywhere: list[Sequence[Response]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, responses, group=group)
+    found = {response.number: response for part in everywhere for response in part}
+    missing = [number for number in range(count) if number not in found]
+    if missing:
+        raise RuntimeError(f"no replica answered request {missing[0]} ({len(missing)} of {count} in all)")
+    return [found[number] for number in range(count)]
 
 
 def generate_all(engine: RolloutEngine, requests: Sequence[Request], sampling: SamplingParams) -> list[Response]:

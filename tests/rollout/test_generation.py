@@ -18,7 +18,7 @@ import pytest
 from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout
 from megappo.platform import cpu
-from megappo.rollout.generation import gather_responses, generate
+from megappo.rollout.generation import generate
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import Request, Response, RolloutEngine, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
@@ -28,7 +28,7 @@ from ..models.checkpoints import write_checkpoint
 from ..worlds import spawn_world
 from .engines import make_engine
 from .policies import make_policy
-from .responses import generate_all, plain
+from .responses import gather_responses, generate_all, plain
 
 RANKS = 2
 COUNT = 21

@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from megappo.parallel.groups import meet
 from megappo.parallel.meeting import RankIsLate
-from megappo.rollout.generation import _Waiting, gather_responses, generate
+from megappo.rollout.generation import _Waiting, generate
 from megappo.rollout.types import Replica, Request, Response, SamplingParams, Segment
 
 from ..worlds import WorldError, spawn_world
+from .responses import gather_responses
 
 RANKS = 4
 SAMPLING = SamplingParams(max_tokens=16)

@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from megappo import cli
-from megappo.telemetry.jsonl import read_lines
 from megappo.trajectories import report
 from megappo.trajectories.analyse import analyse
 from megappo.trajectories.read import read_run
-from megappo.trajectories.text import as_markdown
 
-from .runs import EOS, long_run, record, write_run
+from .runs import long_run, record, write_run
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "trajectories.md").read_text(encoding="utf-8")
@@ -122,25 +120,6 @@ def test_it_needs_no_torch(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
-
-
-# --------------------------------------------------------------------------------------------------------- for the trackers
-
-
-def test_a_record_as_markdown(tmp_path):
-    text = as_markdown(record((5, 6, EOS), finish="length", parts={"a": 0.5, "b`\n": None}))
-    assert text.startswith(
-        "**score 1**, a 0.5, b not finite, 3 tokens, cut by the length limit, sample 0 of `train.jsonl#0`\n\nPrompt:\n\n```text\n"
-    )
-    assert "Response:\n\n```text\nw5 w6 \n```\n\nAnswer:\n\n```text\n2\n```\n" in text
-    (row,) = read_lines(next((write_run(tmp_path, {1: [record()]}) / "trajectories").iterdir()))
-    assert as_markdown(row) == as_markdown(record()), "written and read back it is the same"
-
-
-def test_a_response_cannot_leave_its_block():
-    text = as_markdown(record(response="a\n```\n# heading\n````\n<script>\ud83d", answer=""))
-    assert text.endswith("`````text\na\n```\n# heading\n````\n<script>?\n`````\n")
-    assert "[... 9,000 characters left out ...]" in as_markdown(record(response="x" * 10_000), longest=1000)
 
 
 # ---------------------------------------------------------------------------------------------------------------- the guide
