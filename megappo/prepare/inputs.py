@@ -93,7 +93,7 @@ def _check_progress(config: TrainConfig) -> None:
         if name not in names and not name.startswith(unknown_ends):
             nearest = nearest_name(name, names)
             hint = f"did you mean {nearest}? " if nearest else ""
-            fix = f"this run logs no such metric; {hint}docs/statistics.md lists them"
+            fix = f"this run logs no such metric; {hint}docs/metrics.md lists them"
             raise ConfigError(problem("telemetry.progress", name, fix))
 
 

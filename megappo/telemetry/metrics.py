@@ -10,23 +10,24 @@ import math
 from enum import StrEnum
 from typing import Any, Self
 
-GROUPS = (
-    "reward",
-    "eval",
-    "policy",
-    "critic",
-    "critics",
-    "kl",
-    "lengths",
-    "rollout",
-    "timing",
-    "throughput",
-    "memory",
-    "perf",
-    "checkpoint",
-    "telemetry",
-    "sft",
-)
+GROUPS = {
+    "reward": "Scores of the step's responses.",
+    "eval": "Held-out prompts, in the steps that evaluate ([evaluation](evaluation.md)).",
+    "policy": "Updates of the policy, and the advantages that they use.",
+    "critic": "Updates of the critic, and its values. Not in runs without one.",
+    "critics": "Two critics beside each other ([several critics](algorithms.md#several-critics)).",
+    "kl": "Distance of the policy from the reference.",
+    "lengths": "Prompts and responses.",
+    "rollout": "How responses were drawn, and how far sampler and trainer agree ([agreement](agreement.md)).",
+    "timing": "Seconds.",
+    "throughput": "Rates over the whole step, all ranks together.",
+    "memory": "Peaks, the largest over all ranks ([statistics](statistics.md#memory)).",
+    "perf": "FLOPs and rates of the stages ([statistics](statistics.md#flops-tflops-and-mfu)).",
+    "checkpoint": "Saves.",
+    "telemetry": "The log itself.",
+    "sft": "Runs of `megappo sft`.",
+}
+"""Group -> its line in docs/metrics.md, in the order of the page."""
 
 STAGES = (
     "prompts",
