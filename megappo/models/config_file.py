@@ -11,7 +11,9 @@ from megappo.json_object import parse_object
 def read_config(path: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory. ValueError if it is missing or not JSON."""
     file = Path(path) / "config.json"
+    if not file.is_file() and Path(path).is_dir():
+        raise ValueError(f"{path} has no config.json; a Hugging Face checkpoint directory is needed")
     if not file.is_file():
-        what = "has no config.json" if Path(path).is_dir() else "is not a directory"
-        raise ValueError(f"{path} {what}; a Hugging Face checkpoint directory is needed")
+        how = f"`hf download OWNER/NAME --local-dir {path}` fetches a checkpoint; a model's name on the hub, OWNER/NAME, does as well"
+        raise ValueError(f"{path} is not a directory; {how}")
     return parse_object(file.read_bytes(), str(file))

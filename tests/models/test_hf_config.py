@@ -187,5 +187,5 @@ def test_a_bad_config_file_is_named(content, expected, tmp_path):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=expected):
         read_arch(tmp_path)
-    with pytest.raises(ValueError, match="is not a directory"):
+    with pytest.raises(ValueError, match="is not a directory; `hf download OWNER/NAME --local-dir"):
         read_arch(tmp_path / "absent")
