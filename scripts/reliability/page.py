@@ -90,19 +90,19 @@ def sentences(figures: Figures) -> dict[str, str]:
         "in_place_s": f"{_first_step_s(figures['goodput']):.1f} s",
         "by_hand_s": f"{_first_step_s(figures['baseline']):.1f} s",
         "save_size": f"{saves['bytes'] / 1e6:.0f} MB with its optimizer",
-        "save_stall": f"for {saves['bytes'] / 1e6:.0f} MB, in the median, {_stall_times(saves['median'])}; at its fastest "
-        f"{_stall_times(saves['fastest'])}; {saves['median']['processor'] * 1000:.1f} ms of processor time",
+        "save_stall": f"{_stall_times(saves['median'])}, median for {saves['bytes'] / 1e6:.0f} MB. The fastest: "
+        f"{_stall_times(saves['fastest'])}. Processor time: {saves['median']['processor'] * 1000:.1f} ms",
         "verify": f"{_resume_times(saves, 'page cache')}; {_resume_times(saves, 'disk')}",
         "save_machine": saves["machine"],
     }
 
 
 def _stall_times(times: Figures) -> str:
-    """The stall of a save beside one that is waited for and a bare copy."""
+    """The stall of a save beside a save in the foreground and a bare copy."""
+    stall, at_once, copy = (f"{times[name] * 1000:.1f} ms" for name in ("stall", "worst", "copy"))
     return (
-        f"{times['stall'] * 1000:.1f} ms, {times['stall'] / times['sync']:.1%} of a save that is waited for ("
-        f"{times['sync']:.2f} s, hashes and fsync included); {times['worst'] * 1000:.1f} ms if an update follows at once, where a "
-        f"bare copy takes {times['copy'] * 1000:.1f} ms"
+        f"{stall}, {times['stall'] / times['sync']:.1%} of a save in the foreground ({times['sync']:.2f} s with hashes and fsync); "
+        f"{at_once} if an update follows at once (a bare copy: {copy})"
     )
 
 
@@ -113,8 +113,8 @@ def _resume_times(saves: Figures, source: str) -> str:
         for kind in ("build and load", "verified before", "verified meanwhile")
     )
     return (
-        f"from the {source} a model is built and {saves['bytes'] / 1e6:.0f} MB are loaded in {alone:.2f} s without hashes, in "
-        f"{meanwhile:.2f} s with them, which are made while it is built ({before:.2f} s if before)"
+        f"building a model and loading {saves['bytes'] / 1e6:.0f} MB from the {source} takes {alone:.2f} s without hashes, "
+        f"{meanwhile:.2f} s with hashes made meanwhile, {before:.2f} s with hashes made before"
     )
 
 
