@@ -21,7 +21,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,11 +31,9 @@ from megappo.runs.curves import Curve, curve_of
 from megappo.runs.metrics import Rows, read_rows
 from megappo.runs.read import read_run
 from megappo.telemetry.metrics import Metric
+from scripts.experiments.arms import unshifted
 from scripts.experiments.picture import Panel, draw_bands
 from scripts.experiments.results import EXPLAINED, REWARD, mean
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NUM_RANKS, STEPS = 2, 40
 LAMBDAS = (1.0, 0.5)
@@ -72,13 +69,6 @@ def main() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------------- runs
-
-
-def unshifted(output: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """`algo.alignment.align_values` without the shift: value[t] = V(x_<=t), the value of the state after the token."""
-    from megappo.algo.alignment import align_values
-
-    return output, align_values(output, cu_seqlens)[1]
 
 
 def train_without_shift(arguments: Sequence[str]) -> int:

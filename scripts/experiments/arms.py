@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scripts.experiments.tasks import COMMON, TASKS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WARM_UP = 6  # steps
 GROUP = 4  # responses to a prompt
@@ -84,3 +87,10 @@ def overrides(keys: Mapping[str, Any]) -> Iterator[str]:
     for key, value in keys.items():
         if not any(key.startswith(f"{section}.") for section in taken_back):
             yield f"{key}={str(value) if isinstance(value, Path) else json.dumps(value)}"
+
+
+def unshifted(output: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """`algo.alignment.align_values` without the shift: value[t] = V(x_<=t), the value of the state after the token."""
+    from megappo.algo.alignment import align_values
+
+    return output, align_values(output, cu_seqlens)[1]

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from megappo.runs.read import read_run
-from scripts.experiments.arms import ARMS, keys_of, overrides
+from scripts.experiments.arms import ARMS, keys_of, overrides, unshifted
 from scripts.experiments.tasks import ROOT, TASKS, prepare
 
 TIMEOUT_S = 1800.0
@@ -39,7 +39,6 @@ def _train_rank(rank: int, run_dir: Path, files: Path, task: str, arm: str, seed
     from megappo.config.loading import load_config
     from megappo.plan.run import plan_run
     from megappo.trainer import main, roles
-    from scripts.ablate_right_shift import unshifted
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # Megatron's use of torch, hundreds of lines a run
     if not ARMS[arm].shifted:

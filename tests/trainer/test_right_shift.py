@@ -19,7 +19,7 @@ from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.trainer import roles
 from megappo.trainer.roles import Critic
-from scripts.ablate_right_shift import unshifted
+from scripts.experiments.arms import unshifted
 from tests.engine.toy_engine import ToyEngine
 from tests.models.checkpoints import write_checkpoint
 
