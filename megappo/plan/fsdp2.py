@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from megappo.config.role_sections import LoraConfig
@@ -64,6 +64,125 @@ def inputs_away(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: 
     return -(-tokens // layout.cp) * (arch.num_layers - 1) * (arch.hidden_size // sequence_shards(layout)) * itemsize
 
 
+@dataclass(frozen=True)
+class _Shards:
+    """Shards of the fullest rank, and what it gathers of its tp rank. Names: of Hugging Face tensors and adapters.
+
+    held, moving: numbers of all parameters, and of those that train. weights: bytes of the shards. read: bytes of the largest
+    weight that a product makes of one in 8 bits. root, layer: bytes of the root's group and of the largest layer's, gathered.
+    moving_gathered: parameter that trains -> numbers, gathered.
+    """
+
+    held: int
+    moving: int
+    weights: int
+    read: int
+    root: int
+    layer: int
+    moving_gathered: Mapping[str, int]
+
+
+def _shards_of(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    itemsize: int,
+    *,
+    trained: bool,
+    value_head: bool,
+    lora: LoraConfig | None,
+    frozen: frozenset[str],
+) -> _Shards:
+    """Arguments as of `sharded_memory`."""
+    still = frozen_whole(arch, frozen, value_head=value_head)
+    of_adapters = {} if lora is None else shapes_beside_base(arch, lora, value_head)
+    cuts = adapter_cuts(arch, adapted_of(of_adapters))
+
+    def sizes(over: ParallelLayout) -> tuple[dict[str, int], dict[str, int]]:
+        """(all parameters, those that train) -> numbers of their shards on the first rank, which is the fullest."""
+        base = _sizes(arch, over, value_head)
+        boxes = {name: shard_box(shape, cuts.get(name, Cut(None)), over, 0) for name, shape in of_adapters.items()}
+        beside = {name: box.area for name, box in boxes.items() if box is not None}
+        everything = {**base, **beside}
+        trains = beside if lora is not None else {name: size for name, size in everything.items() if name not in still}
+        return everything, trains if trained else {}
+
+    int8 = _rows_in_8_bits(arch, layout, lora)
+
+    def in_bytes(numbers: Mapping[str, int]) -> dict[str, int]:
+        """Of tensors in the type of computation, those in 8 bits with their scales, of two bytes."""
+        return {
+            name: size * itemsize if name not in int8 else size + SCALE_BYTES * (size // int8[name][0]) * int8[name][1]
+            for name, size in numbers.items()
+        }
+
+    (of_rank, moving_of_rank), (gathered, moving_gathered) = sizes(layout), sizes(ParallelLayout(layout.tp, tp=layout.tp))
+    moving = sum(moving_of_rank.values())
+    still_in_bytes = in_bytes({name: size for name, size in of_rank.items() if name not in moving_of_rank})
+    root, layer = _in_groups(in_bytes(gathered))
+    return _Shards(
+        held=sum(of_rank.values()),
+        moving=moving,
+        weights=moving * FP32 + sum(still_in_bytes.values()),  # what trains is fp32, and rounded as it is gathered
+        read=max((gathered[name] for name in int8), default=0) * itemsize,
+        root=root,
+        layer=layer,
+        moving_gathered=moving_gathered,
+    )
+
+
+def _rows_in_8_bits(arch: ModelArch, layout: ParallelLayout, lora: LoraConfig | None) -> dict[str, tuple[int, int]]:
+    """Weight in 8 bits -> (columns of the whole weight over the tp ranks that cut its rows, scales of such a row at most)."""
+    columns = {f"{name}.weight": width for name, (_, width) in int8_modules(arch, lora).items()}
+    over_tp = hf_cuts(arch) if columns else {}
+    parts = {name: layout.tp if over_tp[name].dim == 1 else 1 for name in columns}
+    return {name: (width // parts[name], most_blocks(width, parts[name])) for name, width in columns.items()}
+
+
+def _in_groups(whole: Mapping[str, int]) -> tuple[int, int]:
+    """Totals of the root's group and of the largest layer's on one tp rank, while they are gathered."""
+    by_layer: Counter[str] = Counter()
+    for name, size in whole.items():
+        by_layer[layer_prefix(name)] += size
+    root = by_layer.pop("", 0)
+    return root, max(by_layer.values(), default=0)
+
+
+def _peaks(
+    unsharded: RoleMemory,
+    arch: ModelArch,
+    layout: ParallelLayout,
+    itemsize: int,
+    shards: _Shards,
+    scores: tuple[int, int],
+    passes: OwnPasses | None,
+    trained: bool,
+    value_head: bool,
+) -> tuple[int, int]:
+    """Bytes of activations with what is gathered beside them: in a pass without gradients, and in a training pass if it is
+    trained. Arguments as of `sharded_memory`."""
+    moving_root, moving_layer = _in_groups(shards.moving_gathered)
+    if passes is None:
+        # The root's group stays gathered, and of the layers the one at work and the next.
+        gathered = shards.root + 2 * shards.layer
+        # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
+        gradients = (moving_root + moving_layer) * (itemsize + FP32)
+        return unsharded.forward + scores[0] + gathered, unsharded.activations + scores[1] + gathered + gradients
+    projection = EMBEDDING if arch.tied_embeddings else OUTPUT
+    in_layers = [size for name, size in shards.moving_gathered.items() if layer_prefix(name)]
+    whole = Gathered(
+        shards.root,
+        shards.layer,
+        moving_root * itemsize,
+        0 if value_head else shards.moving_gathered.get(projection, 0) * itemsize,
+        max(in_layers, default=0) * itemsize,
+        moving_root * FP32,
+        moving_layer * FP32,
+        layout.dp * layout.cp,
+    )
+    forward = forward_peak(arch, layout, itemsize, passes, whole)
+    return forward, training_peak(arch, layout, itemsize, passes, whole) if trained else forward
+
+
 def sharded_memory(
     unsharded: RoleMemory,
     arch: ModelArch,
@@ -88,81 +207,22 @@ def sharded_memory(
     inputs_on_host: of `inputs_away`. passes: of a dense model of a family, whose activations are then those of
     `own_activations.py`, in place of Megatron's in `unsharded`.
     """
-    one_tp_rank = ParallelLayout(layout.tp, tp=layout.tp)
-    still = frozen_whole(arch, frozen, value_head=value_head)
-    of_adapters = {} if lora is None else shapes_beside_base(arch, lora, value_head)
-    cuts = adapter_cuts(arch, adapted_of(of_adapters))
-
-    def sizes(over: ParallelLayout) -> tuple[dict[str, int], dict[str, int]]:
-        """(all parameters, those that train) -> numbers of their shards on the first rank, which is the fullest."""
-        base = _sizes(arch, over, value_head)
-        boxes = {name: shard_box(shape, cuts.get(name, Cut(None)), over, 0) for name, shape in of_adapters.items()}
-        beside = {name: box.area for name, box in boxes.items() if box is not None}
-        everything = {**base, **beside}
-        trains = beside if lora is not None else {name: size for name, size in everything.items() if name not in still}
-        return everything, trains if trained else {}
-
-    def in_groups(whole: Mapping[str, int]) -> tuple[int, int]:
-        """Totals of the root's group and of the largest layer's on one tp rank, while they are gathered."""
-        by_layer: Counter[str] = Counter()
-        for name, size in whole.items():
-            by_layer[layer_prefix(name)] += size
-        root = by_layer.pop("", 0)
-        return root, max(by_layer.values(), default=0)
-
-    in_8_bits = {f"{name}.weight": columns for name, (_, columns) in int8_modules(arch, lora).items()}
-    over_tp = hf_cuts(arch) if in_8_bits else {}
-    parts = {name: layout.tp if over_tp[name].dim == 1 else 1 for name in in_8_bits}
-    int8 = {name: (columns // parts[name], most_blocks(columns, parts[name])) for name, columns in in_8_bits.items()}
-
-    def in_bytes(numbers: Mapping[str, int]) -> dict[str, int]:
-        """Of tensors in the type of computation, those in 8 bits with their scales, of two bytes."""
-        return {
-            name: size * itemsize if name not in int8 else size + SCALE_BYTES * (size // int8[name][0]) * int8[name][1]
-            for name, size in numbers.items()
-        }
-
-    (of_rank, moving_of_rank), (gathered_sizes, moving_gathered) = sizes(layout), sizes(one_tp_rank)
-    held, moving = sum(of_rank.values()), sum(moving_of_rank.values())
-    root, layer = in_groups(in_bytes(gathered_sizes))
-    weights = moving * FP32 + sum(in_bytes({name: size for name, size in of_rank.items() if name not in moving_of_rank}).values())
+    shards = _shards_of(arch, layout, itemsize, trained=trained, value_head=value_head, lora=lora, frozen=frozen)
+    forward, activations = _peaks(unsharded, arch, layout, itemsize, shards, scores, passes, trained, value_head)
+    waiting = sum(shards.moving_gathered.values()) * FP32 if accumulates else 0
+    weights, moving = shards.weights, shards.moving
     gradients, optimizer = moving * FP32, 2 * moving * FP32
-    # Of those in 8 bits the weight that a product reads.
-    read = max((gathered_sizes[name] for name in int8), default=0) * itemsize
-    moving_root, moving_layer = in_groups(moving_gathered)
-    waiting = sum(moving_gathered.values()) * FP32 if accumulates else 0
-    if passes is None:
-        # The root's group stays gathered, and of the layers the one at work and the next.
-        forward = unsharded.forward + scores[0] + root + 2 * layer
-        # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
-        activations = unsharded.activations + scores[1] + root + 2 * layer + (moving_root + moving_layer) * (itemsize + FP32)
-    else:
-        projection = EMBEDDING if arch.tied_embeddings else OUTPUT
-        in_layers = [size for name, size in moving_gathered.items() if layer_prefix(name)]
-        gathered = Gathered(
-            root,
-            layer,
-            moving_root * itemsize,
-            0 if value_head else moving_gathered.get(projection, 0) * itemsize,
-            max(in_layers, default=0) * itemsize,
-            moving_root * FP32,
-            moving_layer * FP32,
-            layout.dp * layout.cp,
-        )
-        forward = activations = forward_peak(arch, layout, itemsize, passes, gathered)
-        if trained:
-            activations = training_peak(arch, layout, itemsize, passes, gathered)
     saved = weights if frozen else moving * FP32  # of adapters not their base
     parameters_away, gradients_away, optimizer_away = offload
     return replace(
         unsharded,
-        parameters=held,
+        parameters=shards.held,
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=activations - inputs_on_host + read + waiting,
+        activations=activations - inputs_on_host + shards.read + waiting,
         inputs_on_host=inputs_on_host,
-        forward=forward + read,
+        forward=forward + shards.read,
         offloaded=weights * parameters_away + gradients * gradients_away,
         offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,
