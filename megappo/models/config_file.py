@@ -14,6 +14,6 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not file.is_file() and Path(path).is_dir():
         raise ValueError(f"{path} has no config.json; a Hugging Face checkpoint directory is needed")
     if not file.is_file():
-        how = f"`hf download OWNER/NAME --local-dir {path}` fetches a checkpoint; a model's name on the hub, OWNER/NAME, does as well"
+        how = f"`hf download OWNER/NAME --local-dir {path}` fetches a checkpoint; its name on the hub, OWNER/NAME, does as well"
         raise ValueError(f"{path} is not a directory; {how}")
     return parse_object(file.read_bytes(), str(file))
