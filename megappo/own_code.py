@@ -70,7 +70,7 @@ class OwnCode:
 
 @dataclass(frozen=True)
 class Use:
-    """How a function is used, for messages. takes: its argument, `one sample`. gives: the end of `a coroutine or a generator; `."""
+    """Use of a function, for messages. takes: its argument, `one sample`. gives: the end of `a coroutine or a generator; `."""
 
     takes: str
     gives: str

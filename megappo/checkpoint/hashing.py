@@ -39,7 +39,7 @@ class Fingerprint(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """How one format hashes files. name: for people. key: of a hash in the manifest. hash: of a file, with a number of threads."""
+    """Hashes of one format. name: for people. key: of a hash in the manifest. hash: of a file, with a number of threads."""
 
     name: str
     key: str

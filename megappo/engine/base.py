@@ -250,7 +250,7 @@ class Engine(StatefulModel, Protocol):
 
 
 class WithoutAdapters(ABC):
-    """What `Engine` says of adapters, for an engine, or a model in it, that has none."""
+    """The methods of `Engine` about adapters, for an engine, or a model in it, that has none."""
 
     name: str
 

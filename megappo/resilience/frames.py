@@ -49,6 +49,7 @@ def main_thread_place() -> Place:
 
 
 def place_of(innermost: FrameType) -> Place:
+    """Place of a thread in the code, from its innermost frame."""
     stack = list(_outwards(innermost))
     waits_in, begin = None, 0
     for index, frame in enumerate(stack):

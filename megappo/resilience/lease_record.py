@@ -109,6 +109,7 @@ def claim_after(run_dir: Path, lease_id: str) -> Path:
 
 
 def read_record(path: Path) -> LeaseRecord | None:
+    """Read a lease; None if there is none. ValueError, one line with the way out, if it cannot be read or is no record."""
     try:
         content = json.loads(path.read_bytes())
         record = LeaseRecord(**content, path=path)

@@ -151,7 +151,7 @@ class _Growing:
 
     @property
     def tokens(self) -> NDArray[numpy.int32]:
-        """What was given and the sampled tokens."""
+        """The given tokens, and the sampled ones after them."""
         return self._tokens[: self._start + self.num_sampled]
 
     @property

@@ -65,7 +65,7 @@ def state_of(turn: Turn | TextTurn) -> dict[str, Any]:
 
 
 def answer_turn(function: OwnFunction, turn: Turn | TextTurn) -> tuple[str, Any]:
-    """What the function returns, or, under FAILED, how it failed."""
+    """(kind, result): the result of the function, or under FAILED a line on how it failed."""
     try:
         return _ANSWERED, function.call(turn)
     except (Exception, SystemExit) as error:  # any fault of the user's code: the rank names the turn, and stops the run

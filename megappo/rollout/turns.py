@@ -44,7 +44,7 @@ An `EnvironmentFault` ends it, and is raised on all ranks after the generation."
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a turn. observation: ids that follow it; None: the trajectory ends. seconds: that the environment took.
+    """The end of a turn. observation: ids that follow it; None: the trajectory ends. seconds: that the environment took.
     is_late: it took too long, and the trajectory ends as one that was cut."""
 
     observation: Sequence[int] | None

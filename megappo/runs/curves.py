@@ -36,7 +36,7 @@ Curve = Mapping[int, float | None]
 
 @dataclass(frozen=True)
 class Difference:
-    """How far curves are apart over the `steps` that all of them have.
+    """Distance of curves over the `steps` that all of them have.
 
     largest: of the largest and the smallest value of a step, inf if one of them alone is not finite, None without a step in common.
     at: its step. parts: the first step where they differ by more than the tolerance. missing: a line on the first step that only

@@ -45,8 +45,8 @@ class Begun:
 
 
 class Unfinished(NamedTuple):
-    """What a step leaves to the next one. begun: in the order in which they go on. row, left: the prompt that has further responses
-    to begin, and their number; left is 0 if none has."""
+    """Responses that a step leaves to the next one. begun: in the order in which they go on. row, left: the prompt that has further
+    responses to begin, and their number; left is 0 if none has."""
 
     begun: tuple[Begun, ...] = ()
     row: int = -1
@@ -97,7 +97,7 @@ class Windows:
 
     @property
     def unfinished(self) -> Unfinished:
-        """What the last step left."""
+        """Responses that the last step left."""
         if self._known[0] is not self._state.unfinished:  # a resume replaced it
             self._known = self._state.unfinished, Unfinished.decoded(self._state.unfinished)
         return self._known[1]
