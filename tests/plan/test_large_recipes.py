@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,10 @@ def test_plan_accepts_it_from_the_facts_alone_and_refuses_a_third_of_the_memory(
     text = capsys.readouterr().out
     assert f"{parameters:,}" in text and f"{gpus} ranks on cuda" in text
     assert "WARNING" not in text and "would relieve it" in text
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{recipe}.yaml` |"))
+    (peak,) = re.findall(r"fullest rank: \d+, about ([\d.]+) of", text)
+    host, (size,) = re.findall(r"a rank, (\d+) on a node of 8", text), re.findall(r"about (\d+) GiB each", text)
+    assert f"| {gpus} |" in row and row.endswith(f"| {peak} | {' + '.join(host)} | {size} GiB |"), "the table of the page"
     if f"configs/large/{recipe}.yaml" in PAGE:  # what the page shows is what is printed
         shown = [line.removeprefix("    ") for line in PAGE.splitlines() if line.startswith("     ")]
         assert len(shown) >= 30 and [line for line in shown if line.strip() != "..." and line not in text.splitlines()] == []
