@@ -104,15 +104,14 @@ def export_pretrained(
     groups: ProcessGroups,
     out_dir: str | Path,
     source_dir: str | Path,
-    dtype: torch.dtype | None = None,
     adapter: AdapterTensors | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
-    """Write a Megatron model (its chunks, not wrapped) to `out_dir` in `dtype` (the model's own by default): `export_pieces`."""
+    """Write a Megatron model (its chunks, not wrapped) to `out_dir` in its own dtype: `export_pieces`."""
     value_head = isinstance(chunks[0], CriticModel)
     parameters = merged_parameters(chunks)
     pieces = _pieces_of_stage(arch, groups, value_head)
-    dtype = dtype or chunks[0].config.params_dtype
+    dtype = chunks[0].config.params_dtype
     options = {"value_head": value_head, "adapter": adapter, "shard_bytes": shard_bytes}
     export_pieces(parameters, pieces, arch, groups, out_dir, source_dir, dtype, **options)
 

@@ -15,13 +15,14 @@ class RankFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s {who}%(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
 
 
-def configure_logging(rank: int, world_size: int, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Set up the `megappo` logger of this process; a second call replaces the first. Other loggers are not touched."""
+def configure_logging(rank: int, world_size: int, stream: TextIO | None = None) -> None:
+    """Set up the `megappo` logger of this process; a second call replaces the first. Other loggers are not touched. stream: stderr
+    without one."""
     logger = logging.getLogger("megappo")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(RankFormatter(rank, world_size))
     logger.addHandler(handler)
-    logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False  # or a library's handler of the root logger prints every line again

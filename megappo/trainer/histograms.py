@@ -46,21 +46,21 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
     return found
 
 
-def even_histograms(values: Mapping[str, Tensor], num_bins: int = NUM_BINS) -> dict[str, Histogram]:
+def even_histograms(values: Mapping[str, Tensor]) -> dict[str, Histogram]:
     """Histograms of the finite values [n] of all ranks, in even bins from the smallest to the largest; a single value gets one bin
     around it, and names without any value are left out. Collective over the world."""
     exact = {name: x.detach().double().cpu() for name, x in values.items()}
     none = torch.full((1,), -math.inf, dtype=torch.float64)
     ends = maxima({name: torch.stack([torch.cat([-x, none]).max(), torch.cat([x, none]).max()]) for name, x in exact.items()})
     ranges = {name: (-float(low), float(high)) for name, (low, high) in ends.items() if high > -math.inf}
-    counted = totals({name: _counts(exact[name], ends_of, num_bins) for name, ends_of in ranges.items()})
+    counted = totals({name: _counts(exact[name], ends_of) for name, ends_of in ranges.items()})
     return {name: _histogram(counted[name], ends_of) for name, ends_of in ranges.items()}
 
 
-def _counts(x: Tensor, ends: tuple[float, float], num_bins: int) -> Tensor:
+def _counts(x: Tensor, ends: tuple[float, float]) -> Tensor:
     if ends[0] == ends[1] or not x.numel():
-        return torch.tensor([x.numel()] + [0] * (num_bins - 1), dtype=torch.float64)
-    return torch.histogram(x, num_bins, range=ends).hist
+        return torch.tensor([x.numel()] + [0] * (NUM_BINS - 1), dtype=torch.float64)
+    return torch.histogram(x, NUM_BINS, range=ends).hist
 
 
 def _histogram(counts: Tensor, ends: tuple[float, float]) -> Histogram:
