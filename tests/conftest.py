@@ -43,6 +43,7 @@ if not IS_CONTROLLER and importlib.util.find_spec("triton") and not importlib.im
         importlib.import_module("triton.language")
         for file in (TESTS.parent / "megappo" / "ops" / "triton").glob("[!_]*.py"):
             importlib.import_module(f"megappo.ops.triton.{file.stem}")
+    importlib.import_module("tests.ops.interpreted_calls").exchange_once()
 
 
 @pytest.fixture(autouse=True, scope="session")

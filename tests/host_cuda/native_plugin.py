@@ -43,6 +43,7 @@ def interpret_triton() -> None:
     megappo.ops.implementations.missing = missing_as_with_a_gpu
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.language")
+    importlib.import_module("tests.ops.interpreted_calls").exchange_once()
 
 
 use_library(Path(os.environ["MEGAPPO_ON_CPU_LIBRARY"]))
