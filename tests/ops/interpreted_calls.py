@@ -1,5 +1,5 @@
-"""Triton's interpreter exchanges the functions of `triton.language` anew at every call of a device function (`tl.sum`, a helper of a
-kernel), which looks through all of them: half of the time of a kernel. This does it once for each module and launch."""
+"""Triton's interpreter exchanges the functions of `triton.language` anew at every call of a device function (`tl.sum`, a helper of
+a kernel), which looks through all of them: half of the time of a kernel. This does it once for each module and launch."""
 
 from collections.abc import Callable
 from types import ModuleType
