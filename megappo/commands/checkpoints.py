@@ -84,9 +84,10 @@ def cmd_eval(args: argparse.Namespace) -> int:
         record_exceptions(int(os.environ["RANK"]))
     written = load_config(args.config, args.overrides)
     config = local_models(written)
-    from megappo.prepare.evaluate import check_output, find_evaluation, plan_evaluation
+    from megappo.config.output_file import check_output_file
+    from megappo.prepare.evaluate import find_evaluation, plan_evaluation
 
-    output = check_output(args.output)
+    output = None if args.output is None else check_output_file("--output", args.output)
     find_evaluation(config, args.checkpoint, args.only)  # before torch is imported, as by the next
     ranks = world_size(config.run)
     require_device(config.run.device)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
+from megappo.config.output_file import check_output_file
 from megappo.config.redaction import hide_secrets
 from megappo.convert.conversion import convert
 from megappo.convert.report import configuration, report, unknown
@@ -18,11 +18,9 @@ def convert_file(path: str, output: str | None, *, strict: bool) -> int:
 
     Raises ConfigError, before anything is written.
     """
-    target = None if output is None else Path(output)
+    target = None if output is None else check_output_file("-o", output)
     if target is not None and target.exists():
         raise ConfigError(f"-o {target}: exists, and is not overwritten; remove it or name another file")
-    if target is not None and not target.parent.is_dir():
-        raise ConfigError(f"-o {target}: no directory {target.parent}; make it or name another file")
     conversion = convert(read_source(path))
     said, text = hide_secrets(report(conversion)), hide_secrets(configuration(conversion))
     if target is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from megappo.config.batch import step_arithmetic
@@ -101,14 +100,3 @@ def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequen
 def _everywhere(section: Placed) -> Placed:
     """The section on all ranks. A key that the user left out stays unset."""
     return section if section.ranks == ALL else section.model_copy(update={"ranks": ALL})
-
-
-def check_output(path: str | None) -> Path | None:
-    """File for the results. ConfigError if it cannot be written there."""
-    if path is None:
-        return None
-    target = Path(path)
-    if target.is_dir() or not target.absolute().parent.is_dir():
-        where = "is a directory" if target.is_dir() else f"{target.absolute().parent} does not exist"
-        raise ConfigError(problem("--output", path, f"{where}; name a file in an existing directory"))
-    return target

@@ -108,12 +108,13 @@ def _number(value: float) -> str:
 
 def report(planned: PlannedEvaluation, results: Sequence[Evaluation], output: Path | None) -> None:
     """Print the table, and write the file. Rank 0 only."""
+    if output is not None:  # first: standard output may be lost
+        record = finite_or_none(results_record(planned, results))
+        replace_file(output, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
     for note in planned.notes:
         print(f"note: {note}")
     print(f"{planned.source.path}\n{results_table(results)}")
     if output is not None:
-        record = finite_or_none(results_record(planned, results))
-        replace_file(output, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
         print(f"results: {output}")
 
 

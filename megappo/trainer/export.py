@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import trained_sections
 from megappo.config.loading import load_config
+from megappo.config.output_file import why_not_writable
 from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import ModelConfig, ParallelConfig
 from megappo.config.run_sections import TimeoutsConfig
@@ -43,8 +43,6 @@ def export_checkpoint(
         # Fine-tuning saves no checkpoints, it exports at its end.
         there = f"; its model lies in {run_dir.export} already" if run_dir.export.is_dir() else ""
         raise ValueError(f"{run} has no checkpoints{there}")
-    if Path(output).exists():
-        raise ValueError(f"{output} exists; export to another directory")
     _require_room(Path(output))
     config = load_config(str(run_dir.config), [])
     held = [*trained_sections(config), *([AVERAGE] if config.policy.ema is not None else [])]
@@ -70,10 +68,15 @@ def export_checkpoint(
 
 def _require_room(output: Path) -> None:
     """ConfigError if no directory can be made at `output`: before minutes of loading."""
-    above = next(path for path in output.absolute().parents if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        why = "is not a directory" if not above.is_dir() else "cannot be written to"
-        raise ConfigError(problem("OUTPUT", str(output), f"{above} {why}; export to another directory"))
+    try:
+        fault = "exists" if output.exists() else None
+        above = next(path for path in output.absolute().parents if path.exists())
+    except OSError as error:  # a name that is too long
+        fault, above = error.strerror, output
+    if fault is None:
+        fault = why_not_writable(above) if above.is_dir() else f"{above} is not a directory"
+    if fault is not None:
+        raise ConfigError(problem("OUTPUT", str(output), f"{fault}; export to another directory"))
 
 
 def _best_step(run_dir: RunDir) -> int:

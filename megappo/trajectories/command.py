@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from megappo.config.errors import ConfigError
+from megappo.config.output_file import check_output_file
 from megappo.telemetry.jsonl import replace_file
 from megappo.telemetry.tables import plain
 from megappo.trajectories.analyse import analyse
@@ -18,7 +19,7 @@ from megappo.trajectories.report import LEGEND, as_json, report
 def show_trajectories(args: argparse.Namespace) -> int:
     """Print the tables or JSON of a run, and write its page. ConfigError, one line, before anything is printed or written."""
     run = Path(args.run_dir)
-    target = None if args.html is None else _check_page(args.html)
+    target = None if args.html is None else check_output_file("--html", args.html, (".html", ".htm"))
     if target is None and args.max_samples is not None:
         raise ConfigError(f"--max-samples {args.max_samples} is of the page, and has no effect without --html OUT.html")
     sampled = read_run(run, parse_steps(args.steps) if args.steps else (0, None))
@@ -54,14 +55,3 @@ def _write(target: Path, text: str, mode: int) -> None:
         raise ConfigError(f"--html {target}: {error.strerror}") from None
     finally:
         os.umask(previous)
-
-
-def _check_page(path: str) -> Path:
-    target = Path(path)
-    if target.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--html {path}: the name must end in .html")
-    if not target.parent.is_dir():
-        raise ConfigError(f"--html {path}: there is no directory {target.parent}")
-    if target.is_dir():
-        raise ConfigError(f"--html {path}: is a directory")
-    return target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,16 +181,6 @@ def write_output(path: Path, config: TrainConfig, overrides: Sequence[str]) -> N
         path.write_text(dump_yaml(config), encoding="utf-8")
     else:
         path.write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
-
-
-def check_target(option: str, text: str) -> Path:
-    """Path of an output file. ConfigError, before anything is computed, if it cannot be written there."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"{option} {text}: " + ("is a directory" if path.is_dir() else f"{path.parent} is not a directory"))
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{option} {text}: no permission to write there")
-    return path
 
 
 def as_json(

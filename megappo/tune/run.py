@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megappo.config.errors import ConfigError
+from megappo.config.output_file import check_output_file
 from megappo.config.schema import TrainConfig
 from megappo.launch.submit import Limits
 from megappo.plan.report import remark_lines
@@ -29,7 +30,7 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
     config: what `args.config` and `args.overrides` say; None without CONFIG, if this machine is only to be measured.
     """
     named = {"--output": args.output, "--json": args.json}
-    targets = {option: command.check_target(option, text) for option, text in named.items() if text}
+    targets = {option: check_output_file(option, text) for option, text in named.items() if text}
     if config is None:
         print(dump_hardware(probe()), end="")
         return 0

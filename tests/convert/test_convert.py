@@ -330,7 +330,7 @@ def test_the_command_refuses_in_one_line_and_writes_nothing(tmp_path, capsys):
     unclosed.write_text("python -m verl.trainer.main_ppo data.train_files='a\n")
     for arguments, says in (
         ([DEEPSEEK, "-o", target], "exists, and is not overwritten"),
-        ([DEEPSEEK, "-o", tmp_path / "absent" / "run.yaml"], "no directory"),
+        ([DEEPSEEK, "-o", tmp_path / "absent" / "run.yaml"], "there is no directory"),
         ([unclosed], "not a shell script (no closing quotation)"),
         ([tmp_path / "absent.sh"], "no such file"),
     ):

@@ -143,10 +143,10 @@ def test_eval_with_nothing_to_evaluate_or_nowhere_to_write(tmp_path, capsys):
         capsys, "eval", model, path, "--only", "maths"
     )
     assert "neither data.eval nor a set" in refused(capsys, "eval", model, path, "evaluations={}")
-    assert "does not exist; name a file in an existing directory" in refused(
-        capsys, "eval", model, path, "-o", tmp_path / "no" / "a.json"
-    )
+    assert "name a file in an existing directory" in refused(capsys, "eval", model, path, "-o", tmp_path / "no" / "a.json")
     assert "is a directory" in refused(capsys, "eval", model, path, "-o", tmp_path)
+    # It would be replaced by a file, for the whole machine.
+    assert "--output /dev/null: is no plain file" in refused(capsys, "eval", model, path, "-o", "/dev/null")
 
 
 def test_the_checkpoint_of_a_run_without_a_policy_is_refused(tmp_path, capsys):

@@ -55,7 +55,7 @@ OF_EVAL = [
     ("{}/absent", [], 'absent": is not a directory; name a run directory'),
     ("{}/empty", [], "holds no complete checkpoint"),
     ("{}/model", ["--only", "sum"], '--only = "sum": is no set of evaluations; did you mean sums?'),
-    ("{}/model", ["-o", "absent/results.json"], "does not exist; name a file in an existing directory"),
+    ("{}/model", ["-o", "absent/results.json"], "there is no directory absent; name a file in an existing directory"),
     ("{}/model", ["evaluations.sums.data=absent.jsonl"], "evaluations.sums: data file absent.jsonl does not exist"),
     ("{}/model", ["data.tokenizer=absent"], "tokenizer absent does not exist; set data.tokenizer"),
 ]

@@ -299,7 +299,7 @@ def test_a_picture_has_a_panel_for_each_metric_and_a_line_for_each_run(pair, tmp
         (["TIMES", "TIMES2"], "no run has logged a score, a loss or a KL; name metrics, for example --metric timing/step_s"),
         (["A", "B", "--plot", "curves.gif"], "must end in .png, .svg or .pdf"),
         (["A", "B", "--plot", "absent/curves.svg"], "there is no directory absent"),
-        (["A", "B", "--plot", "FOLDER.svg"], "Is a directory"),
+        (["A", "B", "--plot", "FOLDER.svg"], "is a directory"),
     ],
 )
 def test_bad_input_is_one_line_and_2(pair, tmp_path, capsys, monkeypatch, words, message):

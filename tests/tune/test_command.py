@@ -151,7 +151,10 @@ MISTAKES = [
     (["--gpu", "h100", "--measure", "1", "--sbatch=--exclusive"], "--sbatch is of the job of --slurm, and has no effect"),
     (["--gpu", "h100", "--mean-response-tokens", "9999"], "--mean-response-tokens 9999: must be > 0 and at most the longest"),
     (["--gpu", "h100", "policy.model=missing"], 'policy.model = "missing": missing is not a directory'),
-    (["--gpu", "h100", "--output", "/nowhere/layout.txt"], "--output /nowhere/layout.txt: /nowhere is not a directory"),
+    (
+        ["--gpu", "h100", "--output", "/nowhere/layout.txt"],
+        "--output /nowhere/layout.txt: there is no directory /nowhere",
+    ),
     (["--gpu", "h100", "algorithm.mini_batch_size=100"], "algorithm.mini_batch_size = 100: must divide the 128 samples"),
     (["--gpu", "h100", "--probe"], "--gpu h100: --probe measures this machine instead"),
     ([], "--gpu is missing: a100"),
@@ -256,10 +259,10 @@ def test_a_number_of_things_is_an_integer(tmp_path, key):
         hardware_of("mine", values | {key: 0.5}, "mine.yaml")
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    code, told = tune(capsys, write_run(tmp_path), "--gpu", "h100", "--json", tmp_path / "all.json")
-    assert code == 2 and told.out == "" and "all.json: no permission to write there" in told.err
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path, capsys):
+    for file, says in (("/proc/all.json", "/proc cannot be written to"), ("/dev/null", "is no plain file")):
+        code, told = tune(capsys, write_run(tmp_path), "--gpu", "h100", "--json", file)
+        assert code == 2 and told.out == "" and f"--json {file}: {says}" in told.err
 
 
 def measuring(folder, monkeypatch, role, most, outcome, *settings):
