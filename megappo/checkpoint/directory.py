@@ -26,8 +26,6 @@ from megappo.checkpoint.manifest import Manifest, find_wrong_size, read_manifest
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
-"""Name of the directory in that of a run."""
 LATEST, BEST_NAME = "LATEST", "BEST"
 _STEP = re.compile(r"step-(\d+)")
 _TEMPORARY = ".tmp-"

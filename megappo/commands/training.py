@@ -91,7 +91,7 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig, ranks: int, of_m
 
     of_models: overrides that name directories for models of the hub.
     """
-    from megappo.config.run_directory import check_run_dir
+    from megappo.launch.attempt import check_start
     from megappo.launch.training import train_here
     from megappo.platform.permissions import apply_permissions
     from megappo.prepare.remote_run import fetch, find_copies
@@ -103,7 +103,7 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig, ranks: int, of_m
 
         require_resumable(config, "a restart", "--max-restarts 0")
     copies = find_copies(config, resume=args.resume)
-    run_dir = check_run_dir(config.run, args.resume and copies is None)
+    run_dir = check_start(config.run, resume=args.resume and copies is None)
     require_device(config.run.device)
     require_isolation_here(config)
     planned = plan_here(config, ranks, None, resume=args.resume)

@@ -9,8 +9,11 @@ import os
 from pathlib import Path
 
 from megappo.config.errors import ConfigError, problem
+from megappo.config.output_file import why_not_writable
 from megappo.config.run_sections import RunConfig
 
+CHECKPOINTS = "checkpoints"
+"""Folder of a run directory for its checkpoints (`checkpoint/directory.py`)."""
 LAUNCHES = "launch"
 """Folder of a run directory that `megappo launch` fills before the run itself starts."""
 LEASE = "lease.json"
@@ -41,10 +44,15 @@ def check_run_dir(run: RunConfig, resume: bool, *, resumable: bool = True) -> Pa
         raise ConfigError(
             problem("run.output_dir", run.output_dir, f"no permission to write in {existing}; choose another directory")
         )
+    if (fault := why_not_writable(existing)) is not None:
+        raise ConfigError(problem("run.output_dir", run.output_dir, f"{fault}; choose another directory"))
     occupied = holds_run(path)
     if occupied and not resume:
-        fix = f"{path} holds another run; use run.name={_free_name(base, run.name)} for a new one"
-        fix += ", or continue it with --resume" if resumable else ""
+        # Without a checkpoint, as of a run that was interrupted at its start, there is nothing to resume.
+        continues = resumable and has_saved(path)
+        fix = f"{path} holds another run{'' if continues or not resumable else ', without a checkpoint'}"
+        fix += f"; use run.name={_free_name(base, run.name)} for a new one"
+        fix += ", or continue it with --resume" if continues else ""
         raise ConfigError(problem("run.name", run.name, fix))
     if resume and not occupied:
         runs = sorted(entry.name for entry in base.iterdir() if entry.is_dir())[:8] if base.is_dir() else []
@@ -59,6 +67,16 @@ def holds_run(run_dir: Path) -> bool:
     """True if a run has left anything in its directory."""
     # `megappo launch` writes its folder before the run starts, and the process that starts the ranks its lease.
     return run_dir.is_dir() and any(entry.name != LAUNCHES and not is_lease(entry.name) for entry in run_dir.iterdir())
+
+
+def has_saved(run_dir: Path) -> bool:
+    """True if the run has made a checkpoint, whole or damaged, or if its checkpoints cannot be looked for."""
+    try:
+        return any(name.startswith("step-") for name in os.listdir(run_dir / CHECKPOINTS))
+    except FileNotFoundError:
+        return os.path.lexists(run_dir / CHECKPOINTS)  # a link to a file system that is not mounted
+    except OSError:
+        return True
 
 
 def is_lease(name: str) -> bool:

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
+from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
-from megappo.config.run_directory import LAUNCHES, is_lease
+from megappo.config.run_directory import CHECKPOINTS, LAUNCHES, is_lease
 from megappo.resilience.ended import CONFIG, ENDED, is_stopped
 from megappo.resilience.skipped import SKIP_STEPS
 
@@ -122,7 +122,7 @@ def _since_progress(starts: Sequence[Start]) -> Sequence[Start]:
 def read_starts(launch_dir: Path) -> list[Start]:
     """Starts of this launch, in order. A line that a full disk or the end of the machine has cut off does not count."""
     path = launch_dir / _STARTS
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}\n")]
     return [Start(**{**record, "skipped": tuple(record.get("skipped", ()))}) for record in records]
 
@@ -131,7 +131,7 @@ def record_start(launch_dir: Path, start: Start) -> Path:
     """Append a start to attempts.jsonl; returns the folder of the attempt."""
     folder = launch_dir / f"attempt-{start.attempt}"
     folder.mkdir(parents=True, exist_ok=True)
-    with (launch_dir / _STARTS).open("a+") as file:
+    with (launch_dir / _STARTS).open("a+", encoding="utf-8") as file:
         file.seek(max(0, file.tell() - 1))
         after_a_part = file.read(1) not in ("", "\n")
         file.write("\n" * after_a_part + json.dumps(asdict(start)) + "\n")

@@ -9,10 +9,11 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
+from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.manifest import Manifest
 from megappo.config.errors import ConfigError, problem
+from megappo.config.run_directory import CHECKPOINTS
 from megappo.config.schema import CRITICS
 from megappo.config.yaml_reader import parse_yaml
 from megappo.models.arch import ModelArch

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
+from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.config.errors import ConfigError
 from megappo.config.redaction import redacted_values
-from megappo.config.run_directory import LAUNCHES
+from megappo.config.run_directory import CHECKPOINTS, LAUNCHES
 from megappo.config.yaml_reader import parse_yaml
 from megappo.resilience.ended import CONFIG
 from megappo.runs.read import BROKEN

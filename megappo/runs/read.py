@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
+from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import BEST, MANIFEST
 from megappo.config.errors import ConfigError
-from megappo.config.run_directory import LAUNCHES
+from megappo.config.run_directory import CHECKPOINTS, LAUNCHES
 from megappo.resilience.ended import CONFIG, ENDED, Ended, Outcome, read_end
 from megappo.resilience.lease import LEASE, LeaseRecord, read_lease
 

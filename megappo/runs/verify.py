@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from megappo.checkpoint.contents import require_complete
-from megappo.checkpoint.directory import CHECKPOINTS, CheckpointDirectory
+from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import RefusedCheckpoint
 from megappo.checkpoint.manifest import Manifest, find_wrong_content, list_files
 from megappo.config.errors import ConfigError
+from megappo.config.run_directory import CHECKPOINTS
 from megappo.runs.read import BROKEN
 
 THREADS = 8  # hashlib lets other threads run; more than a few do not make a disk faster

@@ -172,7 +172,6 @@ def _train(
         require_same_models(models_of(manifest), config, f"step-{manifest.step}")
         require_same_order(manifest.facts, facts, f"step-{manifest.step}")
         warn_of_changes(manifest.facts, facts, f"step-{manifest.step}")
-    run_dir.begin()
     settings = config.telemetry
     log = RunLog(
         run_dir.root,
@@ -224,6 +223,7 @@ def _train(
         run_dir.record_config(dump_yaml(config))
     else:
         load_critics(config, roles.engines, log)
+    run_dir.begin()  # only now: a resume that is refused leaves the run as it ended
 
     done_before = state.step
     with input_accepted(), closing(ppo.scorer), closing(ppo.evaluations):

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from megappo.checkpoint.directory import CHECKPOINTS
-from megappo.config.run_directory import check_run_dir, run_dir_of
+from megappo.config.run_directory import CHECKPOINTS, check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
 from megappo.resilience.ended import CONFIG, ENDED, Ended, record_end
 from megappo.resilience.lease import LEASE_VARIABLE, Lease
@@ -93,7 +92,7 @@ class RunDir:
                     # The folder first: a run whose configuration is there and whose folder is not has lost its file system.
                     if saves:
                         self.checkpoints.mkdir()
-                    self.config.write_text(config_text)
+                    self.config.write_text(config_text, encoding="utf-8")
             except BaseException:
                 lease.release()
                 raise

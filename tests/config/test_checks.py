@@ -805,6 +805,9 @@ def test_a_directory_that_holds_another_run_is_refused_and_left_alone(tmp_path):
     (tmp_path / "first").mkdir()
     check_run_dir(run, resume=False)  # empty is free
     (tmp_path / "first" / "metrics.jsonl").write_text("precious")
+    with pytest.raises(ConfigError, match=r"first holds another run, without a checkpoint; use run.name=first-2 for a new one$"):
+        check_run_dir(run, resume=False)
+    (tmp_path / "first" / "checkpoints" / "step-1").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"first holds another run; use run.name=first-2 .* or continue it with --resume"):
         check_run_dir(run, resume=False)
     with pytest.raises(ConfigError, match=r"use run.name=first-2 for a new one$"):

@@ -24,7 +24,7 @@ from megappo.checkpoint import store
 from megappo.checkpoint.store import SaveFailed
 from megappo.config.run_sections import CheckpointConfig, TimeoutsConfig
 from megappo.engine.megatron import MegatronEngine
-from megappo.resilience.ended import read_end
+from megappo.resilience.ended import Ended, read_end, record_end
 from megappo.resilience.faults import Unrecoverable
 from megappo.resilience.sections import AwakeClock, Sections
 from megappo.resilience.signals import StopRequest
@@ -302,7 +302,9 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
         results["fallen back warnings"] = [call.args[0] % call.args[1:] for call in warning.call_args_list]
     hopeless = config(folder, "hopeless", **often)
     outcome(hopeless, unchecked(), poison("moment", at=1), failing_reward(at=2))
+    record_end(folder / "runs" / "hopeless", Ended("stopped", 1))
     results["hopeless"] = outcome(hopeless, resume=True)
+    results["hopeless end"] = read_end(folder / "runs" / "hopeless")
     other_data = mock.patch("megappo.trainer.main.require_equal_data", side_effect=ValueError("data.train: rank 1 reads another"))
     results["other data"] = outcome(config(folder, "other"), other_data)
     results.update({name: case(folder) for name, case in CASES.items()})

@@ -228,6 +228,7 @@ def test_a_resume_falls_back_to_a_checkpoint_that_is_finite(folder: Path, world:
 def test_without_a_finite_checkpoint_there_is_no_resume(folder: Path, world: list[dict[str, Any]]) -> None:
     for rank in world:
         assert rank["hopeless"].startswith("NonFiniteWeights: no checkpoint to go on from: ")
+        assert rank["hopeless end"].outcome == "stopped", "the record of how the run ended stays"
     assert entries(folder, "hopeless") == ["step-1"], "and nothing is renamed"
 
 

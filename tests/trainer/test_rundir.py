@@ -98,7 +98,7 @@ def test_ranks_that_are_killed_before_they_begin_start_again_from_the_beginning(
         saved_steps(run_dir.root)
 
 
-def killed(*_):
+def killed(*_, **__):
     raise KeyboardInterrupt
 
 
