@@ -2,15 +2,16 @@
 
 The configuration is read before anything that imports torch (seconds): a wrong key is refused at once.
 
-Exit codes: 0 done; 1 ran and failed (or `doctor` found something missing), starting again may help; 2 mistake of the user, one
-line on stderr before anything was computed; 17 failed, and would fail again in the same way: gradients or weights that are not
-finite, replicas that differ, restarts without progress; 75 stopped by a signal after a checkpoint, to be resumed; 130 interrupted
-(Ctrl-C; a training stops at the first, with a checkpoint, and ends at the second); 143 ended by a second SIGTERM.
+Exit codes: 0 done; 1 ran and failed (`doctor` found something missing, a disk is full), starting again may help; 2 mistake of the
+user, one line on stderr before anything was computed; 17 failed, and would fail again in the same way: gradients or weights that
+are not finite, replicas that differ, restarts without progress; 75 stopped by a signal after a checkpoint, to be resumed; 130
+interrupted (Ctrl-C; a training stops at the first, with a checkpoint, and ends at the second); 143 ended by a second SIGTERM.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -20,15 +21,19 @@ from megappo.commands import checkpoints, planning, records, settings, training
 from megappo.commands.parser import Parser, Run
 from megappo.config.errors import ConfigError
 from megappo.config.redaction import hide_secrets
-from megappo.launch.exit_codes import DONE, INTERRUPTED, MISTAKE, UNRECOVERABLE
+from megappo.launch.exit_codes import DONE, FAILED, INTERRUPTED, MISTAKE, UNRECOVERABLE
+from megappo.launch.failure import is_first_to_say
+from megappo.launch.world import is_rank
 from megappo.platform.quiet import quiet_libraries
 from megappo.resilience.faults import Unrecoverable
 from megappo.resilience.run_time import is_fault
-from megappo.telemetry.console import is_kept
+from megappo.telemetry.console import flush_output, lost_output, open_console
 
 GROUPS = (training, planning, checkpoints, records, settings)
 """Modules of the commands, in the order of `megappo --help`."""
 PACKAGE = Path(__file__).parent
+OF_THE_MACHINE = {errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS}
+"""Errors that say all there is to say: permissions, disks and limits. A rank keeps the traceback, which names its stage."""
 
 
 def build_parser() -> Parser:
@@ -63,6 +68,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _require_cwd() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries that cannot be loaded then say other things
+        raise ConfigError("the current directory has been removed; change to one that exists") from None
+
+
 def _is_users_mistake(error: ValueError) -> bool:
     """True if megappo itself raised the error, before the command had accepted its input."""
     if is_fault(error):
@@ -77,24 +89,42 @@ def _is_users_mistake(error: ValueError) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     quiet_libraries()
+    open_console()
+    code = DONE
+    try:
+        code = _run(argv)
+        flush_output()
+    except OSError as error:
+        if not lost_output(error):
+            too_long = error.errno == errno.ENAMETOOLONG
+            if not (too_long or error.errno in OF_THE_MACHINE) or is_rank():
+                raise
+            print(f"megappo: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+            return MISTAKE if too_long else FAILED
+        # The reader (head, less) has exited: its end is no failure, and the code is that of the command if it had ended.
+        if not isinstance(error, BrokenPipeError):
+            print(f"megappo: standard output cannot be written: {error.strerror}", file=sys.stderr)
+            return FAILED
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         args = _parse(argv)
+        _require_cwd()
         return args.run(args)
     except ValueError as error:
         if not _is_users_mistake(error):
             raise
-        print(f"megappo: {hide_secrets(' '.join(str(error).split()))}", file=sys.stderr)
+        text = f"megappo: {hide_secrets(' '.join(str(error).split()))}\n"
+        if is_first_to_say(text):
+            print(text, end="", file=sys.stderr)  # one write: other ranks write there too
         return MISTAKE
     except Unrecoverable as error:
         sys.excepthook(type(error), error, error.__traceback__)  # and recorded, as of an error that reaches the top
         return UNRECOVERABLE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader (head, less) has exited; without devnull Python fails again when it closes stdout
-        if is_kept():  # a pipe to a helper process
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
 
 
 if __name__ == "__main__":

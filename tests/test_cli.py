@@ -1,5 +1,6 @@
 """The command line: exit codes, one line on stderr, nothing written; what needs no torch does not import it."""
 
+import errno
 import json
 import os
 import subprocess
@@ -56,7 +57,7 @@ def nothing(folder):
 # what is prepared, arguments after the configuration, what stderr must contain
 BAD = [
     (nothing, ["policy.model=absent"], ['policy.model = "absent"', "Hugging Face checkpoint directory"]),
-    (nothing, ["data.train=absent.jsonl"], ["absent.jsonl does not exist"]),
+    (nothing, ["data.train=absent.jsonl"], ["data.train: data file absent.jsonl does not exist"]),
     (make_unsupported, [], ["policy.model", "FalconForCausalLM is not supported", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
     (nothing, ["policy.optimizer.lr=fast"], ['policy.optimizer.lr = "fast": must be a number']),
     (nothing, ["algorithm.gamma=2"], ["algorithm.gamma = 2: must be <= 1"]),
@@ -79,8 +80,9 @@ BAD = [
     (nothing, ["--resum"], ["--resum: options are set as key=value"]),
 ]
 BAD_TRAIN_ONLY = [
-    (make_other_run, [], ["holds another run", "run.name=run-2", "--resume"]),
+    (make_other_run, [], ["holds another run, without a checkpoint", "run.name=run-2"]),
     (nothing, ["--resume"], ["holds no run to resume"]),
+    (make_other_run, ["--resume"], ["holds no checkpoint to resume; leave --resume out"]),
     (nothing, ["run.device=cuda"], ["run.device = cuda", "run.device=cpu"]),
 ]
 
@@ -130,6 +132,7 @@ def test_train_starts_the_ranks_that_the_configuration_asks_for(tmp_path, capsys
     assert run(capsys, "train", path, "run.seed=3")[0] == 7, "the exit code of the ranks is handed on"
     assert started == [(2, ["train", str(path), "run.seed=3"], False)]
     make_other_run(tmp_path)
+    monkeypatch.setattr("megappo.launch.attempt.newest_step", lambda run_dir: 3)
     run(capsys, "train", "--resume", path, "run.seed=3")
     run(capsys, "train", path, "--resume", "run.seed=3")
     assert started[1:] == [(2, ["train", str(path), "run.seed=3"], True)] * 2
@@ -144,6 +147,9 @@ def test_train_starts_the_ranks_that_the_configuration_asks_for(tmp_path, capsys
         (["plan", "x.yaml", "--world-size", "0"], ["0 is not an integer >= 1"]),
         (["plan", "x.yaml", "--gpu-memory-gib", "nan"], ["nan is not a number > 0"]),
         (["plan", "absent.yaml"], ["absent.yaml: no such file"]),
+        (["plan", "x" * 300], ["xxx: File name too long; give the path of a YAML configuration"]),
+        (["trajectories", "x" * 300], ["xxx/trajectories: File name too long"]),
+        (["convert", "/dev/null"], ["/dev/null: is no plain file; name a shell script"]),
         (["doctor", "--all"], ["unrecognized arguments: --all"]),
         (["config"], ["name a YAML file"]),
     ],
@@ -213,14 +219,32 @@ def test_a_fault_that_would_come_back_has_a_code_of_its_own(capsys, monkeypatch)
     assert code == 17 and "Traceback" in err and err.endswith("Unrecoverable: replicas differ\n")
 
 
-def test_a_broken_pipe_is_the_readers_end_unless_the_console_cannot_break(monkeypatch):
+def test_a_broken_pipe_to_a_helper_process_is_a_fault(monkeypatch):
     def broken(args):
         raise BrokenPipeError
 
     monkeypatch.setattr(settings, "cmd_doctor", broken)
-    monkeypatch.setattr(cli, "is_kept", lambda: True)
-    with pytest.raises(BrokenPipeError):  # of a helper process: `train` must not end with 0
+    with pytest.raises(BrokenPipeError):  # `megappo verify` must not end with 0
         cli.main(["doctor"])
+
+
+def test_a_disk_that_is_full_is_one_line_and_of_a_rank_a_traceback(capsys, monkeypatch, outside_a_launcher):
+    def full(args):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a")
+
+    monkeypatch.setattr(settings, "cmd_doctor", full)
+    assert run(capsys, "doctor") == (1, "", "megappo: runs/a: No space left on device\n")
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OSError, match="No space left"):  # its stage is in the traceback
+        cli.main(["doctor"])
+
+
+def test_a_current_directory_that_is_gone_is_named(capsys, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert run(capsys, "doctor") == (2, "", "megappo: the current directory has been removed; change to one that exists\n")
 
 
 def test_ranks_of_another_launcher_cannot_be_restarted_here(tmp_path, capsys, monkeypatch):

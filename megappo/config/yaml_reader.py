@@ -154,12 +154,21 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[str, int]]:
     return converter.convert(node), converter.lines
 
 
+def why_no_file(path: Path) -> str | None:
+    """Reason why there is no plain file at `path`, None if there is one. A pipe is none: every rank reads the file again."""
+    try:
+        if path.is_file():
+            return None
+        return "is a directory" if path.is_dir() else "is no plain file" if path.exists() else "no such file"
+    except OSError as error:  # a name that is too long, a directory without permission
+        return error.strerror
+
+
 def read_yaml(path: str | Path) -> Document:
     """Read a YAML file whose top level is a mapping; an empty file is an empty mapping. Raises ConfigError."""
     path = Path(path)
-    if not path.is_file():
-        what = "is a directory" if path.is_dir() else "no such file"
-        raise ConfigError(f"{path}: {what}; give the path of a YAML configuration")
+    if (fault := why_no_file(path)) is not None:
+        raise ConfigError(f"{path}: {fault}; give the path of a YAML configuration")
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)  # one more, to notice a larger file without reading it all

@@ -17,7 +17,7 @@ from megappo.config.foreign.openrlhf import LIGHTRFT, OPENRLHF
 from megappo.config.foreign.rule import Trainer
 from megappo.config.foreign.trl import TRL
 from megappo.config.foreign.verl import VERL
-from megappo.config.yaml_reader import MAX_BYTES, parse_yaml
+from megappo.config.yaml_reader import MAX_BYTES, parse_yaml, why_no_file
 from megappo.convert.shell import UNREAD, parse_shell
 
 READ = (VERL, NEMO_RL, OPENRLHF, LIGHTRFT, TRL, FLOWMESH)
@@ -57,10 +57,8 @@ def read_source(path: str | Path) -> Source:
 
 
 def _read_text(path: Path) -> str:
-    if not path.is_file():
-        raise ConfigError(
-            f"{path}: {'is a directory' if path.is_dir() else 'no such file'}; name a shell script, YAML or Python file"
-        )
+    if (fault := why_no_file(path)) is not None:
+        raise ConfigError(f"{path}: {fault}; name a shell script, YAML or Python file")
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)

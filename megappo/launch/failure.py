@@ -15,6 +15,7 @@ The folder is named by MEGAPPO_ATTEMPT_DIR; without it nothing is recorded.
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import json
 import os
 import socket
@@ -29,6 +30,7 @@ from types import TracebackType
 
 from megappo.launch.exit_codes import FAILED, KILLED, describe_exit
 from megappo.resilience.last_section import last_section
+from megappo.resilience.life import LAUNCHER_LISTENS
 from megappo.resilience.verdict import VERDICT
 
 ATTEMPT_DIR = "MEGAPPO_ATTEMPT_DIR"
@@ -101,9 +103,23 @@ def record_exceptions(rank: int) -> None:
             "text": "".join(traceback.format_exception(kind, error, trace)),
         }
         sys.__excepthook__(kind, error, trace)
-        Path(folder, f"rank-{rank}.traceback").write_text(json.dumps(content) + "\n")
+        Path(folder, f"rank-{rank}.traceback").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
     sys.excepthook = record
+
+
+def is_first_to_say(text: str) -> bool:
+    """True unless another rank of a launcher on this machine has said the same: a mistake that all ranks find is one line."""
+    if LAUNCHER_LISTENS not in os.environ or ATTEMPT_DIR not in os.environ:  # every rank of a job has a log of its own
+        return True
+    name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    try:
+        os.close(os.open(Path(os.environ[ATTEMPT_DIR], f"said-{name}"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk
+        return True
+    return True
 
 
 def first_failure(folder: Path, kill_grace_s: float = 0.0) -> Failure | None:
@@ -112,9 +128,9 @@ def first_failure(folder: Path, kill_grace_s: float = 0.0) -> Failure | None:
     Ranks that lose a peer fail too, so the oldest traceback counts. A rank that ended first without a traceback counts if it was
     killed from outside, or if no traceback is older than its end.
     """
-    tracebacks = {_rank(path): json.loads(path.read_text()) for path in _whole(folder.glob("rank-*.traceback"))}
+    tracebacks = {_rank(path): json.loads(path.read_text(encoding="utf-8")) for path in _whole(folder.glob("rank-*.traceback"))}
     exits = {_rank(path): _Exit.read(path) for path in _whole(folder.glob("rank-*.exit"))}
-    verdict = next((json.loads(path.read_text()) for path in _whole(folder.glob(VERDICT))), None)
+    verdict = next((json.loads(path.read_text(encoding="utf-8")) for path in _whole(folder.glob(VERDICT))), None)
     earlier = (*(found["time_ns"] for found in tracebacks.values()), *(found.time_ns for found in exits.values()))
     if verdict is not None and verdict["time_ns"] < min(earlier, default=time.time_ns()):
         # All ranks die of it, and the culprit last.
@@ -147,14 +163,14 @@ class _Exit:
 
     @classmethod
     def read(cls, path: Path) -> _Exit:
-        code, time_ns, _, *host = path.read_text().split()
+        code, time_ns, _, *host = path.read_text(encoding="utf-8").split()
         return cls(int(code), int(time_ns), " ".join(host))
 
 
 def _whole(paths: Iterable[Path]) -> list[Path]:
     """Files whose writer finished them."""
     # Tracebacks and exits are one line each; without its end the writer was killed or the disk full.
-    return [path for path in paths if path.read_text().endswith("\n")]
+    return [path for path in paths if path.read_text(encoding="utf-8").endswith("\n")]
 
 
 def _rank(path: Path) -> int:

@@ -1,35 +1,48 @@
-"""Console of a training: standard output and error whose reader may leave (`| head`, a closed terminal) or be full (a log file).
+"""Console of a command: standard output and error, in characters that never fail, whose reader may leave or be full.
 
-What cannot be printed is dropped: the run's numbers are in its files. For the processes of a command, whatever prints in them; in a
-program that calls the trainer itself, `side_work.py` covers the rows of the run. Imports nothing of megappo.
+Of a training (`keep_console`) what cannot be printed is dropped: the run's numbers are in its files. Of any other command
+(`open_console`) it ends the command, which tells the loss from other failed writes by `lost_output`. For the processes of a
+command, whatever prints in them; in a program that calls the trainer itself, `side_work.py` covers the rows of the run. Imports
+nothing of megappo.
 """
 
 from __future__ import annotations
 
+import codecs
 import io
 import logging
+import os
 import sys
 
 logger = logging.getLogger("megappo.console")
 
 
 class Console(io.TextIOWrapper):
-    """A text stream that never fails."""
+    """A text stream over a `_Descriptor`."""
 
 
-class _Surviving(io.FileIO):
-    """File descriptor whose failed writes count as done."""
+class _Descriptor(io.FileIO):
+    """File descriptor that knows its failed write. kept: one counts as done, and is noted once. failure: of one that is not."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._title, self._noted = name, False
+        self.kept = False
+        self.failure: OSError | None = None
 
     def write(self, data) -> int | None:  # the base class's annotations differ between versions of Python
         try:
             return super().write(data)
         except OSError as error:
+            if not self.kept:
+                self.failure = error
+                raise
             self._note(error)
             return memoryview(data).nbytes
+
+    def drop(self) -> None:
+        """Drop whatever is written from now on, without a note."""
+        self.kept = self._noted = True
 
     def _note(self, error: OSError) -> None:
         # Not for standard error, to which the note itself would go.
@@ -38,25 +51,61 @@ class _Surviving(io.FileIO):
             logger.warning("standard output is lost (%s): rows and notes are dropped from now on, the run goes on", error.strerror)
 
 
-def keep_console() -> None:
-    """Make standard output and error of this process survive the loss of their reader. A second call changes nothing."""
+def open_console() -> None:
+    """Make standard output and error of this process take any character, and know their failed writes. Twice is once."""
+    _fill_closed()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # A stream that somebody has put there (pytest) is theirs; None stands for a closed descriptor.
         if stream is None or stream is not getattr(sys, f"__{name}__") or isinstance(stream, Console):
             continue
         stream.flush()
-        raw = _Surviving(stream.fileno(), name)
-        kept = Console(
+        raw = _Descriptor(stream.fileno(), name)
+        console = Console(
             raw if stream.write_through else io.BufferedWriter(raw),  # python -u has no buffer
-            encoding=stream.encoding,
-            errors=stream.errors,
+            # Nobody chooses a locale of ASCII, and a configuration that a shell's > writes is read as UTF-8.
+            encoding="utf-8" if codecs.lookup(stream.encoding).name == "ascii" else stream.encoding,
+            errors="backslashreplace",  # names of files need not be text, and models sample anything
             line_buffering=stream.line_buffering,
             write_through=stream.write_through,
         )
-        setattr(sys, name, kept)
+        setattr(sys, name, console)
 
 
-def is_kept() -> bool:
-    """True if standard output cannot fail: a broken pipe is another one then."""
-    return isinstance(sys.stdout, Console)
+def keep_console() -> None:
+    """Make standard output and error of this process survive the loss of their reader. A second call changes nothing."""
+    open_console()
+    for stream in (sys.stdout, sys.stderr):
+        if (raw := _descriptor_of(stream)) is not None:
+            raw.kept = True
+
+
+def flush_output() -> None:
+    """Write what waits for standard output. OSError if that fails."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def lost_output(error: OSError) -> bool:
+    """True if the error is the failed write of standard output, which drops all that is printed from now on."""
+    raw = _descriptor_of(sys.stdout)
+    if raw is None or raw.failure is not error:  # another file, or a pipe to a helper process
+        return False
+    raw.drop()  # or Python would fail again when it closes the stream
+    return True
+
+
+def _fill_closed() -> None:
+    """Open /dev/null where standard input, output or error is closed (`>&-`)."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # or the next file would get its number, and with it what libraries and child processes print
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _descriptor_of(stream: object) -> _Descriptor | None:
+    if not isinstance(stream, Console):
+        return None
+    raw = getattr(stream.buffer, "raw", stream.buffer)
+    return raw if isinstance(raw, _Descriptor) else None

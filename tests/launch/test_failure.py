@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megappo.launch.failure import ATTEMPT_DIR, KILL_GRACE_S, LOG_BYTES, first_failure
+from megappo.launch.failure import ATTEMPT_DIR, KILL_GRACE_S, LOG_BYTES, first_failure, is_first_to_say
 from megappo.resilience.last_section import SectionFile, last_section
+from megappo.resilience.life import LAUNCHER_LISTENS
 
 BEFORE, AT, AFTER = 1_000, 2_000, 3_000
 LATER = AFTER + int(KILL_GRACE_S * 1e9)  # when the script has killed the rest
@@ -161,3 +162,13 @@ def test_an_exception_is_kept_with_its_whole_traceback(tmp_path: Path) -> None:
     )
     failure = first_failure(tmp_path)
     assert failure is not None and failure.rank == 7 and failure.text == done.stderr and "the culprit" in failure.text
+
+
+def test_a_mistake_that_all_ranks_of_a_machine_find_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ATTEMPT_DIR, str(tmp_path))
+    monkeypatch.delenv(LAUNCHER_LISTENS, raising=False)
+    assert [is_first_to_say("a"), is_first_to_say("a")] == [True, True], "ranks of a job have logs of their own"
+    monkeypatch.setenv(LAUNCHER_LISTENS, "1")
+    assert [is_first_to_say(text) for text in ("a", "a", "\udcff", "a")] == [True, False, True, False]
+    monkeypatch.setenv(ATTEMPT_DIR, str(tmp_path / "absent"))
+    assert is_first_to_say("a")
