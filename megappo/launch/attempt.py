@@ -63,8 +63,8 @@ def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bo
         if starts and start.step == 0:  # the next attempt starts anew, and needs an empty run directory
             set_aside(run_dir, launch_dir / f"attempt-{starts[-1].attempt}")
     folder = record_start(launch_dir, start)
-    (folder / SKIPPED).write_text(",".join(map(str, start.skipped)))
-    (folder / "environment.json").write_text(json.dumps(report(), indent=1) + "\n")
+    (folder / SKIPPED).write_text(",".join(map(str, start.skipped)), encoding="utf-8")
+    (folder / "environment.json").write_text(json.dumps(report(), indent=1) + "\n", encoding="utf-8")
     return start.step > 0 if starts else resume
 
 

@@ -69,7 +69,7 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
     apply_permissions(config.run.permissions)
     folder = submit.record(config, run_dir)
     job_id = submit.submit(config, job, folder, resume=args.resume)
-    print((folder / "job.sbatch").read_text())
+    print((folder / "job.sbatch").read_text(encoding="utf-8"))
     for note in submit.remarks(config, job, limits):
         print(f"note: {note}")
     print(f"job {job_id}: {job.nodes} nodes x {job.ranks_per_node} ranks, {job.launcher}")

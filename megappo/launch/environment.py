@@ -55,7 +55,7 @@ def revision(repository: Path) -> dict[str, Any] | None:
 def _lines_of(*command: str) -> list[str]:
     """Output lines of an optional program; none if it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, timeout=30, encoding="utf-8", errors="replace")
     except (OSError, subprocess.TimeoutExpired):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []

@@ -190,7 +190,7 @@ def _meeting_point(num_ranks: int) -> Iterator[tuple[Store, dict[str, str]]]:
 
 
 def _note_exit(evidence: Path, rank: int, code: int) -> None:
-    (evidence / f"rank-{rank}.exit").write_text(f"{code} {time.time_ns()} 0 {socket.gethostname()}\n")
+    (evidence / f"rank-{rank}.exit").write_text(f"{code} {time.time_ns()} 0 {socket.gethostname()}\n", encoding="utf-8")
 
 
 def _send(processes: Iterable[RankProcess], number: signal.Signals) -> None:

@@ -165,4 +165,4 @@ def directive(option: str) -> str:
 
 if __name__ == "__main__":
     for file_name, text in examples().items():
-        (EXAMPLES / file_name).write_text(text)
+        (EXAMPLES / file_name).write_text(text, encoding="utf-8")

@@ -87,7 +87,7 @@ def submit(script: Path) -> str:
     """Submit a script; returns the job id. ConfigError, with sbatch's own words, if Slurm refuses it."""
     # On the command line too: #SBATCH lines yield to SBATCH_PARTITION and the like, which sites and start-up files export.
     # At \n alone, as bash and sbatch read it: str.splitlines would also split at a U+2028 within a value.
-    lines = [line for line in script.read_text().split("\n") if line.startswith("#SBATCH ")]
+    lines = [line for line in script.read_text(encoding="utf-8").split("\n") if line.startswith("#SBATCH ")]
     options = [word for line in lines for word in shlex.split(line)[1:]]
     said = _ask("sbatch", "--parsable", *options, str(script), env=without_job_variables(os.environ))
     return said.strip().split(";")[0]
@@ -121,7 +121,7 @@ def parse_time(text: str) -> int | None:
 
 def _ask(*command: str, env: Mapping[str, str] | None = None) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=env)
+        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, env=env, encoding="utf-8", errors="replace")
     except subprocess.TimeoutExpired:
         raise ConfigError(f"Slurm does not answer: {command[0]} took more than {_TIMEOUT_S} s") from None
     if done.returncode != 0:

@@ -241,8 +241,8 @@ def record(config: TrainConfig, run_dir: Path) -> Path:
     content = {"command": redacted(sys.argv), "directory": str(Path.cwd()), **report()}
     try:
         folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text(dump_yaml(config))
-        (folder / "launch.json").write_text(json.dumps(content, indent=1) + "\n")
+        (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        (folder / "launch.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         if folder.is_dir():
             remove_launch(folder)
@@ -259,13 +259,13 @@ def record(config: TrainConfig, run_dir: Path) -> Path:
 def submit(config: TrainConfig, job: Job, folder: Path, *, resume: bool) -> str:
     """Write the script into the folder of `record` and submit it; returns the job id. The folder is removed if Slurm refuses."""
     script = folder / "job.sbatch"
-    script.write_text(_script(job, folder, config.run.name, resume))
+    script.write_text(_script(job, folder, config.run.name, resume), encoding="utf-8")
     try:
         job_id = slurm.submit(script)
     except ConfigError:
         remove_launch(folder)
         raise
-    (folder / "job_id").write_text(job_id + "\n")
+    (folder / "job_id").write_text(job_id + "\n", encoding="utf-8")
     return job_id
 
 
@@ -303,7 +303,7 @@ def _free_folder(run_dir: Path) -> Path:
 
 def _refuse_second_job(run_dir: Path) -> None:
     for file in sorted((run_dir / LAUNCHES).glob("*/job_id")):
-        job = file.read_text().strip()
+        job = file.read_text(encoding="utf-8").strip()
         if slurm.has_slurm() and slurm.is_alive(job):
             fix = f"job {job} has this run already; scancel it, or use another name"
             raise ConfigError(problem("run.name", run_dir.name, fix))

@@ -52,7 +52,7 @@ def interpreted() -> bool:
 
 def library_facts() -> dict[str, Any]:
     """Facts that csrc/build.py wrote beside the library: instruction sets, CUDA toolkit and architectures."""
-    facts: dict[str, Any] = json.loads(_facts_file().read_text())
+    facts: dict[str, Any] = json.loads(_facts_file().read_text(encoding="utf-8"))
     return facts
 
 

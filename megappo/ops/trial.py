@@ -102,7 +102,7 @@ def run_trial(
                 )
             in_time = _wait(process, report, limit_s)
         lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
-        last = next(filter(None, reversed(errors.read_text(errors="replace").splitlines())), "")
+        last = next(filter(None, reversed(errors.read_text(errors="replace", encoding="utf-8").splitlines())), "")
     end = None if process.returncode == 0 else _early_end(process.returncode, in_time, limit_s, lines, last)
     return _read(lines, end)
 

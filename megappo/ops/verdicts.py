@@ -143,7 +143,7 @@ def _device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return platform.machine()
     gpu = torch.cuda.get_device_properties(device)
-    driver = _DRIVER.read_text() if _DRIVER.exists() else ""  # absent on WSL, where a new driver means no new check
+    driver = _DRIVER.read_text(encoding="utf-8") if _DRIVER.exists() else ""  # absent on WSL, where a new driver means no new check
     return f"{gpu.name} sm_{gpu.major}{gpu.minor} {driver}"
 
 

@@ -35,7 +35,7 @@ class SectionFile:
 def last_section(folder: Path, rank: int) -> str | None:
     """`update_policy, step 3` of a rank that did not end by itself; None if it left none, as before the world was built."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-        left = json.loads(_path(folder, rank).read_text())
+        left = json.loads(_path(folder, rank).read_text(encoding="utf-8"))
         return f"{left['section']}, step {left['step']}" if left["step"] else left["section"]
     return None
 

@@ -146,7 +146,7 @@ def started_of(pid: int) -> int | None:
     """Start of a process in ticks since boot; None if it cannot be seen, or has ended and nobody has asked for its exit code."""
     try:
         # The name, in brackets, may hold blanks and brackets. State and start are fields 3 and 22.
-        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace", encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
     return int(after_name[19]) if after_name[0] not in "ZX" else None
@@ -166,7 +166,10 @@ def _lives(pid: int, started: int) -> bool:
 def process_table() -> str:
     """Table that process ids are numbers of: two containers of a host, and a host before and after a boot, have different ones."""
     parts = []
-    for read in (lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(), lambda: os.readlink("/proc/self/ns/pid")):
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
+        lambda: os.readlink("/proc/self/ns/pid"),
+    ):
         try:
             parts.append(read())
         except OSError:  # not Linux

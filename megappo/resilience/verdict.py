@@ -143,7 +143,7 @@ def record_verdict(folder: Path, report: Report, verdict: Verdict, members: Sequ
     host = next(member.host for member in members if member.rank == first)
     content = {"time_ns": verdict.time_ns, "rank": first, "host": host, "text": report.text}
     part = folder / f"{VERDICT}.{verdict.by}"
-    part.write_text(json.dumps(content) + "\n")
+    part.write_text(json.dumps(content) + "\n", encoding="utf-8")
     with contextlib.suppress(FileExistsError):
         os.link(part, folder / VERDICT)  # the first one counts: ranks without a store write one each
     part.unlink()

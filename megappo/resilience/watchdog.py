@@ -83,9 +83,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        self._stacks = (self._folder / f"rank-{self._rank}.stacks").open("w")
+        self._stacks = (self._folder / f"rank-{self._rank}.stacks").open("w", encoding="utf-8")
         # A stopped rank that goes on is asked for its stacks and is late at once: in one file the two would mix.
-        self._late_stacks = (self._folder / f"rank-{self._rank}.late.stacks").open("w")
+        self._late_stacks = (self._folder / f"rank-{self._rank}.late.stacks").open("w", encoding="utf-8")
         if self._rank == 0:
             (self._folder / VERDICT).unlink(missing_ok=True)  # of an earlier start in this directory
         faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)

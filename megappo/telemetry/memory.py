@@ -60,7 +60,7 @@ class HostPeak:
 
     def begin(self) -> None:
         self.end()
-        _CLEAR.write_text(_RESET_PEAK)
+        _CLEAR.write_text(_RESET_PEAK, encoding="utf-8")
 
     def end(self) -> float:
         peak = host_peak_gib()
@@ -89,7 +89,7 @@ def memory_gauge(device: torch.device) -> MemoryGauge:
     if device.type == "cuda":
         return DevicePeak(device)
     try:
-        _CLEAR.write_text(_RESET_PEAK)
+        _CLEAR.write_text(_RESET_PEAK, encoding="utf-8")
     except OSError:  # no such file (gVisor, a kernel without it), or not permitted
         return HostResident()
     return HostPeak()
@@ -102,6 +102,6 @@ def host_peak_gib() -> float:
 
 def _status(field: str) -> float:
     """GiB of a field of /proc/self/status."""
-    text = _STATUS.read_text()
+    text = _STATUS.read_text(encoding="utf-8")
     start = text.index(field) + len(field) + 1
     return int(text[start : text.index("kB", start)]) * 1024 / GIB

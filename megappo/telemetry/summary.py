@@ -19,7 +19,7 @@ def summary(run_dir: Path) -> str:
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"{path} does not exist: {run_dir} holds no finished run")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     lines = [*_scores(rows), *_stages(rows)]
     lines += [
         f"learning curve:      {run_dir / 'learning_curve.svg'}",

@@ -15,7 +15,7 @@ HEADER = 8  # as in process.py, which cannot be imported before the first messag
 
 def main() -> None:
     questions, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull) as nothing:
+    with open(os.devnull, encoding="utf-8") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # nothing but replies may reach the pipe
     setup = _read(questions)

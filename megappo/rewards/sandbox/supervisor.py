@@ -119,7 +119,7 @@ def _is_root_with_nobody() -> bool:
     """True if this is root, and the user nobody exists: in a namespace of one user it does not, and root is an ordinary user."""
     found = 0
     for name in ("uid_map", "gid_map"):
-        with open(f"/proc/self/{name}") as file:
+        with open(f"/proc/self/{name}", encoding="utf-8") as file:
             ranges = [tuple(map(int, line.split())) for line in file]  # first inside, first outside, number
         found += any(first <= _NOBODY < first + count for first, _, count in ranges)
     return os.geteuid() == 0 and found == 2
@@ -132,7 +132,7 @@ def _write_maps(pid: int, uid: int, gid: int, root: bool) -> None:
     else:
         maps = {"setgroups": "deny", "gid_map": f"{_INSIDE} {gid} 1\n", "uid_map": f"{_INSIDE} {uid} 1\n"}
     for name, text in maps.items():
-        with open(f"/proc/{pid}/{name}", "w") as file:
+        with open(f"/proc/{pid}/{name}", "w", encoding="utf-8") as file:
             file.write(text)
 
 
@@ -262,7 +262,7 @@ def _end_all(child: int, settings: Settings) -> None:
 
 
 def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+    with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
         return [int(pid) for pid in file.read().split()]
 
 

@@ -16,7 +16,7 @@ class TrackedRun:
 
     def __init__(self, root: Path, name: str) -> None:
         self._path = root / "trackers" / f"{name}.json"
-        found = json.loads(self._path.read_text()) if self._path.exists() else {}
+        found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         self.id: str | None = found.get("id")
         self._step: int = found.get("step", -1)
         self._last_before = self._step
