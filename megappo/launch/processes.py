@@ -85,6 +85,7 @@ class ForkedProcesses:
     def close(self) -> None:
         """End the process from which ranks are forked. Its ranks have ended."""
         self._socket.close()
+        self._process.kill()  # it may be importing, where Ctrl-C has ended the wait for it
         self._process.wait()
 
     def code_of(self, pid: int) -> int | None:

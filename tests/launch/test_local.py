@@ -303,3 +303,14 @@ def test_the_device_of_a_rank_on_a_machine_with_gpus(monkeypatch, two_gpus, loca
     else:
         with pytest.raises(ValueError, match=expected):
             select_device(requested)
+
+
+def test_what_ranks_are_forked_from_ends_at_once_also_while_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C then ends the wait for the imports; seconds later there was a traceback of a broken pipe."""
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    started = time.monotonic()
+    processes.ForkedProcesses("megappo.cli", ["sleeps"]).close()
+    assert time.monotonic() - started < 30 and capfd.readouterr().err == ""
