@@ -61,6 +61,20 @@ def pickled(folder):
     (write_checkpoint(folder / "other", weights=False) / "pytorch_model.bin").write_bytes(b"")
 
 
+def cut_short(folder):
+    file = write_checkpoint(folder / "other") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def shard_missing(folder):
+    index = write_checkpoint(folder / "other") / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"placeholder": "model-2.safetensors"}}))
+
+
+def config_directory(folder):
+    (folder / "other" / "config.json").mkdir(parents=True)
+
+
 def hf_tokenizer(**config):
     """In a model with room for its ids."""
 
@@ -128,6 +142,27 @@ BAD = {
         checkpoint(weights=False),
         ["policy.model={}/other"],
         ["policy.model", "no .safetensors weights", "incomplete"],
+    ),
+    "weights cut short": (
+        cut_short,
+        ["policy.model={}/other"],
+        ["policy.model", "model.safetensors cannot be read", "the download may be incomplete"],
+    ),
+    "a shard missing": (
+        shard_missing,
+        ["policy.model={}/other"],
+        ["policy.model", "model-2.safetensors is missing, which model.safetensors.index.json names"],
+    ),
+    "config.json that is a directory": (
+        config_directory,
+        ["policy.model={}/other"],
+        ["policy.model", "other has no config.json"],
+    ),
+    "a byte of another encoding": (nothing, ["policy.model=\udcff"], ["policy.model: byte 0xff is no character in this locale"]),
+    "a place where nothing can be made": (
+        nothing,
+        ["run.output_dir=/proc/x"],
+        ['run.output_dir = "/proc/x": /proc cannot be written to', "choose another directory"],
     ),
     "pickled weights": (pickled, ["policy.model={}/other"], ["policy.model", "pytorch_model.bin", "save_pretrained"]),
     "quantised weights": (
@@ -270,7 +305,7 @@ BAD = {
         ["algorithm.ptx.coef=0.1", "algorithm.ptx.data={}/train.jsonl", "algorithm.ptx.max_tokens=300"],
         ["algorithm.ptx.max_tokens = 300: the policy has 256 positions"],
     ),
-    "held-out prompts missing": (nothing, ["data.eval=absent.jsonl"], ["absent.jsonl does not exist"]),
+    "held-out prompts missing": (nothing, ["data.eval=absent.jsonl"], ["data.eval: data file absent.jsonl does not exist"]),
     "held-out key absent": (
         data_file('{"question": "x"}\n'),
         ["data.eval={}/other.jsonl"],

@@ -5,6 +5,7 @@ Used by the checks, by `megappo plan` and by the trainer, so that all three coun
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -111,7 +112,9 @@ def micro_batches_bound(sequences: int, sequence_tokens: int, budget_tokens: int
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
     """Divisors of `number` next to `wanted`: the largest one up to it and the smallest one above it, if they exist."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    # Of a number above 2^40, a slip, some may be missed: it is refused all the same, and at once.
+    small = [d for d in range(1, min(math.isqrt(number), 1 << 20) + 1) if number % d == 0]
+    divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d <= wanted][-1:]
     above = [d for d in divisors if d > wanted][:1]
     return below + above

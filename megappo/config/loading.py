@@ -7,6 +7,7 @@ pydantic validate in strict mode (no "2" for 2, no true for 1). Rules about seve
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -16,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.keys import hint, is_mapping, item_class, section_class, value_keys, written_keys
+from megappo.config.paths import UTF_8_LOCALE
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.config.yaml_reader import parse_yaml, read_yaml
 
@@ -82,6 +84,11 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
     if not value.strip():  # `policy.optimizer.lr=$LR` without LR: null would take back the file's value, and nobody asked for that
         fix = f"no value behind the =; write {key}=VALUE, {key}=null to take back the file's, or {key}='\"\"' for an empty text"
         raise ConfigError(f"{COMMAND_LINE}: {text}: {fix}")
+    if (half := next((character for character in text if "\udc80" <= character <= "\udcff"), None)) is not None:
+        # Python's sign for a byte of the command line that the locale has no character for.
+        codec = sys.getfilesystemencoding()
+        fix = "write UTF-8" if codec == "utf-8" else UTF_8_LOCALE
+        raise ConfigError(f"{COMMAND_LINE}: {key}: byte {ord(half) - 0xDC00:#x} is no character in this locale ({codec}); {fix}")
     data, _ = parse_yaml(value, f"{COMMAND_LINE}: {key}")
     for name in values:
         if name.startswith(key + ".") and data is not None:  # `policy=null` takes the whole section back

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from megappo.config.redaction import hide_secrets
 
+UTF_8_LOCALE = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
 LONGEST_PATH, LONGEST_NAME = 4096, 255  # bytes: PATH_MAX and NAME_MAX of Linux
 # `~`, `~/x`, `~name/x`, but not `~x.jsonl`; `$HOME` and `${HOME}`, but no single `$`.
 FOR_A_SHELL = re.compile(r"^~(?=$|[A-Za-z0-9_.-]*/)|\$\w+|\$\{[^}]*\}?")
@@ -32,7 +33,12 @@ def odd_character(text: str) -> str | None:
 def _check_path(path: str) -> str:
     if (character := odd_character(path)) is not None:
         raise PydanticCustomError("path", "holds the character {character}; a path is one printable line", {"character": character})
-    if len(os.fsencode(path)) >= LONGEST_PATH or any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
+    try:
+        names = [len(os.fsencode(name)) for name in path.split("/")]
+    except UnicodeEncodeError as error:
+        text = f"holds {{character}}, and names of files have the characters of {error.encoding} in this locale; {UTF_8_LOCALE}"
+        raise PydanticCustomError("path", text, {"character": repr(error.object[error.start])}) from None
+    if sum(names) + len(names) > LONGEST_PATH or max(names) > LONGEST_NAME:
         raise PydanticCustomError("path", "is longer than a file system allows ({longest} bytes a name)", {"longest": LONGEST_NAME})
     if (word := FOR_A_SHELL.search(path)) is not None:  # a run in a new folder `~`, which somebody then removes by `rm -r ~`
         text = "holds {word}, which only a shell replaces; write what it stands for"

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 ALL = "all"
+MOST_RANKS = 1 << 20  # ten times the largest clusters
 _FORMS = "write all, a range (0-47), several (0-15,32-47) or one rank (3)"
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)  # 9 digits: more ranks than any world has
 
@@ -39,6 +40,8 @@ def ranges_of(text: str) -> list[range]:
 
 def ranks_of(text: str, world_size: int) -> tuple[int, ...]:
     """Ranks of a text, increasing, in a world of this size. ValueError if a range leaves the world; errors as `ranges_of`."""
+    if world_size > MOST_RANKS:  # or listing them takes the memory
+        raise ValueError(f"a world of {world_size} ranks has more than {MOST_RANKS}; lower run.num_ranks (or --world-size)")
     if text == ALL:
         return tuple(range(world_size))
     ranges = ranges_of(text)

@@ -9,11 +9,15 @@ from megappo.json_object import parse_object
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. ValueError if it is missing or not JSON."""
+    """config.json of a checkpoint directory. ValueError if it is missing, unreadable or not JSON."""
     file = Path(path) / "config.json"
-    if not file.is_file() and Path(path).is_dir():
-        raise ValueError(f"{path} has no config.json; a Hugging Face checkpoint directory is needed")
-    if not file.is_file():
-        how = f"`hf download OWNER/NAME --local-dir {path}` fetches a checkpoint; its name on the hub, OWNER/NAME, does as well"
-        raise ValueError(f"{path} is not a directory; {how}")
-    return parse_object(file.read_bytes(), str(file))
+    try:
+        if not file.is_file() and Path(path).is_dir():
+            raise ValueError(f"{path} has no config.json; a Hugging Face checkpoint directory is needed")
+        if not file.is_file():
+            how = f"`hf download OWNER/NAME --local-dir {path}` fetches a checkpoint; its name on the hub, OWNER/NAME, does as well"
+            raise ValueError(f"{path} is not a directory; {how}")
+        content = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    return parse_object(content, str(file))

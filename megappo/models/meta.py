@@ -6,6 +6,7 @@ stands for a world of any size, so the parameters counted are those of the model
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -41,6 +42,7 @@ def meta_model(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     cpu.install()
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
         groups = build_groups(layout)
@@ -51,6 +53,7 @@ def meta_model(
         yield chunks
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook  # torch's prints the fake rank before every line of a traceback, and stays
 
 
 def parameters_of_rank(

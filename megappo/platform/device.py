@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.config.run_sections import TimeoutsConfig
+from megappo.error_text import first_line
 from megappo.platform import cpu
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -61,7 +62,8 @@ def start_alone(device: torch.device) -> None:
 def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsConfig()) -> None:
     """Join the world that torchrun described in the environment, and prepare Megatron-core for the device.
 
-    A world that exists is left as it is. ValueError on rank 0 if another process has the world's port.
+    A world that exists is left as it is. ValueError on rank 0 if another process has the world's port, and where the environment
+    describes no world.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -80,6 +82,11 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
             raise ValueError(
                 f"MASTER_PORT={os.environ['MASTER_PORT']}: another process of {socket.gethostname()} listens there, such as a "
                 "second job from a shell that exports the variable; unset it, or set a free port"
+            ) from None
+        except ValueError as error:  # one that is missing, or no number: left over in a shell, or set by hand
+            raise ValueError(
+                f"RANK and WORLD_SIZE are set, and their world cannot be joined: {first_line(error)}; start the ranks by "
+                "torchrun or srun, or unset both, and `megappo train` starts them itself"
             ) from None
         store.set_timeout(limit)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

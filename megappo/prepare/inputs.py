@@ -44,7 +44,7 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
         check_critic_sources(config, archs)
     find_tokenizer(config.data.tokenizer or config.policy.model)
     if trains:
-        find_file(config.data.train)
+        _find("data.train", config.data.train)
     if isinstance(config, TrainConfig):
         if config.reward_model.model is not None:
             find_reward_tokenizer(config.reward_model)
@@ -54,16 +54,10 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
 def _check_files(config: TrainConfig, trains: bool) -> None:
     """ConfigError for evaluation data, texts and reward code that is missing."""
     if trains and (texts := config.algorithm.ptx).has_texts and texts.data is not None:
-        try:
-            find_file(texts.data)
-        except ValueError as error:
-            raise ConfigError(f"algorithm.ptx.data: {error}") from None
+        _find("algorithm.ptx.data", texts.data)
     sets = evaluations.evaluation_sets(config)
     for name, one in sets.items():
-        try:
-            find_file(one.data)
-        except ValueError as error:
-            raise ConfigError(f"evaluations.{name}: {error}" if name else str(error)) from None
+        _find(f"evaluations.{name}" if name else "data.eval", one.data)
     rewards = {f"evaluations.{name}.": one.reward for name, one in config.evaluations.items() if one.reward is not None}
     if trains or any(one.reward is None for one in sets.values()):
         rewards[""] = config.reward
@@ -73,6 +67,13 @@ def _check_files(config: TrainConfig, trains: bool) -> None:
         for key, part in reward.all_parts.values():
             if part.path is not None:
                 _require_code(f"{prefix}{key}.path", part.path)
+
+
+def _find(key: str, source: str) -> None:
+    try:
+        find_file(source)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
 
 
 def _require_code(key: str, path: str) -> None:

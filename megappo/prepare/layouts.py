@@ -1,12 +1,14 @@
 """Fit of every role's model to its layout: architectures, tensor sizes, sequence lengths.
 
-Reads config.json files and the names of the weight files, never weights.
+Reads config.json files and the headers of the weight files, never weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
@@ -20,6 +22,8 @@ from megappo.config.layout_checks import (
 )
 from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig
 from megappo.config.schema import SftConfig, TrainConfig
+from megappo.error_text import first_line
+from megappo.json_object import parse_object
 from megappo.models.arch import ModelArch
 from megappo.models.families.registry import FAMILIES
 from megappo.models.freeze import check_frozen_stages, frozen_of
@@ -63,9 +67,11 @@ def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True, need_
 
 
 def _check_weights_exist(key: str, path: str) -> None:
-    """ConfigError if a checkpoint directory holds no weights that are read."""
+    """ConfigError if a checkpoint directory holds no weights that are read, or not all of them. Reads headers alone."""
     directory = Path(path)
-    if any(directory.glob("*.safetensors")):
+    if files := sorted(directory.glob("*.safetensors")):
+        if (fault := next(filter(None, map(_fault_of, files)), None) or _missing_shard(directory)) is not None:
+            raise ConfigError(problem(key, path, f"{fault}; the download may be incomplete"))
         return
     others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
     if others:
@@ -73,6 +79,26 @@ def _check_weights_exist(key: str, path: str) -> None:
     else:
         fix = "holds no .safetensors weights; the download may be incomplete"
     raise ConfigError(problem(key, path, fix))
+
+
+def _fault_of(file: Path) -> str | None:
+    """Reason why a file of weights cannot be read, as where it is shorter than its header says."""
+    try:
+        with safe_open(file, framework="np"):
+            return None
+    except (SafetensorError, OSError) as error:
+        return f"{file.name} cannot be read: {first_line(error)}"
+
+
+def _missing_shard(directory: Path) -> str | None:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    named = parse_object(index.read_bytes(), str(index)).get("weight_map")
+    if not isinstance(named, dict):
+        return f"{index.name} has no weight_map"
+    absent = sorted(name for name in {*map(str, named.values())} if not (directory / name).is_file())
+    return f"{absent[0]} is missing, which {index.name} names" if absent else None
 
 
 def check_layouts(

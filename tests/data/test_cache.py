@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from megappo.cache_dir import cache_dir
 from megappo.data import cache as module
 from megappo.data.cache import Cache
 from megappo.data.token_rows import Block, DamagedRows, RowWriter, TokenRows, read_checked, write_checked
@@ -283,3 +284,11 @@ def test_mutated_meta_files_are_never_believed(tmp_path: Path) -> None:
         path.write_bytes(bad)
         assert read_checked(path) in (None, {"a": 1})
     assert json.loads(good.split(b"\n")[1]) == {"a": 1}
+
+
+def test_a_user_without_a_home_is_told_the_variable(monkeypatch):
+    for name in ("MEGAPPO_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # as for an id that the system has no name for
+    with pytest.raises(ValueError, match=r"^no home directory .*: set MEGAPPO_CACHE to a folder of yours$"):
+        cache_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -149,3 +150,10 @@ def test_a_wrong_tp_is_seen() -> None:
     """Negative control."""
     halves, quarters = (parameters_of_rank(arch("llama"), ParallelLayout(RANKS, tp=tp), 0) for tp in (2, 4))
     assert {n: p.shape for n, p in halves.items()} != {n: p.shape for n, p in quarters.items()}
+
+
+def test_tracebacks_name_no_rank_afterwards() -> None:
+    """torch's hook stays where a process group was made, and `megappo plan` makes one for every kind of stage."""
+    hook = sys.excepthook
+    parameters_of_rank(arch("llama"), ParallelLayout(RANKS, tp=2), 1)
+    assert sys.excepthook is hook
