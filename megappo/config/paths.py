@@ -36,8 +36,9 @@ def _check_path(path: str) -> str:
     try:
         names = [len(os.fsencode(name)) for name in path.split("/")]
     except UnicodeEncodeError as error:
-        text = f"holds {{character}}, and names of files have the characters of {error.encoding} in this locale; {UTF_8_LOCALE}"
-        raise PydanticCustomError("path", text, {"character": repr(error.object[error.start])}) from None
+        text = "holds {character}, and names of files have the characters of {codec} in this locale; {fix}"
+        context = {"character": repr(error.object[error.start]), "codec": error.encoding, "fix": UTF_8_LOCALE}
+        raise PydanticCustomError("path", text, context) from None
     if sum(names) + len(names) > LONGEST_PATH or max(names) > LONGEST_NAME:
         raise PydanticCustomError("path", "is longer than a file system allows ({longest} bytes a name)", {"longest": LONGEST_NAME})
     if (word := FOR_A_SHELL.search(path)) is not None:  # a run in a new folder `~`, which somebody then removes by `rm -r ~`

@@ -32,7 +32,7 @@ from megappo.launch.restart import NoProgress, newest_step, next_start, read_sta
 from megappo.platform.permissions import apply_permissions
 from megappo.prepare.remote_run import fetch, find_copies
 from megappo.resilience.ended import Ended, is_stopped, record_failure
-from megappo.resilience.lease import Lease, LeaseHeld
+from megappo.resilience.lease import Lease, LeaseHeld, refuse_if_held
 
 REQUEUE = STOPPED  # the script's word for it, by `end`
 SKIPPED = "skipped_steps"  # file of an attempt's folder, which the script hands to the ranks (`resilience/skipped.py`)
@@ -41,6 +41,8 @@ SKIPPED = "skipped_steps"  # file of an attempt's folder, which the script hands
 def check_start(run: RunConfig, *, resume: bool) -> Path:
     """Directory of the run. ConfigError if a new run finds another run there, or a resumed one no checkpoint."""
     run_dir = check_run_dir(run, resume)
+    if resume:
+        refuse_if_held(run_dir)  # first: a run that lives may not have saved yet
     if resume and newest_step(run_dir) == 0:
         fix = f"{run_dir} holds no checkpoint to resume; leave --resume out and use another name"
         raise ConfigError(problem("run.name", run.name, fix))
