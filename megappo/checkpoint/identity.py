@@ -124,6 +124,8 @@ def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | Non
     """The first difference in the training data, with its key; None if there is none, or nothing was recorded."""
     if saved is None or now is None:
         return None
+    if (old := saved.get("trajectories")) is not None or now.get("trajectories") is not None:
+        return _other_trajectories(old, now.get("trajectories"))
     if (old := saved["train"])["sha256"] != (new := now["train"])["sha256"]:
         moved = f"{old['path']} and now {new['path']}" if old["path"] != new["path"] else new["path"]
         return f"data.train was {moved} of another content (SHA-256 {old['sha256'][:12]}, now {new['sha256'][:12]})"
@@ -135,6 +137,16 @@ def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | Non
     if saved["kept"] != now["kept"]:  # the cursor counts kept prompts
         return "data.max_prompt_tokens or data.overlong leave out others than before"
     return None
+
+
+def _other_trajectories(saved: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str | None:
+    """The difference, if only one of the two read recorded trajectories, or others; None if there is none."""
+    old, new = ("null" if one is None else one["path"] for one in (saved, now))
+    if saved is not None and now is not None:
+        if saved["sha256"] == now["sha256"]:
+            return None
+        old, new = (f"{one['path']} (SHA-256 {one['sha256'][:12]})" for one in (saved, now))
+    return f"critic.warmup_trajectories was {old} and is {new}"
 
 
 def _other_texts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
@@ -154,7 +166,7 @@ def _other_texts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None)
 def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:
     """Differences from the checkpoint `name` that are allowed and change what is measured or wanted, one line each."""
     lines = _changed_engines(saved, now, name)
-    if (old := saved.get("data")) is not None:
+    if (old := saved.get("data")) is not None and "trajectories" not in old:
         new = now["data"]
         if old["eval"] and new["eval"] and old["eval"]["sha256"] != new["eval"]["sha256"]:
             lines.append(f"data.eval has another content than at {name}: validation scores before and after are of other prompts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from megappo.launch.options import add_max_restarts
 from megappo.telemetry.console import keep_console
 
 PRETRAINING = ("critic.warmup_lam=1.0", "checkpoint.export_at_end=false")  # the policy is the one that the run starts from
+FROM_RECORDS = ("telemetry.progress=[]",)  # columns of the file may be of samples, which are not there
 
 if TYPE_CHECKING:
     from megappo.config.schema import TrainConfig
@@ -28,7 +30,8 @@ def add_commands(command: AddCommand) -> None:
     pretrain = command(
         "pretrain-critic",
         cmd_pretrain_critic,
-        "Train the critic alone, on Monte Carlo returns of responses that the policy samples without changing.",
+        "Train the critic alone, on Monte Carlo returns of responses that the policy samples without changing, or that were "
+        "recorded.",
         "The run's checkpoints are for `critic.checkpoint` of the runs that follow. It is `train` with a warm-up of the critic for "
         "the whole run, a lambda of 1 and the name NAME-critic; key=value counts over these.",
     )
@@ -38,6 +41,12 @@ def add_commands(command: AddCommand) -> None:
         type=float,
         metavar="X",
         help="end the run after the first step whose values explain this share of the variance of their returns, for example 0.8",
+    )
+    pretrain.add_argument(
+        "--trajectories",
+        metavar="RUN",
+        help="read the trajectories that this run recorded (telemetry.trajectories_every): nothing samples, and no other model is "
+        "built",
     )
     _add_restarting(pretrain)
     command("sft", cmd_sft, "Fine-tune on demonstrations with the same engine.")
@@ -134,6 +143,7 @@ def cmd_pretrain_critic(args: argparse.Namespace) -> int:
         f"critic.warmup_steps={args.steps}",
         *([] if args.explained_variance is None else [f"critic.warmup_explained_variance={args.explained_variance}"]),
         *PRETRAINING,
+        *([] if args.trajectories is None else [f"critic.warmup_trajectories={json.dumps(args.trajectories)}", *FROM_RECORDS]),
         f"run.name={name}-critic",
         *args.overrides,  # these count where both set a key
     ]

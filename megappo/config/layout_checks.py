@@ -10,7 +10,7 @@ from functools import cache
 from typing import Literal
 
 from megappo.config.batch import nearest_divisors
-from megappo.config.errors import problem
+from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import rewards_of
 from megappo.config.keys import section_class
 from megappo.config.rank_ranges import ALL, ranges_text, ranks_of
@@ -41,6 +41,8 @@ def _role_names(cls: type[TrainConfig | SftConfig]) -> tuple[str, ...]:
 def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
     """Role -> parallel sizes, for the roles that this configuration builds."""
     roles = {name: section.parallel for name, section in role_sections(config).items()}
+    if isinstance(config, TrainConfig) and reads_trajectories(config):
+        return {name: sizes for name, sizes in roles.items() if name in CRITICS}  # nobody samples, and nothing is scored
     if isinstance(config, TrainConfig) and (config.algorithm.kl.placement == "none" or reference_is_base(config)):
         del roles["reference"]  # nothing is measured against it, or the policy's own base is it
     if isinstance(config, TrainConfig) and not scores_with_model(config):
@@ -52,7 +54,9 @@ def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
 
 def reference_is_base(config: TrainConfig) -> bool:
     """True if the reference is the policy without its adapters: no model of its own is built."""
-    return config.algorithm.kl.placement != "none" and config.policy.lora is not None and config.reference.model is None
+    if config.algorithm.kl.placement == "none" or reads_trajectories(config):
+        return False
+    return config.policy.lora is not None and config.reference.model is None
 
 
 def scores_with_model(config: TrainConfig) -> bool:
@@ -69,7 +73,7 @@ def trained_sections(config: TrainConfig | SftConfig) -> dict[str, TrainableConf
     """Role -> its section, for the roles of this configuration that have an optimizer and a place in checkpoints."""
     used = roles_in_use(config)
     if isinstance(config, TrainConfig) and only_pretrains(config):
-        del used["policy"]
+        used.pop("policy", None)
     return {name: one for name, one in role_sections(config).items() if isinstance(one, TrainableConfig) and name in used}
 
 
@@ -77,6 +81,18 @@ def only_pretrains(config: TrainConfig) -> bool:
     """True if the critic's warm-up is the whole run: the policy samples and never changes."""
     steps, warmup = config.trainer.steps, config.critic.warmup_steps
     return config.algorithm.has_critic and steps is not None and warmup >= steps
+
+
+def reads_trajectories(config: TrainConfig) -> bool:
+    """True if the run trains critics alone, on trajectories that another run recorded: no policy is built, and nothing samples."""
+    return config.critic.warmup_trajectories is not None and only_pretrains(config)
+
+
+def require_whole_steps(config: TrainConfig, command: str) -> None:
+    """ConfigError, one line, where a command is about steps that sample, and the run's do not."""
+    if reads_trajectories(config):
+        fix = f"trains critics alone, and `megappo {command}` is about whole steps; set it to null"
+        raise ConfigError(problem("critic.warmup_trajectories", config.critic.warmup_trajectories, fix))
 
 
 def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"] | None:
@@ -104,7 +120,7 @@ def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator
     for role, parallel in roles_in_use(config).items():
         ranks = getattr(config, role).ranks
         yield from parallel_problems(f"{role}.parallel", parallel, len(ranks_of(ranks, world_size)), ranks)
-    if isinstance(config, TrainConfig) and config.rollout.engine == "vllm":
+    if isinstance(config, TrainConfig) and "rollout" in placements_in_use(config) and config.rollout.engine == "vllm":
         yield from _replica_problems(config.rollout.tp, config.rollout.ranks, world_size)
 
 
@@ -114,7 +130,9 @@ def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator
 def placements_in_use(config: TrainConfig | SftConfig) -> dict[str, str]:
     """Role or `rollout` -> its `ranks`, for all that the configuration builds."""
     places = {role: getattr(config, role).ranks for role in roles_in_use(config)}
-    return {**places, "rollout": config.rollout.ranks} if isinstance(config, TrainConfig) else places
+    if not isinstance(config, TrainConfig) or reads_trajectories(config):
+        return places
+    return {**places, "rollout": config.rollout.ranks}
 
 
 def placement_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
@@ -135,20 +153,25 @@ def placement_problems(config: TrainConfig | SftConfig, world_size: int) -> Iter
             )
         return
     hosted = {name: set(ranks_of(text, world_size)) for name, text in places.items()}
-    yield from _idle_ranks(hosted, config.rollout.ranks, world_size)
+    yield from _idle_ranks(hosted, config, world_size)
+    if "rollout" not in hosted:
+        return  # critics alone: nothing waits for the memory that an offload frees, and no sampler for weights
     if config.rollout.engine == "megatron" and hosted["rollout"] != hosted["policy"]:
         fix = f"rollout.engine megatron generates with the policy's own shards; set it to policy.ranks, {config.policy.ranks}"
         yield problem("rollout.ranks", config.rollout.ranks, fix)
     yield from _lonely_offloads(config, hosted)
 
 
-def _idle_ranks(hosted: Mapping[str, set[int]], rollout: str, world_size: int) -> Iterator[str]:
+def _idle_ranks(hosted: Mapping[str, set[int]], config: TrainConfig, world_size: int) -> Iterator[str]:
     idle = sorted(set(range(world_size)).difference(*hosted.values()))
     if idle:
         ranks = f"rank {idle[0]}" if len(idle) == 1 else f"ranks {ranges_text(idle)}"
-        others = ", ".join(f"{name}.ranks" for name in hosted if name != "rollout")
-        fix = f"{ranks} of the world would have no role and generate nothing; add them here or to {others}, or start fewer ranks"
-        yield problem("rollout.ranks", rollout, fix)
+        samples = "rollout" in hosted
+        key, does = ("rollout", "no role and generate nothing") if samples else (CRITICS[0], "no role")
+        others = ", ".join(f"{name}.ranks" for name in hosted if name != key)
+        where = f"here or to {others}" if others else "here"
+        fix = f"{ranks} of the world would have {does}; add them {where}, or start fewer ranks"
+        yield problem(f"{key}.ranks", getattr(config, key).ranks, fix)
 
 
 def _lonely_offloads(config: TrainConfig, hosted: Mapping[str, set[int]]) -> Iterator[str]:

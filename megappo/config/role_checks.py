@@ -93,6 +93,20 @@ def critic_warmup_problem(config: TrainConfig) -> str | None:
     return None
 
 
+def critic_trajectories_problem(config: TrainConfig) -> str | None:
+    """Recorded trajectories for a part of a run: what follows them has to sample."""
+    path = config.critic.warmup_trajectories
+    if path is None or not config.algorithm.has_critic or only_pretrains(config):
+        return None
+    steps = config.trainer.steps
+    length = f"the run has {steps}" if steps is not None else "trainer.steps is not set"
+    fix = (
+        f"is for runs whose warm-up is the whole run (critic.warmup_steps is {config.critic.warmup_steps}, {length}); use "
+        "megappo pretrain-critic CONFIG --trajectories RUN, and critic.checkpoint in the run that follows"
+    )
+    return problem("critic.warmup_trajectories", path, fix)
+
+
 def policy_lr_warmup_problem(config: TrainConfig) -> str | None:
     """A warm-up of the policy's learning rate that the run does not finish, if `trainer.steps` tells."""
     if config.trainer.steps is None or only_pretrains(config):

@@ -220,6 +220,10 @@ class CriticConfig(AnyCriticConfig):
     """End these steps early, after the first whose values explain this share of the variance of their returns
     (`critic/explained_variance`, the least of several critics). The policy's schedule of learning rates then counts all steps of
     the run."""
+    warmup_trajectories: PathText | None = None
+    """Run (`runs/NAME`) whose trajectories (`telemetry.trajectories_every`) the warm-up reads in place of samples; null: the policy
+    samples. These steps are the whole run then (`megappo pretrain-critic --trajectories`), which builds the critics alone: keys of
+    other roles, of the rollout, rewards, prompts and evaluations are not read."""
 
 
 class FrozenOffloadConfig(Section):

@@ -69,10 +69,17 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """vLLM replicas, or the data-parallel ranks of the policy that generate."""
+        """vLLM replicas, or the data-parallel ranks of the policy that generate; 0 if nobody does."""
+        if not self.samples:
+            return 0
         if self.rollout is None:
             return self.layouts["policy"].dp
         return len(self.placements["rollout"]) // self.config.rollout.tp
+
+    @property
+    def samples(self) -> bool:
+        """True if the policy samples; a critic may train on trajectories that another run recorded."""
+        return "policy" in self.layouts
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
@@ -205,7 +212,8 @@ def work_out(
         )
         for role, layout in layouts.items()
     }
-    rollout = _rollout(config, archs["policy"], device, device_memory) if config.rollout.engine == "vllm" else None
+    by_vllm = config.rollout.engine == "vllm" and "policy" in layouts
+    rollout = _rollout(config, archs["policy"], device, device_memory) if by_vllm else None
     plan = Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout)
     return replace(plan, reserve=_reserve(plan)) if device == "cuda" else plan
 

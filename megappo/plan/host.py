@@ -141,6 +141,8 @@ class HostWork:
             "updates": self._updates(parts),
             "metrics": Work(self._of_own(fields | self._shaped) + METRICS * self._own, METRICS_NS * self._own),
         }
+        if not self._plan.samples:  # the trajectories are recorded, with their rewards
+            found = {name: work for name, work in found.items() if name not in ("generate", "exchange", "score")}
         rest = self._at_rest(draws)
         return [HostPhase(name, round(rest + work.bytes), work.ns * 1e-9) for name, work in found.items()]
 

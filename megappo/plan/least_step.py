@@ -32,10 +32,10 @@ def hardware_of_plan(plan: Plan) -> Hardware:
 def least_step_s(plan: Plan, hardware: Hardware) -> float:
     """Seconds of the busiest rank, every sequence at its longest."""
     work = {role: _role_s(plan, role, hardware) for role in plan.layouts}
-    generation = _generation_s(plan, hardware)
+    generation = _generation_s(plan, hardware) if plan.samples else 0.0
 
     def of_rank(rank: int) -> float:
-        generates = plan.generates(rank) or (plan.rollout is None and rank in plan.placements["policy"])
+        generates = plan.generates(rank) or (plan.rollout is None and "policy" in plan.roles_on(rank))
         return sum(work[role] for role in plan.roles_on(rank)) + (generation if generates else 0.0)
 
     return max(map(of_rank, plan.distinct_ranks()))

@@ -24,12 +24,13 @@ from megappo.plan.pipeline import bubble
 from megappo.plan.remedies import remedies
 from megappo.prepare.data import RunData
 from megappo.prepare.layouts import model_paths
+from megappo.prepare.recorded import RecordedData, describe
 from megappo.telemetry.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
 
 GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the sizes
 
 
-def report(plan: Plan, data: RunData | None = None, notes: Sequence[str] = ()) -> str:
+def report(plan: Plan, data: RunData | RecordedData | None = None, notes: Sequence[str] = ()) -> str:
     """Write the plan, the data and the remarks of a run."""
     blocks = [
         ["models", *_model_lines(plan)],
@@ -155,6 +156,8 @@ def _split_lines(plan: Plan) -> Iterator[str]:
 
 
 def _rollout_ranks(plan: Plan) -> str:
+    if not plan.samples:
+        return "no rollout: the trajectories are recorded"
     if plan.rollout is None:
         return f"rollout by megatron: the policy's own shards, {plan.replicas} data-parallel parts"
     tp = plan.config.rollout.tp
@@ -219,7 +222,7 @@ def _offload_lines(plan: Plan) -> Iterator[str]:
 
 def _average_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
     """Memory of the moving average of the policy."""
-    memory = max(plan.memory["policy"], key=lambda one: one.average + one.average_on_host)
+    memory = max(plan.memory.get("policy", plan.memory["critic"]), key=lambda one: one.average + one.average_on_host)
     if memory.average:
         yield f"  the policy's average takes {size(memory.average)} {unit} of that on each of its ranks"
     elif memory.average_on_host:
@@ -316,10 +319,8 @@ def _cache_lines(plan: Plan) -> Iterator[str]:
 def _batch_lines(plan: Plan) -> list[str]:
     config, step = plan.config, plan.step
     schedules = {role: update_schedule(config, role) for role in trained_sections(config)}
-    lines = [
-        f"  step: {step.prompts:,} prompts x {config.rollout.samples_per_prompt} samples = {_count(step.samples, 'sample')}, "
-        f"{step.samples * step.max_sequence_tokens:,} tokens at most",
-    ]
+    sampled = f"{step.prompts:,} prompts x {config.rollout.samples_per_prompt} samples = " if plan.samples else ""
+    lines = [f"  step: {sampled}{_count(step.samples, 'sample')}, {step.samples * step.max_sequence_tokens:,} tokens at most"]
     for schedule in dict.fromkeys(schedules.values()):
         roles = ", ".join(role for role in schedules if schedules[role] == schedule)
         each = "" if schedule.part == WHOLE else f", of {step.samples // schedule.part.count:,} samples of its own"
@@ -403,7 +404,9 @@ def _checkpoint_lines(plan: Plan) -> Iterator[str]:
         yield f"  one every {_count(settings.save_every, 'step')}" if settings.save_every else "  one at the end"
 
 
-def _data_lines(plan: Plan, data: RunData) -> list[str]:
+def _data_lines(plan: Plan, data: RunData | RecordedData) -> list[str]:
+    if isinstance(data, RecordedData):
+        return [f"  {describe(data, plan.step.samples)}"]
     role = "critic" if "critic" in plan.layouts else "policy"  # the critic's are not ended early, nor left out in its warm-up
     schedule = update_schedule(plan.config, role)
     per_epoch, per_step, prompts = data.loader.steps_per_epoch, plan.step.prompts, len(data.train)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megappo.config.checks import Device
+from megappo.config.layout_checks import reads_trajectories
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.weight_map import hf_tensors
 from megappo.plan.estimate import Plan, make_plan
@@ -16,6 +17,7 @@ from megappo.plan.report import report
 from megappo.prepare.checks import CheckedSft, check_run, check_sft
 from megappo.prepare.data import RunData, SftData, load_run_data, load_sft_data
 from megappo.prepare.fit import fit_if_asked
+from megappo.prepare.recorded import RecordedData, load_recorded_data
 from megappo.telemetry.tables import figures
 
 
@@ -23,11 +25,11 @@ from megappo.telemetry.tables import figures
 class PlannedRun:
     """A run that can start: plan, data, and notes on keys that this device does not need.
 
-    data: None if only shapes were checked; the run may then fail to start.
+    data: None if only shapes were checked; the run may then fail to start. Of recorded trajectories if the run reads them.
     """
 
     plan: Plan
-    data: RunData | None
+    data: RunData | RecordedData | None
     notes: tuple[str, ...]
 
     def report(self) -> str:
@@ -58,6 +60,9 @@ def plan_run(
     notes = (*fitted, *checked.notes, *idle_notes(plan))
     if shapes_only:
         return PlannedRun(plan, None, (*notes, "only shapes were looked at: weights, tokenizer and data may be missing"))
+    if reads_trajectories(config):
+        recorded = load_recorded_data(config, checked.archs)
+        return PlannedRun(plan, recorded, (*notes, *recorded.notes))
     data = load_run_data(config, checked.archs["policy"], train)
     return PlannedRun(plan, data, (*notes, *data.notes))
 

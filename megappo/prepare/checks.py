@@ -54,7 +54,7 @@ def check_run(
     layouts = check_layouts(config, archs, world_size, implementation)
     sections = {role: getattr(config, role) for role in layouts}
     notes = (*notes, *implementation_notes(config.model.impl, device, sections))
-    if config.rollout.engine == "vllm":
+    if config.rollout.engine == "vllm" and "policy" in archs:
         longest = longest_sequence_tokens(config)
         num_ranks = len(placement_of(config.rollout.ranks, world_size))
         check_vllm(archs["policy"], config.rollout.tp, num_ranks, longest, device)  # raises if vLLM cannot serve it

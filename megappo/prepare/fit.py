@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import gcd, lcm
 
 from megappo.config.errors import ConfigError
-from megappo.config.layout_checks import placement_problems, trained_sections
+from megappo.config.layout_checks import placement_problems, reads_trajectories, trained_sections
 from megappo.config.rank_ranges import ranks_of
 from megappo.config.schema import TrainConfig
 from megappo.config.section import Section
@@ -21,7 +21,7 @@ def fit_if_asked(
     if not config.data.fit_batch:
         return config, None, ()
     cache = open_cache(config.run)
-    train = None if shapes_only else load_train_prompts(config, cache)
+    train = None if shapes_only or reads_trajectories(config) else load_train_prompts(config, cache)
     config, notes = fit_batch(config, world_size, len(train) if train is not None else None)
     return config, train, (*notes, *cache.notes)
 

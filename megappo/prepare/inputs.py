@@ -5,10 +5,12 @@ Imports no torch, which takes seconds: every command looks here first. What is f
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megappo.config import evaluations
 from megappo.config.checks import rule_problems
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import reference_is_base, roles_in_use
+from megappo.config.layout_checks import reads_trajectories, reference_is_base, roles_in_use
 from megappo.config.loading import explicit_keys
 from megappo.config.reward_sections import RewardConfig
 from megappo.config.schema import SftConfig, TrainConfig
@@ -23,6 +25,7 @@ from megappo.rewards.rules import RULES, make_rule
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
 from megappo.telemetry.trackers.available import tracker_problem
+from megappo.trajectories.read import files_by_step
 
 
 def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shapes_only: bool = False, trains: bool = True) -> None:
@@ -43,12 +46,22 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
     if isinstance(config, TrainConfig) and not resume:
         check_critic_sources(config, archs)
     find_tokenizer(config.data.tokenizer or config.policy.model)
+    if isinstance(config, TrainConfig) and reads_trajectories(config):
+        _find_trajectories(str(config.critic.warmup_trajectories))
+        return
     if trains:
         _find("data.train", config.data.train)
     if isinstance(config, TrainConfig):
         if config.reward_model.model is not None:
             find_reward_tokenizer(config.reward_model)
         _check_files(config, trains)
+
+
+def _find_trajectories(path: str) -> None:
+    try:
+        files_by_step(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"critic.warmup_trajectories: {error}") from None
 
 
 def _check_files(config: TrainConfig, trains: bool) -> None:
@@ -102,6 +115,10 @@ def check_names(config: TrainConfig, *, need_packages: bool) -> None:
     """ConfigError for an unknown metric or reward, and for a missing package that this configuration needs."""
     _check_progress(config)
     if not need_packages:
+        return
+    if reads_trajectories(config):
+        if (message := tracker_problem(config.telemetry)) is not None:
+            raise ConfigError(message)
         return
     _check_reward(config.reward)
     for name, one in config.evaluations.items():

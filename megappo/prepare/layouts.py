@@ -132,7 +132,8 @@ def check_layouts(
     if isinstance(config, TrainConfig):
         # A reward model reads text: it needs neither the policy's ids nor room for as many of them.
         of_tokens = {role: arch for role, arch in archs.items() if not isinstance(getattr(config, role), RewardModelConfig)}
-        _check_rollout(config, archs["policy"])
+        if "policy" in archs:
+            _check_rollout(config, archs["policy"])
         _check_lengths(config, of_tokens)
         _check_vocabularies(of_tokens)
     elif config.data.max_tokens > archs["policy"].max_positions:
@@ -228,6 +229,8 @@ def _check_lengths(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:
             sequence = f"with data.max_prompt_tokens {config.data.max_prompt_tokens} a sequence has {longest} tokens"
             fix = f"{sequence}, more than the {arch.max_positions} positions of the {role}; use at most {room}"
             raise ConfigError(problem("rollout.max_response_tokens", config.rollout.max_response_tokens, fix))
+    if "policy" not in archs:
+        return
     if (ptx := config.algorithm.ptx).has_texts and ptx.max_tokens > archs["policy"].max_positions:
         _too_long("algorithm.ptx.max_tokens", ptx.max_tokens, "policy", archs["policy"])
     room = archs["policy"].max_positions - config.data.max_prompt_tokens  # the others see no evaluation
@@ -243,7 +246,9 @@ def _too_long(key: str, tokens: int, role: str, arch: ModelArch) -> None:
 
 
 def _check_vocabularies(archs: Mapping[str, ModelArch]) -> None:
-    """Check that every role can read the policy's tokens."""
+    """Check that every role can read the policy's tokens; without a policy, those of trajectories are looked at (`recorded.py`)."""
+    if "policy" not in archs:
+        return
     wanted = archs["policy"].vocab_size
     for role, arch in archs.items():
         # The KL compares the policy's distribution with the reference's entry by entry.

@@ -8,19 +8,21 @@ from __future__ import annotations
 from megappo.checkpoint.remote import open_storage
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import rewards_of
+from megappo.config.layout_checks import reads_trajectories
 from megappo.config.schema import TrainConfig
 from megappo.prepare.code_rewards import require_isolation
 from megappo.prepare.data import EvaluationData, RunData
+from megappo.prepare.recorded import RecordedData
 from megappo.prepare.remote_rewards import require_reachable
 
 
 def require_isolation_here(config: TrainConfig) -> None:
     """ConfigError, one line, if programs of the policy are to be run, and cannot be isolated on this machine."""
-    for reward in rewards_of(config):
+    for reward in () if reads_trajectories(config) else rewards_of(config):
         require_isolation(reward)
 
 
-def require_servers_here(data: RunData | EvaluationData, *, resume: bool) -> None:
+def require_servers_here(data: RunData | RecordedData | EvaluationData, *, resume: bool) -> None:
     """ConfigError, one line, if a reward server, of an evaluation too, cannot be asked from this machine."""
     for parts in (data.reward_parts, *(one.reward_parts for one in data.evaluations)):
         require_reachable(parts, resume=resume)

@@ -13,6 +13,7 @@ from megappo.algo.ratio_bins import ratio_histogram
 from megappo.parallel.totals import maxima, totals
 from megappo.telemetry.metrics import Distribution, of_critic
 from megappo.telemetry.trackers.base import Histogram
+from megappo.trainer.critic_report import targets_in
 from megappo.trainer.critics import critics_in
 from megappo.trainer.report import StepRecord
 
@@ -34,7 +35,7 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
         Distribution.SCORE: torch.tensor(record.scored.total)[ends],
     }
     of_critics = {
-        of_critic(name.value, role): batch[field][record.value_mask]
+        of_critic(name.value, role): batch[field][targets_in(record.batch)]
         for role, fields in critics_in(batch).items()
         for name, field in ((Distribution.VALUE, fields.value), (Distribution.RETURN, fields.returns))
     }

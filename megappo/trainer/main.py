@@ -38,6 +38,7 @@ from megappo.platform.permissions import apply_permissions
 from megappo.prepare.critic_source import critic_source
 from megappo.prepare.data import EvaluationData, RunData
 from megappo.prepare.evaluations import EvaluationSet
+from megappo.prepare.recorded import RecordedData
 from megappo.prepare.remote_run import fetch, find_copies
 from megappo.prepare.reward_routes import recipe_of
 from megappo.resilience.lease import Lease
@@ -64,6 +65,7 @@ from megappo.trainer.evaluation import Evaluations, Evaluator, evaluators_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
+from megappo.trainer.recorded import COLUMNS, RecordedPretraining
 from megappo.trainer.refresh import REFERENCE, FrozenModel, ReferenceRefresh, refresh_sync
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.reward_model import ModelScorer, model_scorer
@@ -79,14 +81,15 @@ from megappo.trainer.windows import resume_windows
 
 def train(
     config: TrainConfig,
-    data: RunData,
+    data: RunData | RecordedData,
     *,
     resume: bool,
     stop: StopRequest | None = None,
     engines: EngineBackend = RoleEngines,
     wrap_rollout: Callable[[RolloutEngine], RolloutEngine] | None = None,
 ) -> bool:
-    """Run PPO on this rank of the world. `config` and `data` have been checked by `plan.run.plan_run`.
+    """Run PPO, or the pretraining of critics on recorded trajectories, on this rank of the world. `config` and `data` have been
+    checked by `plan.run.plan_run`.
 
     engines: builds the models of all roles. wrap_rollout: what samples, around the rollout engine of the configuration, on every
     rank, as `rollout.environment` has `rollout.turns.TurnsRollout` there. Returns True if the run reached its end, False if a rank
@@ -124,7 +127,7 @@ def train(
     return finished
 
 
-def facts_of_ranks(config: TrainConfig, data: RunData, *, resume: bool) -> dict[str, Any]:
+def facts_of_ranks(config: TrainConfig, data: RunData | RecordedData, *, resume: bool) -> dict[str, Any]:
     """Facts of the run, once every rank has what it needs on its own machine. Collective; ValueError on all ranks.
 
     Before the directory is claimed: a run that cannot start leaves its name free.
@@ -152,7 +155,7 @@ def fetch_on_rank_0(config: TrainConfig, run_dir: Path, *, resume: bool) -> None
 
 def _train(
     config: TrainConfig,
-    data: RunData,
+    data: RunData | RecordedData,
     facts: Mapping[str, Any],
     run_dir: RunDir,
     store: CheckpointStore,
@@ -164,7 +167,7 @@ def _train(
     engines: EngineBackend,
     wrap_rollout: Callable[[RolloutEngine], RolloutEngine] | None,
 ) -> bool:
-    """Run PPO in the claimed directory; returns True at the run's end, False after a stop."""
+    """Run in the claimed directory; returns True at the run's end, False after a stop."""
     # A checkpoint that cannot be resumed is refused before any model is built; its bytes are hashed meanwhile.
     skip = steps_to_skip() if resume else ()
     manifest = store.find_resumable(facts, skip, wait=False) if resume else None
@@ -172,26 +175,28 @@ def _train(
         require_same_models(models_of(manifest), config, f"step-{manifest.step}")
         require_same_order(manifest.facts, facts, f"step-{manifest.step}")
         warn_of_changes(manifest.facts, facts, f"step-{manifest.step}")
-    settings = config.telemetry
+    settings, recorded = config.telemetry, isinstance(data, RecordedData)
+    usual = COLUMNS if recorded else () if config.algorithm.has_critic else columns_without_critic()
     log = RunLog(
         run_dir.root,
         make_trackers(settings, config.run.name, run_dir.root),
         redacted_values(config.model_dump(mode="json")),
-        progress=settings.progress or (() if config.algorithm.has_critic else columns_without_critic()),
+        progress=settings.progress or usual,
         summary_every=settings.summary_every,
     )
 
     factory = engines(config.model, config.run.timeouts, device)
-    _note_layers(config, factory, log)
+    _note_layers(config, factory, log, recorded=recorded)
     select_kernels(config.kernels, device, log, host_ops=HOST_OPS)
     roles = build_roles(config, factory, updates_of_run(config, data.total_steps))
     average = average_of(config.policy.ema, roles.engines.get("policy"))
-    rollout = rollout_of(config, data, roles.engines.get("policy"), device)
-    if wrap_rollout is not None:
+    rollout = None if isinstance(data, RecordedData) else rollout_of(config, data, roles.engines.get("policy"), device)
+    if rollout is not None and wrap_rollout is not None:
         rollout = wrap_rollout(rollout)
     state, kl = TrainerState(), kl_controller(config.algorithm.kl)
     layouts = {role: layout_of(sizes, len(roles.placements[role])) for role, sizes in roles_in_use(config).items()}
-    layouts[AVERAGE] = layouts["policy"]
+    if "policy" in layouts:
+        layouts[AVERAGE] = layouts["policy"]
     checkpoints = Checkpoints(
         store,
         config.checkpoint,
@@ -209,8 +214,12 @@ def _train(
     )
     instruments = Instruments(config, roles, run_dir, device, watchdog.sections)
     log.note(instruments.note)
-    refresh = refresh_of(config, roles, average, device)
-    ppo = _build_ppo(config, data, roles, average, rollout, state, kl, log, checkpoints, factory, instruments, refresh)
+    if isinstance(data, RecordedData):
+        loop = _build_pretraining(config, data, roles, state, log, checkpoints, factory, instruments)
+    else:
+        assert rollout is not None, "only recorded trajectories need none"
+        refresh = refresh_of(config, roles, average, device)
+        loop = _build_ppo(config, data, roles, average, rollout, state, kl, log, checkpoints, factory, instruments, refresh)
     if manifest is not None:
         absent = checkpoints.resume(manifest, skip)
         resume_windows(config, state, log)
@@ -226,22 +235,23 @@ def _train(
     run_dir.begin()  # only now: a resume that is refused leaves the run as it ended
 
     done_before = state.step
-    with input_accepted(), closing(ppo.scorer), closing(ppo.evaluations):
-        ppo.run()
-        log.close("stopped" if ppo.stopped else "finished")
-        if ppo.stopped:
+    with input_accepted(), closing(loop):
+        loop.run()
+        log.close("stopped" if loop.stopped else "finished")
+        if loop.stopped:
             run_dir.record_stop(state.step, stop.received)
             log.note(f"stopped after step {state.step} with a checkpoint; {checkpoints.way_on}")
-        elif config.checkpoint.export_at_end and (state.step > done_before or not run_dir.is_exported()):
+        elif not recorded and config.checkpoint.export_at_end and (state.step > done_before or not run_dir.is_exported()):
             with watchdog.section(EXPORT):
                 export_policy(roles.engines.get("policy"), run_dir, Path(config.policy.model))
-        rollout.close()
-        if not ppo.stopped:
+        if rollout is not None:
+            rollout.close()
+        if not loop.stopped:
             run_dir.record_finish(state.step)
         log.wait()  # at last: trackers may still be sending, and the end of the run is on record
         dist.barrier()
         store.finish_copies()
-    return not ppo.stopped
+    return not loop.stopped
 
 
 def _store_of(config: TrainConfig, run_dir: RunDir, lease: Lease) -> CheckpointStore:
@@ -324,6 +334,31 @@ def _build_ppo(
     )
 
 
+def _build_pretraining(
+    config: TrainConfig,
+    data: RecordedData,
+    roles: Roles,
+    state: TrainerState,
+    log: RunLog,
+    checkpoints: Checkpoints,
+    factory: EngineFactory,
+    instruments: Instruments,
+) -> RecordedPretraining:
+    return RecordedPretraining(
+        config,
+        data.total_steps,
+        roles=roles,
+        samples=data.samples,
+        loader=data.loader,
+        state=state,
+        log=log,
+        checkpoints=checkpoints,
+        settle=factory.settle,
+        check_replicas=ReplicaCheck(roles.engines),
+        instruments=instruments,
+    )
+
+
 def rollout_of(config: TrainConfig, data: RunData | EvaluationData, policy: Engine | None, device: torch.device) -> RolloutEngine:
     """The rollout engine of a run, connected to the policy's engine, in its environment if it has one. Collective over the world;
     errors as `build_rollout`.
@@ -388,9 +423,9 @@ def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
     return {role: number * update_schedule(config, role).optimizer_steps(samples) for role, number in steps.items()}
 
 
-def _note_layers(config: TrainConfig, factory: EngineFactory, log: RunLog) -> None:
+def _note_layers(config: TrainConfig, factory: EngineFactory, log: RunLog, *, recorded: bool) -> None:
     layers = ", ".join(f"{role}: {factory.describe(getattr(config, role))}" for role in roles_in_use(config))
-    log.note(f"layers: {layers}; rollout: {config.rollout.engine}")
+    log.note(f"layers: {layers}; rollout: {'none, the trajectories are recorded' if recorded else config.rollout.engine}")
 
 
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:

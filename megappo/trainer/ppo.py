@@ -8,7 +8,7 @@ happens here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 
 import torch
@@ -122,6 +122,11 @@ class PPO:
             if not self.warmup.covers(self.state.step):  # every role has been updated
                 self.settle()
         return last
+
+    def close(self) -> None:
+        """End the workers of the rewards, those of evaluations too."""
+        with closing(self.scorer):
+            self.evaluations.close()
 
     def step(self) -> list[Evaluation]:
         step, config, n = self.state.step + 1, self.config, self.samples_per_row

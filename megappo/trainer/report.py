@@ -5,60 +5,28 @@ Each rank adds up its own samples; one exchange of sums and one of maxima make t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import sums_per_sequence
-from megappo.algo.chunks import in_chunks, true_positions
-from megappo.algo.kl import kl_of_log_ratio
-from megappo.algo.summaries import (
-    Moments,
-    Summary,
-    expert_load,
-    explained_variance,
-    masked_moments,
-    moments_of_chunk,
-    summarise,
-)
+from megappo.algo.summaries import Moments, masked_moments, summarise
 from megappo.data.packing import PackedBatch
 from megappo.experience.experience import Experience
-from megappo.parallel.totals import totals_and_maxima
+from megappo.experience.table import SampleTable
 from megappo.rewards.compose import Scored
 from megappo.rollout.types import Played
-from megappo.telemetry.metrics import Metric, of_critic
+from megappo.telemetry.metrics import Metric
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.critics import CriticFields, critics_in
+from megappo.trainer.critic_report import critic_metrics, least_explained_variance, targets_in
 from megappo.trainer.dynamic_sampling import Rounds
+from megappo.trainer.expert_report import expert_metrics
 from megappo.trainer.sampler_check import Agreement
+from megappo.trainer.step_totals import Totals, moments_of_tokens
 from megappo.trainer.updates import UpdateSummary
-
-
-class Totals:
-    """Moments of named quantities over the samples of all ranks. sums: name -> fp64 vector, [3] of `masked_moments` or others."""
-
-    def __init__(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> None:
-        """Collective over the world, with the same names on every rank."""
-        self._sums, self._maxima = totals_and_maxima(sums, maxima)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._sums[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._sums
-
-    def summary(self, name: str) -> Summary:
-        return summarise(self._sums[name], self._maxima[name])
-
-    def mean(self, name: str) -> float:
-        """Mean; 0 without entries."""
-        count, total = self._sums[name][:2].tolist()
-        return total / count if count else 0.0
 
 
 @dataclass(frozen=True)
@@ -91,36 +59,16 @@ class StepRecord:
         """Moments over all ranks. Collective over the world when first read."""
         of_samples = {name: masked_moments(x, mask) for name, (x, mask) in self._of_samples().items()}
         moments = {**self._of_tokens(), **of_samples}
-        sums = {name: found.sums for name, found in moments.items()}
-        sums["retries"] = torch.tensor(list(self.scored.retries.values()), dtype=torch.float64)
-        sums["unscored"] = torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64)
-        return Totals(sums, {name: found.maxima for name, found in moments.items()})
+        further = {
+            "retries": torch.tensor(list(self.scored.retries.values()), dtype=torch.float64),
+            "unscored": torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64),
+        }
+        return Totals.of(moments, further)
 
     def _of_tokens(self) -> dict[str, Moments]:
-        """Name -> moments over the sampled tokens, of value and returns over those with a target, a chunk of tokens at a time."""
-        critics = self._critic_fields.values()
-        of_critics = [name for one in critics for name in (one.value, one.returns)]
-        names = ["entropy", "raw_advantage", *of_critics]
-        read = [*names, "logprob", "ref_logprob"] if "ref_logprob" in self.batch else names
-        kinds = sorted({self.kl_estimator, "k1", "k3"}) if len(read) > len(names) else []
-        of_targets = [*of_critics, *(f"error {one.value}" for one in critics)]
-        of_sampled = ["entropy", "raw_advantage", *(f"kl {kind}" for kind in kinds)]
-        is_one = self.value_mask is self._mask
-        groups = [[*of_sampled, *of_targets], []] if is_one else [of_sampled, of_targets]
-        parts: list[list[Moments]] = [[], []]
-        for mask, targets, *chunk in in_chunks(self._mask, self.value_mask, *(self.batch[name] for name in read)):
-            values = dict(zip(names, chunk))
-            values |= {f"kl {kind}": kl_of_log_ratio(chunk[-2] - chunk[-1], kind) for kind in kinds}
-            values |= {f"error {one.value}": values[one.returns].double() - values[one.value] for one in critics}
-            for where, group, found in zip((mask, targets), groups, parts):
-                if group:
-                    found.append(moments_of_chunk([values[name] for name in group], true_positions(where)))
-        return {
-            name: Moments(*of_name)
-            for group, found in zip(groups, parts)
-            if group
-            for name, *of_name in zip(group, *Moments.joined(found))
-        }
+        """Name -> moments over the sampled tokens, of value and returns over those with a target."""
+        kinds = {self.kl_estimator, "k1", "k3"}
+        return moments_of_tokens(self.batch, targets_in(self.batch), ["entropy", "raw_advantage"], kinds)
 
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Name -> (values [B], mask [B])."""
@@ -169,10 +117,10 @@ class StepRecord:
         return {
             **self._reward(),
             **self._policy(),
-            **self._of_critics(),
+            **critic_metrics(self.totals, self.batch, self.critics),
             **self._kl_metrics(),
             **self.shaping,
-            **self._lengths(),
+            **length_metrics(self.experience.table),
             **self._rollout(),
             **self._costs(timers),
             **({} if self.rounds is None else self.rounds.metrics()),
@@ -250,40 +198,8 @@ class StepRecord:
 
     @property
     def explained_variance(self) -> float:
-        """Share of the variance of the returns that the values explain, before the updates: the least of the critics'. NaN if the
-        returns of one are all alike."""
-        found = [self._explained_variance(fields) for fields in self._critic_fields.values()]
-        return min(found, key=lambda one: (not math.isnan(one), one))
-
-    def _explained_variance(self, critic: CriticFields) -> float:
-        return explained_variance(self.totals[critic.returns], self.totals[f"error {critic.value}"])
-
-    def _of_critics(self) -> dict[str, float]:
-        """Empty without a critic."""
-        found: dict[str, float] = {}
-        for role, fields in self._critic_fields.items():
-            found |= {of_critic(name, role): value for name, value in self._of_critic(role, fields).items()}
-        return found
-
-    def _of_critic(self, role: str, fields: CriticFields) -> dict[str, float]:
-        """Metrics of one critic under the names of the first."""
-        c = self.critics[role]
-        metrics = {
-            Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
-            Metric.CRITIC_EXPLAINED_VARIANCE.value: self._explained_variance(fields),
-            Metric.CRITIC_VALUE_ERROR_MAX.value: c.maxima.get("value_error_max", 0.0),
-            Metric.CRITIC_GRAD_NORM.value: c.grad_norm,
-            Metric.CRITIC_SKIPPED.value: c.skipped,
-            Metric.CRITIC_UPDATES.value: c.num_updates,
-            **self._summary(fields.value, "critic/value"),
-            **self._summary(fields.returns, "critic/return"),
-        }
-        for key, metric in (("value_clip_sum", Metric.CRITIC_VALUE_CLIP), ("return_outside_sum", Metric.CRITIC_RETURN_OUTSIDE)):
-            if key in c.sums:
-                metrics[metric.value] = c.per_token(key)
-        if c.lr is not None:
-            metrics[Metric.CRITIC_LR.value] = c.lr
-        return metrics | expert_metrics("critic", c.expert_tokens, c.balance_loss)
+        """As `critic_report.least_explained_variance`."""
+        return least_explained_variance(self.totals, self.batch)
 
     def _kl_metrics(self) -> dict[str, float]:
         if "kl k1" not in self.totals:
@@ -293,20 +209,6 @@ class StepRecord:
             Metric.KL_TOKEN_K3.value: self.totals.mean("kl k3"),
             Metric.KL_RESPONSE.value: self.kl_per_response(),
             Metric.KL_COEF.value: self.kl_coef,
-        }
-
-    def _lengths(self) -> dict[str, float]:
-        table, ends = self.experience.table, self.experience.table.ends
-        response, prompts = _summary_of(table.response[ends]), (table.length - table.response).float()
-        return {
-            Metric.RESPONSE_MEAN.value: response["mean"],
-            Metric.RESPONSE_STD.value: response["std"],
-            Metric.RESPONSE_MIN.value: response["min"],
-            Metric.RESPONSE_MAX.value: response["max"],
-            Metric.PROMPT_MEAN.value: _mean(prompts),
-            Metric.PROMPT_MAX.value: float(prompts.max()),
-            **{Metric.TOTAL_LENGTH.of(key): value for key, value in _summary_of(table.length).items()},
-            Metric.TRUNCATED.value: _mean(table.truncated[ends].float()),
         }
 
     def _rollout(self) -> dict[str, float]:
@@ -367,38 +269,24 @@ class StepRecord:
             return table.length, table.sampled
         return torch.cat([table.length, self.rounds.length]), torch.cat([table.sampled, self.rounds.sampled])
 
-    @property
-    def _critic_fields(self) -> dict[str, CriticFields]:
-        """Critics of the run by role."""
-        return critics_in(self.batch)
-
-    @property
-    def value_mask(self) -> Tensor:
-        """[T] bool, tokens at which the critic has a target: all sampled ones, but with `gae_level: turn`."""
-        return self.batch["value_mask"] if "value_mask" in self.batch else self._mask
-
-    @property
-    def _mask(self) -> Tensor:
-        return self.batch["response_mask"]
-
     def _summary(self, name: str, prefix: str) -> dict[str, float]:
         return {f"{prefix}_{key}": value for key, value in self.totals.summary(name)._asdict().items()}
 
 
-_EXPERT_METRICS = {
-    "policy": (Metric.POLICY_EXPERT_VIOLATION, Metric.POLICY_EXPERTS_IDLE, Metric.POLICY_BALANCE_LOSS),
-    "critic": (Metric.CRITIC_EXPERT_VIOLATION, Metric.CRITIC_EXPERTS_IDLE, Metric.CRITIC_BALANCE_LOSS),
-    "sft": (Metric.SFT_EXPERT_VIOLATION, Metric.SFT_EXPERTS_IDLE, Metric.SFT_BALANCE_LOSS),
-}
-
-
-def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Tensor | None, balance_loss: float) -> dict[str, float]:
-    """Metrics of the experts; empty for a dense model. tokens: [layers, experts] sent to each expert, None for a dense model."""
-    if tokens is None:
-        return {}
-    load = expert_load(tokens)
-    violation, idle, balance = _EXPERT_METRICS[role]
-    return {violation.value: load.max_violation, idle.value: load.idle, balance.value: balance_loss}
+def length_metrics(table: SampleTable) -> dict[str, float]:
+    """Tokens of responses, prompts and whole sequences."""
+    ends = table.ends
+    response, prompts = _summary_of(table.response[ends]), (table.length - table.response).float()
+    return {
+        Metric.RESPONSE_MEAN.value: response["mean"],
+        Metric.RESPONSE_STD.value: response["std"],
+        Metric.RESPONSE_MIN.value: response["min"],
+        Metric.RESPONSE_MAX.value: response["max"],
+        Metric.PROMPT_MEAN.value: _mean(prompts),
+        Metric.PROMPT_MAX.value: float(prompts.max()),
+        **{Metric.TOTAL_LENGTH.of(key): value for key, value in _summary_of(table.length).items()},
+        Metric.TRUNCATED.value: _mean(table.truncated[ends].float()),
+    }
 
 
 def _summary_of(x: Tensor) -> dict[str, float]:

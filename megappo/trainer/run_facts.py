@@ -24,6 +24,7 @@ from megappo.prepare.data import RunData
 from megappo.prepare.evaluations import EvaluationSet
 from megappo.prepare.hub import commit_of
 from megappo.prepare.layouts import model_paths
+from megappo.prepare.recorded import RecordedData
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ ORDER_KEYS = (("run", "seed"), ("data", "shuffle"), ("data", "weight_key"))
 _ONE_CODE = "put one copy on a file system that all nodes share, and install the same packages on all nodes"
 
 
-def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
+def run_facts(config: TrainConfig, data: RunData | RecordedData) -> dict[str, Any]:
     """Facts of a run, JSON-compatible. `checkpoint/identity.py` says which may change on resume: layouts may, the data may not."""
     in_use = {role: path for role, (_, path) in model_paths(config).items()}
     if reference_is_base(config):
@@ -51,7 +52,7 @@ def run_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "value_head": config.critic.head_facts if config.algorithm.has_critic else None,
         "further_value_heads": {role: one.head_facts for role, one in config.critics.items() if one is not config.critic},
         "reward_model": _reward_model_facts(config, data, in_use),
-        "data": _data_facts(config, data),
+        "data": _recorded_facts(data) if isinstance(data, RecordedData) else _data_facts(config, data),
         "reward": {
             **config.reward.model_dump(mode="json"),
             **_recipe_facts(config.reward),
@@ -73,7 +74,7 @@ def _recipe_facts(reward: RewardConfig) -> dict[str, Any]:
     return {"parts": [], "route": {"key": reward.route.key, "recipes": recipes}}
 
 
-def _reward_model_facts(config: TrainConfig, data: RunData, in_use: Mapping[str, str]) -> dict[str, Any] | None:
+def _reward_model_facts(config: TrainConfig, data: RunData | RecordedData, in_use: Mapping[str, str]) -> dict[str, Any] | None:
     if data.reward_text is None:
         return None
     keys = ("chat_template", "center", "scale", "clip")
@@ -92,12 +93,12 @@ def _part_facts(part: RewardPart) -> dict[str, Any]:
     return facts if facts.pop("path", None) is None else {"name": part.label, **facts}
 
 
-def _code_facts(data: RunData) -> dict[str, str | None]:
+def _code_facts(data: RunData | RecordedData) -> dict[str, str | None]:
     """Name of a part -> SHA-256 of its source file; None if it has none."""
     return {name: part.sha256 for name, part in data.reward_parts.items()}
 
 
-def _environment_facts(data: RunData) -> dict[str, Any] | None:
+def _environment_facts(data: RunData | RecordedData) -> dict[str, Any] | None:
     """Settings of the environment without the place of its file and the number of its workers, which may change, and the SHA-256 of
     its code; None without."""
     if data.environment is None:
@@ -119,6 +120,18 @@ def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "ptx": _text_facts(config, data),
         "template": data.tokenizer.chat_template_sha256 if config.data.chat_template else None,
         **data.train.identities(),
+    }
+
+
+def _recorded_facts(data: RecordedData) -> dict[str, Any]:
+    """Facts of trajectories, in place of those of prompts."""
+    samples = data.samples
+    return {
+        "train": None,
+        "eval": None,
+        "evaluations": {},
+        "ptx": None,
+        "trajectories": {"path": samples.path, "sha256": samples.sha256},
     }
 
 
@@ -168,6 +181,7 @@ def require_equal_data(facts: Mapping[str, Any]) -> None:
     for rank, theirs in enumerate(everyone):
         sources = {f"data.{name}": (everyone[0][name], theirs[name]) for name in ("train", "eval")}
         sources |= {f"evaluations.{name}": (mine, theirs["evaluations"][name]) for name, mine in everyone[0]["evaluations"].items()}
+        sources["critic.warmup_trajectories"] = (everyone[0].get("trajectories"), theirs.get("trajectories"))
         sources["algorithm.ptx.data"] = (everyone[0]["ptx"], theirs["ptx"])
         for key, (mine, other) in sources.items():
             if mine != other:

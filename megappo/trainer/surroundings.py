@@ -7,10 +7,11 @@ import torch.distributed as dist
 from megappo.config.errors import ConfigError
 from megappo.config.schema import TrainConfig
 from megappo.prepare.data import EvaluationData, RunData
+from megappo.prepare.recorded import RecordedData
 from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
 
 
-def require_surroundings(config: TrainConfig, data: RunData | EvaluationData, *, resume: bool) -> None:
+def require_surroundings(config: TrainConfig, data: RunData | RecordedData | EvaluationData, *, resume: bool) -> None:
     """ConfigError on all ranks, naming the first such rank, if one of them cannot isolate programs or reach a reward server.
 
     Rank 0 also opens the storage for copies of checkpoints, which it alone makes. Collective.

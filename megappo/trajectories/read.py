@@ -18,6 +18,7 @@ from megappo.trajectories.fields import FOLDER, FORMAT, TOKEN_FIELDS
 _NAME = re.compile(r"step_(\d{1,18})\.jsonl")
 # By a pattern of the text that `config/dump.py` writes, as in `runs/read.py`.
 _EVERY = re.compile(r"^  trajectories_every: (\d{1,18})$", re.MULTILINE)
+_READS = re.compile(r"^  warmup_trajectories: (?!null$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def parse_steps(text: str) -> tuple[int, int | None]:
 
 def read_run(run: Path, steps: tuple[int, int | None] = (0, None)) -> Sampled:
     """Read a run, or a folder with the files alone. ConfigError, one line, if there is nothing to read or a record is broken."""
-    files = _files(run)
+    files = files_by_step(run)
     first, last = steps
     chosen = {step: file for step, file in files.items() if step >= first and (last is None or step <= last)}
     if not chosen:
@@ -127,7 +128,8 @@ def read_run(run: Path, steps: tuple[int, int | None] = (0, None)) -> Sampled:
     return Sampled(ended, notes, mode)
 
 
-def _files(run: Path) -> dict[int, Path]:
+def files_by_step(run: Path) -> dict[int, Path]:
+    """Step -> its file, of a run or a folder with the files alone. ConfigError, one line, if there is none."""
     folder = run / FOLDER if (run / FOLDER).is_dir() else run
     try:
         names = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
@@ -142,11 +144,14 @@ def _files(run: Path) -> dict[int, Path]:
 def _reason(run: Path) -> str:
     """Why a run has written none, and the fix."""
     try:
-        found = _EVERY.search((run / "config.yaml").read_text(encoding="utf-8"))
+        text = (run / "config.yaml").read_text(encoding="utf-8")
     except (OSError, ValueError):
         return f"it has neither {FOLDER}/ nor a config.yaml; name the directory of a run (run.output_dir/run.name)"
+    found = _EVERY.search(text)
     if found is None:
         return "a fine-tuning (megappo sft) samples none"
+    if _READS.search(text):
+        return "a run on recorded trajectories (critic.warmup_trajectories) samples none; name the run that recorded them"
     if found[1] == "0":
         return "telemetry.trajectories_every is 0; telemetry.trajectories_every=10 writes them every 10 steps"
     return f"telemetry.trajectories_every is {found[1]}, and it has not come to that step; set it lower, or wait"

@@ -12,7 +12,7 @@ from megappo.config.batch import step_arithmetic
 from megappo.config.checks import check_config
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import placements_in_use, role_sections, roles_in_use
+from megappo.config.layout_checks import placements_in_use, require_whole_steps, role_sections, roles_in_use
 from megappo.config.loading import explicit_keys, load_config
 from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import ParallelConfig
@@ -66,6 +66,7 @@ def num_gpus(asked: int | None, config: TrainConfig) -> int:
 def make_search(question: Question) -> Search:
     """The search for a question. ConfigError, one line, if its options do not fit together."""
     _check_gpus(question.gpus, question.hardware)
+    require_whole_steps(question.config, "tune")
     if question.config.data.fit_batch:
         # Every layout would train on another batch, and the shortest step would be that of the smallest.
         fix = "tune compares layouts at one batch; write the sizes that `megappo plan` says instead, and set it to false"

@@ -12,7 +12,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megappo.config.layout_checks import placements_in_use, roles_in_use
+from megappo.config.layout_checks import placements_in_use, require_whole_steps, roles_in_use
 from megappo.config.rank_ranges import ALL, ranges_of
 from megappo.config.role_sections import AnyCriticConfig, CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig
 from megappo.config.schema import TrainConfig
@@ -60,6 +60,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
 
     Roles that share a checkpoint share a small one.
     """
+    require_whole_steps(config, "verify")
     fitted = _fitted(config, max_ranks)
     paths = {role: path for role, (_, path) in model_paths(config).items()}
     parallel, models = _write_models(paths, fitted.parallel, folder, implementation)

@@ -477,6 +477,22 @@ BROKEN = [
         "trainer.steps=12",
     ),
     (
+        "critic_trajectories_problem",
+        ["critic.warmup_steps=2", "trainer.steps=10", "critic.warmup_trajectories=runs/x"],
+        [
+            'critic.warmup_trajectories = "runs/x"',
+            "critic.warmup_steps is 2, the run has 10",
+            "pretrain-critic CONFIG --trajectories",
+        ],
+        "critic.warmup_steps=10",
+    ),
+    (
+        "critic_trajectories_problem",
+        ["critic.warmup_steps=2", "trainer.epochs=1", "critic.warmup_trajectories=runs/x"],
+        ["critic.warmup_steps is 2, trainer.steps is not set"],
+        "critic.warmup_trajectories=null",
+    ),
+    (
         "policy_lr_warmup_problem",
         ["policy.optimizer.warmup_steps=20", "trainer.steps=10", "algorithm.mini_batch_size=128"],
         ["policy.optimizer.warmup_steps = 20", "20 optimizer steps"],

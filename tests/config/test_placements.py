@@ -100,6 +100,11 @@ REFUSED = [
     ),
     (["rollout.ranks=0-1"], 5, ['rollout.ranks = "0-1"', "rank 4 of the world would have no role", "policy.ranks"]),
     (["rollout.ranks=0-1"], 7, ['rollout.ranks = "0-1"', "ranks 4-6 of the world would have no role"]),
+    (
+        ["trainer.steps=3", "critic.warmup_steps=3", "critic.warmup_trajectories=runs/x"],
+        4,
+        ['critic.ranks = "2-3": ranks 0-1 of the world would have no role; add them here, or start fewer ranks'],
+    ),
     (["rollout.engine=megatron"], 4, ['rollout.ranks = "0-3"', "the policy's own shards; set it to policy.ranks, 0-1"]),
     (
         ["critic.offload.optimizer=true", "rollout.ranks=0-1"],
@@ -127,6 +132,14 @@ def test_a_placement_that_cannot_work_is_refused(tmp_path, changes, world, fragm
         (["rollout.engine=megatron", "rollout.ranks=0-1"], 4),
         (["rollout.ranks=4-7", "rollout.tp=4"], 8),
         (["critic.offload.optimizer=true"], 4),  # beside the rollout
+        # Critics alone, with what the run that follows offloads.
+        (
+            [
+                *("trainer.steps=3", "critic.warmup_steps=3", "critic.warmup_trajectories=runs/x", "critic.ranks=all"),
+                *("critic.offload.optimizer=true", "rollout.sleep=all", "rollout.tp=3"),
+            ],
+            4,
+        ),
         (["rollout.sleep=all"], 4),
         (["reference.ranks=all"], 4),
         # a reference that is not built may be left anywhere

@@ -47,7 +47,15 @@ def runs_and_weights(rank: int, folder: str) -> dict[str, Weights]:
     # Any value explains more than that: the warm-up ends after the first step.
     pretrain = {"critic.warmup_steps": 3, "critic.warmup_lam": 1.0, "checkpoint.keep_last": 3, "checkpoint.save_every": 1}
     fitted = {**pretrain, "critic.warmup_explained_variance": -1e9}
-    pretrained, early = config("pretrained", 3, **pretrain), config("early", 3, **fitted)
+    of_steps = {"telemetry.trajectories_every": 1, "telemetry.trajectories_per_step": 32, "data.shuffle": False}
+    pretrained, early = config("pretrained", 3, **pretrain, **of_steps), config("early", 3, **fitted)
+    # What samples or scores is not there: no prompts, no rewards, no engine of a rollout.
+    mine = {"name": "mine", "path": "nowhere.py", "function": "score"}
+    absent = {"data.train": "nowhere.jsonl", "data.eval": "nowhere.jsonl", "reward.parts": [mine]}
+    of_records = {**pretrain, **of_steps, **absent, "critic.warmup_trajectories": str(place / "runs" / "pretrained")}
+    recorded = config("recorded", 3, **of_records)
+    begun = config("recorded_on", 2, **{**of_records, "critic.warmup_steps": 2, "critic.parallel": {"tp": 2}})
+    goes_on = config("recorded_on", 3, **of_records)
     warm = config("warm", 4, **{**fitted, "critic.checkpoint": str(place / "runs" / "pretrained")})
     resumed_early = [(config("early", 3, **fitted), True), (config("warm", 5, **fitted), True)]
     run_many(
@@ -55,12 +63,14 @@ def runs_and_weights(rank: int, folder: str) -> dict[str, Weights]:
         [
             *((one, False) for one in (first, from_critic, from_policy)),
             (resumed, True),
-            *((one, False) for one in (pretrained, early, warm)),
+            *((one, False) for one in (pretrained, early, warm, recorded, begun)),
+            (goes_on, True),
             *resumed_early,
         ],
     )
     wanted = ("source critic 1", "source policy 1", "from_critic critic 1", "from_policy critic 1", "from_policy critic 2")
-    return {name: weights_of(place, *name.split()) for name in (*wanted, "pretrained critic 3", "early critic 1")}
+    ends = ("pretrained critic 3", "early critic 1", "recorded critic 3", "recorded_on critic 3")
+    return {name: weights_of(place, *name.split()) for name in (*wanted, *ends)}
 
 
 def weights_of(place: Path, run: str, role: str, step: str) -> Weights:
@@ -143,3 +153,29 @@ def test_the_policy_follows_when_the_warm_up_ends_early_and_after_a_resume(weigh
     assert ["policy/lr" in row for row in rows] == [False, True, True, True, True]
     # The critic starts from the pretrained one: its values before the first update are not 0, as a new head's are.
     assert rows[0]["critic/value_std"] > 0 and steps_of(folder, "pretrained")[0]["critic/value_std"] == 0
+
+
+# ------------------------------------------------------------------------------------------------- recorded trajectories
+
+OF_THE_CRITIC = (
+    *(f"critic/{name}" for name in ("loss", "grad_norm", "explained_variance", "updates", "lr", "value_error_max")),
+    *(f"critic/{what}_{of}" for what in ("value", "return") for of in ("mean", "std", "min", "max")),
+    *("reward/score_mean", "lengths/response_mean", "lengths/truncated"),
+)
+
+
+@pytest.mark.parametrize("run", ["recorded", "recorded_on"])
+def test_recorded_trajectories_train_the_critic_as_the_run_that_sampled_them(weights, folder, run) -> None:
+    """The same targets, losses and weights, also where another layout begins and a resumed run goes on."""
+    for mine, sampled in zip(steps_of(folder, run), steps_of(folder, "pretrained"), strict=True):
+        # Records have five digits of a reward, here of a score of one digit, and of a KL that is 0 but for rounding.
+        close = {"rel": 1e-6, "abs": 1e-9} if run == "recorded" else {"rel": 1e-5, "abs": 1e-6}
+        assert {key: mine[key] for key in OF_THE_CRITIC} == pytest.approx({key: sampled[key] for key in OF_THE_CRITIC}, **close)
+    one, other = weights[f"{run} critic 3"], weights["pretrained critic 3"]
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 1e-4  # six updates move a weight by up to 6e-3
+
+
+def test_a_run_on_recorded_trajectories_holds_the_critic_alone(weights, folder) -> None:
+    assert roles_at(folder, "recorded", 3) == ["critic"]
+    assert not any(name.startswith(("policy/", "kl/", "rollout/", "timing/generate")) for name in steps_of(folder, "recorded")[0])
+    assert json.loads((folder / "runs" / "recorded" / "ended.json").read_text())["step"] == 3

@@ -154,3 +154,11 @@ def test_half_of_a_surrogate_pair_is_read(tmp_path):
     row = record(response="\ud83d", response_texts=["\ud83d", "x", "y"])
     (one,) = read_run(write_run(tmp_path, {1: [row]})).trajectories
     assert one.response == "\ud83d" and one.texts == ["\ud83d", "x", "y"]
+
+
+def test_a_run_on_recorded_trajectories_says_that_it_has_none(tmp_path):
+    text = "critic:\n  warmup_trajectories: {}\ntelemetry:\n  trajectories_every: 1\n"
+    for value, said in (("runs/x", "samples none; name the run that recorded them"), ("null", "it has not come to that step")):
+        (tmp_path / "config.yaml").write_text(text.format(value))
+        with pytest.raises(ConfigError, match=said):
+            read_run(tmp_path)

@@ -1,0 +1,60 @@
+"""Critics in the report of a step: how well their values fit the returns, and their updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from megappo.algo.summaries import explained_variance
+from megappo.data.packing import PackedBatch
+from megappo.telemetry.metrics import Metric, of_critic
+from megappo.trainer.critics import CriticFields, critics_in
+from megappo.trainer.expert_report import expert_metrics
+from megappo.trainer.step_totals import Totals
+from megappo.trainer.updates import UpdateSummary
+
+
+def targets_in(batch: PackedBatch) -> Tensor:
+    """[T] bool, tokens at which the critics have a target: all sampled ones, unless a field says which (`gae_level: turn`)."""
+    return batch["value_mask"] if "value_mask" in batch else batch["response_mask"]
+
+
+def least_explained_variance(totals: Totals, batch: PackedBatch) -> float:
+    """Share of the variance of the returns that the values explain, before the updates: the least of the critics'. NaN if the
+    returns of one are all alike."""
+    found = [_explained_variance(totals, fields) for fields in critics_in(batch).values()]
+    return min(found, key=lambda one: (not math.isnan(one), one))
+
+
+def critic_metrics(totals: Totals, batch: PackedBatch, updates: Mapping[str, UpdateSummary]) -> dict[str, float]:
+    """Metrics of every critic; empty without one. totals: with `moments_of_tokens`."""
+    found: dict[str, float] = {}
+    for role, fields in critics_in(batch).items():
+        found |= {of_critic(name, role): value for name, value in _of_one(totals, fields, updates[role]).items()}
+    return found
+
+
+def _explained_variance(totals: Totals, fields: CriticFields) -> float:
+    return explained_variance(totals[fields.returns], totals[f"error {fields.value}"])
+
+
+def _of_one(totals: Totals, fields: CriticFields, c: UpdateSummary) -> dict[str, float]:
+    """Metrics of one critic under the names of the first."""
+    metrics = {
+        Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
+        Metric.CRITIC_EXPLAINED_VARIANCE.value: _explained_variance(totals, fields),
+        Metric.CRITIC_VALUE_ERROR_MAX.value: c.maxima.get("value_error_max", 0.0),
+        Metric.CRITIC_GRAD_NORM.value: c.grad_norm,
+        Metric.CRITIC_SKIPPED.value: c.skipped,
+        Metric.CRITIC_UPDATES.value: c.num_updates,
+        **{f"critic/value_{key}": value for key, value in totals.summary(fields.value)._asdict().items()},
+        **{f"critic/return_{key}": value for key, value in totals.summary(fields.returns)._asdict().items()},
+    }
+    for key, metric in (("value_clip_sum", Metric.CRITIC_VALUE_CLIP), ("return_outside_sum", Metric.CRITIC_RETURN_OUTSIDE)):
+        if key in c.sums:
+            metrics[metric.value] = c.per_token(key)
+    if c.lr is not None:
+        metrics[Metric.CRITIC_LR.value] = c.lr
+    return metrics | expert_metrics("critic", c.expert_tokens, c.balance_loss)

@@ -1,0 +1,185 @@
+"""Value pretraining from recorded trajectories: stages 1, 4, 5, 6 and 8 of a PPO step (`ppo.py`), of the critics alone.
+
+Tokens and the rewards of each are what another run wrote; values, returns and updates are those of a step that samples. No policy,
+no reference and no rollout engine are there. The reader of the files is `prepare/recorded.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from megappo.algo.aggregation import tokens_per_sequence
+from megappo.algo.summaries import masked_moments
+from megappo.config.schema import AlgorithmConfig, TrainConfig
+from megappo.data.loader import PromptLoader
+from megappo.data.packing import PackedBatch
+from megappo.experience.experience import Experience
+from megappo.prepare.recorded import RecordedSamples
+from megappo.telemetry.metrics import Metric
+from megappo.telemetry.runlog import RunLog
+from megappo.telemetry.timers import StageTimers
+from megappo.trainer.build_roles import Roles
+from megappo.trainer.checkpoints import Checkpoints
+from megappo.trainer.critic_report import critic_metrics, least_explained_variance, targets_in
+from megappo.trainer.experience import sample_seed
+from megappo.trainer.instruments import Instruments
+from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.report import length_metrics
+from megappo.trainer.shaping import shape_advantages
+from megappo.trainer.state import TrainerState
+from megappo.trainer.step_totals import Totals, moments_of_tokens
+from megappo.trainer.token_scans import PerToken
+from megappo.trainer.updates import Updates, UpdateSummary
+from megappo.trainer.warmup import CriticWarmup
+
+COLUMNS = (
+    Metric.CRITIC_LOSS.value,
+    Metric.CRITIC_EXPLAINED_VARIANCE.value,
+    Metric.CRITIC_GRAD_NORM.value,
+    Metric.SCORE_MEAN.value,
+    Metric.RESPONSE_MEAN.value,
+    Metric.TOKENS_PER_S.value,
+    Metric.STEP_SECONDS.value,
+)
+"""Columns of the progress line, unless `telemetry.progress` names others."""
+
+
+class RecordedPretraining:
+    """The loop, built in `main.py`; arguments and `stopped` as of `ppo.PPO`. loader: of the order of the trajectories."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        total_steps: int,
+        *,
+        roles: Roles,
+        samples: RecordedSamples,
+        loader: PromptLoader,
+        state: TrainerState,
+        log: RunLog,
+        checkpoints: Checkpoints,
+        settle: Callable[[], None],
+        check_replicas: Callable[[], None],
+        instruments: Instruments,
+    ) -> None:
+        self.config, self.total_steps, self.warmup = _without_sampler(config), total_steps, CriticWarmup(config, state)
+        self.roles, self.samples, self.loader, self.state = roles, samples, loader, state
+        self.log, self.checkpoints = log, checkpoints
+        self.settle, self.stopped = settle, False
+        self.check_replicas, self.instruments = check_replicas, instruments
+
+    def run(self) -> None:
+        """Run all remaining steps, those until the values fit, or those until a stop."""
+        while self.state.step < self.warmup.last_step(self.total_steps) and not self.stopped:
+            with self.instruments.step(self.state.step + 1), self.checkpoints.guard_step():
+                self.step()
+            self.settle()
+
+    def close(self) -> None:
+        """Nothing is held open, unlike by `ppo.PPO`."""
+
+    def step(self) -> None:
+        step, config = self.state.step + 1, self.config
+        timers = self.instruments.timers(step)
+
+        with timers.stage("prompts"):  # 1, of trajectories
+            experience = Experience.of_whole(self.samples.batch.select(self.loader.next_step()))
+
+        with timers.stage("logprobs"):  # 4, of values alone
+            experience = add_model_outputs(experience, self.roles)
+
+        with timers.stage("advantages"):  # 5
+            experience = experience.with_batch(with_returns(experience.batch, self.algorithm(step)))
+
+        critics = self.roles.critics
+        with timers.stage("update_critic"):  # 6
+            self.checkpoints.begin_updates()
+            updates = Updates(experience, self.roles, critics, config, sample_seed(config.run.seed, step, -1), counts_ratios=False)
+            for name in critics:
+                updates.run(name)
+        record = RecordedStep(experience, {name: updates.summary(name) for name in critics})
+
+        every = config.run.replica_check_every
+        if every and (step % every == 0 or step == self.warmup.last_step(self.total_steps)):
+            with timers.stage("check_replicas"):
+                self.check_replicas()
+
+        self.instruments.settle_times(timers)  # 8
+        self.count(record)
+        if self.warmup.end_if_fitted(step, record.explained_variance):
+            self.log.note(f"critic: explains {record.explained_variance:.3f} of the returns; the run ends after step {step}")
+        self.log.step({**record.metrics(timers), **self.checkpoints.metrics()}, step, self.total_steps)
+        self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.warmup.last_step(self.total_steps))
+
+    def algorithm(self, step: int) -> AlgorithmConfig:
+        """Settings of the returns of a step, without what the recorded rewards hold already, and what is of advantages alone."""
+        algorithm = self.warmup.algorithm(step)
+        kl = algorithm.kl.model_copy(update={"placement": "none"})
+        # Where nothing but the critic changes, V-trace has ratios of 1 and the returns of GAE.
+        return algorithm.model_copy(update={"kl": kl, "estimator": "gae"})
+
+    def count(self, record: RecordedStep) -> None:
+        table, critics = record.experience.table, record.critics.values()
+        self.state.step += 1
+        self.state.episodes += table.num_samples
+        self.state.tokens += int(table.sampled.sum())
+        self.state.critic_updates += sum(critic.num_updates for critic in critics)
+        self.state.critic_skipped += sum(critic.skipped for critic in critics)
+
+
+def with_returns(batch: PackedBatch, algorithm: AlgorithmConfig) -> PackedBatch:
+    """The batch of some trajectories with the fields of `shaping.shape_advantages`, from the recorded reward of each token.
+
+    batch: with token_reward, response_mask, truncated, and value and bootstrap of every critic. Collective over the world.
+    """
+    counts = tokens_per_sequence(batch["response_mask"], batch.cu_seqlens).tolist()
+    per_token: PerToken = [one.tolist() for one in batch["token_reward"][batch["response_mask"]].split(counts)]
+    # Log-probs enter a KL alone, which the rewards hold already.
+    batch = batch.with_fields({"logprob": torch.zeros_like(batch["token_reward"])})
+    return shape_advantages(batch, torch.zeros(batch.num_sequences), 0.0, algorithm, per_token)
+
+
+def _without_sampler(config: TrainConfig) -> TrainConfig:
+    """Without windows: the file of a step has those of its responses that ended, each as one trajectory."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"window_tokens": None})})
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """Results of one step. experience: of this rank's trajectories. critics: by role, on the ranks of the role."""
+
+    experience: Experience
+    critics: Mapping[str, UpdateSummary]
+
+    @cached_property
+    def totals(self) -> Totals:
+        """Moments over all ranks. Collective over the world when first read."""
+        batch = self.experience.batch
+        score = batch["score"]
+        of_tokens = moments_of_tokens(batch, targets_in(batch), [])
+        return Totals.of({**of_tokens, "score": masked_moments(score, ~score.isnan())}, {})
+
+    @property
+    def explained_variance(self) -> float:
+        """As `critic_report.least_explained_variance`."""
+        return least_explained_variance(self.totals, self.experience.batch)
+
+    def metrics(self, timers: StageTimers) -> dict[str, float]:
+        """Name -> value, under the names of a step that samples."""
+        table, score = self.experience.table, self.totals.summary("score")
+        return {
+            Metric.SCORE_MEAN.value: score.mean,
+            Metric.SCORE_STD.value: score.std,
+            Metric.SCORE_MIN.value: score.min,
+            Metric.SCORE_MAX.value: score.max,
+            **critic_metrics(self.totals, self.experience.batch, self.critics),
+            **length_metrics(table),
+            **{Metric.STAGE_SECONDS.of(f"{name}_s"): seconds for name, seconds in timers.seconds.items()},
+            Metric.STEP_SECONDS.value: timers.total_s,
+            Metric.TOKENS_PER_S.value: table.num_tokens / timers.total_s,
+            Metric.SAMPLES_PER_S.value: table.num_samples / timers.total_s,
+        }

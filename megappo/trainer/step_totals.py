@@ -1,0 +1,75 @@
+"""Moments of a step's samples and tokens over all ranks, for its report: one exchange of sums and one of maxima."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from megappo.algo.chunks import in_chunks, true_positions
+from megappo.algo.kl import kl_of_log_ratio
+from megappo.algo.summaries import Moments, Summary, moments_of_chunk, summarise
+from megappo.data.packing import PackedBatch
+from megappo.parallel.totals import totals_and_maxima
+from megappo.trainer.critics import critics_in
+
+
+class Totals:
+    """Moments of named quantities over the samples of all ranks. sums: name -> fp64 vector, [3] of `masked_moments` or others."""
+
+    def __init__(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> None:
+        """Collective over the world, with the same names on every rank."""
+        self._sums, self._maxima = totals_and_maxima(sums, maxima)
+
+    @classmethod
+    def of(cls, moments: Mapping[str, Moments], further: Mapping[str, Tensor]) -> Totals:
+        """Of moments, and of further sums that have no maxima. Collective over the world."""
+        return cls(
+            {**{name: one.sums for name, one in moments.items()}, **further}, {name: one.maxima for name, one in moments.items()}
+        )
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._sums[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sums
+
+    def summary(self, name: str) -> Summary:
+        return summarise(self._sums[name], self._maxima[name])
+
+    def mean(self, name: str) -> float:
+        """Mean; 0 without entries."""
+        count, total = self._sums[name][:2].tolist()
+        return total / count if count else 0.0
+
+
+def moments_of_tokens(
+    batch: PackedBatch, targets: Tensor, of_sampled: Sequence[str], kl_kinds: Collection[str] = ()
+) -> dict[str, Moments]:
+    """Name -> moments of this rank's samples, a chunk of tokens at a time: of these fields over the sampled tokens, and of every
+    critic's values, returns, and errors (`error FIELD`, the return less the value) over those with a target.
+
+    targets: [T] bool. kl_kinds: estimators of the KL to the reference, as `kl KIND`, if the batch has its log-probs.
+    """
+    mask, critics = batch["response_mask"], critics_in(batch).values()
+    of_critics = [name for one in critics for name in (one.value, one.returns)]
+    names = [*of_sampled, *of_critics]
+    kinds = sorted(kl_kinds) if kl_kinds and "ref_logprob" in batch else []
+    read = [*names, "logprob", "ref_logprob"] if kinds else names
+    of_targets = [*of_critics, *(f"error {one.value}" for one in critics)]
+    of_mask = [*of_sampled, *(f"kl {kind}" for kind in kinds)]
+    groups = [[*of_mask, *of_targets], []] if targets is mask else [of_mask, of_targets]
+    parts: list[list[Moments]] = [[], []]
+    for sampled, learned, *chunk in in_chunks(mask, targets, *(batch[name] for name in read)):
+        values = dict(zip(names, chunk))
+        values |= {f"kl {kind}": kl_of_log_ratio(chunk[-2] - chunk[-1], kind) for kind in kinds}
+        values |= {f"error {one.value}": values[one.returns].double() - values[one.value] for one in critics}
+        for where, group, found in zip((sampled, learned), groups, parts):
+            if group:
+                found.append(moments_of_chunk([values[name] for name in group], true_positions(where)))
+    return {
+        name: Moments(*of_name)
+        for group, found in zip(groups, parts)
+        if group
+        for name, *of_name in zip(group, *Moments.joined(found))
+    }
