@@ -25,7 +25,7 @@ from megappo.rewards.rules import RULES, make_rule
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
 from megappo.telemetry.trackers.available import tracker_problem
-from megappo.trajectories.read import files_by_step
+from megappo.trajectories.files import files_by_step
 
 
 def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shapes_only: bool = False, trains: bool = True) -> None:

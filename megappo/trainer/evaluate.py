@@ -97,7 +97,7 @@ def results_table(results: Sequence[Evaluation]) -> str:
     rows = [
         [key_of(result.name).removeprefix("evaluations.").removesuffix(".data") if first else "", figure, _number(value)]
         for result in results
-        for first, (figure, value) in zip((True, *[False] * 99), {**result.figures, **result.parts}.items())
+        for first, (figure, value) in zip((True, *[False] * 99), result.all_figures().items())
     ]
     return "\n".join(table(["set", "figure", "value"], rows, left=2))
 
@@ -130,7 +130,7 @@ def results_record(planned: PlannedEvaluation, results: Sequence[Evaluation]) ->
                 **settings[result.name].settings.model_dump(mode="json", exclude={"every", "before", "reward"}),
                 "num_prompts": result.num_prompts,
                 "sha256": settings[result.name].prompts.source_sha256,
-                "figures": {**result.figures, **result.parts},
+                "figures": result.all_figures(),
             }
             for result in results
         },

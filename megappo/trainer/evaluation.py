@@ -32,6 +32,8 @@ from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.experience import collect, evaluation_requests
 from megappo.trainer.scoring import begin_rewards, score_responses
+from megappo.trainer.step_totals import Totals
+from megappo.trainer.turn_report import Turns, moments_of_turns
 
 # The catalogue's names of the set of `data.eval`.
 _OF_DEFAULT = {
@@ -43,17 +45,27 @@ _OF_DEFAULT = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of one set: figure -> value (`config.evaluations`), in the order in which they are shown. name: "" of `data.eval`."""
+    """Result of one set: figure -> value (`config.evaluations`), in the order in which they are shown. name: "" of `data.eval`.
+    parts: of the reward. turns: None without an environment."""
 
     name: str
     num_prompts: int
     n: int
     figures: Mapping[str, float]
     parts: Mapping[str, float] = field(default_factory=dict)
+    turns: Turns | None = None
+
+    def all_figures(self) -> dict[str, float]:
+        """Figure -> value, the reward's parts and those of turns among them."""
+        if self.turns is None:
+            return {**self.figures, **self.parts}
+        *of_turns, answers = self.turns
+        times = dict(zip(names.ANSWERS, answers)) if answers is not None else {}
+        return {**self.figures, **self.parts, **dict(zip(names.TURNS, of_turns, strict=True)), **times}
 
     def metrics(self) -> dict[str, float]:
-        """Metric -> value, the reward's parts among them."""
-        figures = {**self.figures, **self.parts}
+        """Metric -> value of all figures."""
+        figures = self.all_figures()
         return {_OF_DEFAULT.get((self.name, one), names.metric_name(self.name, one)): value for one, value in figures.items()}
 
     def describe(self) -> str:
@@ -63,10 +75,15 @@ class Evaluation:
         unscored = {figure: value for figure in (names.UNDECIDED, names.UNUSABLE) if (value := f.pop(figure, 0.0))}
         shown = ", ".join(f"{figure} {value:.3f}" for figure, value in f.items())
         parts = "".join(f", {name} {value:.3f}" for name, value in self.parts.items())
+        turns = "" if self.turns is None else f", {self.turns.mean:.2f} turns"
+        if self.turns is not None and self.turns.late:
+            turns += f", {self.turns.late:.1%} ended by a late answer"
         counted = "".join(f", {figure.replace('_', ' ')} {value:.0f}" for figure, value in unscored.items())
         samples = f" x {self.n} samples" if self.n > 1 else ""
-        what = f"{shown} on {self.num_prompts} held-out prompts{samples}{parts}, mean length {length:.1f} tokens, {cut:.1%} cut"
-        return f"{self.name + ': ' if self.name else ''}{what}{counted}"
+        what = (
+            f"{shown} on {self.num_prompts} held-out prompts{samples}{parts}, mean length {length:.1f} tokens, {cut:.1%} cut{turns}"
+        )
+        return f"{self.name + ': ' if self.name else ''}{what}{turns}{counted}"
 
 
 @dataclass(frozen=True)
@@ -114,7 +131,8 @@ class Evaluator:
         if self.name:
             unscored = total(torch.tensor([scored.num_undecided, scored.num_unusable], dtype=torch.float64)).tolist()
             figures |= dict(zip((names.UNDECIDED, names.UNUSABLE), unscored))
-        return Evaluation(self.name, len(self.prompts), n, figures, parts)
+        played = moments_of_turns([one.played for one in responses if one.played is not None])
+        return Evaluation(self.name, len(self.prompts), n, figures, parts, Turns.of(Totals.of(played, {})))
 
     def _scores(self, experience: Experience, scored: Scored) -> dict[str, float]:
         scores = experience.column(torch.tensor(scored.total, dtype=torch.float64)).tolist()

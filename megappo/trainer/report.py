@@ -26,6 +26,7 @@ from megappo.trainer.dynamic_sampling import Rounds
 from megappo.trainer.expert_report import expert_metrics
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.step_totals import Totals, moments_of_tokens
+from megappo.trainer.turn_report import Turns, moments_of_turns
 from megappo.trainer.updates import UpdateSummary
 
 
@@ -58,7 +59,7 @@ class StepRecord:
     def totals(self) -> Totals:
         """Moments over all ranks. Collective over the world when first read."""
         of_samples = {name: masked_moments(x, mask) for name, (x, mask) in self._of_samples().items()}
-        moments = {**self._of_tokens(), **of_samples}
+        moments = {**self._of_tokens(), **of_samples, **moments_of_turns(self.played)}
         further = {
             "retries": torch.tensor(list(self.scored.retries.values()), dtype=torch.float64),
             "unscored": torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64),
@@ -89,18 +90,7 @@ class StepRecord:
         for name, part in scored.seconds.items():
             seconds = torch.tensor(part, dtype=torch.float64)
             found[f"seconds {name}"] = (seconds, torch.ones(seconds.shape, dtype=torch.bool))
-        return found | self._of_turns()
-
-    def _of_turns(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """As `_of_samples`, of the trajectories of an environment and of each call of it."""
-        columns = {
-            "turns": [one.turns for one in self.played],
-            "turns limited": [one.reached_limit for one in self.played],
-            "turns late": [one.is_late for one in self.played],
-            "turn seconds": [seconds for one in self.played for seconds in one.seconds],
-        }
-        values = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
-        return {name: (x, torch.ones(x.shape, dtype=torch.bool)) for name, x in values.items()}
+        return found
 
     def kl_per_response(self) -> float:
         """Mean over responses of sum over tokens of log pi - log pi_ref, in nats; 0 without a reference.
@@ -227,14 +217,13 @@ class StepRecord:
 
     def _turns(self) -> dict[str, float]:
         """Empty without an environment."""
-        if not float(self.totals["turns"][0]):
+        if (turns := Turns.of(self.totals)) is None:
             return {}
-        turns = self.totals.summary("turns")
         return {
             Metric.TURNS_MEAN.value: turns.mean,
             Metric.TURNS_MAX.value: turns.max,
-            Metric.TURNS_LIMITED.value: self.totals.mean("turns limited"),
-            Metric.TURNS_LATE.value: self.totals.mean("turns late"),
+            Metric.TURNS_LIMITED.value: turns.limited,
+            Metric.TURNS_LATE.value: turns.late,
         }
 
     def _costs(self, timers: StageTimers) -> dict[str, float]:
@@ -246,10 +235,9 @@ class StepRecord:
             for key, value in self.totals.summary(f"seconds {name}")._asdict().items()
             if key in ("mean", "max")
         }
-        if float(self.totals["turn seconds"][0]):
-            calls = self.totals.summary("turn seconds")
-            slow |= {Metric.ENVIRONMENT_MEAN.value: calls.mean, Metric.ENVIRONMENT_MAX.value: calls.max}
-            slow[Metric.ENVIRONMENT_SECONDS.value] = float(self.totals["turn seconds"][1])
+        if (turns := Turns.of(self.totals)) is not None and turns.answers is not None:
+            slow |= {Metric.ENVIRONMENT_MEAN.value: turns.answers.mean_s, Metric.ENVIRONMENT_MAX.value: turns.answers.max_s}
+            slow[Metric.ENVIRONMENT_SECONDS.value] = turns.answers.total_s
         if "early" in self.totals:
             slow[Metric.REWARD_EARLY.value] = self.totals.summary("early").max
         return {

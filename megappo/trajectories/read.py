@@ -13,12 +13,8 @@ import numpy as np
 
 from megappo.config.errors import ConfigError
 from megappo.telemetry.jsonl import read_whole_lines
-from megappo.trajectories.fields import FOLDER, FORMAT, TOKEN_FIELDS
-
-_NAME = re.compile(r"step_(\d{1,18})\.jsonl")
-# By a pattern of the text that `config/dump.py` writes, as in `runs/read.py`.
-_EVERY = re.compile(r"^  trajectories_every: (\d{1,18})$", re.MULTILINE)
-_READS = re.compile(r"^  warmup_trajectories: (?!null$)", re.MULTILINE)
+from megappo.trajectories.fields import FORMAT, TOKEN_FIELDS
+from megappo.trajectories.files import files_by_step
 
 
 @dataclass(frozen=True)
@@ -126,35 +122,6 @@ def read_run(run: Path, steps: tuple[int, int | None] = (0, None)) -> Sampled:
     if len(ended) < len(trajectories):
         notes.append(f"{len(trajectories) - len(ended)} responses go on in a later step, without a score yet; they are left out")
     return Sampled(ended, notes, mode)
-
-
-def files_by_step(run: Path) -> dict[int, Path]:
-    """Step -> its file, of a run or a folder with the files alone. ConfigError, one line, if there is none."""
-    folder = run / FOLDER if (run / FOLDER).is_dir() else run
-    try:
-        names = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
-    except OSError as error:  # missing, a file, without permission
-        raise ConfigError(f"{run}: {error.strerror}; name the directory of a run (run.output_dir/run.name)") from None
-    files = {int(_NAME.fullmatch(path.name)[1]): path for path in names}  # type: ignore[index]
-    if not files:
-        raise ConfigError(f"{run} holds no trajectories: {_reason(run)}")
-    return files
-
-
-def _reason(run: Path) -> str:
-    """Why a run has written none, and the fix."""
-    try:
-        text = (run / "config.yaml").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return f"it has neither {FOLDER}/ nor a config.yaml; name the directory of a run (run.output_dir/run.name)"
-    found = _EVERY.search(text)
-    if found is None:
-        return "a fine-tuning (megappo sft) samples none"
-    if _READS.search(text):
-        return "a run on recorded trajectories (critic.warmup_trajectories) samples none; name the run that recorded them"
-    if found[1] == "0":
-        return "telemetry.trajectories_every is 0; telemetry.trajectories_every=10 writes them every 10 steps"
-    return f"telemetry.trajectories_every is {found[1]}, and it has not come to that step; set it lower, or wait"
 
 
 def _records(file: Path) -> tuple[list[dict[str, Any]], bool]:

@@ -18,6 +18,7 @@ import torch
 import yaml
 
 from megappo.algo.turns import turn_starts
+from megappo.config.evaluations import TURNS as TURN_FIGURES
 from megappo.config.loading import load_config
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
@@ -29,7 +30,7 @@ from megappo.prepare.evaluate import plan_evaluation
 from megappo.rollout.turn import Turn
 from megappo.rollout.turns import Compaction, TurnsRollout, keep_ends
 from megappo.rollout.types import Context, EnvironmentFault, Request, Response, RolloutEngine, SamplingParams, Segment
-from megappo.trainer import evaluate, main, ppo
+from megappo.trainer import evaluate, evaluation, main, ppo
 from megappo.trainer.evaluation import metrics_of
 from megappo.trainer.experience import collect
 from megappo.trainer.shaping import shape_experience
@@ -351,16 +352,25 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def evaluated_again(rank: int, folder: Path) -> dict[str, float]:
-    """Metrics of `megappo eval` on the last checkpoint of the example's run, by its configuration."""
+def evaluated_again(rank: int, folder: Path) -> tuple[dict[str, float], list[tuple[int, bool]]]:
+    """Metrics of `megappo eval` on the last checkpoint of the example's run, by its configuration; and of each trajectory that this
+    rank drew its turns, counted in its tokens, and if it was cut."""
     config, stops = load_config(str(folder / f"guesses.{rank}.yaml"), []), main.sampling_params
+    plain, drawn = evaluation.generate, list[tuple[int, bool]]()
 
     def ending(*given: Any) -> SamplingParams:
         return replace(stops(*given), stop_token_ids=tuple(ENDS))
 
+    def generating(*given: Any) -> list[Response]:
+        responses = plain(*given)
+        for one in responses:
+            edges = numpy.diff(numpy.concatenate(([0], one.sampled.astype(int)))) == 1
+            drawn.append((int(edges.sum()), one.finish == "length"))
+        return responses
+
     planned = plan_evaluation(config, str(folder / "runs" / "guesses"), [], 2, "cpu")
-    with mock.patch.object(evaluate, "sampling_params", ending):
-        return metrics_of(evaluate.evaluate_checkpoint(planned))
+    with mock.patch.object(evaluate, "sampling_params", ending), mock.patch.object(evaluation, "generate", generating):
+        return metrics_of(evaluate.evaluate_checkpoint(planned)), drawn
 
 
 @pytest.fixture(scope="module")
@@ -492,7 +502,13 @@ def test_observations_of_the_example_are_read_and_carry_no_loss(run):
 
 def test_an_evaluation_of_a_checkpoint_plays_the_turns_of_the_runs_own(run):
     folder, (ours, theirs) = run
-    assert ours["evaluated"] == theirs["evaluated"]
+    (found, mine), (same, others) = ours["evaluated"], theirs["evaluated"]
+    assert found == same
     (row,) = [one for one in read_lines(folder / "runs" / "guesses" / "metrics.jsonl") if "eval/length" in one and one["step"] == 1]
-    names = ("eval/score", "eval/length", "eval/truncated")
-    assert {name: ours["evaluated"][name] for name in names} == pytest.approx({name: row[name] for name in names}, abs=1e-6)
+    names = ("eval/score", "eval/length", "eval/truncated", *(f"eval/{name}" for name in TURN_FIGURES))
+    assert {name: found[name] for name in names} == pytest.approx({name: row[name] for name in names}, abs=1e-6)
+    assert 0 < found["eval/environment_mean_s"] <= found["eval/environment_max_s"] <= found["eval/environment_total_s"] < 1
+    drawn, turns = [*mine, *others], [count for count, _ in [*mine, *others]]
+    assert len(mine) > 0 < len(others) and len(drawn) == 20 and found["eval/turns_late"] == 0
+    assert (found["eval/turns_mean"], found["eval/turns_max"]) == (pytest.approx(sum(turns) / 20), max(turns))
+    assert found["eval/turns_limited"] == pytest.approx(sum(count == TURNS and not cut for count, cut in drawn) / 20)
