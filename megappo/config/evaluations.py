@@ -20,10 +20,8 @@ SCORE, LENGTH, TRUNCATED = "score", "length", "truncated"
 STDERR, UNDECIDED, UNUSABLE = "stderr", "undecided", "unusable_answers"
 TURNS = ("turns_mean", "turns_max", "turns_limited", "turns_late")
 """Figures of a set that is played in an environment."""
-ANSWERS = ("environment_mean_s", "environment_max_s", "environment_total_s")
-"""Its times, which are the machine's and no property of the weights."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-_RESERVED = (SCORE, LENGTH, TRUNCATED, *TURNS, *ANSWERS)  # eval/score is a metric of data.eval
+_RESERVED = (SCORE, LENGTH, TRUNCATED, *TURNS)  # eval/score is a metric of data.eval
 
 
 def evaluation_sets(config: TrainConfig) -> dict[str, EvaluationConfig]:
@@ -101,7 +99,7 @@ def metric_names(config: TrainConfig) -> list[str]:
 def _figures(name: str, one: EvaluationConfig, config: TrainConfig) -> Iterator[str]:
     labels = list((one.reward or config.reward).all_parts)
     if config.rollout.environment is not None:
-        yield from (*TURNS, *ANSWERS)
+        yield from TURNS
     if not name:
         yield from (SCORE, LENGTH, TRUNCATED, *labels)
         return

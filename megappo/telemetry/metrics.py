@@ -231,6 +231,10 @@ class Metric(_Named):
     )
     ENVIRONMENT_MAX = "timing/environment/max_s", "such seconds of the slowest answer"
     ENVIRONMENT_SECONDS = "timing/environment/total_s", "such seconds of all answers of the step, over all ranks and workers"
+    ENVIRONMENT_OF_SET = (
+        "timing/environment/*",
+        "the same of an evaluation in an environment: eval/mean_s of data.eval, eval/SET/mean_s of a set of evaluations",
+    )
     SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, no part of step_s, s"
     TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens of the step per second of the whole step"
     GENERATED_PER_S = (

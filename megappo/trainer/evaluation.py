@@ -59,12 +59,18 @@ class Evaluation:
         """Figure -> value, the reward's parts and those of turns among them."""
         if self.turns is None:
             return {**self.figures, **self.parts}
-        *of_turns, answers = self.turns
-        times = dict(zip(names.ANSWERS, answers)) if answers is not None else {}
-        return {**self.figures, **self.parts, **dict(zip(names.TURNS, of_turns, strict=True)), **times}
+        *of_turns, _ = self.turns
+        return {**self.figures, **self.parts, **dict(zip(names.TURNS, of_turns, strict=True))}
 
     def metrics(self) -> dict[str, float]:
-        """Metric -> value of all figures."""
+        """Metric -> value of all figures, and the times of the environment's answers."""
+        answers = None if self.turns is None else self.turns.answers
+        times = {} if answers is None else answers._asdict()
+        return self._figures() | {
+            Metric.ENVIRONMENT_OF_SET.of(names.metric_name(self.name, one)): value for one, value in times.items()
+        }
+
+    def _figures(self) -> dict[str, float]:
         figures = self.all_figures()
         return {_OF_DEFAULT.get((self.name, one), names.metric_name(self.name, one)): value for one, value in figures.items()}
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from megappo.trainer import evaluate, evaluation, main, ppo
 from megappo.trainer.evaluation import metrics_of
 from megappo.trainer.experience import collect
 from megappo.trainer.shaping import shape_experience
+from scripts.reliability.compare import compare
 from tests.rollout.test_turns import asked_of_replica
 from tests.trainer.small_run import set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
@@ -286,8 +288,15 @@ def wrapped(seen: list[tuple[int, int]]) -> Any:
     return wrap
 
 
-def run_turns(rank: int, folder: Path, name: str, wrap: Any = None, **changes: Any) -> list[dict[str, Any]]:
-    """What stage 5 made of each step of a run, in `folder`, on all its samples."""
+class Killed(BaseException):
+    """The end of a rank, which nothing in the trainer catches."""
+
+
+def run_turns(
+    rank: int, folder: Path, name: str, wrap: Any = None, resume: bool = False, killed_in: int = 0, **changes: Any
+) -> list[dict[str, Any]]:
+    """What stage 5 made of each step of a run, in `folder`, on all its samples. killed_in: of the steps of this call, the one in
+    which all ranks end, once it has generated; 0 for none."""
     config = small_config(folder, name, steps=STEPS)
     usual = {
         "rollout": {"engine": "megatron", "samples_per_prompt": 1, "max_response_tokens": 16},
@@ -304,6 +313,8 @@ def run_turns(rank: int, folder: Path, name: str, wrap: Any = None, **changes: A
     plain = ppo.shape_experience
 
     def shape(experience: Experience, score: torch.Tensor, *rest: Any) -> Any:
+        if len(found) + 1 == killed_in:
+            raise Killed
         result = plain(experience, score, *rest)
         names = ["response_mask", "reward", "value", "raw_advantage", "returns"]
         names += [one for one in ("value_b", "returns_b") if one in result.experience.batch]
@@ -326,8 +337,8 @@ def run_turns(rank: int, folder: Path, name: str, wrap: Any = None, **changes: A
     def ending(*given: Any) -> SamplingParams:
         return replace(stops(*given), stop_token_ids=tuple(ENDS))
 
-    with mock.patch.object(ppo, "shape_experience", shape), mock.patch.object(main, "sampling_params", ending):
-        main.train(loaded, plan_run(loaded, 2, "cpu", resume=False).data, resume=False, wrap_rollout=wrap)
+    with mock.patch.object(ppo, "shape_experience", shape), mock.patch.object(main, "sampling_params", ending), suppress(Killed):
+        main.train(loaded, plan_run(loaded, 2, "cpu", resume=resume).data, resume=resume, wrap_rollout=wrap)
     return found
 
 
@@ -349,6 +360,18 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
             **{**short, "rollout.environment": GUESSES, "algorithm": one_update, "reward": reward},
         ),
         "evaluated": evaluated_again(rank, folder),
+        **killed_and_resumed(rank, folder),
+    }
+
+
+def killed_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
+    """A whole run whose turns are answered by workers, and one that is killed in its second step, with checkpoints before."""
+    environment = {**BY_KEY, "join": "together"}
+    changes = {"rollout.environment": environment, "checkpoint.save_every": 1, "checkpoint.asynchronous": False}
+    return {
+        "whole": run_turns(rank, folder, "whole", **changes),
+        "killed": run_turns(rank, folder, "halves", killed_in=2, **changes),
+        "resumed": run_turns(rank, folder, "halves", resume=True, **changes),
     }
 
 
@@ -507,8 +530,19 @@ def test_an_evaluation_of_a_checkpoint_plays_the_turns_of_the_runs_own(run):
     (row,) = [one for one in read_lines(folder / "runs" / "guesses" / "metrics.jsonl") if "eval/length" in one and one["step"] == 1]
     names = ("eval/score", "eval/length", "eval/truncated", *(f"eval/{name}" for name in TURN_FIGURES))
     assert {name: found[name] for name in names} == pytest.approx({name: row[name] for name in names}, abs=1e-6)
-    assert 0 < found["eval/environment_mean_s"] <= found["eval/environment_max_s"] <= found["eval/environment_total_s"] < 1
+    mean_s, max_s, total_s = (found[f"timing/environment/eval/{name}_s"] for name in ("mean", "max", "total"))
+    assert 0 < mean_s <= max_s <= total_s < 1
     drawn, turns = [*mine, *others], [count for count, _ in [*mine, *others]]
     assert len(mine) > 0 < len(others) and len(drawn) == 20 and found["eval/turns_late"] == 0
     assert (found["eval/turns_mean"], found["eval/turns_max"]) == (pytest.approx(sum(turns) / 20), max(turns))
     assert found["eval/turns_limited"] == pytest.approx(sum(count == TURNS and not cut for count, cut in drawn) / 20)
+
+
+def test_a_killed_run_whose_turns_workers_answer_resumes_to_the_bit(run):
+    folder, (ours, theirs) = run
+    for rank in (ours, theirs):
+        assert len(rank["whole"]) == STEPS and len(rank["killed"]) == len(rank["resumed"]) == 1, "its second step is done again"
+        assert [*rank["killed"], *rank["resumed"]] == rank["whole"], "tokens, rewards, values and returns of all samples"
+    compared = compare(folder / "runs" / "whole", folder / "runs" / "halves")
+    assert compared.step == STEPS and compared.tensors > 20 and compared.values > 100 and not compared.differing
+    assert compare(folder / "runs" / "whole", folder / "runs" / "turns").differing, "another run is another"
