@@ -144,7 +144,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__positive_score": 0.0,  # scores are drawn around it
         **PTX,
     },
-    "vtrace, top-k and top-p": {
+    "two critics, the lower value, masks where they differ, vtrace, top-k and top-p": {
+        "critic_b__loss": "huber",  # of the reference's weights: it disagrees with the first
+        "algorithm__value_of_critics": "min",
+        "algorithm__disagreement_mask_ratio": 0.2,
+        "algorithm__disagreement_entropy_ratio": 0.2,
         "algorithm__estimator": "vtrace",
         "rollout__sampling__top_k": 6,
         "rollout__sampling__top_p": 0.9,
@@ -180,12 +184,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "policy__freeze": ["input_layernorm", "lm_head"],
     },
 }
+# That of them that is run with tp too, on two ranks.
+(TWO_CRITICS,) = (name for name in ALGORITHMS if "two critics" in name)
 # That of them that is run with roles on ranks of their own, on four ranks: it exchanges samples for a second epoch.
 PLACED_LOSSES = "two epochs, turns, mean of sequences, KL in the loss, dis, two_hot critic"
 
 
 FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
 _FSDP2 = {f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference")}
+_FSDP2_B = {"critic_b__engine": "fsdp2"}
 _RECOMPUTE = {"policy__recompute": "full", "critic__recompute": "selective", **VARIANTS["whole batch"]}
 # Changes of the configuration that run roles under FSDP2, by layout: they give the numbers of one Megatron rank.
 FSDP2_DP: dict[str, dict[str, Any]] = {
@@ -266,6 +273,8 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
             "bootstrap_truncated": True,
         },
     }
+    if any(key.startswith("critic_b__") for key in changes):
+        tree["critic_b"] = {**tree["critic"], "model": tree["reference"]["model"]}
     for key, value in changes.items():
         *path, last = key.split("__")
         section = tree
@@ -296,9 +305,12 @@ def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapp
     if "llama" in folders and size == 2:
         with roles_of(MIXED_CASE) as roles:
             measured["llama"]["mixed"] = measure_case(folders["llama"], roles, MIXED)
+        with roles_of({"tp": 2}) as roles:
+            name = f"{title({'tp': 2}, size)}, {TWO_CRITICS}"
+            measured["llama"][name] = measure_case(folders["llama"], roles, ALGORITHMS[TWO_CRITICS])
         with roles_of({}) as roles:
             for name in ALGORITHMS:
-                changes = {**FSDP2["fsdp2"], **ALGORITHMS[name]}
+                changes = {**FSDP2["fsdp2"], **ALGORITHMS[name], **(_FSDP2_B if name == TWO_CRITICS else {})}
                 measured["llama"][f"fsdp2, {name}"] = measure_case(folders["llama"], roles, changes)
     if "llama" in folders and size == 4:
         for name, changes in {"placed": {}, f"placed, {PLACED_LOSSES}": ALGORITHMS[PLACED_LOSSES]}.items():
@@ -314,7 +326,7 @@ def roles_of(case: Case) -> Iterator[dict[str, Any]]:
     gc.freeze()  # what was measured so far, which the collection below need not visit
     built = {layout: build_groups(layout) for layout in dict.fromkeys(layouts_of(case, dist.get_world_size()))}
     policy, critic = layouts_of(case, dist.get_world_size())
-    yield {"policy": built[policy], "critic": built[critic], "reference": built[policy]}
+    yield {"policy": built[policy], "critic": built[critic], "critic_b": built[critic], "reference": built[policy]}
     gc.collect()
     for groups in built.values():
         destroy_groups(groups)

@@ -14,6 +14,7 @@ from tests.parity.matrix import (
     PTX_TEXTS,
     SEQUENCES,
     SHARDED,
+    TWO_CRITICS,
     VARIANTS,
     VARIED,
     VOCABULARY,
@@ -45,6 +46,7 @@ OTHER_LOSSES = [
     for variant in ALGORITHMS
     if size > 1
 ]
+OTHER_LOSSES += [pytest.param("llama", 2, "tp2 pp1 dp1", TWO_CRITICS, id=f"llama-tp2-{TWO_CRITICS}")]
 OTHER_LOSSES += [pytest.param("llama", 2, "fsdp2", name, id=f"llama-fsdp2-{name}") for name in ALGORITHMS]
 BF16_LAYOUTS = [
     pytest.param(model, size, title(case, size), id=f"{model}-{title(case, size)}")
@@ -102,6 +104,19 @@ def test_other_losses_give_the_numbers_of_one_rank(measured, model: str, size: i
     assert disagreements(measured[size][model][f"{name}, {variant}"], alone) == []
     first, other = (found["policy"].values["loss"][0] for found in (measured[1][model][BASELINE], alone))
     assert float((first - other[: len(first)]).abs().max()) > 1e-3, "the change must change something"
+
+
+def test_two_critics_are_compared(measured) -> None:
+    """Guards the variant with two: each has values, updates and weights of its own, and learns from its own samples."""
+    found = measured[1]["llama"][f"{BASELINE}, {TWO_CRITICS}"]
+    first, second = found["critic"], found["critic_b"]
+    assert first.values.keys() == second.values.keys() == {"values", "bootstrap values", "loss", "gradient norm"}
+    assert float((first.values["values"][0] - second.values["values"][0]).abs().max()) > 0.1
+    updates = SEQUENCES // 2 // (SEQUENCES // 4)  # of half of the samples, in mini-batches of half the size
+    assert first.values["loss"][0].shape == second.values["loss"][0].shape == (updates,)
+    assert second.gradients.tensors.keys() == first.gradients.tensors.keys() and second.parameters.tensors
+    compared = {(d.role, d.quantity) for d in compare(measured[2]["llama"][f"fsdp2, {TWO_CRITICS}"], found)}
+    assert {("critic_b", "gradients"), ("critic_b", "parameters"), ("experience", "returns_b")} <= compared
 
 
 def test_bounds_of_the_samplers_ratio_cut_some_tokens_and_keep_others(measured) -> None:
