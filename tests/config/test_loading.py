@@ -133,6 +133,7 @@ PATHS = {
     "policy.model",
     "critic.model",
     "critic.checkpoint",
+    "critic.warmup_trajectories",
     "critic_b.model",
     "critic_b.checkpoint",
     "reference.model",
