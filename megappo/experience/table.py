@@ -57,6 +57,8 @@ class SampleTable:
     @property
     def ends(self) -> Tensor:
         """[N] bool, samples with which a trajectory ends, in this step."""
+        if not self.has_chains:
+            return self.unfinished == 0
         goes_on = self.unfinished != 0
         goes_on[self.previous[self.previous >= 0].long()] = True
         return ~goes_on

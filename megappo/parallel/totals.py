@@ -92,7 +92,8 @@ def _pairwise(rows: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     combine = torch.add if operation == dist.ReduceOp.SUM else torch.maximum
     while len(rows) > 1:
         half = len(rows) // 2
-        rows = torch.cat([combine(rows[:half], rows[half : 2 * half]), rows[2 * half :]])
+        halved = combine(rows[:half], rows[half : 2 * half])
+        rows = torch.cat([halved, rows[2 * half :]]) if len(rows) % 2 else halved
     return rows[0]
 
 

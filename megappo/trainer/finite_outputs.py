@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megappo.algo.chunks import in_chunks
 from megappo.config.schema import CRITICS
 from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
@@ -85,8 +84,8 @@ def _bad_samples(experience: Experience) -> dict[str, Tensor]:
 
 def _bad(values: Tensor, counts: Tensor) -> Tensor:
     """Positions of the elements of `values` that count and are not finite."""
-    # x - x is 0 or NaN: the sum of all tells in a fifth of the time that there is none.
-    if all((chunk - chunk).sum() == 0 for (chunk,) in in_chunks(values)):
+    # In a tenth of the time the sum tells that there is none; of large numbers it may be infinite without.
+    if values.sum().isfinite():
         return counts.new_empty(0, dtype=torch.long)
     return (counts & ~values.isfinite()).nonzero().flatten()
 

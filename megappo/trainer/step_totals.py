@@ -62,7 +62,9 @@ def moments_of_tokens(
     parts: list[list[Moments]] = [[], []]
     for sampled, learned, *chunk in in_chunks(mask, targets, *(batch[name] for name in read)):
         values = dict(zip(names, chunk))
-        values |= {f"kl {kind}": kl_of_log_ratio(chunk[-2] - chunk[-1], kind) for kind in kinds}
+        if kinds:
+            log_ratio = chunk[-2] - chunk[-1]
+            values |= {f"kl {kind}": kl_of_log_ratio(log_ratio, kind) for kind in kinds}
         values |= {f"error {one.value}": values[one.returns].double() - values[one.value] for one in critics}
         for where, group, found in zip((sampled, learned), groups, parts):
             if group:
