@@ -56,7 +56,7 @@ def nothing(folder):
 
 # what is prepared, arguments after the configuration, what stderr must contain
 BAD = [
-    (nothing, ["policy.model=absent"], ['policy.model = "absent"', "Hugging Face checkpoint directory"]),
+    (nothing, ["policy.model=absent"], ['policy.model = "absent"', "`hf download OWNER/NAME --local-dir absent`"]),
     (nothing, ["data.train=absent.jsonl"], ["data.train: data file absent.jsonl does not exist"]),
     (make_unsupported, [], ["policy.model", "FalconForCausalLM is not supported", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
     (nothing, ["policy.optimizer.lr=fast"], ['policy.optimizer.lr = "fast": must be a number']),

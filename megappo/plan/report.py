@@ -221,8 +221,10 @@ def _offload_lines(plan: Plan) -> Iterator[str]:
 
 
 def _average_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
-    """Memory of the moving average of the policy."""
-    memory = max(plan.memory.get("policy", plan.memory["critic"]), key=lambda one: one.average + one.average_on_host)
+    """Memory of the moving average of the policy, of which a run of critics alone has none."""
+    if "policy" not in plan.memory:
+        return
+    memory = max(plan.memory["policy"], key=lambda one: one.average + one.average_on_host)
     if memory.average:
         yield f"  the policy's average takes {size(memory.average)} {unit} of that on each of its ranks"
     elif memory.average_on_host:
