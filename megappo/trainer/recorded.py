@@ -160,7 +160,7 @@ class RecordedStep:
         """Moments over all ranks. Collective over the world when first read."""
         batch = self.experience.batch
         score = batch["score"]
-        of_tokens = moments_of_tokens(batch, targets_in(batch), [])
+        of_tokens = moments_of_tokens(batch, targets_in(batch))
         return Totals.of({**of_tokens, "score": masked_moments(score, ~score.isnan())}, {})
 
     @property

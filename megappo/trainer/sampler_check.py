@@ -60,6 +60,7 @@ def require_version(table: SampleTable, step: int, push_every: int, engine: str)
         raise SamplerMismatch(f"step {step}: {engine} sampled with the weights of {whose}, not with the policy's of step {newest}")
 
 
+@torch.inference_mode()
 def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: int = 0) -> Agreement:
     """Compare logprob (trainer) and rollout_logprob (sampler), both [T], of all ranks' samples; `batch` has this rank's. With
     `kept` the trainer's are of the truncated distribution. Collective over the world. num_bad: a number of this rank that goes

@@ -44,20 +44,25 @@ class Totals:
 
 
 def moments_of_tokens(
-    batch: PackedBatch, targets: Tensor, of_sampled: Sequence[str], kl_kinds: Collection[str] = ()
+    batch: PackedBatch,
+    targets: Tensor,
+    of_sampled: Sequence[str] = (),
+    means: Sequence[str] = (),
+    kl_kinds: Collection[str] = (),
 ) -> dict[str, Moments]:
     """Name -> moments of this rank's samples, a chunk of tokens at a time: of these fields over the sampled tokens, and of every
     critic's values, returns, and errors (`error FIELD`, the return less the value) over those with a target.
 
-    targets: [T] bool. kl_kinds: estimators of the KL to the reference, as `kl KIND`, if the batch has its log-probs.
+    targets: [T] bool. means: fields of which only the mean is asked for, as of the KL. kl_kinds: estimators of the KL to the
+    reference, as `kl KIND`, if the batch has its log-probs.
     """
     mask, critics = batch["response_mask"], critics_in(batch).values()
     of_critics = [name for one in critics for name in (one.value, one.returns)]
-    names = [*of_sampled, *of_critics]
+    names = [*means, *of_sampled, *of_critics]
     kinds = sorted(kl_kinds) if kl_kinds and "ref_logprob" in batch else []
     read = [*names, "logprob", "ref_logprob"] if kinds else names
     of_targets = [*of_critics, *(f"error {one.value}" for one in critics)]
-    of_mask = [*of_sampled, *(f"kl {kind}" for kind in kinds)]
+    of_mask, num_means = [*(f"kl {kind}" for kind in kinds), *means, *of_sampled], len(kinds) + len(means)
     groups = [[*of_mask, *of_targets], []] if targets is mask else [of_mask, of_targets]
     parts: list[list[Moments]] = [[], []]
     for sampled, learned, *chunk in in_chunks(mask, targets, *(batch[name] for name in read)):
@@ -66,9 +71,9 @@ def moments_of_tokens(
             log_ratio = chunk[-2] - chunk[-1]
             values |= {f"kl {kind}": kl_of_log_ratio(log_ratio, kind) for kind in kinds}
         values |= {f"error {one.value}": values[one.returns].double() - values[one.value] for one in critics}
-        for where, group, found in zip((sampled, learned), groups, parts):
+        for where, group, count, found in zip((sampled, learned), groups, (num_means, 0), parts):
             if group:
-                found.append(moments_of_chunk([values[name] for name in group], true_positions(where)))
+                found.append(moments_of_chunk([values[name] for name in group], true_positions(where), count))
     return {
         name: Moments(*of_name)
         for group, found in zip(groups, parts)

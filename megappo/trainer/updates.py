@@ -51,13 +51,9 @@ class MiniBatch(NamedTuple):
     lengths: Tensor
 
 
-def samples_of_epoch(table: SampleTable, size: int, seed: int, part: Part = WHOLE) -> tuple[Tensor, ...]:
-    """Numbers of the samples of each mini-batch of an epoch, `size` of the part in a seeded order; the same on every rank."""
-    return _order_of_epoch(table.num_samples, seed, part).split(size)
-
-
 @lru_cache(maxsize=8)  # the plan of owners asks for it, and every role
-def _order_of_epoch(num_samples: int, seed: int, part: Part) -> Tensor:
+def order_of_epoch(num_samples: int, seed: int, part: Part = WHOLE) -> Tensor:
+    """Numbers of the samples of a part in the seeded order of mini-batches, the same on every rank. Not to be written to."""
     numbers = torch.arange(part.index, num_samples, part.count)
     return numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed % 2**63))]
 
@@ -66,9 +62,9 @@ def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int, pa
     """Owners of the samples in an epoch, balanced over the shares one mini-batch at a time. Samples outside of the part belong to
     someone too, and are not looked at."""
     share = torch.zeros(table.num_samples, dtype=torch.long) if part == WHOLE else table.balanced(shares.count).clone()
-    for chosen in samples_of_epoch(table, size, seed, part):
-        share.index_copy_(0, chosen, balanced(table.length.index_select(0, chosen), shares.count))
-    return Owners(share, shares)
+    order = order_of_epoch(table.num_samples, seed, part)
+    of_minis = [balanced(lengths, shares.count) for lengths in table.length.index_select(0, order).split(size)]
+    return Owners(share.index_copy_(0, order, torch.cat(of_minis)), shares)
 
 
 def mini_batches(
@@ -102,7 +98,7 @@ def mini_batches(
             owners = owners_of_epoch(table, shares, size, seed + epoch, part)
             experience = experience.redistribute(owners, wire=GroupWire(group))
         index = shares.index_of(experience.rank)
-        order = _order_of_epoch(table.num_samples, seed + epoch, part)
+        order = order_of_epoch(table.num_samples, seed + epoch, part)
         # Of the whole epoch at once: a rank has a few samples, and some dozen mini-batches of thousands.
         places = true_positions(experience.owners.share.index_select(0, order) == index)
         owns = order.index_select(0, places).split((places // size).bincount(minlength=-(-len(order) // size)).tolist())

@@ -12,7 +12,7 @@ from megappo.config.schema import AlgorithmConfig, KLConfig
 from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
 from megappo.trainer.shaping import shape_experience
-from megappo.trainer.updates import mini_batches, samples_of_epoch, targets_of, update_reads
+from megappo.trainer.updates import mini_batches, order_of_epoch, targets_of, update_reads
 from tests.trainer.multi_turn import GAMMA, KL, PER_TOKEN, SCORE, TURNS, shaped, whole_batch
 
 
@@ -160,7 +160,7 @@ def test_the_critic_learns_at_the_first_tokens_of_turns_and_the_policy_at_all(mo
     targets, schedule = targets_of("critic", experience), UpdateSchedule(1, 4, mode)
     assert targets is not None and targets.field in update_reads("critic", asked)
     minis = mini_batches(experience, Shares.of_ranks([0]), None, schedule, 9, 7, targets=targets)
-    for chosen, mini in zip(samples_of_epoch(experience.table, 4, 7), minis, strict=True):
+    for chosen, mini in zip(order_of_epoch(experience.table.num_samples, 7).split(4), minis, strict=True):
         samples = [turns()[i] for i in chosen.tolist()]
         learning = sum(bool(sample) for sample in samples)
         count = {"token-mean": sum(map(len, samples)), "fixed-length": 9 * learning}.get(mode, learning)

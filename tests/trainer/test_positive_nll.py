@@ -12,7 +12,7 @@ from megappo.engine.base import Engine
 from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
 from megappo.trainer.roles import NLL_WEIGHT, Policy, policy_reads
-from megappo.trainer.updates import mini_batches, positive_samples, samples_of_epoch
+from megappo.trainer.updates import mini_batches, order_of_epoch, positive_samples
 from tests.trainer.test_estimators import algorithm, shared_schedule, whole_batch
 
 COEF, SCORES = 0.3, (1.0, 0.9, 0.0, 1.0, 0.9, 0.0, 0.89)
@@ -29,7 +29,7 @@ def minis_of(mode: str) -> tuple[list[Tensor], list[Any], Tensor]:
     positive = positive_samples(experience, torch.tensor(SCORES), asked(mode))
     assert positive is not None
     minis = list(mini_batches(experience, Shares.of_ranks([0]), None, shared_schedule(asked(mode)), 9, 7, positive=positive))
-    return list(samples_of_epoch(experience.table, 4, 7)), minis, positive
+    return list(order_of_epoch(experience.table.num_samples, 7).split(4)), minis, positive
 
 
 def gradient(policy: Policy, fields: dict[str, Tensor], logprob: Tensor, denominator: float) -> Tensor:
