@@ -20,9 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -30,6 +27,7 @@ from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arith
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.tables import table
 from scripts.bench.model import Mistake
+from scripts.bench.small_model import write_small_model
 
 LEFT_OUT = 1  # steps of a run that do not count
 OBSERVE = '''
@@ -97,22 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_inputs(folder: Path) -> None:
     """model/, data/ and slow.py."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    model.save_pretrained(folder / "model")
+    write_small_model(folder / "model", vocab_size=32, num_layers=4)
     train_tokenizer(folder / "model")
     write_arithmetic(folder / "data", num_train=200, num_eval=1, num_sft=1, seed=0, task=ArithmeticTask(0, 99, "+"))
     (folder / "slow.py").write_text(OBSERVE)

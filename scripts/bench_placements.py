@@ -20,9 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -40,6 +37,7 @@ from megappo.tune.probe import probe
 from megappo.tune.search import Search
 from scripts.bench.model import Mistake
 from scripts.bench.processor_trials import measure
+from scripts.bench.small_model import write_small_model
 
 RANKS = 2
 LEFT_OUT = 2  # steps of a run that do not count
@@ -120,24 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_run(folder: Path) -> Path:
     """Model, data and configuration; returns the path of the last."""
-    torch.manual_seed(0)
-    llama = LlamaConfig(
-        # So many ids that hardly any response draws the end of sequence: lengths are those of the prediction.
-        vocab_size=2048,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(llama)
-    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    model.save_pretrained(folder / "model")
+    # So many ids that hardly any response draws the end of sequence: lengths are those of the prediction.
+    write_small_model(folder / "model", vocab_size=2048, num_layers=8)
     tokenizer = train_tokenizer(folder / "model")
     files = write_arithmetic(folder / "data", 400, 20, 20, 0, ArithmeticTask(lowest=0, highest=999, padded=True))
     path = folder / "run.yaml"
