@@ -99,6 +99,7 @@ def run_all(rank: int, folder: Path) -> Found:
     printed: dict[str, str] = {}
     with values_compared(values):
         run_many(rank, [(tis(folder, "tis"), False)])
+    dist.barrier()  # the other rank may still be removing files of its own
     runs = folder / "runs"
     if rank == 0:
         shutil.copytree(runs / "tis", runs / "dis")
