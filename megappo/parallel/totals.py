@@ -35,7 +35,7 @@ def largest(values: Tensor) -> Tensor:
 def total_and_largest(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
     """`total` of the first and `largest` of the second, fp64 vectors, in one exchange if they are small."""
     together = torch.cat([sums, maxima])
-    if place_in_world()[1] == 1 or not _is_small(together):
+    if place_in_world()[1] == 1 or not _goes_to_all(together.nbytes, together.device):
         return total(sums), largest(maxima)
     of_sums, of_maxima = _of_ranks(together).split([len(sums), len(maxima)], 1)
     return _pairwise(of_sums, dist.ReduceOp.SUM), _pairwise(of_maxima, dist.ReduceOp.MAX)
@@ -50,7 +50,7 @@ def rows_of_ranks(rows: Tensor, expected: int = 0) -> Tensor:
     if world_size == 1:
         return rows
     # Room that ranks leave empty costs less than a second exchange only if there is little of it.
-    expected = expected if (expected + 1) * width * rows.itemsize * world_size <= MOST_BYTES_TO_ALL else 0
+    expected = expected if _goes_to_all((expected + 1) * width * rows.itemsize, rows.device) else 0
     mine = rows.new_zeros(expected + 1, width)
     mine[0, 0] = len(rows)
     mine[1 : len(rows) + 1] = rows[:expected]
@@ -67,16 +67,16 @@ def rows_of_ranks(rows: Tensor, expected: int = 0) -> Tensor:
 def _reduced(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     if place_in_world()[1] == 1 or not values.numel():
         return values
-    if _is_small(values):
+    if _goes_to_all(values.nbytes, values.device):
         return _pairwise(_of_ranks(values.flatten()), operation).view(values.shape)
     result = values.clone()
     dist.all_reduce(result, op=operation)
     return result
 
 
-def _is_small(values: Tensor) -> bool:
-    """True if it costs less to send the vector to every rank than to pass it along a ring."""
-    return values.device.type == "cpu" and values.nbytes * place_in_world()[1] <= MOST_BYTES_TO_ALL
+def _goes_to_all(num_bytes: int, device: torch.device) -> bool:
+    """True if it costs less to send so many bytes to every rank than to take more steps: those of a ring, or a second exchange."""
+    return device.type == "cpu" and num_bytes * place_in_world()[1] <= MOST_BYTES_TO_ALL
 
 
 def _of_ranks(values: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class Evaluator:
             unscored = total(torch.tensor([scored.num_undecided, scored.num_unusable], dtype=torch.float64)).tolist()
             figures |= dict(zip((names.UNDECIDED, names.UNUSABLE), unscored))
         played = moments_of_turns([one.played for one in responses if one.played is not None])
-        return Evaluation(self.name, len(self.prompts), n, figures, parts, Turns.of(Totals.of(played, {})))
+        return Evaluation(self.name, len(self.prompts), n, figures, parts, Turns.of(Totals(played)))
 
     def _scores(self, experience: Experience, scored: Scored) -> dict[str, float]:
         scores = experience.column(torch.tensor(scored.total, dtype=torch.float64)).tolist()

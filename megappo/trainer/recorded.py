@@ -161,7 +161,7 @@ class RecordedStep:
         batch = self.experience.batch
         score = batch["score"]
         of_tokens = moments_of_tokens(batch, targets_in(batch))
-        return Totals.of({**of_tokens, "score": masked_moments(score, ~score.isnan())}, {})
+        return Totals({**of_tokens, "score": masked_moments(score, ~score.isnan())})
 
     @property
     def explained_variance(self) -> float:

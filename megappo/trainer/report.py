@@ -65,7 +65,7 @@ class StepRecord:
                 "retries": torch.tensor(list(self.scored.retries.values()), dtype=torch.float64),
                 "unscored": torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64),
             }
-            return Totals.of(moments, further)
+            return Totals(moments, further)
 
     def _of_tokens(self) -> dict[str, Moments]:
         """Name -> moments over the sampled tokens, of value and returns over those with a target."""

@@ -15,18 +15,12 @@ from megappo.trainer.critics import critics_in
 
 
 class Totals:
-    """Moments of named quantities over the samples of all ranks. sums: name -> fp64 vector, [3] of `masked_moments` or others."""
+    """Moments of named quantities over the samples of all ranks, and further sums, fp64 vectors, that have no maxima."""
 
-    def __init__(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor]) -> None:
+    def __init__(self, moments: Mapping[str, Moments], further: Mapping[str, Tensor] = {}) -> None:
         """Collective over the world, with the same names on every rank."""
-        self._sums, self._maxima = totals_and_maxima(sums, maxima)
-
-    @classmethod
-    def of(cls, moments: Mapping[str, Moments], further: Mapping[str, Tensor]) -> Totals:
-        """Of moments, and of further sums that have no maxima. Collective over the world."""
-        return cls(
-            {**{name: one.sums for name, one in moments.items()}, **further}, {name: one.maxima for name, one in moments.items()}
-        )
+        sums, maxima = {name: one.sums for name, one in moments.items()}, {name: one.maxima for name, one in moments.items()}
+        self._sums, self._maxima = totals_and_maxima({**sums, **further}, maxima)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._sums[name]
