@@ -67,18 +67,11 @@ def of_world(rank: int, shape: Shape, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def alone(rank: int, shape: Shape, folder: str) -> None:
-    """Write the costs of a rank that has the world to itself to the folder."""
-    _start()
-    found = [step(shape, rank, None, seed) for seed in range(repetitions(shape))]
-    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
-
-
-def beside(rank: int, shape: Shape, folder: str) -> None:
-    """Write the costs of one of several worlds of one rank, which run at the same time, to the folder."""
+def alone(number: int, shape: Shape, folder: str) -> None:
+    """Write the costs of rank 0 of a world, without the others, to the folder. number: of several such worlds at once."""
     _start()
     found = [step(shape, 0, None, seed) for seed in range(repetitions(shape))]
-    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
+    Path(folder, str(number)).write_bytes(pickle.dumps(found))
 
 
 def repetitions(shape: Shape) -> int:
@@ -251,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{against_limit(costs)}\n")
         if work is of_world and "each" in kind:
             share = Shape(1, of_each, args.tokens)
-            at_once = {world: processor_s(measured(beside, share, world)) for world in args.worlds}
+            at_once = {world: processor_s(measured(alone, share, world)) for world in args.worlds}
             ns = ", ".join(f"{world}: {1e9 * seconds / share.own_tokens:.0f}" for world, seconds in at_once.items())
             print(f"beside, as many worlds of one rank with that share at once, ns per own token: {ns}\n", flush=True)
     if wrong := [shape for shape, cost in found if cost.sent != cost.planned]:
