@@ -13,7 +13,7 @@ HERE = Path(__file__).parent.resolve()
 sys.path.insert(0, str(HERE))
 
 from csrc.build import NO_TORCH, BuildError, build  # noqa: E402  needs the line above
-from megappo import versions  # noqa: E402  the same; it imports nothing
+from megappo.runtime import versions  # noqa: E402  the same; it imports nothing
 
 # Said before anything is built: pip shows it alone then, not below a page of what setuptools did.
 if importlib.util.find_spec("torch") is None:

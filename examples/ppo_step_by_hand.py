@@ -13,14 +13,14 @@ from contextlib import closing
 
 import torch
 
+from megappo.commands.plan.run import plan_run
 from megappo.config.loading import load_config
 from megappo.engine.build import RoleEngines
 from megappo.ops import dispatch
-from megappo.plan.run import plan_run
-from megappo.platform.device import select_device, start_alone
+from megappo.parallel.device import select_device, start_alone
 from megappo.rollout.generation import generate
 from megappo.trainer.build_roles import build_roles
-from megappo.trainer.experience import collect, requests_of_step
+from megappo.trainer.experience.collect import collect, requests_of_step
 from megappo.trainer.main import rollout_of, sampling_params, scorer_of
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.scoring import score_responses

@@ -25,11 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megappo.launch.local import start_ranks
-from megappo.launch.world import is_rank
-from megappo.runs.curves import Curve, curve_of
-from megappo.runs.metrics import Rows, read_rows
-from megappo.runs.read import read_run
+from megappo.commands.launch.local import start_ranks
+from megappo.commands.runs.curves import Curve, curve_of
+from megappo.commands.runs.metrics import Rows, read_rows
+from megappo.commands.runs.read import read_run
+from megappo.runtime.world import is_rank
 from megappo.telemetry.metrics import Metric
 from scripts.experiments.arms import unshifted
 from scripts.experiments.picture import Panel, draw_bands
@@ -37,7 +37,7 @@ from scripts.experiments.results import EXPLAINED, REWARD, mean
 
 NUM_RANKS, STEPS = 2, 40
 LAMBDAS = (1.0, 0.5)
-VARIANTS = {"with": "megappo.cli", "without": "scripts.ablate_right_shift"}
+VARIANTS = {"with": "megappo.commands.cli", "without": "scripts.ablate_right_shift"}
 """Variant -> module that its ranks run."""
 LEAN = (
     "checkpoint.save_every=0",
@@ -73,7 +73,7 @@ def main() -> None:
 
 def train_without_shift(arguments: Sequence[str]) -> int:
     """Run one rank of `megappo ARGUMENTS` whose critic's outputs stay where they are."""
-    from megappo import cli
+    from megappo.commands import cli
     from megappo.trainer import roles
 
     roles.align_values = unshifted

@@ -32,7 +32,7 @@ from megappo.bridge.target import Target
 from megappo.bridge.verify import Checksums
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
-from megappo.platform.garbage import collections_paused
+from megappo.runtime.garbage import collections_paused
 from scripts.bench.model import Mistake
 from tests.bridge.engines import engine_destination
 from tests.bridge.geometries import DEEPSEEK_V3, QWEN3_235B, large_ends

@@ -236,9 +236,9 @@ def _drop_from_cache(place: Path) -> None:
 
 def _engine(hidden: int, layers: int, groups: Any = None) -> Any:
     """Build a bf16 policy of random weights with the distributed optimizer, on all ranks of the world."""
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     from megappo.config.role_sections import OptimizerConfig
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp

@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megappo.algo.aggregation import token_weights
+from megappo.commands.plan.estimate import memory_of_stage
+from megappo.commands.plan.memory import count_parameters
 from megappo.config.schema import TrainConfig
 from megappo.data.packing import pack
 from megappo.engine.build import RoleEngines
@@ -41,10 +43,8 @@ from megappo.engine.factory import EngineSpec
 from megappo.engine.whole_batch import sequences_of_share
 from megappo.models.flops import forward_flops
 from megappo.models.hf_config import read_arch
+from megappo.parallel import cpu_patches
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.estimate import memory_of_stage
-from megappo.plan.memory import count_parameters
-from megappo.platform import cpu
 from megappo.trainer.roles import Policy
 from scripts.bench.alive import alive_peak, bytes_behind
 from scripts.bench.model import Mistake
@@ -173,7 +173,7 @@ def in_rank(rank: int, cases: Sequence[Case], folder: str) -> None:
     if on_gpu:
         torch.cuda.set_device(rank)
     else:
-        cpu.install()
+        cpu_patches.install()
     dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=cases[0].ranks)
     found: dict[Case, dict[str, Figures]] = {}
     for case in cases:

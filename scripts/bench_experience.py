@@ -32,9 +32,9 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megappo.experience.route import GroupWire
-from megappo.platform.device import world_group
-from megappo.platform.freed_memory import keep_freed_memory
+from megappo.parallel.device import world_group
+from megappo.runtime.freed_memory import keep_freed_memory
+from megappo.trainer.experience.route import GroupWire
 from scripts.bench.experience_step import Cost, Shape, resident, responses_of, step, warm_up
 from scripts.bench.model import Mistake
 

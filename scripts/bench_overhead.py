@@ -28,8 +28,8 @@ import torch.multiprocessing as mp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megappo.launch.local import HOST, loopback_store
-from megappo.platform.quiet import quiet_libraries
+from megappo.commands.launch.local import HOST, loopback_store
+from megappo.runtime.quiet import quiet_libraries
 from scripts.quickstart_model import VOCAB_SIZE, llama_config
 
 RANKS = 2
@@ -76,8 +76,8 @@ def _rank_main(rank: int, folder: str, port: int, rounds: int, prompts: int, idl
     os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     from megappo.config.loading import load_config
     from megappo.engine.build import RoleEngines
+    from megappo.parallel.device import start_distributed
     from megappo.parallel.groups import AgreedPass, ProcessGroups
-    from megappo.platform.device import start_distributed
     from megappo.telemetry.timers import StageTimers
     from megappo.trainer.build_roles import build_roles
     from megappo.trainer.replicas import ReplicaCheck
@@ -133,7 +133,7 @@ def _rank_main(rank: int, folder: str, port: int, rounds: int, prompts: int, idl
 def _experience(config: Any) -> Any:
     from megappo.algo.alignment import first_token_mask
     from megappo.data.packing import pack
-    from megappo.experience.experience import Experience
+    from megappo.trainer.experience.experience import Experience
 
     generator = torch.Generator().manual_seed(0)
     count = config.data.prompts_per_step * config.rollout.samples_per_prompt

@@ -23,18 +23,18 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megappo.commands.tune.candidates import Choice, Machine
+from megappo.commands.tune.cost import workload_of
+from megappo.commands.tune.measure import phases_of, trial_of
+from megappo.commands.tune.placing_report import stage_seconds
+from megappo.commands.tune.probe import probe
+from megappo.commands.tune.search import Search
 from megappo.config.loading import load_config
 from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
-from megappo.platform.hardware import Hardware, dump_hardware
-from megappo.prepare.layouts import read_archs
+from megappo.telemetry.hardware import Hardware, dump_hardware
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.tables import figures, table
-from megappo.tune.candidates import Choice, Machine
-from megappo.tune.cost import workload_of
-from megappo.tune.measure import phases_of, trial_of
-from megappo.tune.placing_report import stage_seconds
-from megappo.tune.probe import probe
-from megappo.tune.search import Search
+from megappo.trainer.prepare.layouts import read_archs
 from scripts.bench.model import Mistake
 from scripts.bench.processor_trials import measure
 from scripts.bench.small_model import write_small_model
@@ -147,7 +147,7 @@ def write_run(folder: Path) -> Path:
 def _train(config: Path, output: Path, placement: Sequence[str], steps: int) -> list[Mapping[str, float]] | None:
     """Metrics of the steps that count; None, after the end of the output, if the run failed."""
     keys = [f"run.output_dir={output}", "run.name=ppo", f"trainer.steps={steps}", *placement]
-    command = [sys.executable, "-m", "megappo.cli", "train", str(config), *keys]
+    command = [sys.executable, "-m", "megappo.commands.cli", "train", str(config), *keys]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode != 0:
         print(f"bench_placements: {' '.join(placement)} failed:\n{(done.stdout + done.stderr)[-2000:]}", file=sys.stderr)

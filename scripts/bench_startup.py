@@ -20,12 +20,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megappo.arguments import positive_int
 from megappo.checkpoint.manifest import Manifest, fingerprint_file, list_files, write_manifest
+from megappo.commands.arguments import positive_int
 from megappo.telemetry.tables import table
 
 RUN, SFT = "configs/quickstart.yaml", "configs/quickstart_sft.yaml"
-SCRIPT = "tests/convert/sources/deepseek_7b_gsm8k.sh"
+SCRIPT = "tests/commands/convert/sources/deepseek_7b_gsm8k.sh"
 NUM_RUNS = 100
 WRONG_KEY, WRONG_VALUE = "policy.paralel.tp=2", "algorithm.gamma=2"
 NOT_THERE = ("policy.model=absent", "reward.parts=[{name: exakt}]", "algorithm.mini_batch_size=7")

@@ -98,7 +98,7 @@ def _command(folder: Path, output: Path, kernels: str, steps: int) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "megappo.cli",
+        "megappo.commands.cli",
         "train",
         "configs/quickstart.yaml",
         f"kernels={kernels}",

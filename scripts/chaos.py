@@ -24,7 +24,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megappo.arguments import non_negative_int, positive_int
+from megappo.commands.arguments import non_negative_int, positive_int
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.config.run_directory import check_run_dir

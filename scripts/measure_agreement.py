@@ -20,7 +20,7 @@ LOGITS = ("fp32", "bf16")
 
 def main() -> None:
     arguments = read_arguments()
-    from megappo.platform.quiet import quiet_libraries
+    from megappo.runtime.quiet import quiet_libraries
 
     quiet_libraries()  # before Megatron-core is imported
     try:
@@ -55,13 +55,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from megappo.engine.build import build_frozen
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
+    from megappo.parallel.device import DTYPES, select_device, start_alone
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
-    from megappo.platform.device import DTYPES, select_device, start_alone
     from megappo.rollout.generation import generate
     from megappo.rollout.types import SamplingParams
     from megappo.rollout.vllm_engine import VllmEngine
-    from megappo.trainer.experience import make_requests, pack_experience
+    from megappo.trainer.experience.collect import make_requests, pack_experience
     from megappo.trainer.roles import LanguageModel
 
     device = select_device("auto")

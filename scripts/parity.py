@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 OUTPUT = ROOT / "docs" / "parity.md"
-# Columns of the matrix, each of several quantities of `megappo.verify.compare`.
+# Columns of the matrix, each of several quantities of `megappo.commands.verify.compare`.
 COLUMNS = ("tokens", "losses", "gradient norm", "gradients", "parameters")
 _LOSSES = ("loss", "metrics")
 Row = Sequence[str]
@@ -74,7 +74,7 @@ def oracle_rows(measured: Any, expected: Any) -> Iterator[Row]:
 
 def largest(found: Any, baseline: Any) -> Row:
     """The largest relative difference of each column."""
-    from megappo.verify.compare import compare
+    from megappo.commands.verify.compare import compare
 
     by_column = dict.fromkeys(COLUMNS, 0.0)
     for d in compare(found, baseline):
@@ -118,7 +118,7 @@ def replay_rows(replayed: Any) -> Iterator[Row]:
 
 def after_all_steps(found: Any, expected: Any) -> Row:
     """Largest relative difference of the policy's parameters, of the critic's, and of the curves of a replay."""
-    from megappo.verify.compare import compare
+    from megappo.commands.verify.compare import compare
     from tests.parity.replay import curves
 
     tensors = {d.role: d.relative for d in compare(found, expected) if d.quantity == "parameters"}
@@ -128,7 +128,7 @@ def after_all_steps(found: Any, expected: Any) -> Row:
 
 
 def fault_rows(faulty: Any, measured: Any, expected: Any) -> Iterator[Row]:
-    from megappo.verify.compare import compare
+    from megappo.commands.verify.compare import compare
     from tests.parity.matrix import title
     from tests.parity.test_faults import BETWEEN, SHARED
     from tests.parity.test_oracle import differences

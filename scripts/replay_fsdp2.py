@@ -27,12 +27,12 @@ BASELINE = "megatron"
 
 def world(rank: int, folder: str, steps: int) -> dict[str, Any]:
     """Name of a layout -> what was measured over all steps."""
-    from megappo.platform import cpu
-    from megappo.verify.recording import record_rollouts
+    from megappo.commands.verify.recording import record_rollouts
+    from megappo.parallel import cpu_patches
     from tests.parity.matrix import FSDP2, FSDP2_CASES, SEQUENCES, VOCABULARY, measure_case, roles_of
     from tests.parity.replay import REPLAY
 
-    cpu.install()
+    cpu_patches.install()
     size = dist.get_world_size()
     rollouts = record_rollouts(steps, sequences=SEQUENCES, vocab_size=VOCABULARY)
     changes: dict[str, Any] = {BASELINE: {}} if size == 1 else {}

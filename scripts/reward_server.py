@@ -28,10 +28,10 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from megappo.config.urls import is_loopback
-from megappo.own_code import OwnCode
 from megappo.rewards.base import RewardInput, UnusableAnswer
 from megappo.rewards.own import GROUP, load_rule
 from megappo.rewards.wire import answer_body, samples_of
+from megappo.runtime.own_code import OwnCode
 
 MIB = 2**20
 

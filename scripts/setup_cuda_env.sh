@@ -64,7 +64,7 @@ if [ ! -e "$libraries" ]; then
     "$python" -m venv "$venv" || skip "$python makes no environment (Debian: apt-get install python3-venv)"
   fi
   # By megappo's own table, which imports nothing: like "torch===2.13.0" and "vllm==0.32.0".
-  of_table() { "$python" -c "from megappo.versions import cuda_torch, pinned; print($1)"; }
+  of_table() { "$python" -c "from megappo.runtime.versions import cuda_torch, pinned; print($1)"; }
   torch=$(of_table 'cuda_torch()') vllm=$(of_table 'pinned("vllm")') megatron=$(of_table 'pinned("megatron-core")')
   say "$torch (CUDA)"
   pip install "$torch" -c requirements/constraints-cuda.txt \
@@ -86,7 +86,7 @@ if [ -n "$transformer_engine" ] && ! "$venv/bin/python" -c 'import transformer_e
 fi
 
 "$venv/bin/python" scripts/gpu_stack/sync.py "$venv/src" >/dev/null
-sources() { cd "$venv/src"; for file in setup.py pyproject.toml megappo/versions.py megappo/nvcc.py; do [ ! -e $file ] || cat $file; done
+sources() { cd "$venv/src"; for file in setup.py pyproject.toml megappo/runtime/versions.py megappo/runtime/nvcc.py; do [ ! -e $file ] || cat $file; done
   find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; "$nvcc" --version; echo "${MEGAPPO_CUDA_ARCHS:-}"; }
 built="$venv/.megappo-built-$( (sources) | hash_of)"
 if [ ! -e "$built" ]; then

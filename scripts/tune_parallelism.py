@@ -9,6 +9,6 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 sys.path.insert(0, ROOT)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))  # for the ranks of trials
 
-from megappo.cli import main
+from megappo.commands.cli import main
 
 sys.exit(main(["tune", *sys.argv[1:]]))

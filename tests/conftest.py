@@ -24,8 +24,8 @@ TESTS = Path(__file__).parent
 # Folders in the order in which they go to the workers, before the others: those whose tests take minutes first, so that none of
 # them is left to one worker at the end. Between them those that wait for most of their time (ranks that hang, limits that pass):
 # beside two others they cost none, and beside each other, or at the end, they leave cores idle (120 s of them).
-FIRST = ("trainer", "parity", "scripts", "resilience", "host_cuda", "launch", "parallel", "engine", "verify", "rewards")
-FIRST += ("rollout", "tune", "ops", "checkpoint", "telemetry", "models")
+FIRST = ("trainer", "parity", "scripts", "runtime", "host_cuda", "commands", "parallel", "engine", "rewards")
+FIRST += ("rollout", "ops", "checkpoint", "telemetry", "models")
 
 # The workers and the worlds that they start share two cores: a slow example says nothing of the code.
 settings.register_profile("shared machine", deadline=None)
@@ -131,5 +131,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _folder(nodeid: str) -> str:
-    """`tests/ops/test_whiten.py::...` -> ops, `tests/test_cli.py::...` -> test_cli.py"""
+    """`tests/ops/test_whiten.py::...` -> ops, `tests/commands/test_cli.py::...` -> test_cli.py"""
     return nodeid.split("::")[0].split("/")[1]

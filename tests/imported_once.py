@@ -7,9 +7,9 @@ import importlib
 
 import torch
 
-from megappo.platform.garbage import collect_seldom
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.vllm_process import require_vllm, vllm_running
+from megappo.runtime.garbage import collect_seldom
 
 collect_seldom()
 for name in (
@@ -17,7 +17,7 @@ for name in (
     "transformers.models.llama.modeling_llama",
     "megappo.engine.megatron",
     "megappo.engine.fsdp2_build",
-    "megappo.plan.run",
+    "megappo.commands.plan.run",
     "megappo.trainer.ppo",
     "megappo.trainer.main",
     "pytest",  # by the modules whose functions ranks run

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from megappo import cli, installed
+from megappo.commands import cli
 from megappo.data.arithmetic import train_tokenizer
-from megappo.resilience.signals import StopRequest
-
-from .data.tokenizer_files import write_hf_tokenizer
-from .plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
-from .test_cli import files_of, run
+from megappo.runtime import installed
+from megappo.runtime.signals import StopRequest
+from tests.commands.plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
+from tests.commands.test_cli import files_of, run
+from tests.data.tokenizer_files import write_hf_tokenizer
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -30,7 +30,7 @@ def no_rank_is_started(monkeypatch):
     def train_here(*_, **__):
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("megappo.launch.training.train_here", train_here)
+    monkeypatch.setattr("megappo.commands.launch.training.train_here", train_here)
 
 
 def assert_refused(capsys, folder, fragments, *arguments):
@@ -624,7 +624,9 @@ def test_generate_needs_a_checkpoint_a_tokenizer_and_room(tmp_path, capsys):
 def test_unchanged_the_configurations_are_accepted(tmp_path, capsys, monkeypatch):
     """Negative control: what the tables change is what is refused."""
     started = []
-    monkeypatch.setattr("megappo.launch.training.train_here", lambda ranks, arguments, *_, **__: started.append(arguments[0]) or 0)
+    monkeypatch.setattr(
+        "megappo.commands.launch.training.train_here", lambda ranks, arguments, *_, **__: started.append(arguments[0]) or 0
+    )
     assert cli.main(["train", str(write_run(tmp_path))]) == 0
     assert cli.main(["sft", str(sft_run(tmp_path))]) == 0
     assert started == ["train", "sft"]

@@ -26,8 +26,8 @@ from csrc.toolkit import (
     toolkit_root,
     toolkit_version,
 )
-from megappo.nvcc import nvcc_path
 from megappo.ops.implementations import LIBRARY
+from megappo.runtime.nvcc import nvcc_path
 
 ROOT = Path(__file__).parent.parent
 CPU_TORCH = Torch(Path(), Path(), "2.13.0+cpu", None)
@@ -176,7 +176,7 @@ def test_pip_builds_by_the_backend_with_what_is_installed(tmp_path: Path) -> Non
     done = backend(f"build_meta.prepare_metadata_for_build_editable({str(tmp_path)!r})")
     assert done.returncode == 0, done.stderr
     metadata = next(tmp_path.glob("*.dist-info/METADATA")).read_text()
-    versions = runpy.run_path(str(ROOT / "megappo/versions.py"))
+    versions = runpy.run_path(str(ROOT / "megappo/runtime/versions.py"))
     python = re.search(r"^Requires-Python: (.*)$", metadata, re.MULTILINE)
     assert python and set(python.group(1).split(",")) == set(versions["PYTHON"].split(","))
     for name, specifier in (versions["REQUIRED"] | versions["EXTRAS"]["gpu"]).items():

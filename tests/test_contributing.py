@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import run_code
+from tests.forked_commands import run_code
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.M)[1:]

@@ -10,51 +10,44 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parent.parent / "megappo"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# Library -> parts of the package (by path prefix below megappo/) that may import it.
+# Library -> modules of the package (by path prefix below megappo/) that may import it.
 ALLOWED_LIBRARIES = {
-    "megatron": ("platform/", "parallel/", "models/", "engine/megatron", "checkpoint/"),
+    "megatron": ("parallel/", "models/", "engine/megatron", "checkpoint/"),
     "vllm": ("rollout/vllm", "bridge/vllm"),
     "transformers": ("models/", "data/tokenizers"),
 }
-# May be imported by every part, and imports none.
-EVERYBODYS = {"error_text", "json_object", "own_code"}
-# Part -> megappo parts that it may import, where the design restricts it. A part may always import itself.
-ALLOWED_PARTS = {
-    "error_text.py": set(),
-    "json_object.py": set(),
-    "own_code.py": set(),
-    "config/": set(),
-    "telemetry/log.py": set(),
-    "algo/": set(),
-    "ops/": {"algo", "cache_dir", "resilience"},  # how a helper process is started
-    "platform/quiet.py": set(),
-    "bridge/": {"models", "parallel", "platform", "rollout"},  # platform/garbage.py
-    "checkpoint/": {"parallel", "platform", "resilience"},  # how the writer process is started
-    "data/": {"cache_dir", "config", "resilience"},  # how the encoding processes are started
-    "rewards/": {"config", "resilience", "workers"},
-    "workers/": {"resilience"},  # how a helper process is started
-    "experience/": {"algo", "data", "parallel", "platform"},
-    "convert/": {"config"},
-    "runs/": {"checkpoint", "config", "resilience", "telemetry"},
-    "trajectories/": {"arguments", "config", "telemetry"},
+# A room imports lower floors only, and itself.
+FLOORS = (
+    ("commands",),
+    ("trainer",),
+    ("rollout",),
+    ("engine", "bridge"),
+    ("models", "checkpoint"),
+    ("data", "ops", "rewards", "telemetry", "parallel"),
+    ("runtime",),
+    ("config", "algo"),
+)
+# Lower floors that a room does not know either: the engine gets its losses as callables, and no op, model or layout is of PPO.
+STRANGERS = {
+    "engine": {"algo"},
+    "bridge": {"algo", "data", "ops", "rewards", "telemetry"},
+    "models": {"algo", "rewards", "telemetry"},
+    "checkpoint": {"algo", "data", "ops", "rewards", "telemetry"},
+    "rollout": {"algo", "rewards", "checkpoint"},
+    "data": {"algo"},
+    "rewards": {"algo"},
+    "telemetry": {"algo"},
+    "parallel": {"algo"},
+    "runtime": {"algo"},
+    "ops": {"config"},
 }
-FORBIDDEN_PARTS = {
-    "models/": {"algo", "engine", "trainer", "rollout", "verify"},
-    "trainer/": {"plan", "tune", "verify"},  # instruments, which know the trainer and are not known to it
-    "prepare/": {"plan", "tune", "verify", "trainer", "engine"},
-    "plan/": {"tune", "verify"},
-    "verify/": {"rollout", "rewards", "checkpoint", "bridge"},
-    "engine/": {"algo", "trainer", "rollout", "rewards", "verify", "prepare", "plan", "tune", "bridge"},
-    "rollout/": {"algo", "trainer", "plan", "tune", "verify"},
-    "parallel/": {"algo", "ops", "models", "engine", "trainer", "rollout", "prepare", "plan", "tune", "verify"},
-}
-# Module prefix -> parts of the package that may import it: `engine.base` and `engine.factory` are the boundary, and behind it
-# nobody looks. Shapes of Megatron's models (`models.meta`) are the models' own business.
+# Folder -> folders of the same room that it may import; a folder without an entry may import all of them.
+OF_THE_ROOM = {"trainer/prepare": set(), "trainer/experience": set()}
+# Module prefix -> places that may import it: `engine.base` and `engine.factory` are the boundary of an engine, and behind it
+# nobody looks. Which engines there are is the default of an argument where a run, a trial or a measurement begins.
 ALLOWED_MODULES = {
     "megappo.engine.megatron": ("engine/",),
     "megappo.engine.fsdp2": ("engine/",),
@@ -69,17 +62,17 @@ ALLOWED_MODULES = {
     "megappo.models.own_classes": ("engine/", "models/"),
     "megappo.models.tensor_parallel": ("engine/", "models/"),
     "megappo.models.naming": ("engine/", "models/"),
-    # The choice of an engine: where a run, a trial or a measurement has it as the default of an argument, and nowhere else.
     "megappo.engine.build": (
         "engine/",
-        *(f"trainer/{start}.py" for start in ("main", "sft", "export", "generate", "evaluate")),
-        "verify/world.py",
-        "tune/trial.py",
+        *(f"trainer/{start}.py" for start in ("main", "sft")),
+        *(f"commands/{start}.py" for start in ("export", "generate", "evaluate")),
+        "commands/verify/world.py",
+        "commands/tune/trial.py",
     ),
 }
 
 
-@functools.cache  # every test below walks over many of the same modules
+@functools.cache  # every rule below walks over the same modules
 def imported_names(source: str) -> frozenset[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -92,30 +85,33 @@ def imported_names(source: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def library_faults(path: str, source: str) -> list[str]:
+def floor_of(room: str) -> int:
+    return next(height for height, rooms in enumerate(reversed(FLOORS)) if room in rooms)
+
+
+def room_faults(path: str, source: str) -> set[str]:
+    """Rooms that the module imports and may not."""
+    room = path.split("/")[0]
+    others = {name.split(".")[1] for name in imported_names(source) if name.startswith("megappo.")} - {room}
+    return {other for other in others if floor_of(other) >= floor_of(room) or other in STRANGERS.get(room, ())}
+
+
+def folder_faults(path: str, source: str) -> set[str]:
+    """Modules of the same room that a folder of it imports and may not."""
+    folder = path.rpartition("/")[0]
+    if folder not in OF_THE_ROOM:
+        return set()
+    own, room = "megappo." + folder.replace("/", "."), f"megappo.{folder.split('/')[0]}."
+    return {name for name in imported_names(source) if name.startswith(room) and not name.startswith(own)}
+
+
+def library_faults(path: str, source: str) -> set[str]:
     names = imported_names(source)
-    return [
+    return {
         library
         for library, places in ALLOWED_LIBRARIES.items()
         if any(name == library or name.startswith(f"{library}.") for name in names) and not path.startswith(places)
-    ]
-
-
-def part_faults(path: str, source: str) -> set[str]:
-    own = path.split("/")[0].removesuffix(".py")
-    parts = (
-        {name.split(".")[1] for name in imported_names(source) if name.startswith("megappo.") and name.count(".") >= 1}
-        - {own}
-        - EVERYBODYS
-    )
-    faults: set[str] = set()
-    for prefix, allowed in ALLOWED_PARTS.items():
-        if path.startswith(prefix):
-            faults |= parts - allowed
-    for prefix, forbidden in FORBIDDEN_PARTS.items():
-        if path.startswith(prefix):
-            faults |= parts & forbidden
-    return faults
+    }
 
 
 def module_faults(path: str, source: str) -> set[str]:
@@ -128,23 +124,33 @@ def module_faults(path: str, source: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_module_imports_only_what_its_part_may(module: Path) -> None:
-    path, source = module.relative_to(PACKAGE).as_posix(), module.read_text(encoding="utf-8")
-    assert not library_faults(path, source)
-    assert not part_faults(path, source)
-    assert not module_faults(path, source)
+RULES = (room_faults, folder_faults, library_faults, module_faults)
+
+
+def test_every_module_imports_only_what_its_place_may() -> None:
+    sources = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in MODULES}
+    inside = {path: source for path, source in sources.items() if "/" in path}
+    assert sources.keys() - inside == {"__init__.py", "__main__.py"}
+    found = {path: set().union(*(rule(path, source) for rule in RULES)) for path, source in inside.items()}
+    assert {path: faults for path, faults in found.items() if faults} == {}
 
 
 def test_a_forbidden_import_is_detected() -> None:
-    assert library_faults("trainer/ppo.py", "import megatron.core") == ["megatron"]
-    assert library_faults("rollout/types.py", "def f():\n    from vllm import LLM") == ["vllm"]
-    assert part_faults("engine/megatron.py", "from megappo.algo.kl import FixedKL") == {"algo"}
+    assert library_faults("trainer/ppo.py", "import megatron.core") == {"megatron"}
+    assert library_faults("rollout/types.py", "def f():\n    from vllm import LLM") == {"vllm"}
+    assert room_faults("engine/megatron.py", "from megappo.algo.kl import FixedKL") == {"algo"}
+    assert room_faults("algo/kl.py", "from megappo import ops\nimport megappo.data.packing") == {"ops", "data"}
+    assert room_faults("config/checks.py", "def f():\n    import megappo.runtime.world") == {"runtime"}
+    assert room_faults("data/packing.py", "import megappo.ops.losses") == {"ops"}, "rooms of one floor do not know each other"
+    assert folder_faults("trainer/prepare/data.py", "from megappo.trainer.roles import Critic") == {
+        "megappo.trainer.roles",
+        "megappo.trainer.roles.Critic",
+    }
+    assert not folder_faults("trainer/prepare/data.py", "from megappo.trainer.prepare.hub import fetch")
     assert module_faults("trainer/roles.py", "from megappo.engine.megatron import MegatronEngine") == {"megappo.engine.megatron"}
     assert module_faults("bridge/sync.py", "from megappo.engine import megatron_schedule") == {"megappo.engine.megatron"}
-    assert module_faults("verify/measure.py", "from megappo.engine.build import build_frozen") == {"megappo.engine.build"}
+    assert module_faults("commands/verify/measure.py", "from megappo.engine.build import build_frozen") == {"megappo.engine.build"}
     assert not module_faults("trainer/main.py", "from megappo.engine.build import RoleEngines")
-    assert part_faults("algo/kl.py", "from megappo import ops\nimport megappo.data.packing") == {"ops", "data"}
 
 
 def import_graph() -> dict[str, set[str]]:
@@ -165,10 +171,14 @@ def closure(graph: dict[str, set[str]], start: str) -> set[str]:
     return reached
 
 
-@pytest.mark.parametrize("start", ("main", "sft", "generate", "export"))
-def test_a_run_brings_no_instrument(start: str) -> None:
-    brought = closure(import_graph(), f"megappo.trainer.{start}")
-    assert not {name for name in brought if name.split(".")[1] in ("plan", "tune", "verify")}
+INSTRUMENTS = ("plan", "tune", "verify")
+
+
+def test_a_run_brings_no_instrument() -> None:
+    graph = import_graph()
+    starts = [*(f"trainer.{name}" for name in ("main", "sft")), *(f"commands.{name}" for name in ("generate", "export"))]
+    brought = set().union(*(closure(graph, f"megappo.{start}") for start in starts))
+    assert not {name for name in brought if name.startswith(tuple(f"megappo.commands.{one}." for one in INSTRUMENTS))}
 
 
 def test_a_closure_follows_modules_to_the_end() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megappo.commands.runs.gate import parse_gate
 from megappo.config.checks import problems
 from megappo.config.evaluations import best_metric, metric_names
 from megappo.config.loading import explicit_keys, load_config
-from megappo.runs.gate import parse_gate
 
 PAGE = (Path(__file__).parents[1] / "docs" / "evaluation.md").read_text()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.commands import run_command, run_script
+from tests.forked_commands import run_command, run_script
 from tests.trainer.small_run import small_config, write_small_task
 
 ROOT = Path(__file__).parent.parent
@@ -159,7 +159,7 @@ def test_returns_by_hand_are_those_of_gae(monkeypatch):
 LIBRARY = """
 import sys
 from megappo.config.loading import load_config
-from megappo.plan.run import plan_run
+from megappo.commands.plan.run import plan_run
 from megappo.trainer.main import train
 
 config = load_config(sys.argv[1], ["trainer.steps=3"])

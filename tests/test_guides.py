@@ -15,8 +15,7 @@ from megappo.rewards.rules import make_rule
 from megappo.rollout.types import SamplingParams
 from megappo.telemetry.metrics import GROUPS, Distribution, Metric
 from tests.telemetry.catalogue import metric_of
-
-from .trainer.public_models import PUBLIC
+from tests.trainer.public_models import PUBLIC
 
 ROOT = Path(__file__).parents[1]
 KEYS = {key for cls in (TrainConfig, SftConfig) for key, _ in value_keys(cls)}

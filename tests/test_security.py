@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from megappo import cli
+from megappo.commands import cli
 from megappo.data.tokenizers import load_tokenizer
 from megappo.models.hf_config import read_arch
+from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run
 from tests.data.tokenizer_files import write_hf_tokenizer
-from tests.plan.checkpoints import TINY, write_checkpoint, write_run
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("megappo", "scripts", "examples") for path in (ROOT / folder).rglob("*.py"))
@@ -52,13 +52,13 @@ ALLOWED = {
     "megappo/checkpoint/safe_load.py": {"unpickles"},
     "megappo/config/foreign/trl.py": {"runs a checkpoint's code"},  # a table of TRL's keys, and why this one has no counterpart
     # A pipe between the rank and a worker that runs the user's own code with the user's rights: neither side gains any.
-    "megappo/workers/process.py": {"unpickles"},
-    "megappo/workers/worker.py": {"unpickles"},
+    "megappo/runtime/workers/process.py": {"unpickles"},
+    "megappo/runtime/workers/worker.py": {"unpickles"},
     # Pipes to processes of its own that encode records, with what it has loaded itself.
     "megappo/data/encoding.py": {"unpickles"},
     "megappo/data/encoding_process.py": {"unpickles"},
     # Verdicts between the ranks of a job, as torch's exchange of objects sends them, which cannot address one rank each.
-    "megappo/experience/parcels.py": {"unpickles"},
+    "megappo/trainer/experience/parcels.py": {"unpickles"},
     "megappo/rewards/sandbox/runner.py": {"runs text as code"},  # a program inside the sandbox, which nothing imports
     # The exchange of experience as it was, by pickled objects, and results of its own processes.
     "scripts/bench_experience.py": {"unpickles"},

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from . import test_worlds, tiers
-from .algo import test_kl
-from .parity import test_replay
+from tests import test_worlds, tiers
+from tests.algo import test_kl
+from tests.parity import test_replay
 
 
 def test_modules_that_start_worlds_are_known(request):

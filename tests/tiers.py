@@ -23,9 +23,9 @@ SLOW_PLACES = (
     "bridge/test_vllm_layout.py",
     "engine",
     "host_cuda",
-    "launch/test_cluster.py",
-    "launch/test_failure.py",
-    "launch/test_local.py",
+    "commands/launch/test_cluster.py",
+    "runtime/test_failure.py",
+    "commands/launch/test_local.py",
     "ops/test_linear_stats_cuda.py",
     "ops/test_triton_compile.py",
     "ops/test_verdicts.py",
@@ -34,10 +34,10 @@ SLOW_PLACES = (
     "scripts",
     "test_build.py",
     "test_examples.py",
-    "tune/test_batch.py",
-    "tune/test_slurm.py",
-    "tune/test_trial.py",
-    "verify/test_verify.py",
+    "commands/tune/test_batch.py",
+    "commands/tune/test_slurm.py",
+    "commands/tune/test_trial.py",
+    "commands/verify/test_verify.py",
 )
 # Parameters of the kernels' tests: Triton's are interpreted without a GPU (1 s of processor time each), CUDA's compiled (24 s).
 SLOW_KERNELS = {"cuda_on_cpu", "triton"}

@@ -25,8 +25,8 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.spawn import start_processes
 
-from megappo.launch.local import loopback_store
-from megappo.platform.garbage import collect_seldom, freeze_imports
+from megappo.commands.launch.local import loopback_store
+from megappo.runtime.garbage import collect_seldom, freeze_imports
 
 IMPORTED_ONCE = ["tests.imported_once"]
 

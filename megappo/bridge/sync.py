@@ -31,7 +31,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import hf_tensors
-from megappo.platform.garbage import collections_paused
+from megappo.runtime.garbage import collections_paused
 
 # Of one rank, round and direction. Two rounds are in memory, each packed and received: at most 1 GiB beside the model.
 BUCKET_BYTES = 256 << 20

@@ -22,7 +22,7 @@ import blake3
 import megappo
 from megappo.checkpoint.manifest import FileEntry
 from megappo.checkpoint.writer_process import MESSAGE_BYTES
-from megappo.resilience.helpers import deaf_to_stop
+from megappo.runtime.helpers import deaf_to_stop
 
 if TYPE_CHECKING:
     from megappo.checkpoint.shared_buffer import SharedBuffer  # with torch, which nothing here needs

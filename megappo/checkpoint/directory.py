@@ -1,7 +1,7 @@
 """Directory of a run's checkpoints: list them, publish one atomically, remove old ones. Called on one rank only.
 
 step-20/            complete: its manifest was written before it got this name
-.tmp-step-30.x/     being written under lease x (`resilience/lease.py`), or left by a process that was killed
+.tmp-step-30.x/     being written under lease x (`runtime/lease.py`), or left by a process that was killed
 bad-step-10/        damaged, set aside by a resumed run for inspection
 abandoned-step-40/  newer than the checkpoint that a run went on from
 LATEST              name of the newest, for people and scripts; loading lists the directories themselves

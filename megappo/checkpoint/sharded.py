@@ -56,7 +56,7 @@ from megappo.checkpoint.image import FileImage, archive, archive_bytes
 from megappo.checkpoint.ranges import holders_of, parts_to_write
 from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
 from megappo.parallel.consensus import RankFault, on_every_rank
-from megappo.platform.device import as_world
+from megappo.parallel.device import as_world
 
 OPTIMIZER = "optimizer."
 """Prefix of the optimizer's keys."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from megappo.checkpoint.image import FileImage, as_bytes
-from megappo.platform.pinned import pin
+from megappo.parallel.pinned import pin
 
 GRANULE = 1 << 20
 

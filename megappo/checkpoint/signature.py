@@ -12,7 +12,7 @@ from typing import Any
 
 from megappo.checkpoint.errors import RefusedCheckpoint
 
-KEY_VARIABLE = "MEGAPPO_CHECKPOINT_KEY"  # `launch/environment.py` hides values of names with KEY
+KEY_VARIABLE = "MEGAPPO_CHECKPOINT_KEY"  # `commands/launch/environment.py` hides values of names with KEY
 
 
 def sign(text: bytes) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Verification of checkpoints before anything in them is opened: manifest, required files, sizes, hashes.
 
-Collective, with the files divided among the ranks; `runs/verify.py` does it in one process. All ranks return or raise the same. A
+Collective, with the files divided among the ranks; `commands/runs/verify.py` does it in one process. All ranks return or raise
+the same. A
 wrong hash or size and a file that nobody sees are damage; an I/O error, and a file that some ranks do not see, refuse and touch
 nothing. Hashing, which takes about as long as a load, can go on in a thread until the files are needed.
 """

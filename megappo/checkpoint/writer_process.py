@@ -17,7 +17,7 @@ from typing import Any
 
 from megappo.checkpoint.files import sync_parents, write_file
 from megappo.checkpoint.hashing import Fingerprint, cores_of_rank
-from megappo.resilience.helpers import end_with
+from megappo.runtime.helpers import end_with
 
 MESSAGE_BYTES = 1 << 18  # a message of the socket; a rank writes a few files
 MAX_BUFFERS = 64

@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 
-from megappo.arguments import positive_int, step_or_best
+from megappo.commands.arguments import positive_int, step_or_best
 from megappo.commands.parser import AddCommand
 from megappo.commands.prepared import device_of, leave_world, local_models, require_device
-from megappo.launch.exit_codes import DONE
+from megappo.runtime.exit_codes import DONE
 
 
 def add_commands(command: AddCommand) -> None:
@@ -51,8 +51,8 @@ def add_commands(command: AddCommand) -> None:
 
 
 def cmd_generate(args: argparse.Namespace) -> int:
-    from megappo.prepare.hub import local_model
-    from megappo.trainer.generate import answer
+    from megappo.commands.generate import answer
+    from megappo.trainer.prepare.hub import local_model
 
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     answers = answer(
@@ -71,12 +71,12 @@ def cmd_generate(args: argparse.Namespace) -> int:
 
 
 def cmd_eval(args: argparse.Namespace) -> int:
+    from megappo.commands.launch.local import start_ranks
     from megappo.config.loading import load_config
-    from megappo.launch.failure import record_exceptions
-    from megappo.launch.local import start_ranks
-    from megappo.launch.world import is_rank, join_srun, world_size
-    from megappo.prepare.hub import local_overrides
-    from megappo.resilience.parent import end_with_launcher
+    from megappo.runtime.failure import record_exceptions
+    from megappo.runtime.parent import end_with_launcher
+    from megappo.runtime.world import is_rank, join_srun, world_size
+    from megappo.trainer.prepare.hub import local_overrides
 
     join_srun()
     if is_rank():
@@ -85,7 +85,7 @@ def cmd_eval(args: argparse.Namespace) -> int:
     written = load_config(args.config, args.overrides)
     config = local_models(written)
     from megappo.config.output_file import check_output_file
-    from megappo.prepare.evaluate import find_evaluation, plan_evaluation
+    from megappo.trainer.prepare.evaluate import find_evaluation, plan_evaluation
 
     output = None if args.output is None else check_output_file("--output", args.output)
     find_evaluation(config, args.checkpoint, args.only)  # before torch is imported, as by the next
@@ -93,7 +93,7 @@ def cmd_eval(args: argparse.Namespace) -> int:
     require_device(config.run.device)
     planned = plan_evaluation(config, args.checkpoint, args.only, ranks, device_of(config.run.device))
     if not is_rank():
-        from megappo.prepare.surroundings import require_isolation_here, require_servers_here
+        from megappo.trainer.prepare.surroundings import require_isolation_here, require_servers_here
 
         require_isolation_here(planned.config)
         require_servers_here(planned.data, resume=False)
@@ -101,7 +101,7 @@ def cmd_eval(args: argparse.Namespace) -> int:
         options = ["--only=" + name for name in args.only] + ([f"--output={args.output}"] if args.output else [])
         overrides = [*args.overrides, *local_overrides(written, config)]
         return start_ranks(ranks, ["eval", str(planned.source.path), args.config, *overrides, *options])
-    from megappo.trainer.evaluate import evaluate_checkpoint, report
+    from megappo.commands.evaluate import evaluate_checkpoint, report
 
     results = evaluate_checkpoint(planned)
     leave_world()
@@ -111,7 +111,7 @@ def cmd_eval(args: argparse.Namespace) -> int:
 
 
 def cmd_export(args: argparse.Namespace) -> int:
-    from megappo.trainer.export import export_checkpoint
+    from megappo.commands.export import export_checkpoint
 
     step = export_checkpoint(args.run_dir, args.output, role=args.role, step=args.step)
     print(f"{args.role} of step {step} -> {args.output}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from megappo.arguments import positive_float, positive_int
+from megappo.commands.arguments import positive_float, positive_int
+from megappo.commands.launch.options import add_options as add_launch_options
 from megappo.commands.parser import AddCommand
 from megappo.commands.prepared import device_of, plan_here, require_device
+from megappo.commands.tune.options import add_options as add_tune_options
 from megappo.config.errors import ConfigError
-from megappo.launch.options import add_options as add_launch_options
-from megappo.tune.options import add_options as add_tune_options
 
 
 def add_commands(command: AddCommand) -> None:
@@ -71,14 +71,14 @@ def add_commands(command: AddCommand) -> None:
 
 def cmd_plan(args: argparse.Namespace) -> int:
     from megappo.config.loading import load_config
-    from megappo.launch.world import world_size
-    from megappo.prepare.hub import with_local_models
-    from megappo.prepare.inputs import check_inputs
+    from megappo.runtime.world import world_size
+    from megappo.trainer.prepare.hub import with_local_models
+    from megappo.trainer.prepare.inputs import check_inputs
 
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=args.shapes_only)
     check_inputs(config, resume=args.resume, shapes_only=args.shapes_only)
-    from megappo.plan.counted import counter_of_built_models
-    from megappo.plan.plot import plot
+    from megappo.commands.plan.counted import counter_of_built_models
+    from megappo.commands.plan.plot import plot
     from megappo.telemetry.picture import check_plot
 
     target = None if args.plot is None else check_plot(args.plot)
@@ -96,39 +96,39 @@ def cmd_plan(args: argparse.Namespace) -> int:
 
 
 def cmd_launch(args: argparse.Namespace) -> int:
-    from megappo.launch.command import launch, launch_here
+    from megappo.commands.launch.command import launch, launch_here
 
     return launch_here(args, plan_here) if args.local else launch(args, plan_here)
 
 
 def cmd_tune(args: argparse.Namespace) -> int:
-    from megappo.tune.options import check_options
+    from megappo.commands.tune.options import check_options
 
     check_options(args)
     config = None
     if args.config is not None:
         from megappo.config.loading import load_config
-        from megappo.prepare.hub import with_local_models
-        from megappo.prepare.layouts import read_archs
+        from megappo.trainer.prepare.hub import with_local_models
+        from megappo.trainer.prepare.layouts import read_archs
 
         config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
         read_archs(config, need_weights=False)
-    from megappo.tune.run import tune
+    from megappo.commands.tune.run import tune
 
     return tune(args, config)
 
 
 def cmd_verify(args: argparse.Namespace) -> int:
     from megappo.config.loading import load_config
-    from megappo.launch.world import is_rank
-    from megappo.prepare.hub import with_local_models
-    from megappo.prepare.layouts import read_archs
+    from megappo.runtime.world import is_rank
+    from megappo.trainer.prepare.hub import with_local_models
+    from megappo.trainer.prepare.layouts import read_archs
 
     if is_rank():
         raise ConfigError("verify starts its own ranks; run it once, without torchrun (RANK and WORLD_SIZE are set here)")
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
     read_archs(config, need_weights=False)
-    from megappo.verify.run import verify
+    from megappo.commands.verify.run import verify
 
     require_device(config.run.device)
     device = device_of(config.run.device)

@@ -6,22 +6,22 @@ import os
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:  # imported when a command needs them
+    from megappo.commands.plan.memory import Counter
+    from megappo.commands.plan.run import PlannedRun
     from megappo.config.checks import Device
     from megappo.config.schema import SftConfig, TrainConfig
-    from megappo.plan.memory import Counter
-    from megappo.plan.run import PlannedRun
 
 Config = TypeVar("Config", "TrainConfig", "SftConfig")
 
 
 def local_models(config: Config) -> Config:
     """`with_local_models`. Ranks of torchrun or srun join their world for it: one of them asks the hub."""
-    from megappo.launch.world import is_rank
-    from megappo.prepare.hub import names_models, with_local_models
+    from megappo.runtime.world import is_rank
+    from megappo.trainer.prepare.hub import names_models, with_local_models
 
     if not is_rank() or not names_models(config):  # ranks that megappo starts are told directories
         return with_local_models(config)
-    from megappo.platform.device import select_device, start_distributed
+    from megappo.parallel.device import select_device, start_distributed
     from megappo.trainer.hub_models import local_models_of_ranks
 
     start_distributed(select_device(config.run.device), config.run.timeouts)
@@ -43,7 +43,7 @@ def print_on_rank_0(text: str) -> None:
 
 def require_device(requested: Literal["auto", "cpu", "cuda"]) -> None:
     """ValueError if the run needs a GPU and there is none. Not for `plan`, which may be for another machine."""
-    from megappo.platform.device import select_device
+    from megappo.parallel.device import select_device
 
     select_device(requested)
 
@@ -71,9 +71,9 @@ def plan_here(
 
     shapes_only: see `plan.run.plan_run`. counter: see `plan.memory.Counter`; None counts by shapes.
     """
-    from megappo.plan.estimate import bytes_of_gib
-    from megappo.plan.memory import count_parameters
-    from megappo.plan.run import plan_run
+    from megappo.commands.plan.estimate import bytes_of_gib
+    from megappo.commands.plan.memory import count_parameters
+    from megappo.commands.plan.run import plan_run
 
     how = {"resume": resume, "shapes_only": shapes_only, "counter": counter or count_parameters}
     if gpu_memory_gib is not None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megappo.arguments import limit, positive_float, positive_int
+from megappo.commands.arguments import limit, positive_float, positive_int
 from megappo.commands.parser import AddCommand
+from megappo.commands.trajectories.options import add_options as add_trajectories_options
 from megappo.config.errors import ConfigError
-from megappo.trajectories.options import add_options as add_trajectories_options
 
 
 def add_commands(command: AddCommand) -> None:
@@ -71,7 +71,7 @@ def add_commands(command: AddCommand) -> None:
 
 
 def cmd_runs(args: argparse.Namespace) -> int:
-    from megappo.runs.report import show_runs, show_verified
+    from megappo.commands.runs.report import show_runs, show_verified
 
     match args.words:
         case ["verify", run_dir]:
@@ -87,20 +87,20 @@ def cmd_runs(args: argparse.Namespace) -> int:
 
 
 def cmd_trajectories(args: argparse.Namespace) -> int:
-    from megappo.trajectories.command import show_trajectories
+    from megappo.commands.trajectories.command import show_trajectories
 
     return show_trajectories(args)
 
 
 def cmd_gate(args: argparse.Namespace) -> int:
-    from megappo.runs.gate import show_gates
+    from megappo.commands.runs.gate import show_gates
 
     return show_gates(Path(args.run_dir), Path(args.gates))
 
 
 def cmd_compare(args: argparse.Namespace) -> int:
-    from megappo.runs.compare import Options, compare_runs
-    from megappo.runs.curves import DEFAULT_TOLERANCE
+    from megappo.commands.runs.compare import Options, compare_runs
+    from megappo.commands.runs.curves import DEFAULT_TOLERANCE
 
     options = Options(
         metrics=tuple(args.metric),

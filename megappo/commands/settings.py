@@ -30,7 +30,7 @@ def add_commands(command: AddCommand) -> None:
 
 
 def cmd_doctor(args: argparse.Namespace) -> int:
-    from megappo.doctor import report
+    from megappo.commands.doctor.doctor import report
 
     text, code = report()
     print(text, end="")
@@ -38,7 +38,7 @@ def cmd_doctor(args: argparse.Namespace) -> int:
 
 
 def cmd_convert(args: argparse.Namespace) -> int:
-    from megappo.convert.command import convert_file
+    from megappo.commands.convert.command import convert_file
 
     return convert_file(args.file, args.output, strict=args.strict)
 

@@ -8,12 +8,12 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megappo.arguments import positive_int
+from megappo.commands.arguments import positive_int
+from megappo.commands.launch.options import add_max_restarts
 from megappo.commands.parser import AddCommand
 from megappo.commands.prepared import device_of, leave_world, local_models, plan_here, print_on_rank_0, require_device
 from megappo.config.errors import ConfigError
-from megappo.launch.exit_codes import DONE
-from megappo.launch.options import add_max_restarts
+from megappo.runtime.exit_codes import DONE
 from megappo.telemetry.console import keep_console
 
 PRETRAINING = ("critic.warmup_lam=1.0", "checkpoint.export_at_end=false")  # the policy is the one that the run starts from
@@ -21,7 +21,7 @@ FROM_RECORDS = ("telemetry.progress=[]",)  # columns of the file may be of sampl
 
 if TYPE_CHECKING:
     from megappo.config.schema import TrainConfig
-    from megappo.resilience.signals import StopRequest
+    from megappo.runtime.signals import StopRequest
 
 
 def add_commands(command: AddCommand) -> None:
@@ -59,10 +59,10 @@ def _add_restarting(parser: argparse.ArgumentParser) -> None:
 
 def cmd_train(args: argparse.Namespace) -> int:
     from megappo.config.loading import load_config
-    from megappo.launch.world import is_rank, join_srun, world_size
-    from megappo.prepare.hub import local_overrides
-    from megappo.prepare.inputs import check_inputs
-    from megappo.resilience.signals import StopRequest
+    from megappo.runtime.signals import StopRequest
+    from megappo.runtime.world import is_rank, join_srun, world_size
+    from megappo.trainer.prepare.hub import local_overrides
+    from megappo.trainer.prepare.inputs import check_inputs
 
     keep_console()
     join_srun()
@@ -82,8 +82,8 @@ def cmd_train(args: argparse.Namespace) -> int:
         return _start_ranks(args, config, ranks, local_overrides(written, config))
     planned = plan_here(config, ranks, None, resume=args.resume)
     print_on_rank_0(planned.report())
-    from megappo.platform.freed_memory import keep_freed_memory
-    from megappo.platform.garbage import freeze_imports
+    from megappo.runtime.freed_memory import keep_freed_memory
+    from megappo.runtime.garbage import freeze_imports
     from megappo.trainer.main import train
 
     keep_freed_memory()
@@ -100,15 +100,15 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig, ranks: int, of_m
 
     of_models: overrides that name directories for models of the hub.
     """
-    from megappo.launch.attempt import check_start
-    from megappo.launch.training import train_here
-    from megappo.platform.permissions import apply_permissions
-    from megappo.prepare.remote_run import fetch, find_copies
-    from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
-    from megappo.resilience.lease import held_lease
+    from megappo.commands.launch.attempt import check_start
+    from megappo.commands.launch.training import train_here
+    from megappo.runtime.lease import held_lease
+    from megappo.runtime.permissions import apply_permissions
+    from megappo.trainer.prepare.remote_run import fetch, find_copies
+    from megappo.trainer.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
 
     if args.max_restarts:
-        from megappo.launch.submit import require_resumable
+        from megappo.commands.launch.submit import require_resumable
 
         require_resumable(config, "a restart", "--max-restarts 0")
     copies = find_copies(config, resume=args.resume)
@@ -124,7 +124,7 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig, ranks: int, of_m
     apply_permissions(config.run.permissions)
     folder, command = None, ["train", args.config, *args.overrides, *of_models]
     if args.max_restarts:
-        from megappo.launch.submit import record
+        from megappo.commands.launch.submit import record
 
         folder = record(config, run_dir)  # before the lease, which it refuses
         # Every restart reads the recorded configuration: later edits of the file do not reach it.
@@ -151,17 +151,17 @@ def cmd_pretrain_critic(args: argparse.Namespace) -> int:
 
 
 def cmd_sft(args: argparse.Namespace) -> int:
+    from megappo.commands.launch.training import train_here
     from megappo.config.loading import load_config
     from megappo.config.run_directory import check_run_dir
     from megappo.config.schema import SftConfig
-    from megappo.launch.failure import record_exceptions
-    from megappo.launch.training import train_here
-    from megappo.launch.world import is_rank, join_srun, world_size
-    from megappo.platform.permissions import apply_permissions
-    from megappo.prepare.hub import local_overrides
-    from megappo.prepare.inputs import check_inputs
-    from megappo.resilience.lease import held_lease
-    from megappo.resilience.parent import end_with_launcher
+    from megappo.runtime.failure import record_exceptions
+    from megappo.runtime.lease import held_lease
+    from megappo.runtime.parent import end_with_launcher
+    from megappo.runtime.permissions import apply_permissions
+    from megappo.runtime.world import is_rank, join_srun, world_size
+    from megappo.trainer.prepare.hub import local_overrides
+    from megappo.trainer.prepare.inputs import check_inputs
 
     keep_console()
     join_srun()
@@ -171,7 +171,7 @@ def cmd_sft(args: argparse.Namespace) -> int:
     written = load_config(args.config, args.overrides, SftConfig)
     config = local_models(written)
     check_inputs(config)
-    from megappo.plan.run import plan_sft
+    from megappo.commands.plan.run import plan_sft
 
     ranks = world_size(config.run)
     if not is_rank():
@@ -184,7 +184,7 @@ def cmd_sft(args: argparse.Namespace) -> int:
             return train_here(ranks, command, run_dir, stoppable=False)
     planned = plan_sft(config, ranks, device_of(config.run.device))
     print_on_rank_0(planned.report())
-    from megappo.platform.garbage import freeze_imports
+    from megappo.runtime.garbage import freeze_imports
     from megappo.trainer.sft import train_sft
 
     freeze_imports()
@@ -194,8 +194,8 @@ def cmd_sft(args: argparse.Namespace) -> int:
 
 def _enter_rank(stop: StopRequest) -> None:
     """Set up signals and tracebacks of a rank, and its end with its launcher, before anything heavy is imported."""
-    from megappo.launch.failure import record_exceptions
-    from megappo.resilience.parent import end_with_launcher
+    from megappo.runtime.failure import record_exceptions
+    from megappo.runtime.parent import end_with_launcher
 
     end_with_launcher()
     stop.listen()

@@ -1,7 +1,7 @@
 """Rules about several keys, checked once before anything is built: the list of them, and who asks for which.
 
 A rule is a function that returns a message or None, in the file of its section (`*_checks.py`). Ranges of single keys:
-`schema.py`. Keys without effect: `dead_keys.py`. Rules that need the model, the tokenizer or the data: `megappo/prepare`.
+`schema.py`. Keys without effect: `dead_keys.py`. Rules that need the model, the tokenizer or the data: `megappo/trainer/prepare`.
 Imports no torch.
 """
 

@@ -1,4 +1,5 @@
-"""Keys that a role's engine does not have: refused, not ignored. Rules about its models: `prepare/layouts.py`. Imports no torch."""
+"""Keys that a role's engine does not have: refused, not ignored. Rules about its models: `trainer/prepare/layouts.py`. Imports no
+torch."""
 
 from __future__ import annotations
 

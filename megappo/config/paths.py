@@ -53,5 +53,5 @@ PathText = Annotated[str, AfterValidator(_check_path)]
 # Made absolute: a job script's copy of the configuration, and a resume from another directory, mean the same file.
 FilePath = Annotated[str, AfterValidator(_check_path), AfterValidator(os.path.abspath)]
 NAMES_MODEL = "names a model"
-# A directory, or a name of the Hugging Face hub, which `prepare/hub.py` replaces by one.
+# A directory, or a name of the Hugging Face hub, which `trainer/prepare/hub.py` replaces by one.
 ModelPath = Annotated[str, AfterValidator(_check_path), NAMES_MODEL]

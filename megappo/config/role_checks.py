@@ -14,7 +14,7 @@ from megappo.config.schema import SftConfig, TrainConfig
 
 
 def freeze_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
-    """Frozen weights under adapters, whose base is frozen as a whole. Patterns that fit no weight: `prepare/layouts.py`."""
+    """Frozen weights under adapters, whose base is frozen as a whole. Patterns that fit no weight: `trainer/prepare/layouts.py`."""
     for role, section in trained_sections(config).items():
         if section.freeze and section.lora is not None:
             fix = f"{role}.lora freezes the whole model already; remove one of the two"

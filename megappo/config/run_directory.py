@@ -17,7 +17,7 @@ CHECKPOINTS = "checkpoints"
 LAUNCHES = "launch"
 """Folder of a run directory that `megappo launch` fills before the run itself starts."""
 LEASE = "lease.json"
-"""File of a run directory that says which process has the run (`resilience/lease.py`)."""
+"""File of a run directory that says which process has the run (`runtime/lease.py`)."""
 
 
 def run_dir_of(run: RunConfig) -> Path:

@@ -133,7 +133,7 @@ class TelemetryConfig(Section):
     none."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one rank, which MFU is measured against. null takes it from the profile of the GPU, for the role's dtype
-    (`megappo/platform/hardware.yaml`); a CPU and a GPU without a profile have no MFU then."""
+    (`megappo/telemetry/hardware.yaml`); a CPU and a GPU without a profile have no MFU then."""
     profile_steps: tuple[Positive, ...] = ()
     """Steps to profile: torch's trace of each, with the stages named, of every rank in the run's `profile/`. A profiled step is
     slower than others."""

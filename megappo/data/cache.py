@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megappo.cache_dir import VARIABLE, cache_dir
 from megappo.data.token_rows import META, TokenRows, read_checked, write_checked
+from megappo.runtime.cache_dir import VARIABLE, cache_dir
 
 ROWS, VALUES = "rows", "values"
 KEPT_DAYS = 90  # entries that nobody has opened for so long are removed when another is made

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megappo.data.tokenizers import Tokenizer
-from megappo.resilience.helpers import deaf_to_stop
+from megappo.runtime.helpers import deaf_to_stop
 
 ALONE = 200_000  # records that are encoded here: a few times as long as other processes take to load a tokenizer
 BATCH = 256

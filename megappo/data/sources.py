@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megappo.error_text import first_line
-from megappo.json_object import NestedTooDeeply, parse_object
+from megappo.runtime.error_text import first_line
+from megappo.runtime.json_object import NestedTooDeeply, parse_object
 
 Record = dict[str, Any]
 

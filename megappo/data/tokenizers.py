@@ -16,8 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from megappo.error_text import first_line
-from megappo.json_object import parse_object
+from megappo.runtime.error_text import first_line
+from megappo.runtime.json_object import parse_object
 
 Message = Mapping[str, str]
 

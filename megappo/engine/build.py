@@ -25,10 +25,10 @@ from megappo.models.hf_import import load_pretrained
 from megappo.models.implementation import Implementation, Requested, choose_implementation, implementation_of_role
 from megappo.models.int8_linear import SCALE, fill_randomly
 from megappo.models.lora_linear import ModelAdapters, attach_adapters
+from megappo.parallel.device import DTYPES
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups, settle
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.parallel.placement import Placement, placement_of
-from megappo.platform.device import DTYPES
 
 
 class RoleEngines:

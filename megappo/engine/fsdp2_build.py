@@ -13,8 +13,8 @@ from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2 import Fsdp2Engine
 from megappo.engine.fsdp2_model import build_sharded
 from megappo.engine.fsdp2_optimizer import ShardedOptimizer
+from megappo.parallel.device import DTYPES
 from megappo.parallel.groups import ProcessGroups
-from megappo.platform.device import DTYPES
 
 
 def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -> Fsdp2Engine:

@@ -30,8 +30,8 @@ from megappo.engine.megatron_optimizer_state import (
 )
 from megappo.models.fusion import accumulate_into_main_grad
 from megappo.parallel.consensus import any_rank
+from megappo.parallel.device import as_world
 from megappo.parallel.groups import ProcessGroups
-from megappo.platform.device import as_world
 
 
 def wrap_with_ddp(

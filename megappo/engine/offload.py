@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megappo.platform.pinned import pin
+from megappo.parallel.pinned import pin
 
 ALIGNMENT = 256  # bytes: every storage starts at such a multiple in the host buffer, as the device's allocator places it
 

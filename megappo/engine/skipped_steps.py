@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megappo.engine.base import StepResult
 from megappo.parallel.groups import ProcessGroups
-from megappo.resilience.faults import Unrecoverable
-from megappo.resilience.ranks import name_ranks
+from megappo.runtime.faults import Unrecoverable
+from megappo.runtime.ranks import name_ranks
 
 # Skipped steps in a row after which the run stops: a diverged model does not recover by itself.
 MAX_SKIPPED_STEPS = 3

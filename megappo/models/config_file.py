@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megappo.json_object import parse_object
+from megappo.runtime.json_object import parse_object
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from megappo.models.pieces import Piece
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
-from megappo.platform.permissions import open_to_readers_of
+from megappo.runtime.permissions import open_to_readers_of
 
 # Of a file, which its writer holds in host memory.
 _SHARD_BYTES = 4 << 30

@@ -17,11 +17,11 @@ from megappo.models.arch import ModelArch
 from megappo.models.build import build_model
 from megappo.models.gpt import PackedModel
 from megappo.models.implementation import Implementation
+from megappo.models.megatron_on_meta import only_meta
 from megappo.models.naming import named_parameters
+from megappo.parallel import cpu_patches
 from megappo.parallel.groups import build_groups
 from megappo.parallel.layout import ParallelLayout
-from megappo.platform import cpu
-from megappo.platform.meta import only_meta
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def meta_model(
     # Imported here: a private module of torch, used nowhere else.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    cpu.install()
+    cpu_patches.install()
     hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:

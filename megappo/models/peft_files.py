@@ -21,7 +21,7 @@ from megappo.models.lora import adapted_of
 from megappo.models.pieces import PieceMap, sizes_of
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.parallel.groups import ProcessGroups
-from megappo.platform.permissions import open_to_readers_of
+from megappo.runtime.permissions import open_to_readers_of
 
 ADAPTER_FOLDER = "adapter"
 """Folder of an export that holds them."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megappo.algo.whitening import whitening_moments
-from megappo.error_text import first_line
 from megappo.ops import dispatch
 from megappo.ops.advantages import token_advantages
 from megappo.ops.implementations import ORDER, interpreted, missing
@@ -26,6 +25,7 @@ from megappo.ops.linear_logprob import linear_logprob
 from megappo.ops.logprob import vocab_parallel_logprob
 from megappo.ops.losses import policy_loss, value_loss
 from megappo.ops.whiten import whiten_apply
+from megappo.runtime.error_text import first_line
 
 NUM_TOKENS = 3001  # several tiles, the last one partial
 # Partial tiles of rows and of columns; padding that must not count.

@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from megappo.error_text import first_line
 from megappo.ops import dispatch, selfcheck
 from megappo.ops.dispatch import Pair
 from megappo.ops.implementations import Kernels
-from megappo.resilience.helpers import deaf_to_stop, end_with, parent_to_follow
+from megappo.runtime.error_text import first_line
+from megappo.runtime.helpers import deaf_to_stop, end_with, parent_to_follow
 
 LIMIT_S = 300.0  # seconds of one op, with its compilation by Triton
 _POLL_S = 0.1  # seconds

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from megappo.cache_dir import cache_dir
 from megappo.ops import dispatch, selfcheck
 from megappo.ops.dispatch import Pair
 from megappo.ops.implementations import LIBRARY, Kernels, interpreted
 from megappo.ops.trial import Trial, run_trial
+from megappo.runtime.cache_dir import cache_dir
 
 logger = logging.getLogger(__name__)
 

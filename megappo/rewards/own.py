@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megappo.own_code import OwnCode, OwnFunction, Use
 from megappo.rewards.inline import InlinePart
+from megappo.runtime.own_code import OwnCode, OwnFunction, Use
 
 GROUP = "megappo.rewards"
 

@@ -6,10 +6,10 @@ import logging
 from functools import partial
 from typing import Any
 
-from megappo.own_code import OwnCode
 from megappo.rewards.base import RewardError, RewardInput, UnusableAnswer, describe
 from megappo.rewards.own import OwnRule, load_rule
-from megappo.workers.process import FAILED, Answerer, WorkerDied, WorkerProcess
+from megappo.runtime.own_code import OwnCode
+from megappo.runtime.workers.process import FAILED, Answerer, WorkerDied, WorkerProcess
 
 _SCORED, _UNUSABLE = "scored", "unusable"
 

@@ -18,7 +18,7 @@ from megappo.rewards.base import Part, RetryingPart, RewardError, RewardInput, U
 from megappo.rewards.compose import Composition, Judged
 from megappo.rewards.inline import Deferred
 from megappo.rewards.verdict import Verdict, verdict_of
-from megappo.workers.pool import Timed
+from megappo.runtime.workers.pool import Timed
 
 ROUND_S = 2.0  # between two looks at the other parts, and of the trainer at the other ranks
 
@@ -263,7 +263,7 @@ def _has_failed(future: Future[Any]) -> bool:
 def _verdict(one: _Started, name: str, future: Future[Any]) -> Verdict:
     try:
         result = future.result()
-    except UnusableAnswer:  # told before the run started (`prepare/answers.py`)
+    except UnusableAnswer:  # told before the run started (`trainer/prepare/answers.py`)
         return Verdict(0.0, {}, reason="unusable")
     except RewardError:
         raise

@@ -18,9 +18,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megappo.resilience.helpers import deaf_to_stop, parent_to_follow
 from megappo.rewards.base import RewardInput, UnusableAnswer
 from megappo.rewards.gsm8k import gold_number
+from megappo.runtime.helpers import deaf_to_stop, parent_to_follow
 
 _WORKER = Path(__file__).with_name("symbolic_worker.py")
 # `####` marks an answer if a number follows: digits, or LaTeX's fractions, roots and pi. `#### Step 1` is a heading of Markdown.

@@ -21,12 +21,12 @@ from megappo.data.conversation import Conversation
 from megappo.data.prompts import Prompt
 from megappo.data.token_texts import response_text
 from megappo.data.tokenizers import Message, Tokenizer
-from megappo.own_code import OwnCode, OwnFunction
 from megappo.rollout.turn import TextTurn, Turn, answer_turn, answering, state_of
 from megappo.rollout.turns import Answer, Asked, Compaction, Left, TurnsRollout
 from megappo.rollout.types import EnvironmentFault, RolloutEngine
-from megappo.workers.pool import Timed, WorkerPool
-from megappo.workers.process import FAILED, CannotSend, WorkerDied, WorkerProcess
+from megappo.runtime.own_code import OwnCode, OwnFunction
+from megappo.runtime.workers.pool import Timed, WorkerPool
+from megappo.runtime.workers.process import FAILED, CannotSend, WorkerDied, WorkerProcess
 
 logger = logging.getLogger(__name__)
 

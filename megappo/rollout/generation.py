@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from megappo.parallel.device import ranks_of_run
 from megappo.parallel.meeting import RankIsLate
-from megappo.platform.device import ranks_of_run
 from megappo.rollout.dealing import deal
 from megappo.rollout.types import Replica, Request, Response, RolloutEngine, SamplingParams
 

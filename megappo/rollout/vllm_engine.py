@@ -27,9 +27,8 @@ from megappo.config.schema import RolloutConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.lora import shapes_beside_base
+from megappo.parallel.device import ranks_of_run
 from megappo.parallel.groups import meet
-from megappo.platform.device import ranks_of_run
-from megappo.resilience.ranks import name_ranks
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.subworld import SubWorld
 from megappo.rollout.types import Replica, Request, Response, SamplingParams
@@ -47,6 +46,7 @@ from megappo.rollout.vllm_process import (
     unlink_shared_memory,
     vllm_running,
 )
+from megappo.runtime.ranks import name_ranks
 
 
 class VllmEngine:

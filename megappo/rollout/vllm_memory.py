@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megappo.versions import pinned
+from megappo.runtime.versions import pinned
 
 Sleep = Literal["none", "cache", "all"]
 

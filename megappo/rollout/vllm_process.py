@@ -26,10 +26,10 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megappo.platform.garbage import collect_seldom, freeze_imports
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.vllm_options import see_each_other
-from megappo.versions import pinned
+from megappo.runtime.garbage import collect_seldom, freeze_imports
+from megappo.runtime.versions import pinned
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core runs in this process, not in one of its own

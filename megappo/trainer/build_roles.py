@@ -20,7 +20,7 @@ from megappo.models.role_arch import arch_for
 from megappo.parallel.layout import layout_of
 from megappo.parallel.placement import Placement, placement_of
 from megappo.parallel.shares import Shares, shares_of
-from megappo.prepare.layouts import model_paths
+from megappo.trainer.prepare.layouts import model_paths
 from megappo.trainer.roles import BaseOfPolicy, Critic, LanguageModel, Policy, RewardModel
 
 Role = LanguageModel | Critic | RewardModel

@@ -12,7 +12,7 @@ from torch import Tensor
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.chains import order_of_chains
 from megappo.data.packing import PackedBatch
-from megappo.experience.experience import Experience
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.token_scans import PerToken
 
 

@@ -28,11 +28,11 @@ from megappo.engine.base import Engine
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, tally, warn_once
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement
-from megappo.resilience.faults import Unrecoverable
-from megappo.resilience.sections import CHECKPOINT, Sections
-from megappo.resilience.signals import StopRequest
 from megappo.rewards.compose import RewardError
 from megappo.rollout.types import EnvironmentFault
+from megappo.runtime.faults import Unrecoverable
+from megappo.runtime.sections import CHECKPOINT, Sections
+from megappo.runtime.signals import StopRequest
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.best import BestCheckpoint

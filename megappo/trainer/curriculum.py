@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from megappo.data.loader import PromptLoader
-from megappo.experience.experience import Experience
 from megappo.rewards.compose import Scored
 from megappo.telemetry.metrics import Metric
+from megappo.trainer.experience.experience import Experience
 
 
 def observe_pass_rates(loader: PromptLoader, rows: Sequence[int], experience: Experience, scored: Scored) -> None:

@@ -16,12 +16,12 @@ from torch import Tensor
 from megappo.algo.groups import are_equal
 from megappo.config.prompt_sections import DynamicSamplingConfig
 from megappo.data.packing import PackedBatch, joined
-from megappo.experience.experience import Experience
-from megappo.experience.owners import Owners
-from megappo.experience.table import SampleTable
 from megappo.rewards import compose
 from megappo.rewards.compose import Scored
 from megappo.telemetry.metrics import Metric
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.experience.owners import Owners
+from megappo.trainer.experience.table import SampleTable
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 
 from megappo.algo.entropy import steered
 from megappo.config.schema import AlgorithmConfig
-from megappo.experience.experience import Experience
 from megappo.parallel.totals import total
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.state import TrainerState
 
 

@@ -17,11 +17,8 @@ from megappo.config import evaluations as names
 from megappo.config.reward_sections import EvaluationConfig
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
-from megappo.experience.experience import Experience
-from megappo.experience.owners import Owners
 from megappo.parallel.consensus import on_every_rank
 from megappo.parallel.totals import place_in_world, total, totals
-from megappo.prepare.evaluations import EvaluationSet
 from megappo.rewards.compose import Scored
 from megappo.rewards.scorer import Scorer
 from megappo.rewards.votes import answers_of
@@ -30,7 +27,10 @@ from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.experience import collect, evaluation_requests
+from megappo.trainer.experience.collect import collect, evaluation_requests
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.experience.owners import Owners
+from megappo.trainer.prepare.evaluations import EvaluationSet
 from megappo.trainer.scoring import begin_rewards, score_responses
 from megappo.trainer.step_totals import Totals
 from megappo.trainer.turn_report import Turns, moments_of_turns

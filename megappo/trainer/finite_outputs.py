@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megappo.config.schema import CRITICS
-from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import largest, total
 from megappo.trainer.critics import fields_of
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.model_outputs import computing_ranks
 from megappo.trainer.token_scans import whole_responses
 

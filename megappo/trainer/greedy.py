@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
-from megappo.experience.experience import Experience
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
 from megappo.rollout.types import Request, RolloutEngine, SamplingParams
-from megappo.trainer.experience import SampleRequests, collect
+from megappo.trainer.experience.collect import SampleRequests, collect
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.scoring import score_responses
 
 

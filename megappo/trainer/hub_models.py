@@ -8,7 +8,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from megappo.config.errors import ConfigError
-from megappo.prepare.hub import pinned_names, with_local_models, with_values
+from megappo.trainer.prepare.hub import pinned_names, with_local_models, with_values
 
 Config = TypeVar("Config", bound=BaseModel)
 

@@ -12,7 +12,7 @@ from megappo.config.rank_ranges import ALL
 from megappo.config.schema import TrainConfig
 from megappo.parallel.placement import placement_of
 from megappo.parallel.totals import total
-from megappo.resilience.sections import Sections
+from megappo.runtime.sections import Sections
 from megappo.telemetry.memory import host_peak_gib, memory_gauge
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.profiler import StepProfiler

@@ -31,28 +31,22 @@ from megappo.engine.base import Engine
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.parallel.consensus import RankFault, on_rank_zero, raised_by_all
+from megappo.parallel.device import select_device, start_distributed
 from megappo.parallel.layout import layout_of
 from megappo.parallel.placement import placement_of
-from megappo.platform.device import select_device, start_distributed
-from megappo.platform.permissions import apply_permissions
-from megappo.prepare.critic_source import critic_source
-from megappo.prepare.data import EvaluationData, RunData
-from megappo.prepare.evaluations import EvaluationSet
-from megappo.prepare.recorded import RecordedData
-from megappo.prepare.remote_run import fetch, find_copies
-from megappo.prepare.reward_routes import recipe_of
-from megappo.resilience.lease import Lease
-from megappo.resilience.run_time import input_accepted
-from megappo.resilience.sections import EXPORT
-from megappo.resilience.signals import StopRequest
-from megappo.resilience.skipped import steps_to_skip
-from megappo.resilience.watchdog import Watchdog
 from megappo.rewards.base import PreparedPart
 from megappo.rewards.compose import Composition
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.build import PolicyPlace, build_rollout
 from megappo.rollout.environment import with_environment
 from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.runtime.lease import Lease
+from megappo.runtime.permissions import apply_permissions
+from megappo.runtime.run_time import input_accepted
+from megappo.runtime.sections import EXPORT
+from megappo.runtime.signals import StopRequest
+from megappo.runtime.skipped import steps_to_skip
+from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.progress import columns_without_critic
 from megappo.telemetry.runlog import RunLog
@@ -65,6 +59,12 @@ from megappo.trainer.evaluation import Evaluations, Evaluator, evaluators_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
+from megappo.trainer.prepare.critic_source import critic_source
+from megappo.trainer.prepare.data import EvaluationData, RunData
+from megappo.trainer.prepare.evaluations import EvaluationSet
+from megappo.trainer.prepare.recorded import RecordedData
+from megappo.trainer.prepare.remote_run import fetch, find_copies
+from megappo.trainer.prepare.reward_routes import recipe_of
 from megappo.trainer.recorded import COLUMNS, RecordedPretraining
 from megappo.trainer.refresh import REFERENCE, FrozenModel, ReferenceRefresh, refresh_sync
 from megappo.trainer.replicas import ReplicaCheck

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megappo.config.schema import CRITICS
 from megappo.data.packing import PackedBatch
-from megappo.experience.experience import Experience
-from megappo.experience.owners import Owners
 from megappo.parallel.shares import Shares
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.critics import fields_of
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.experience.owners import Owners
 from megappo.trainer.roles import LanguageModel
 
 

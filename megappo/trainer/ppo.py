@@ -19,8 +19,6 @@ from megappo.config.schema import TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
-from megappo.experience.experience import Experience
-from megappo.prepare.data import TextData
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
 from megappo.rollout.types import Played, Request, RolloutEngine, SamplingParams
@@ -34,12 +32,14 @@ from megappo.trainer.curriculum import curriculum_metrics, observe_pass_rates
 from megappo.trainer.dynamic_sampling import StepSamples
 from megappo.trainer.entropy import EntropyBonus
 from megappo.trainer.evaluation import Evaluation, Evaluations, metrics_of
-from megappo.trainer.experience import collect, prompt_of_sample, requests_of_step, sample_seed
+from megappo.trainer.experience.collect import collect, prompt_of_sample, requests_of_step, sample_seed
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.finite_outputs import num_not_finite, require_finite_outputs
 from megappo.trainer.greedy import draw_greedy, score_greedy
 from megappo.trainer.histograms import histograms_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.prepare.data import TextData
 from megappo.trainer.ptx import DrawnTexts, draw_texts
 from megappo.trainer.refresh import ReferenceRefresh
 from megappo.trainer.report import StepRecord

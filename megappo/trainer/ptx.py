@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megappo.data.packing import PackedBatch, joined
 from megappo.data.ragged import Ragged
-from megappo.experience.owners import balanced
 from megappo.parallel.shares import Shares
-from megappo.prepare.data import TextData
+from megappo.trainer.experience.owners import balanced
+from megappo.trainer.prepare.data import TextData
 from megappo.trainer.roles import PTX_WEIGHT
 
 

@@ -1,7 +1,7 @@
 """Value pretraining from recorded trajectories: stages 1, 4, 5, 6 and 8 of a PPO step (`ppo.py`), of the critics alone.
 
 Tokens and the rewards of each are what another run wrote; values, returns and updates are those of a step that samples. No policy,
-no reference and no rollout engine are there. The reader of the files is `prepare/recorded.py`.
+no reference and no rollout engine are there. The reader of the files is `trainer/prepare/recorded.py`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megappo.algo.summaries import masked_moments
 from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch
-from megappo.experience.experience import Experience
-from megappo.prepare.recorded import RecordedSamples
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.critic_report import critic_metrics, least_explained_variance, targets_in
-from megappo.trainer.experience import sample_seed
+from megappo.trainer.experience.collect import sample_seed
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.prepare.recorded import RecordedSamples
 from megappo.trainer.report import length_metrics
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.state import TrainerState

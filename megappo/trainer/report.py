@@ -15,14 +15,14 @@ from torch import Tensor
 from megappo.algo.aggregation import sums_per_sequence
 from megappo.algo.summaries import Moments, masked_moments, summarise
 from megappo.data.packing import PackedBatch
-from megappo.experience.experience import Experience
-from megappo.experience.table import SampleTable
 from megappo.rewards.compose import Scored
 from megappo.rollout.types import Played
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.critic_report import critic_metrics, least_explained_variance, targets_in
 from megappo.trainer.dynamic_sampling import Rounds
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.experience.table import SampleTable
 from megappo.trainer.expert_report import expert_metrics
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.step_totals import Totals, moments_of_tokens

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy
 import torch
 
-from megappo.experience.table import SampleTable
+from megappo.trainer.experience.table import SampleTable
 
 MOST_PROMPTS = 1 << 18  # 2 MiB a rank; data with more prompts are hardly visited twice
 

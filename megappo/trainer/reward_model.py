@@ -13,15 +13,15 @@ from megappo.config.schema import DataConfig
 from megappo.data.packing import pack
 from megappo.data.prompts import Prompt
 from megappo.data.reward_text import RewardText
-from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import first_of_ranks, total
-from megappo.prepare.reward_text import prompts_read
 from megappo.rewards.base import RewardError
 from megappo.rewards.compose import Judged
 from megappo.rewards.verdict import Verdict
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.finite_outputs import NonFiniteOutput
 from megappo.trainer.model_outputs import computing_ranks
+from megappo.trainer.prepare.reward_text import prompts_read
 from megappo.trainer.roles import RewardModel
 from megappo.trainer.scoring import raised_as_one
 

@@ -16,10 +16,10 @@ from megappo.algo.correction import Correction, behaviour_ratio, correction_weig
 from megappo.algo.selection import kth_largest
 from megappo.config.schema import AlgorithmConfig, CorrectionConfig
 from megappo.data.packing import PackedBatch
-from megappo.experience.experience import Experience
 from megappo.parallel.totals import largest, total
 from megappo.telemetry.metrics import Metric
 from megappo.trainer.critics import BONUS, DISAGREEMENT
+from megappo.trainer.experience.experience import Experience
 
 REJECTED = "rejected"
 """Field of the sampled tokens that count nowhere in the policy's loss (`correction.count_rejected`)."""

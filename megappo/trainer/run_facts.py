@@ -20,11 +20,11 @@ from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import parse_yaml
 from megappo.data.prompts import PromptSet
 from megappo.parallel.consensus import warn_once
-from megappo.prepare.data import RunData
-from megappo.prepare.evaluations import EvaluationSet
-from megappo.prepare.hub import commit_of
-from megappo.prepare.layouts import model_paths
-from megappo.prepare.recorded import RecordedData
+from megappo.trainer.prepare.data import RunData
+from megappo.trainer.prepare.evaluations import EvaluationSet
+from megappo.trainer.prepare.hub import commit_of
+from megappo.trainer.prepare.layouts import model_paths
+from megappo.trainer.prepare.recorded import RecordedData
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megappo.algo.chunks import in_chunks, true_positions
 from megappo.data.packing import PackedBatch
-from megappo.experience.table import SampleTable
 from megappo.parallel.totals import total_and_largest
 from megappo.rollout.types import SamplingParams
+from megappo.trainer.experience.table import SampleTable
 
 
 class SamplerMismatch(RuntimeError):

@@ -18,17 +18,17 @@ import torch
 from megappo.data.prompts import Prompt
 from megappo.data.token_texts import response_text
 from megappo.data.tokenizers import Tokenizer
-from megappo.experience.experience import Experience
-from megappo.experience.parcels import to_owners
 from megappo.parallel.consensus import raised_by_all
 from megappo.parallel.totals import names_of_ranks, place_in_world, total
-from megappo.resilience.sections import Sections
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.compose import Judged, Scored
 from megappo.rewards.scorer import ROUND_S, Found, Scorer
 from megappo.rewards.verdict import Verdict
 from megappo.rollout.generation import OnFinished
 from megappo.rollout.types import Request, Response
+from megappo.runtime.sections import Sections
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.experience.parcels import to_owners
 from megappo.trainer.token_scans import whole_responses
 
 Result = TypeVar("Result")

@@ -18,12 +18,11 @@ from megappo.engine.base import Engine, LanguageOutput, LossOutput
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.engine.whole_batch import pass_whole_batch
-from megappo.platform.device import select_device, start_distributed
-from megappo.platform.permissions import apply_permissions
-from megappo.prepare.data import SftData
-from megappo.resilience.run_time import input_accepted
-from megappo.resilience.sections import EXPORT, Sections
-from megappo.resilience.watchdog import Watchdog
+from megappo.parallel.device import select_device, start_distributed
+from megappo.runtime.permissions import apply_permissions
+from megappo.runtime.run_time import input_accepted
+from megappo.runtime.sections import EXPORT, Sections
+from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
@@ -32,6 +31,7 @@ from megappo.telemetry.trackers.tensorboard import TensorBoard
 from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.expert_report import expert_metrics
 from megappo.trainer.kernel_selection import select_kernels
+from megappo.trainer.prepare.data import SftData
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.roles import LanguageModel
 from megappo.trainer.rundir import RunDir

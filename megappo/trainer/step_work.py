@@ -15,7 +15,7 @@ from megappo.config.schema import CRITICS, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.flops import Recompute, forward_flops, generation_flops
 from megappo.parallel.placement import Placement
-from megappo.platform.hardware import Dtype, hardware_of_gpu
+from megappo.telemetry.hardware import Dtype, hardware_of_gpu
 from megappo.telemetry.metrics import REWARD_MODEL_STAGE, Metric
 from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.updates import UpdateSummary

@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import TrainConfig
-from megappo.prepare.data import EvaluationData, RunData
-from megappo.prepare.recorded import RecordedData
-from megappo.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
+from megappo.trainer.prepare.data import EvaluationData, RunData
+from megappo.trainer.prepare.recorded import RecordedData
+from megappo.trainer.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
 
 
 def require_surroundings(config: TrainConfig, data: RunData | RecordedData | EvaluationData, *, resume: bool) -> None:

@@ -1,4 +1,4 @@
-"""Samples of a step in full, for the log: which ones, and their records in the format of `trajectories/fields.py`."""
+"""Samples of a step in full, for the log: which ones, and their records in the format of `telemetry/trajectories/fields.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megappo.data.prompts import Prompt
 from megappo.data.token_texts import response_text, special_ids, token_texts
 from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.totals import place_in_world
+from megappo.telemetry.trajectories.fields import FORMAT, TOKEN_FIELDS, rounded
 from megappo.trainer.report import StepRecord
-from megappo.trajectories.fields import FORMAT, TOKEN_FIELDS, rounded
 
 
 def draw_samples(num_samples: int, samples_per_prompt: int, count: int, run_seed: int, step: int) -> list[int]:

@@ -18,13 +18,13 @@ from megappo.config.batch import WHOLE, Part, UpdateSchedule, update_schedule
 from megappo.config.schema import CRITICS, AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
-from megappo.experience.experience import Experience
-from megappo.experience.owners import Owners
-from megappo.experience.route import GroupWire
-from megappo.experience.table import SampleTable, balanced
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.experience.owners import Owners
+from megappo.trainer.experience.route import GroupWire
+from megappo.trainer.experience.table import SampleTable, balanced
 from megappo.trainer.ptx import DrawnTexts, with_texts
 from megappo.trainer.reweighting import REJECTED
 from megappo.trainer.roles import NLL_WEIGHT, LanguageModel, UpdateResult, critic_reads, policy_reads

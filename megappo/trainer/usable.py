@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from megappo.experience.table import SampleTable
 from megappo.parallel.totals import total
 from megappo.rewards.compose import Scored
+from megappo.trainer.experience.table import SampleTable
 
 
 def nothing_to_learn(table: SampleTable, scored: Scored, num_scored: int | None = None) -> str:

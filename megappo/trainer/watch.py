@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.launch.failure import ATTEMPT_DIR
-from megappo.resilience.life import LAUNCHER_LISTENS, SignOfLife
-from megappo.resilience.verdict import Member
-from megappo.resilience.watchdog import EXCHANGE_S, Watchdog
+from megappo.runtime.failure import ATTEMPT_DIR
+from megappo.runtime.life import LAUNCHER_LISTENS, SignOfLife
+from megappo.runtime.verdict import Member
+from megappo.runtime.watchdog import EXCHANGE_S, Watchdog
 
 
 @contextmanager

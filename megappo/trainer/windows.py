@@ -23,12 +23,12 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.prompts import Prompt
-from megappo.experience.experience import Experience
 from megappo.parallel.totals import total
 from megappo.rollout.types import Request, Segment
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
-from megappo.trainer.experience import sample_seed
+from megappo.trainer.experience.collect import sample_seed
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.state import TrainerState
 
 

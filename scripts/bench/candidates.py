@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.error_text import first_line
 from megappo.ops import dispatch
 from megappo.ops.implementations import Kernels
+from megappo.runtime.error_text import first_line
 from scripts.bench.model import Absent, Calls, Candidate
 
 IMPLEMENTATIONS: tuple[Kernels, ...] = ("cuda", "cpp", "triton", "reference")

@@ -21,15 +21,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megappo.config.batch import shared_schedule
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
-from megappo.experience.experience import Experience, rows_of
-from megappo.experience.owners import Owners
-from megappo.experience.route import Route, Wire, places_of
-from megappo.experience.table import SampleTable
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
 from megappo.rewards.compose import Scored
 from megappo.rollout.types import Request, Response, SamplingParams, Segment
-from megappo.trainer.experience import pack_experience
+from megappo.trainer.experience.collect import pack_experience
+from megappo.trainer.experience.experience import Experience, rows_of
+from megappo.trainer.experience.owners import Owners
+from megappo.trainer.experience.route import Route, Wire, places_of
+from megappo.trainer.experience.table import SampleTable
 from megappo.trainer.finite_outputs import num_not_finite
 from megappo.trainer.model_outputs import results_of
 from megappo.trainer.report import StepRecord

@@ -11,16 +11,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megappo.platform.quiet import quiet_libraries
-from megappo.tune.trials import Measured, Trial
+from megappo.commands.tune.trials import Measured, Trial
+from megappo.runtime.quiet import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(folder: Path, trials: Mapping[str, Trial], num_ranks: int) -> dict[str, Measured]:
     """Processor seconds of the trials, of the rank with the most. RuntimeError if a rank fails."""
-    from megappo.launch.local import start_ranks
-    from megappo.tune.trials import read_outcome, write_trial
+    from megappo.commands.launch.local import start_ranks
+    from megappo.commands.tune.trials import read_outcome, write_trial
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, trial in trials.items():
@@ -38,10 +38,10 @@ def main(folder: Path, names: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
-    from megappo.platform.device import select_device, start_distributed
+    from megappo.commands.tune.trial import TIMEOUTS, run_trial
+    from megappo.commands.tune.trials import read_trial, write_outcome
+    from megappo.parallel.device import select_device, start_distributed
     from megappo.trainer.kernel_selection import choose_kernels
-    from megappo.tune.trial import TIMEOUTS, run_trial
-    from megappo.tune.trials import read_trial, write_outcome
 
     device = select_device("cpu")
     start_distributed(device, TIMEOUTS)

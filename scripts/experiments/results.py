@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megappo.runs.curves import Curve, curve_of
-from megappo.runs.metrics import Rows, read_rows
+from megappo.commands.runs.curves import Curve, curve_of
+from megappo.commands.runs.metrics import Rows, read_rows
 from megappo.telemetry.metrics import Metric
 from scripts.experiments.arms import ARMS
 from scripts.experiments.runs import directory, is_finished

@@ -9,7 +9,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from megappo.runs.read import read_run
+from megappo.commands.runs.read import read_run
 from scripts.experiments.arms import ARMS, keys_of, overrides, unshifted
 from scripts.experiments.tasks import ROOT, TASKS, prepare
 
@@ -36,8 +36,8 @@ def train(folder: Path, task: str, arm: str, seed: int) -> None:
 
 
 def _train_rank(rank: int, run_dir: Path, files: Path, task: str, arm: str, seed: int) -> None:
+    from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
-    from megappo.plan.run import plan_run
     from megappo.trainer import main, roles
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # Megatron's use of torch, hundreds of lines a run

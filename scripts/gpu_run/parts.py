@@ -152,7 +152,7 @@ def _tests(place: Place) -> Command:
 
 
 def _memory(place: Place) -> Command:
-    return _python("-m", "pytest", "-q", "-rA", "-m", "gpu", "tests/plan/test_gpu_memory.py")
+    return _python("-m", "pytest", "-q", "-rA", "-m", "gpu", "tests/commands/plan/test_gpu_memory.py")
 
 
 def _verify(place: Place) -> Command:

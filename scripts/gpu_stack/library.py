@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from megappo.installed import Finding, findings
 from megappo.ops.implementations import LIBRARY
+from megappo.runtime.installed import Finding, findings
 from scripts.gpu_stack.rows import Check, Skipped, Wrong, run
 
 GROUP = "library"

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from megappo.versions import EXACT
+from megappo.runtime.versions import EXACT
 from scripts.gpu_stack.rows import Check, Skipped, Wrong, run
 
 GROUP = "pip_resolution"
@@ -86,7 +86,7 @@ def resolution_fault(versions: Mapping[str, str]) -> str:
 def anew() -> str:
     folder = pip_folder("")
     name = pip_name(folder)
-    lists = [(ROOT / file).read_text() for file in ("setup.py", "megappo/versions.py", CONSTRAINTS)]
+    lists = [(ROOT / file).read_text() for file in ("setup.py", "megappo/runtime/versions.py", CONSTRAINTS)]
     mark = Path(sys.prefix, f".megappo-resolved-{hashlib.sha256(''.join([name, *lists]).encode()).hexdigest()[:16]}")
     if mark.exists():
         return mark.read_text()

@@ -16,8 +16,7 @@ from megappo.models.arch import ModelArch, MoeArch
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import piece_map
 from megappo.parallel.layout import ParallelLayout
-
-from .engines import arch_like, engine_destination
+from tests.bridge.engines import arch_like, engine_destination
 
 QWEN3_235B = arch_like(
     "qwen3_moe",

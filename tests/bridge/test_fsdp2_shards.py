@@ -15,9 +15,8 @@ from megappo.models.pieces import as_2d
 from megappo.models.row_shards import shard_piece_map
 from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout
-
-from .engines import arch_like, engine_destination, engine_pieces, engine_tensors, random_checkpoint
-from .test_plan import differing, whole_plan
+from tests.bridge.engines import arch_like, engine_destination, engine_pieces, engine_tensors, random_checkpoint
+from tests.bridge.test_plan import differing, whole_plan
 
 ARCHS = {
     "llama": arch_like("llama"),

@@ -26,9 +26,8 @@ from megappo.models.arch import ModelArch
 from megappo.models.pieces import Box, Piece, PieceMap
 from megappo.models.weight_map import megatron_pieces, piece_map
 from megappo.parallel.layout import ParallelLayout
-
-from .engines import arch_like, engine_destination, engine_pieces, engine_tensors, policy_tensors, random_checkpoint
-from .geometries import DEEPSEEK_V3, QWEN3_235B, large_ends
+from tests.bridge.engines import arch_like, engine_destination, engine_pieces, engine_tensors, policy_tensors, random_checkpoint
+from tests.bridge.geometries import DEEPSEEK_V3, QWEN3_235B, large_ends
 
 ARCHS = {
     "llama": arch_like("llama"),

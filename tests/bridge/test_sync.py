@@ -19,9 +19,8 @@ from megappo.models.arch import ModelArch
 from megappo.models.pieces import rectangle
 from megappo.models.weight_map import piece_map
 from megappo.parallel.layout import ParallelLayout
-
-from ..worlds import spawn_world
-from .engines import HeldPolicy, arch_like, engine_destination, engine_tensors, policy_tensors, random_checkpoint
+from tests.bridge.engines import HeldPolicy, arch_like, engine_destination, engine_tensors, policy_tensors, random_checkpoint
+from tests.worlds import spawn_world
 
 RANKS = 4
 ARCHS = {

@@ -19,9 +19,8 @@ from megappo.checkpoint.ranges import sharded_box
 from megappo.checkpoint.shared_buffer import GRANULE, SharedBuffer
 from megappo.checkpoint.state import ReadGoingOn
 from megappo.checkpoint.store import SaveFailed
-
-from . import runs
-from .runs import differing, message
+from tests.checkpoint import runs
+from tests.checkpoint.runs import differing, message
 
 LAYOUTS = {name: runs.LAYOUTS[name] for name in ("tp2", "pp2", "dp2")}
 BF16 = {"dtype": torch.bfloat16, "policy": "dp2", "offload": True}

@@ -20,10 +20,9 @@ from megappo.engine import translation
 from megappo.engine.factory import EngineSpec
 from megappo.engine.whole_batch import pass_whole_batch
 from megappo.models.role_arch import arch_for
-
-from . import runs
-from .resharding import assemble, differing_tensors, only
-from .resharding import whole_state as megatron_state
+from tests.checkpoint import runs
+from tests.checkpoint.resharding import assemble, differing_tensors, only
+from tests.checkpoint.resharding import whole_state as megatron_state
 
 LAYOUTS = {
     "megatron tp2": {"engine": "megatron", "parallel": ParallelConfig(tp=2)},
@@ -259,9 +258,9 @@ def bytes_read(bench: Bench, place: Path) -> dict[str, int]:
 
 
 def world_main(rank: int, folder: str) -> dict[str, Any]:
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     bench, place, found = Bench(Path(folder)), Path(folder, "kept"), {}
     for model in MODELS:
         found[f"chain {model}"] = chain(bench, place / f"chain-{model}", model, "fp32")

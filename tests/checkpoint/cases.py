@@ -30,9 +30,8 @@ from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.manifest import MANIFEST, Manifest, fingerprint_file, list_files, read_manifest, write_manifest
 from megappo.checkpoint.signature import KEY_VARIABLE
 from megappo.checkpoint.store import SaveFailed
-
-from . import resharding, runs
-from .runs import differing, message
+from tests.checkpoint import resharding, runs
+from tests.checkpoint.runs import differing, message
 
 DAMAGES = ("bit flip", "truncate", "zero half", "delete")
 FILES = (

@@ -1,8 +1,7 @@
 import pytest
 
+from tests.checkpoint.cases import world_main
 from tests.worlds import spawn_world
-
-from .cases import world_main
 
 
 @pytest.fixture(scope="session")

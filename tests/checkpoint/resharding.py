@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 
 from megappo.engine.whole_batch import pass_whole_batch
-
-from . import runs
+from tests.checkpoint import runs
 
 DENSE_POLICY = ("tp2", "pp2", "pp2 vpp2", "pp2 uneven", "dp2", "cp2", "tp2")
 DENSE_CRITIC = ("pp2", "dp2", "cp2", "tp2", "pp2 vpp2", "pp2 uneven", "pp2")

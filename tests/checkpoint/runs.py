@@ -233,9 +233,9 @@ def seed_generators(seed):
 
 
 def build_layouts(layouts=LAYOUTS):
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     from megappo.parallel.groups import build_groups
 
     return {name: build_groups(ParallelLayout(dist.get_world_size(), **sizes)) for name, sizes in layouts.items()}

@@ -13,12 +13,11 @@ from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megappo.checkpoint import sharded
 from megappo.checkpoint.ranges import Part, cut
 from megappo.checkpoint.safe_load import load_index
+from megappo.commands.plan.memory import role_memory
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import role_memory
-from tests.plan.live import Live
-
-from . import resharding, runs
-from .cases import into_copies
+from tests.checkpoint import resharding, runs
+from tests.checkpoint.cases import into_copies
+from tests.commands.plan.live import Live
 
 LAYOUTS = {
     "dp4": {},

@@ -6,10 +6,9 @@ import time
 
 import pytest
 
+from tests.checkpoint.asynchronous import CASES, MOMENTS, killed_main, survivors_main, world_main
+from tests.checkpoint.test_background import is_running
 from tests.worlds import WorldError, spawn_world
-
-from .asynchronous import CASES, MOMENTS, killed_main, survivors_main, world_main
-from .test_background import is_running
 
 EVERYTHING = {"policy model", "policy optimizer", "critic model", "critic optimizer", "torch", "numpy", "python", "components"}
 

@@ -21,7 +21,7 @@ from megappo.checkpoint.manifest import fingerprint_file
 from megappo.checkpoint.shared_buffer import SharedBuffer
 from megappo.checkpoint.store import PendingSave
 from megappo.checkpoint.writer_process import NICE
-from megappo.resilience import helpers
+from megappo.runtime import helpers
 
 CPU = torch.device("cpu")
 TENSOR = torch.arange(200_000, dtype=torch.float32)

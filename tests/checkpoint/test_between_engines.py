@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ..models.checkpoints import write_checkpoint
-from ..worlds import spawn_world
-from .between_engines import ADAPTERS, EXPERTS, EXPERTS_GO_ON, GOES_ON, MODELS, SPOILS, world_main
-from .runs import arch
+from tests.checkpoint.between_engines import ADAPTERS, EXPERTS, EXPERTS_GO_ON, GOES_ON, MODELS, SPOILS, world_main
+from tests.checkpoint.runs import arch
+from tests.models.checkpoints import write_checkpoint
+from tests.worlds import spawn_world
 
 TOLERANCE = 1e-5
 KINDS = {"loss", "grad_norm", "lr", "weight", "exp_avg", "exp_avg_sq", "step"}

@@ -17,8 +17,8 @@ from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, Unsa
 from megappo.checkpoint.manifest import MANIFEST, Manifest, fingerprint_file, list_files, read_manifest, write_manifest
 from megappo.checkpoint.signature import KEY_VARIABLE
 from megappo.checkpoint.verification import verify
-from megappo.launch.environment import shown_variables
-from tests.runs.folders import FILES, save
+from megappo.commands.launch.environment import shown_variables
+from tests.commands.runs.folders import FILES, save
 
 MUTATIONS = 400
 

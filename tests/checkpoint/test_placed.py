@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoint import runs
+from tests.checkpoint.resharding import train, whole_state
 from tests.worlds import spawn_world
-
-from . import runs
-from .resharding import train, whole_state
 
 WORLD = 4
 ROLES = ("policy", "critic")
@@ -32,12 +31,12 @@ class World:
     """Engines of all placements. engines(...): role -> engine, None where it does not live."""
 
     def __init__(self) -> None:
+        from megappo.parallel import cpu_patches
         from megappo.parallel.groups import build_groups
         from megappo.parallel.layout import ParallelLayout
         from megappo.parallel.placement import placement_of
-        from megappo.platform import cpu
 
-        cpu.install()
+        cpu_patches.install()
         self.groups: dict[tuple[str, str], Any] = {}
         for name, roles in PLACES.items():
             for role, (ranks, sizes) in roles.items():

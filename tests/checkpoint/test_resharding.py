@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .resharding import CHAINS, HEAD, OUTPUT
+from tests.checkpoint.resharding import CHAINS, HEAD, OUTPUT
 
 
 @pytest.mark.parametrize("name", CHAINS)

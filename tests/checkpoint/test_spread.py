@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.checkpoint.spread import CASES, memory_main, world_main
 from tests.worlds import spawn_world
-
-from .spread import CASES, memory_main, world_main
 
 SCALARS = 1024  # bytes: step numbers and the like
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from .cases import DAMAGES, FILES, IO_ERRORS, VARIANTS
+from tests.checkpoint.cases import DAMAGES, FILES, IO_ERRORS, VARIANTS
 
 TRAINED = {f"{role} {part}" for role in ("policy", "critic") for part in ("model", "optimizer")}
 

@@ -18,9 +18,8 @@ from megappo.config.role_sections import ParallelConfig
 from megappo.config.run_directory import check_run_dir
 from megappo.config.run_sections import RunConfig
 from megappo.parallel.layout import ParallelLayout
-
-from . import evaluation_cases
-from .examples import sft_config, train_config
+from tests.config import evaluation_cases
+from tests.config.examples import sft_config, train_config
 
 ADAPTIVE = "algorithm.kl.controller=adaptive"
 ROUTE = "reward.route.map={a: [{name: a}], b: [{name: a, weight: 2}, {name: b}]}"

@@ -11,8 +11,7 @@ from megappo.config.keys import value_keys
 from megappo.config.loading import explicit_keys, load_config
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.config.yaml_reader import CoreDumper
-
-from .examples import SFT, TRAIN, sft_config, train_config, write
+from tests.config.examples import SFT, TRAIN, sft_config, train_config, write
 
 EVAL, ADAPTIVE, NONE = "data.eval=e.jsonl", "algorithm.kl.controller=adaptive", "algorithm.kl.placement=none"
 MEGATRON, LORA = "rollout.engine=megatron", "policy.lora.rank=8"

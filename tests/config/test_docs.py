@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from megappo.config import docs
+from megappo.commands import docs_config
 from megappo.config.keys import is_mapping, item_class, section_class, sections, value_keys
 from megappo.config.schema import SftConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", docs.generated_files())
+@pytest.mark.parametrize("name", docs_config.generated_files())
 def test_the_committed_file_is_current(name):
-    assert (ROOT / name).read_text() == docs.generated_files()[name], "run: python -m megappo.config.docs"
+    assert (ROOT / name).read_text() == docs_config.generated_files()[name], "run: python -m megappo.commands.docs_config"
 
 
 def test_every_key_has_a_text_and_stands_on_the_page():
-    page = docs.page()
+    page = docs_config.page()
     for cls in (TrainConfig, SftConfig):
         for key, field in value_keys(cls):
             assert field.description, key
@@ -45,11 +45,11 @@ def test_every_key_has_a_text_and_stands_on_the_page():
     ],
 )
 def test_type_range_and_default_are_on_the_page(key, cells):
-    assert cells in docs.page()
+    assert cells in docs_config.page()
 
 
 def test_a_changed_default_makes_the_page_stale(monkeypatch):
     """Negative control: the comparison sees a change of one default."""
-    before = docs.page()
+    before = docs_config.page()
     monkeypatch.setattr(TrainConfig.model_fields["run"].annotation.model_fields["seed"], "default", 1)
-    assert docs.page() != before
+    assert docs_config.page() != before

@@ -6,8 +6,7 @@ import pytest
 
 from megappo.config.checks import problems
 from megappo.config.errors import ConfigError
-
-from .examples import sft_config, train_config
+from tests.config.examples import sft_config, train_config
 
 ROLES = ("policy", "critic", "reference")
 # overrides that a role with engine fsdp2 refuses -> the beginning of the message and its fix; ranks of the run

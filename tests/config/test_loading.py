@@ -20,8 +20,7 @@ from megappo.config.keys import hint, sections, value_at, value_keys
 from megappo.config.loading import explicit_keys, json_schema, load_config, parse_override
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.config.yaml_reader import CoreDumper, parse_yaml
-
-from .examples import TRAIN, train_config, write
+from tests.config.examples import TRAIN, train_config, write
 
 # (overrides, what the message must contain)
 BAD_OVERRIDES = [

@@ -7,8 +7,7 @@ import pytest
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-
-from .examples import train_config
+from tests.config.examples import train_config
 
 # override -> the message
 REFUSED = [

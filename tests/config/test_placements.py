@@ -11,8 +11,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import placement_problems, placements_in_use, world_problems
 from megappo.config.loading import explicit_keys
 from megappo.config.rank_ranges import ranges_of, ranges_text, ranks_of
-
-from .examples import TRAIN, sft_config, train_config
+from tests.config.examples import TRAIN, sft_config, train_config
 
 MEANT = [
     ("all", 3, (0, 1, 2)),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megappo import cli
+from megappo.commands import cli
 from megappo.config.checks import problems
 from megappo.config.dump import dump_yaml
 from megappo.config.loading import explicit_keys, load_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megappo.cli import main
+from megappo.commands.cli import main
 from megappo.config.errors import ConfigError, problem
 from megappo.config.redaction import HIDDEN, hide_secrets, is_secret_name, redacted
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from megappo.cache_dir import cache_dir
 from megappo.data import cache as module
 from megappo.data.cache import Cache
 from megappo.data.token_rows import Block, DamagedRows, RowWriter, TokenRows, read_checked, write_checked
+from megappo.runtime.cache_dir import cache_dir
 
 ROWS = [([1, 2, 3], (7, -1)), ([4], (8, 2**40)), (list(range(100, 300)), (9, 0))]
 KEY = {"a": 1}

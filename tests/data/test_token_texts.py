@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from megappo.data.token_texts import special_ids, token_texts
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
-
-from .tokenizer_files import write_hf_tokenizer
+from tests.data.tokenizer_files import write_hf_tokenizer
 
 
 def byte_fallback(directory):

@@ -16,8 +16,7 @@ from megappo.data.sources import open_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.data.weights import weights_of
 from tests.data.record_lists import Records
-
-from .tokenizer_files import write_hf_tokenizer
+from tests.data.tokenizer_files import write_hf_tokenizer
 
 RULES = PromptRules("prompt", "answer", PromptFormat(chat_template=False), 12)
 

@@ -101,11 +101,11 @@ def train(path: str, groups, batch: PackedBatch, **how) -> dict[str, object]:
 
 def worlds_of(rank: int, path: str, layouts: list[dict]) -> dict[str, object]:
     """Every layout (sizes of ParallelLayout) and its variants; what does not depend on the layout is run in a world of one."""
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     results: dict[str, object] = {}
     batch = recorded_batch()
     for sizes in layouts:

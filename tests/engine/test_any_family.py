@@ -40,9 +40,9 @@ ADAPTED = {
 
 def run_of_two(rank: int, folder: str) -> dict[str, Any]:
     from megappo.engine.build import RoleEngines
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     found: dict[str, Any] = {}
     for kind in FAMILIES:

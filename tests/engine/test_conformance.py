@@ -22,6 +22,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
+from megappo.commands.verify.delegate import DelegatingEngine
 from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import PackedBatch, pack
@@ -29,7 +30,6 @@ from megappo.engine.base import Engine, LossOutput, PassResult
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.engine.whole_batch import sequences_of_share
 from megappo.parallel.shares import Shares
-from megappo.verify.delegate import DelegatingEngine
 from tests.engine.runs import recorded_batch
 from tests.engine.toy_engine import ToyEngine, ToyOutput, toy_engines
 from tests.engine.whole import Whole
@@ -683,9 +683,9 @@ def outcome(check: Callable[[World], None], world: World) -> str:
 def run_of_two(rank: int, path: str, folder: str) -> dict[str, dict[str, str]]:
     """layout -> check -> the traceback of its failure, empty where it passes."""
     from megappo.engine.build import RoleEngines
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     found: dict[str, dict[str, str]] = {}
     for name, sizes in TWO_RANKS.items():

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megappo.commands.plan.fsdp2 import sharded_memory
+from megappo.commands.plan.memory import role_memory
 from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.fsdp2_optimizer import scheduled_lr
@@ -23,8 +25,6 @@ from megappo.models.row_shards import shard_box, shard_piece_map
 from megappo.models.weight_map import hf_cuts, hf_tensors
 from megappo.models.weight_rules import Cut
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.fsdp2 import sharded_memory
-from megappo.plan.memory import role_memory
 from tests.engine.runs import recorded_batch
 from tests.models.checkpoints import CASES, COMPOSITE, EXPERT_CASES, write_checkpoint
 from tests.models.fp8_checkpoints import quantise_checkpoint
@@ -57,9 +57,9 @@ def logprobs(engine: Any) -> torch.Tensor:
 
 def run_of_two(rank: int, folder: str) -> dict[str, Any]:
     from megappo.engine.build import RoleEngines
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     found: dict[str, Any] = {"kinds": set(), "families": {}, "bytes": {}}
     for family in FAMILIES:
@@ -426,7 +426,7 @@ def test_the_schedule_is_that_of_megatron(shape: Any, warmup: int, total: int) -
 
 RANK_IMPORTS = """
 import sys
-from megappo.platform.quiet import quiet_libraries
+from megappo.runtime.quiet import quiet_libraries
 quiet_libraries()
 import megappo.trainer.main, megappo.engine.build
 assert not {"transformers", "wandb", "torch._inductor.compile_fx"} & set(sys.modules)

@@ -16,13 +16,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from megappo.commands.plan.fsdp2 import sharded_memory
+from megappo.commands.plan.memory import role_memory
 from megappo.config.role_sections import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.models.hf_config import read_arch
 from megappo.models.lora import is_adapter
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.fsdp2 import sharded_memory
-from megappo.plan.memory import role_memory
 from tests.engine.lora_oracle import Oracle, noise_of, worst
 from tests.engine.runs import recorded_batch
 from tests.models.checkpoints import write_checkpoint
@@ -167,7 +167,7 @@ def resident(engine: Any) -> dict[str, Tensor]:
 
 def gathered(local: dict[str, Tensor], engine: Any) -> dict[str, Tensor]:
     """On the first rank of the role, by Hugging Face's names."""
-    from megappo.verify.gather import gather_tensors
+    from megappo.commands.verify.gather import gather_tensors
 
     if not engine.placement.is_whole:  # one rank, which has all
         return {name: tensor.detach().clone() for name, tensor in local.items()}
@@ -203,9 +203,9 @@ def merged_parts(engine: Any) -> dict[str, list[tuple[tuple[int, ...], Tensor]]]
 
 def run_world(rank: int, folder: str) -> dict[str, Any]:
     from megappo.engine.build import RoleEngines
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     ranks, found = torch.distributed.get_world_size(), {}
     for case, (family, lora) in CASES.items():

@@ -12,12 +12,12 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
+from megappo.commands.plan.memory import role_memory
 from megappo.config.role_sections import LoraConfig, ModelConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.models.hf_config import read_arch
 from megappo.models.lora import is_adapter
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import role_memory
 from tests.engine.lora_oracle import Oracle, worst
 from tests.engine.runs import recorded_batch
 from tests.engine.test_lora import (
@@ -60,9 +60,9 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 def run_world(rank: int, folder: str) -> dict[str, Any]:
     from megappo.engine.build import RoleEngines
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     bench = Bench(engines, f"{folder}/llama")
     return {
@@ -136,7 +136,7 @@ def saved(bench: Bench, folder: Path) -> dict[str, Any]:
 
 def everything(engine: Any) -> dict[str, Tensor]:
     """Name -> whole tensor, on every rank."""
-    from megappo.verify.gather import gather_tensors
+    from megappo.commands.verify.gather import gather_tensors
 
     box = [gather_tensors(resident(engine), engine._engine).tensors]
     dist.broadcast_object_list(box, src=0)
@@ -157,7 +157,7 @@ def keys_of(engine: Any) -> set[str]:
 
 
 def dropout(bench: Bench) -> dict[str, Any]:
-    from megappo.verify.gather import gather_tensors
+    from megappo.commands.verify.gather import gather_tensors
 
     dropping = LORA.model_copy(update={"dropout": 0.3})
     found = {}

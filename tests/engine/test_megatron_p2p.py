@@ -39,11 +39,11 @@ def update_both_ways(rank: int, path: str) -> dict[tuple, dict[str, Any]]:
     """(layout, recompute, outputs freed or kept) -> numbers of an update of policy and critic, the peak of `Outputs`, the
     settings.
     """
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     batch = recorded_batch()
     found = {}
     for sizes in LAYOUTS:

@@ -90,10 +90,10 @@ def test_a_tensor_that_appears_late_is_parked_with_the_others() -> None:
 
 def copies_of_a_step(rank: int, path: str) -> dict[str, Any]:
     """Copies by part of a step, with everything offloaded."""
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     batch = recorded_batch()
     policy, _ = build_roles(path, build_groups(ParallelLayout(1)), budget=64, dtype="bf16", offload=True)
     engine = policy.engine
@@ -158,10 +158,10 @@ def test_weights_that_others_wrote_are_the_ones_that_are_parked(step) -> None:
 def each_part_alone(rank: int, path: str) -> dict[str, Any]:
     """Results of updates with each part offloaded alone, and bytes of weights that rest then; fp32, bf16, both optimizers."""
     from megappo.config.role_sections import OffloadConfig
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     groups, batch, found = build_groups(ParallelLayout(1)), recorded_batch(), {}
     for dtype, distributed in (("fp32", True), ("fp32", False), ("bf16", True)):
         how = dict(budget=64, dtype=dtype, distributed=distributed)
@@ -240,10 +240,10 @@ def fields_of_passes(rank: int, path: str) -> dict[str, Any]:
     """Fields that passes of policy and critic take to the device, and what a loss that reads another one gets."""
     from megappo.engine import micro_batches as schedule
     from megappo.engine.base import LossOutput
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     batch = recorded_batch()
     fields = {name: torch.zeros(batch.num_tokens) for name in ("rollout_logprob", "entropy", "value", "logprob")}
     kept = Ragged.of_table(torch.arange(131, dtype=torch.int32).expand(batch.num_tokens, 131))

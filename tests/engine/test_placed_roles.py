@@ -30,11 +30,11 @@ MEETING_S = 1.0
 
 def own_world(rank: int, path: str, folder: str) -> dict[str, Any]:
     """The layouts on all ranks of a world of 2."""
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     return {
         name: measured(path, build_groups(ParallelLayout(2, **sizes)), Path(folder, "own", name))
         for name, (_, sizes) in PLACED.items()
@@ -52,12 +52,12 @@ def measured(path: str, groups: Any, export: Path) -> dict[str, Any]:
 
 def shared_world(rank: int, path: str, folder: str) -> dict[str, Any]:
     from megappo.config.run_sections import TimeoutsConfig
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
     from megappo.parallel.placement import placement_of
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     timeouts = TimeoutsConfig(meeting_s=60.0)
     built = {
         name: build_groups(ParallelLayout(2, **sizes), placement_of(ranks, WORLD), timeouts)
@@ -137,7 +137,7 @@ def non_finite(path: str, groups: Any) -> str:
 
 def drift(path: str, groups: Any, later: Any) -> str:
     """A bit of rank 3's copy differs; a role after it lives on other ranks too."""
-    from megappo.resilience.faults import ReplicaDrift
+    from megappo.runtime.faults import ReplicaDrift
     from megappo.trainer.replicas import ReplicaCheck
 
     engines = {}

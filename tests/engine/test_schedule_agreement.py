@@ -26,12 +26,12 @@ def cases(rank: int, path: str, sizes: dict) -> dict[str, tuple[str, float]]:
     """Case -> (message of ScheduleDiverged, or "", seconds until then). Rank 1 is the one that differs."""
     import torch.distributed as dist
 
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
     from megappo.parallel.meeting import ScheduleDiverged
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     groups = build_groups(ParallelLayout(dist.get_world_size(), **sizes))
     found = {}
 

@@ -17,11 +17,11 @@ WITHHELD = ("nothing", "what the shares withhold", "tokens of the first stage", 
 def gradient_norms(rank: int, path: str) -> dict[str, Any]:
     """What is withheld -> gradient norms of updates of policy and critic."""
     from megappo.data.packing import PackedBatch
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     groups = build_groups(ParallelLayout(3, pp=3))
     batch = recorded_batch()
     batch = batch.with_fields({"logprob": -batch["weight"], "value": batch["weight"]})

@@ -22,9 +22,9 @@ from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResul
 from megappo.engine.factory import EngineSpec
 from megappo.models.pieces import Box, Piece, PieceMap, as_2d
 from megappo.parallel.balance import plan_micro_batches
+from megappo.parallel.device import world_group
 from megappo.parallel.placement import Placement
 from megappo.parallel.shares import Shares
-from megappo.platform.device import world_group
 
 
 class ToyOutput:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, TypeVar
 
+from megappo.commands.verify.delegate import DelegatingEngine
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossFunction, PassResult
 from megappo.engine.whole_batch import pass_whole_batch
-from megappo.verify.delegate import DelegatingEngine
 
 Role = TypeVar("Role", bound=Any)
 

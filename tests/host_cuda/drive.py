@@ -14,15 +14,15 @@ import time
 import traceback
 from pathlib import Path
 
-from megappo.platform.garbage import freeze_imports
-from megappo.platform.quiet import quiet_libraries
+from megappo.runtime.garbage import freeze_imports
+from megappo.runtime.quiet import quiet_libraries
 
 
 def rank_main(rank: int, world_size: int, folder: Path) -> None:
     """All scenarios on this rank. One that fails ends the world, unless all ranks fail alike: they could not meet again."""
     import torch
 
-    from megappo.platform.device import start_distributed
+    from megappo.parallel.device import start_distributed
 
     torch.set_num_threads(1)
     # torch forbids CUDA after a fork once devices were counted, for the driver's sake. There is no driver.

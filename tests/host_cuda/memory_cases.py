@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from megappo.ops import dispatch
-from tests.plan import live
-from tests.plan.archs import llama
+from tests.commands.plan import live
+from tests.commands.plan.archs import llama
 
-# As tests/plan/test_gpu_memory.py, at a size that the host computes in seconds; the allocator's 512 bytes do not count.
+# As tests/commands/plan/test_gpu_memory.py, at a size that the host computes in seconds; the allocator's 512 bytes do not count.
 ARCH = llama(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=64, ffn=1408, vocab=2048)
 LENGTHS, BUDGET = [128] * 16, 1024
 

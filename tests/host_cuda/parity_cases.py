@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 
+from megappo.commands.verify.measure import Measured, measure
+from megappo.commands.verify.recording import record_rollouts
 from megappo.ops import dispatch
-from megappo.verify.measure import Measured, measure
-from megappo.verify.recording import record_rollouts
 from tests.parity.matrix import SEQUENCES, SP, VARIANTS, VOCABULARY, Case, config_of, engines_in, roles_of
 
 # model -> name -> (layout of policy and critic on two ranks, changes of the configuration)
@@ -54,9 +54,9 @@ def without_sums(rank: int, folder: str) -> Measured:
 
 def on_the_cpu(rank: int, folders: dict[str, str]) -> dict[str, dict[str, Measured]]:
     """One rank: model -> variant -> Measured."""
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     device = torch.device("cpu")
     return {
         model: {name: measured(folder, {}, changes, device) for name, changes in ALONE.items() if not name or model == "llama"}

@@ -89,7 +89,7 @@ def train_all(rank: int, configs: Sequence[dict[str, Any]]) -> None:
 
 def train_by_phases(rank: int, config: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
     """Phase of `megappo plan` -> (most bytes allocated in it, planned bytes at rest, planned bytes of its work) of this rank."""
-    from megappo.plan.phases import phases
+    from megappo.commands.plan.phases import phases
     from megappo.trainer.ppo import PPO
 
     gc.collect()
@@ -139,8 +139,8 @@ def _train(rank: int, config: dict[str, Any], loop: type, resume: bool = False) 
     """With `loop` in place of megappo's PPO; the run's plan."""
     import torch.distributed as dist
 
+    from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
-    from megappo.plan.run import plan_run
     from megappo.trainer import main
 
     path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"

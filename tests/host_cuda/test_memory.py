@@ -1,12 +1,13 @@
-"""The plan's peak against what torch's allocator held: tests/plan/test_gpu_memory.py at a small size, on the host's device."""
+"""The plan's peak against what torch's allocator held: tests/commands/plan/test_gpu_memory.py at a small size, on the host's
+device."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.commands.plan.live import planned_on_one_gpu
 from tests.host_cuda.memory_cases import ARCH, BUDGET
 from tests.host_cuda.world import Scenario, run_world
-from tests.plan.live import planned_on_one_gpu
 
 # Of engine/offload.py; the first leaves none out.
 WAITS = ("", "the wait before the memory is freed", "the wait for the last copy from the host's buffer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megappo.verify.compare import compare
+from megappo.commands.verify.compare import compare
 from tests.host_cuda.parity_cases import CASES, on_the_cpu
 from tests.host_cuda.world import Scenario, run_world
 from tests.parity.matrix import write_models

@@ -161,9 +161,9 @@ def _as_checkpoint(model: transformers.PreTrainedModel) -> dict[str, torch.Tenso
 def run_world(rank: int, folder: str, jobs: list[Job], exports: list[tuple[str, ParallelLayout, str]]) -> list[dict]:
     """One training pass for each job, then the exports (case, layout, target folder)."""
     from megappo.models.hf_export import export_pretrained
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     results = [_run(Path(folder), job) for job in jobs]
     for case, layout, target in exports:
         engine = _engine(Path(folder), Job(case, layout))

@@ -133,9 +133,9 @@ def with_fault(fault, attention, arch, mine, cu_seqlens, context):
 
 
 def all_errors(rank: int) -> dict:
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     groups = {2: pair, 4: dist.group.WORLD}
     errors = {

@@ -82,10 +82,10 @@ def gradients(groups, arch, model, weight) -> dict[str, torch.Tensor]:
 
 def compare(rank: int, folder: str) -> dict:
     """(case, layout) -> largest difference of a logit; (case, layout, "gradient") -> largest relative one of a gradient."""
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     groups = {name: build_groups(layout) for name, layout in LAYOUTS.items()}
     alone = build_groups(ParallelLayout(4))
     errors = {}

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from megappo.bridge.plan import Ends, plan_rank
 from megappo.bridge.target import Target
 from megappo.bridge.vllm_layout import record_destination
+from megappo.commands.verify.shrink import small_run
 from megappo.config.role_sections import ParallelConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.families.registry import FAMILIES
@@ -27,7 +28,6 @@ from megappo.models.pieces import as_2d
 from megappo.models.weight_map import hf_tensors, piece_map
 from megappo.models.weight_rules import GateUp, Norm, Qkv, RowParallel
 from megappo.parallel.layout import ParallelLayout
-from megappo.verify.shrink import small_run
 from tests.bridge.engines import policy_tensors, read_checkpoint
 from tests.models import worlds
 from tests.models.checkpoints import example_sequences, reference_logits, write_checkpoint

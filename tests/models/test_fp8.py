@@ -15,10 +15,9 @@ from megappo.models.hf_import import read_box
 from megappo.models.hf_tensors import CheckpointReader
 from megappo.models.pieces import as_2d
 from megappo.models.weight_map import hf_tensors, megatron_pieces
-
-from .cases import FP8_CASES, LLAMA, place
-from .checkpoints import COMPOSITE, write_checkpoint
-from .fp8_checkpoints import quantise_checkpoint, transformers_model
+from tests.models.cases import FP8_CASES, LLAMA, place
+from tests.models.checkpoints import COMPOSITE, write_checkpoint
+from tests.models.fp8_checkpoints import quantise_checkpoint, transformers_model
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

@@ -7,7 +7,7 @@ import pytest
 from megappo.models.freeze import check_frozen_stages, frozen_on_rank, frozen_tensors, frozen_whole
 from megappo.models.weight_map import hf_tensors, local_shapes
 from megappo.parallel.layout import ParallelLayout
-from tests.plan.archs import MOE, llama
+from tests.commands.plan.archs import MOE, llama
 
 # patterns -> test of a name
 NAMED = [

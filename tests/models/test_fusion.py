@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megappo.models import build, fusion
 from megappo.models.fusion import accumulate_into_main_grad, fusion_config
+from tests.commands.plan.archs import MOE, llama
 from tests.models.checkpoints import write_checkpoint
-from tests.plan.archs import MOE, llama
 from tests.worlds import spawn_world
 
 TOKENS, FFN = 257, 96
@@ -82,11 +82,11 @@ def both_ways(rank: int, path: str) -> dict[str, Any]:
     from megappo.engine.megatron_optimizer import wrap_with_ddp
     from megappo.models.hf_config import read_arch
     from megappo.models.hf_import import load_pretrained
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     groups, arch = build_groups(ParallelLayout(1)), read_arch(path)
     batch = pack([list(range(3, 40)), list(range(5, 100))])
     found: dict[str, Any] = {"ffn": arch.ffn_size, "layers": arch.num_layers, "tokens": batch.num_tokens}

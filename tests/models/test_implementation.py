@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megappo.commands.plan.run import plan_run
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.config.role_sections import CriticConfig, LoraConfig, PolicyConfig
@@ -20,10 +21,9 @@ from megappo.models.implementation import (
     implementation_of_role,
     transformer_engine_fault,
 )
-from megappo.plan.run import plan_run
-from megappo.platform.transformer_engine import import_fault
-from megappo.prepare.layouts import check_layouts, read_archs
-from tests.plan.checkpoints import write_run
+from megappo.runtime.transformer_engine import import_fault
+from megappo.trainer.prepare.layouts import check_layouts, read_archs
+from tests.commands.plan.checkpoints import write_run
 
 SECTIONS = {"policy": PolicyConfig(model="m"), "critic": CriticConfig(dtype="fp32")}
 # What lies in site-packages/transformer_engine -> what of its error is told. The messages are those of 2.11.
@@ -98,7 +98,10 @@ def test_a_broken_one_does_not_take_megatron_along(tmp_path) -> None:
     ask = "from megappo.models.implementation import choose_implementation as c; assert c('auto', 'cpu') == 'local'"
     use = "import megatron.core.extensions.transformer_engine as t; assert not t.HAVE_TE"
     # Commands that reach Megatron-core before they choose layers: verify, generate, export, trials.
-    start = "from megappo.platform.quiet import quiet_libraries as q; q(); import megappo.verify.world, megappo.trainer.generate"
+    start = (
+        "from megappo.runtime.quiet import quiet_libraries as q; q(); "
+        "import megappo.commands.verify.world, megappo.commands.generate"
+    )
     for source, code in ((f"{ask}\n{use}", 0), (f"{start}\n{use}", 0), (use, 1)):
         done = subprocess.run(
             [sys.executable, "-c", f"import sys; sys.path.insert(0, {place!r})\n{source}"], capture_output=True, text=True

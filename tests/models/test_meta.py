@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megappo.commands.plan.counted import counter_of_built_models
+from megappo.commands.plan.memory import count_parameters
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import arch_of
+from megappo.models.megatron_on_meta import only_meta
 from megappo.models.meta import meta_model, parameters_of_rank
+from megappo.parallel import cpu_patches
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.counted import counter_of_built_models
-from megappo.plan.memory import count_parameters
-from megappo.platform import cpu
-from megappo.platform.meta import only_meta
 from tests.models.checkpoints import CASES, EXPERT_CASES, hf_config
 from tests.parity.matrix import MODELS, SP, Sizes
 from tests.worlds import spawn_world
@@ -51,10 +51,10 @@ def build_all(rank: int) -> list[dict[str, tuple]]:
     """Of every case and role: name -> (shape, dtype) of this rank's parameters, on the CPU."""
     from megappo.models.build import build_model
     from megappo.models.naming import named_parameters
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups, destroy_groups
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     built = []
     for model, layout in cases():
         groups = build_groups(layout)
@@ -108,13 +108,13 @@ def pretended_gpu() -> Iterator[None]:
     def opened(*args: object, **kwargs: object) -> None:
         raise AssertionError("the GPU was opened")
 
-    cpu.install()  # what else is replaced for good is replaced before, and comes back
+    cpu_patches.install()  # what else is replaced for good is replaced before, and comes back
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         for name in ("_lazy_init", "_lazy_call", "Stream", "Event", "current_stream", "synchronize", "default_generators"):
             patch.setattr(torch.cuda, name, opened)
-        patch.setattr(torch.Tensor, "cuda", torch._C.TensorBase.cuda)  # not that of platform/cpu.py
+        patch.setattr(torch.Tensor, "cuda", torch._C.TensorBase.cuda)  # not that of parallel/cpu_patches.py
         patch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", None)
         yield
         assert MoEAlltoAllTokenDispatcher.cuda_dtoh_stream is None, "the models that run make their own"

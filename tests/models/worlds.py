@@ -9,17 +9,16 @@ import torch
 import torch.distributed as dist
 
 from megappo.data.packing import cu_seqlens_of
+from megappo.parallel import cpu_patches
 from megappo.parallel.layout import ParallelLayout
-from megappo.platform import cpu
-
-from .checkpoints import example_sequences
+from tests.models.checkpoints import example_sequences
 
 
 @cache
 def groups_of(tp: int, pp: int, sequence_parallel: bool):
     from megappo.parallel.groups import build_groups
 
-    cpu.install()
+    cpu_patches.install()
     return build_groups(ParallelLayout(dist.get_world_size(), tp, pp, sequence_parallel))
 
 

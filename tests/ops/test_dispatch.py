@@ -10,7 +10,7 @@ import torch
 import megappo.ops.losses  # noqa: F401  registers its ops, as a run does
 from megappo.config.errors import ConfigError
 from megappo.ops import dispatch, implementations
-from megappo.prepare.checks import check_kernels
+from megappo.trainer.prepare.checks import check_kernels
 
 BUILT = {
     "torch": "2.13.0+cu130",

@@ -115,11 +115,11 @@ class Tied(torch.nn.Module):
 
 def gradients_under_megatron(rank):
     from megappo.engine.megatron_optimizer import wrap_with_ddp
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
-    from megappo.platform import cpu
 
-    cpu.install()
+    cpu_patches.install()
     _, w, target, *_ = problem()
     ids = torch.arange(37) % 50
     groups = build_groups(ParallelLayout(1))

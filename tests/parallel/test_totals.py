@@ -29,7 +29,7 @@ def test_a_nan_of_one_rank_is_in_the_sum_and_the_maximum() -> None:
 
 
 def reduced(rank: int) -> list[Any]:
-    """Results of one rank of several, for `tests.experience.test_experience`, whose world this shares."""
+    """Results of one rank of several, for `tests.trainer.experience.test_experience`, whose world this shares."""
     mine = torch.tensor([1.5, -2.0, 10.0 * rank]) - rank
     named = {"a": mine.double(), "b": mine[:1].double()}
     rows = torch.full((2 * rank + 1, 2), rank, dtype=torch.int32)  # more than expected, as many, fewer

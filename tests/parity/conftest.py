@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megappo.commands.verify.recording import record_rollouts
 from megappo.config.batch import update_schedule
-from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
-from megappo.trainer.experience import sample_seed
+from megappo.trainer.experience.collect import sample_seed
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.updates import first_epoch, mini_batches
-from megappo.verify.recording import record_rollouts
 from tests.parity.matrix import ALGORITHMS, MODELS, SEQUENCES, VARIANTS, VOCABULARY, config_of, run_world, write_models
 from tests.parity.oracle import Numbers, Outcome, Sample, ppo_step
 from tests.worlds import spawn_world

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.commands.verify.measure import Measured, measure
+from megappo.commands.verify.recording import record_rollouts
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
 from megappo.models.lora import ADAPTER_A, ADAPTER_B, adapted_modules, adapter_shapes, initial_a
 from megappo.models.weight_map import hf_tensors
-from megappo.verify.measure import Measured, measure
-from megappo.verify.recording import record_rollouts
 from tests.parity.matrix import SEQUENCES, SP, VOCABULARY, Case, config_of, engines_in, roles_of, title
 
 RANK, ALPHA = 4, 8.0
@@ -153,9 +153,9 @@ def run_lora(rank: int, folder: str, sparse: str) -> dict[str, Measured]:
     also OF_FSDP2 and every mistake of FAULTS. folder, sparse: of models without experts and with them; the latter's
     are "experts". Of rank 0.
     """
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     size = dist.get_world_size()
     found = {title(case, size): measure_lora(folder, case, changes_of(ALL)) for case in CASES[size]}
     if size == 1:

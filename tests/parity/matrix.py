@@ -1,7 +1,7 @@
 """The parity matrix: which layouts are measured against one rank, on which model, and the runs that measure them.
 
 `test_layouts.py` asserts on it and `scripts/parity.py` prints it. Everything is replayed through the trainer's own stages by
-`megappo.verify.measure`; every layout is that of policy, critic and reference alike unless the table says otherwise.
+`megappo.commands.verify.measure`; every layout is that of policy, critic and reference alike unless the table says otherwise.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megappo.commands.verify.recording import num_kept, record_rollouts
 from megappo.config.schema import TrainConfig
 from megappo.parallel.layout import ParallelLayout
-from megappo.verify.recording import num_kept, record_rollouts
 from tests.models.checkpoints import write_checkpoint
 
 # Sizes of ParallelLayout; a pair of them is policy and critic. Four layers, 4 heads, 4 KV heads; 8 experts of which 3 are chosen.
@@ -287,9 +287,9 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
 def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """model -> title -> Measured, for all cases of this world size; f"{title}, {variant}" for the cases of VARIED; those of SHARDED
     by their names, "mixed" and "placed". Of rank 0; the others return nothing, as they measure the same."""
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     size = dist.get_world_size()
     measured: dict[str, dict[str, Any]] = {model: {} for model in folders}
     for model, folder in folders.items():
@@ -351,8 +351,8 @@ def engines_in(roles: Mapping[str, Any], device: torch.device) -> Any:
 def measure_case(
     folder: str, roles: Mapping[str, Any], changes: Mapping[str, Any] = {}, rollouts: Sequence | None = None, **wanted: bool
 ) -> Any:
-    """`megappo.verify.measure`, with gradients and parameters unless `wanted` says otherwise. Collective."""
-    from megappo.verify.measure import measure
+    """`megappo.commands.verify.measure`, with gradients and parameters unless `wanted` says otherwise. Collective."""
+    from megappo.commands.verify.measure import measure
 
     config = config_of(Path(folder), **changes)
     kept = num_kept(config.rollout.sampling)
@@ -362,10 +362,10 @@ def measure_case(
 
 def measure_placed(folder: str, changes: Mapping[str, Any]) -> Any:
     """As `measure_case`, by engines in the layouts and on the ranks that the changes name. Collective."""
+    from megappo.commands.verify.measure import measure
     from megappo.config.role_sections import ModelConfig
     from megappo.config.run_sections import TimeoutsConfig
     from megappo.engine.build import RoleEngines
-    from megappo.verify.measure import measure
 
     engines = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))
     rollouts = record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megappo.commands.verify.recording import record_rollouts
 from megappo.data.packing import PackedBatch
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import SamplingParams
-from megappo.trainer.experience import make_requests, pack_experience
-from megappo.verify.recording import record_rollouts
+from megappo.trainer.experience.collect import make_requests, pack_experience
 from tests.parity.matrix import (
     FSDP2,
     FSDP2_CASES,
@@ -57,9 +57,9 @@ Curves = dict[str, list[float]]
 
 def replay_world(rank: int, folders: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """model -> title -> Measured over all steps, with the distributed optimizer. Of rank 0 alone."""
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     size = dist.get_world_size()
     rollouts = record_rollouts(STEPS, sequences=SEQUENCES, vocab_size=VOCABULARY)
     measured: dict[str, dict[str, Any]] = {model: {} for model in folders}
@@ -87,9 +87,9 @@ def on_policy_world(rank: int, folder: str, cases: list[Case]) -> dict[str, Firs
     """title -> two steps on what the first policy itself writes, as in a run; tokens drawn at random have log-probs near -10, where
     fp32 resolves ratios to no better than 1e-6.
     """
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     changes = {"reference__model": str(Path(folder) / "policy")}
     found: dict[str, FirstStep] = {}
     for case in cases:

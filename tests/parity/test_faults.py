@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.verify.compare import compare
+from megappo.commands.verify.compare import compare
 from tests.parity.matrix import FSDP2, SP, Case, measure_case, roles_of
 from tests.parity.test_layouts import BASELINE
 from tests.parity.test_oracle import TOLERANCE, differences
@@ -35,10 +35,10 @@ BETWEEN: dict[str, tuple[str, Case, tuple[str, str]]] = {
 
 
 def measure_with_fault(rank: int, folder: str, case: Case, name: str):
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
     from tests.parity.faults import FAULTS
 
-    cpu.install()
+    cpu_patches.install()
     with roles_of(case) as roles, FAULTS[name]():
         return measure_case(folder, roles, FSDP2["fsdp2"] if name.startswith("fsdp2") else {})
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megappo.verify.compare import compare
-from megappo.verify.recording import RecordedTexts, record_rollouts
+from megappo.commands.verify.compare import compare
+from megappo.commands.verify.recording import RecordedTexts, record_rollouts
 from tests.parity.matrix import (
     ALGORITHMS,
     MODELS,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megappo.commands.verify.compare import compare
 from megappo.models.hf_config import read_arch
-from megappo.verify.compare import compare
 from tests.parity.conftest import numbers_of, order_of, samples
 from tests.parity.lora import ALL, CASES, FAULTS, OF_FSDP2, SCALE, adapters_at_start, changes_of, run_lora
 from tests.parity.matrix import config_of, title, write_models

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megappo.commands.verify.compare import compare
+from megappo.commands.verify.recording import record_rollouts
 from megappo.data.packing import PackedBatch
-from megappo.verify.compare import compare
-from megappo.verify.recording import record_rollouts
 from tests.parity.matrix import SEQUENCES, SP, VOCABULARY, Case, measure_case, roles_of, title
 from tests.parity.test_layouts import disagreements
 from tests.worlds import spawn_world
@@ -52,9 +52,9 @@ def arrangements() -> dict[str, tuple[PackedBatch, torch.Tensor]]:
 
 def packing_world(rank: int, folders: dict[str, str]):
     """model -> title -> arrangement -> Measured; "single" is one sequence for all ranks, "long" `one_long`. Of rank 0."""
-    from megappo.platform import cpu
+    from megappo.parallel import cpu_patches
 
-    cpu.install()
+    cpu_patches.install()
     size = dist.get_world_size()
     found: dict = {}
     for model, folder in folders.items():

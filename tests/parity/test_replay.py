@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megappo.verify.compare import compare
+from megappo.commands.verify.compare import compare
 from tests.parity.matrix import SP, Case, title
 from tests.parity.replay import FSDP2_REPLAYED, GOLDEN, REPLAYED, STEPS, curves, on_policy_world, replay_world
 from tests.worlds import spawn_world

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ..models.checkpoints import write_checkpoint
-from ..worlds import spawn_world
-from .three_engines import RANKS, Case, in_world
+from tests.models.checkpoints import write_checkpoint
+from tests.parity.three_engines import RANKS, Case, in_world
+from tests.worlds import spawn_world
 
 TOLERANCE = 1e-4  # fp32
 DENSE = ({}, dict(tp=2), dict(pp=2))

@@ -21,17 +21,16 @@ from megappo.data.packing import pack
 from megappo.engine.build import build_frozen
 from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
+from megappo.parallel import cpu_patches
 from megappo.parallel.groups import ProcessGroups, build_groups
 from megappo.parallel.layout import ParallelLayout
-from megappo.platform import cpu
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.trainer.roles import LanguageModel
 from tests.engine.whole import Whole
-
-from ..rollout.engines import make_engine
-from ..rollout.responses import generate_all
+from tests.rollout.engines import make_engine
+from tests.rollout.responses import generate_all
 
 RANKS = 2
 VOCABULARY = 131
@@ -214,7 +213,7 @@ def run_wrong(right: str, wrong: str, worlds: Worlds) -> dict[str, dict[str, flo
 
 def in_world(rank: int, folder: str, cases: Mapping[str, Case], wrong: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """wrong: pairs of a case and the directory, beside the case's, of the same checkpoint with another config."""
-    cpu.install()
+    cpu_patches.install()
     worlds = Worlds()
     root = Path(folder)
     return {

@@ -12,12 +12,12 @@ import pytest
 from megappo.config.errors import ConfigError
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet
-from megappo.prepare.reward_parts import check_requirements, load_parts
 from megappo.rewards.base import PreparedPart, RewardError
 from megappo.rewards.compose import Scored
 from megappo.rewards.own import OwnRule
 from megappo.rewards.scorer import Scorer
 from megappo.trainer.main import scorer_of
+from megappo.trainer.prepare.reward_parts import check_requirements, load_parts
 from tests.rewards.samples import sample, scores
 
 SAMPLES = [sample("a b", "a", sample_id="t#0"), sample("c", "c", sample_id="t#1"), sample("", "x", sample_id="t#2")]

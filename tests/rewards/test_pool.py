@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from megappo.config.reward_sections import RewardConfig
-from megappo.prepare.reward_parts import load_parts
 from megappo.rewards.base import RewardError
 from megappo.rewards.scorer import Scorer
 from megappo.trainer.main import scorer_of
+from megappo.trainer.prepare.reward_parts import load_parts
 from tests.rewards.samples import sample, scores
 
 CODE = """

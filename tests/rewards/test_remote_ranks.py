@@ -36,9 +36,9 @@ def scored(rank: int, url: str, answers: list[str]) -> tuple[str, float, float]:
     """Score a response for each answer: (error or scores, seconds of it, moment of its end)."""
     from megappo.config.reward_sections import RemoteConfig, RewardConfig, RewardPart
     from megappo.data.prompts import Prompt
-    from megappo.prepare.reward_parts import load_parts
     from megappo.rewards.base import RewardError
     from megappo.trainer.main import scorer_of
+    from megappo.trainer.prepare.reward_parts import load_parts
     from tests.rollout.responses import answered
     from tests.trainer.experiences import score
     from tests.trainer.test_shaping_and_updates import LETTERS

@@ -11,10 +11,9 @@ from megappo.data.packing import pack
 from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.types import Request, Response
-
-from ..engine.runs import recorded_batch
-from ..engine.whole import on_whole_batches
-from .responses import sequence
+from tests.engine.runs import recorded_batch
+from tests.engine.whole import on_whole_batches
+from tests.rollout.responses import sequence
 
 
 def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.device("cpu")) -> Any:

@@ -16,15 +16,14 @@ from megappo.config.role_sections import LoraConfig, ModelConfig, OptimizerConfi
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.models.role_arch import arch_for
-from megappo.platform import cpu
-
-from ..engine.whole import on_whole_batches
-from ..models.any_families import write_any_checkpoint
-from ..worlds import spawn_world
-from .engines import make_engine
-from .policies import distance, train_once
-from .responses import generate_all
-from .test_policy_push import GREEDY, requests
+from megappo.parallel import cpu_patches
+from tests.engine.whole import on_whole_batches
+from tests.models.any_families import write_any_checkpoint
+from tests.rollout.engines import make_engine
+from tests.rollout.policies import distance, train_once
+from tests.rollout.responses import generate_all
+from tests.rollout.test_policy_push import GREEDY, requests
+from tests.worlds import spawn_world
 
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; weights of before the update differ by more than 0.1
@@ -75,7 +74,7 @@ def sharded_policy(path: str, lora: LoraConfig | None = None) -> Any:
 
 
 def in_world(rank: int, folder: str, kinds: tuple[str, ...]) -> dict[str, Any]:
-    cpu.install()
+    cpu_patches.install()
     return {kind: run_case(str(Path(folder, kind))) for kind in kinds}
 
 

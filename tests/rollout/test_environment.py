@@ -18,11 +18,11 @@ from megappo.config.schema import DataConfig, RolloutConfig
 from megappo.data.conversation import Conversation
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import HuggingFaceTokenizer
-from megappo.prepare.environments import load_environment
 from megappo.rollout.environment import WorkersEnvironment, environment_of, with_environment
 from megappo.rollout.generation import generate
 from megappo.rollout.turn import Turn
 from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response, SamplingParams, Segment
+from megappo.trainer.prepare.environments import load_environment
 from tests.config.examples import train_config
 from tests.data.tokenizer_files import TEMPLATE, write_hf_tokenizer
 from tests.rollout.test_turns import Rule
@@ -272,4 +272,4 @@ def test_processes_answer_turns_of_several_samples_at_once_and_one_beyond_its_li
     )
     rollout.close()
     children = {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
-    assert not any(b"workers/worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children), "nothing is left"
+    assert not any(b"runtime/workers/worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children), "nothing is left"

@@ -16,19 +16,18 @@ import numpy
 import pytest
 
 from megappo.models.hf_config import read_arch
+from megappo.parallel import cpu_patches
 from megappo.parallel.layout import ParallelLayout
-from megappo.platform import cpu
 from megappo.rollout.generation import generate
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import Request, Response, RolloutEngine, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
-
-from ..bridge.engines import HeldPolicy, policy_tensors, read_checkpoint
-from ..models.checkpoints import write_checkpoint
-from ..worlds import spawn_world
-from .engines import make_engine
-from .policies import make_policy
-from .responses import gather_responses, generate_all, plain
+from tests.bridge.engines import HeldPolicy, policy_tensors, read_checkpoint
+from tests.models.checkpoints import write_checkpoint
+from tests.rollout.engines import make_engine
+from tests.rollout.policies import make_policy
+from tests.rollout.responses import gather_responses, generate_all, plain
+from tests.worlds import spawn_world
 
 RANKS = 2
 COUNT = 21
@@ -188,7 +187,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def in_world(rank: int, path: str) -> dict[str, Any]:
     found = {f"vllm tp{tp}": run_vllm(rank, path, tp) for tp in (1, 2)}
-    cpu.install()
+    cpu_patches.install()
     return {**found, "megatron tp2": run_megatron(rank, path, {"tp": 2}), "megatron dp2": run_megatron(rank, path, {})}
 
 

@@ -18,19 +18,18 @@ from megappo.bridge import vllm_layout
 from megappo.bridge.vllm_loader import VllmReceiver
 from megappo.models.hf_config import read_arch
 from megappo.models.weight_map import hf_tensors
+from megappo.parallel import cpu_patches
 from megappo.parallel.layout import ParallelLayout
-from megappo.platform import cpu
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
-
-from ..bridge.engines import layout_mistakes, read_checkpoint, renamed
-from ..models.checkpoints import write_checkpoint
-from ..worlds import spawn_world
-from . import truncated
-from .engines import make_engine
-from .policies import distance, make_policy, train_once
-from .responses import generate_all
+from tests.bridge.engines import layout_mistakes, read_checkpoint, renamed
+from tests.models.checkpoints import write_checkpoint
+from tests.rollout import truncated
+from tests.rollout.engines import make_engine
+from tests.rollout.policies import distance, make_policy, train_once
+from tests.rollout.responses import generate_all
+from tests.worlds import spawn_world
 
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; measured at most 3e-6 here, a wrong expert gives 1e-1 and more
@@ -217,7 +216,7 @@ def kept_expert_kernels() -> Iterator[None]:
 
 
 def in_world(rank: int, folder: str) -> dict[str, Any]:
-    cpu.install()
+    cpu_patches.install()
     return {name: run_case(rank, f"{folder}/{name}", name) for name in CASES}
 
 

@@ -23,9 +23,8 @@ from megappo.parallel.groups import meet
 from megappo.parallel.meeting import RankIsLate
 from megappo.rollout.generation import _Waiting, generate
 from megappo.rollout.types import Replica, Request, Response, SamplingParams, Segment
-
-from ..worlds import WorldError, spawn_world
-from .responses import gather_responses
+from tests.rollout.responses import gather_responses
+from tests.worlds import WorldError, spawn_world
 
 RANKS = 4
 SAMPLING = SamplingParams(max_tokens=16)

@@ -21,12 +21,11 @@ from megappo.rollout import vllm_engine
 from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from megappo.rollout.vllm_memory import VllmMemory, unregistered_tensors
-
-from ..bridge.engines import HeldPolicy, policy_tensors, random_checkpoint, read_checkpoint
-from ..models.checkpoints import write_checkpoint
-from ..worlds import spawn_world
-from .engines import make_engine
-from .responses import generate_all, plain
+from tests.bridge.engines import HeldPolicy, policy_tensors, random_checkpoint, read_checkpoint
+from tests.models.checkpoints import write_checkpoint
+from tests.rollout.engines import make_engine
+from tests.rollout.responses import generate_all, plain
+from tests.worlds import spawn_world
 
 RANKS = 2
 SEEDED = SamplingParams(max_tokens=12, temperature=0.9)

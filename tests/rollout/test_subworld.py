@@ -13,8 +13,7 @@ from torch.distributed import _functional_collectives
 
 from megappo.rollout.subworld import SubWorld, prepare_rollout_world
 from megappo.rollout.vllm_process import default_group_kept
-
-from ..worlds import spawn_world
+from tests.worlds import spawn_world
 
 RANKS = 4
 MEMBERS = (1, 3)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy
 
 from megappo.rollout.types import KeptIds, Response
-
-from .responses import answered, kept_of, plain, segment
+from tests.rollout.responses import answered, kept_of, plain, segment
 
 
 def test_a_response_of_several_segments_tells_sampled_from_given_tokens():

@@ -13,8 +13,7 @@ from megappo.config.role_sections import LoraConfig
 from megappo.config.rollout_checks import MAX_VLLM_RANK
 from megappo.models.pieces import Box, Piece, PieceMap
 from megappo.rollout.vllm_adapter import RANKS, adapter_options
-
-from ..config.examples import train_config
+from tests.config.examples import train_config
 
 LORA = ["policy.engine=fsdp2", "policy.lora.rank=4"]
 REFUSED = [

@@ -23,21 +23,20 @@ import torch.distributed as dist
 import transformers
 
 from megappo.bridge.vllm_reload import reload_api
+from megappo.commands.plan.memory import rollout_memory
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.models.hf_config import read_arch
 from megappo.models.weight_map import hf_tensors
 from megappo.ops.logprob import linear_logprob
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import rollout_memory
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
-
-from ..bridge.engines import HeldPolicy, layout_mistakes, policy_tensors
-from ..data.tokenizer_files import write_hf_tokenizer
-from ..models.checkpoints import write_checkpoint
-from ..worlds import spawn_world
-from .engines import make_engine
-from .responses import generate_all, going_on, plain, sequence
+from tests.bridge.engines import HeldPolicy, layout_mistakes, policy_tensors
+from tests.data.tokenizer_files import write_hf_tokenizer
+from tests.models.checkpoints import write_checkpoint
+from tests.rollout.engines import make_engine
+from tests.rollout.responses import generate_all, going_on, plain, sequence
+from tests.worlds import spawn_world
 
 RANKS = 2
 TOLERANCE = 1e-4  # fp32; BRIDGE measured at most 3e-5 on peaky logits, a wrong slice gives 1e-1 and more

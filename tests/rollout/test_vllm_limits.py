@@ -10,8 +10,7 @@ import pytest
 from megappo.models.arch import MoeArch, Rope
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_process import require_vllm
-
-from ..bridge.engines import arch_like
+from tests.bridge.engines import arch_like
 
 MOE = dict(family="qwen3_moe", hidden_size=64, moe=MoeArch(8, 2, 30, True))
 GOOD = dict(family="llama", head_dim=32, num_heads=4, num_kv_heads=2, ffn_size=24, max_positions=256)

@@ -29,13 +29,12 @@ from megappo.rollout.turn import Turn
 from megappo.rollout.turns import Compaction, TurnsRollout, keep_ends
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
-
-from ..bridge.engines import HeldPolicy, policy_tensors, read_checkpoint
-from ..models.checkpoints import write_checkpoint
-from ..worlds import WorldError, spawn_world
-from .engines import make_engine
-from .responses import generate_all
-from .test_turns import Beside
+from tests.bridge.engines import HeldPolicy, policy_tensors, read_checkpoint
+from tests.models.checkpoints import write_checkpoint
+from tests.rollout.engines import make_engine
+from tests.rollout.responses import generate_all
+from tests.rollout.test_turns import Beside
+from tests.worlds import WorldError, spawn_world
 
 RANKS = 4
 SEEDED = SamplingParams(max_tokens=12, temperature=0.9)

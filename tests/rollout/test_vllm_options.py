@@ -14,10 +14,9 @@ from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.rollout.vllm_options import see_each_other, vllm_environment, vllm_options
 from megappo.rollout.vllm_process import require_vllm
-
-from ..models.checkpoints import write_checkpoint as write_random
-from ..models.fp8_checkpoints import quantise_checkpoint
-from ..plan.checkpoints import write_checkpoint
+from tests.commands.plan.checkpoints import write_checkpoint
+from tests.models.checkpoints import write_checkpoint as write_random
+from tests.models.fp8_checkpoints import quantise_checkpoint
 
 SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
 

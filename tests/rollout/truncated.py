@@ -16,11 +16,10 @@ from megappo.data.packing import PackedBatch
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
-from megappo.trainer.experience import pack_experience
+from megappo.trainer.experience.collect import pack_experience
 from megappo.trainer.roles import LanguageModel
 from megappo.trainer.sampler_check import compare_with_sampler
-
-from .responses import generate_all
+from tests.rollout.responses import generate_all
 
 SAMPLING = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.8, top_k=5, record_kept=True)
 TOP_K = dataclasses.replace(SAMPLING, top_p=1.0)

@@ -10,8 +10,8 @@ import pytest
 from scripts import bench_experience
 from scripts.bench import experience_step
 from scripts.bench.experience_step import Shape, step
-from tests.commands import run_script
-from tests.experience.threads import world_of_threads
+from tests.forked_commands import run_script
+from tests.trainer.experience.threads import world_of_threads
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,7 +16,7 @@ from scripts.experiments import __main__ as command
 from scripts.experiments import page, results, rewards, tasks
 from scripts.experiments.arms import ARMS, EXPERIMENTS, keys_of, overrides
 from scripts.experiments.runs import directory
-from tests.runs.folders import write_end
+from tests.commands.runs.folders import write_end
 
 CONFIG = tasks.ROOT / "configs" / "quickstart.yaml"
 SAMPLES = {"sums": 256, "long": 128, "turns": 128}

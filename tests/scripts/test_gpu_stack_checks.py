@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megappo.installed import findings
+from megappo.runtime.installed import findings
 from scripts.gpu_stack import capability, fake_device, library, pip_resolution, te_layers, triton_kernels, vllm_config
 from scripts.gpu_stack.main import describe_exit, main, rows_of
 from scripts.gpu_stack.rows import MARK, Row, Skipped, Wrong, outcome, rows_in, table

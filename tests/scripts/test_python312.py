@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.launch.test_ppo_on_slurm import write_quickstart
 from tests.cuda_environment import ROOT, cuda_environment
-from tests.launch.test_ppo_on_slurm import write_quickstart
 
 # Every file of the package; the library beside them is no Python module.
 IMPORTS = """

@@ -24,7 +24,7 @@ def test_a_promise_has_tests_that_exist_or_says_why_not(promise: Promise):
 
 
 def test_a_test_that_does_not_exist_is_noticed():
-    promise = dataclasses.replace(PROMISES[0], tests=("tests/absent.py::test_a", "tests/test_cli.py::test_absent"))
+    promise = dataclasses.replace(PROMISES[0], tests=("tests/absent.py::test_a", "tests/commands/test_cli.py::test_absent"))
     assert page.missing_tests(promise) == list(promise.tests)
 
 

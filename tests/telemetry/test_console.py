@@ -75,7 +75,7 @@ def test_a_full_disk_ends_no_work_either(tmp_path: Path) -> None:
     assert done.returncode == 0 and (tmp_path / "done").exists() and "standard output is lost (No space left" in done.stderr
 
 
-COMMAND = "import sys; from megappo import cli; sys.exit(cli.main(sys.argv[1:]))"
+COMMAND = "import sys; from megappo.commands import cli; sys.exit(cli.main(sys.argv[1:]))"
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 

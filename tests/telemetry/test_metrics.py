@@ -30,7 +30,7 @@ def unknown(names: set[str]) -> set[str]:
 
 def sources() -> list[str]:
     root = Path(megappo.__file__).parent
-    return [path.read_text() for path in sorted([*root.glob("trainer/*.py"), root / "telemetry" / "runlog.py"])]
+    return [path.read_text() for path in sorted([*root.glob("trainer/**/*.py"), root / "telemetry" / "runlog.py"])]
 
 
 def never_logged(texts: list[str]) -> set[str]:

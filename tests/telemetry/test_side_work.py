@@ -19,8 +19,7 @@ from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.side_work import SideWork
 from megappo.telemetry.trackers.tensorboard import TensorBoard
-
-from .test_runlog import lines, metrics
+from tests.telemetry.test_runlog import lines, metrics
 
 LOST = Metric.LOST_RECORDS.value
 

@@ -102,7 +102,7 @@ def test_mlflow_online_needs_an_address() -> None:
 
 
 def test_a_run_is_refused_before_its_model_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
-    from megappo.cli import main
+    from megappo.commands.cli import main
 
     monkeypatch.setattr(available, "missing_package", lambda name: f"{name} is not installed: pip install {name}")
     config = tmp_path / "run.yaml"

@@ -137,7 +137,7 @@ def references(
 
 def averages(rank: int, paths: dict[str, str]) -> dict[str, Found]:
     from megappo.engine.build import RoleEngines
-    from megappo.platform.cpu import install
+    from megappo.parallel.cpu_patches import install
 
     install()
     factory = RoleEngines(ModelConfig(impl="local"), TimeoutsConfig(), torch.device("cpu"))

@@ -24,14 +24,14 @@ from megappo.checkpoint import store
 from megappo.checkpoint.store import SaveFailed
 from megappo.config.run_sections import CheckpointConfig, TimeoutsConfig
 from megappo.engine.megatron import MegatronEngine
-from megappo.resilience.ended import Ended, read_end, record_end
-from megappo.resilience.faults import Unrecoverable
-from megappo.resilience.sections import AwakeClock, Sections
-from megappo.resilience.signals import StopRequest
 from megappo.rewards.base import RewardError
 from megappo.rewards.inline import InlinePart
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.megatron_engine import MegatronRollout
+from megappo.runtime.ended import Ended, read_end, record_end
+from megappo.runtime.faults import Unrecoverable
+from megappo.runtime.sections import AwakeClock, Sections
+from megappo.runtime.signals import StopRequest
 from megappo.trainer import checkpoints as module
 from megappo.trainer import main, ppo, updates
 from megappo.trainer.checkpoints import Checkpoints

@@ -14,17 +14,17 @@ import torch.distributed as dist
 import yaml
 
 from megappo.checkpoint.store import SaveFailed
+from megappo.commands.evaluate import evaluate_checkpoint, results_record
 from megappo.config.loading import load_config
 from megappo.config.run_sections import CheckpointConfig, TimeoutsConfig
-from megappo.prepare.evaluate import plan_evaluation
-from megappo.resilience.sections import AwakeClock, Sections
-from megappo.resilience.signals import StopRequest
 from megappo.rewards.compose import Scored
+from megappo.runtime.sections import AwakeClock, Sections
+from megappo.runtime.signals import StopRequest
 from megappo.trainer.best import BestCheckpoint
 from megappo.trainer.checkpoints import Checkpoints
-from megappo.trainer.evaluate import evaluate_checkpoint, results_record
 from megappo.trainer.evaluation import Evaluation, Evaluator
-from megappo.trainer.experience import make_requests
+from megappo.trainer.experience.collect import make_requests
+from megappo.trainer.prepare.evaluate import plan_evaluation
 from megappo.trainer.state import TrainerState
 from tests.rollout.responses import generate_all
 from tests.trainer.experiences import part_means, score

@@ -11,13 +11,13 @@ import torch
 
 from megappo.data.packing import PackedBatch
 from megappo.data.prompts import Prompt
-from megappo.experience.experience import Experience
-from megappo.experience.owners import Owners
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.rewards.compose import Scored
 from megappo.rollout.types import Request, Response
-from megappo.trainer.experience import pack_experience
+from megappo.trainer.experience.collect import pack_experience
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.experience.owners import Owners
 from megappo.trainer.scoring import score_responses
 
 

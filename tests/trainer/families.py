@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ..data.tokenizer_files import TEMPLATE, write_hf_tokenizer
-from ..gsm8k_files import DIRECTORY, gsm8k
-from ..models.checkpoints import COMPOSITE, write_checkpoint
-from ..models.fp8_checkpoints import quantise_checkpoint
+from tests.data.tokenizer_files import TEMPLATE, write_hf_tokenizer
+from tests.gsm8k_files import DIRECTORY, gsm8k
+from tests.models.checkpoints import COMPOSITE, write_checkpoint
+from tests.models.fp8_checkpoints import quantise_checkpoint
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VOCAB = 1201  # odd, so that tp 2 pads it

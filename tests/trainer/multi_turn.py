@@ -3,10 +3,10 @@
 import torch
 
 from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.experience.experience import Experience
-from megappo.experience.owners import Owners
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.experience.owners import Owners
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import targets_of
 

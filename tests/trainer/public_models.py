@@ -132,4 +132,5 @@ PUBLIC: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 CONVERTED = {"gsm8k_deepseek_7b_verl"}
-"""Recipes that `megappo convert` wrote: tests/convert holds their text, tests/plan/test_recipes_fit.py their plan."""
+"""Recipes that `megappo convert` wrote: tests/commands/convert holds their text, test_recipes_fit.py of
+tests/commands/plan their plan."""

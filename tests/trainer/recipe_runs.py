@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megappo.commands.plan.run import plan_run
 from megappo.config.loading import load_config
 from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.plan.run import plan_run
 from megappo.rollout import vllm_options
 from megappo.trainer import main
 from megappo.trainer.evaluation import Evaluation

@@ -102,8 +102,8 @@ def set_keys(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 def run_many(rank: int, runs: list[tuple[dict[str, Any], bool]]) -> None:
     """Train each configuration in turn on this rank; True resumes."""
+    from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
-    from megappo.plan.run import plan_run
     from megappo.trainer.main import train
 
     for config, resume in runs:

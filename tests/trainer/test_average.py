@@ -18,12 +18,12 @@ from torch import Tensor
 
 from megappo.algo.entropy import steered
 from megappo.checkpoint.stored import StoredBox, StoredTensors
+from megappo.commands.export import export_checkpoint
+from megappo.commands.plan.memory import count_parameters, role_memory, with_average
 from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout
-from megappo.plan.memory import count_parameters, role_memory, with_average
 from megappo.rewards.compose import Scored
 from megappo.trainer import ppo
-from megappo.trainer.export import export_checkpoint
 from megappo.trainer.usable import nothing_to_learn
 from tests.trainer.averages import POLICIES, REFERENCES, Found, averages, write_models
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task

@@ -19,21 +19,22 @@ import torch
 import yaml
 
 from megappo.algo.turns import turn_starts
+from megappo.commands import evaluate
+from megappo.commands.plan.run import plan_run
 from megappo.config.evaluations import TURNS as TURN_FIGURES
 from megappo.config.loading import load_config
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.tokenizers import load_tokenizer
-from megappo.experience.experience import Experience
 from megappo.parallel.totals import place_in_world
-from megappo.plan.run import plan_run
-from megappo.prepare.evaluate import plan_evaluation
 from megappo.rollout.turn import Turn
 from megappo.rollout.turns import Compaction, TurnsRollout, keep_ends
 from megappo.rollout.types import Context, EnvironmentFault, Request, Response, RolloutEngine, SamplingParams, Segment
-from megappo.trainer import evaluate, evaluation, main, ppo
+from megappo.trainer import evaluation, main, ppo
 from megappo.trainer.evaluation import metrics_of
-from megappo.trainer.experience import collect
+from megappo.trainer.experience.collect import collect
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.prepare.evaluate import plan_evaluation
 from megappo.trainer.shaping import shape_experience
 from scripts.reliability.compare import compare
 from tests.rollout.test_turns import asked_of_replica

@@ -131,7 +131,7 @@ def steps_of(folder: Path, run: str) -> list[dict[str, Any]]:
 
 def roles_at(folder: Path, run: str, step: int) -> list[str]:
     from megappo.checkpoint.manifest import read_manifest
-    from megappo.prepare.checkpoint_source import roles_of
+    from megappo.trainer.prepare.checkpoint_source import roles_of
 
     return roles_of(read_manifest(folder / "runs" / run / "checkpoints" / f"step-{step}"))
 

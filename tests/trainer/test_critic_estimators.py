@@ -9,8 +9,8 @@ import torch
 
 from megappo.config.batch import UpdateSchedule
 from megappo.config.schema import AlgorithmConfig, KLConfig
-from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import mini_batches, order_of_epoch, targets_of, update_reads
 from tests.trainer.multi_turn import GAMMA, KL, PER_TOKEN, SCORE, TURNS, shaped, whole_batch

@@ -13,10 +13,10 @@ from torch import Tensor
 from megappo.config.role_sections import AnyCriticConfig, PolicyConfig
 from megappo.config.schema import AlgorithmConfig, DataConfig, KLConfig, TrainConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.critics import BONUS, DISAGREEMENT
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.roles import Policy
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from megappo.commands.plan.report import report
+from megappo.commands.plan.run import plan_run
 from megappo.config.loading import load_config
-from megappo.plan.report import report
-from megappo.plan.run import plan_run
 from tests.trainer.small_run import NUMBERS, TOLERANCE, check_same_numbers, run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 

@@ -130,9 +130,9 @@ def test_a_resume_with_a_critic_is_refused_in_one_line(task) -> None:
 
 
 def test_the_plan_has_no_critic(task) -> None:
+    from megappo.commands.plan.report import report
+    from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
-    from megappo.plan.report import report
-    from megappo.plan.run import plan_run
 
     folder, _ = task
     path = folder / "plan.yaml"

@@ -9,8 +9,8 @@ import torch
 
 from megappo.config.batch import shared_schedule
 from megappo.config.schema import AlgorithmConfig, KLConfig
-from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import left_out_of, mini_batches, order_of_epoch, rejected_of, update_reads
 from tests.trainer.multi_turn import GAMMA, GREEDY, GROUP, KL, ON_RANKS, PER_TOKEN, SCORE, TURNS, shaped, whole_batch

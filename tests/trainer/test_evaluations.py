@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megappo import cli
+from megappo.commands import cli
 from scripts.reliability.compare import MEASURED
 from tests.trainer.evaluation_runs import HALF, STEPS, run_all
 from tests.trainer.small_run import write_small_task

@@ -23,8 +23,8 @@ def seen_by_the_rollout(rank: int, folder: Path, offload: bool) -> dict[str, Any
     """Moments of the policy's optimizer and bytes behind its state, at the moment when vLLM would be started."""
     import yaml
 
+    from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
-    from megappo.plan.run import plan_run
     from megappo.trainer import main
 
     found: dict[str, Any] = {}

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megappo.engine.base import Engine
-from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
+from megappo.trainer.experience.experience import Experience
 from megappo.trainer.roles import NLL_WEIGHT, Policy, policy_reads
 from megappo.trainer.updates import mini_batches, order_of_epoch, positive_samples
 from tests.trainer.test_estimators import algorithm, shared_schedule, whole_batch

@@ -15,6 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from megappo.commands.verify.recording import RecordedTexts, record_rollouts
 from megappo.config.role_sections import PolicyConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.loader import PromptLoader
@@ -23,10 +24,9 @@ from megappo.data.ragged import Ragged
 from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.parallel.shares import Shares
-from megappo.prepare.data import TextData
+from megappo.trainer.prepare.data import TextData
 from megappo.trainer.ptx import Texts, draw_texts, with_texts
 from megappo.trainer.roles import PTX_WEIGHT, Policy, policy_reads
-from megappo.verify.recording import RecordedTexts, record_rollouts
 from tests.engine.toy_engine import ToyEngine
 from tests.models.checkpoints import write_checkpoint
 

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megappo import cli
+from megappo.commands import cli
+from megappo.commands.runs.gate import read_gates
 from megappo.config.loading import load_config
-from megappo.runs.gate import read_gates
-
-from ..data.tokenizer_files import write_hf_tokenizer
-from ..plan.checkpoints import write_checkpoint
-from .public_models import CONVERTED, PUBLIC
+from tests.commands.plan.checkpoints import write_checkpoint
+from tests.data.tokenizer_files import write_hf_tokenizer
+from tests.trainer.public_models import CONVERTED, PUBLIC
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GATES = sorted((CONFIGS / "gates").glob("*.yaml"))

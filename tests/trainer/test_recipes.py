@@ -20,20 +20,18 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from megappo import cli
+from megappo.commands import cli
+from megappo.commands.runs.gate import read_gates
 from megappo.config.loading import load_config
 from megappo.config.schema import TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.models.hf_config import read_arch
-from megappo.prepare.data import load_run_data
-from megappo.runs.gate import read_gates
 from megappo.telemetry.jsonl import read_lines
-
-from ..commands import run_command
-from ..gsm8k_files import gsm8k, needs_gsm8k
-from ..models.fp8_checkpoints import transformers_model
-from ..worlds import spawn_world
-from .families import (
+from megappo.trainer.prepare.data import load_run_data
+from tests.forked_commands import run_command
+from tests.gsm8k_files import gsm8k, needs_gsm8k
+from tests.models.fp8_checkpoints import transformers_model
+from tests.trainer.families import (
     CONFIGS,
     FAMILIES,
     MAX_PROMPT,
@@ -44,8 +42,9 @@ from .families import (
     overrides_of,
     write_family,
 )
-from .public_models import CONVERTED
-from .recipe_runs import probe_sequences, run_recipes
+from tests.trainer.public_models import CONVERTED
+from tests.trainer.recipe_runs import probe_sequences, run_recipes
+from tests.worlds import spawn_world
 
 pytestmark = needs_gsm8k
 TWINS = ("gsm8k_qwen2.5_1.5b_megatron", "gsm8k_qwen2.5_1.5b_fsdp2")

@@ -36,14 +36,14 @@ def one_ulp(tensor: torch.Tensor) -> None:
 
 def drifts(rank: int, path: str, cases: dict[str, tuple]) -> dict[str, list[str]]:
     """Case -> messages before the change, after it, and after it was undone; "" for none."""
+    from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
-    from megappo.platform import cpu
-    from megappo.resilience.faults import ReplicaDrift, Unrecoverable
+    from megappo.runtime.faults import ReplicaDrift, Unrecoverable
     from megappo.trainer.replicas import ReplicaCheck
     from tests.engine.runs import build_roles
 
-    cpu.install()
+    cpu_patches.install()
     groups: dict[str, Any] = {}
     found: dict[str, list[str]] = {}
     for name, (sizes, bf16, distributed, parameter, culprit) in cases.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megappo.experience.table import SampleTable
+from megappo.trainer.experience.table import SampleTable
 from megappo.trainer.response_lengths import MOST_PROMPTS, ResponseLengths
 
 

@@ -77,9 +77,9 @@ def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any
     from megappo.data.cache import Cache
     from megappo.data.prompts import PromptSet
     from megappo.engine.build import RoleEngines
-    from megappo.platform.device import select_device, start_distributed
-    from megappo.prepare.reward_text import load_reward_text
+    from megappo.parallel.device import select_device, start_distributed
     from megappo.trainer.build_roles import build_role
+    from megappo.trainer.prepare.reward_text import load_reward_text
     from megappo.trainer.reward_model import ModelScorer
 
     config = TrainConfig.model_validate(config_of(folder, folder / model, **section))

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from megappo.checkpoint.errors import RefusedCheckpoint
+from megappo.commands.launch.restart import Start, next_start, saved_steps, set_aside
 from megappo.config.run_sections import RunConfig
-from megappo.launch.restart import Start, next_start, saved_steps, set_aside
-from megappo.resilience.ended import Ended, is_stopped, read_end, record_end
-from megappo.resilience.lease import LEASE_VARIABLE, held_lease, read_lease
+from megappo.runtime.ended import Ended, is_stopped, read_end, record_end
+from megappo.runtime.lease import LEASE_VARIABLE, held_lease, read_lease
 from megappo.trainer.rundir import RunDir
 
 

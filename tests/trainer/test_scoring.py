@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.prompts import Prompt
-from megappo.resilience.sections import AwakeClock, Sections
 from megappo.rollout.elsewhere import RolloutElsewhere
 from megappo.rollout.types import Replica, Request, SamplingParams
+from megappo.runtime.sections import AwakeClock, Sections
 from megappo.trainer.scoring import FIRST_NOTE_S, NOTE_EVERY_S, ScoringProgress
 from tests.rollout.responses import answered
 from tests.worlds import spawn_world
@@ -96,7 +96,7 @@ def streaming_world(rank: int) -> dict[str, Any]:
     from megappo.rewards.verdict import Verdict
     from megappo.rollout.generation import generate
     from megappo.trainer import scoring
-    from megappo.trainer.experience import collect
+    from megappo.trainer.experience.collect import collect
 
     scoring.ROUND_S = 0.2
     count = 2 * SHARE
@@ -267,7 +267,7 @@ def test_a_failure_stops_all_ranks_before_they_have_scored_their_share(ranks: li
 
 def test_long_scoring_is_told_and_keeps_the_watchdog_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [0.0], []
-    monkeypatch.setattr("megappo.resilience.sections.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("megappo.runtime.sections.time.monotonic", lambda: now[0])
     marks = Sections(TimeoutsConfig(), AwakeClock(1e6))
     progress = ScoringProgress(told.append, marks, clock=lambda: now[0])
     for of in (10, 1000, 1000):  # a quick one, and two slow ones of the same size

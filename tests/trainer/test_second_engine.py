@@ -26,10 +26,10 @@ FOURTH = "ema"
 
 def run(folder: Path, name: str, *, resume: bool = False, stop: bool = False, **changes: Any) -> None:
     """One rank, sampled by the policy's own engine; every role in one piece, so that both engines can have it."""
+    from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
     from megappo.engine.build import RoleEngines
-    from megappo.plan.run import plan_run
-    from megappo.resilience.signals import StopRequest
+    from megappo.runtime.signals import StopRequest
     from megappo.trainer.main import train
 
     alone = {"run.num_ranks": 1, "policy.parallel": {}, "critic.parallel": {}, "rollout.engine": "megatron"}
@@ -95,9 +95,9 @@ def test_its_checkpoint_resumes_to_the_same_weights(task: Path) -> None:
 
 def alone(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     """The commands that start their own world of one: an export of the interrupted run, and answers of both engines."""
-    from megappo.platform.device import start_alone
-    from megappo.trainer.export import export_checkpoint
-    from megappo.trainer.generate import answer
+    from megappo.commands.export import export_checkpoint
+    from megappo.commands.generate import answer
+    from megappo.parallel.device import start_alone
 
     dist.destroy_process_group()
     export_checkpoint(str(folder / "runs" / "toy"), str(folder / "exported"), role="policy", step=None, engines=toy_engines)
@@ -121,15 +121,15 @@ def four_roles(rank: int, folder: Path) -> list[str]:
     """A role more: a section of the configuration and an entry of the table, and it is built, asked, planned and recorded."""
     from unittest import mock
 
+    from megappo.commands.plan.estimate import work_out
+    from megappo.commands.plan.phases import phases
     from megappo.config import dead_keys
     from megappo.config.role_sections import ReferenceConfig
     from megappo.config.schema import TrainConfig
     from megappo.data.packing import pack
-    from megappo.plan.estimate import work_out
-    from megappo.plan.phases import phases
-    from megappo.prepare.data import load_run_data
-    from megappo.prepare.layouts import check_layouts, read_archs
     from megappo.trainer import build_roles
+    from megappo.trainer.prepare.data import load_run_data
+    from megappo.trainer.prepare.layouts import check_layouts, read_archs
     from megappo.trainer.run_facts import run_facts
 
     class WithAverage(TrainConfig):

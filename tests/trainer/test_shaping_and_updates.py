@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megappo.commands.generate import answer
 from megappo.config.batch import UpdateSchedule
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.role_sections import CriticConfig, PolicyConfig
@@ -21,14 +22,13 @@ from megappo.data.ragged import Ragged
 from megappo.data.token_texts import response_text
 from megappo.engine.base import PassResult, StepResult
 from megappo.parallel.shares import Shares
-from megappo.prepare.reward_parts import load_parts
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rollout.megatron_engine import truncated_logprobs
 from megappo.rollout.types import Response, SamplingParams
 from megappo.trainer.build_roles import Roles
-from megappo.trainer.experience import make_requests, pack_experience, sample_seed
-from megappo.trainer.generate import answer
+from megappo.trainer.experience.collect import make_requests, pack_experience, sample_seed
 from megappo.trainer.main import scorer_of
+from megappo.trainer.prepare.reward_parts import load_parts
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
 from megappo.trainer.shaping import shape_advantages

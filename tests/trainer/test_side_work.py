@@ -34,8 +34,8 @@ FULL = (2, 3)  # steps at which the disk is full
 
 
 def train(config: dict[str, Any], *, resume: bool = False) -> None:
+    from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
-    from megappo.plan.run import plan_run
     from megappo.trainer import main
 
     path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.yaml"
@@ -81,11 +81,11 @@ def runs(rank: int, folder: Path) -> dict[str, str]:
     from unittest import mock
 
     from megappo.checkpoint import manifest as manifests
+    from megappo.commands.launch import submit
     from megappo.config.loading import load_config
-    from megappo.launch import submit
-    from megappo.prepare import reward_parts
     from megappo.rewards import rules
     from megappo.trainer import main, run_facts
+    from megappo.trainer.prepare import reward_parts
 
     said: dict[str, str] = {}
     warned: list[str] = []

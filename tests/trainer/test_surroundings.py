@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 
-from megappo import cli
+from megappo.commands import cli
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.prepare import code_rewards, surroundings
 from megappo.rewards.base import PreparedPart, RewardError
+from megappo.trainer.prepare import code_rewards, surroundings
 from megappo.trainer.surroundings import require_surroundings
-from tests.plan.checkpoints import write_run
+from tests.commands.plan.checkpoints import write_run
 from tests.worlds import spawn_world
 
 CODE = "reward: {parts: [{code: {tests_key: tests}}]}\n"

@@ -25,11 +25,11 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.experience.experience import Experience
 from megappo.parallel.shares import Shares
-from megappo.prepare.sampling_notes import sampling_notes
 from megappo.rollout.types import Segment
 from megappo.trainer import ppo
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.prepare.sampling_notes import sampling_notes
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.state import TrainerState
 from megappo.trainer.updates import mini_batches, targets_of

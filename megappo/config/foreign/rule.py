@@ -1,7 +1,7 @@
 """What a key of another trainer becomes here: the rules that `megappo convert` follows and that hints for foreign keys read.
 
 A table is data. A rule that needs other keys (samples = prompts x responses) names its arithmetic (`by`), which is in
-`megappo/convert/arithmetic.py`. Imports nothing of megappo.
+`megappo/commands/convert/arithmetic.py`. Imports nothing of megappo.
 """
 
 from __future__ import annotations

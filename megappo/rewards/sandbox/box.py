@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any
 
 import megappo
-from megappo.resilience.helpers import deaf_to_stop
-from megappo.resilience.kill import kill_with_children
 from megappo.rewards.sandbox.root_folder import WORK
+from megappo.runtime.helpers import deaf_to_stop
+from megappo.runtime.kill import kill_with_children
 
 OUTPUT_BYTES = 1 << 20  # of stdout, and of any file that the code writes
 _RUNNER = Path(__file__).with_name("runner.py")

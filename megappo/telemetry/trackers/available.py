@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from megappo.config.errors import problem
 from megappo.config.run_sections import TelemetryConfig
-from megappo.installed import missing_package
+from megappo.runtime.installed import missing_package
 from megappo.telemetry.trackers.mlflow_run import URI
 
 WANDB_SERVER = "https://api.wandb.ai"

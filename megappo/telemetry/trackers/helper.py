@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megappo.config.run_sections import TelemetryConfig
-from megappo.resilience.helpers import deaf_to_stop
+from megappo.runtime.helpers import deaf_to_stop
 from megappo.telemetry.trackers.base import Histogram, Status
 
 MAX_WAITING = 256  # records: some 80 steps with histograms, of a few KiB each

@@ -19,7 +19,7 @@ from typing import Any
 
 from megappo.config.redaction import hide_secrets
 from megappo.config.run_sections import TelemetryConfig
-from megappo.error_text import first_line
+from megappo.runtime.error_text import first_line
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
 from megappo.telemetry.trackers.mlflow_run import Mlflow
 from megappo.telemetry.trackers.wandb_run import Wandb

@@ -1,0 +1,131 @@
+"""The `megappo` command: parse, call, exit code. Every command imports its code only when it is chosen.
+
+The configuration is read before anything that imports torch (seconds): a wrong key is refused at once.
+
+Exit codes: 0 done; 1 ran and failed (`doctor` found something missing, a disk is full), starting again may help; 2 mistake of the
+user, one line on stderr before anything was computed; 17 failed, and would fail again in the same way: gradients or weights that
+are not finite, replicas that differ, restarts without progress; 75 stopped by a signal after a checkpoint, to be resumed; 130
+interrupted (Ctrl-C; a training stops at the first, with a checkpoint, and ends at the second); 143 ended by a second SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.commands import checkpoints, planning, records, settings, training
+from megappo.commands.parser import Parser, Run
+from megappo.config.errors import ConfigError
+from megappo.config.redaction import hide_secrets
+from megappo.runtime.exit_codes import DONE, FAILED, INTERRUPTED, MISTAKE, UNRECOVERABLE
+from megappo.runtime.failure import is_first_to_say
+from megappo.runtime.faults import Unrecoverable
+from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.run_time import is_fault
+from megappo.runtime.world import is_rank
+from megappo.telemetry.console import flush_output, lost_output, open_console
+
+GROUPS = (training, planning, checkpoints, records, settings)
+"""Modules of the commands, in the order of `megappo --help`."""
+PACKAGE = Path(__file__).parents[1]
+OF_THE_MACHINE = {errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS}
+"""Errors that say all there is to say: permissions, disks and limits. A rank keeps the traceback, which names its stage."""
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="megappo", description="PPO for large language models on Megatron-core and vLLM.", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+
+    def command(name: str, run: Run, text: str, more: str = "", *, config: str | None = "CONFIG") -> Parser:
+        sub = commands.add_parser(name, help=text, description=f"{text} {more}".strip(), allow_abbrev=False)
+        sub.set_defaults(run=run, takes_overrides=config is not None)
+        if config is not None:
+            sub.add_argument(
+                "config", metavar="CONFIG", nargs="?" if config == "[CONFIG]" else None, help="YAML file, see docs/config.md"
+            )
+            sub.add_argument(
+                "overrides", metavar="key=value", nargs="*", help="keys set over the file, for example policy.parallel.tp=2"
+            )
+        return sub
+
+    for group in GROUPS:
+        group.add_commands(command)
+    return parser
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = build_parser()
+    # argparse returns the rest that it cannot place: overrides after an option, and other trainers' flags, which get a hint.
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.takes_overrides:
+        raise ConfigError(f"unrecognized arguments: {' '.join(rest)}; see `megappo {args.command} --help`")
+    if args.takes_overrides:
+        args.overrides = [*rest, *args.overrides] if any(text.startswith("-") for text in rest) else [*args.overrides, *rest]
+    return args
+
+
+def _require_cwd() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries that cannot be loaded then say other things
+        raise ConfigError("the current directory has been removed; change to one that exists") from None
+
+
+def _is_users_mistake(error: ValueError) -> bool:
+    """True if megappo itself raised the error, before the command had accepted its input."""
+    if is_fault(error):
+        return False
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    # A ValueError out of a library is a fault, and its traceback is needed.
+    return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    quiet_libraries()
+    open_console()
+    code = DONE
+    try:
+        code = _run(argv)
+        flush_output()
+    except OSError as error:
+        if not lost_output(error):
+            too_long = error.errno == errno.ENAMETOOLONG
+            if not (too_long or error.errno in OF_THE_MACHINE) or is_rank():
+                raise
+            print(f"megappo: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
+            return MISTAKE if too_long else FAILED
+        # The reader (head, less) has exited: its end is no failure, and the code is that of the command if it had ended.
+        if not isinstance(error, BrokenPipeError):
+            print(f"megappo: standard output cannot be written: {error.strerror}", file=sys.stderr)
+            return FAILED
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = _parse(argv)
+        _require_cwd()
+        return args.run(args)
+    except ValueError as error:
+        if not _is_users_mistake(error):
+            raise
+        text = f"megappo: {hide_secrets(' '.join(str(error).split()))}\n"
+        if is_first_to_say(text):
+            print(text, end="", file=sys.stderr)  # one write: other ranks write there too
+        return MISTAKE
+    except Unrecoverable as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # and recorded, as of an error that reaches the top
+        return UNRECOVERABLE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

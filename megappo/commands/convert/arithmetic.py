@@ -1,0 +1,312 @@
+"""Arithmetic of the rules that name one (`Rule.by`, `Trainer.chosen`): values that depend on other keys, and the tables.
+
+The functions are as `settings.py` says; those of engines stand in `engines.py`, those of single values in `single_values.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megappo.commands.convert.engines import (
+    betas_if_dtensor,
+    fsdp2_if_on,
+    if_dtensor,
+    if_megatron,
+    offload_if_dtensor,
+    only_if_on,
+    verl_engine,
+)
+from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
+from megappo.commands.convert.single_values import (
+    adapter_rank,
+    average_decay,
+    env_rules,
+    one_file,
+    or_zero,
+    overlong,
+    policy_recompute,
+    positive,
+    project,
+    reward_model,
+    rules_of_data,
+    run_folder,
+    run_name,
+    save_contents,
+    spread,
+    strings,
+    texts,
+    top_k,
+    tracker_flags,
+    trackers,
+    truncation,
+    verl_answer_key,
+    with_adapters,
+)
+from megappo.config.foreign.rule import Outcome, Rule
+
+# ---------------------------------------------------------------------------------------------------------------- batches
+
+
+def samples(rule: Rule, value: Any, settings: Settings) -> Values:
+    return same(rule.keys, int(number(value)) * int(settings.ours.get("rollout.samples_per_prompt", 1)))
+
+
+def unless_shared(rule: Rule, value: Any, settings: Settings) -> Values:
+    """A key of the critic's own schedule; nothing if the key of `algorithm`, which holds for both models, says it."""
+    (key,) = rule.keys
+    found = samples(rule, value, settings)[key] if key == "critic.mini_batch_size" else translated(rule, value)
+    shared = key.replace("critic.", "algorithm.")
+    if found == settings.ours.get(shared):
+        raise Otherwise(Outcome.UNNEEDED, f"{shared} says it")
+    return same(rule.keys, found)
+
+
+def tokens_of_sequences(rule: Rule, value: Any, settings: Settings) -> Values:
+    if any(settings.foreign.get(key) for key in settings.written if key.endswith("use_dynamic_bsz") or key == "use_dynamic_batch"):
+        raise implied("micro-batches are filled by tokens")
+    return same(rule.keys, int(number(value)) * settings.sequence_tokens())
+
+
+def sequences_of_total_length(rule: Rule, value: Any, settings: Settings) -> Values:
+    prefix = "value" if rule.keys[0].startswith("critic") else "policy"
+    return same(rule.keys, int(number(value)) * int(number(settings.foreign.get(f"{prefix}.max_total_sequence_length"))))
+
+
+def token_budget(rule: Rule, value: Any, settings: Settings) -> Values:
+    role = "critic" if rule.keys[0].startswith("critic") else "actor_rollout_ref.actor"
+    if not settings.foreign.get(f"{role}.use_dynamic_bsz", settings.foreign.get("actor_rollout_ref.actor.use_dynamic_bsz")):
+        raise Otherwise(Outcome.UNNEEDED, "use_dynamic_bsz is off, so the number of sequences counts")
+    return same(rule.keys, int(number(value)) * int(settings.ours.get(f"{rule.keys[0].split('.')[0]}.parallel.cp", 1)))
+
+
+def warmup_steps(rule: Rule, value: Any, settings: Settings) -> Values:
+    if number(value) < 0:
+        raise implied("negative: the ratio counts")
+    return same(rule.keys, int(value) * (settings.updates(rule.keys[0].split(".")[0]) if settings.steps_of_ppo else 1))
+
+
+def warmup_ratio(rule: Rule, value: Any, settings: Settings) -> Values:
+    if number(value) == 0:
+        return same(rule.keys, 0)
+    steps = settings.ours.get("trainer.steps")
+    if steps is None:
+        raise missing(f"the number of steps depends on the data: set {rule.keys[0]}")
+    return same(rule.keys, int(value * steps * settings.updates(rule.keys[0].split(".")[0])))
+
+
+def min_lr_ratio(rule: Rule, value: Any, settings: Settings) -> Values:
+    lr = settings.ours.get(rule.keys[0].replace("min_lr_ratio", "lr"), 1e-6)
+    return same(rule.keys, round(number(value) / lr, 12))
+
+
+# ------------------------------------------------------------------------------------------------------------------ ranks
+
+
+def _ranks(nodes: str, each: str) -> Callable[[Rule, Any, Settings], Values]:
+    def ranks(rule: Rule, value: Any, settings: Settings) -> Values:
+        return same(rule.keys, int(number(settings.foreign.get(nodes, 1))) * int(number(settings.foreign.get(each, 8))))
+
+    return ranks
+
+
+def tp_of_rollout(key: str, settings: Settings) -> tuple[Any, str] | None:
+    """tp of a source that shards by FSDP; None for one that names its layout, or an engine that shards as it does."""
+    tp = settings.ours.get("rollout.tp", 1)
+    is_fsdp2 = settings.ours.get(f"{key.split('.')[0]}.engine") == "fsdp2"
+    if tp == 1 or is_fsdp2 or any(".megatron." in name for name in settings.written):
+        return None
+    return tp, "instead of FSDP: cut as vLLM is, so that no slice crosses a rank when weights are pushed"
+
+
+def sequence_parallel_of_tp(key: str, settings: Settings) -> tuple[Any, str] | None:
+    tp = settings.ours.get(key.replace("sequence_parallel", "tp"), 1)
+    return (True, "with tp: activations outside the matrix products are cut too") if tp > 1 else None
+
+
+# -------------------------------------------------------------------------------------------------------------- algorithm
+
+
+def both_clips(rule: Rule, value: Any, settings: Settings) -> Values:
+    """verl's clip_ratio holds where clip_ratio_low and clip_ratio_high are not written."""
+    own = {"algorithm.clip_low": "clip_ratio_low", "algorithm.clip_high": "clip_ratio_high"}
+    return {key: value for key in rule.keys if f"actor_rollout_ref.actor.{own[key]}" not in settings.written}
+
+
+def kl_placement(rule: Rule, value: Any, settings: Settings) -> Values:
+    in_reward = settings.foreign.get("algorithm.use_kl_in_reward", False)
+    in_loss = settings.foreign.get("actor_rollout_ref.actor.use_kl_loss", False)
+    if in_reward and in_loss:
+        if rule.keys and value and settings.ours.get("algorithm.kl.placement") == "reward":
+            raise missing("KL is in the reward or in the loss, not in both: it is in the reward")
+        return {"algorithm.kl.placement": "reward"}
+    return {"algorithm.kl.placement": "reward" if in_reward else "loss" if in_loss else "none"}
+
+
+def kl_in_reward(rule: Rule, value: Any, settings: Settings) -> Values:
+    if not settings.foreign.get("algorithm.use_kl_in_reward", False):
+        raise implied("no KL in the reward (use_kl_in_reward is off)")
+    return same(rule.keys, translated(rule, value))
+
+
+def kl_in_loss(rule: Rule, value: Any, settings: Settings) -> Values:
+    if not settings.foreign.get("actor_rollout_ref.actor.use_kl_loss", False):
+        raise implied("no KL in the loss (use_kl_loss is off)")
+    if settings.foreign.get("algorithm.use_kl_in_reward", False):
+        raise missing("KL is in the reward or in the loss, not in both: it is in the reward")
+    return same(rule.keys, translated(rule, value))
+
+
+def nemo_kl(rule: Rule, value: Any, settings: Settings) -> Values:
+    coef = settings.foreign.get("loss_fn.reference_policy_kl_penalty", 0)
+    if not coef:
+        return {"algorithm.kl.placement": "none"}
+    in_reward = settings.foreign.get("loss_fn.use_kl_in_reward", False)
+    return {"algorithm.kl.placement": "reward" if in_reward else "loss", "algorithm.kl.coef": coef}
+
+
+def openrlhf_kl(rule: Rule, value: Any, settings: Settings) -> Values:
+    coef = settings.foreign.get("init_kl_coef", 0.01)
+    if not coef:
+        return {"algorithm.kl.placement": "none"}
+    return {"algorithm.kl.placement": "loss" if settings.foreign.get("use_kl_loss") else "reward", "algorithm.kl.coef": coef}
+
+
+def adaptive_kl(rule: Rule, value: Any, settings: Settings) -> Values:
+    return {"algorithm.kl.controller": "adaptive", "algorithm.kl.target": number(value)}
+
+
+def early_stopping(rule: Rule, value: Any, settings: Settings) -> Values:
+    limit = next((value for key, value in settings.foreign.items() if key.endswith("target_kl")), None)
+    wanted = next((value for key, value in settings.foreign.items() if key.endswith("early_stopping")), False)
+    if not wanted:
+        raise implied("early_stopping is off")
+    return same(rule.keys, 1.0 if limit is None else limit)
+
+
+# -------------------------------------------------------------------------------------------------------------- TRL's own
+
+
+def _trl(settings: Settings, name: str, default: Any) -> Any:
+    """Value of TRL's key, alone or in a workflow of FlowMesh."""
+    value = settings.foreign.get(name, settings.foreign.get(f"spec.training.{name}", default))
+    return default if value is None else value
+
+
+def _trl_batch(settings: Settings) -> int:
+    if "batch_size" in settings.written or "spec.training.batch_size" in settings.written:
+        return max(1, int(number(_trl(settings, "batch_size", 256))))
+    processes = int(number(_trl(settings, "world_size", settings.ours.get("run.num_ranks", 1))))
+    each = int(number(_trl(settings, "per_device_train_batch_size", 8)))
+    return max(1, each * int(number(_trl(settings, "gradient_accumulation_steps", 1))) * processes)
+
+
+def trl_batch(rule: Rule, value: Any, settings: Settings) -> Values:
+    if "batch_size" in settings.written or "spec.training.batch_size" in settings.written:
+        raise Otherwise(Outcome.UNNEEDED, "batch_size says it")
+    return same(rule.keys, _trl_batch(settings))
+
+
+def trl_mini_batch(rule: Rule, value: Any, settings: Settings) -> Values:
+    if "mini_batch_size" in settings.written or "spec.training.mini_batch_size" in settings.written:
+        raise Otherwise(Outcome.UNNEEDED, "mini_batch_size says it")
+    return same(rule.keys, max(1, _trl_batch(settings) // max(1, int(number(value)))))
+
+
+def old_mini_batch(rule: Rule, value: Any, settings: Settings) -> Values:
+    return same(rule.keys, int(number(value)) * int(number(_trl(settings, "gradient_accumulation_steps", 1))))
+
+
+def trl_steps(rule: Rule, value: Any, settings: Settings) -> Values:
+    return same(rule.keys, max(1, -(-int(number(value)) // _trl_batch(settings))))
+
+
+def whole_epochs(rule: Rule, value: Any, settings: Settings) -> Values:
+    if number(value) != int(value):
+        raise missing("epochs are whole; trainer.steps counts steps")
+    return same(rule.keys, int(value))
+
+
+def whole_steps(rule: Rule, value: Any, settings: Settings) -> Values:
+    if number(value) < 1:
+        raise missing("a share of the run; name the steps")
+    return same(rule.keys, int(value))
+
+
+def save_strategy(rule: Rule, value: Any, settings: Settings) -> Values:
+    if value is False:  # as YAML 1.1 reads a bare `no`
+        return same(rule.keys, "no")
+    if value not in ("no", "steps", "epoch"):
+        raise missing("checkpoints are made after steps or epochs")
+    return same(rule.keys, value)
+
+
+BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
+    function.__name__: function
+    for function in (
+        spread,
+        samples,
+        unless_shared,
+        tokens_of_sequences,
+        sequences_of_total_length,
+        token_budget,
+        warmup_steps,
+        warmup_ratio,
+        min_lr_ratio,
+        if_megatron,
+        reward_model,
+        if_dtensor,
+        betas_if_dtensor,
+        fsdp2_if_on,
+        offload_if_dtensor,
+        only_if_on,
+        verl_engine,
+        both_clips,
+        kl_placement,
+        kl_in_reward,
+        kl_in_loss,
+        nemo_kl,
+        openrlhf_kl,
+        adaptive_kl,
+        adapter_rank,
+        average_decay,
+        with_adapters,
+        early_stopping,
+        trl_batch,
+        trl_mini_batch,
+        old_mini_batch,
+        trl_steps,
+        whole_epochs,
+        whole_steps,
+        save_strategy,
+        or_zero,
+        positive,
+        top_k,
+        strings,
+        trackers,
+        tracker_flags,
+        texts,
+        one_file,
+        overlong,
+        truncation,
+        policy_recompute,
+        save_contents,
+        run_name,
+        project,
+        run_folder,
+        env_rules,
+    )
+} | {
+    "verl_ranks": _ranks("trainer.nnodes", "trainer.n_gpus_per_node"),
+    "nemo_ranks": _ranks("cluster.num_nodes", "cluster.gpus_per_node"),
+    "torchrun_ranks": _ranks("nnodes", "nproc_per_node"),
+    "openrlhf_ranks": _ranks("actor_num_nodes", "actor_num_gpus_per_node"),
+}
+
+# Computed after the others, and in this order, as they count with the results.
+LATE = (("unless_shared",), ("warmup_steps", "warmup_ratio", "min_lr_ratio"))
+
+# Values where the source has none, chosen from the others; None leaves megappo's default.
+CHOOSE: Mapping[str, Callable[[str, Settings], tuple[Any, str] | None]] = {
+    function.__name__: function for function in (tp_of_rollout, sequence_parallel_of_tp, verl_answer_key, rules_of_data)
+}

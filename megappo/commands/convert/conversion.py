@@ -1,0 +1,243 @@
+"""Apply the rules of a trainer to its settings: a configuration of megappo, and one row for every key with its fate."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from megappo.commands.convert.arithmetic import BY, CHOOSE, LATE
+from megappo.commands.convert.settings import Otherwise, Settings, Values, translated
+from megappo.commands.convert.sources import Source, Unread
+from megappo.config.checks import problems
+from megappo.config.dead_keys import dead_keys
+from megappo.config.errors import show
+from megappo.config.foreign.rule import Outcome, Rule, Trainer
+from megappo.config.keys import value_at, value_keys
+from megappo.config.loading import explicit_keys
+from megappo.config.redaction import HIDDEN
+from megappo.config.schema import TrainConfig
+from megappo.config.yaml_reader import LARGEST_NUMBER
+
+FIELDS = dict(value_keys(TrainConfig))
+# Required keys that a source may lack (TRL takes data as arguments): names to replace.
+PLACEHOLDERS = {"policy.model": "model", "data.train": "prompts.jsonl"}
+SECRETS = ("use_wandb",)  # flags whose value is a key of an account
+NOT_NAMED = "NAME IT: the source does not"
+
+
+@dataclass
+class Row:
+    """Fate of one foreign key. outcome None: unknown."""
+
+    key: str
+    value: Any
+    outcome: Outcome | None
+    note: str = ""
+    sets: Values = field(default_factory=dict)
+    is_default: bool = False
+    """The source does not write it: the trainer's default, where megappo's is another."""
+
+
+@dataclass
+class Conversion:
+    """A whole conversion."""
+
+    source: Source
+    rows: list[Row]
+    values: Values
+    """Our keys, dotted, in the order of the schema."""
+    comments: dict[str, str]
+    """Our key -> where its value comes from."""
+    todo: list[str]
+    """Changes that the user has to make before the configuration can run."""
+
+
+def convert(source: Source) -> Conversion:
+    """Convert the settings of another trainer. Raises no error for what cannot be converted: it is a row."""
+    trainer = source.trainer
+    known = {key: value for key, value in source.values.items() if not isinstance(value, Unread)}
+    foreign = {**trainer.defaults, **known}
+    settings = Settings(foreign, frozenset(source.values), trainer.steps_of_ppo)
+    rows = [
+        _first(key, value, trainer, settings)
+        for key, value in source.values.items()
+        if not key.endswith(trainer.ignored or ("\0",))
+    ]
+    rows += [Row(key, value, Outcome.TAKEN, is_default=True) for key, value in trainer.defaults.items() if key not in source.values]
+    _apply(rows, trainer, settings)
+    comments = {key: _comment(row, trainer) for row in reversed(rows) for key in row.sets}
+    for key, name in trainer.chosen.items():
+        chosen = None if key in settings.ours else CHOOSE[name](key, settings)
+        if chosen is not None:
+            settings.ours[key], comments[key] = chosen
+    for key, placeholder in PLACEHOLDERS.items():
+        if key not in settings.ours:
+            settings.ours[key], comments[key] = placeholder, NOT_NAMED
+    config = _load(settings.ours)
+    assert isinstance(config, TrainConfig), config  # every value has been tried alone
+    _drop_dead(rows, settings.ours, config)
+    _drop_default_rows(rows, settings.ours)
+    values = {key: settings.ours[key] for key in FIELDS if key in settings.ours}
+    todo = [f"{key}: {comments[key]}" for key in values if comments[key].startswith(("NAME IT", "CHOOSE"))]
+    todo += [
+        f"{row.key} = {show(row.value)}: {row.note}"
+        for row in rows
+        if isinstance(source.values.get(row.key), Unread) and row.outcome is Outcome.MISSING
+    ]
+    final = _load(values)
+    assert isinstance(final, TrainConfig), final
+    todo += problems(final, explicit_keys(final), final.run.num_ranks or 1)
+    return Conversion(source, rows, values, comments, todo)
+
+
+def rule_of(key: str, trainer: Trainer) -> Rule | None:
+    """Rule of a key: its own, or that of a section which speaks for all keys below it."""
+    if key in trainer.rules:
+        return trainer.rules[key]
+    around = [section for section in trainer.sections if key.startswith(section + ".")]
+    return trainer.rules[max(around, key=len)] if around else None
+
+
+def _first(key: str, value: Any, trainer: Trainer, settings: Settings) -> Row:
+    """Row of a written key, before our values are known."""
+    rule = rule_of(key, trainer)
+    if rule is None:
+        near = difflib.get_close_matches(key, sorted(trainer.rules), n=1, cutoff=0.6)
+        shown = value.text if isinstance(value, Unread) else value
+        return Row(key, shown, None, f"nearest: {near[0]}" if near else "nothing is near")
+    if key in SECRETS and isinstance(value, str | Unread):
+        value = HIDDEN
+    if isinstance(value, Unread):
+        lost = rule.outcome is Outcome.TAKEN
+        return (
+            Row(key, value.text, Outcome.MISSING, f"set {rule.keys[0]}: the value is known only when the script runs")
+            if lost
+            else _plain(key, value.text, rule)
+        )
+    return Row(key, value, Outcome.TAKEN) if rule.outcome is Outcome.TAKEN else _plain(key, value, rule)
+
+
+def _plain(key: str, value: Any, rule: Rule) -> Row:
+    """Row of a key that sets nothing here."""
+    if rule.expects and value not in rule.expects:
+        return Row(key, value, Outcome.MISSING, rule.otherwise or rule.note)
+    if rule.outcome is Outcome.MISSING and _among(value, rule.off):
+        return Row(key, value, Outcome.UNNEEDED, f"off ({rule.note})")
+    return Row(key, value, rule.outcome, rule.note)
+
+
+def _among(value: Any, options: tuple[Any, ...]) -> bool:
+    """Membership that tells 0 from false only where the options do."""
+    return any(value == option for option in options)
+
+
+def _apply(rows: list[Row], trainer: Trainer, settings: Settings) -> None:
+    """Fill in what the rows that are taken over set, plain values first; written keys win over defaults."""
+    taken = [(row, rule) for row in rows if row.outcome is Outcome.TAKEN and (rule := rule_of(row.key, trainer)) is not None]
+    stages = (
+        [one for one in taken if not one[1].by],
+        [one for one in taken if one[1].by and one[1].by not in sum(LATE, ())],
+        *([one for one in taken if one[1].by in late] for late in LATE),
+    )
+    for stage in stages:
+        for row, rule in sorted(stage, key=lambda one: one[0].is_default):
+            try:
+                sets = _values(row, rule, settings)
+            except Otherwise as other:
+                row.outcome, row.note = other.outcome, other.reason
+                continue
+            refused = next((text for key, value in sets.items() if (text := _refusal(key, value))), None)
+            if refused is not None:
+                row.outcome, row.note = Outcome.MISSING, refused
+                continue
+            unchanged = rule.by == "or_zero" and set(sets.values()) == {row.value}  # the note is of -1
+            row.note = "" if unchanged else rule.note
+            clash = {key for key, value in sets.items() if settings.ours.get(key, value) != value}
+            if not row.is_default:  # what is written wins over a default
+                for other in (other for other in rows if other.is_default):
+                    clash -= {key for key in sets if other.sets.pop(key, None) is not None}
+            if clash and not row.is_default:
+                key = min(clash)
+                row.outcome, row.note = Outcome.MISSING, f"{key} is already {json.dumps(settings.ours[key])}, from another key"
+                continue
+            row.sets = {key: value for key, value in sets.items() if key not in clash}
+            settings.ours |= row.sets
+
+
+def _values(row: Row, rule: Rule, settings: Settings) -> Values:
+    if row.value is None and not (rule.values and None in rule.values) and not rule.by:
+        raise Otherwise(Outcome.IMPLIED, "null: the default")
+    if rule.by and row.value is None and rule.by not in ("top_k", "trackers"):
+        raise Otherwise(Outcome.IMPLIED, "null: the default")
+    if rule.by:
+        return BY[rule.by](rule, row.value, settings)
+    return dict.fromkeys(rule.keys, translated(rule, row.value))
+
+
+def _comment(row: Row, trainer: Trainer) -> str:
+    origin = f"default of {trainer.name}'s {row.key}" if row.is_default else row.key
+    shown = "" if list(row.sets.values()) == [row.value] * len(row.sets) else f" = {json.dumps(row.value, default=str)}"
+    return f"{origin}{shown}" + (f" ({row.note})" if row.note else "")
+
+
+# ------------------------------------------------------------------------------------------------------------- our side
+
+
+def nested(values: Values) -> dict[str, Any]:
+    """Dotted keys as nested mappings, in the order of the schema."""
+    data: dict[str, Any] = {}
+    for key in (key for key in FIELDS if key in values):
+        *parents, last = key.split(".")
+        here = data
+        for part in parents:
+            here = here.setdefault(part, {})
+        here[last] = values[key]
+    return data
+
+
+def _load(values: Values) -> TrainConfig | ValidationError:
+    try:
+        return TrainConfig.model_validate_json(json.dumps(nested(values)), strict=True)
+    except ValidationError as error:
+        return error
+
+
+def _refusal(key: str, value: Any) -> str | None:
+    """Reason for which megappo does not take a value, None if it does."""
+    if isinstance(value, int | float) and not abs(value) < LARGEST_NUMBER:  # the reader of YAML refuses it
+        return f"{key}: too large a number"
+    found = _load(PLACEHOLDERS | {key: value})
+    return None if isinstance(found, TrainConfig) else f"{key}: {found.errors(include_url=False)[0]['msg'].lower()}"
+
+
+def _drop_dead(rows: list[Row], values: Values, config: TrainConfig) -> None:
+    """Remove keys without effect under the others (a KL coefficient without a KL): written, they would be refused."""
+    dead = dead_keys(config)
+    for key in [key for key in values if key in dead]:
+        del values[key]
+        for row in rows:
+            if key in row.sets:
+                del row.sets[key]
+                if not row.sets:
+                    row.outcome, row.note = Outcome.IMPLIED, f"{key} has no effect: {dead[key].split(';')[0]}"
+
+
+def _drop_default_rows(rows: list[Row], values: Values) -> None:
+    """Keep a default of the other trainer only where megappo's is another."""
+    reference = TrainConfig.model_validate(nested({"policy.model": "m", "data.train": "d"}))
+    for row in [row for row in rows if row.is_default]:
+        row.sets = {key: value for key, value in row.sets.items() if value_at(reference, key) != value}
+        if not row.sets:
+            rows.remove(row)
+    written = {key for row in rows for key in row.sets}
+    same = {key for key, value in values.items() if key not in written and key in FIELDS and _is_default(reference, key, value)}
+    for key in same:
+        del values[key]
+
+
+def _is_default(reference: TrainConfig, key: str, value: Any) -> bool:
+    return key not in PLACEHOLDERS and value_at(reference, key) == value

@@ -1,0 +1,164 @@
+"""Rules that read one value of the source, with little of the others: switches, lists, names, files."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
+from megappo.config.foreign.rule import Outcome, Rule
+
+
+def spread(rule: Rule, value: Any, settings: Settings) -> Values:
+    """A list over the keys; a shorter one repeats (betas of policy and critic)."""
+    if not isinstance(value, list) or not value or len(rule.keys) % len(value):
+        raise missing("not a list of that many numbers")
+    return {key: value[place % len(value)] for place, key in enumerate(rule.keys)}
+
+
+def or_zero(rule: Rule, value: Any, settings: Settings) -> Values:
+    return same(rule.keys, max(0, int(number(value))))
+
+
+def positive(rule: Rule, value: Any, settings: Settings) -> Values:
+    if number(value) <= 0:
+        raise implied("off")
+    return same(rule.keys, value)
+
+
+def adapter_rank(rule: Rule, value: Any, settings: Settings) -> Values:
+    if number(value) <= 0:
+        raise implied("off: all weights are trained")
+    return same(rule.keys, int(value))
+
+
+def with_adapters(rule: Rule, value: Any, settings: Settings) -> Values:
+    """A setting of adapters, which says something only beside a rank of the same role."""
+    critics = rule.keys[0].startswith("critic.")
+    ranks = [
+        key for key in settings.foreign if key.endswith("lora_rank") and ("." not in key or key.startswith("critic.") == critics)
+    ]
+    if not any(number(settings.foreign[key] or 0) > 0 for key in ranks):
+        raise implied("off: all weights are trained")
+    return same(rule.keys, value)
+
+
+def average_decay(rule: Rule, value: Any, settings: Settings) -> Values:
+    """The decay of a moving average that is switched on; OpenRLHF's default is the other key's."""
+    if not value:
+        raise implied("off: no average is kept")
+    return same(rule.keys, number(settings.foreign.get("ema_beta", 0.992)))
+
+
+def texts(rule: Rule, value: Any, settings: Settings) -> Values:
+    """A second data set and the factor of its loss, whose default in OpenRLHF acts with the data alone."""
+    if not value:
+        raise implied("off: PPO's loss alone")
+    data, coef = rule.keys
+    return {data: value, coef: number(settings.foreign.get("ptx_coef", 0.05))}
+
+
+def top_k(rule: Rule, value: Any, settings: Settings) -> Values:
+    return same(rule.keys, -1 if value in (None, 0) else value)
+
+
+def strings(rule: Rule, value: Any, settings: Settings) -> Values:
+    return same(rule.keys, value if isinstance(value, list) else [value])
+
+
+def trackers(rule: Rule, value: Any, settings: Settings) -> Values:
+    named = value if isinstance(value, list) else [value]
+    ours = [tracker for tracker in ("tensorboard", "wandb", "mlflow") if tracker in named]
+    return same(rule.keys, ["tensorboard"] if "all" in named else ours)
+
+
+TRACKER_FLAGS = {
+    "use_tensorboard": "tensorboard",
+    "use_wandb": "wandb",
+    "logger.tensorboard_enabled": "tensorboard",
+    "logger.wandb_enabled": "wandb",
+    "logger.mlflow_enabled": "mlflow",
+}
+
+
+def tracker_flags(rule: Rule, value: Any, settings: Settings) -> Values:
+    """The trackers of all flags together. A key of an account, known only when the script runs, is set."""
+    on = [key for key in TRACKER_FLAGS if key in settings.written and settings.foreign.get(key, True) not in (None, "", False)]
+    return same(rule.keys, [TRACKER_FLAGS[key] for key in on])
+
+
+def one_file(rule: Rule, value: Any, settings: Settings) -> Values:
+    files = value if isinstance(value, list) else [value]
+    if len(files) != 1:
+        raise missing(f"one file: join the {len(files)}")
+    return same(rule.keys, files[0])
+
+
+def overlong(rule: Rule, value: Any, settings: Settings) -> Values:
+    return same(rule.keys, "filter" if value else "error")
+
+
+def truncation(rule: Rule, value: Any, settings: Settings) -> Values:
+    filtered = settings.foreign.get("data.filter_overlong_prompts", False)
+    if value == "error":
+        return same(rule.keys, "filter" if filtered else "error")
+    if filtered:
+        raise implied("longer prompts are left out, so none is cut")
+    raise missing("prompts are never truncated")
+
+
+def policy_recompute(rule: Rule, value: Any, settings: Settings) -> Values:
+    """verl's key is the policy's; under Megatron it stands beside recompute_granularity, which says more."""
+    if "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity" in settings.written:
+        raise implied("recompute_granularity says it")
+    return same(rule.keys, translated(rule, value))
+
+
+def save_contents(rule: Rule, value: Any, settings: Settings) -> Values:
+    return same(rule.keys, isinstance(value, list) and "optimizer" not in value)
+
+
+def run_name(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Letters, digits and . _ - are the characters of a run's name."""
+    return same(rule.keys, re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-.")[:64] or "run")
+
+
+def project(rule: Rule, value: Any, settings: Settings) -> Values:
+    if any(key in settings.written for key in ("trainer.default_local_dir", "output_dir")):
+        raise Otherwise(Outcome.UNNEEDED, "the folder of the runs is named")
+    return same(rule.keys, "runs/" + run_name(rule, value, settings)[rule.keys[0]])
+
+
+def run_folder(rule: Rule, value: Any, settings: Settings) -> Values:
+    return same(rule.keys, str(value))
+
+
+def env_rules(rule: Rule, value: Any, settings: Settings) -> Values:
+    if value != "math":
+        raise missing("rules are named in reward.parts")
+    return same(rule.keys, [{"name": "math_verify"}])
+
+
+def verl_answer_key(key: str, settings: Settings) -> tuple[Any, str] | None:
+    return "reward_model.ground_truth", "verl's files hold the answer there"
+
+
+def reward_model(rule: Rule, value: Any, settings: Settings) -> Values:
+    """The section of a reward model, and the part that is its score."""
+    if not isinstance(value, str) or "," in value:
+        raise Otherwise(Outcome.MISSING, "one reward model; the others may be parts of the user's own")
+    if settings.foreign.get("reward_model.enable") is False:  # verl's
+        raise Otherwise(Outcome.UNNEEDED, "reward_model.enable is false")
+    return {"reward_model.model": value, "reward.parts": [{"model": "reward_model"}]}
+
+
+def rules_of_data(key: str, settings: Settings) -> tuple[Any, str] | None:
+    """Rule for data that their name tells."""
+    if "reward.parts" in settings.ours:
+        return None
+    name = str(settings.ours.get("data.train", "")).lower()
+    if "gsm8k" in name:
+        return [{"name": "gsm8k_strict"}], 'the number after "####", by the name of the data'
+    if "math" in name:
+        return [{"name": "math_verify"}], "by the name of the data"
+    return [{"name": "exact_match"}], "CHOOSE: nothing in the source tells the reward; `megappo doctor` lists the rules"

@@ -1,0 +1,250 @@
+"""Read the settings of another trainer: (trainer, dotted key -> value) from a shell script, YAML or Python. Nothing is executed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megappo.commands.convert.shell import UNREAD, parse_shell
+from megappo.config.errors import ConfigError
+from megappo.config.foreign.flowmesh import FLOWMESH
+from megappo.config.foreign.nemo_rl import NEMO_RL
+from megappo.config.foreign.openrlhf import LIGHTRFT, OPENRLHF
+from megappo.config.foreign.rule import Trainer
+from megappo.config.foreign.trl import TRL
+from megappo.config.foreign.verl import VERL
+from megappo.config.yaml_reader import MAX_BYTES, parse_yaml, why_no_file
+
+READ = (VERL, NEMO_RL, OPENRLHF, LIGHTRFT, TRL, FLOWMESH)
+LAUNCHERS = ("nnodes", "nproc_per_node", "num_processes")  # flags of torchrun and accelerate before the script's own
+LEAST_KEYS = 3  # known keys by which a file without a trainer's name is recognised
+_SETTING = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)+)=(?P<value>.*)", re.DOTALL)
+_REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:)?([\w.]+)\s*(?:,\s*([^}]*))?\}")
+_PRODUCT = re.compile(r"\$\{mul:\s*([\w.]+)\s*,\s*([\w.]+)\s*\}")
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A value that only a run would tell."""
+
+    text: str
+
+
+@dataclass
+class Source:
+    """Settings of one run of another trainer, as written."""
+
+    path: str
+    trainer: Trainer
+    values: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def read_source(path: str | Path) -> Source:
+    """Read a file of another trainer. Raises ConfigError, in one line with what was recognised."""
+    text = _read_text(Path(path))
+    name = str(path)
+    if name.endswith(".py"):
+        return _read_python(text, name)
+    if name.endswith((".yaml", ".yml")):
+        return _read_yaml(text, name)
+    return _read_shell(text, name)
+
+
+def _read_text(path: Path) -> str:
+    if (fault := why_no_file(path)) is not None:
+        raise ConfigError(f"{path}: {fault}; name a shell script, YAML or Python file")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes; this is not the settings of a run")
+        return raw.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from None
+
+
+def _nothing(path: str, recognised: str) -> ConfigError:
+    names = ", ".join(trainer.name for trainer in READ)
+    return ConfigError(f"{path}: no settings of {names} in it; recognised: {recognised}")
+
+
+def _by_keys(values: Mapping[str, Any], trainers: tuple[Trainer, ...] = READ) -> Trainer | None:
+    """Trainer that knows most of the keys, and at least LEAST_KEYS of them; the first of several."""
+    known = [sum(key in trainer.rules for key in values) for trainer in trainers]
+    return trainers[known.index(max(known))] if max(known) >= LEAST_KEYS else None
+
+
+# ------------------------------------------------------------------------------------------------------------------ shell
+
+
+def _read_shell(text: str, path: str) -> Source:
+    commands = parse_shell(text, path).commands
+    found: list[Source] = []
+    for number, words in enumerate(commands):
+        named = next(((place, one) for place, word in enumerate(words) for one in READ if _starts(word, one)), None)
+        start, trainer = (named[0] + 1, named[1]) if named else (0, None)
+        values = _settings(words[start:], path) or _flags(words[start:], path)
+        trainer = trainer or _by_keys(values)
+        if trainer is OPENRLHF and sum(key in LIGHTRFT.rules for key in values) > sum(key in OPENRLHF.rules for key in values):
+            trainer = LIGHTRFT
+        if trainer is None or not values:
+            continue
+        if trainer in (LIGHTRFT, TRL):
+            before = {key: value for key, value in _flags(words[:start], path).items() if key in LAUNCHERS}
+            # The launcher's last flag takes the script's name with it.
+            values = {key: value[0] if isinstance(value, list) else value for key, value in before.items()} | values
+        # A comment inside a continued command ends it: bash takes what follows for another command.
+        lost = [word for other in commands[number + 1 :] for word in other if _SETTING.fullmatch(word)]
+        notes = [f"{word.replace(UNREAD, '')}: after the end of the command, so {trainer.name} never saw it" for word in lost]
+        notes += [
+            f"{word} {following}: that file has more keys: convert it, and set these over it"
+            for word, following in pairwise(words[start:])
+            if word == "--config" and trainer is NEMO_RL
+        ]
+        found.append(Source(path, trainer, values, notes))
+    if not found:
+        first = " ".join(commands[0][:3])[:60] if commands else ""
+        what = f"a shell script of {len(commands)} commands ({first} ...)" if commands else "an empty file"
+        raise _nothing(path, what)
+    if len(found) > 1:
+        found[-1].notes.append(f"{len(found)} commands in the file; this is the last")
+    return found[-1]
+
+
+def _starts(word: str, trainer: Trainer) -> bool:
+    return any(word == command or word.endswith("/" + command) for command in trainer.commands)
+
+
+def _value(text: str, key: str, path: str) -> Any:
+    if UNREAD in text:
+        return Unread(text.replace(UNREAD, ""))
+    try:
+        return parse_yaml(text, f"{path}: {key}")[0]
+    except ConfigError:
+        return text  # text that is not YAML (`a: b: c`) is a string
+
+
+def _settings(words: list[str], path: str) -> dict[str, Any]:
+    """Hydra's overrides: `a.b=value`, `+a.b=value`."""
+    matches = [match for word in words if (match := _SETTING.fullmatch(word))]
+    return {match["key"]: _value(match["value"], match["key"], path) for match in matches}
+
+
+def _flags(words: list[str], path: str) -> dict[str, Any]:
+    """argparse's flags: `--key value`, `--key=value`, `--key a b`, `--key` alone is true."""
+    found: dict[str, list[str]] = {}
+    key = ""
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            key = name.replace("-", "_")
+            found[key] = [value] if equals else []
+        elif key:
+            found[key].append(word)
+    values = {key: [_value(text, key, path) for text in texts] for key, texts in found.items()}
+    return {key: (some if len(some) > 1 else some[0] if some else True) for key, some in values.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------------- YAML
+
+
+def _read_yaml(text: str, path: str) -> Source:
+    data, _ = parse_yaml(text, path)
+    if not isinstance(data, dict):
+        raise _nothing(path, f"YAML whose top is a {type(data).__name__}" if data is not None else "an empty YAML file")
+    leaves = dict(_leaves(data))
+    trainer = FLOWMESH if str(data.get("apiVersion", "")).startswith("flowmesh") else _by_keys(leaves)
+    if trainer is None:
+        shown = ", ".join(list(data)[:6])
+        raise _nothing(path, f"YAML with the keys {shown}" if shown else "an empty YAML file")
+    return Source(path, trainer, {key: _resolved(value, leaves, key) for key, value in leaves.items()})
+
+
+def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every value; an empty mapping is a value."""
+    for name, value in data.items():
+        key = prefix + name
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _resolved(value: Any, leaves: Mapping[str, Any], key: str) -> Any:
+    """Value of an interpolation: `${a.b}`, `${.b}` (beside `key`), `${oc.select:a.b,default}`, `${mul:${a.b}, ${c.d}}`."""
+    parent = key.rpartition(".")[0]
+    for _ in range(8):  # a reference may lead to another
+        if not (isinstance(value, str) and "${" in value):
+            return value
+        if product := _PRODUCT.fullmatch(value):
+            numbers = [float(text) if re.fullmatch(r"[\d.]+", text) else None for text in product.groups()]
+            value = int(numbers[0] * numbers[1]) if numbers[0] is not None and numbers[1] is not None else Unread(value)
+            continue
+        whole = _REFERENCE.fullmatch(value)
+        if whole is not None:
+            name = parent + whole[1] if whole[1].startswith(".") else whole[1]
+            value = leaves.get(name, whole[2] if whole[2] is not None else Unread(value))
+            continue
+        replaced = _REFERENCE.sub(lambda match: str(leaves.get(match[1], match[0])), value)
+        if replaced == value:
+            return Unread(value)
+        value = replaced
+    return Unread(str(value))
+
+
+# ----------------------------------------------------------------------------------------------------------------- Python
+
+
+def _read_python(text: str, path: str) -> Source:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", None)
+        raise ConfigError(f"{path}{f':{line}' if line else ''}: not Python: {getattr(error, 'msg', error)}") from None
+    names: dict[str, Any] = {}
+    for node in tree.body:  # constants of the module, in order; never evaluated beyond literals
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            value = _literal(node.value, names)
+            if not isinstance(value, Unread):
+                names[node.targets[0].id] = value
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == "PPOConfig"]
+    values: dict[str, Any] = {}
+    for call in calls:
+        for keyword in call.keywords:
+            value = _literal(keyword.value, names)
+            if keyword.arg is not None:
+                values[keyword.arg] = value
+            elif isinstance(value, dict):
+                values |= {str(key): item for key, item in value.items()}
+    if values:
+        notes = [f"{len(calls)} calls of PPOConfig in the file, read as one"] if len(calls) > 1 else []
+        return Source(path, TRL, values, notes)
+    for value in names.values():  # kwargs = {...} or kwargs = dict(...)
+        if isinstance(value, dict) and (trainer := _by_keys(value, (TRL,))):
+            return Source(path, trainer, {str(key): item for key, item in value.items()})
+    raise _nothing(path, "Python without a call of PPOConfig, and without a dictionary of its arguments")
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def _literal(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Value of a literal, of a name that holds one, or of dict(...) of them; otherwise Unread with the source."""
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.Call) and _called(node) == "dict" and not node.args:
+        return {keyword.arg: _literal(keyword.value, names) for keyword in node.keywords if keyword.arg}
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return Unread(ast.unparse(node))
+    return list(value) if isinstance(value, tuple) else value

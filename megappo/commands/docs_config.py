@@ -1,0 +1,133 @@
+"""Write docs/config.md and the editors' JSON schemas from `schema.py`: `python -m megappo.commands.docs_config [repository root]`.
+
+Nothing here describes a key: text, types, ranges and defaults all come from the models. A test asserts that the written files are
+current.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megappo.config.keys import is_mapping, item_class, section_class
+from megappo.config.loading import json_schema
+from megappo.config.schema import SftConfig, TrainConfig
+
+HEAD = """# Configuration
+
+Generated from `megappo/config/schema.py` and the sections it imports by `python -m megappo.commands.docs_config`; change the text
+there.
+
+A configuration is one YAML file. On the command line `key=value` sets one key over the file, with the value in YAML:
+`megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second`. `key=null` takes back what the file says where the key
+itself cannot be null. `megappo config recipe.yaml` prints the resolved configuration. Unknown keys, keys of the wrong type
+(`"2"` is not 2) and keys without effect under the other keys are errors.
+
+For completion in an editor, start a file with
+`# yaml-language-server: $schema=train.schema.json` (fine-tuning: `sft.schema.json`).
+"""
+
+BOUNDS = (("minimum", ">= {}"), ("exclusiveMinimum", "> {}"), ("maximum", "<= {}"), ("exclusiveMaximum", "< {}"))
+TYPES = {
+    "integer": "integer",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+    "object": "mapping",
+}
+
+
+def type_text(schema: Mapping[str, Any]) -> str:
+    """Put a property of a JSON schema into words: `integer >= 1 or null`."""
+    if "anyOf" in schema:
+        return " or ".join(type_text(part) for part in schema["anyOf"])
+    if "$ref" in schema:
+        return "section"
+    if "enum" in schema:
+        return "one of " + ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if schema.get("type") == "array":
+        items = schema.get("items", {})
+        return "list of sections" if "$ref" in items else f"list of {type_text(items)}"
+    named = schema.get("additionalProperties")
+    if isinstance(named, Mapping) and "$ref" in named:
+        return "mapping of names to sections"
+    text = TYPES[schema["type"]]
+    bounds = ", ".join(form.format(f"{schema[name]:g}") for name, form in BOUNDS if name in schema)
+    if "pattern" in schema:
+        bounds = f"`{schema['pattern']}`"
+    return f"{text} {bounds}".rstrip()
+
+
+def default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    value = field.default
+    if isinstance(value, tuple):
+        value = [item.model_dump() if isinstance(item, BaseModel) else item for item in value]
+    return f"`{json.dumps(value)}`"
+
+
+def section_lines(name: str, cls: type[BaseModel], text: str, listed: set[type[BaseModel]]) -> Iterator[str]:
+    """A heading, the table of the section's own values, then its sections and the items of its lists, those of each class once.
+
+    listed: the classes that have been.
+    """
+    properties = cls.model_json_schema()["properties"]
+    values = [(key, field) for key, field in cls.model_fields.items() if section_class(field) is None or field.default is None]
+    if name:
+        yield from (f"### {name}", "", text, "")
+    if values:
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|")
+        for key, field in values:
+            cells = (f"`{key}`", type_text(properties[key]), default_text(field), field.description or "")
+            # A bar would end the cell, a line break the table.
+            yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        yield ""
+    for key, field in cls.model_fields.items():
+        dotted = f"{name}.{key}" if name else key
+        inner = section_class(field)
+        items = item_class(field)
+        if inner is not None:
+            yield from section_lines(dotted, inner, field.description or "", listed)
+        elif items is not None and items not in listed:
+            listed.add(items)
+            name_of_item = f"{dotted}.NAME" if is_mapping(field) else f"{dotted}[]"
+            yield from section_lines(name_of_item, items, f"One item of `{dotted}`.", listed)
+
+
+def page() -> str:
+    """The text of docs/config.md."""
+    lines = [HEAD]
+    for title, cls in (("`megappo train`", TrainConfig), ("`megappo sft`", SftConfig)):
+        lines += [f"## {title}", "", *section_lines("", cls, "", set())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def generated_files() -> dict[str, str]:
+    """Path from the repository root -> text of every generated file."""
+    return {
+        "docs/config.md": page(),
+        "configs/train.schema.json": json.dumps(json_schema(TrainConfig), indent=1) + "\n",
+        "configs/sft.schema.json": json.dumps(json_schema(SftConfig), indent=1) + "\n",
+    }
+
+
+def main(root: Path) -> None:
+    for name, text in generated_files().items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))

@@ -1,0 +1,160 @@
+"""`megappo doctor`: installed packages, the features that they enable, and missing packages with their purpose.
+
+Imports nothing heavy but torch, for its devices and operations, and TransformerEngine, if it is installed: only an import shows
+that it works. Packages are listed in `installed.py`, driver and CUDA in `gpu_stack.py`.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from typing import Any
+
+from megappo.commands.doctor import gpu_stack
+from megappo.commands.doctor.gpu_stack import Stack
+from megappo.ops import implementations
+from megappo.runtime.installed import can_train, findings
+from megappo.telemetry.tables import table
+
+
+def device_lines(stack: Stack) -> list[str]:
+    """Python, GPUs, driver, CUDA and compilers of this machine."""
+    python = f"  Python {platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})"
+    lines = [python, *stack.lines()]
+    tools = {"g++": "compiling the C++ kernels, and layers with compile: true", "sbatch": "jobs of Slurm: megappo launch"}
+    for tool, purpose in tools.items():
+        where = shutil.which(tool)
+        lines.append(f"  {tool}: {where or f'not found (needed only for {purpose})'}")
+    return lines
+
+
+def library_facts() -> dict[str, Any] | None:
+    """Record of csrc/build.py next to the library; None without a library."""
+    there = implementations.LIBRARY.exists() and implementations.LIBRARY.with_suffix(".json").exists()
+    return implementations.library_facts() if there else None
+
+
+def library_line(facts: dict[str, Any]) -> str:
+    """Line with the torch, toolkit and architectures that the library was built for."""
+    cuda = f" by CUDA {facts.get('cuda_toolkit') or 'unknown'} for {facts['cuda_archs']}" if facts["cuda"] else " without CUDA"
+    return f"  library: built for torch {facts['torch']}{cuda}"
+
+
+def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
+    """(lines on parts of the GPU stack that do not fit, True if the GPUs cannot be used until they are fixed)."""
+    found = gpu_stack.faults(stack)
+    lines = [fault.text for fault in found]
+    # The kernels' own reason, unless it repeats that the library could not be built here.
+    reason = implementations.missing("cuda", "cuda") if stack.torch_cuda is not None else None
+    if reason and not found:
+        lines.append(f"CUDA kernels: {reason}")
+    return lines, any(fault.stops for fault in found)
+
+
+def parts_lines() -> list[str]:
+    """Lines on the features that work with the installed packages."""
+    from megappo.models.families.registry import FAMILIES
+    from megappo.models.implementation import transformer_engine_fault
+    from megappo.rewards.rules import RULES
+
+    present = {f.requirement.name for f in findings() if f.version is not None}
+    engines = ["megatron"] + (["vllm"] if "vllm" in present else [])
+    rules = [name for name in RULES if name != "math_verify" or "math-verify" in present]
+    fault = transformer_engine_fault()
+    layers = "TransformerEngine's on a GPU in bf16, else Megatron-core's own" if fault is None else "Megatron-core's own"
+    return [
+        f"  layers: {layers}" + (f" (TransformerEngine {fault})" if fault else ""),
+        f"  rollout engines: {', '.join(engines)}",
+        f"  model families: {', '.join(FAMILIES)}",
+        f"  rewards: {', '.join(rules)}",
+    ]
+
+
+def kernel_lines() -> tuple[list[str], list[str]]:
+    """(table of each op's implementation on CPU and GPU, checked against its reference; lines on faults)."""
+    import torch
+
+    from megappo.ops import dispatch, selfcheck
+
+    columns, wrong = [], []
+    for kind in implementations.ORDER:
+        chosen = dispatch.selected(kind)
+        if kind == "cuda" and not torch.cuda.is_available():
+            columns.append({op: [implementation, "no GPU here"] for op, implementation in chosen.items()})
+            continue
+        device = torch.device(kind)
+        if kind == "cuda":
+            column, failed = gpu_column()
+            columns.append(column)
+            wrong += failed
+            continue
+        found = selfcheck.run_checks(device)
+        wrong += [finding.line(device) for finding in found if not finding.ok]
+        state = {op: "ok" for finding in found for op in finding.ops}
+        state |= {op: "WRONG" for finding in found if not finding.ok for op in finding.ops}
+        columns.append({op: [implementation, state[op]] for op, implementation in chosen.items()})
+    rows = [[op, *(cell for column in columns for cell in column[op])] for op in columns[0]]
+    facts = library_facts()
+    library = [library_line(facts)] if facts else []
+    return [f"  {implementations.describe()}", *library, *table(["op", "CPU", "state", "GPU", "state"], rows, left=5)], wrong
+
+
+def gpu_column() -> tuple[dict[str, list[str]], list[str]]:
+    """(op -> [its implementation on GPU 0 under `kernels: auto`, state and kernels that failed their check], lines on faults).
+
+    The check is that of a run, with its memory.
+    """
+    import torch
+
+    from megappo.ops import dispatch, verdicts
+
+    wrong = []
+    state = "ok"
+    try:
+        faults = verdicts.select_checked("auto", torch.device("cuda", 0))
+    except RuntimeError as error:  # the check could not run
+        faults, state = {}, "unknown"
+        wrong.append(str(error))
+    column = {op: [implementation, state] for op, implementation in dispatch.selected("cuda").items()}
+    for (op, implementation), fault in faults.items():
+        column[op][1] += f"; {implementation} left out: {fault}"  # no fault of the machine: a run leaves it out too
+    return column, wrong
+
+
+def report() -> tuple[str, int]:
+    """Text of `megappo doctor` and its exit code: 0 if PPO can run on this machine."""
+    found, facts = findings(), library_facts()
+    stack = gpu_stack.found(library_has_cuda=bool(facts and facts["cuda"]))
+    rows = [[f.requirement.name, f.version or "-", f.requirement.versions or "any", f.state, f.requirement.purpose] for f in found]
+    lines = [
+        "machine",
+        *device_lines(stack),
+        "",
+        "packages",
+        *table(["package", "installed", "tested", "state", "needed for"], rows, left=5),
+    ]
+    differing: list[str] = []
+    unfit, stopped = unfit_lines(stack)
+    if stack.torch is not None:
+        available, differing = kernel_lines()
+        lines += ["", "available", *parts_lines(), "", "kernels", *available]
+    wrong = [f for f in found if f.state != "ok"]
+    if wrong:
+        lines += ["", "missing"]
+        lines += [
+            f"  {f.requirement.purpose}: {f.requirement.install} ({f.state}, tested: {f.requirement.versions or 'any'})"
+            for f in wrong
+        ]
+    if unfit:
+        lines += ["", "does not fit", *(f"  {line}" for line in unfit)]
+    if differing:
+        lines += ["", "wrong", *(f"  {line}" for line in differing)]
+    ready = can_train(found) and not differing and not stopped
+    fix = "install what is missing above"
+    if differing:
+        fix = "its kernels compute something else than their references"
+    elif can_train(found):
+        fix = "mend what does not fit above"
+    lines += ["", "PPO can run on this machine" if ready else f"PPO cannot run on this machine: {fix}"]
+    return "\n".join(lines) + "\n", 0 if ready else 1

@@ -1,0 +1,82 @@
+"""Generation from a Hugging Face checkpoint, through the same model, bridge and engine as a training run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch.distributed as dist
+
+from megappo.config.role_sections import ModelConfig, RoleConfig
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.schema import RolloutConfig
+from megappo.data.prompts import PromptFormat, encode_question
+from megappo.data.token_texts import response_text
+from megappo.data.tokenizers import load_tokenizer
+from megappo.engine.build import RoleEngines
+from megappo.engine.factory import EngineBackend, EngineSpec
+from megappo.models.hf_config import read_arch
+from megappo.parallel.device import select_device, start_alone
+from megappo.rollout.build import build_rollout
+from megappo.rollout.generation import generate
+from megappo.rollout.types import SamplingParams
+from megappo.runtime.run_time import input_accepted
+from megappo.trainer.experience.collect import make_requests
+
+
+def answer(
+    model: str,
+    prompts: Sequence[str],
+    *,
+    tokenizer_path: str | None,
+    engine: Literal["vllm", "megatron"],
+    max_tokens: int,
+    temperature: float,
+    chat_template: bool,
+    dtype: Literal["bf16", "fp32"],
+    engines: EngineBackend = RoleEngines,
+) -> list[str]:
+    """Generate one response text per prompt, in one process. engine: samples. engines: build the model that it samples from.
+
+    ValueError for a missing checkpoint, tokenizer or engine, no prompts, a temperature below 0.
+    """
+    if not prompts:
+        raise ValueError("generate: no prompts; give --prompt TEXT or lines on standard input")
+    if not 0.0 <= temperature < math.inf:
+        raise ValueError(f"--temperature {temperature}: must be 0 (greedy) or a positive number")
+    arch = read_arch(model)
+    tokenizer = load_tokenizer(tokenizer_path or model)
+    prompt_format = PromptFormat(chat_template, None, "")
+    tokens = [encode_question(prompt, tokenizer, prompt_format, f"prompt {i + 1}") for i, prompt in enumerate(prompts)]
+    longest = max(len(prompt) for prompt in tokens)
+    if longest + max_tokens > arch.max_positions:
+        raise ValueError(
+            f"--max-tokens {max_tokens}: {model} takes {arch.max_positions} tokens in all and the longest prompt has {longest}; "
+            + (f"use at most {arch.max_positions - longest}" if longest < arch.max_positions else "shorten it")
+        )
+    device = select_device("auto")
+    start_alone(device)
+    timeouts = TimeoutsConfig()
+    policy = engines(ModelConfig(impl="local"), timeouts, device).build(EngineSpec("policy", model, arch, RoleConfig(dtype=dtype)))
+    assert policy is not None, "alone in its world"
+    config = RolloutConfig(engine=engine, max_response_tokens=max_tokens)
+    rollout = build_rollout(
+        config,
+        policy,
+        model=model,
+        tokenizer=tokenizer,
+        max_sequence_tokens=longest + max_tokens,
+        policy_dtype=dtype,
+        seed=0,
+        device=device,
+        timeouts=timeouts,
+    )
+    with input_accepted():
+        rollout.push_weights(version=0)
+        sampling = SamplingParams(max_tokens, temperature, stop_token_ids=tokenizer.eos_ids)
+        # One process is one replica: its responses are all.
+        responses = generate(rollout, make_requests(tokens, samples_per_prompt=1, run_seed=0, step=0), sampling)
+        rollout.close()
+        dist.destroy_process_group()
+        return [response_text(response.tokens.tolist(), tokenizer) for response in responses]

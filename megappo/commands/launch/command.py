@@ -1,0 +1,118 @@
+"""`megappo launch`: from the options to a job, or to the ranks of this machine. `submit.py` checks and writes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from megappo.commands.launch import submit
+from megappo.commands.launch.attempt import check_start
+from megappo.commands.launch.options import JOB_DEFAULTS, MAX_RESTARTS, SLURM_ONLY
+from megappo.commands.launch.script import Job
+from megappo.commands.launch.training import train_here
+from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
+from megappo.runtime.lease import held_lease
+from megappo.runtime.permissions import apply_permissions
+from megappo.runtime.world import world_size
+from megappo.telemetry.console import keep_console
+from megappo.trainer.prepare.hub import with_local_models
+from megappo.trainer.prepare.remote_run import fetch, find_copies
+
+MakePlan = Callable[..., Any]
+"""`commands.prepared.plan_here`: all checks of `megappo plan`; returns an object with a `report()`."""
+
+
+def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
+    """Submit a job to Slurm, or print its script (--dry-run). ConfigError, before anything is written, if it cannot work."""
+    if args.max_restarts:
+        raise ConfigError(
+            f"launch: {MAX_RESTARTS} {args.max_restarts} goes with --local; a job of Slurm starts again by --max-requeues"
+        )
+    if args.mount and args.container is None:
+        raise ConfigError(f"launch: --mount {args.mount[0]} has no effect without --container")
+    for option, value in (("--nodes", args.nodes), ("--gpus-per-node", args.gpus_per_node)):
+        if value is None:
+            raise ConfigError(f"launch: {option} is missing (how many; --local needs none)")
+    config = with_local_models(load_config(args.config, args.overrides))
+    from megappo.trainer.prepare.inputs import check_inputs  # and numpy, which a wrong key need not wait for
+
+    check_inputs(config, resume=args.resume)
+    limits = submit.Limits(args.partition, args.account, args.time)
+    job = Job(
+        args.nodes,
+        args.gpus_per_node,
+        gpus=config.run.device != "cpu",
+        cpus_per_rank=args.cpus_per_rank,
+        container=args.container,
+        mounts=tuple(args.mount),
+        options=(*limits.options(), *args.sbatch),
+        **{name: value for name, value in vars(args).items() if name in JOB_DEFAULTS and value is not None},
+    )
+    # A mistake costs seconds here and a place in the queue later, so all checks of `megappo plan` run before the submission.
+    submit.check_job(config, job, limits)
+    if not args.dry_run:
+        submit.check_cluster(job, limits)
+    copies = find_copies(config, resume=args.resume)  # the job fetches them
+    run_dir = check_start(config.run, resume=args.resume and copies is None)
+    make_plan(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
+    if not args.dry_run:
+        from megappo.trainer.prepare.surroundings import require_storage  # imports torch
+
+        require_storage(config)
+    # Refuses names that a script cannot hold, before any is written.
+    script = submit.print_script(config, job, run_dir, resume=args.resume)
+    if args.dry_run:
+        print(script, end="")
+        return 0
+    apply_permissions(config.run.permissions)
+    folder = submit.record(config, run_dir)
+    job_id = submit.submit(config, job, folder, resume=args.resume)
+    print((folder / "job.sbatch").read_text(encoding="utf-8"))
+    for note in submit.remarks(config, job, limits):
+        print(f"note: {note}")
+    print(f"job {job_id}: {job.nodes} nodes x {job.ranks_per_node} ranks, {job.launcher}")
+    print(f"log:     {folder / f'job-{job_id}.log'}")
+    print(f"rank 0:  {folder / 'attempt-0' / 'rank-0.log'}")
+    then = "go on after a requeue" if job.max_requeues else "end"
+    print(f"save, and {then}: scancel --signal=USR1 {job_id}")
+    print(f"end now: scancel {job_id} (saves first, where a step and a save fit into Slurm's KillWait, 30 s by default)")
+    return 0
+
+
+def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
+    """Start the ranks on this machine, with the same record in the run directory as a Slurm job; returns their exit code."""
+    for name in SLURM_ONLY:
+        if (value := getattr(args, name)) not in (None, []):
+            option = "--" + name.removesuffix("_s").replace("_", "-")
+            raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
+    config = with_local_models(load_config(args.config, args.overrides))
+    from megappo.trainer.prepare.inputs import check_inputs
+
+    check_inputs(config, resume=args.resume)
+    from megappo.parallel.device import select_device  # imports torch, as does the next
+    from megappo.trainer.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
+
+    keep_console()
+    ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
+    if args.max_restarts:
+        submit.require_resumable(config, "a restart", f"{MAX_RESTARTS} 0")
+    copies = find_copies(config, resume=args.resume)
+    run_dir = check_start(config.run, resume=args.resume and copies is None)
+    select_device(config.run.device)  # raises if there is no such device
+    planned = make_plan(config, ranks, args.gpu_memory_gib, resume=args.resume)
+    if args.dry_run:
+        print(planned.report(), end="")
+        return 0
+    require_isolation_here(config)
+    require_servers_here(planned.data, resume=args.resume)
+    require_storage(config)
+    if copies is not None:
+        fetch(copies, run_dir)
+    apply_permissions(config.run.permissions)
+    folder = submit.record(config, run_dir)
+    print(f"record:  {folder}", flush=True)
+    command = ["train", str(folder / "config.yaml")]
+    with held_lease(run_dir, "megappo launch --local"):
+        return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)

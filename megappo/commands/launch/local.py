@@ -1,0 +1,216 @@
+"""Worlds of ranks on this machine: start the ranks, hand requests to stop on, end them all when one has failed.
+
+torchrun's agent could not: it kills the ranks 30 s after a SIGTERM, inside a step or a save, and starts each again from its first
+import. The ranks find torchrun's variables; the store through which they meet lives here, on a port that is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megappo.commands.launch.processes import NewProcesses, RankProcess, SharedImports, Starter
+from megappo.commands.launch.requests import Requests
+from megappo.runtime.exit_codes import FAILED, KILLED, UNRECOVERABLE, as_shell
+from megappo.runtime.failure import ATTEMPT_DIR, KILL_GRACE_S, Failure, first_failure
+from megappo.runtime.life import LAUNCHER_LISTENS, Listener, Store
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+HOST = "127.0.0.1"
+_LOOK_S = 1.0  # between looks at the ranks; a signal or the end of a rank wakes at once
+_LONGEST_END_S = 60.0  # of a killed process, whose GPU memory the driver has to give back
+
+
+@dataclass(frozen=True)
+class WorldEnd:
+    """End of all ranks. code: exit code of the command. failure: the first rank to fail.
+
+    ended_by: the signal that ended them at once. at: time.monotonic() of the first failure.
+    """
+
+    code: int
+    failure: Failure | None = None
+    ended_by: signal.Signals | None = None
+    at: float = 0.0
+
+    def describe(self) -> str:
+        """One line; empty if no rank failed."""
+        if self.ended_by is not None:
+            return f"ended by {self.ended_by.name}"
+        return self.failure.in_one_line() if self.failure is not None else ""
+
+
+def start_ranks(num_ranks: int, arguments: Sequence[str], module: str = "megappo.commands.cli") -> int:
+    """Run `python -m MODULE ARGUMENTS` on `num_ranks` ranks that know no stop. Returns the exit code, after one line on a failure.
+
+    ValueError if the machine has GPUs, but fewer than ranks.
+    """
+    prepare(num_ranks)
+    return _run_alone(NewProcesses(module), num_ranks, arguments)
+
+
+def start_worlds(worlds: Sequence[tuple[int, Sequence[str]]], module: str, preload: Sequence[str]) -> int:
+    """As `start_ranks` for worlds of (number of ranks, arguments), one after the other, which share the imports of `preload`.
+
+    Returns the first exit code that is not 0; later worlds are not started then.
+    """
+    with contextlib.closing(SharedImports(module, preload, "world")) as imports:
+        for num_ranks, arguments in worlds:
+            prepare(num_ranks)
+            if code := _run_alone(imports.starter(), num_ranks, arguments):
+                return code
+    return 0
+
+
+def _run_alone(starter: Starter, num_ranks: int, arguments: Sequence[str]) -> int:
+    with Requests(stoppable=False) as requests, tempfile.TemporaryDirectory(prefix="megappo-ranks-") as folder:
+        end = run_world(starter, num_ranks, arguments, requests, Path(folder))
+    say(end)
+    return end.code
+
+
+def prepare(num_ranks: int) -> None:
+    """Check the GPUs (ValueError), and give each rank its share of the cores."""
+    from megappo.parallel.device import check_gpus
+
+    check_gpus(num_ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
+
+
+def say(end: WorldEnd) -> None:
+    """Print how ranks ended, unless all is well."""
+    if end.ended_by is not None:
+        print(f"megappo: ended by {end.ended_by.name}", file=sys.stderr)
+    elif end.failure is not None:
+        print(f"megappo: rank {end.failure.rank} ended first, {end.failure.how}; what it said is above", file=sys.stderr)
+
+
+def run_world(
+    starter: Starter,
+    num_ranks: int,
+    arguments: Sequence[str],
+    requests: Requests,
+    evidence: Path,
+    environment: Mapping[str, str] | None = None,
+) -> WorldEnd:
+    """Start the ranks and wait for all of them, or for the first failure, which ends the others within KILL_GRACE_S.
+
+    evidence: folder for `failure.first_failure`. environment: further variables of every rank. No rank outlives the call.
+    """
+    ranks: dict[int, RankProcess] = {}
+    with _meeting_point(num_ranks) as (store, described):
+        common = {**described, ATTEMPT_DIR: str(evidence), **(environment or {})}
+        try:
+            for rank in range(num_ranks):
+                ranks[rank] = starter.start({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, arguments)
+            return _watch(ranks, starter.descriptors, requests, evidence, Listener(store, evidence, _LOOK_S))
+        finally:
+            _kill(ranks)
+
+
+def _watch(
+    ranks: Mapping[int, RankProcess], descriptors: Sequence[int], requests: Requests, evidence: Path, listener: Listener
+) -> WorldEnd:
+    running, codes, failed_at, killed, handed_on = dict(ranks), {}, 0.0, False, False
+    while running:
+        for rank, process in list(running.items()):
+            if (code := process.poll()) is None:
+                continue
+            del running[rank]
+            codes[rank] = as_shell(code)
+            if code != 0:
+                failed_at = failed_at or time.monotonic()
+                killed = killed or codes[rank] == KILLED
+                _note_exit(evidence, rank, codes[rank])
+        if requests.end is not None:
+            return WorldEnd(128 + requests.end, ended_by=requests.end)
+        if requests.stop is not None and not handed_on:
+            handed_on = True
+            print(f"megappo: {requests.stop.name}: {_STOPPING}", file=sys.stderr, flush=True)
+            _send(running.values(), signal.SIGUSR1)
+        # The others may wait for the dead one for ever. Their tracebacks are worth two seconds, but not after a kill from outside.
+        if failed_at and (killed or time.monotonic() - failed_at > KILL_GRACE_S):
+            break
+        listener.end_silent((rank, process.pid) for rank, process in running.items())
+        requests.wait(KILL_GRACE_S / 10 if failed_at else _LOOK_S, descriptors)
+    if not failed_at:
+        return WorldEnd(0)
+    failure = first_failure(evidence, KILL_GRACE_S)
+    assert failure is not None, "a rank failed and its exit code was noted"
+    code = failure.code or FAILED
+    # A fault that comes back counts, also where a rank that lost its peer was seen first.
+    return WorldEnd(UNRECOVERABLE if UNRECOVERABLE in codes.values() else code, failure, at=failed_at)
+
+
+_STOPPING = "the ranks finish their step, save and end; SIGTERM or Ctrl-C once more ends them at once"
+
+
+def loopback_store() -> TCPStore:
+    """Serve a store for the processes of this machine: a free port (`store.port`) of 127.0.0.1."""
+    from torch.distributed import TCPStore
+
+    # torch's own socket would listen on all interfaces, whatever the address.
+    with socket.socket() as listening:
+        listening.bind((HOST, 0))
+        listening.listen(socket.SOMAXCONN)
+        port = listening.getsockname()[1]
+        return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+@contextlib.contextmanager
+def _meeting_point(num_ranks: int) -> Iterator[tuple[Store, dict[str, str]]]:
+    """The store in which the ranks of a world on this machine find each other, and the world's variables."""
+    # Here and not in rank 0: the system chooses a free port, and the store outlives every rank.
+    store = loopback_store()
+    yield (
+        store,
+        {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_RUN_ID": "megappo",  # by it a process knows that a launcher has started it as a rank
+            # torchrun's word for a store that is there already (torch.distributed.rendezvous).
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            LAUNCHER_LISTENS: "1",
+        },
+    )
+    del store
+
+
+def _note_exit(evidence: Path, rank: int, code: int) -> None:
+    (evidence / f"rank-{rank}.exit").write_text(f"{code} {time.time_ns()} 0 {socket.gethostname()}\n", encoding="utf-8")
+
+
+def _send(processes: Iterable[RankProcess], number: signal.Signals) -> None:
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(process.pid, number)
+
+
+def _kill(ranks: Mapping[int, RankProcess]) -> None:
+    _send(ranks.values(), signal.SIGKILL)
+    deadline = time.monotonic() + _LONGEST_END_S
+    while any(process.poll() is None for process in ranks.values()):
+        if time.monotonic() > deadline:
+            left = [rank for rank, process in ranks.items() if process.poll() is None]
+            raise RuntimeError(f"ranks {left} do not end {_LONGEST_END_S:g} s after SIGKILL (a driver that hangs?)")
+        time.sleep(0.01)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    # The affinity: Slurm may give the job a few of the machine's cores.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

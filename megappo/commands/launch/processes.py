@@ -1,0 +1,147 @@
+"""Processes of the ranks of this machine: started anew, or forked from one that has imported everything (`zygote.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from megappo.runtime.helpers import deaf_to_stop
+
+
+class RankProcess(Protocol):
+    """poll: exit code (negative: the signal that killed it), None while it runs."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+
+class Starter(Protocol):
+    """Start a rank with `environment` over this process's own. descriptors: files that can be read when a rank has ended.
+
+    The ranks take no request to stop until they listen (`runtime/signals.py`); a signal that comes earlier waits for that.
+    """
+
+    descriptors: Sequence[int]
+
+    def start(self, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess: ...
+
+
+class NewProcesses:
+    """Every rank is a new interpreter that runs a module."""
+
+    descriptors: Sequence[int] = ()  # the end of a child is a signal
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def start(self, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess:
+        with deaf_to_stop():
+            return subprocess.Popen([sys.executable, "-m", self._module, *arguments], env={**os.environ, **environment})
+
+
+class ForkedProcesses:
+    """Ranks that run a module, forked from one process whose imports they share: seconds of each rank's start, and their memory.
+
+    That process is started here and ends with this one, or by `close`. preload: modules that it imports.
+    """
+
+    def __init__(self, module: str, preload: Sequence[str]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps messages apart
+        command = [sys.executable, "-m", "megappo.commands.launch.zygote", str(theirs.fileno()), str(os.getpid()), module, *preload]
+        with deaf_to_stop():
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._codes: dict[int, int] = {}
+        self._open = True
+        self.descriptors: Sequence[int] = (self._socket.fileno(),)
+
+    def unfit(self) -> str | None:
+        """Wait for the imports. Returns the reason why ranks must not be forked after them, None if they may be."""
+        answer = self._read()
+        return "it has ended" if answer is None else answer["unfit"]
+
+    def is_alive(self) -> bool:
+        return self._open and self._process.poll() is None
+
+    def start(self, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess:
+        request = {"environment": dict(environment), "arguments": list(arguments)}
+        self._socket.sendall(json.dumps(request).encode())
+        while True:
+            answer = self._read()
+            if answer is None:
+                raise RuntimeError("the process from which ranks are forked has ended; its message, if any, is above")
+            if "started" in answer:
+                return _Forked(self, answer["started"])
+            self._note(answer)
+
+    def close(self) -> None:
+        """End the process from which ranks are forked. Its ranks have ended."""
+        self._socket.close()
+        self._process.kill()  # it may be importing, where Ctrl-C has ended the wait for it
+        self._process.wait()
+
+    def code_of(self, pid: int) -> int | None:
+        """Exit code of a rank that was started here; None while it runs."""
+        with contextlib.suppress(BlockingIOError):
+            while pid not in self._codes and (answer := self._read(socket.MSG_DONTWAIT)) is not None:
+                self._note(answer)
+        # Where their parent is gone, the kernel has killed the ranks.
+        return self._codes.get(pid, None if self._open else -signal.SIGKILL)
+
+    def _note(self, answer: Mapping[str, int]) -> None:
+        self._codes[answer["pid"]] = answer["code"]
+
+    def _read(self, flags: int = 0) -> dict | None:
+        """Next message; None if the process has ended."""
+        message = b""
+        with contextlib.suppress(ConnectionError):
+            message = self._socket.recv(1 << 16, flags)
+        self._open = bool(message)
+        return json.loads(message) if message else None
+
+
+class SharedImports:
+    """Starters for worlds one after the other: forks of one process, or new interpreters if ranks cannot be forked, which is said.
+
+    That process is started with the first world, anew if it has ended, and ends with `close`. world: its name in the message.
+    """
+
+    def __init__(self, module: str, preload: Sequence[str], world: str) -> None:
+        self._module, self._preload, self._world = module, preload, world
+        self._forks: ForkedProcesses | None = None
+        self._new = False  # ranks cannot be forked here
+
+    def starter(self) -> Starter:
+        """Wait for the imports; returns the starter of the next world."""
+        if self._new:
+            return NewProcesses(self._module)
+        if self._forks is None or not self._forks.is_alive():
+            self.close()
+            self._forks = ForkedProcesses(self._module, self._preload)
+            if (reason := self._forks.unfit()) is not None:
+                print(
+                    f"megappo: every {self._world} imports everything again, as ranks cannot be forked: {reason}", file=sys.stderr
+                )
+                self._new = True
+                return NewProcesses(self._module)
+        return self._forks
+
+    def close(self) -> None:
+        if self._forks is not None:
+            self._forks.close()
+
+
+class _Forked:
+    def __init__(self, starter: ForkedProcesses, pid: int) -> None:
+        self.pid, self._starter = pid, starter
+
+    def poll(self) -> int | None:
+        return self._starter.code_of(self.pid)

@@ -1,0 +1,168 @@
+"""The job script: one template (`job.sbatch.jinja`) for `megappo launch` and for the scripts in `scripts/slurm/`.
+
+python -m megappo.commands.launch.script      # renders scripts/slurm/ again; a test holds them equal to the template
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jinja2
+
+from megappo.config.errors import ConfigError, show
+from megappo.config.paths import odd_character
+from megappo.config.redaction import hide_secrets
+from megappo.runtime.exit_codes import STOPPED
+from megappo.runtime.failure import KILL_GRACE_S
+
+EXAMPLES = Path(__file__).parents[3] / "scripts" / "slurm"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Inputs of a script. gpus: True if each rank needs one. signal_lead_s: seconds from USR1 to the time limit.
+
+    container: an image, run by apptainer if it is a .sif and by pyxis otherwise; for pyxis a registry's name, or a file (.sqsh,
+    or a path that begins with . or /). mounts: `HOST:CONTAINER` paths besides the working directory. options: further options of
+    sbatch, e.g. `--partition=gpu`.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    gpus: bool
+    launcher: Literal["srun", "torchrun"] = "srun"
+    signal_lead_s: int = 180
+    max_requeues: int = 10
+    cpus_per_rank: int | None = None
+    container: str | None = None
+    mounts: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def uses_pyxis(self) -> bool:
+        return self.container is not None and not self.container.endswith(".sif")
+
+    @property
+    def image_file(self) -> str | None:
+        """The image if it is a file, else None."""
+        is_file = self.container is not None and (self.container.endswith((".sif", ".sqsh")) or self.container[:1] in (".", "/"))
+        return self.container if is_file else None
+
+
+def render(job: Job, *, root: Path, python: str, config: Path, launch_dir: Path, log: Path, name: str, resume: bool) -> str:
+    """Render the script of `megappo launch`, with absolute paths. log: {job} stands for the job id."""
+    return _render(
+        job,
+        head=["Written by `megappo launch`; docs/launch.md explains it."],
+        options=[directive(option) for option in (f"--job-name={name}", f"--output={_sbatch_path(log)}", *job.options)],
+        resume=resume,
+        root=shlex.quote(str(root)),
+        python=shlex.quote(python),
+        config=shlex.quote(str(config)),
+        launch_dir=shlex.quote(str(launch_dir)),
+        # pyxis takes a name without a leading slash for a registry's.
+        container=shlex.quote(str(root / job.container) if job.image_file else job.container) if job.container else None,
+    )
+
+
+def render_by_hand(job: Job, file_name: str, purpose: str) -> str:
+    """Render a script that takes the configuration from its command line. With torchrun a node has as many ranks as GPUs."""
+    head = [
+        purpose,
+        f"    sbatch --time=24:00:00 {file_name} CONFIG [--resume] [key=value ...]",
+        "Made of megappo/commands/launch/job.sbatch.jinja, as the scripts of `megappo launch` are: change that one, and this one",
+        "by `python -m megappo.commands.launch.script`. A copy under another name is yours.",
+    ]
+    return _render(job, head=head, options=["--job-name=megappo", *job.options], resume=False, by_hand=file_name)
+
+
+def examples() -> dict[str, str]:
+    """File name below scripts/slurm/ -> text."""
+    jobs = {
+        "one_node.sbatch": (Job(1, 8, gpus=True), "One node of 8 GPUs, one task per rank."),
+        "many_nodes_srun.sbatch": (Job(8, 8, gpus=True), "8 nodes of 8 GPUs, one task per rank: srun starts all 64 ranks."),
+        "many_nodes_torchrun.sbatch": (
+            Job(8, 8, gpus=True, launcher="torchrun"),
+            "8 nodes of 8 GPUs, one task per node: torchrun starts the ranks of each, c10d rendezvous.",
+        ),
+    }
+    return {name: render_by_hand(job, f"scripts/slurm/{name}", purpose) for name, (job, purpose) in jobs.items()}
+
+
+def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **words: str | None) -> str:
+    environment = shell_templates(Path(__file__).parent)
+    environment.filters |= {"quote": shlex.quote, "in_double_quotes": _in_double_quotes}
+    return environment.get_template("job.sbatch.jinja").render(
+        head=head,
+        options=options,
+        resume=resume,
+        by_hand=by_hand,
+        nodes=job.nodes,
+        ranks_per_node=job.ranks_per_node,
+        gpus=job.gpus,
+        launcher=job.launcher,
+        signal_lead_s=job.signal_lead_s,
+        kill_grace_s=KILL_GRACE_S,
+        requeue=STOPPED,
+        max_requeues=job.max_requeues,
+        cpus_per_rank=job.cpus_per_rank,
+        pyxis=job.uses_pyxis,
+        mounts=job.mounts,
+        **words,
+    )
+
+
+def shell_templates(folder: Path) -> jinja2.Environment:
+    """Templates of job scripts. A value that is not one printable line, or holds a secret, is a ConfigError in any of them."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        undefined=jinja2.StrictUndefined,  # a misspelt variable must not become an empty word of a shell script
+        finalize=_one_line,  # every value passes through it, whatever its name
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _one_line(value: object) -> object:
+    text = str(value)
+    # A quoted line break is one word for bash, but sbatch and `slurm.submit` read the script line by line.
+    if (character := odd_character(text)) is not None:
+        raise ConfigError(f"job script: {show(text)} holds the character {character}; use names of printable characters")
+    if hide_secrets(text) != text:
+        raise ConfigError(f"job script: {show(text)} holds a secret, which the script would keep; export it before the submission")
+    return value
+
+
+def _sbatch_path(path: Path) -> str:
+    """Escape a path for sbatch, which expands %; {job} becomes %j, the job id."""
+    return str(path).replace("%", "%%").replace("{job}", "%j")
+
+
+def _in_double_quotes(text: str) -> str:
+    """Escape text for the inside of a shell's double quotes."""
+    return re.sub(r'([\\"$`])', r"\\\1", text)
+
+
+def directive(option: str) -> str:
+    """Write an option for an #SBATCH line."""
+    name, equals, value = option.partition("=")
+    if re.fullmatch(r"[\w.,:/@%+=\[\]-]*", value):
+        return option
+    # sbatch splits the line at blanks, ends it at # and drops unescaped quotes.
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}{equals}"{escaped}"'
+
+
+if __name__ == "__main__":
+    for file_name, text in examples().items():
+        (EXAMPLES / file_name).write_text(text, encoding="utf-8")

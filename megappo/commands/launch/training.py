@@ -1,0 +1,162 @@
+"""`megappo train` on this machine: its world of ranks, and further ones after a failure (--max-restarts)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megappo.checkpoint.errors import RefusedCheckpoint
+from megappo.commands.launch.local import WorldEnd, prepare, run_world, say
+from megappo.commands.launch.processes import NewProcesses, SharedImports
+from megappo.commands.launch.requests import Requests
+from megappo.commands.launch.restart import (
+    NoProgress,
+    Start,
+    newest_step,
+    next_start,
+    read_starts,
+    record_start,
+    saved_steps,
+    set_aside,
+)
+from megappo.runtime.ended import Ended, is_stopped, read_end, record_failure
+from megappo.runtime.exit_codes import DONE, MISTAKE, STOPPED, UNRECOVERABLE
+from megappo.runtime.failure import ATTEMPT_DIR
+from megappo.runtime.verdict import VERDICT
+
+if TYPE_CHECKING:  # imports torch
+    pass
+
+RANK_MODULE = "megappo.commands.cli"
+# Everything that a rank imports on its way to the first step, as far as it starts no thread and opens no GPU: a test looks.
+PRELOADED = (
+    "transformers.models.auto.modeling_auto",
+    "megappo.commands.plan.run",
+    "megappo.trainer.main",
+    "megappo.engine.megatron",
+)
+
+
+def train_here(
+    num_ranks: int,
+    arguments: Sequence[str],
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    stoppable: bool = True,
+    max_restarts: int = 0,
+    record: Path | None = None,
+) -> int:
+    """Run `megappo ARGUMENTS [--resume]` on `num_ranks` ranks; returns the exit code of the command.
+
+    After a failure of any rank all are started again, at most `max_restarts` times, from the newest checkpoint or one before
+    (`restart.next_start`). record: folder of this launch below the run directory, needed for restarts. The code is that of the last
+    failure; 17 if further restarts are no use. stoppable: the ranks take requests to stop. ValueError if the machine has GPUs, but
+    fewer than ranks.
+    """
+    prepare(num_ranks)
+    with contextlib.ExitStack() as stack:
+        requests = stack.enter_context(Requests(stoppable=stoppable))
+        if not max_restarts:
+            evidence = stack.enter_context(_evidence())
+            end = run_world(NewProcesses(RANK_MODULE), num_ranks, [*arguments, *_option(resume)], requests, evidence)
+            say(end)
+        else:
+            assert record is not None, "restarts are recorded"
+            restarts = _Restarts(num_ranks, arguments, run_dir, record, max_restarts)
+            stack.callback(restarts.close)
+            end = restarts.run(requests, resume=resume)
+    return conclude(end, run_dir)
+
+
+@contextlib.contextmanager
+def _evidence() -> Iterator[Path]:
+    """Folder for `failure.first_failure`: that of a job script, or a temporary one, which stays after a hang for its stacks."""
+    if (of_job := os.environ.get(ATTEMPT_DIR)) is not None:  # a job of one rank, whose end is read from there
+        yield Path(of_job)
+        return
+    folder = Path(tempfile.mkdtemp(prefix="megappo-ranks-"))
+    try:
+        yield folder
+    finally:
+        if not (folder / VERDICT).exists():
+            shutil.rmtree(folder)
+
+
+def conclude(end: WorldEnd, run_dir: Path) -> int:
+    """Record a failure in the run directory; returns the exit code of the command."""
+    if end.code == DONE:
+        # Ranks end with 0 after a stop too: with another code torchrun and srun would kill those that are still ending.
+        return STOPPED if is_stopped(run_dir) else DONE
+    try:
+        step = newest_step(run_dir)
+    except RefusedCheckpoint:  # a disk that has gone, perhaps the cause of the failure, whose exit code counts
+        step = 0
+    # A second request may come when all has been saved: that is a stop all the same, and its record stays.
+    record_failure(run_dir, Ended("failed", step, end.code, end.describe()))
+    return end.code
+
+
+class _Restarts:
+    """Attempts at one run, one after the other."""
+
+    def __init__(self, num_ranks: int, arguments: Sequence[str], run_dir: Path, record: Path, max_restarts: int) -> None:
+        self._num_ranks, self._arguments = num_ranks, list(arguments)
+        self._run_dir, self._record, self._max_restarts = run_dir, record, max_restarts
+        self._imports = SharedImports(RANK_MODULE, PRELOADED, "restart")
+
+    def run(self, requests: Requests, *, resume: bool) -> WorldEnd:
+        start = next_start((), saved_steps(self._run_dir), attempt=0)
+        resumes = resume
+        while True:
+            end = self._attempt(start, requests, resumes)
+            if end.code in (DONE, MISTAKE, UNRECOVERABLE) or end.ended_by or requests.stop or self._has_ended_since(start):
+                say(end)
+                return end
+            how = f"megappo: {end.describe()}"
+            try:
+                following = next_start(read_starts(self._record), saved_steps(self._run_dir), start.attempt + 1)
+            except (NoProgress, RefusedCheckpoint) as reason:
+                print(f"{how}; not restarted: {reason}", file=sys.stderr, flush=True)
+                # A disk that has gone may come back: that is no reason to give the run up.
+                return WorldEnd(UNRECOVERABLE, end.failure, at=end.at) if isinstance(reason, NoProgress) else end
+            if start.attempt >= self._max_restarts:
+                print(f"{how}; not restarted: --max-restarts {self._max_restarts}", file=sys.stderr, flush=True)
+                return end
+            start = following
+            resumes = start.step > 0
+            if not resumes:
+                set_aside(self._run_dir, self._record / f"attempt-{start.attempt - 1}")
+            place = f"from step {start.step}" if resumes else "from the beginning"
+            if start.skipped:
+                place += f", passing over step {', '.join(map(str, start.skipped))}"
+            seconds = time.monotonic() - end.at
+            print(
+                f"{how}; restart {start.attempt} of {self._max_restarts} {place}, {seconds:.1f} s after the failure",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _has_ended_since(self, start: Start) -> bool:
+        """True if the run was over before a rank failed, in its last moments."""
+        recorded = read_end(self._run_dir)
+        return recorded is not None and recorded.time >= start.time
+
+    def close(self) -> None:
+        self._imports.close()
+
+    def _attempt(self, start: Start, requests: Requests, resume: bool) -> WorldEnd:
+        evidence = record_start(self._record, start)
+        arguments = [*self._arguments, *_option(resume)]
+        return run_world(self._imports.starter(), self._num_ranks, arguments, requests, evidence, start.environment())
+
+
+def _option(resume: bool) -> list[str]:
+    return ["--resume"] if resume else []

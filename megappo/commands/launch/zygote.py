@@ -1,0 +1,104 @@
+"""The process from which ranks are forked: `python -m megappo.commands.launch.zygote SOCKET LAUNCHER PROGRAM MODULE...`.
+
+Started by `processes.ForkedProcesses`. It imports the modules once and then does nothing but fork and report. A rank of it runs
+`python -m PROGRAM`; it starts in milliseconds with all imports done, also after a failure, where imports are what a restart waits
+for. It starts no thread and opens no GPU, as neither survives a fork; if an import has, it says so and forks nothing.
+
+Messages (JSON, one per packet): {"unfit": reason or null}; then for {"environment", "arguments"} {"started": pid}; and {"pid",
+"code"} at the end of each rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.runtime.garbage import freeze_imports
+from megappo.runtime.helpers import end_with
+from megappo.runtime.quiet import quiet_libraries
+
+LONGEST_REQUEST = 1 << 20  # bytes: a command line and a few variables
+
+
+def reason_not_to_fork() -> str | None:
+    """Reason why a fork of this process might hang or fail; None if there is none."""
+    if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
+        return f"its imports have started {threads - 1} threads"
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one of this listing
+            if (device := os.readlink(descriptor)).startswith("/dev/nvidia"):
+                return f"its imports have opened {device}"
+    return None
+
+
+def serve(connection: socket.socket) -> list[str] | None:
+    """Fork a rank for every request. Returns its arguments in the rank, and None here once the launcher is gone."""
+    wake, write = os.pipe()
+    for end in (wake, write):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        readable, _, _ = select.select([connection, wake], [], [])
+        with contextlib.suppress(BlockingIOError):
+            os.read(wake, 4096)
+        _report_ends(connection)
+        if connection not in readable:
+            continue
+        message = connection.recv(LONGEST_REQUEST)
+        if not message:
+            return None
+        request = json.loads(message)
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for descriptor in (wake, write, connection.detach()):
+                os.close(descriptor)
+            os.environ.update(request["environment"])
+            return request["arguments"]
+        connection.send(json.dumps({"started": pid}).encode())
+
+
+def _report_ends(connection: socket.socket) -> None:
+    with contextlib.suppress(ChildProcessError):  # there is none
+        while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+            pid, status = ended
+            with contextlib.suppress(BrokenPipeError):  # the launcher is gone
+                connection.send(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def main(descriptor: int, launcher: int, program: str, modules: Sequence[str]) -> int:
+    """Exit code of the process that forks; a rank ends as its program does."""
+    end_with(launcher)
+    quiet_libraries()
+    for name in modules:
+        importlib.import_module(name)
+    freeze_imports()  # what a rank's collector does not visit, stays shared memory
+    connection = socket.socket(fileno=descriptor)
+    unfit = reason_not_to_fork()
+    connection.send(json.dumps({"unfit": unfit}).encode())
+    arguments = serve(connection) if unfit is None else None
+    if arguments is None:
+        return 0
+    import numpy
+
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"megappo rank {os.environ['RANK']}", encoding="ascii")  # as ps shows it
+    numpy.random.seed()  # all forks have the same state; Python's own generator does this by itself
+    sys.argv = [program, *arguments]
+    runpy.run_module(program, run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]))

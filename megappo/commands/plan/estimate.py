@@ -1,0 +1,487 @@
+"""The plan of a run as a value: layouts, memory of every role and stage, rollout replicas, and what does not fit.
+
+`report.py` prints it. Memory that is certain (weights, gradients, optimizer, KV cache) can refuse a run; the estimate of
+activations only warns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import ceil, floor
+from typing import Literal
+
+from megappo.commands.plan.activations import micro_batch_bytes
+from megappo.commands.plan.fsdp2 import count_own_parameters, inputs_away, score_bytes, sharded_memory
+from megappo.commands.plan.memory import (
+    GIB,
+    ITEMSIZE,
+    Counter,
+    Moment,
+    ParameterCount,
+    RoleMemory,
+    RolloutMemory,
+    count_parameters,
+    fullest_moment,
+    role_memory,
+    rollout_memory,
+    with_average,
+)
+from megappo.commands.plan.own_activations import OwnPasses
+from megappo.commands.plan.reserve import reserve_bytes
+from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic, text_arithmetic, update_schedule
+from megappo.config.checks import Device
+from megappo.config.errors import ConfigError, problem
+from megappo.config.evaluations import evaluation_sets
+from megappo.config.layout_checks import placements_in_use, scores_with_model, trained_sections, value_head_of
+from megappo.config.role_sections import TrainableConfig
+from megappo.config.schema import TrainConfig
+from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_of
+from megappo.models.lora import adapted_modules, tensors_to_adapt
+from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.placement import Placement, placement_of
+from megappo.rollout.types import SamplingParams
+from megappo.rollout.vllm_options import CPU_KV_CACHE_GIB
+from megappo.telemetry.tables import gib
+from megappo.trainer.roles import critic_reads, policy_reads
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and memory of a run. memory[role][stage]: one rank of the stage. device_memory: bytes, None if unknown.
+    reserve: of a rank, for the CUDA context and NCCL.
+    """
+
+    config: TrainConfig
+    archs: Mapping[str, ModelArch]
+    layouts: Mapping[str, ParallelLayout]
+    world_size: int
+    device: Device
+    device_memory: int | None
+    step: StepArithmetic
+    micro_batches: Mapping[str, int]
+    memory: Mapping[str, tuple[RoleMemory, ...]]
+    rollout: RolloutMemory | None
+    reserve: int = 0
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def replicas(self) -> int:
+        """vLLM replicas, or the data-parallel ranks of the policy that generate; 0 if nobody does."""
+        if not self.samples:
+            return 0
+        if self.rollout is None:
+            return self.layouts["policy"].dp
+        return len(self.placements["rollout"]) // self.config.rollout.tp
+
+    @property
+    def samples(self) -> bool:
+        """True if the policy samples; a critic may train on trajectories that another run recorded."""
+        return "policy" in self.layouts
+
+    @cached_property
+    def placements(self) -> Mapping[str, Placement]:
+        """Ranks of every role and of `rollout`."""
+        return {name: placement_of(ranks, self.world_size) for name, ranks in placements_in_use(self.config).items()}
+
+    def roles_on(self, rank: int) -> list[str]:
+        """Roles that live on a rank of the world."""
+        return [role for role in self.layouts if rank in self.placements[role]]
+
+    def generates(self, rank: int) -> bool:
+        """True if vLLM is on this rank."""
+        return self.rollout is not None and rank in self.placements["rollout"]
+
+    def distinct_ranks(self) -> list[int]:
+        """The first rank of each combination of stages, and some others: those between hold as much as the one before them."""
+        # Stages and placements are runs of neighbouring ranks: a combination begins where one of a role begins or ends.
+        begins = {
+            self.placements[role].rank_of(layout.rank_of(pp=stage))
+            for role, layout in self.layouts.items()
+            for stage in range(layout.pp)
+        }
+        for placement in (one for one in self.placements.values() if not one.is_whole):
+            begins |= {rank for rank in placement.ranks if rank - 1 not in placement}
+            begins |= {rank + 1 for rank in placement.ranks if rank + 1 not in placement} - {self.world_size}
+        return sorted(begins)
+
+    def stage(self, role: str, rank: int) -> RoleMemory:
+        """Memory of a role on one of its ranks of the world."""
+        return self.memory[role][self.layouts[role].coordinates(self.placements[role].position_of(rank)).pp]
+
+    def rollout_bytes(self, moment: Moment = "generate") -> int:
+        """Bytes of vLLM on one of its ranks: all while it generates, those that do not sleep (`rollout.sleep`) at other moments."""
+        return self.rollout.held(moment, self.config.rollout.sleep) if self.rollout is not None else 0
+
+    def trainer_at_rest(self, rank: int) -> int:
+        """Bytes of one rank beside vLLM while no role works: also when vLLM starts."""
+        return self.reserve + sum(self.stage(role, rank).resident for role in self.roles_on(rank))
+
+    def certain(self, rank: int) -> int:
+        """Bytes of one rank without activations, in its fullest moment."""
+        pushed = [self.stage(role, rank).saving for role in self._beside_sampler(rank)]
+        return self._fullest(rank, [m.offloaded + m.offloaded_optimizer for m in self._roles(rank)], pushed)
+
+    def peak(self, rank: int) -> int:
+        """Bytes of one rank in its fullest moment, with the estimate of activations."""
+        pushed = [beside_sampler(self.config, role, self.stage(role, rank)) for role in self._beside_sampler(rank)]
+        return self._fullest(rank, [m.active for m in self._roles(rank)], pushed)
+
+    def _roles(self, rank: int) -> list[RoleMemory]:
+        return [self.stage(role, rank) for role in self.roles_on(rank)]
+
+    def _beside_sampler(self, rank: int) -> list[str]:
+        here = self.roles_on(rank)
+        return [role for role in roles_beside_sampler(self.config) if role in here]
+
+    def _fullest(self, rank: int, training: Sequence[int], pushed: Sequence[int]) -> int:
+        """training: bytes that a role needs on top of what rests, in its fullest moment of stages 3 to 6, for each role. pushed:
+        the same after a push."""
+        work = max(training, default=0), max(pushed, default=0)
+        rollout = self.rollout if self.generates(rank) else None
+        return fullest_moment(self.trainer_at_rest(rank), *work, rollout, self.config.rollout.sleep)
+
+    def host_memory(self, rank: int) -> int:
+        """Host memory of one rank that the offloaded parts of all roles take while none of them works."""
+        return sum(memory.host_memory for memory in self._roles(rank))
+
+    def snapshot_memory(self, rank: int) -> int:
+        """Host memory of one rank for the copy that an asynchronous save writes from; kept from the first save on."""
+        if not self.config.checkpoint.asynchronous:
+            return 0
+        roles = [self.stage(role, rank) for role in self.roles_on(rank) if role in trained_sections(self.config)]
+        written = sum(m.written_weights if self.config.checkpoint.save_only_model else m.written for m in roles)
+        refreshed = "reference" in self.roles_on(rank) and self.config.reference.refreshes
+        return written + (-(-self.stage("reference", rank).weights // self._copies("reference")) if refreshed else 0)
+
+    def _copies(self, role: str) -> int:
+        """Ranks that share the writing of the same weights of a frozen role."""
+        layout = self.layouts[role]
+        return 1 if getattr(self.config, role).engine == "fsdp2" else layout.dp * layout.cp
+
+    def fullest_rank(self) -> int:
+        return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))
+
+
+def roles_beside_sampler(config: TrainConfig) -> list[str]:
+    """Roles that work while vLLM's pushed weights are awake: those that a checkpoint saves, and a reward model in evaluations."""
+    evaluates = scores_with_model(config) and bool(evaluation_sets(config))
+    return [*trained_sections(config), *(["reward_model"] if evaluates else [])]
+
+
+def beside_sampler(config: TrainConfig, role: str, memory: RoleMemory) -> int:
+    """Bytes that such a role then adds on the device."""
+    return memory.saving if role in trained_sections(config) else memory.inferring
+
+
+def make_plan(
+    config: TrainConfig,
+    archs: Mapping[str, ModelArch],
+    layouts: Mapping[str, ParallelLayout],
+    world_size: int,
+    device: Device,
+    device_memory: int | None = None,
+    counter: Counter = count_parameters,
+) -> Plan:
+    """Plan and check. ConfigError if the run cannot fit into `device_memory` (bytes) whatever its activations are."""
+    plan = work_out(config, archs, layouts, world_size, device, device_memory, counter)
+    check_kv_cache(plan)
+    plan = _check_fit(plan)
+    check_rollout_start(plan)
+    return plan
+
+
+def work_out(
+    config: TrainConfig,
+    archs: Mapping[str, ModelArch],
+    layouts: Mapping[str, ParallelLayout],
+    world_size: int,
+    device: Device,
+    device_memory: int | None = None,
+    counter: Counter = count_parameters,
+) -> Plan:
+    """As `make_plan`, whether it fits or not."""
+    step = step_arithmetic(config)
+    micro_batches = {role: _micro_batches(config, role, layout, step) for role, layout in layouts.items()}
+    memory = {
+        role: tuple(
+            _stage_memory(config, role, archs[role], layout, stage, micro_batches[role], step, device, counter)
+            for stage in range(layout.pp)
+        )
+        for role, layout in layouts.items()
+    }
+    by_vllm = config.rollout.engine == "vllm" and "policy" in layouts
+    rollout = _rollout(config, archs["policy"], device, device_memory) if by_vllm else None
+    plan = Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout)
+    return replace(plan, reserve=_reserve(plan)) if device == "cuda" else plan
+
+
+def _reserve(plan: Plan) -> int:
+    """Of the rank with most communicators."""
+
+    def of_rank(rank: int) -> int:
+        of_roles = [(plan.layouts[role], plan.archs[role].moe is not None) for role in plan.roles_on(rank)]
+        return reserve_bytes(of_roles, plan.world_size, plan.config.rollout.tp if plan.generates(rank) else 1)
+
+    return max(map(of_rank, plan.distinct_ranks()))
+
+
+def memory_of_stage(
+    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stage: int, device: Device, counter: Counter
+) -> RoleMemory:
+    """Of one rank of a stage, as in the plan of this configuration, for those that ask about one role at a time."""
+    step = step_arithmetic(config)
+    return _stage_memory(config, role, arch, layout, stage, _micro_batches(config, role, layout, step), step, device, counter)
+
+
+def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: int | None) -> RolloutMemory:
+    """Of one rank of vLLM, as in the plan of this configuration."""
+    return _rollout(config, arch, device, device_memory)
+
+
+def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
+    """Sequences of a data-parallel rank in one pass: of a mini-batch, or of the whole step for a frozen role."""
+    return _each(samples_of_pass(config, role, step), layout)
+
+
+def samples_of_pass(config: TrainConfig, role: str, step: StepArithmetic) -> int:
+    """Samples of a mini-batch for a role that trains, of the whole step for a frozen one."""
+    return update_schedule(config, role).mini_batch_size if role in trained_sections(config) else step.samples
+
+
+def _each(samples: int, layout: ParallelLayout) -> int:
+    return -(-samples // layout.dp)
+
+
+def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
+    """Micro-batches of such a pass when every sequence, and every text, is at its longest."""
+    texts = text_arithmetic(config, role)
+    sequences = _sequences(config, role, layout, step) + _each(texts.count, layout)
+    longest = max(step.max_sequence_tokens, texts.max_tokens)
+    return micro_batches_bound(sequences, longest, getattr(config, role).micro_batch_tokens)
+
+
+def _full_micro_batch(budget: int, total: int, longest: int, layout: ParallelLayout) -> int:
+    """Tokens of a micro-batch that is as full as it gets, of a pass of `total` tokens. Context parallel pads every sequence to a
+    multiple of 2 cp."""
+    tokens = min(max(budget, longest), total)
+    if layout.cp == 1:
+        return tokens
+    padding = -longest % (2 * layout.cp)
+    return tokens + -(-tokens // longest) * padding
+
+
+def _stage_memory(
+    config: TrainConfig,
+    role: str,
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    micro_batches: int,
+    step: StepArithmetic,
+    device: Device,
+    counter: Counter,
+) -> RoleMemory:
+    settings, texts = getattr(config, role), text_arithmetic(config, role)
+    longest = max(step.max_sequence_tokens, texts.max_tokens)
+
+    def full(sequences: int, longest: int, texts_tokens: int = 0) -> int:
+        total = sequences * step.max_sequence_tokens + texts_tokens
+        return _full_micro_batch(settings.micro_batch_tokens, total, longest, layout)
+
+    # Log-probs and values are of the whole step, and of no text.
+    tokens = full(_sequences(config, role, layout, step), longest, _each(texts.count, layout) * texts.max_tokens)
+    forward_tokens = full(_each(step.samples, layout), step.max_sequence_tokens)
+    count = counter if settings.engine == "megatron" else count_own_parameters
+    common = {
+        "dtype": settings.dtype,
+        "micro_batch_tokens": tokens,
+        "forward_tokens": forward_tokens,
+        "num_micro_batches": micro_batches,
+        "value_head": value_head_of(settings) is not None,
+        "fused": device == "cuda",
+        "values": values_read(config, role),
+        "counter": count,
+    }
+    trained = isinstance(settings, TrainableConfig)
+    frozen = frozen_of(settings, arch, value_head=value_head_of(settings) is not None)
+    away = (settings.offload.parameters and device == "cuda", False, False)
+    if isinstance(settings, TrainableConfig):
+        away = (away[0], settings.offload.gradients, settings.offload.optimizer and device == "cuda")
+        memory = role_memory(
+            arch,
+            layout,
+            stage,
+            trained=True,
+            distributed_optimizer=settings.optimizer.distributed,
+            recompute=settings.recompute,
+            offload=away,
+            steps=update_schedule(config, role).optimizer_steps(step.samples),
+            adam_buffers=device == "cuda" and config.model.impl == "local",
+            lora=settings.lora,
+            frozen=frozen if settings.engine == "megatron" else frozenset(),  # sharded below, by transformers' parameters
+            **common,
+        )
+    else:
+        memory = role_memory(arch, layout, stage, trained=False, offload=away, **common)
+    if settings.engine == "megatron":
+        return _with_average(config, role, memory, count(arch, layout, stage), layout, device)
+    itemsize, value_head = ITEMSIZE[settings.dtype], value_head_of(settings) is not None
+    lora = settings.lora if isinstance(settings, TrainableConfig) else None
+    recompute = settings.recompute if isinstance(settings, TrainableConfig) else "none"
+    forward = score_bytes(arch, forward_tokens, step.max_sequence_tokens, itemsize, recompute)
+    training = score_bytes(arch, tokens, longest, itemsize, recompute)
+    how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora, "frozen": frozen}
+    if isinstance(settings, TrainableConfig):
+        how["accumulates"] = settings.reduce_once and micro_batches > 1
+        if settings.offload_activations and device == "cuda":
+            how["inputs_on_host"] = inputs_away(arch, layout, tokens, itemsize)
+    if not arch.own:
+        adapted = None
+        if lora is not None:
+            names = adapted_modules(tensors_to_adapt(arch), lora.targets)
+            adapted = frozenset(name.rpartition(".")[2] for name in names)
+        read_forward, read = values_read(config, role)
+        how["passes"] = OwnPasses(
+            tokens=-(-tokens // layout.cp),
+            forward_tokens=-(-forward_tokens // layout.cp),
+            recompute=recompute,
+            device=device,
+            batch=micro_batch_bytes(layout, tokens, read),
+            forward_batch=micro_batch_bytes(layout, forward_tokens, read_forward),
+            value_head=value_head,
+            adapted=adapted,
+            rank=0 if lora is None else lora.rank,
+        )
+    memory = sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
+    return _with_average(config, role, memory, None, layout, device)
+
+
+def _with_average(
+    config: TrainConfig, role: str, memory: RoleMemory, count: ParameterCount | None, layout: ParallelLayout, device: Device
+) -> RoleMemory:
+    """With the average of the policy's weights, if there is one. count: as in `memory.with_average`."""
+    if role != "policy" or config.policy.ema is None:
+        return memory
+    on_device = config.policy.ema.keep_on == "device" or device == "cpu"  # whose memory is the host's
+    return with_average(memory, count, layout, on_device=on_device, swaps=config.trainer.evaluate_with == "ema")
+
+
+def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
+    """Numbers of a token that a role's passes read, without and with gradients: kept ids, fields of losses."""
+    if value_head_of(getattr(config, role)) is not None:
+        return 0, len(critic_reads(role))
+    s = config.rollout.sampling
+    sampling = SamplingParams(config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_kept=s.replay_kept_tokens)
+    return sampling.kept_width, sampling.kept_width + len(policy_reads(config.algorithm))
+
+
+def rollout_dtype(config: TrainConfig) -> Literal["bf16", "fp32"]:
+    """Of vLLM's weights and cache."""
+    return config.policy.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+
+
+def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: int | None) -> RolloutMemory:
+    rollout, dtype = config.rollout, rollout_dtype(config)
+    cache_gib = CPU_KV_CACHE_GIB if rollout.kv_cache_gib is None and device == "cpu" else rollout.kv_cache_gib
+    return rollout_memory(arch, rollout.tp, ITEMSIZE[dtype], cache_gib, rollout.memory_share, device_memory)
+
+
+def sequences_at_once(plan: Plan) -> int:
+    """Sequences that one vLLM replica decodes together at most."""
+    return min(plan.config.rollout.max_num_seqs, sequences_of_replica(plan.step.samples, plan.replicas))
+
+
+def sequences_of_replica(samples: int, replicas: int) -> int:
+    """Sequences of a step that the fullest replica generates."""
+    return -(-samples // replicas)
+
+
+def check_kv_cache(plan: Plan) -> None:
+    """Raise ConfigError if vLLM would refuse to start because its cache cannot hold one sequence at its longest."""
+    rollout = plan.rollout
+    longest = plan.step.max_sequence_tokens
+    if rollout is None or rollout.holds_sequence(longest):
+        return
+    needed = longest * rollout.kv_bytes_per_token
+    config = plan.config.rollout
+    sequence = f"one sequence of {longest} tokens needs {gib(needed)} GiB"
+    if config.kv_cache_gib is not None or plan.device == "cpu":
+        on_cpu = f" (null is {CPU_KV_CACHE_GIB} on a CPU)" if config.kv_cache_gib is None else ""
+        gpu = "; --gpu-memory-gib plans for GPUs" if plan.device == "cpu" and plan.config.run.device == "auto" else ""
+        fix = f"{sequence} of KV cache{on_cpu}; use at least {gib(needed * 1.01)}, or shorter sequences{gpu}"
+        raise ConfigError(problem("rollout.kv_cache_gib", config.kv_cache_gib, fix))
+    assert plan.device_memory is not None
+    least = ceil(100 * (rollout.weights + needed) / plan.device_memory) / 100
+    fix = f"use at least {least:.2f}, or raise rollout.tp" if least < 1 else "raise rollout.tp, or use larger GPUs"
+    raise ConfigError(
+        problem(
+            "rollout.memory_share",
+            config.memory_share,
+            f"of {gib(plan.device_memory)} GiB must hold vLLM's weights ({gib(rollout.weights)} GiB), and {sequence} "
+            f"of KV cache on top; {fix}",
+        )
+    )
+
+
+def check_rollout_start(plan: Plan) -> None:
+    """Raise ConfigError if vLLM would refuse to start: it wants its share of the whole device, free at that moment."""
+    if plan.rollout is None or plan.device_memory is None or plan.device == "cpu":
+        return
+    config, have = plan.config.rollout, plan.device_memory
+    generating = [rank for rank in plan.distinct_ranks() if plan.generates(rank)]
+    rank = max(generating, key=lambda rank: (plan.trainer_at_rest(rank), -rank))
+    held = plan.trainer_at_rest(rank)
+    if config.kv_cache_gib is not None or held + config.memory_share * have <= have:
+        return
+    most = floor(100 * (1 - held / have)) / 100
+    fix = f"use at most {most:.2f}, or offload more" if most > 0 else "offload more, or use larger GPUs"
+    raise ConfigError(
+        problem(
+            "rollout.memory_share",
+            config.memory_share,
+            f"of {gib(have)} GiB must be free when vLLM starts, and rank {rank} then holds {gib(held)} GiB; {fix}",
+        )
+    )
+
+
+def _check_fit(plan: Plan) -> Plan:
+    if plan.device_memory is None:
+        return plan
+    rank = plan.fullest_rank()
+    certain, peak, have = plan.certain(rank), plan.peak(rank), plan.device_memory
+    if certain > have:
+        raise ConfigError(
+            f"rank {rank} needs {gib(certain)} GiB for weights, gradients, optimizer, rollout and reserve and has {gib(have)} GiB; "
+            + ", or ".join(_ways_to_fit(plan, rank))
+        )
+    if peak <= have:
+        return plan
+    warning = (
+        f"rank {rank} may run out of memory: {gib(peak)} GiB with activations (an estimate), {gib(have)} GiB there; "
+        "the table of phases says what would relieve it"
+    )
+    return replace(plan, warnings=(warning,))
+
+
+def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
+    """Fixes that lower the certain part: sizes of the largest role on this rank, offload that is not on yet, a smaller cache."""
+    here = plan.roles_on(rank)
+    if not here:
+        yield "raise rollout.tp"
+        return
+    role = max(here, key=lambda role: plan.stage(role, rank).held)
+    yield f"raise {role}.parallel.tp or .pp" + (" or .ep" if plan.archs[role].moe is not None else "")
+    resting = max(here, key=lambda role: plan.stage(role, rank).resident)
+    offload = getattr(plan.config, resting).offload
+    off = [what for what in type(offload).model_fields if not getattr(offload, what)]
+    if off and plan.device == "cuda" and (len(here) > 1 or plan.generates(rank)):
+        yield f"set {resting}.offload.{off[-1]}=true"
+    if plan.generates(rank):
+        yield "lower " + ("rollout.memory_share" if plan.config.rollout.kv_cache_gib is None else "rollout.kv_cache_gib")
+
+
+def bytes_of_gib(value: float | None) -> int | None:
+    return None if value is None else int(value * GIB)

@@ -1,0 +1,232 @@
+"""Memory of one rank of a role under FSDP2, from the shapes of its shards.
+
+Weights, gradients and moments are exact; gathered layers are counted by what FSDP2 holds at once, and activations are estimated as
+Megatron-core's, with the same recomputation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from megappo.commands.plan.activations import FP32, Recompute, sequence_shards
+from megappo.commands.plan.memory import ParameterCount, RoleMemory
+from megappo.commands.plan.own_activations import Gathered, OwnPasses, forward_peak, training_peak
+from megappo.config.role_sections import LoraConfig
+from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_whole
+from megappo.models.int8_linear import SCALE_BYTES, most_blocks
+from megappo.models.lora import adapted_of, int8_modules, shapes_beside_base
+from megappo.models.lora_shards import adapter_cuts
+from megappo.models.row_shards import layer_prefix, shard_box, shards_of
+from megappo.models.weight_map import EMBEDDING, OUTPUT, VALUE_HEAD, hf_cuts
+from megappo.models.weight_rules import Cut
+from megappo.parallel.layout import ParallelLayout
+
+
+def count_own_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
+    """Count the parameters of transformers' class on one tp rank, not sharded, as a `memory.Counter`."""
+    sizes = _sizes(arch, ParallelLayout(layout.tp, tp=layout.tp), value_head)
+    return ParameterCount(sum(sizes.values()), 0, sizes.get(VALUE_HEAD, 0))
+
+
+def count_own_unfrozen(
+    arch: ModelArch, layout: ParallelLayout, stage: int, frozen: frozenset[str], count: ParameterCount, value_head: bool
+) -> ParameterCount:
+    """Parameters of `count_own_parameters` that are not frozen, as `memory.count_unfrozen`."""
+    sizes = _sizes(arch, ParallelLayout(layout.tp, tp=layout.tp), value_head)
+    away = sum(sizes[name] for name in frozen_whole(arch, frozen, value_head=value_head))
+    return ParameterCount(count.dense - away, count.experts, count.fp32)
+
+
+def _sizes(arch: ModelArch, layout: ParallelLayout, value_head: bool) -> dict[str, int]:
+    """Parameter -> numbers of its shard on the first rank, which is the fullest."""
+    return {name: prod(shape) for name, (_, shape) in shards_of(arch, layout, 0, value_head).items()}
+
+
+def score_bytes(arch: ModelArch, tokens: int, longest: int, itemsize: int, recompute: Recompute) -> tuple[int, int]:
+    """(bytes in a pass without gradients, in a training pass) of attention whose scores are in memory; (0, 0) for other models.
+
+    tokens: of a micro-batch, in sequences of `longest` tokens. Windows save nothing: the scores are of all pairs.
+    """
+    if not arch.keeps_scores:
+        return 0, 0
+    pairs = arch.num_heads * tokens * longest
+    working = 3 * pairs * FP32  # scores, capped or masked ones, their softmax
+    kept = pairs * (FP32 + itemsize)  # the softmax, and its rounding for the product with the values
+    return working + pairs * itemsize, working + kept * (arch.num_layers if recompute == "none" else 1)
+
+
+def inputs_away(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int) -> int:
+    """Bytes of a rank's inputs of layers that wait in host memory, of a micro-batch of `tokens` over its cp ranks: all but one."""
+    return -(-tokens // layout.cp) * (arch.num_layers - 1) * (arch.hidden_size // sequence_shards(layout)) * itemsize
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """Shards of the fullest rank, and what it gathers of its tp rank. Names: of Hugging Face tensors and adapters.
+
+    held, moving: numbers of all parameters, and of those that train. weights: bytes of the shards. read: bytes of the largest
+    weight that a product makes of one in 8 bits. root, layer: bytes of the root's group and of the largest layer's, gathered.
+    moving_gathered: parameter that trains -> numbers, gathered.
+    """
+
+    held: int
+    moving: int
+    weights: int
+    read: int
+    root: int
+    layer: int
+    moving_gathered: Mapping[str, int]
+
+
+def _shards_of(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    itemsize: int,
+    *,
+    trained: bool,
+    value_head: bool,
+    lora: LoraConfig | None,
+    frozen: frozenset[str],
+) -> _Shards:
+    """Arguments as of `sharded_memory`."""
+    still = frozen_whole(arch, frozen, value_head=value_head)
+    of_adapters = {} if lora is None else shapes_beside_base(arch, lora, value_head)
+    cuts = adapter_cuts(arch, adapted_of(of_adapters))
+
+    def sizes(over: ParallelLayout) -> tuple[dict[str, int], dict[str, int]]:
+        """(all parameters, those that train) -> numbers of their shards on the first rank, which is the fullest."""
+        base = _sizes(arch, over, value_head)
+        boxes = {name: shard_box(shape, cuts.get(name, Cut(None)), over, 0) for name, shape in of_adapters.items()}
+        beside = {name: box.area for name, box in boxes.items() if box is not None}
+        everything = {**base, **beside}
+        trains = beside if lora is not None else {name: size for name, size in everything.items() if name not in still}
+        return everything, trains if trained else {}
+
+    int8 = _rows_in_8_bits(arch, layout, lora)
+
+    def in_bytes(numbers: Mapping[str, int]) -> dict[str, int]:
+        """Of tensors in the type of computation, those in 8 bits with their scales, of two bytes."""
+        return {
+            name: size * itemsize if name not in int8 else size + SCALE_BYTES * (size // int8[name][0]) * int8[name][1]
+            for name, size in numbers.items()
+        }
+
+    (of_rank, moving_of_rank), (gathered, moving_gathered) = sizes(layout), sizes(ParallelLayout(layout.tp, tp=layout.tp))
+    moving = sum(moving_of_rank.values())
+    still_in_bytes = in_bytes({name: size for name, size in of_rank.items() if name not in moving_of_rank})
+    root, layer = _in_groups(in_bytes(gathered))
+    return _Shards(
+        held=sum(of_rank.values()),
+        moving=moving,
+        weights=moving * FP32 + sum(still_in_bytes.values()),  # what trains is fp32, and rounded as it is gathered
+        read=max((gathered[name] for name in int8), default=0) * itemsize,
+        root=root,
+        layer=layer,
+        moving_gathered=moving_gathered,
+    )
+
+
+def _rows_in_8_bits(arch: ModelArch, layout: ParallelLayout, lora: LoraConfig | None) -> dict[str, tuple[int, int]]:
+    """Weight in 8 bits -> (columns of the whole weight over the tp ranks that cut its rows, scales of such a row at most)."""
+    columns = {f"{name}.weight": width for name, (_, width) in int8_modules(arch, lora).items()}
+    over_tp = hf_cuts(arch) if columns else {}
+    parts = {name: layout.tp if over_tp[name].dim == 1 else 1 for name in columns}
+    return {name: (width // parts[name], most_blocks(width, parts[name])) for name, width in columns.items()}
+
+
+def _in_groups(whole: Mapping[str, int]) -> tuple[int, int]:
+    """Totals of the root's group and of the largest layer's on one tp rank, while they are gathered."""
+    by_layer: Counter[str] = Counter()
+    for name, size in whole.items():
+        by_layer[layer_prefix(name)] += size
+    root = by_layer.pop("", 0)
+    return root, max(by_layer.values(), default=0)
+
+
+def _peaks(
+    unsharded: RoleMemory,
+    arch: ModelArch,
+    layout: ParallelLayout,
+    itemsize: int,
+    shards: _Shards,
+    scores: tuple[int, int],
+    passes: OwnPasses | None,
+    trained: bool,
+    value_head: bool,
+) -> tuple[int, int]:
+    """Bytes of activations with what is gathered beside them: in a pass without gradients, and in a training pass if it is
+    trained. Arguments as of `sharded_memory`."""
+    moving_root, moving_layer = _in_groups(shards.moving_gathered)
+    if passes is None:
+        # The root's group stays gathered, and of the layers the one at work and the next.
+        gathered = shards.root + 2 * shards.layer
+        # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
+        gradients = (moving_root + moving_layer) * (itemsize + FP32)
+        return unsharded.forward + scores[0] + gathered, unsharded.activations + scores[1] + gathered + gradients
+    projection = EMBEDDING if arch.tied_embeddings else OUTPUT
+    in_layers = [size for name, size in shards.moving_gathered.items() if layer_prefix(name)]
+    whole = Gathered(
+        shards.root,
+        shards.layer,
+        moving_root * itemsize,
+        0 if value_head else shards.moving_gathered.get(projection, 0) * itemsize,
+        max(in_layers, default=0) * itemsize,
+        moving_root * FP32,
+        moving_layer * FP32,
+        layout.dp * layout.cp,
+    )
+    forward = forward_peak(arch, layout, itemsize, passes, whole)
+    return forward, training_peak(arch, layout, itemsize, passes, whole) if trained else forward
+
+
+def sharded_memory(
+    unsharded: RoleMemory,
+    arch: ModelArch,
+    layout: ParallelLayout,
+    itemsize: int,
+    *,
+    trained: bool,
+    value_head: bool,
+    offload: tuple[bool, bool, bool],
+    lora: LoraConfig | None = None,
+    frozen: frozenset[str] = frozenset(),
+    scores: tuple[int, int] = (0, 0),
+    accumulates: bool = False,
+    inputs_on_host: int = 0,
+    passes: OwnPasses | None = None,
+) -> RoleMemory:
+    """The memory of a rank with whole weights (`role_memory`), with the shards of the fullest rank of `layout` in their place.
+
+    itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer. lora: adapters on a frozen base. frozen:
+    Hugging Face names of weights that do not train. scores: of `score_bytes`.
+    accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
+    inputs_on_host: of `inputs_away`. passes: of a dense model of a family, whose activations are then those of
+    `own_activations.py`, in place of Megatron's in `unsharded`.
+    """
+    shards = _shards_of(arch, layout, itemsize, trained=trained, value_head=value_head, lora=lora, frozen=frozen)
+    forward, activations = _peaks(unsharded, arch, layout, itemsize, shards, scores, passes, trained, value_head)
+    waiting = sum(shards.moving_gathered.values()) * FP32 if accumulates else 0
+    weights, moving = shards.weights, shards.moving
+    gradients, optimizer = moving * FP32, 2 * moving * FP32
+    saved = weights if frozen else moving * FP32  # of adapters not their base
+    parameters_away, gradients_away, optimizer_away = offload
+    return replace(
+        unsharded,
+        parameters=shards.held,
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations - inputs_on_host + shards.read + waiting,
+        inputs_on_host=inputs_on_host,
+        forward=forward + shards.read,
+        offloaded=weights * parameters_away + gradients * gradients_away,
+        offloaded_weights=weights * parameters_away,
+        offloaded_optimizer=optimizer * optimizer_away,
+        step_buffers=moving * FP32,  # AdamW's foreach holds the roots of all second moments at once
+        written=saved + optimizer,
+        written_weights=saved,
+    )

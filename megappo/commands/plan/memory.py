@@ -1,0 +1,365 @@
+"""Memory of one rank, role by role, from the shapes of its parameters.
+
+Weights, gradients and optimizer state are exact counts of what Megatron-core allocates; activations are an estimate
+(`activations.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Counted
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Literal, Protocol
+
+from megappo.commands.plan.activations import FP32, Recompute, activation_bytes, forward_bytes, micro_batch_bytes
+from megappo.config.role_sections import LoraConfig
+from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_on_rank
+from megappo.models.int8_linear import SCALE_BYTES
+from megappo.models.lora import adapted_modules, int8_modules, tensors_to_adapt
+from megappo.models.lora_shards import adapter_numel, int8_linears
+from megappo.models.row_shards import layer_prefix
+from megappo.models.weight_map import LOCAL_VALUE_HEAD, hf_tensors, local_shapes
+from megappo.parallel.layout import ParallelLayout
+
+GIB = 1 << 30
+ITEMSIZE = {"bf16": 2, "fp32": 4}
+VLLM_VOCAB_MULTIPLE = 64  # rows of its embeddings; vLLM's DEFAULT_VOCAB_PADDING_SIZE
+EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
+
+Moment = Literal["generate", "train", "pushed"]
+"""Of a step, as vLLM sees it: stage 2, and stage 8 where it evaluates; stages 3 to 6; from the push to the next generation."""
+Targets = tuple[str, ...] | str
+"""Of adapters, see `config.role_sections.LoraConfig`."""
+Sleep = Literal["none", "cache", "all"]
+"""`rollout.sleep`: what of vLLM leaves the device while the models train."""
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Bytes of one rank of one role. `resident` stays while other roles work; `active` exists only while this role works.
+
+    forward: activations of a pass without gradients. offloaded: weights (offloaded_weights) and gradients that are off the device
+    while others work. offloaded_optimizer: state that is on the device from the first optimizer step of a phase to its end.
+    written, written_weights: this rank's share of a checkpoint, and of one without optimizer; none for a frozen role.
+    steps: optimizer steps of a phase. step_buffers: temporaries of such a step, when there are no activations. average: of the
+    policy's weights, on the device; average_on_host: on the host. inputs_on_host: of layers that are recomputed.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    forward: int
+    offloaded: int = 0
+    offloaded_weights: int = 0
+    offloaded_optimizer: int = 0
+    step_buffers: int = 0
+    steps: int = 1
+    written: int = 0
+    written_weights: int = 0
+    average: int = 0
+    average_on_host: int = 0
+    inputs_on_host: int = 0
+
+    @property
+    def held(self) -> int:
+        """Weights, gradients, optimizer and average, on the device or offloaded."""
+        return self.weights + self.gradients + self.optimizer + self.average
+
+    @property
+    def resident(self) -> int:
+        return self.held - self.offloaded - self.offloaded_optimizer
+
+    @property
+    def inferring(self) -> int:
+        """Added on the device by a pass without gradients."""
+        return self.offloaded_weights + self.forward
+
+    @property
+    def updating(self) -> int:
+        """Added on the device by forward and backward passes."""
+        # From the second pass on, the optimizer's state is on the device too.
+        return self.offloaded + self.activations + (self.offloaded_optimizer if self.steps > 1 else 0)
+
+    @property
+    def stepping(self) -> int:
+        """Added on the device by the optimizer step."""
+        return self.offloaded + self.offloaded_optimizer + self.step_buffers
+
+    @property
+    def saving(self) -> int:
+        """Added on the device while the checkpoint is written, from these tensors without a second copy."""
+        return self.offloaded_weights + self.offloaded_optimizer
+
+    @property
+    def active(self) -> int:
+        return max(self.inferring, self.updating, self.stepping)
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes of host memory while others work; gradients are freed, not copied."""
+        # Blocks of pinned memory that held inputs are kept for the next pass.
+        return self.offloaded_weights + self.offloaded_optimizer + self.inputs_on_host
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of one rank. fp32: the value head's, which are fp32 for any dtype; `dense` includes them."""
+
+    dense: int
+    experts: int
+    fp32: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+class Counter(Protocol):
+    """Counter of the parameters of a stage's rank, of a policy or (value_head) a critic."""
+
+    def __call__(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount: ...
+
+
+def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
+    """Count by the shapes of the weight maps (`weight_map.py`). All ranks of a stage hold equally many parameters."""
+    sizes = {name: prod(shape) for name, shape in local_shapes(arch, layout, layout.rank_of(pp=stage), value_head).items()}
+    experts = sum(size for name, size in sizes.items() if EXPERTS in name)
+    return ParameterCount(sum(sizes.values()) - experts, experts, sizes.get(LOCAL_VALUE_HEAD, 0))
+
+
+def role_memory(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    *,
+    dtype: Literal["bf16", "fp32"],
+    trained: bool,
+    micro_batch_tokens: int,
+    num_micro_batches: int,
+    forward_tokens: int | None = None,
+    value_head: bool = False,
+    distributed_optimizer: bool = True,
+    recompute: Recompute = "none",
+    offload: tuple[bool, bool, bool] = (False, False, False),
+    adam_buffers: bool = False,
+    fused: bool = False,
+    steps: int = 1,
+    values: tuple[int, int] | None = None,
+    lora: LoraConfig | None = None,
+    frozen: frozenset[str] = frozenset(),
+    counter: Counter = count_parameters,
+) -> RoleMemory:
+    """Memory of a rank of `stage`.
+
+    offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks; forward_tokens: the same for passes
+    without gradients, None if equal. adam_buffers: the optimizer is torch's AdamW on a GPU, which Megatron-core takes without
+    TransformerEngine and Apex. fused: SwiGLU is one kernel, as on a GPU. steps: optimizer steps of a phase. values: numbers per
+    token that a pass without gradients and a training pass read, for the bytes of the micro-batches; None leaves these out. lora:
+    of adapters that train, with a value head, on a frozen base. frozen: Hugging Face names of weights that do not train; their
+    activations are counted as if they did.
+    """
+    count = trains = counter(arch, layout, stage, value_head)
+    read = 0
+    itemsize = ITEMSIZE[dtype]
+    weights = saved = _weight_bytes(count, itemsize)
+    if lora is not None:
+        trains = count_trained(arch, layout, stage, lora, count)
+        saved = _weight_bytes(trains, itemsize)
+        weights += saved - count.fp32 * FP32  # the value head is in both
+        in_8_bits = () if arch.own else int8_linears(arch, layout, stage, int8_modules(arch, lora))
+        weights -= sum(numbers * (itemsize - 1) - scales * SCALE_BYTES for numbers, scales in in_8_bits)
+        read = max((numbers for numbers, _ in in_8_bits), default=0) * itemsize  # the weight that a product makes
+    elif frozen:
+        trains = count_unfrozen(arch, layout, stage, frozen, count, value_head)
+    gradients = trains.total * FP32 if trained else 0
+    optimizer = _optimizer_bytes(trains, itemsize, layout, distributed_optimizer) if trained else 0
+    tokens = -(-micro_batch_tokens // layout.cp)
+    pass_tokens = tokens if forward_tokens is None else -(-forward_tokens // layout.cp)
+    forward = forward_bytes(arch, layout, stage, pass_tokens, itemsize, value_head=value_head, fused=fused)
+    if values is not None:
+        forward += micro_batch_bytes(layout, forward_tokens or micro_batch_tokens, values[0])
+    forward += read
+    activations = forward
+    if trained:
+        activations = activation_bytes(
+            arch,
+            layout,
+            stage,
+            tokens,
+            num_micro_batches,
+            itemsize,
+            recompute,
+            value_head=value_head,
+            fused=fused,
+            adapter_width=0 if lora is None else lora.rank * _adapters_in_layer(arch, lora.targets),
+        )
+        activations += read + (0 if values is None else micro_batch_bytes(layout, micro_batch_tokens, values[1]))
+    parameters_away, gradients_away, optimizer_away = offload
+    written = count if frozen else trains  # a checkpoint holds frozen weights too, but not the base of adapters
+    return RoleMemory(
+        count.total + trains.total - count.fp32 if lora is not None else count.total,
+        weights,
+        gradients,
+        optimizer,
+        activations,
+        forward,
+        offloaded=weights * parameters_away + gradients * gradients_away,
+        offloaded_weights=weights * parameters_away,
+        offloaded_optimizer=optimizer * optimizer_away,
+        # Its foreach updates all parameters at once, so the roots of all second moments exist together.
+        step_buffers=sharded_bytes(trains, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
+        steps=steps,
+        written=_each_writes(written, saved + optimizer * (not distributed_optimizer), layout) + optimizer * distributed_optimizer
+        if trained
+        else 0,
+        written_weights=_each_writes(written, saved, layout) if trained else 0,
+    )
+
+
+def with_average(
+    memory: RoleMemory, count: ParameterCount | None, layout: ParallelLayout, *, on_device: bool, swaps: bool
+) -> RoleMemory:
+    """The memory of a policy whose weights are averaged, in fp32. count: of its parameters, None if every rank has a shard of them.
+
+    on_device: the average stays there, and with swaps the policy's weights beside it while the average is sampled.
+    """
+    average = memory.parameters * FP32
+    saved = average if count is None else _each_writes(count, average, layout)
+    return replace(
+        memory,
+        average=(average + memory.weights * swaps) * on_device,
+        average_on_host=(average + memory.weights * swaps) * (not on_device),
+        written=memory.written + saved,
+        written_weights=memory.written_weights + saved,
+    )
+
+
+def _weight_bytes(count: ParameterCount, itemsize: int) -> int:
+    return (count.total - count.fp32) * itemsize + count.fp32 * FP32
+
+
+def count_trained(arch: ModelArch, layout: ParallelLayout, stage: int, lora: LoraConfig, count: ParameterCount) -> ParameterCount:
+    """Parameters of one rank of a stage that train beside a frozen base: adapters and a value head. count: of the base and head."""
+    return ParameterCount(_count_adapters(arch, layout, stage, lora.targets, lora.rank) + count.fp32, 0, count.fp32)
+
+
+def count_unfrozen(
+    arch: ModelArch, layout: ParallelLayout, stage: int, frozen: frozenset[str], count: ParameterCount, value_head: bool
+) -> ParameterCount:
+    """Parameters of one Megatron rank of a stage that are not frozen. count: of all of them."""
+    rank = layout.rank_of(pp=stage)
+    shapes, still = local_shapes(arch, layout, rank, value_head), frozen_on_rank(arch, layout, rank, frozen, value_head=value_head)
+    away = {name: prod(shapes[name]) for name in still}
+    experts = sum(size for name, size in away.items() if EXPERTS in name)
+    return ParameterCount(count.dense - (sum(away.values()) - experts), count.experts - experts, count.fp32)
+
+
+@cache
+def _count_adapters(arch: ModelArch, layout: ParallelLayout, stage: int, targets: Targets, rank: int) -> int:
+    modules = adapted_modules(tensors_to_adapt(arch), targets)
+    if arch.own:  # without a family, and so without tp and stages
+        return sum(rank * (rows + columns) for rows, columns in modules.values())
+    return adapter_numel(arch, layout, stage, modules, rank)
+
+
+@cache
+def _adapters_in_layer(arch: ModelArch, targets: Targets) -> int:
+    """Of the layer with most."""
+    return max(Counted(map(layer_prefix, adapted_modules(tensors_to_adapt(arch), targets))).values())
+
+
+def _each_writes(count: ParameterCount, held: int, layout: ParallelLayout) -> int:
+    """Bytes that one of the ranks with copies of `held` bytes writes of them: dp x cp have the dense layers, edp the experts."""
+    experts = held * count.experts // count.total
+    return -(-(held - experts) // (layout.dp * layout.cp)) + -(-experts // layout.edp)
+
+
+def _optimizer_bytes(count: ParameterCount, itemsize: int, layout: ParallelLayout, distributed: bool) -> int:
+    """Bytes of two fp32 moments, and of an fp32 copy of every weight that is not fp32 itself."""
+    return sharded_bytes(count, 2 if itemsize == FP32 else 3, 2, layout, distributed)
+
+
+def sharded_bytes(count: ParameterCount, each: int, fp32_each: int, layout: ParallelLayout, distributed: bool) -> int:
+    """Bytes of one rank for `each` fp32 values of a parameter, `fp32_each` of one that no dtype changes.
+
+    ZeRO-1 cuts them over the ranks that hold the same weights: dp x cp for the dense layers, edp for the experts.
+    """
+    dense = each * (count.dense - count.fp32) + fp32_each * count.fp32
+    experts = each * count.experts
+    if not distributed:
+        return (dense + experts) * FP32
+    # ZeRO-1 shards over the ranks with the same weights: dp x cp for the dense layers, edp for the experts.
+    return -(-dense * FP32 // (layout.dp * layout.cp)) + -(-experts * FP32 // layout.edp)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rollout
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """Bytes of one vLLM rank. kv_cache: limit of the cache, None if it depends on an unknown GPU."""
+
+    weights: int
+    kv_bytes_per_token: int
+    kv_cache: int | None
+
+    def held(self, moment: Moment, sleep: Sleep) -> int:
+        """Bytes on the device: all of it while it generates, what does not sleep at other moments."""
+        weights = self.weights if moment != "train" or sleep != "all" else 0
+        return weights + (max(0, self.kv_cache or 0) if moment == "generate" or sleep == "none" else 0)
+
+    def holds_sequence(self, tokens: int) -> bool:
+        """True if the cache has room for one sequence, without which vLLM refuses to start, or if its size is not known."""
+        return self.kv_cache is None or self.kv_cache >= tokens * self.kv_bytes_per_token
+
+
+def fullest_moment(at_rest: int, training: int, pushed: int, rollout: RolloutMemory | None, sleep: Sleep) -> int:
+    """Bytes of one rank in its fullest moment of a step.
+
+    at_rest: of the trainer while no role works. training: of the role that needs most in stages 3 to 6, on top of that. pushed:
+    the same after a push, while a checkpoint is written or an evaluation scored. rollout: None if the policy's own model generates,
+    which needs no more than its log-probs do.
+    """
+    moments: tuple[tuple[Moment, int], ...] = (("generate", 0), ("train", training), ("pushed", pushed))
+    return at_rest + max(work + (rollout.held(moment, sleep) if rollout is not None else 0) for moment, work in moments)
+
+
+def rollout_memory(
+    arch: ModelArch, tp: int, itemsize: int, kv_cache_gib: float | None, memory_share: float, device_memory: int | None
+) -> RolloutMemory:
+    """Weights and KV cache of one rank of a vLLM replica."""
+    if arch.own:  # without a family's rules for what is cut: as if all were, and the vocabulary not padded
+        weights = itemsize * -(-sum(map(prod, hf_tensors(arch).values())) // tp)
+        return _with_cache(arch, arch.num_kv_heads, tp, weights, itemsize, kv_cache_gib, memory_share, device_memory)
+    vocab_size = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
+    # vLLM repeats KV heads if there are fewer than ranks.
+    repeated = replace(arch, num_kv_heads=max(arch.num_kv_heads, tp), vocab_size=vocab_size)
+    # vLLM cuts experts like any other matrix; Megatron's etp does the same.
+    layout = ParallelLayout(tp, tp=tp, etp=tp if arch.moe is not None else 1)
+    weights = itemsize * count_parameters(repeated, layout, stage=0).total
+    return _with_cache(arch, repeated.num_kv_heads, tp, weights, itemsize, kv_cache_gib, memory_share, device_memory)
+
+
+def _with_cache(
+    arch: ModelArch,
+    kv_heads: int,
+    tp: int,
+    weights: int,
+    itemsize: int,
+    kv_cache_gib: float | None,
+    memory_share: float,
+    device_memory: int | None,
+) -> RolloutMemory:
+    # 2: keys and values.
+    per_token = 2 * arch.num_layers * kv_heads // tp * arch.head_dim * itemsize
+    if kv_cache_gib is not None:
+        cache: int | None = int(kv_cache_gib * GIB)
+    elif device_memory is not None:
+        cache = int(memory_share * device_memory) - weights
+    else:
+        cache = None
+    return RolloutMemory(weights, per_token, cache)

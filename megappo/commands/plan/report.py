@@ -1,0 +1,433 @@
+"""Plan as text of at most 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from math import prod
+
+from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
+from megappo.commands.plan.estimate import Plan, samples_of_pass, sequences_at_once, work_out
+from megappo.commands.plan.host_report import host_lines
+from megappo.commands.plan.memory import RoleMemory
+from megappo.commands.plan.phases import phases, tightest
+from megappo.commands.plan.pipeline import bubble
+from megappo.commands.plan.remedies import remedies
+from megappo.config.batch import WHOLE, StepArithmetic, text_arithmetic, update_schedule
+from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of
+from megappo.config.rank_ranges import ranges_text
+from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_of
+from megappo.models.lora import shapes_beside_base
+from megappo.models.weight_map import VALUE_HEAD, hf_tensors
+from megappo.parallel.layout import ParallelLayout
+from megappo.parallel.placement import Placement, ranks_by_roles
+from megappo.telemetry.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
+from megappo.trainer.prepare.data import RunData
+from megappo.trainer.prepare.layouts import model_paths
+from megappo.trainer.prepare.recorded import RecordedData, describe
+
+GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the sizes
+
+
+def report(plan: Plan, data: RunData | RecordedData | None = None, notes: Sequence[str] = ()) -> str:
+    """Write the plan, the data and the remarks of a run."""
+    blocks = [
+        ["models", *_model_lines(plan)],
+        ["ranks", *_rank_lines(plan)],
+        _memory_lines(plan),
+        phase_lines(plan),
+        host_lines(plan),
+        ["batch", *_batch_lines(plan)],
+        ["checkpoints", *_checkpoint_lines(plan)],
+    ]
+    if data is not None:
+        blocks.append(["data", *_data_lines(plan, data)])
+    blocks += [remarks] if (remarks := remark_lines(plan, notes)) else []
+    return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+def remark_lines(plan: Plan, notes: Sequence[str]) -> list[str]:
+    """The notes and the plan's warnings, below a heading; empty if there are none."""
+    remarks = [f"  note: {note}" for note in notes] + [f"  WARNING: {warning}" for warning in plan.warnings]
+    return ["remarks", *remarks] if remarks else []
+
+
+def _model_lines(plan: Plan) -> list[str]:
+    rows = []
+    for role, (_, path) in model_paths(plan.config).items():
+        arch = plan.archs[role]
+        value_head = value_head_of(getattr(plan.config, role)) is not None
+        parameters = sum(prod(shape) for shape in hf_tensors(arch, value_head).values())
+        heads = f"{arch.num_heads} / {arch.num_kv_heads}"
+        rows.append(
+            [
+                role,
+                arch.family,
+                f"{parameters:,}",
+                str(arch.num_layers),
+                str(arch.hidden_size),
+                heads,
+                _ffn_text(arch),
+                f"{arch.vocab_size:,}",
+                path,
+            ]
+        )
+    lines = table(
+        ["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2
+    )
+    lines += [f"  {row[0]}: {row[-1]}" for row in rows]
+    compiled = [row[0] for row in rows if getattr(plan.config, row[0]).compile]
+    lines += [f"  {role}: layers are compiled at their first passes, which take a minute or more" for role in compiled]
+    for role, section in trained_sections(plan.config).items():
+        shapes = hf_tensors(plan.archs[role], value_head_of(section) is not None)
+        whole = sum(map(prod, shapes.values()))
+        if section.lora is not None:
+            has_head = value_head_of(section) is not None
+            beside = sum(map(prod, shapes_beside_base(plan.archs[role], section.lora, has_head).values()))
+            bits = f" with its linear layers in {section.lora.base_bits} bits" if section.in_8_bits else ""
+            lines.append(f"  {role}: trains {beside:,} parameters beside a frozen model{bits} (lora.rank {section.lora.rank})")
+        if frozen := _frozen(plan, role):
+            away = sum(prod(shapes[name]) for name in frozen)
+            lines.append(f"  {role}: {away:,} parameters are frozen ({', '.join(section.freeze)}), {whole - away:,} train")
+    if reference_is_base(plan.config):
+        lines.append("  reference: the policy without its adapters")
+    for role, critic in plan.config.critics.items():
+        if critic.checkpoint is not None:
+            lines.append(f"  {role}: starts from the {critic.checkpoint_role} in {critic.checkpoint}")
+    return lines
+
+
+def _ffn_text(arch: ModelArch) -> str:
+    """Columns of the MLP; with experts `2 of 8 x 96`: experts per token, per layer, columns of each."""
+    return str(arch.ffn_size) if arch.moe is None else f"{arch.moe.top_k} of {arch.moe.num_experts} x {arch.moe.ffn_size}"
+
+
+def _rank_lines(plan: Plan) -> list[str]:
+    layouts = plan.layouts
+    extra = [axis for axis in ("vpp", "cp", "ep", "etp") if any(getattr(layout, axis) > 1 for layout in layouts.values())]
+    axes = ["tp", "pp", "dp", *extra]
+    grouped = [axis for axis in axes if axis != "vpp"]  # chunks lie on the same rank
+    sizes = [[role, *(_size(layout, axis) for axis in axes)] for role, layout in layouts.items()]
+    groups = [[_groups(layout, plan.placements[role], axis) for axis in grouped] for role, layout in layouts.items()]
+    header = ["role", *axes]
+    lines = [f"  {plan.world_size} ranks on {plan.device}"]
+    if not extra and sum(max(map(len, column)) for column in zip(*groups)) <= GROUPS_WIDTH:
+        rows = [size + group for size, group in zip(sizes, groups)]
+        lines += table([*header, *(f"{axis} groups" for axis in grouped)], rows, left=7)
+    else:  # groups below each role, where columns of them would be too wide
+        lines += table(header, sizes, left=len(header))
+        lines += [
+            f"  {role:9} {axis:3} {text}" for role, row in zip(layouts, groups) for axis, text in zip(grouped, row) if text != "-"
+        ]
+    return [*lines, *_split_lines(plan), *_placement_lines(plan), f"  {_rollout_ranks(plan)}"]
+
+
+def _size(layout: ParallelLayout, axis: str) -> str:
+    return str(getattr(layout, axis)) + (" sp" if axis == "tp" and layout.sequence_parallel else "")
+
+
+def _groups(layout: ParallelLayout, placement: Placement, axis: str) -> str:
+    """Groups by ranks of the world."""
+    return groups_text([placement.ranks_of(group) for group in layout.axis_groups(axis)]) if getattr(layout, axis) > 1 else "-"
+
+
+def _placement_lines(plan: Plan) -> Iterator[str]:
+    """Ranks of every role, if one does not live on all, and the roles that do not wait for each other."""
+    if all(placement.is_whole for placement in plan.placements.values()):
+        return
+    for role in plan.layouts:
+        placement = plan.placements[role]
+        yield f"  {role}: on ranks {placement}" if not placement.is_whole else f"  {role}: on all ranks"
+    if apart := [f"{a} and {b}" for a, b in combinations(plan.layouts, 2) if not plan.placements[a].overlaps(plan.placements[b])]:
+        yield f"  at the same time in passes and updates, for they share no rank: {', '.join(apart)}"
+
+
+def _split_lines(plan: Plan) -> Iterator[str]:
+    """Layers of every stage, chunk by chunk, for roles with `layers_per_stage`."""
+    for role, layout in plan.layouts.items():
+        if layout.layers_per_stage:
+            layers = plan.archs[role].num_layers
+            stages = (
+                " + ".join(str(len(layout.chunk_layers(layers, stage, chunk))) for chunk in range(layout.vpp))
+                for stage in range(layout.pp)
+            )
+            yield f"  {role}: layers of the stages {' | '.join(stages)}"
+
+
+def _rollout_ranks(plan: Plan) -> str:
+    if not plan.samples:
+        return "no rollout: the trajectories are recorded"
+    if plan.rollout is None:
+        return f"rollout by megatron: the policy's own shards, {plan.replicas} data-parallel parts"
+    tp = plan.config.rollout.tp
+    ranks = plan.placements["rollout"].ranks
+    replicas = [ranks[start : start + tp] for start in range(0, len(ranks), tp)]
+    count = "1 replica" if plan.replicas == 1 else f"{plan.replicas} replicas"
+    return f"rollout by vllm: {count} of tp {tp} on ranks {groups_text(replicas)}"
+
+
+def _memory_lines(plan: Plan) -> list[str]:
+    rank = plan.fullest_rank()
+    unit, name = (GIB, "GiB") if plan.peak(rank) >= GIB else (MIB, "MiB")
+
+    def size(value: int) -> str:
+        return f"{value / unit:,.2f}"
+
+    rows = []
+    for role, stages in plan.memory.items():
+        for stage, m in _distinct_stages(stages):
+            sizes = map(size, (m.weights, m.gradients, m.optimizer, m.activations, m.resident + m.active))
+            rows.append([role, stage, f"{m.parameters:,}", *sizes])
+    if plan.rollout is not None:
+        cache = size(plan.rollout.kv_cache) if plan.rollout.kv_cache is not None else "?"
+        rows.append(["rollout", "-", "", size(plan.rollout.weights), "", "", f"KV {cache}", size(plan.rollout_bytes())])
+    if plan.reserve:
+        rows.append(["reserve", "-", "", "", "", "", "", size(plan.reserve)])
+    have = f" of {size(plan.device_memory)}" if plan.device_memory is not None else ""
+    return [
+        f"memory of one rank ({name})",
+        *table(["role", "stage", "parameters", "weights", "gradients", "optimizer", "activations", "sum"], rows, left=2),
+        f"  fullest rank: {rank}, about {size(plan.peak(rank))}{have} at its peak, "
+        f"{size(plan.certain(rank))} of it without activations",
+        "  activations are an estimate of one role at work; offloaded parts count while their role works",
+        *_shared_lines(plan, size),
+        *(["  reserve: an estimate of what the CUDA context and NCCL's communicators take"] if plan.reserve else []),
+        *_offload_lines(plan),
+        *_average_lines(plan, size, name),
+        *_snapshot_lines(plan, size, name),
+        *_adam_lines(plan),
+        *(f"  {line}" for line in _cache_lines(plan)),
+    ]
+
+
+def _shared_lines(plan: Plan, size: Callable[[int], str]) -> Iterator[str]:
+    """The fullest of the ranks that hold the same, if not all do: what a placement leaves to each."""
+    groups = ranks_by_roles({name: placement for name, placement in plan.placements.items() if name != "rollout" or plan.rollout})
+    distinct = plan.distinct_ranks() if len(groups) > 1 else []
+    for names, ranks in groups.items() if len(groups) > 1 else ():
+        here = [rank for rank in distinct if rank in ranks]
+        peak = max(map(plan.peak, here))
+        what = "rank" if len(ranks) == 1 else "ranks"
+        yield f"  {what} {ranges_text(ranks)} ({', '.join(names)}): about {size(peak)} at the peak"
+
+
+def _offload_lines(plan: Plan) -> Iterator[str]:
+    """Cost of offload in host memory."""
+    ranks = plan.distinct_ranks()
+    host_memory = max(plan.host_memory(rank) for rank in ranks)
+    if host_memory and plan.device == "cuda":
+        yield f"  offloaded parts take {gib(host_memory)} GiB of pinned host memory a rank, {gib(8 * host_memory)} on a node of 8"
+
+
+def _average_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
+    """Memory of the moving average of the policy, of which a run of critics alone has none."""
+    if "policy" not in plan.memory:
+        return
+    memory = max(plan.memory["policy"], key=lambda one: one.average + one.average_on_host)
+    if memory.average:
+        yield f"  the policy's average takes {size(memory.average)} {unit} of that on each of its ranks"
+    elif memory.average_on_host:
+        host = memory.average_on_host
+        yield f"  the policy's average takes {gib(host)} GiB of host memory on each of its ranks, {gib(8 * host)} on a node of 8"
+
+
+def _snapshot_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
+    """Cost of asynchronous saves in host memory; on a CPU that is the memory above."""
+    snapshot = max(plan.snapshot_memory(rank) for rank in plan.distinct_ranks())
+    if snapshot and plan.device == "cuda":
+        yield f"  asynchronous saves take {gib(snapshot)} GiB of pinned host memory a rank, {gib(8 * snapshot)} on a node of 8"
+    elif snapshot:
+        yield f"  asynchronous saves take {size(snapshot)} {unit} a rank besides, from the first one on"
+
+
+def _adam_lines(plan: Plan) -> Iterator[str]:
+    """Memory of torch's AdamW, which the plan counts only for model.impl=local."""
+    # With model.impl=auto, TransformerEngine's optimizer is taken if it is installed on the GPU machine, unknown here.
+    if plan.device != "cuda" or plan.config.model.impl != "auto":
+        return
+    local = plan.config.model_copy(update={"model": plan.config.model.model_copy(update={"impl": "local"})})
+    torchs = work_out(local, plan.archs, plan.layouts, plan.world_size, plan.device, plan.device_memory)
+    buffers = max(stage.step_buffers for stages in torchs.memory.values() for stage in stages)
+    yield f"  {gib(buffers)} GiB more in optimizer steps without TransformerEngine or Apex; model.impl=local counts them"
+
+
+def phase_lines(plan: Plan) -> list[str]:
+    """Phases of a step on the fullest rank, and remedies for each role's tightest phase."""
+    rank = plan.fullest_rank()
+    unit, name = (GIB, "GiB") if plan.peak(rank) >= GIB else (MIB, "MiB")
+    steps = phases(plan, rank)
+    fullest = max(steps, key=lambda phase: phase.total)
+    rows = [
+        [
+            phase.name,
+            f"{phase.rest / unit:,.2f}",
+            f"{phase.work / unit:,.2f}",
+            f"{phase.total / unit:,.2f}",
+            "tightest" if phase == fullest else "",
+        ]
+        for phase in steps
+    ]
+    lines = [f"memory of rank {rank} by phase ({name})", *table(["phase", "at rest", "at work", "sum", ""], rows, left=1)]
+
+    advice = []
+    for role, (phase, fullest_rank) in tightest(plan).items():
+        found = remedies(plan, role) or [None]
+        for index, remedy in enumerate(found):
+            what = [role, phase.name, str(fullest_rank), f"{phase.total / unit:,.2f}"] if index == 0 else [""] * 4
+            advice.append(what + (["-", ""] if remedy is None else [remedy.override, f"{remedy.saved / unit:,.2f}"]))
+    return lines + _remedy_table(advice, name)
+
+
+def _remedy_table(rows: Sequence[Sequence[str]], unit: str) -> list[str]:
+    """Table of remedies, with right-aligned numbers."""
+    header = ["role", "tightest phase", "rank", unit, "would relieve it", "by"]
+    wide = [max(len(row[column]) for row in (header, *rows)) for column in (2, 3)]
+    aligned = [[row[0], row[1], row[2].rjust(wide[0]), row[3].rjust(wide[1]), *row[4:]] for row in (header, *rows)]
+    return table(aligned[0], aligned[1:], left=5)
+
+
+def _distinct_stages(stages: Sequence[RoleMemory]) -> Iterator[tuple[str, RoleMemory]]:
+    """Merge neighbouring stages of equal size to one line, with the most activations among them: `0`, `1-6`, `7`."""
+    first = 0
+    for stage in range(1, len(stages) + 1):
+        if stage == len(stages) or _held(stages[stage]) != _held(stages[first]):
+            fullest = max(stages[first:stage], key=lambda memory: memory.activations)
+            yield ranks_text(range(first, stage)) if stage - first > 1 else str(first), fullest
+            first = stage
+
+
+def _held(memory: RoleMemory) -> tuple[int, ...]:
+    return memory.parameters, memory.weights, memory.gradients, memory.optimizer
+
+
+def _cache_lines(plan: Plan) -> Iterator[str]:
+    rollout = plan.rollout
+    if rollout is None:
+        return
+    at_once = sequences_at_once(plan)
+    longest = plan.step.max_sequence_tokens
+    yield f"KV cache: {figures(rollout.kv_bytes_per_token / 1024)} KiB per token and rank"
+    if rollout.kv_cache is None:
+        wanted = at_once * longest * rollout.kv_bytes_per_token
+        yield f"  {at_once} sequences of {longest:,} tokens run at once and would take {gib(wanted)} GiB"
+        return
+    tokens = rollout.kv_cache // rollout.kv_bytes_per_token
+    # vLLM's own activations and graphs come out of its share too.
+    bound = "" if plan.config.rollout.kv_cache_gib is not None or plan.device == "cpu" else "at most "
+    yield f"  room for {bound}{tokens:,} tokens = {tokens // longest:,} sequences of {longest:,}; {at_once} run at once"
+
+
+def _batch_lines(plan: Plan) -> list[str]:
+    config, step = plan.config, plan.step
+    schedules = {role: update_schedule(config, role) for role in trained_sections(config)}
+    sampled = f"{step.prompts:,} prompts x {config.rollout.samples_per_prompt} samples = " if plan.samples else ""
+    lines = [f"  step: {sampled}{_count(step.samples, 'sample')}, {step.samples * step.max_sequence_tokens:,} tokens at most"]
+    for schedule in dict.fromkeys(schedules.values()):
+        roles = ", ".join(role for role in schedules if schedules[role] == schedule)
+        each = "" if schedule.part == WHOLE else f", of {step.samples // schedule.part.count:,} samples of its own"
+        lines.append(
+            f"  updates of {roles}: {_count(schedule.mini_batches(step.samples), 'mini-batch')} of {schedule.mini_batch_size:,} "
+            f"x {_count(schedule.epochs, 'epoch')} = {_count(schedule.optimizer_steps(step.samples), 'optimizer step')}{each}"
+        )
+    if (texts := text_arithmetic(config, "policy")).count and "policy" in schedules:
+        lines.append(
+            f"  algorithm.ptx: {_count(texts.count, 'text')} in each update of the policy, "
+            f"{texts.count * texts.max_tokens:,} tokens at most"
+        )
+    lines += table(
+        ["micro-batches", "dp", "sequences each", "token budget", "micro-batches at most", "bubble"],
+        list(_micro_rows(plan, step)),
+        left=1,
+    )
+    lines += [
+        f"  {role}: raised to a multiple of pp {layout.pp} (vpp {layout.vpp}); where there are fewer sequences, some are empty"
+        for role, layout in plan.layouts.items()
+        if layout.vpp > 1 and plan.micro_batches[role] % layout.pp
+    ]
+    at_most = f"  at most: when every sequence has all {step.max_sequence_tokens:,} tokens"
+    if "reward_model" in plan.layouts:
+        at_most += " of the policy's"  # another tokenizer may make more or fewer of a text
+    deep = any(layout.pp > 1 for layout in plan.layouts.values())
+    return lines + [at_most + ("; with fewer micro-batches the bubble is larger" if deep else "")]
+
+
+def _micro_rows(plan: Plan, step: StepArithmetic) -> Iterator[list[str]]:
+    for role, layout in plan.layouts.items():
+        samples, trains = samples_of_pass(plan.config, role, step), role in trained_sections(plan.config)
+        what = f"{role}, {'one mini-batch' if trains else 'all samples'}"
+        budget = getattr(plan.config, role).micro_batch_tokens
+        waiting = f"{100 * bubble(plan, role):.0f} %" if trains else ""
+        each = -(-samples // layout.dp) + -(-text_arithmetic(plan.config, role).count // layout.dp)
+        yield [what, str(layout.dp), f"{each:,}", f"{budget:,}", f"{plan.micro_batches[role]:,}", waiting]
+
+
+def _count(number: int, what: str) -> str:
+    plural = what + ("es" if what.endswith("tch") else "s")
+    return f"{number:,} {what if number == 1 else plural}"
+
+
+def _frozen(plan: Plan, role: str) -> frozenset[str]:
+    section = getattr(plan.config, role)
+    return frozen_of(section, plan.archs[role], value_head=value_head_of(section) is not None)
+
+
+def checkpoint_bytes(plan: Plan) -> int:
+    """Bytes of one checkpoint, without what the files' format adds."""
+    config, total = plan.config, 0
+    for role, section in trained_sections(config).items():
+        value_head = value_head_of(section) is not None
+        shapes = hf_tensors(plan.archs[role], value_head)
+        if section.lora is not None:  # adapters and a value head alone
+            shapes = shapes_beside_base(plan.archs[role], section.lora, value_head)
+        fp32 = section.dtype == "fp32" or (section.lora is not None and section.engine == "fsdp2")
+        frozen = _frozen(plan, role)
+        for name, shape in shapes.items():
+            in_half = not fp32 and name != VALUE_HEAD
+            # Two moments in fp32, and the fp32 main parameter of a bf16 one.
+            optimizer = 0 if config.checkpoint.save_only_model or name in frozen else 12 if in_half else 8
+            total += ((2 if in_half else 4) + optimizer) * prod(shape)
+    return total
+
+
+def _checkpoint_lines(plan: Plan) -> Iterator[str]:
+    settings, size = plan.config.checkpoint, checkpoint_bytes(plan)
+    held = "weights" if settings.save_only_model else "weights and optimizers"
+    at_once = settings.keep_last + 1 if settings.save_every else 1  # one more while it is written
+    if plan.config.trainer.keep_best is not None:
+        at_once = settings.keep_last + 2  # and the best
+    yield f"  about {gib(size)} GiB each: {held} of {' and '.join(trained_sections(plan.config))}; at most {at_once} at once"
+    if settings.save_every == "auto":
+        hours = expected_mtbf_hours(plan.world_size, settings.mtbf_hours)
+        every = ", ".join(f"{figures(best_interval_s(s, hours) / 60)} min if {s} s" for s in (1, 10, 60))
+        yield f"  one failure in {figures(hours)} h is expected (checkpoint.mtbf_hours), so the interval is"
+        yield f"  {every} is what a save holds training"
+    else:
+        yield f"  one every {_count(settings.save_every, 'step')}" if settings.save_every else "  one at the end"
+
+
+def _data_lines(plan: Plan, data: RunData | RecordedData) -> list[str]:
+    if isinstance(data, RecordedData):
+        return [f"  {describe(data, plan.step.samples)}"]
+    role = "critic" if "critic" in plan.layouts else "policy"  # the critic's are not ended early, nor left out in its warm-up
+    schedule = update_schedule(plan.config, role)
+    per_epoch, per_step, prompts = data.loader.steps_per_epoch, plan.step.prompts, len(data.train)
+    epochs = data.total_steps * per_step / prompts
+    over = per_epoch * per_step - prompts
+    crossing = f" (its last step takes {over:,} from the next epoch)" if over else ""
+    lines = [
+        f"  train: {data.train.summary()}",
+        f"  epoch: {prompts:,} prompts / {per_step:,} per step = {_count(per_epoch, 'step')}{crossing}",
+        f"  run: {_count(data.total_steps, 'step')} = {epochs:.3g} epochs, {data.total_steps * plan.step.samples:,} samples, "
+        f"{data.total_steps * schedule.optimizer_steps(plan.step.samples):,} optimizer steps of the {role}",
+    ]
+    if data.ptx is not None:
+        drawn = data.total_steps * update_schedule(plan.config, "policy").optimizer_steps(plan.step.samples)
+        drawn *= plan.config.algorithm.ptx.batch_size
+        passes = f"{drawn:,} drawn = {figures(drawn / len(data.ptx.texts))} passes"
+        lines.append(f"  algorithm.ptx: {data.ptx.texts.summary()}; {passes}")
+    for one in data.evaluations:
+        s = one.settings
+        how = f"; {s.n} samples at temperature {s.temperature:g}, every {_count(s.every or 0, 'step')}" if one.name else ""
+        lines.append(f"  eval{' ' + one.name if one.name else ''}: {one.prompts.summary()}{how}")
+    return lines

@@ -1,0 +1,227 @@
+"""`megappo compare`: the curves of several runs side by side, what of their settings differs, and limits for CI.
+
+Reads the files of the runs alone, also beside a live one; imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megappo.commands.runs import provenance
+from megappo.commands.runs.curves import (
+    DEFAULT_TOLERANCE,
+    Curve,
+    Difference,
+    curve_of,
+    difference,
+    find_metrics,
+    steps_to_show,
+    usual_metrics,
+)
+from megappo.commands.runs.metrics import Rows, read_rows, value_text
+from megappo.commands.runs.picture import draw_curves
+from megappo.commands.runs.read import Run, read_run
+from megappo.config.errors import ConfigError
+from megappo.telemetry.picture import check_plot
+from megappo.telemetry.tables import plain, table
+
+LONGEST_VALUE = 44  # characters of a setting in a column
+
+
+@dataclass(frozen=True)
+class Options:
+    """metrics: names or patterns, none for the usual ones. window: steps of a trailing mean. until: last step that counts.
+
+    tolerance: relative to the largest value of a curve. limits: name or pattern -> largest difference allowed.
+    """
+
+    metrics: tuple[str, ...] = ()
+    window: int = 1
+    until: int | None = None
+    tolerance: float = DEFAULT_TOLERANCE
+    limits: Mapping[str, float] = field(default_factory=dict)
+    plot: str | None = None
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Runs by their names, the curves of every metric and how far they are apart, and metric -> limit."""
+
+    runs: Mapping[str, Run]
+    curves: Mapping[str, Mapping[str, Curve]]
+    differences: Mapping[str, Difference]
+    limits: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Keys whose values differ -> value of each run: of the settings, and of what was recorded. notes: on what is not known."""
+
+    settings: Mapping[str, Sequence[str]]
+    recorded: Mapping[str, Sequence[str]]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """A limit held against the runs. reason: why it is exceeded, empty if it is not."""
+
+    metric: str
+    most: float
+    reason: str
+
+
+def compare_runs(folders: Sequence[str], options: Options) -> int:
+    """Print the comparison, and draw it; returns 1 if a limit is exceeded, else 0. ConfigError, one line, for bad input."""
+    target = None if options.plot is None else check_plot(options.plot)
+    compared = _compare(folders, options)
+    limits = [_hold(metric, most, compared.differences[metric]) for metric, most in compared.limits.items()]
+    made = _made_of(compared.runs)
+    if options.as_json:
+        print(json.dumps(_facts(compared, made, limits), indent=1))
+    else:
+        print("\n".join(_report(compared, made, limits, options)))
+    if target is not None:
+        _draw(compared, target, options)
+    return int(any(limit.reason for limit in limits))
+
+
+def _made_of(runs: Mapping[str, Run]) -> _Made:
+    roots = [run.path for run in runs.values()]
+    settings = [provenance.settings_of(root) for root in roots]
+    facts = [provenance.facts_of(root) for root in roots]
+    launches = [provenance.launch_of(root) for root in roots]
+    unknown = {"has no config.yaml that can be read: its settings": settings}
+    unknown["has no checkpoint that can be read: its versions and data"] = facts
+    notes = [f"{name}: {what} are not known" for what, known in unknown.items() for name, one in zip(runs, known) if not one]
+    recorded = provenance.differing(facts) | provenance.differing(launches)
+    return _Made(provenance.differing(settings, without=provenance.OWN), recorded, notes)
+
+
+def _draw(compared: _Compared, target: Path, options: Options) -> None:
+    title = f"means of {options.window} steps" if options.window > 1 else ""
+    try:
+        draw_curves(compared.curves, target, title)
+    except OSError as error:
+        raise ConfigError(f"--plot {target}: {error.strerror}") from None
+    if not options.as_json:
+        print(f"\n  picture: {target}")
+
+
+def _compare(folders: Sequence[str], options: Options) -> _Compared:
+    if len(folders) < 2:
+        raise ConfigError(f"compare: name two runs or more, not {len(folders)} ({' '.join(folders)})")
+    paths = [Path(folder) for folder in folders]
+    for number, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:number]]:
+            raise ConfigError(f"compare: {path} is named twice")
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in paths]
+    rows = {plain(name): _rows(path, options.until) for name, path in zip(names, paths)}
+    known = list(rows.values())
+    limits = {
+        metric: most for pattern, most in options.limits.items() for metric in find_metrics([pattern], known, "--max-difference")
+    }
+    metrics = find_metrics(options.metrics, known, "--metric") if options.metrics else usual_metrics(known)
+    metrics = list(dict.fromkeys([*metrics, *limits]))
+    found = {metric: {name: curve_of(one, metric, options.window) for name, one in rows.items()} for metric in metrics}
+    differences = {metric: difference(curves, options.tolerance) for metric, curves in found.items()}
+    return _Compared({name: read_run(path) for name, path in zip(rows, paths)}, found, differences, limits)
+
+
+def _rows(path: Path, until: int | None) -> Rows:
+    rows = read_rows(path)
+    if until is None:
+        return rows
+    if min(rows) > until:
+        raise ConfigError(f"--until {until}: the first step of {path} is {min(rows)}")
+    return {step: row for step, row in rows.items() if step <= until}
+
+
+def _hold(metric: str, most: float, found: Difference) -> _Limit:
+    """A step that only some of the runs have logged is not known, and does not pass."""
+    if found.missing:
+        return _Limit(metric, most, f"{found.missing}; --until N compares the steps up to N alone")
+    if found.largest is None:
+        return _Limit(metric, most, "no step has a finite value")
+    if math.isinf(found.largest):
+        return _Limit(metric, most, f"not finite in one run alone at step {found.at}")
+    return _Limit(metric, most, f"{found.largest:.6g} at step {found.at}" if found.largest > most else "")
+
+
+# ------------------------------------------------------------------------------------------------------------------ report
+
+
+def _report(compared: _Compared, made: _Made, limits: Sequence[_Limit], options: Options) -> list[str]:
+    rows = [[name, run.state, _step_text(run), plain(run.path)] for name, run in compared.runs.items()]
+    lines = [*table(["run", "state", "step", "directory"], rows, left=4), "", *_metric_lines(compared, options)]
+    names = list(compared.runs)
+    for title, different in (("setting", made.settings), ("recorded", made.recorded)):
+        cells = [[key, *(plain(value, LONGEST_VALUE) for value in values)] for key, values in different.items()]
+        lines += ["", *(table([title, *names], cells, left=1 + len(names)) if cells else [f"  {_SAME[title]}"])]
+    lines += [f"  {note}" for note in made.notes]
+    if limits:
+        failed = [limit for limit in limits if limit.reason]
+        lines += ["", *(f"  {one.metric} differs by more than {one.most:g}: {one.reason}" for one in failed)]
+        lines.append(f"  {len(limits) - len(failed)} of {len(limits)} limits hold")
+    return lines
+
+
+_SAME = {
+    "setting": "all settings are equal, except names and directories",
+    "recorded": "versions and data are equal as far as they were recorded",
+}
+
+
+def _metric_lines(compared: _Compared, options: Options) -> list[str]:
+    steps = steps_to_show(compared.curves)
+    head = ["metric", "run", *(f"step {step}" for step in steps), "last", "largest difference", "apart from"]
+    rows: list[list[str]] = []
+    for metric, of_metric in compared.curves.items():
+        found = compared.differences[metric]
+        for number, (name, curve) in enumerate(of_metric.items()):
+            values = [value_text(curve.get(step)) for step in steps] + [value_text(_last(curve))]
+            ends = [_largest_text(found), "-" if found.parts is None else f"step {found.parts}"] if number == 0 else ["", ""]
+            rows.append([metric if number == 0 else "", name, *values, *ends])
+    mean = f"means of {options.window} steps; " if options.window > 1 else ""
+    counts = sorted({found.steps for found in compared.differences.values()})
+    compared_steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"
+    note = f"{mean}{compared_steps} compared; apart: by more than {options.tolerance:g} of the largest value"
+    return [*table(head, rows, left=2), "", f"  {note}"]
+
+
+def _last(curve: Curve) -> float | None:
+    return list(curve.values())[-1] if curve else None
+
+
+def _largest_text(found: Difference) -> str:
+    return "-" if found.largest is None else f"{found.largest:.3g} at {found.at}"
+
+
+def _step_text(run: Run) -> str:
+    return f"{'-' if run.step is None else run.step}" + ("" if run.total_steps is None else f"/{run.total_steps}")
+
+
+def _facts(compared: _Compared, made: _Made, limits: Sequence[_Limit]) -> dict[str, Any]:
+    """For scripts; an infinite difference is null, as JSON lacks it, with its step."""
+    names = list(compared.runs)
+    metrics = {}
+    for metric, curves in compared.curves.items():
+        found = asdict(compared.differences[metric])
+        found["largest"] = None if found["largest"] is None or math.isinf(found["largest"]) else found["largest"]
+        metrics[metric] = {**found, "runs": {name: {str(step): value for step, value in curves[name].items()} for name in names}}
+    return {
+        "runs": {name: {"path": str(run.path), "state": run.state, "step": run.step} for name, run in compared.runs.items()},
+        "metrics": metrics,
+        "settings": {key: dict(zip(names, values)) for key, values in made.settings.items()},
+        "recorded": {key: dict(zip(names, values)) for key, values in made.recorded.items()},
+        "notes": list(made.notes),
+        "limits": [{"metric": one.metric, "most": one.most, "exceeded": one.reason or None} for one in limits],
+    }

@@ -1,0 +1,133 @@
+"""Curves of one metric in several runs, and how far they are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from megappo.commands.runs.metrics import Rows, finite, is_known, logged_names, nearest_hint
+from megappo.config.errors import ConfigError
+from megappo.telemetry.metrics import Metric
+
+DEFAULT_TOLERANCE = 1e-4
+SHOWN = (
+    Metric.SCORE_MEAN.value,
+    Metric.EVAL_SCORE.value,
+    Metric.EVAL_PART.of("*/mean@*"),
+    Metric.KL_TOKEN.value,
+    Metric.POLICY_LOSS.value,
+    Metric.POLICY_GRAD_NORM.value,
+    Metric.POLICY_ENTROPY.value,
+    Metric.CRITIC_LOSS.value,
+    Metric.CRITIC_GRAD_NORM.value,
+    Metric.CRITIC_EXPLAINED_VARIANCE.value,
+    Metric.RESPONSE_MEAN.value,
+    Metric.SFT_LOSS.value,
+    Metric.SFT_GRAD_NORM.value,
+)
+"""Metrics that are compared if none is named."""
+NUM_COLUMNS = 4  # of steps, the last among them
+
+Curve = Mapping[int, float | None]
+"""Step -> value, ascending; None where it was not finite."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Distance of curves over the `steps` that all of them have.
+
+    largest: of the largest and the smallest value of a step, inf if one of them alone is not finite, None without a step in common.
+    at: its step. parts: the first step where they differ by more than the tolerance. missing: a line on the first step that only
+    some of the curves have, empty if there is none.
+    """
+
+    steps: int
+    largest: float | None
+    at: int | None
+    parts: int | None
+    missing: str
+
+
+def find_metrics(patterns: Sequence[str], runs: Sequence[Rows], option: str) -> list[str]:
+    """Names that runs have logged, where `*` stands for any part of a name. ConfigError, one line, for one that none has."""
+    logged = sorted(set().union(*map(logged_names, runs)))
+    names: list[str] = []
+    for pattern in patterns:
+        found = [name for name in logged if name == pattern or ("*" in pattern and fnmatchcase(name, pattern))]
+        if not found:
+            reason = (
+                "no run has logged it" if is_known(pattern, logged) else f"no run has such a metric{nearest_hint(pattern, logged)}"
+            )
+            raise ConfigError(f"{option} {pattern}: {reason}")
+        names += found
+    return list(dict.fromkeys(names))
+
+
+def usual_metrics(runs: Sequence[Rows]) -> list[str]:
+    """Metrics of SHOWN that a run has logged. ConfigError without any."""
+    logged = sorted(set().union(*map(logged_names, runs)))
+    names = [name for pattern in SHOWN for name in logged if fnmatchcase(name, pattern)]
+    if not names:
+        example = f", for example --metric {logged[0]}" if logged else ""
+        raise ConfigError(f"compare: no run has logged a score, a loss or a KL; name metrics{example}")
+    return names
+
+
+def curve_of(rows: Rows, metric: str, window: int = 1) -> Curve:
+    """Values of a metric, each the mean of the last `window` finite ones up to its step."""
+    values = {step: finite(rows[step][metric]) for step in sorted(rows) if metric in rows[step]}
+    if window == 1:
+        return values
+    means: dict[int, float | None] = {}
+    last: list[float] = []
+    for step, value in values.items():
+        last = last if value is None else [*last[1 - window :], value]
+        means[step] = None if value is None else math.fsum(last) / len(last)
+    return means
+
+
+def difference(curves: Mapping[str, Curve], tolerance: float) -> Difference:
+    """Compare curves by name. tolerance: relative to the largest absolute value of any of them."""
+    steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
+    values = {step: [curve[step] for curve in curves.values()] for step in steps}
+    scale = max((abs(value) for step in steps for value in values[step] if value is not None), default=0.0)
+    spread = {step: apart for step in steps if (apart := _spread(values[step])) is not None}
+    at = max(spread, key=lambda step: spread[step], default=None)
+    parts = next((step for step, apart in spread.items() if apart > tolerance * scale), None)
+    return Difference(len(spread), None if at is None else spread[at], at, parts, _missing(curves, set(steps)))
+
+
+def _spread(values: Sequence[float | None]) -> float | None:
+    """Largest less smallest; None if no value is finite: nothing is known then."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return max(known) - min(known) if len(known) == len(values) else math.inf
+
+
+def _missing(curves: Mapping[str, Curve], common: Collection[int]) -> str:
+    lone = sorted(set().union(*curves.values()) - set(common))
+    if not lone:
+        return ""
+    without = ", ".join(name for name, curve in curves.items() if lone[0] not in curve)
+    more = f" (and at {len(lone) - 1} more)" if len(lone) > 1 else ""
+    return f"{without} has no value at step {lone[0]}{more}"
+
+
+def steps_to_show(curves: Mapping[str, Mapping[str, Curve]]) -> list[int]:
+    """NUM_COLUMNS steps of metric -> run -> curve, evenly spread up to the last one that all runs have reached."""
+    of_metrics = [list(runs.values()) for runs in curves.values()]
+    reached = [set().union(*of_run) for of_run in zip(*of_metrics)]
+    steps = sorted(step for step in (set.intersection(*reached) or set.union(*reached)) if step > 0)
+    return sorted(set(_spread_out(steps, [curve for runs in of_metrics for curve in runs]))) if steps else []
+
+
+def _spread_out(steps: Sequence[int], curves: Sequence[Curve]) -> Iterator[int]:
+    first, last = steps[0], steps[-1]
+    for part in range(1, NUM_COLUMNS + 1):
+        target = first + (last - first) * part / NUM_COLUMNS
+        near = [step for step in steps if abs(step - target) <= (last - first) / (2.5 * NUM_COLUMNS)] or steps[-1:]
+        # An evaluation of every tenth step has values at few of them.
+        yield max(near, key=lambda step: (sum(step in curve for curve in curves), -abs(step - target)))

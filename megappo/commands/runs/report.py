@@ -1,0 +1,101 @@
+"""`megappo runs`: the table of runs, and that of verified checkpoints, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megappo.commands.runs.read import Checkpoint, Run, find_runs, read_run
+from megappo.commands.runs.verify import checkpoints_of, exit_code, verify_checkpoint
+from megappo.runtime.ended import ENDED
+from megappo.runtime.lease import LEASE
+from megappo.telemetry.tables import GIB, MIB, figures, plain, table
+
+
+def show_runs(directory: Path, *, as_json: bool) -> int:
+    """Print the runs of a directory. ConfigError, one line, if it holds none."""
+    runs = [read_run(path) for path in find_runs(directory)]
+    if as_json:
+        print(json.dumps([_facts(run) for run in runs], indent=1, default=str))
+        return 0
+    now = time.time()
+    rows = [_row(run, now) for run in runs]
+    print("\n".join(table(["run", "state", "step", "checkpoint", "age", "size"], rows, left=2)))
+    if notes := [f"  {plain(run.path.name)}: {note}" for run in runs for note in _notes(run)]:
+        print("\n" + "\n".join(notes))
+    return 0
+
+
+def show_verified(run_dir: Path, step: int | None, *, as_json: bool) -> int:
+    """Verify and print a run's checkpoints; returns 1 if one is not sound. ConfigError for a wrong path or step."""
+    verified = [verify_checkpoint(run_dir, one) for one in checkpoints_of(run_dir, step)]
+    if as_json:
+        print(json.dumps([asdict(one) for one in verified], indent=1))
+    else:
+        rows = [[f"step-{one.step}", one.state, str(one.files), size_text(one.bytes)] for one in verified]
+        lines = table(["checkpoint", "state", "files", "size"], rows, left=2)
+        print("\n".join([*lines, *(f"  step-{one.step}: {plain(one.fault)}" for one in verified if one.fault)]))
+    return exit_code(verified)
+
+
+def _row(run: Run, now: float) -> list[str]:
+    step = "-" if run.step is None else str(run.step)
+    total = "" if run.total_steps is None else f"/{run.total_steps}"
+    saved = ["-", "-"] if run.checkpoint is None else [f"step-{run.checkpoint.step}", age_text(now - run.checkpoint.time)]
+    return [plain(run.path.name), _state_text(run, now), step + total, *saved, size_text(run.bytes)]
+
+
+def _state_text(run: Run, now: float) -> str:
+    if run.lease is not None and run.state in ("running", "died"):
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.lease.since))
+        job = f", job {run.lease.job}" if run.lease.job else ""
+        start = f"{plain(run.lease.host)}{plain(job)}"
+        return f"running on {start} since {since}" if run.state == "running" else f"died on {start}, started {since}"
+    if run.ended is None:
+        return run.state
+    code = f" (exit code {run.ended.code})" if run.state == "failed" else ""
+    return f"{run.state}{code} {age_text(now - run.ended.time)} ago"
+
+
+def _notes(run: Run) -> Iterator[str]:
+    """One line for the best checkpoint, for the reason of a failure, and for each fault."""
+    if run.checkpoint is not None and (best := run.checkpoint.best) is not None:
+        yield plain(f"best checkpoint step-{best.get('step')}: {best.get('metric')} = {best.get('value')}")
+    if run.ended is not None and run.ended.message and run.state in ("failed", "stopped"):
+        yield plain(run.ended.message)
+    if run.state == "died":
+        yield f"its process is gone and left no {ENDED}: killed from outside, or its machine went down{_way_on(run.checkpoint)}"
+    if run.state == "unknown" and not run.faults:
+        yield f"has neither {LEASE} nor {ENDED}: an earlier version of megappo wrote none"
+    yield from map(plain, run.faults)
+
+
+def _way_on(checkpoint: Checkpoint | None) -> str:
+    if checkpoint is None:
+        return ""
+    if checkpoint.weights_only:
+        return f"; step-{checkpoint.step} holds weights only (checkpoint.save_only_model): megappo export takes it, --resume cannot"
+    return f"; --resume goes on after step {checkpoint.step}"
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    return {"name": run.path.name, **asdict(run), "path": str(run.path)}
+
+
+def age_text(seconds: float) -> str:
+    """`42 s`, `5 min`, `3 h`, `12 d`; 0 s for a clock that is behind."""
+    for limit, unit, length in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
+        if seconds < limit:
+            return f"{max(0, int(seconds // length))} {unit}"
+    return f"{int(seconds // 86400)} d"
+
+
+def size_text(size: int) -> str:
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
+        if size >= unit:
+            return f"{figures(size / unit)} {name}"
+    return f"{size / 1024:.0f} KiB"

@@ -1,0 +1,161 @@
+"""Page of trajectories: one HTML file with everything in it, which opens without a server or a network.
+
+What a model wrote is data to it: a JSON block that no text can end, shown as text nodes by page.js, under a policy that runs no
+other script and loads nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megappo.commands.trajectories.analyse import Analysis, Sample
+from megappo.commands.trajectories.options import MAX_SAMPLES, MAX_TOKENS
+from megappo.telemetry.metrics import finite_or_none
+from megappo.telemetry.trajectories.fields import rounded
+from megappo.telemetry.trajectories.read import Trajectory
+
+HERE = Path(__file__).parent
+MOST_DOTS = 2000  # of a picture: more hide each other, and take a browser seconds
+
+
+def page(analysis: Analysis, name: str, max_samples: int | None, notes: Sequence[str]) -> tuple[str, list[str]]:
+    """HTML of at most `max_samples` samples, and notes on what is not on it. None: as many as a browser shows at ease. name: of the
+    run."""
+    mean_length = sum(sample.length for sample in analysis.samples) / len(analysis.samples)
+    chosen = choose(analysis, max_samples or min(MAX_SAMPLES, max(1, int(MAX_TOKENS / max(mean_length, 1)))))
+    more = []
+    if len(chosen) < len(analysis.samples):
+        more.append(
+            f"the page holds {len(chosen):,} of {len(analysis.samples):,} samples: the worst of each kind, the others evenly over "
+            "the steps; --max-samples N for more, --steps A..B for fewer"
+        )
+    places = {index: place for place, index in enumerate(chosen)}
+    reasons = _reasons(analysis)
+    data = {
+        "run": name,
+        "notes": [*notes, *more],
+        "total": len(analysis.samples),
+        "byToken": analysis.by_token,
+        "positions": [asdict(one) for one in analysis.positions],
+        "dots": [
+            [sample.length, sample.trajectory.score, sample.trajectory.is_truncated, places.get(index)]
+            for index, sample in _dots(analysis.samples, chosen)
+        ],
+        "samples": [_facts(analysis.samples[index], reasons.get(id(analysis.samples[index]), [])) for index in chosen],
+    }
+    return _html(name, finite_or_none(data)), more
+
+
+def choose(analysis: Analysis, most: int) -> list[int]:
+    """Ascending indices of at most `most` samples: the worst of each kind, and the others evenly over the steps."""
+    samples = analysis.samples
+    place = {id(sample): index for index, sample in enumerate(samples)}
+    kinds = list(vars(analysis.worst).values())
+    # In turn, so that a small page has some of every kind.
+    turns = [kind[rank] for rank in range(max(map(len, kinds), default=0)) for kind in kinds if rank < len(kind)]
+    worst = list(dict.fromkeys(place[id(sample)] for sample in turns))[:most]
+    rest = [index for index in range(len(samples)) if index not in set(worst)]
+    room = min(most - len(worst), len(rest))
+    return sorted([*worst, *(rest[i * len(rest) // room] for i in range(room))])
+
+
+def _reasons(analysis: Analysis) -> dict[int, list[str]]:
+    """id() of a sample -> the lists of worst samples that it is in."""
+    titles = {"score": "lowest score", "kl": "highest KL", "repetition": "most repetitive"}
+    found: dict[int, list[str]] = {}
+    for kind, samples in vars(analysis.worst).items():
+        for sample in samples:
+            found.setdefault(id(sample), []).append(titles[kind])
+    return found
+
+
+def _dots(samples: Sequence[Sample], chosen: Sequence[int]) -> list[tuple[int, Sample]]:
+    """The samples of the page and, as far as there is room, others evenly."""
+    others = [index for index in range(len(samples)) if index not in set(chosen)]
+    room = max(0, min(MOST_DOTS - len(chosen), len(others)))
+    return [(index, samples[index]) for index in sorted([*chosen, *(others[i * len(others) // room] for i in range(room))])]
+
+
+def _facts(sample: Sample, reasons: Sequence[str]) -> dict[str, Any]:
+    trajectory = sample.trajectory
+    shown = (
+        "step",
+        "sample",
+        "id",
+        "prompt",
+        "answer",
+        "response",
+        "score",
+        "parts",
+        "recipe",
+        "finish",
+        "version",
+        "prompt_tokens",
+    )
+    return {
+        **{key: getattr(trajectory, key) for key in shown},
+        "prompt_texts": trajectory.prompt_texts,
+        "texts": trajectory.texts,
+        "tokens": trajectory.tokens.tolist(),
+        "mask": trajectory.mask.astype(int).tolist(),
+        "special": sorted(trajectory.special),
+        "fields": {name: rounded(numbers.tolist()) for name, numbers in _numbers(trajectory).items()},
+        "length": sample.length,
+        "repetition": round(sample.repetition, 4),
+        "loop": None if sample.loop is None else asdict(sample.loop),
+        "kl": None if math.isnan(sample.kl) else rounded([sample.kl])[0],
+        "entropy": rounded([sample.entropy])[0],
+        "worst": list(reasons),
+    }
+
+
+def _numbers(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    """The numbers that the page colours tokens by."""
+    own = {name: numbers for name, numbers in trajectory.fields.items() if name not in ("ref_logprob", "rollout_logprob")}
+    derived = {"kl": trajectory.kl, "value_error": trajectory.value_error, "log_ratio": trajectory.log_ratio}
+    return own | {name: numbers for name, numbers in derived.items() if numbers is not None}
+
+
+def json_block(data: Any) -> str:
+    """JSON that is safe inside a <script> element: no text in it can end the element or open a comment."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    # < > & stand in JSON only inside of strings, in which the escapes mean the same.
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _html(name: str, data: Any) -> str:
+    style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
+    title = escape(name.encode("utf-8", "replace").decode())
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{title}: trajectories</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page is drawn by a script of its own; allow scripts for this file.</noscript>
+<script type="application/json" id="data">{json_block(data)}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def _hash(text: str) -> str:
+    """Source of a Content-Security-Policy that allows exactly this text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,107 @@
+"""Trials one after the other in one world of ranks; a trial that takes its world down is followed by a new world.
+
+A rank that runs out of memory leaves the others waiting for it, so its whole world has to end. That trial's outcome is the error
+of the first rank to fail.
+
+    python -m megappo.commands.tune.batch FOLDER NAME...      # in a job of Slurm (`job.py`), where a world is a step
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megappo.commands.launch.local import start_ranks
+from megappo.commands.tune.trials import RUNNING, Failed, read_outcome, read_trial, world_folder, write_outcome
+from megappo.runtime.exit_codes import describe_exit
+from megappo.runtime.failure import Failure, error_line, first_failure
+
+Start = Callable[[Path, Sequence[str]], int]
+"""(folder, names of trials) -> exit code of a world that runs them."""
+
+_INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+# A job that is cancelled, or out of time, ends its ranks and this process, but not in the same instant.
+GRACE_S = 2.0
+# Shell around each rank: it leaves an exit file for `first_failure`, since a rank killed for want of memory writes nothing.
+RANK = """\
+"$@"
+code=$?
+[ $code -eq 0 ] || echo "$code $(date +%s%N) $SLURM_STEP_ID $SLURMD_NODENAME" > "$0/rank-$SLURM_PROCID.exit"
+exit $code"""
+
+
+def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
+    """Run every trial without an outcome. Returns 0 once all have one, else the exit code of a world that ended outside of a
+    trial."""
+    left = _without_outcome(folder, names)
+    while left:
+        world = world_folder(folder, left)
+        shutil.rmtree(world, ignore_errors=True)  # left by a call that was killed
+        world.mkdir()
+        try:
+            code = start(folder, left)
+            failure = first_failure(world)
+            unseen = failure is None or failure.code is None  # no rank left an exit code, at most a traceback
+            if unseen and code == 128 + signal.SIGTERM:  # the job was ended (preempted): no trial's fault
+                return code
+            if failure is not None and failure.code:  # srun reports the highest code, also of ranks that it killed
+                code = failure.code
+            if code != 0 and (world / RUNNING).exists():
+                name, failed = (world / RUNNING).read_text(encoding="utf-8"), Failed(reason=reason_of(failure, code))
+                write_outcome(folder, name, failed)
+                print(f"  {read_trial(folder, name).label}: {failed}", flush=True)
+        finally:
+            shutil.rmtree(world)
+        still = _without_outcome(folder, left)
+        if len(still) == len(left):  # the world ended outside of a trial, and the next would end in the same way
+            return code or 1
+        left = still
+    return 0
+
+
+def ranks_here(num_ranks: int) -> Start:
+    """A `Start` of worlds with `num_ranks` on this machine. Raises KeyboardInterrupt if the user ends them or this process."""
+
+    def start(folder: Path, names: Sequence[str]) -> int:
+        code = start_ranks(num_ranks, [str(folder), *names], module="megappo.commands.tune.rank")
+        if code in _INTERRUPTED:
+            raise KeyboardInterrupt
+        return code
+
+    return start
+
+
+def start_step(folder: Path, names: Sequence[str]) -> int:
+    """Run a world of all tasks of this Slurm job. The first rank to fail ends the others."""
+    # --export: in a job submitted with --export=NONE the ranks would not get the job script's environment.
+    world = world_folder(folder, names)
+    rank = [sys.executable, "-m", "megappo.commands.tune.rank", str(folder), *names]
+    command = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--distribution=block", "bash", "-c", RANK, str(world), *rank]
+    code = subprocess.run(command).returncode
+    if code != 0:
+        time.sleep(GRACE_S)
+    return code
+
+
+def _without_outcome(folder: Path, names: Sequence[str]) -> list[str]:
+    return [name for name in names if read_outcome(folder, name) is None]
+
+
+def reason_of(failure: Failure | None, code: int) -> str:
+    """Reason for a failed trial. code: of the rank that ended first."""
+    # A killed rank prints nothing; the text is then of a rank that lost its connection to it.
+    if failure is None or (failure.code is None and code > 128):
+        return f"a rank ended ({describe_exit(code)})"
+    error = error_line(failure.text)
+    if error is None:  # the tail of the rank's log
+        return f"rank {failure.rank} on {failure.host} ended ({describe_exit(failure.code or code)})"
+    return f"rank {failure.rank}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(run_trials(Path(sys.argv[1]), sys.argv[2:], start_step))

@@ -1,0 +1,145 @@
+"""What a search chooses from: a role in one layout, vLLM in one size, and a choice of them for every role.
+
+`search.py` makes them; `report.py` and `measure.py` read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megappo.commands.plan.estimate import Plan
+from megappo.commands.plan.memory import RoleMemory, RolloutMemory
+from megappo.commands.plan.phases import Phase, phases, tightest
+from megappo.commands.tune.cost import RoleCost, Settings
+from megappo.commands.tune.generation import GenerationCost
+from megappo.commands.tune.step import Timetable
+from megappo.config.checks import Device
+from megappo.config.role_sections import TrainableConfig
+from megappo.models.implementation import Implementation
+from megappo.parallel.layout import ParallelLayout
+from megappo.telemetry.hardware import Hardware
+
+ROLLOUT = "rollout"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Machine that a run is tuned for. implementation: of the layers, whose rules differ."""
+
+    world_size: int
+    hardware: Hardware
+    implementation: Implementation = "local"
+
+    @property
+    def device(self) -> Device:
+        return "cuda" if self.hardware.is_gpu() else "cpu"
+
+    @property
+    def device_memory(self) -> int | None:
+        """Bytes of a GPU, as the plan is given them; None for CPU ranks, whose memory no plan counts."""
+        return self.hardware.memory_bytes if self.hardware.is_gpu() else None
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one rank of a role, enough for every stage of its layout. resident: while others work. training: on top of it in
+    stages 3 to 6, an estimate. pushed: on top of it while vLLM's weights are awake: while its checkpoint is written, or an
+    evaluation scored.
+    """
+
+    layout: ParallelLayout
+    resident: int
+    training: int
+    pushed: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A role in one layout with its secondary choices. memory: of the fullest stage.
+
+    generate_s: seconds of generation by the role itself (the policy, without vLLM).
+    """
+
+    role: str
+    settings: Settings
+    need: Need
+    memory: RoleMemory
+    cost: RoleCost
+    generate_s: float
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return self.need.layout
+
+    @property
+    def total_s(self) -> float:
+        return self.cost.total_s + self.generate_s
+
+    @property
+    def recompute(self) -> str:
+        """Recomputation of a role that trains; "none" of a frozen one, which has no backward pass."""
+        return self.settings.recompute if isinstance(self.settings, TrainableConfig) else "none"
+
+    def overrides(self) -> list[str]:
+        """`policy.parallel.tp=8` ...: every chosen key; a layers_per_stage of the user's file is reset."""
+        parallel = self.settings.parallel
+        split = "null" if not parallel.layers_per_stage else "[" + ",".join(map(str, parallel.layers_per_stage)) + "]"
+        sizes = {key: getattr(parallel, key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+        chosen = {**sizes, "sequence_parallel": str(parallel.sequence_parallel).lower(), "layers_per_stage": split}
+        lines = [f"{self.role}.parallel.{key}={value}" for key, value in chosen.items()]
+        lines.append(f"{self.role}.micro_batch_tokens={self.settings.micro_batch_tokens}")
+        if self.cost.is_trained:
+            lines.append(f"{self.role}.recompute={self.recompute}")
+        return lines
+
+
+@dataclass(frozen=True)
+class RolloutCandidate:
+    """vLLM with one tp; all None if the policy's own model generates."""
+
+    tp: int | None
+    memory: RolloutMemory | None
+    cost: GenerationCost | None
+
+    @property
+    def total_s(self) -> float:
+        return self.cost.total_s if self.cost is not None else 0.0
+
+    def overrides(self) -> list[str]:
+        return [f"rollout.tp={self.tp}"] if self.tp is not None else []
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate for every role, and the replicas. plan: that of `megappo plan` for them. timetable: of their placement."""
+
+    roles: Mapping[str, Candidate]
+    rollout: RolloutCandidate
+    push_s: float
+    plan: Plan
+    timetable: Timetable
+
+    @property
+    def generate_s(self) -> float:
+        """Seconds of generation, by vLLM or by the policy itself."""
+        return self.rollout.total_s + self.roles["policy"].generate_s
+
+    @property
+    def total_s(self) -> float:
+        works = self.timetable.step_s({role: one.cost.phases for role, one in self.roles.items()})
+        return self.generate_s + works + self.push_s
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes of the fullest rank."""
+        return self.plan.peak(self.plan.fullest_rank())
+
+    def peak_of(self, role: str) -> int:
+        """Peak bytes of a rank while this role works, over all ranks."""
+        return tightest(self.plan)[role][0].total
+
+    def fullest(self) -> tuple[Phase, int]:
+        """The phase in which a rank is fullest, and the rank."""
+        rank = self.plan.fullest_rank()
+        return max(phases(self.plan, rank), key=lambda phase: phase.total), rank

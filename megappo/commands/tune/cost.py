@@ -1,0 +1,323 @@
+"""Predicted seconds of one role in a PPO step (trainer/ppo.py, stages 3, 4 and 6), from its layout, its model and the hardware.
+
+How roles, generation (`generation.py`) and the push of weights add up to a step depends on the ranks of the roles: `step.py`.
+Not counted: the imbalance of sequences of different lengths, kernels that are slow because a shard is small, overlap
+of communication with computation (megappo does not overlap the reduction of gradients), checkpoints, scoring, data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+from megappo.commands.plan.fsdp2 import count_own_unfrozen
+from megappo.commands.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, count_trained, count_unfrozen, sharded_bytes
+from megappo.commands.plan.timeline import padded_micro_batches
+from megappo.commands.tune.links import Axis, Links, span
+from megappo.commands.tune.sharded import exchange_s
+from megappo.commands.tune.work import Pass, stage_pass
+from megappo.config.batch import (
+    TextArithmetic,
+    UpdateSchedule,
+    micro_batches_bound,
+    step_arithmetic,
+    text_arithmetic,
+    update_schedule,
+)
+from megappo.config.layout_checks import trained_sections, value_head_of
+from megappo.config.role_sections import AnyCriticConfig, FrozenConfig, PolicyConfig
+from megappo.config.schema import CRITICS, TrainConfig
+from megappo.models.arch import ModelArch
+from megappo.models.freeze import frozen_of
+from megappo.parallel.layout import ParallelLayout
+from megappo.telemetry.hardware import Hardware
+
+Trained = PolicyConfig | AnyCriticConfig
+Settings = Trained | FrozenConfig
+
+
+class Shape(NamedTuple):
+    """Sequences of a pass: their number, and the mean tokens of each."""
+
+    samples: int
+    prompt_tokens: float
+    response_tokens: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Size of a PPO step. schedules: of the roles that train. Tokens are means of a sequence; if unknown, the longest allowed.
+    texts: in each update of the policy, all of the longest length.
+
+    windows: steps that a response takes under `rollout.window_tokens`, whose places hold responses in any of their windows alike.
+    Then response_tokens is what a step draws, prompt_tokens what stands before it, and `whole` is of the responses that end, from
+    which critics learn. decoded: tokens that the sampler draws one after the other; a window's are as many for nearly all.
+    """
+
+    samples: int
+    schedules: Mapping[str, UpdateSchedule]
+    prompt_tokens: float
+    response_tokens: float
+    texts: TextArithmetic = TextArithmetic()
+    windows: int = 1
+    whole: tuple[float, float] | None = None
+    decoded: float | None = None
+
+    @property
+    def length(self) -> float:
+        return self.prompt_tokens + self.response_tokens
+
+    def mini_batch(self, role: str) -> int:
+        """Samples of one update, or of one pass of a trial for a frozen role: as many as of the first that trains."""
+        return self.schedules.get(role, next(iter(self.schedules.values()))).mini_batch_size
+
+    @property
+    def decoded_tokens(self) -> float:
+        """Tokens that the sampler draws one after the other for the responses of a step."""
+        return self.response_tokens if self.decoded is None else self.decoded
+
+    def update(self, role: str) -> Shape:
+        """Samples of one update, without texts: of a critic those that end in the step."""
+        size = min(self.samples, self.mini_batch(role))
+        if self.whole is None or role not in CRITICS:
+            return Shape(size, self.prompt_tokens, self.response_tokens)
+        return Shape(max(1, round(size / self.windows)), *self.whole)
+
+    def sequences_of_update(self, role: str) -> int:
+        """Samples of one update and its texts, as sequences of the mean length that have as many tokens."""
+        texts, own = self.texts if role == "policy" else TextArithmetic(), self.update(role)
+        tokens = own.samples * (own.prompt_tokens + own.response_tokens) + texts.count * texts.max_tokens
+        return ceil(tokens / self.length - 1e-9)
+
+    def passes(self, role: str) -> float:
+        """Passes over `update` that have the tokens of one over all samples, at least one."""
+        own = self.update(role)
+        return max(1.0, self.samples * self.length / (own.samples * (own.prompt_tokens + own.response_tokens)))
+
+    def updates(self, role: str) -> int:
+        """Optimizer steps of a role that trains."""
+        return self.schedules[role].optimizer_steps(self.samples)
+
+
+def workload_of(config: TrainConfig, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
+    """Workload of a configuration; the means are those given, or the longest."""
+    step, window = step_arithmetic(config), config.rollout.window_tokens
+    prompt = float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens)
+    response = float(config.rollout.max_response_tokens if response_tokens is None else response_tokens)
+    plain = Workload(
+        step.samples,
+        {role: update_schedule(config, role) for role in trained_sections(config)},
+        prompt,
+        response,
+        text_arithmetic(config, "policy"),
+    )
+    if window is None or response <= window:
+        return plain
+    windows = ceil(response / window)
+    # Window j of `windows` has j - 1 full ones before it, j being each number equally often.
+    before, drawn = prompt + window * (windows - 1) / 2, response / windows
+    return replace(
+        plain, prompt_tokens=before, response_tokens=drawn, windows=windows, whole=(prompt, response), decoded=float(window)
+    )
+
+
+@dataclass(frozen=True)
+class RoleCost:
+    """Seconds of one role in a step. phases: `forward` (log-probs, values, scores) and `update`. parts: the same seconds by cause,
+    over both phases. num_micro_batches: of a data-parallel rank in one update (in the forward pass for a frozen role).
+    """
+
+    phases: Mapping[str, float]
+    parts: Mapping[str, float]
+    num_micro_batches: int
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def is_trained(self) -> bool:
+        return "update" in self.phases
+
+    def share(self, part: str) -> float:
+        return self.parts.get(part, 0.0) / self.total_s if self.total_s else 0.0
+
+
+def role_cost(
+    role: str,
+    arch: ModelArch,
+    layout: ParallelLayout,
+    settings: Settings,
+    workload: Workload,
+    hardware: Hardware,
+    counts: Mapping[int, ParameterCount],
+    memory: Mapping[int, RoleMemory] | None = None,
+) -> RoleCost:
+    """Seconds of `role`. settings: its dtype, micro-batch budget, recomputation. counts: stage -> parameters of a rank. memory:
+    stage -> memory of a rank, for the time to move offloaded parts; None if nothing is offloaded.
+    """
+    trained = isinstance(settings, (PolicyConfig, AnyCriticConfig))
+    lora = settings.lora if isinstance(settings, (PolicyConfig, AnyCriticConfig)) else None
+    is_sharded = settings.engine == "fsdp2"  # one stage, since it has no pipeline
+    trains = counts
+    if lora is not None:
+        trains = {stage: count_trained(arch, layout, stage, lora, count) for stage, count in counts.items()}
+    elif frozen := frozen_of(settings, arch, value_head=value_head_of(settings) is not None):
+        unfrozen, head = count_own_unfrozen if is_sharded else count_unfrozen, value_head_of(settings) is not None
+        trains = {stage: unfrozen(arch, layout, stage, frozen, count, head) for stage, count in counts.items()}
+    parts: dict[str, float] = defaultdict(float)
+
+    kinds = stage_kinds(arch, layout)
+    passes: dict[float, list[Pass]] = {}  # tokens of a micro-batch -> of a stage of each kind
+
+    def one_pass(samples: int, trained: bool) -> int:
+        """Add a pass over `samples` to `parts`; returns its number of micro-batches."""
+        sequences = -(-samples // layout.dp)
+        count = num_micro_batches(settings.micro_batch_tokens, sequences, workload, layout)
+        tokens = sequences * _padded(workload.length, layout) / count
+        if tokens not in passes:
+            passes[tokens] = [
+                stage_pass(
+                    arch,
+                    layout,
+                    stage,
+                    dtype=settings.dtype,
+                    tokens=tokens,
+                    length=workload.length,
+                    recompute=getattr(settings, "recompute", "none"),
+                    value_head=value_head_of(settings) is not None,
+                    hardware=hardware,
+                    frozen=lora is not None,
+                )
+                for stage in kinds
+            ]
+        stages = passes[tokens] if trained else [Pass(one.forward) for one in passes[tokens]]
+        for part, seconds in pipeline_parts(list(zip(stages, kinds.values())), layout, count).items():
+            parts[part] += seconds
+        if is_sharded:
+            [work], [own], [reduced] = stages, counts.values(), trains.values()
+            weights, gradients = own.total * ITEMSIZE[settings.dtype], reduced.total * FP32
+            unreduced = count - 1 if trained and getattr(settings, "reduce_once", False) else 0
+            parts["dp"] += (count - unreduced) * exchange_s(weights, gradients, layout, arch.num_layers, work, hardware)
+            if unreduced:
+                parts["dp"] += unreduced * exchange_s(weights, 0, layout, arch.num_layers, work, hardware)
+        return count
+
+    num = one_pass(workload.samples, trained=False)
+    weights_s, optimizer_s = _host_trip_s(memory, hardware)
+    parts["offload"] += weights_s  # one way: unchanged weights are freed, not copied back
+    forward_s = sum(parts.values())
+    if not trained:
+        return RoleCost({"forward": forward_s}, dict(parts), num)
+    before = dict(parts)
+    parts.clear()
+    num = one_pass(workload.sequences_of_update(role), trained=True)
+    away = 0 if memory is None else max(one.inputs_on_host for one in memory.values())
+    parts["offload"] += 2 * num * away / hardware.host_bytes_per_s  # of every micro-batch, both ways
+    if not is_sharded:
+        _reduce_gradients(parts, layout, settings, trains, hardware)
+    _optimizer(parts, layout, settings, trains, hardware)
+    for part in parts:
+        parts[part] *= workload.updates(role)
+    parts["offload"] += 2 * (weights_s + optimizer_s)  # both ways, once for all updates of the step
+    update_s = sum(parts.values())
+    for part, seconds in before.items():
+        parts[part] += seconds
+    return RoleCost({"forward": forward_s, "update": update_s}, dict(parts), num)
+
+
+def num_micro_batches(budget: int, sequences: int, workload: Workload, layout: ParallelLayout) -> int:
+    """Micro-batches that the balancer makes of sequences of the mean length; a multiple of pp under the interleaved schedule."""
+    return padded_micro_batches(layout, micro_batches_bound(sequences, max(1, round(workload.length)), budget))
+
+
+def _padded(length: float, layout: ParallelLayout) -> float:
+    """Mean length of a sequence with the padding of context parallel."""
+    # Padded to a multiple of 2 cp: on average by (2 cp - 1) / 2 tokens.
+    return length if layout.cp == 1 else length + layout.cp - 0.5
+
+
+def stage_kinds(arch: ModelArch, layout: ParallelLayout) -> dict[int, int]:
+    """The first stage of every kind -> number of stages of this kind. Stages differ by the embedding, the head and their layers."""
+    alike = arch.moe is None or not arch.moe.dense_layers
+
+    def kind(stage: int) -> tuple[object, ...]:
+        layers = list(layout.stage_layers(arch.num_layers, stage))
+        if alike and not arch.sliding_layers:
+            return stage == 0, stage == layout.pp - 1, len(layers)
+        kinds = Counter((arch.is_sparse(layer), bool(arch.sliding_layers) and arch.sliding_layers[layer]) for layer in layers)
+        return stage == 0, stage == layout.pp - 1, *sorted(kinds.items())
+
+    found: dict[tuple[object, ...], list[int]] = {}
+    for stage in range(layout.pp):
+        found.setdefault(kind(stage), []).append(stage)
+    return {stages[0]: len(stages) for stages in found.values()}
+
+
+def pipeline_parts(stages: Sequence[tuple[Pass, int]], layout: ParallelLayout, count: int) -> dict[str, float]:
+    """Seconds of a pass of `count` micro-batches, by part; `bubble` is the idle time of the slowest stage.
+
+    The total is count * s + (sum of the others) / vpp, s being the slowest stage. With equal stages this is
+    (count + (pp - 1) / vpp) * s, the length of 1F1B and of its interleaved form (Narayanan et al. 2021, section 2.2;
+    `commands/plan/timeline.py`, which a test compares). stages: one of each kind, with the number of that kind.
+    """
+    slowest = max((one for one, _ in stages), key=lambda one: one.total_s)
+    parts: dict[str, float] = defaultdict(float)
+    for direction in (slowest.forward, slowest.backward):
+        for part, seconds in direction.items():
+            parts[part] += count * seconds
+    every = sum(number * one.total_s for one, number in stages)
+    # The slowest stage never pauses once the pipeline is full; before and after, it waits while one micro-batch passes the other
+    # stages, a chunk of each.
+    parts["bubble"] = (every - slowest.total_s) / layout.vpp
+    return dict(parts)
+
+
+def _reduce_gradients(
+    parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
+) -> None:
+    """Add the reduction of fp32 gradients over the ranks with the same weights, after the backward pass. The distributed optimizer
+    (ZeRO-1, Rajbhandari et al. 2020) scatters them and gathers the new weights."""
+    links, itemsize = Links.of(hardware), ITEMSIZE[settings.dtype]
+    slowest = 0.0
+    for count in counts.values():
+        seconds = 0.0
+        sizes: dict[Axis, int] = {"gradients": count.dense, "expert gradients": count.experts}
+        for axis, size in sizes.items():
+            group = span(layout, axis, hardware.gpus_per_node)
+            if not size:
+                continue
+            if settings.optimizer.distributed:
+                seconds += links.gather_s(group, size * FP32) + links.gather_s(group, size * itemsize)
+            else:
+                seconds += links.all_reduce_s(group, size * FP32)
+        slowest = max(slowest, seconds)  # stages reduce at the same time
+    parts["dp"] += slowest
+
+
+def _optimizer(
+    parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
+) -> None:
+    """Add the optimizer step, which is bound by memory."""
+    itemsize = ITEMSIZE[settings.dtype]
+    largest = 0.0
+    for count in counts.values():
+        shard = sharded_bytes(count, 1, 1, layout, settings.optimizer.distributed) / FP32  # parameters that one rank updates
+        # Per parameter 10 fp32 accesses: gradient, weight and two moments read, the last three written; the norm and its clipping
+        # read the gradient twice and write it once. The weight is written in its own type, the whole gradient buffer zeroed.
+        seconds = (shard * (10 * FP32 + itemsize) + count.total * FP32) / hardware.memory_bytes_per_s
+        largest = max(largest, seconds)  # stages step at the same time
+    parts["optimizer"] += largest
+
+
+def _host_trip_s(memory: Mapping[int, RoleMemory] | None, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of (weights, optimizer state) one way between host memory and the device, if offloaded (`engine/offload.py`)."""
+    # Once per phase: the state comes with the first optimizer step and goes back after the last.
+    if memory is None:
+        return 0.0, 0.0
+    weights = max(one.offloaded_weights for one in memory.values())
+    optimizer = max(one.offloaded_optimizer for one in memory.values())
+    return weights / hardware.host_bytes_per_s, optimizer / hardware.host_bytes_per_s

@@ -1,0 +1,284 @@
+"""`--measure K`: short trials of the best layouts of every role, on this machine or in a job of Slurm, and the ranking by measured
+times.
+
+Trials and results lie in `OUTPUT_DIR/tuning`, next to the run's directory: NAME.json is the trial, NAME.result.json its outcome;
+NAME has the role and a digest of model, settings, batch, world and machine. A trial with an outcome is not run again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megappo
+from megappo.commands.launch.script import Job
+from megappo.commands.tune.batch import ranks_here, run_trials
+from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice
+from megappo.commands.tune.cost import Workload
+from megappo.commands.tune.job import Follower, living_jobs, submit
+from megappo.commands.tune.report import name_of
+from megappo.commands.tune.search import Search
+from megappo.commands.tune.trials import (
+    REPEATS,
+    Failed,
+    Measured,
+    Outcome,
+    Trial,
+    outcome_file,
+    read_outcome,
+    trial_file,
+    write_trial,
+)
+from megappo.config.batch import text_arithmetic
+from megappo.config.errors import ConfigError, problem
+from megappo.telemetry.tables import figures, table
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate with the outcome of its trial. phases: seconds of its passes and updates in a whole step, like those of
+    `RoleCost`; None if the trial failed. file: of the outcome."""
+
+    candidate: Candidate
+    outcome: Outcome
+    phases: Mapping[str, float] | None
+    file: Path
+
+    @property
+    def measured_s(self) -> float | None:
+        """Seconds of all phases; None if the trial failed."""
+        return None if self.phases is None else sum(self.phases.values())
+
+    @property
+    def total_s(self) -> float:
+        """Seconds, with predicted generation if this role generates: no trial measures that. Infinite if the trial failed."""
+        return float("inf") if self.measured_s is None else self.measured_s + self.candidate.generate_s
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Role -> candidates tried, the fastest first, failed ones last."""
+
+    tried: Mapping[str, Sequence[Tried]]
+
+    def report(self) -> str:
+        """Text with a table for every role."""
+        return "\n\n".join("\n".join(_lines(role, found)) for role, found in self.tried.items()) + "\n"
+
+    def facts(self) -> dict[str, Any]:
+        """The measurement as plain data, for JSON."""
+        return {role: [_facts(one) for one in found] for role, found in self.tried.items()}
+
+
+def check_measurable(search: Search) -> None:
+    """Raise ConfigError if there is nothing to try."""
+    if set(search.tuned) <= {ROLLOUT}:
+        raise ConfigError(f"--measure: trials are of models, not of --roles {ROLLOUT}")
+
+
+def measure(search: Search, choice: Choice, most: int, job: Job | None = None) -> Measurement:
+    """Try the best `most` layouts of every tuned role beside `choice`: here, or in a job of Slurm.
+
+    ConfigError if the ranks cannot be started here, or ended outside of a trial.
+    """
+    roles = {role: search.beside(choice, role)[:most] for role in choice.roles if role in search.tuned}
+    candidates = {trial_name(search, one, job): one for found in roles.values() for one in found}
+    folder = Path(search.config.run.output_dir) / "tuning"
+    missing = [name for name in candidates if read_outcome(folder, name) is None]
+    living = living_jobs(folder, missing)
+    missing = [name for name in missing if not any(name in names for names in living.values())]
+    if missing and job is None:
+        _require_gpus(search)
+    if missing:
+        _make_folder(folder, search.config.run.output_dir)
+        for name in missing:
+            write_trial(folder, name, trial_of(search, candidates[name]))
+        if job is None:
+            _run_here(search.machine.world_size, folder, missing)
+        else:
+            seconds = sum(predicted_s(candidates[name], search.workload) for name in missing)
+            living[_submit(job, folder, missing, seconds)] = missing
+    for job_id, names in living.items():
+        Follower(job_id, folder, names).wait()
+    if missing or living:
+        print()
+    tried = [_tried(one, folder, name, search.workload) for name, one in candidates.items()]
+    ranked = sorted(tried, key=lambda one: one.total_s)
+    return Measurement({role: [one for one in ranked if one.candidate.role == role] for role in roles})
+
+
+def trial_of(search: Search, one: Candidate) -> Trial:
+    """Trial of a candidate: one update of one mini-batch, of sequences of the mean length."""
+    shape = search.workload.update(one.role)
+    run = search.config.run.model_copy(update={"device": search.machine.device})
+    return Trial(
+        config=search.config.model_copy(update={one.role: one.settings, "run": run}),
+        role=one.role,
+        label=f"{one.role} {name_of(one)}",
+        samples=shape.samples,
+        prompt_tokens=max(1, round(shape.prompt_tokens)),
+        response_tokens=max(1, round(shape.response_tokens)),
+    )
+
+
+def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
+    """Name of a trial, `policy-1f0c...`: a digest of everything that its time depends on."""
+    trial, machine = trial_of(search, one), search.machine
+    facts = {
+        "arch": asdict(search.archs[one.role]),
+        "settings": one.settings.model_dump(mode="json", exclude={"model"}),
+        "logits": trial.config.policy.logits_dtype,
+        "implementation": search.implementation(one.role),
+        "kernels": trial.config.kernels,
+        "batch": [trial.samples, trial.prompt_tokens, trial.response_tokens],
+        "texts": list(text_arithmetic(trial.config, one.role)),
+        "world": machine.world_size,
+        "ranks of a node": machine.hardware.gpus_per_node,
+        "machine": _machine_name(search, job),
+        "measured": list(Measured.model_fields),  # a version that measures other quantities runs the trial again
+        "versions": [megappo.__version__, torch.__version__],
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return f"{one.role}-{digest[:16]}"
+
+
+def _machine_name(search: Search, job: Job | None) -> str:
+    """Machine in a trial's name: the kind of GPU, or for CPUs this host or the job's partition."""
+    if search.machine.hardware.is_gpu():
+        return search.machine.hardware.name
+    if job is None:
+        return f"{platform.node()}, {os.cpu_count()} cores"
+    return next((option for option in job.options if option.startswith("--partition=")), "the default partition")
+
+
+def _require_gpus(search: Search) -> None:
+    world, gpus = search.machine.world_size, torch.cuda.device_count()
+    if search.machine.hardware.is_gpu() and gpus < world:
+        why = f"{world} ranks need a GPU each and this machine has {gpus}"
+        raise ConfigError(f"--measure: {why}; --slurm runs the trials as a job")
+
+
+def _make_folder(folder: Path, output_dir: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}; name another one"
+        raise ConfigError(problem("run.output_dir", output_dir, why)) from None
+
+
+def predicted_s(one: Candidate, workload: Workload) -> float:
+    """Predicted seconds of a trial, without its start. With offload it also times a phase of one update."""
+    phases, passes = one.cost.phases, workload.passes(one.role)
+    trips = one.cost.parts.get("offload", 0.0)
+    times = 2 if one.cost.is_trained and trips else 1
+    update_s = phases["update"] / workload.updates(one.role) if one.cost.is_trained else 0.0
+    return (REPEATS + 1) * (phases["forward"] / passes + times * update_s + trips)  # one more: the first is not counted
+
+
+def _submit(job: Job, folder: Path, names: Sequence[str], seconds: float) -> str:
+    """Submit the job; returns its id. If Slurm refuses it, its files are removed. seconds: predicted for the trials."""
+    try:
+        job_id = submit(job, folder, names)
+    except ConfigError:
+        for name in names:
+            trial_file(folder, name).unlink()
+        for path in (folder, folder.parent):
+            if not any(path.iterdir()):
+                path.rmdir()
+        raise
+    log = folder / f"job-{job_id}.log"
+    what = f"{len(names)} trials on {job.nodes} nodes x {job.ranks_per_node} ranks"
+    print(f"job {job_id}: {what}, predicted to take {figures(seconds)} s and the start of the ranks, log {log}", flush=True)
+    return job_id
+
+
+def _run_here(world_size: int, folder: Path, names: Sequence[str]) -> None:
+    print(f"{len(names)} trials on {world_size} ranks here, results in {folder}", flush=True)
+    code = run_trials(folder, names, ranks_here(world_size))
+    if code != 0:
+        kept = f"what it said is above; what was measured is kept in {folder}"
+        raise ConfigError(f"--measure: the ranks ended with exit code {code}, and not in a trial; {kept}")
+
+
+def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried:
+    outcome = read_outcome(folder, name)
+    assert outcome is not None, "every trial has run"
+    if isinstance(outcome, Failed):
+        return Tried(one, outcome, None, outcome_file(folder, name))
+    return Tried(one, outcome, phases_of(outcome, one.role, workload), outcome_file(folder, name))
+
+
+def phases_of(measured: Measured, role: str, workload: Workload) -> dict[str, float]:
+    """Seconds of `role` in a whole step: `forward` with one pass over all samples, and `update` with its updates. Each phase moves
+    offloaded parts once."""
+    passes = workload.passes(role)
+    phases = {"forward": (measured.forward_s - measured.load_s) * passes + measured.load_s}
+    if measured.update_s is None:
+        return phases
+    return phases | {"update": measured.update_s * workload.updates(role) + measured.trip_s}
+
+
+def _lines(role: str, tried: Sequence[Tried]) -> list[str]:
+    rows, failures = [], []
+    generates = any(one.candidate.generate_s > 0 for one in tried)
+    for one in tried:
+        predicted = one.candidate.cost.total_s
+        if one.measured_s is not None:
+            rows.append(
+                [
+                    name_of(one.candidate),
+                    figures(one.measured_s),
+                    figures(predicted),
+                    f"{one.measured_s / predicted:.2f}",
+                    *([figures(one.total_s)] if generates else []),
+                ]
+            )
+        else:
+            failures.append(f"  {name_of(one.candidate)}: {one.outcome} (delete {one.file} to try it again)")
+    header = [f"{role}, measured", "step s", "predicted", "ratio", *(["with generation, predicted"] if generates else [])]
+    return [*table(header, rows, left=1), *failures]
+
+
+def _facts(one: Tried) -> dict[str, Any]:
+    return {
+        "layout": name_of(one.candidate),
+        "overrides": one.candidate.overrides(),
+        "seconds": one.measured_s,
+        "predicted_seconds": one.candidate.cost.total_s,
+        **one.outcome.model_dump(),
+    }
+
+
+def best_measured(search: Search, choice: Choice, measurement: Measurement) -> Choice:
+    """The fastest combination by measured times that fits; roles that are not tuned stay. ConfigError if none is left."""
+    working = {role: [one for one in found if one.measured_s is not None] for role, found in measurement.tried.items()}
+    for role, found in measurement.tried.items():
+        if not working[role]:
+            fix = f"try more of them (--measure {2 * len(found)}), or a profile with a larger headroom_gib (--gpu FILE)"
+            raise ConfigError(f"--measure: all {len(found)} layouts of the {role} failed, see above; {fix}")
+    best, fastest = None, float("inf")
+    for combination in product(*working.values()):
+        roles = {**choice.roles, **{one.candidate.role: one.candidate for one in combination}}
+        seconds = _seconds(search, roles, combination)
+        # Each fits beside the predicted best of the other roles; together they may not.
+        if seconds < fastest and search.fits({role: one.need for role, one in roles.items()}, choice.rollout):
+            best, fastest = roles, seconds
+    if best is None:
+        raise ConfigError("--measure: no combination of the layouts that were measured fits; measure more of them")
+    return search.choice(best, choice.rollout)
+
+
+def _seconds(search: Search, roles: Mapping[str, Candidate], tried: Sequence[Tried]) -> float:
+    """Seconds of a step by what was measured, without vLLM and the push; roles that were not tried count as predicted."""
+    measured = {one.candidate.role: one.phases for one in tried if one.phases is not None}
+    phases = {role: measured.get(role, one.cost.phases) for role, one in roles.items()}
+    return search.timetable.step_s(phases) + roles["policy"].generate_s

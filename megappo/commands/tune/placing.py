@@ -1,0 +1,138 @@
+"""Placements to try: all roles on all ranks, vLLM apart, the critic apart, the critic with the frozen models apart, and both apart.
+
+The world is cut once, or twice for policy, critic and vLLM on ranks of their own, between nodes if there are several, at a quarter,
+a half and three quarters. Every placement is searched for itself (`search.py`); `rank_placements` orders them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from megappo.commands.tune.candidates import ROLLOUT, Choice, Machine
+from megappo.commands.tune.search import Search
+from megappo.config.layout_checks import placements_in_use, roles_in_use, world_problems
+from megappo.config.rank_ranges import ranges_text
+from megappo.config.schema import CRITICS, TrainConfig
+from megappo.parallel.placement import Placement, placement_of
+
+QUARTERS = (1, 2, 3)  # of the nodes, for those apart
+ALONE_SHARE = 0.8  # of the memory, for vLLM without models beside it; the rest is for the reserve and the headroom
+COLOCATED = "colocated"
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Keys of one placement. name: for users. changes: key -> value, `critic.ranks` and what follows from it."""
+
+    name: str
+    changes: Mapping[str, str | float]
+
+    def applied(self, config: TrainConfig) -> TrainConfig:
+        """The configuration with these keys."""
+        for key, value in self.changes.items():
+            config = _with(config, key.split("."), value)
+        return config
+
+    def overrides(self) -> list[str]:
+        """As `key=value` lines."""
+        return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.changes.items()]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement with its search and the fastest run in it; choice: None if nothing fits."""
+
+    placing: Placing
+    search: Search
+    choice: Choice | None
+
+
+def rank_placements(search: Search, neutral: TrainConfig) -> list[Placed]:
+    """Search every placement; the fastest first, those in which nothing fits last. search: colocated. neutral: its configuration
+    without the layouts that are open, which need not fit another placement."""
+    found = []
+    for placing in placings(neutral, search.machine):
+        placed = search.placed(placing.applied(search.config), placing.overrides())
+        found.append(Placed(placing, placed, placed.best()))
+    return sorted(found, key=lambda one: float("inf") if one.choice is None else one.choice.total_s)
+
+
+def placings(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
+    """Placements that the rules of a run allow, colocated first. config: all roles live on all ranks."""
+    for placing in _proposed(config, machine):
+        placing = _with_consequences(placing, config, machine.world_size)
+        if next(world_problems(placing.applied(config), machine.world_size), None) is None:
+            yield placing
+
+
+def _proposed(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
+    yield Placing(COLOCATED, {})
+    roles, world_size = list(roles_in_use(config)), machine.world_size
+    by_vllm, frozen = config.rollout.engine == "vllm", [role for role in roles if role not in ("policy", *CRITICS)]
+    critics = [role for role in roles if role in CRITICS]
+    groups = [one for one in dict.fromkeys(((*critics,), (*critics, *frozen))) if one]
+    for size in _sizes(machine):
+        first, last = ranges_text(range(world_size - size)), ranges_text(range(world_size - size, world_size))
+        if by_vllm:
+            yield Placing(f"rollout on {last}", {**{f"{role}.ranks": first for role in roles}, "rollout.ranks": last})
+        for apart in groups:
+            name, ranks = _apart(roles, apart, first, last)
+            if by_vllm:
+                yield Placing(name, ranks)
+            # Fewer ranks generate, and the critics have no vLLM beside it.
+            yield Placing(f"{name}, rollout on {first}", {**ranks, "rollout.ranks": first})
+    for sizes in _pairs_of_sizes(machine) if by_vllm else []:
+        cuts = world_size - sum(sizes), world_size - sizes[1]
+        first, second, last = map(ranges_text, (range(cuts[0]), range(*cuts), range(cuts[1], world_size)))
+        for apart in groups:
+            name, ranks = _apart(roles, apart, first, second)
+            yield Placing(f"{name}, rollout on {last}", {**ranks, "rollout.ranks": last})
+
+
+def _apart(roles: Sequence[str], apart: Sequence[str], first: str, second: str) -> tuple[str, dict[str, str]]:
+    """Name and keys of some roles on the second ranks and the others on the first."""
+    name = f"{' and '.join(apart).replace('_', ' ')} on {second}"
+    return name, {f"{role}.ranks": second if role in apart else first for role in roles}
+
+
+def _pairs_of_sizes(machine: Machine) -> list[tuple[int, int]]:
+    """Numbers of ranks for the critics and for vLLM that leave some for the policy; at most three pairs."""
+    sizes = _sizes(machine)
+    return [pair for pair in product(sizes, sizes) if sum(pair) < machine.world_size]
+
+
+def _sizes(machine: Machine) -> list[int]:
+    """Numbers of ranks that may be set apart."""
+    per_node = machine.hardware.gpus_per_node
+    unit = per_node if machine.world_size > per_node else 1
+    nodes = machine.world_size // unit
+    return sorted({nodes * quarter // 4 * unit for quarter in QUARTERS} - {0})
+
+
+def _with_consequences(placing: Placing, config: TrainConfig, world_size: int) -> Placing:
+    """The placement without offload and sleep where nobody else needs the room, and with vLLM's larger share where it is alone."""
+    where = {name: placement_of(ranks, world_size) for name, ranks in placements_in_use(placing.applied(config)).items()}
+    changes = dict(placing.changes)
+    for role in roles_in_use(config):
+        if _is_alone(role, where):
+            away = getattr(config, role).offload.model_dump()
+            changes |= {f"{role}.offload.{key}": False for key, is_away in away.items() if is_away}
+    rollout = config.rollout
+    if rollout.engine == "vllm" and _is_alone(ROLLOUT, where):
+        changes |= {"rollout.sleep": "none"} if rollout.sleep != "none" else {}
+        if rollout.kv_cache_gib is None and rollout.memory_share < ALONE_SHARE:
+            changes["rollout.memory_share"] = ALONE_SHARE
+    return Placing(placing.name, changes)
+
+
+def _is_alone(name: str, where: Mapping[str, Placement]) -> bool:
+    return not any(placement.overlaps(where[name]) for other, placement in where.items() if other != name)
+
+
+def _with(section: Any, path: list[str], value: str | float) -> Any:
+    """A copy of a section of the configuration with another value at this path of keys."""
+    key, *rest = path
+    return section.model_copy(update={key: _with(getattr(section, key), rest, value) if rest else value})

@@ -1,0 +1,362 @@
+"""Search for the fastest layouts that fit: every role is ranked by itself, then the roles are combined under their common memory.
+
+A search is of one placement, that of its configuration (`placing.py` tries others). Roles on the same ranks take turns, and
+constrain each other only through memory: resident memory of all roles that live there plus the largest working set. Memory is the
+plan's (`commands/plan/memory.py`, `commands/plan/reserve.py`); a choice carries its plan. To decide if it fits, a role's fullest
+stage stands for all of its ranks, which overestimates if the fullest stages of two roles lie on different ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from math import lcm
+from typing import Any
+
+from megappo.commands.plan.estimate import (
+    beside_sampler,
+    memory_of_rollout,
+    memory_of_stage,
+    roles_beside_sampler,
+    rollout_dtype,
+    work_out,
+)
+from megappo.commands.plan.memory import ParameterCount, RoleMemory, count_parameters, fullest_moment
+from megappo.commands.plan.phases import forward_passes
+from megappo.commands.plan.reserve import layout_bytes, reserve_bytes
+from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine, Need, RolloutCandidate
+from megappo.commands.tune.combine import combinations, pareto
+from megappo.commands.tune.cost import RoleCost, Settings, Workload, role_cost
+from megappo.commands.tune.enumerate import layouts, recompute_choices, rollout_sizes, token_budgets
+from megappo.commands.tune.generation import megatron_s, push_s, vllm_cost
+from megappo.commands.tune.links import ranks_together
+from megappo.commands.tune.step import Timetable
+from megappo.config.batch import step_arithmetic
+from megappo.config.engine_checks import problems_of_role
+from megappo.config.layout_checks import placements_in_use, roles_in_use, value_head_of
+from megappo.config.rank_ranges import ALL
+from megappo.config.role_sections import PolicyConfig
+from megappo.config.schema import TrainConfig
+from megappo.models.arch import ModelArch
+from megappo.models.implementation import Implementation, implementation_of_role
+from megappo.parallel.layout import ParallelLayout, layout_of
+from megappo.parallel.placement import Placement, placement_of
+from megappo.telemetry.hardware import Hardware
+
+# Of a working set, which is mostly activations: tests hold their estimate to 10 %.
+MARGIN = 1.1
+MOST_DOUBLINGS = 8  # up to 256 times the GPUs asked for
+
+
+class Search:
+    """Candidates of every role of a run, in the placement of its configuration.
+
+    tuned: roles whose layout is open, `rollout` among them; the others keep theirs. placing: `key=value` lines of the placement,
+    if the user's configuration does not have it.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        archs: Mapping[str, ModelArch],
+        machine: Machine,
+        workload: Workload,
+        tuned: Sequence[str],
+        placing: Sequence[str] = (),
+    ) -> None:
+        self.config, self.archs, self.machine, self.workload, self.tuned = config, archs, machine, workload, tuned
+        self.placing = placing
+        self.placements = {name: placement_of(ranks, machine.world_size) for name, ranks in placements_in_use(config).items()}
+        self.timetable = Timetable(self.placements, forward_passes(config))
+        self._hardware = {name: _seen_from(placement, machine.hardware) for name, placement in self.placements.items()}
+        self._counts: dict[tuple[object, ...], ParameterCount] = {}
+        # By role, number of its ranks, ranks that are neighbours on a node, and settings: the same in every placement.
+        self._memory: dict[tuple[object, ...], dict[int, RoleMemory]] = {}
+        self._costs: dict[tuple[object, ...], tuple[RoleCost, float]] = {}
+
+    def placed(self, config: TrainConfig, placing: Sequence[str]) -> Search:
+        """The search of this run in another placement. What was counted for one serves the other."""
+        other = Search(config, self.archs, self.machine, self.workload, self.tuned, placing)
+        other._counts, other._memory, other._costs = self._counts, self._memory, self._costs
+        return other
+
+    @property
+    def is_colocated(self) -> bool:
+        """True if all roles and vLLM live on all ranks."""
+        return all(one.is_whole for one in self.placements.values())
+
+    def num_ranks(self, name: str) -> int:
+        """Ranks of a role or of `rollout`."""
+        return len(self.placements[name])
+
+    def hardware_of(self, name: str) -> Hardware:
+        """The machine as a role or `rollout` sees it: as many of its neighbouring ranks share a node."""
+        return self._hardware[name]
+
+    @cached_property
+    def candidates(self) -> dict[str, list[Candidate]]:
+        """Role -> candidates that fit alone beside some replicas, the fastest first."""
+        return {role: sorted(self._all(role), key=lambda one: one.total_s) for role in roles_in_use(self.config)}
+
+    @cached_property
+    def rollouts(self) -> list[RolloutCandidate]:
+        """Replicas whose KV cache holds one longest sequence, as the plan demands; the fastest first."""
+        config, arch, machine = self.config, self.archs["policy"], self.machine
+        if config.rollout.engine == "megatron":
+            return [RolloutCandidate(None, None, None)]
+        num_ranks, hardware = self.num_ranks(ROLLOUT), self.hardware_of(ROLLOUT)
+        sizes = rollout_sizes(arch, num_ranks) if ROLLOUT in self.tuned else [config.rollout.tp]
+        longest = step_arithmetic(config).max_sequence_tokens
+        found = []
+        for tp in sizes:
+            with_tp = config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": tp})})
+            memory = memory_of_rollout(with_tp, arch, machine.device, machine.device_memory)
+            if not memory.holds_sequence(longest):
+                continue
+            dtype, workload = rollout_dtype(config), self.workload
+            cost = vllm_cost(arch, with_tp.rollout, dtype, memory, workload, num_ranks, hardware)
+            found.append(RolloutCandidate(tp, memory, cost))
+        return sorted(found, key=lambda one: one.total_s)
+
+    def _all(self, role: str) -> Iterator[Candidate]:
+        settings: Settings = getattr(self.config, role)
+        arch = self.archs[role]
+        if role not in self.tuned:
+            own = self.candidate(role, settings)
+            yield from [own] if own is not None else []
+            return
+        budgets = token_budgets(settings.micro_batch_tokens, step_arithmetic(self.config).max_sequence_tokens)
+        for parallel in layouts(arch, self.num_ranks(role), self.implementation(role)):
+            for recompute in recompute_choices(getattr(settings, "recompute", None)):
+                chosen = settings.model_copy(update={"parallel": parallel} | self._recompute(settings, recompute))
+                if not runs_under_its_engine(role, chosen):
+                    continue
+                for tokens in budgets:
+                    one = self.candidate(role, chosen.model_copy(update={"micro_batch_tokens": tokens}))
+                    if one is None:  # budgets ascend: larger micro-batches do not fit either
+                        break
+                    yield one
+
+    def implementation(self, role: str) -> Implementation:
+        """Implementation of a role's layers."""
+        return implementation_of_role(self.machine.implementation, self.config.model.impl, getattr(self.config, role))
+
+    @staticmethod
+    def _recompute(settings: Settings, recompute: str) -> dict[str, str]:
+        return {"recompute": recompute} if hasattr(settings, "recompute") else {}
+
+    def candidate(self, role: str, settings: Settings) -> Candidate | None:
+        """This role with these settings; None if it does not fit even alone, without replicas."""
+        stages = self._stages(role, settings)
+        need = self._need(role, settings, stages.values())
+        if not any(self.fits({role: need}, rollout) for rollout in self.rollouts):
+            return None
+        key = self._key(role, settings)
+        if key not in self._costs:
+            self._costs[key] = self._cost(role, settings, need.layout, stages)
+        memory = max(stages.values(), key=lambda one: one.resident + one.active)
+        return Candidate(role, settings, need, memory, *self._costs[key])
+
+    def _cost(
+        self, role: str, settings: Settings, layout: ParallelLayout, stages: Mapping[int, RoleMemory]
+    ) -> tuple[RoleCost, float]:
+        """Seconds of its passes and updates, and of generation by the role itself."""
+        arch, hardware, generate_s = self.archs[role], self.hardware_of(role), 0.0
+        counts = {stage: self._count(arch, layout, stage, value_head_of(settings) is not None) for stage in stages}
+        cost = role_cost(role, arch, layout, settings, self.workload, hardware, counts, stages)
+        if isinstance(settings, PolicyConfig) and self.config.rollout.engine == "megatron":
+            generate_s = megatron_s(arch, layout, settings, self.workload, hardware, counts)
+        return cost, generate_s
+
+    def _key(self, role: str, settings: Settings) -> tuple[object, ...]:
+        anywhere = settings.model_copy(update={"ranks": ALL})
+        return role, self.num_ranks(role), self.hardware_of(role).gpus_per_node, anywhere
+
+    def _count(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
+        """Parameters of one rank of a stage, from shapes."""
+        # Counted once for each kind of stage: cp, dp and the order of the chunks do not change it.
+        sparse = [arch.is_sparse(layer) for layer in layout.stage_layers(arch.num_layers, stage)]
+        ends = stage == 0, stage == layout.pp - 1
+        key = (arch, layout.tp, layout.ep, layout.etp, value_head, *ends, len(sparse), sum(sparse))
+        if key not in self._counts:
+            self._counts[key] = count_parameters(arch, layout, stage, value_head)
+        return self._counts[key]
+
+    # ---------------------------------------------------------------------------------------------------------- combined
+
+    def fits(self, needs: Mapping[str, Need], rollout: RolloutCandidate) -> bool:
+        """True if these roles and the replicas fit together, with the margin. If some roles do not, neither do more."""
+        hosts = self.timetable.ranks
+        reserve = max(self._reserve(names, needs, rollout) for names in hosts) if self.machine.device == "cuda" else 0
+        for names in hosts:
+            here = [need for role, need in needs.items() if role in names]
+            training = int(MARGIN * max((need.training for need in here), default=0))
+            pushed = max((need.pushed for need in here), default=0)
+            at_rest = reserve + sum(need.resident for need in here)
+            sampler = rollout.memory if ROLLOUT in names else None
+            if fullest_moment(at_rest, training, pushed, sampler, self.config.rollout.sleep) > self.machine.hardware.usable_bytes:
+                return False
+        return True
+
+    def _reserve(self, names: Collection[str], needs: Mapping[str, Need], rollout: RolloutCandidate) -> int:
+        """Of a rank that these live on; the plan takes that of the rank with most communicators for all."""
+        of_roles = [(need.layout, self._has_experts(role)) for role, need in needs.items() if role in names]
+        return reserve_bytes(of_roles, self.machine.world_size, (rollout.tp or 1) if ROLLOUT in names else 1)
+
+    def _has_experts(self, role: str) -> bool:
+        return self.archs[role].moe is not None
+
+    def best(self) -> Choice | None:
+        """The fastest candidates that fit together; None if none do. The push of weights, about 1 % of a step, is ignored in the
+        choice of the policy."""
+        if not self.rollouts or not all(self.candidates.values()):
+            return None
+        fronts = {role: [found[index] for index in self._front_of(role, found)] for role, found in self.candidates.items()}
+        best: Choice | None = None
+        for rollout in self.rollouts:
+            limit = float("inf") if best is None else best.total_s - rollout.total_s
+            fit = partial(self.fits, rollout=rollout)
+            for roles in combinations(fronts, fit, self.timetable, limit):
+                choice = self.choice(roles, rollout)
+                if best is None or choice.total_s < best.total_s:
+                    best = choice
+        return best
+
+    def _front_of(self, role: str, found: Sequence[Candidate]) -> list[int]:
+        """Indices of those that no other undercuts in memory and time. found: the fastest first."""
+        # Where roles take turns, their sum counts; beside another role a slow pass may cost nothing, and a slow update much.
+        times = None if self.timetable.takes_turns else [(one.generate_s, *one.cost.phases.values()) for one in found]
+        return self._front(role, [one.need for one in found], times)
+
+    def _front(self, role: str, needs: Sequence[Need], times: Sequence[tuple[float, ...]] | None = None) -> list[int]:
+        """Indices of the Pareto front of `needs` (`pareto`), the best first."""
+
+        def communicators(layout: ParallelLayout) -> int:
+            return layout_bytes(layout, self._has_experts(role)) if self.machine.device == "cuda" else 0
+
+        return pareto(needs, communicators, times)
+
+    def choice(self, roles: Mapping[str, Candidate], rollout: RolloutCandidate) -> Choice:
+        """These candidates with their plan, fitting or not."""
+        policy, machine = roles["policy"], self.machine
+        changes: dict[str, Any] = {role: one.settings for role, one in roles.items()}
+        if rollout.tp is not None:
+            changes[ROLLOUT] = self.config.rollout.model_copy(update={"tp": rollout.tp})
+        layouts = {role: one.layout for role, one in roles.items()}
+        config = self.config.model_copy(update=changes)
+        plan = work_out(config, self.archs, layouts, machine.world_size, machine.device, machine.device_memory, self._count)
+        loaded = max(stage.offloaded_weights for stage in plan.memory["policy"])
+        ends = (self.placements["policy"], self.placements[ROLLOUT])
+        pushing = push_s(policy.layout, rollout.memory, machine.hardware, loaded, ends) / config.rollout.push_every
+        return Choice(roles, rollout, pushing, plan, self.timetable)
+
+    def can_fit(self) -> bool:
+        """True if anything fits at all. Tries the least demanding layouts and settings of every role, without their time."""
+        fronts = []
+        for role in roles_in_use(self.config):
+            settings: Settings = getattr(self.config, role)
+            found = self._least_needs(role, settings) if role in self.tuned else [self._need_of(role, settings)]
+            # The least demanding first: a fit is found early, and the front stays short.
+            found = sorted(found, key=lambda need: need.resident + need.training)
+            fronts.append((role, [found[index] for index in self._front(role, found)]))
+        return any(self._can_extend({}, fronts, rollout) for rollout in self.rollouts)
+
+    def _can_extend(
+        self, chosen: Mapping[str, Need], fronts: Sequence[tuple[str, Sequence[Need]]], rollout: RolloutCandidate
+    ) -> bool:
+        if not fronts:
+            return True
+        role, needs = fronts[0]
+        extended = ({**chosen, role: need} for need in needs)
+        return any(self.fits(one, rollout) and self._can_extend(one, fronts[1:], rollout) for one in extended)
+
+    def _least_needs(self, role: str, settings: Settings) -> list[Need]:
+        least = settings.model_copy(update={"micro_batch_tokens": step_arithmetic(self.config).max_sequence_tokens})
+        found = layouts(self.archs[role], self.num_ranks(role), self.implementation(role), frugal=True)
+        needs = []
+        for parallel in found:
+            ways = (least.model_copy(update={"parallel": parallel} | self._recompute(settings, one)) for one in ("full", "none"))
+            # An engine may lack the recomputation that saves most, or the layout.
+            if (way := next((way for way in ways if runs_under_its_engine(role, way)), None)) is not None:
+                needs.append(self._need_of(role, way))
+        return needs
+
+    def _need_of(self, role: str, settings: Settings) -> Need:
+        return self._need(role, settings, self._stages(role, settings).values())
+
+    def _need(self, role: str, settings: Settings, stages: Collection[RoleMemory]) -> Need:
+        return Need(
+            layout_of(settings.parallel, self.num_ranks(role)),
+            resident=max(one.resident for one in stages),
+            training=max(one.active for one in stages),
+            pushed=max(beside_sampler(self.config, role, one) for one in stages)
+            if role in roles_beside_sampler(self.config)
+            else 0,
+        )
+
+    def _stages(self, role: str, settings: Settings) -> dict[int, RoleMemory]:
+        """Stage -> memory, of the stages that may be the fullest."""
+        key = self._key(role, settings)
+        if key not in self._memory:
+            arch, layout = self.archs[role], layout_of(settings.parallel, self.num_ranks(role))
+            config = self.config.model_copy(update={role: settings})
+            self._memory[key] = {
+                stage: memory_of_stage(config, role, arch, layout, stage, self.machine.device, self._count)
+                for stage in fullest_stages(arch, layout)
+            }
+        return self._memory[key]
+
+    def beside(self, choice: Choice, role: str) -> list[Candidate]:
+        """Candidates of a role that fit beside the other roles of `choice`, the fastest first, each layout once."""
+        needs, seen = {name: one.need for name, one in choice.roles.items()}, {}
+        for one in self.candidates[role]:
+            if one.layout not in seen and self.fits({**needs, role: one.need}, choice.rollout):
+                seen[one.layout] = one
+        return list(seen.values())
+
+    def rollouts_beside(self, choice: Choice) -> list[RolloutCandidate]:
+        needs = {role: one.need for role, one in choice.roles.items()}
+        return [one for one in self.rollouts if self.fits(needs, one)]
+
+
+def runs_under_its_engine(role: str, settings: Settings) -> bool:
+    """True unless the role's engine lacks this layout or recomputation."""
+    return next(problems_of_role(role, settings), None) is None
+
+
+def _seen_from(placement: Placement, hardware: Hardware) -> Hardware:
+    return replace(hardware, gpus_per_node=ranks_together(placement, hardware.gpus_per_node))
+
+
+def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:
+    """Stages that may be the fullest: the ends, and the first one with the most layers; all stages if layers differ, or if a split
+    is so uneven that an early stage with fewer layers holds more micro-batches.
+    """
+    every = list(range(layout.pp))
+    if arch.moe is not None and arch.moe.dense_layers:
+        return every
+    if not layout.layers_per_stage:
+        return sorted({0, layout.pp - 1})
+    sizes = [sum(layout.layers_per_stage[stage :: layout.pp]) for stage in every]
+    if max(sizes) - min(sizes) > 1:
+        return every
+    return sorted({0, sizes.index(max(sizes)), layout.pp - 1})
+
+
+def larger_worlds(machine: Machine) -> list[int]:
+    """Numbers of GPUs by doubling, in whole nodes if more than one. Layouts that are kept divide them too."""
+    sizes, per_node = [machine.world_size], machine.hardware.gpus_per_node
+    for _ in range(MOST_DOUBLINGS):
+        twice = 2 * sizes[-1]
+        sizes.append(twice if twice <= per_node else lcm(twice, per_node))
+    return sizes[1:]
+
+
+def gpus_needed(search: Search) -> int | None:
+    """The smallest of `larger_worlds` on which some layout fits; None if none does on the largest."""
+    for world_size in larger_worlds(search.machine):
+        machine = replace(search.machine, world_size=world_size)
+        if Search(search.config, search.archs, machine, search.workload, search.tuned).can_fit():
+            return world_size
+    return None

@@ -1,0 +1,204 @@
+"""Cost of one micro-batch on one rank of one pipeline stage: matrix products, memory traffic and communication of its layers.
+
+The forward pass is counted; the caller doubles it for the backward pass. Times are in seconds, sizes in bytes unless named
+otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from megappo.commands.plan.activations import layer_elements_per_token
+from megappo.commands.plan.memory import FP32, ITEMSIZE
+from megappo.commands.tune.links import Links, span
+from megappo.models.arch import ModelArch
+from megappo.models.flops import BACKWARD, MULTIPLY_ADD, SCORES_AND_VALUES, keys_seen
+from megappo.parallel.layout import ParallelLayout
+from megappo.telemetry.hardware import Dtype, Hardware
+
+Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp"]
+_WITH_WEIGHTS: tuple[Part, ...] = ("matmul", "head")
+TILE_ROWS, TILE_COLUMNS = 128, 256  # of the output, computed by one multiprocessor at a time
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one micro-batch in the forward and in the backward pass of one stage, by part."""
+
+    forward: Mapping[Part, float] = field(default_factory=dict)
+    backward: Mapping[Part, float] = field(default_factory=dict)
+
+    @property
+    def forward_s(self) -> float:
+        return sum(self.forward.values())
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + sum(self.backward.values())
+
+
+class Product(NamedTuple):
+    """`count` matrix products of equal size: [rows, inner] x [inner, columns] on one rank."""
+
+    rows: float
+    inner: float
+    columns: float
+    count: float = 1.0
+
+    @property
+    def weights(self) -> float:
+        return self.inner * self.columns * self.count
+
+
+def layer_products(arch: ModelArch, layout: ParallelLayout, sparse: bool, tokens: float) -> list[Product]:
+    """The forward products of one layer on one rank that holds `tokens` (its part under context parallel), with balanced
+    experts."""
+    h, tp = arch.hidden_size, layout.tp
+    heads, kv_heads = arch.num_heads * arch.head_dim / tp, arch.num_kv_heads * arch.head_dim / tp
+    attention = [Product(tokens, h, heads + 2 * kv_heads), Product(tokens, heads, h)]
+    if not sparse:
+        return [*attention, Product(tokens, h, 2 * arch.ffn_size / tp), Product(tokens, arch.ffn_size / tp, h)]
+    assert arch.moe is not None
+    routed = tokens / (tp if layout.sequence_parallel else 1)
+    experts, columns = arch.moe.num_experts / layout.ep, arch.moe.ffn_size / layout.etp
+    # With balanced experts a rank computes as many rows as it sends, times etp.
+    rows = routed * arch.moe.top_k * layout.etp / experts
+    router = Product(routed, h, arch.moe.num_experts)
+    return [*attention, router, Product(rows, h, 2 * columns, experts), Product(rows, columns, h, experts)]
+
+
+def product_s(product: Product, itemsize: int, rate: float, hardware: Hardware) -> float:
+    """Seconds of a product, at least those of reading its weights.
+
+    The last wave of tiles leaves on average half of the multiprocessors idle (NVIDIA, "Matrix Multiplication Background User's
+    Guide", tile and wave quantization).
+    """
+    rows = TILE_ROWS * math.ceil(product.rows / TILE_ROWS) if hardware.processors > 1 else product.rows
+    tiles = rows / TILE_ROWS * max(1.0, product.columns / TILE_COLUMNS) * product.count
+    idle = 1 + hardware.processors / 2 / tiles if hardware.processors > 1 else 1.0
+    arithmetic = MULTIPLY_ADD * rows * product.inner * product.columns * product.count / rate * idle
+    return max(arithmetic, product.weights * itemsize / hardware.memory_bytes_per_s)
+
+
+def stage_pass(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    *,
+    dtype: Dtype,
+    tokens: float,
+    length: float,
+    recompute: str,
+    value_head: bool,
+    hardware: Hardware,
+    frozen: bool = False,
+) -> Pass:
+    """Seconds of one micro-batch on one rank of `stage`.
+
+    tokens: of the micro-batch, over its cp ranks; length: of a sequence. Matrix products take 2 FLOPs for each weight and token,
+    attention 4 for each channel of a head and key that it sees (Narayanan et al. 2021, appendix; half of it under a causal mask).
+    Elementwise kernels write and read a layer's stored activations (`commands/plan/activations.py`).
+    Backward: twice the products and traffic; full recomputation adds a forward, selective that of attention. frozen: the weights
+    have no gradients (adapters train, whose products are left out).
+    """
+    mine = tokens / layout.cp
+    itemsize, rate = ITEMSIZE[dtype], hardware.flops_per_s(dtype)
+    layers = list(layout.stage_layers(arch.num_layers, stage))
+    times: dict[Part, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0, "head": 0.0}
+    weights_bytes = 0.0
+    for sparse, windowed, count in _kinds(arch, layers):
+        products = layer_products(arch, layout, sparse, mine)
+        held = sum(one.weights for one in products) * itemsize
+        times["matmul"] += count * sum(product_s(one, itemsize, rate, hardware) for one in products)
+        seen = keys_seen(arch, windowed, length)
+        channels = MULTIPLY_ADD * SCORES_AND_VALUES * arch.num_heads * arch.head_dim
+        times["attention"] += count * mine * channels * seen / layout.tp / rate
+        kept = layer_elements_per_token(arch, layout, itemsize, sparse, fused=hardware.is_gpu()) * itemsize
+        # 2: each stored activation is written once and read once.
+        times["memory"] += count * 2 * mine * kept / hardware.memory_bytes_per_s
+        weights_bytes += count * held
+    if stage == layout.pp - 1 and not value_head:
+        times["head"] = _head_s(arch, layout, mine, rate, hardware)  # the last stage alone has the vocabulary
+    # One layer more for each chunk: embedding or head, and messages.
+    times["host"] = (len(layers) + layout.vpp) * hardware.layer_overhead_s
+    talk = _communication(arch, layout, stage, layers, mine, itemsize, Links.of(hardware), hardware.gpus_per_node)
+    forward: dict[Part, float] = {**times, **talk.forward}
+    backward: dict[Part, float] = {part: BACKWARD * seconds for part, seconds in times.items()}
+    if frozen:  # of the two products of a backward pass only that for the input's gradient
+        backward |= {part: (BACKWARD - 1) * times[part] for part in _WITH_WEIGHTS}
+    else:  # Gradients are added to an fp32 buffer: the product is written and read, the buffer read and written.
+        backward["memory"] += weights_bytes / itemsize * (2 * itemsize + 2 * FP32) / hardware.memory_bytes_per_s
+    for part, seconds in talk.backward.items():
+        backward[part] = backward.get(part, 0.0) + seconds
+    again: set[Part] = {"matmul", "attention", "memory", "host", "tp", "cp", "ep"} if recompute == "full" else set()
+    again |= {"attention"} if recompute == "selective" else set()
+    for part in again & set(forward):
+        backward[part] = backward.get(part, 0.0) + forward[part]
+    return Pass(forward, backward)
+
+
+def _kinds(arch: ModelArch, layers: list[int]) -> list[tuple[bool, int, int]]:
+    """(has experts, a layer of this kind, number of such layers) of every kind of layer."""
+    if arch.moe is None and not arch.sliding_layers:
+        return [(False, layers[0], len(layers))]
+    found: dict[tuple[bool, bool], list[int]] = {}
+    for layer in layers:
+        slides = bool(arch.sliding_layers) and arch.sliding_layers[layer]
+        found.setdefault((arch.is_sparse(layer), slides), []).append(layer)
+    return [(sparse, numbers[0], len(numbers)) for (sparse, _), numbers in found.items()]
+
+
+def _head_s(arch: ModelArch, layout: ParallelLayout, tokens: float, rate: float, hardware: Hardware) -> float:
+    """Seconds of output projection and log-probs, whose fp32 logits are written and read once, chunk by chunk."""
+    rows = arch.vocab_size / layout.tp
+    return tokens * rows * (MULTIPLY_ADD * arch.hidden_size / rate + 2 * FP32 / hardware.memory_bytes_per_s)
+
+
+def _communication(
+    arch: ModelArch,
+    layout: ParallelLayout,
+    stage: int,
+    layers: list[int],
+    tokens: float,
+    itemsize: int,
+    links: Links,
+    ranks_per_node: int,
+) -> Pass:
+    """Seconds of the collectives of a stage's layers and of its messages to its neighbours. tokens: of this rank."""
+    forward: dict[Part, float] = {}
+    backward: dict[Part, float] = {}
+    hidden = tokens * arch.hidden_size * itemsize
+    sequence_shards = layout.tp if layout.sequence_parallel else 1
+    num_sparse = sum(arch.is_sparse(layer) for layer in layers)
+    if layout.tp > 1:
+        group = span(layout, "tp", ranks_per_node)
+        # Two all-reduces of the hidden states per layer and direction, or with sequence parallel two all-gathers and two
+        # reduce-scatters, and in the backward pass two all-gathers more, of inputs stored as shards (Korthikanti et al. 2022,
+        # section 4.2.2).
+        half = links.gather_s(group, hidden)  # half of an all-reduce
+        blocks = 2 * len(layers) - num_sparse  # attention, and a dense MLP
+        ends = (stage == 0) + 2 * (stage == layout.pp - 1)  # embedding; log-probs gather and reduce hidden states
+        forward["tp"] = half * (2 * blocks + ends)
+        backward["tp"] = half * (2 * blocks + ends + (blocks if layout.sequence_parallel else 0))
+    if layout.cp > 1:
+        # Queries, keys and values are exchanged for heads, and the output back (`models/attention.py`).
+        group = span(layout, "cp", ranks_per_node)
+        heads, kv_heads = arch.num_heads // layout.tp, max(arch.num_kv_heads // layout.tp, layout.cp)
+        row = arch.head_dim * itemsize
+        each = links.all_to_all_s(group, tokens * (heads + 2 * kv_heads) * row) + links.all_to_all_s(group, tokens * heads * row)
+        forward["cp"] = backward["cp"] = each * len(layers)
+    if num_sparse and layout.ep * layout.etp > 1:
+        assert arch.moe is not None
+        # Rows go to their experts and back (Megatron-core's all-to-all dispatcher), gathered and reduced over etp.
+        rows = hidden * arch.moe.top_k / sequence_shards
+        each = 2 * links.all_to_all_s(span(layout, "ep", ranks_per_node), rows)
+        each += 2 * links.gather_s(span(layout, "etp", ranks_per_node), rows * layout.etp)
+        forward["ep"] = backward["ep"] = each * num_sparse
+    if layout.pp > 1:
+        # The hidden states of a micro-batch cross every boundary of a chunk.
+        group = span(layout, "pp", ranks_per_node)
+        forward["pp"] = backward["pp"] = layout.vpp * links.send_s(group, hidden / sequence_shards)
+    return Pass(forward, backward)

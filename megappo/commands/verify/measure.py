@@ -1,0 +1,241 @@
+"""Replay of recorded rollouts in given layouts through the trainer's own stages 4 to 6; every result is recorded.
+
+The stages are those of `trainer/`, and the roles are built as for a run, with each trained engine wrapped in a recorder.
+`compare.py` compares two measurements.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megappo.commands.verify.delegate import DelegatingEngine
+from megappo.commands.verify.gather import Gathered, gather_tensors
+from megappo.commands.verify.recording import RecordedTexts
+from megappo.config.batch import update_schedule
+from megappo.config.layout_checks import trained_sections
+from megappo.config.role_sections import RoleConfig
+from megappo.config.schema import CRITICS, TrainConfig
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
+from megappo.engine.factory import EngineFactory, EngineSpec
+from megappo.parallel.placement import Placement
+from megappo.trainer.build_roles import Roles, build_roles
+from megappo.trainer.critics import fields_of
+from megappo.trainer.experience.collect import sample_seed
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.ptx import DrawnTexts
+from megappo.trainer.roles import Critic, Policy
+from megappo.trainer.shaping import shape_experience
+from megappo.trainer.updates import Updates, positive_samples
+
+REWARD_MODEL = "reward_model"
+# Quantities of a role's updates, one number per mini-batch.
+LOSS, GRAD_NORM = "loss", "gradient norm"
+
+
+@dataclass
+class RoleMeasures:
+    """Results of one role: per quantity one tensor for every step, in the order of the rollouts.
+
+    values: per token [T] (logprobs, values, ...), per sequence [B] (bootstrap), or per mini-batch [updates] (loss, gradient
+    norm). metrics: name -> [updates]; sums are divided by the loss's denominator. gradients: of the first mini-batch. parameters:
+    after the last step. Both are gathered on request, to rank 0 only, or to all ranks from a role that has ranks of its own;
+    everything else is the same on every rank.
+    """
+
+    values: dict[str, list[Tensor]] = field(default_factory=dict)
+    metrics: dict[str, list[Tensor]] = field(default_factory=dict)
+    gradients: Gathered | None = None
+    parameters: Gathered | None = None
+
+    def add(self, quantity: str, numbers: Tensor) -> None:
+        """Append one step's numbers of a quantity."""
+        self.values.setdefault(quantity, []).append(numbers.double())
+
+
+Measured = dict[str, RoleMeasures]
+"""policy, critic, reference and reward_model (where they are built), and experience: rewards, advantages, with a critic returns."""
+
+
+def measure(
+    config: TrainConfig,
+    rollouts: Sequence[PackedBatch],
+    engines: EngineFactory,
+    *,
+    gradients: bool = False,
+    parameters: bool = False,
+) -> Measured:
+    """Run one PPO step for each rollout (of `commands/verify/recording.py`), the critic updated before the policy. Collective
+    over the world, on whichever ranks of it the roles live.
+
+    config: models, layouts, roles and algorithm. engines: builds the roles; the caller closes it. gradients: also gather those of
+    the first mini-batch, for which Megatron's optimizers must not be distributed. parameters: also gather those after the last
+    step. The KL coefficient stays at its first value.
+    """
+    # Megatron's distributed optimizer leaves each rank with whole gradients of which only its own shard is reduced.
+    trained = trained_sections(config)
+    partial = [s for s in trained.values() if s.engine == "megatron" and s.optimizer.distributed]
+    assert not (gradients and partial), "gradients are gathered without the distributed optimizer"
+    algorithm, num_samples = config.algorithm, sum(batch.num_sequences for batch in rollouts)
+    num_updates = {role: max(1, update_schedule(config, role).optimizer_steps(num_samples)) for role in trained}
+    measured: Measured = defaultdict(RoleMeasures)
+    recording = _RecordingEngines(engines, measured, gradients)
+    roles = build_roles(config, recording, num_updates)
+    for step, rollout in enumerate(rollouts, 1):
+        experience = add_model_outputs(Experience.of_whole(rollout), roles)
+        if REWARD_MODEL in roles.shares:
+            measured[REWARD_MODEL].add("scores", _scores(rollout, roles))
+        score = experience.batch["score"]
+        greedy = experience.batch["greedy"] if algorithm.estimator == "remax" else None
+        shaped = shape_experience(experience, score, algorithm.kl.coef, algorithm, greedy=greedy)
+        experience = shaped.experience
+        batch = experience.everywhere()
+        for role, quantity, name in _FIELDS:
+            if name in batch:
+                measured[role].add(quantity, batch[name])
+        seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, algorithm)
+        texts = _texts(config, roles, step, experience.table.num_samples)
+        updates = Updates(experience, roles, roles.trained, config, seed, counts_ratios=False, positive=positive, texts=texts)
+        for name in roles.update_order:
+            updates.run(name)
+            if name in recording.recorders:
+                recording.recorders[name].end_step(cast("Critic | Policy", roles.by_name[name]).loss_name)
+    if parameters:
+        for recorder in recording.recorders.values():
+            recorder.gather_parameters()
+    for name in roles.trained:
+        measured[name] = _of_first_rank(measured[name], roles.placements[name])
+    return dict(measured)
+
+
+def _of_first_rank(measures: RoleMeasures, placement: Placement) -> RoleMeasures:
+    """Measures of a role as its first rank has them, also where it does not live. Collective over the world."""
+    if placement.is_whole:
+        return measures
+    box = [measures]
+    dist.broadcast_object_list(box, src=placement.rank_of(0))  # of a small model
+    return box[0]
+
+
+def _texts(config: TrainConfig, roles: Roles, step: int, num_samples: int) -> DrawnTexts | None:
+    """Recorded texts of a step, other ones in every update; None without `algorithm.ptx`, and on ranks without the policy."""
+    size, updates = config.algorithm.ptx.batch_size, update_schedule(config, "policy").optimizer_steps(num_samples)
+    if not config.algorithm.ptx.has_texts or roles.policy is None:
+        return None
+    first = (step - 1) * updates * size
+    numbers = [range(first + update * size, first + (update + 1) * size) for update in range(updates)]
+    return DrawnTexts(RecordedTexts(roles.policy.engine.arch.vocab_size), numbers)
+
+
+def _scores(rollout: PackedBatch, roles: Roles) -> Tensor:
+    """Scores [B] of all sequences of a rollout that every rank has. Collective over the world."""
+    experience, model = Experience.of_whole(rollout), roles.reward_model
+    share = experience.for_role(roles.shares[REWARD_MODEL], ())
+    results = {} if model is None else {"raw": model.scores(_in_vocabulary(share.batch, model.engine))}
+    return experience.with_results(share, (), ("raw",), results).everywhere(("raw",))["raw"]
+
+
+def _in_vocabulary(batch: PackedBatch, engine: Engine) -> PackedBatch:
+    """The batch with ids that the engine's model has: a reward model may have another vocabulary than the policy."""
+    return replace(batch, tokens=batch.tokens % engine.arch.vocab_size)
+
+
+# (role, quantity, field of the batch)
+_FIELDS = (
+    ("policy", "logprobs", "logprob"),
+    ("policy", "entropies", "entropy"),
+    ("reference", "logprobs", "ref_logprob"),
+    *((role, "values", fields_of(role).value) for role in CRITICS),
+    *((role, "bootstrap values", fields_of(role).bootstrap) for role in CRITICS),
+    ("experience", "rewards", "reward"),
+    ("experience", "advantages", "advantage"),
+    *(("experience", fields_of(role).returns, fields_of(role).returns) for role in CRITICS),
+)
+
+
+class _RecordingEngines:
+    """An engine factory that wraps each engine that trains in a `_Recorder`."""
+
+    def __init__(self, engines: EngineFactory, measured: Measured, gradients: bool) -> None:
+        self._engines, self._measured, self._gradients = engines, measured, gradients
+        self.recorders: dict[str, _Recorder] = {}
+
+    def build(self, spec: EngineSpec) -> Engine | None:
+        engine = self._engines.build(spec)
+        if engine is None or spec.total_updates is None:
+            return engine
+        self.recorders[spec.role] = _Recorder(engine, self._measured[spec.role], self._gradients)
+        return self.recorders[spec.role]
+
+    def describe(self, section: RoleConfig) -> str:
+        return self._engines.describe(section)
+
+    def connect(self, sections: Iterable[RoleConfig]) -> None:
+        self._engines.connect(sections)
+
+    def settle(self) -> None:
+        self._engines.settle()
+
+    def close(self) -> None:
+        self._engines.close()
+
+
+class _Recorder(DelegatingEngine):
+    """An engine that records its training passes and optimizer steps; everything else is the wrapped engine's."""
+
+    def __init__(self, engine: Engine, measures: RoleMeasures, gradients: bool) -> None:
+        super().__init__(engine)
+        self._measures, self._wants_gradients = measures, gradients
+        self._updates: list[dict[str, Tensor]] = []
+        self._norms: list[float] = []
+
+    def forward_backward(
+        self,
+        share: PackedBatch,
+        loss_fn: LossFunction,
+        *,
+        reads: Collection[str] = (),
+        denominator: float = 1.0,
+        forward_only: bool = False,
+    ) -> PassResult:
+        result = self._engine.forward_backward(share, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
+        if not forward_only:
+            self._updates.append(_metrics(result, denominator))
+        return result
+
+    def optimizer_step(self) -> StepResult:
+        if self._wants_gradients and self._measures.gradients is None:
+            self._measures.gradients = gather_tensors(self._engine.named_gradients(), self._engine)
+        result = self._engine.optimizer_step()
+        self._norms.append(result.grad_norm)
+        return result
+
+    def end_step(self, loss: str) -> None:
+        """Store the updates of the step, one tensor for each metric. loss: name of the one that stands for the role's loss."""
+        self._measures.add(LOSS, torch.stack([update[loss] for update in self._updates]))
+        self._measures.add(GRAD_NORM, torch.tensor(self._norms, dtype=torch.float64))
+        for name in self._updates[0]:
+            self._measures.metrics.setdefault(name, []).append(torch.stack([update[name] for update in self._updates]))
+        self._updates, self._norms = [], []
+
+    def gather_parameters(self) -> None:
+        with self._engine.eval_mode():
+            self._measures.parameters = gather_tensors(self._engine.named_parameters(), self._engine)
+
+
+def _metrics(result: PassResult, denominator: float) -> dict[str, Tensor]:
+    """Sums per unit of the loss, maxima, and the routers' load: all independent of the layout."""
+    metrics = {name: torch.tensor(value / denominator, dtype=torch.float64) for name, value in result.sums.items()}
+    metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in result.maxima.items()}
+    if result.router is not None:
+        metrics["router_tokens"] = result.router.tokens
+        metrics["router_balance_loss"] = torch.tensor(result.router.balance_loss, dtype=torch.float64)
+    return metrics

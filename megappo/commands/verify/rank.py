@@ -1,0 +1,20 @@
+"""Program of one measuring rank: `python -m megappo.commands.verify.rank FOLDER NAME...`."""
+
+from __future__ import annotations
+
+import sys
+
+from megappo.runtime.quiet import quiet_libraries
+from megappo.telemetry.console import keep_console
+
+
+def main() -> None:
+    keep_console()
+    quiet_libraries()  # before Megatron-core is imported
+    from megappo.commands.verify.world import main
+
+    main(sys.argv[1], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Synthetic recorded rollouts: the output of stage 2, drawn from a seed alone and so the same on every rank.
+
+They hold the cases on which parity breaks: several turns with tokens between them that the policy did not sample, responses cut
+by the length limit, responses of one token, and lengths that no parallel size divides. The fields are those of
+`trainer/experience/collect.py`, and the score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from megappo.config.schema import SamplingConfig
+from megappo.data.packing import PackedBatch, pack
+from megappo.data.ragged import NO_ID, Ragged
+
+# Most given and most sampled tokens in one turn.
+_LONGEST_GIVEN, _LONGEST_SAMPLED, _MOST_TURNS = 7, 12, 3
+# Ids that a token was drawn from; more would be most of a small vocabulary.
+_MOST_KEPT = 8
+_GROUP = 4  # samples of one group
+
+LONGEST_RESPONSE = _LONGEST_SAMPLED * _MOST_TURNS
+"""Most tokens of a response, for `rollout.max_response_tokens`."""
+LONGEST_SEQUENCE = LONGEST_RESPONSE + _LONGEST_GIVEN * _MOST_TURNS
+
+
+class Turn(NamedTuple):
+    """Numbers of tokens that were given (prompt, or the answer of a tool) and then sampled."""
+
+    given: int
+    sampled: int
+
+
+def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0, kept: int = 0) -> list[PackedBatch]:
+    """`num_rollouts` batches of `sequences` samples. Of four one has a one-token response, one several turns, one was cut.
+
+    kept: most ids that a token was drawn from. Token fields: response_mask, rollout_logprob (near those of a random model, so that
+    bounds of its ratio to the policy's cut some tokens and keep others). Sequence fields: truncated, version,
+    score, group (four samples of each, which are no neighbours), greedy (score of a greedy response to the prompt of the
+    group). With kept > 0 the ragged field `kept`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rollouts = [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]
+    return rollouts if not kept else [_with_kept(batch, kept, vocab_size, generator) for batch in rollouts]
+
+
+class RecordedTexts:
+    """Texts for `algorithm.ptx` (`trainer.ptx.Texts`), any number of 2 to 20 tokens: text i is drawn from i alone."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def lengths(self, indices: Sequence[int]) -> Tensor:
+        return torch.tensor([2 + 7 * i % 19 for i in indices], dtype=torch.long)
+
+    def packed(self, indices: Sequence[int]) -> PackedBatch:
+        drawn = (torch.Generator().manual_seed(1 + i) for i in indices)
+        lengths = self.lengths(indices).tolist()
+        return pack([_integers(0, self._vocab_size, size, generator) for size, generator in zip(lengths, drawn)])
+
+
+def num_kept(sampling: SamplingConfig) -> int:
+    """`kept` of `record_rollouts` for a run with this sampling."""
+    return min(sampling.top_k, _MOST_KEPT) if sampling.truncates and sampling.replay_kept_tokens else 0
+
+
+def _record(sequences: int, vocab_size: int, version: int, generator: Generator) -> PackedBatch:
+    plan = [_turns(index, generator) for index in range(sequences)]
+    batch = pack([_integers(0, vocab_size, sum(map(sum, turns)), generator) for turns in plan])
+    mask = torch.tensor([sampled for turns in plan for sampled in _mask(turns)], dtype=torch.bool)
+    # From 0.5 to 1.5 times the log-prob of an even distribution: at most 0.
+    logprob = -log(vocab_size) * (0.5 + torch.rand(batch.num_tokens, generator=generator))
+    return batch.with_fields(
+        {"response_mask": mask, "rollout_logprob": torch.where(mask, logprob, 0.0)},
+        {
+            "truncated": torch.tensor([_is_cut(index) for index in range(sequences)]),
+            "version": torch.full((sequences,), version, dtype=torch.long),
+            "score": torch.randn(sequences, generator=generator),
+            **_groups(sequences),
+        },
+    )
+
+
+def _groups(sequences: int) -> dict[str, Tensor]:
+    """Groups whose samples are no neighbours, and a greedy score of each, on its samples."""
+    group = torch.arange(sequences) % max(1, sequences // _GROUP)
+    return {"group": group, "greedy": torch.cos(group.float())}
+
+
+def _with_kept(batch: PackedBatch, most: int, vocab_size: int, generator: Generator) -> PackedBatch:
+    """Add `kept`: the sampled token and up to most - 1 other ids; none if the token was not sampled."""
+    ids = torch.randint(0, vocab_size, (batch.num_tokens, most), generator=generator, dtype=torch.int32)
+    ids[:, 0] = batch.tokens
+    counts = torch.randint(1, most + 1, (batch.num_tokens, 1), generator=generator)
+    unsampled = ~batch["response_mask"][:, None] | (torch.arange(most) >= counts)
+    return batch.with_fields(ragged_fields={"kept": Ragged.of_table(ids.masked_fill(unsampled, NO_ID))})
+
+
+def _turns(index: int, generator: Generator) -> Sequence[Turn]:
+    if index % 4 == 0:
+        return [Turn(_integers(1, _LONGEST_GIVEN + 1, 1, generator)[0], 1)]
+    count = _integers(2, _MOST_TURNS + 1, 1, generator)[0] if index % 4 == 1 else 1
+    given = _integers(1, _LONGEST_GIVEN + 1, count, generator)
+    return [Turn(*lengths) for lengths in zip(given, _integers(2, _LONGEST_SAMPLED + 1, count, generator))]
+
+
+def _is_cut(index: int) -> bool:
+    return index % 4 == 2
+
+
+def _mask(turns: Sequence[Turn]) -> list[bool]:
+    return [sampled for turn in turns for sampled in [False] * turn.given + [True] * turn.sampled]
+
+
+def _integers(low: int, high: int, count: int, generator: Generator) -> list[int]:
+    """`count` random numbers of low..high-1."""
+    return torch.randint(low, high, (count,), generator=generator).tolist()

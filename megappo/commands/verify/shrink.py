@@ -1,0 +1,185 @@
+"""The small version of a user's run that `megappo verify` measures.
+
+Keeps everything that could make numbers depend on the layout: families, layouts, recomputation, the kind of optimizer, offload,
+algorithm. Changes settings that would hide a difference or take time; `small_run` gives the reasons.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from math import lcm
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megappo.commands.verify.recording import LONGEST_RESPONSE
+from megappo.commands.verify.shrink_layouts import (
+    FittedLayouts,
+    Parts,
+    fit_layouts,
+    fit_parts,
+    part_sizes,
+    ranks_needed,
+    split_layers,
+)
+from megappo.commands.verify.shrink_model import small_config, write_model
+from megappo.config.layout_checks import placements_in_use, require_whole_steps, roles_in_use
+from megappo.config.rank_ranges import ALL, ranges_of
+from megappo.config.role_sections import AnyCriticConfig, CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig
+from megappo.config.schema import TrainConfig
+from megappo.models.config_file import read_config
+from megappo.models.implementation import Implementation, choose_implementation
+from megappo.parallel.placement import placement_of, ranks_by_roles
+from megappo.trainer.prepare.layouts import model_paths
+
+# Two mini-batches in a step: the second sees weights that the first has moved.
+STEPS, SAMPLES, MINI_BATCH = 3, 12, 6
+# Texts in each update, with `algorithm.ptx`.
+TEXTS = 5
+# In a second epoch ratios are far from 1, so that clipping is measured; a third would show nothing else.
+MOST_EPOCHS = 2
+# Room for a few sequences: several micro-batches in a mini-batch, with different numbers of sequences.
+MICRO_BATCH_TOKENS = 64
+# Large: the few steps move every weight by far more than its rounding.
+LEARNING_RATE = 1e-3
+# Largest world that a note asks for: nobody starts more ranks to verify.
+MOST_NAMED_RANKS = 32
+# With the usual 1e-8 Adam turns the rounding noise of gradients near zero into full steps of random sign.
+ADAM_EPS = 1e-5
+
+
+class Run(NamedTuple):
+    """A small run and the number of ranks that it is measured on."""
+
+    config: TrainConfig
+    world_size: int
+
+
+def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation: Implementation) -> tuple[Run, tuple[str, ...]]:
+    """The small version of `config`, with its models written below `folder`; and notes on layouts that did not fit.
+
+    Roles that share a checkpoint share a small one.
+    """
+    require_whole_steps(config, "verify")
+    fitted = _fitted(config, max_ranks)
+    paths = {role: path for role, (_, path) in model_paths(config).items()}
+    parallel, models = _write_models(paths, fitted.parallel, folder, implementation)
+    sections: dict[str, Any] = {}
+    for role in paths:
+        section = getattr(config, role)
+        changes: dict[str, Any] = {
+            "model": models[role],
+            "parallel": parallel[role],
+            "ranks": fitted.ranks.get(role, ALL),
+            "dtype": "fp32",  # half types differ by their rounding
+            "micro_batch_tokens": MICRO_BATCH_TOKENS,
+        }
+        if isinstance(section, PolicyConfig):
+            changes["logits_dtype"] = "fp32"
+        if isinstance(section, TrainableConfig):
+            optimizer = {"lr": LEARNING_RATE, "eps": ADAM_EPS, "warmup_steps": 0}
+            changes["optimizer"] = section.optimizer.model_copy(update=optimizer)
+            changes["freeze"] = ()  # names layers that the small model may not have
+        if isinstance(section, CriticConfig):
+            changes |= {"warmup_steps": 0, "warmup_lam": None, "warmup_explained_variance": None}
+        if isinstance(section, AnyCriticConfig):
+            # A head of zeros would let no gradient reach the layers.
+            changes |= {"value_head": "normal", "checkpoint": None}
+            if section.mini_batch_size is not None:
+                changes["mini_batch_size"] = MINI_BATCH
+            if section.ppo_epochs is not None:
+                changes["ppo_epochs"] = min(section.ppo_epochs, MOST_EPOCHS)
+        sections[role] = section.model_copy(update=changes)
+    # Without warm-ups and target KL every step updates both models.
+    epochs = min(config.algorithm.ppo_epochs, MOST_EPOCHS)
+    ptx = config.algorithm.ptx.model_copy(update={"batch_size": TEXTS})
+    algorithm = {"mini_batch_size": MINI_BATCH, "ppo_epochs": epochs, "target_kl": None, "ptx": ptx}
+    small = config.model_copy(
+        update={
+            **sections,
+            "algorithm": config.algorithm.model_copy(update=algorithm),
+            "rollout": config.rollout.model_copy(update={"max_response_tokens": LONGEST_RESPONSE, "ranks": ALL}),
+            "model": config.model.model_copy(update={"impl": implementation}),
+            "run": config.run.model_copy(update={"num_ranks": None}),  # the small world's number holds
+        }
+    )
+    return Run(small, fitted.world_size), fitted.notes
+
+
+def fewest_ranks(config: TrainConfig) -> int:
+    """Smallest world of the layouts; of roles on ranks of their own the world of all ranks that they name."""
+    named = [ranges_of(text)[-1].stop for text in placements_in_use(config).values() if text != ALL]
+    if named:
+        return max(named)
+    replicas = config.rollout.tp if config.rollout.engine == "vllm" else 1
+    return lcm(replicas, *(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
+
+
+def _fitted(config: TrainConfig, max_ranks: int) -> FittedLayouts:
+    """Layouts in the small world; roles that have ranks of their own in the run have some here, if there is room."""
+    wanted, parts = roles_in_use(config), _parts(config)
+    if len(parts.hosts) == 1:
+        return fit_layouts(wanted, max_ranks)
+    # With one replica FSDP2 would shard nothing; Megatron's layouts are worth more than their data parallelism.
+    fewer = {role: number if getattr(config, role).engine == "fsdp2" else 1 for role, number in parts.replicas.items()}
+    tried = (fit_parts(wanted, parts._replace(replicas=replicas), max_ranks) for replicas in (parts.replicas, fewer))
+    return next((fitted for fitted in tried if fitted is not None), fit_layouts(wanted, max_ranks))
+
+
+def _parts(config: TrainConfig) -> Parts:
+    """Parts of the run's world, and two replicas of each role that has several."""
+    world_size, used = config.run.num_ranks or fewest_ranks(config), roles_in_use(config)
+    placements = {role: placement_of(getattr(config, role).ranks, world_size) for role in used}
+    hosts = ranks_by_roles(placements)
+    others = [()] if sum(map(len, hosts.values())) < world_size else []  # ranks of vLLM alone have samples too
+    replicas = {role: min(2, max(1, len(placements[role]) // ranks_needed(parallel))) for role, parallel in used.items()}
+    return Parts((*hosts, *others), replicas)
+
+
+def placement_notes(config: TrainConfig, run: Run) -> Iterator[str]:
+    """Two lines on ranks of roles in the run that its small version `run` has no room for."""
+    used = roles_in_use(config)
+    placed, parts = [role for role in used if getattr(config, role).ranks != ALL], _parts(config)
+    if len(parts.hosts) == 1 or any(getattr(run.config, role).ranks != ALL for role in placed):
+        return
+    sizes = part_sizes({role: getattr(run.config, role).parallel for role in used}, parts, MOST_NAMED_RANKS)
+    needed = f"more than --max-ranks {MOST_NAMED_RANKS}" if sizes is None else f"--max-ranks {sum(sizes)}"
+    yield f"all roles are verified on all ranks of this small world; on ranks of their own they need {needed}"
+    keys = " ".join(f"{role}.ranks={ALL}" for role in placed)
+    yield f"exchanges between ranks of different roles are not measured; compare trainer.steps=3 with one of {keys}"
+
+
+def _write_models(
+    paths: Mapping[str, str], parallel: Mapping[str, ParallelConfig], folder: Path, implementation: Implementation
+) -> tuple[dict[str, ParallelConfig], dict[str, str]]:
+    """(role -> its layout of the small model, role -> directory of that model)."""
+    users: dict[str, list[str]] = defaultdict(list)
+    for role, path in paths.items():
+        users[path].append(role)
+    layouts: dict[str, ParallelConfig] = {}
+    models: dict[str, str] = {}
+    for seed, (path, roles) in enumerate(users.items()):
+        num_layers, splits = split_layers([parallel[role] for role in roles])
+        target = folder / f"model-{roles[0]}"
+        write_model(target, small_config(read_config(path), num_layers, splits, implementation), seed)
+        layouts |= dict(zip(roles, splits))
+        models |= {role: str(target) for role in roles}
+    return layouts, models
+
+
+def implementation_of(config: TrainConfig, device_type: str) -> tuple[Implementation, tuple[str, ...]]:
+    """Layers to measure with, and a note if they are not the run's. ValueError as for a run.
+
+    TransformerEngine is measured only if requested by name, and then with a wider --tolerance.
+    """
+    # It multiplies fp32 matrices in TF32, whose rounding hides real differences, and its context parallelism has half-precision
+    # kernels only.
+    wanted = choose_implementation(config.model.impl, device_type)
+    if wanted == "local":
+        return wanted, ()
+    if any(parallel.cp > 1 for parallel in roles_in_use(config).values()):
+        return "local", ("layers are Megatron-core's own: TransformerEngine has no context parallelism in fp32",)
+    if config.model.impl == "transformer_engine":
+        return wanted, ("TransformerEngine multiplies fp32 matrices in TF32: differences of 1e-3 are its rounding",)
+    other = "model.impl=transformer_engine measures those of the run, in TF32"
+    return "local", (f"layers are Megatron-core's own, which multiply in fp32; {other}",)

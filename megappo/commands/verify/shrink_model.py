@@ -1,0 +1,165 @@
+"""A tiny model with every feature of a user's: a config.json derived from theirs, and random weights in a checkpoint directory.
+
+Keeps the family, rotary embedding, biases, norms of heads, tied embeddings, kinds of layers and the distribution of heads and
+experts over ranks. Widths are the smallest that the layouts divide. Windows and scaled positions are shrunk below the recorded
+lengths, so that they take effect. Reads and writes JSON and safetensors only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megappo.commands.verify.recording import LONGEST_SEQUENCE
+from megappo.config.role_sections import ParallelConfig
+from megappo.models.arch import ModelArch, check_cp, check_tp
+from megappo.models.classifier import is_classifier
+from megappo.models.families.registry import FAMILIES
+from megappo.models.hf_config import arch_of, text_config, usual_keys
+from megappo.models.implementation import Implementation
+from megappo.models.weight_map import hf_tensors
+
+HIDDEN_SIZE, HEAD_DIM = 32, 8
+# Prime, so that every tp pads it.
+VOCAB_SIZE = 131
+SLIDING_WINDOW = 9  # tokens; shorter than most recorded sequences
+# Positions from which on scaled rotary embeddings differ from plain ones.
+ORIGINAL_POSITIONS = 16
+MAX_POSITIONS = 128
+assert ORIGINAL_POSITIONS < LONGEST_SEQUENCE <= MAX_POSITIONS
+
+_LEAST_COLUMNS, _LEAST_EXPERT_COLUMNS, _LEAST_EXPERTS, _MOST_ROUTES = 24, 16, 4, 4
+# Keys that depend on the large vocabulary or on the checkpoint's shape; the small model states its own.
+_DROPPED = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "layer_types",
+    "max_window_layers",
+    "rope_parameters",
+    "rope_scaling",
+    "original_max_position_embeddings",
+)
+
+
+def small_config(
+    config: Mapping[str, Any], num_layers: int, parallels: Sequence[ParallelConfig], implementation: Implementation
+) -> dict[str, Any]:
+    """config.json of the small model, under llama's keys. config: the user's. parallels: the layouts of all roles that use it."""
+    arch = arch_of(config)
+    text = usual_keys(text_config(config), FAMILIES[arch.family])
+    heads, kv_heads = _heads(arch, parallels, implementation)
+    small = {key: value for key, value in text.items() if key not in _DROPPED} | {
+        "num_hidden_layers": num_layers,
+        "hidden_size": HIDDEN_SIZE,
+        "head_dim": HEAD_DIM,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": _at_least(_LEAST_COLUMNS, lcm(*(p.tp for p in parallels))),
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": arch.tied_embeddings,
+    }
+    return small | _rope(arch, text) | _window(arch, num_layers) | _experts(arch, parallels)
+
+
+def _heads(arch: ModelArch, parallels: Sequence[ParallelConfig], implementation: Implementation) -> tuple[int, int]:
+    """Fewest (attention heads, KV heads) that all layouts divide: KV heads shared if the user's are, several if theirs are
+    several, and repeated over cp ranks if theirs are."""
+    enough = max(arch.num_heads, 2 * lcm(*(p.tp * p.cp for p in parallels)))
+    for as_theirs in (True, False):
+        for heads in range(1, enough + 1):
+            for kv_heads in (size for size in range(min(2, arch.num_kv_heads), heads + 1) if heads % size == 0):
+                small = replace(arch, num_heads=heads, num_kv_heads=kv_heads, ffn_size=lcm(*(p.tp for p in parallels)))
+                if (heads == kv_heads) != (arch.num_heads == arch.num_kv_heads) or not _fits(small, parallels, implementation):
+                    continue
+                if not as_theirs or all(_repeats(small, p) == _repeats(arch, p) for p in parallels):
+                    return heads, kv_heads
+    raise AssertionError(f"no heads for {parallels}")
+
+
+def _fits(arch: ModelArch, parallels: Sequence[ParallelConfig], implementation: Implementation) -> bool:
+    try:
+        for parallel in parallels:
+            check_tp(arch, parallel.tp)
+            check_cp(arch, parallel.tp, parallel.cp, implementation)
+            check_cp(arch, 1, parallel.cp, implementation)  # --bisect measures each axis alone
+    except ValueError:
+        return False
+    return True
+
+
+def _repeats(arch: ModelArch, parallel: ParallelConfig) -> bool:
+    """True if context parallel ranks share a KV head."""
+    return arch.num_kv_heads // parallel.tp % parallel.cp != 0
+
+
+def _rope(arch: ModelArch, text: Mapping[str, Any]) -> dict[str, Any]:
+    key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
+    given = dict(text.get(key) or {})
+    if not given:
+        return {}
+    if arch.rope.original_max_positions is not None:
+        given["original_max_position_embeddings"] = ORIGINAL_POSITIONS
+    if arch.rope.factor is not None:
+        given["factor"] = arch.rope.factor
+    return {key: given}
+
+
+def _window(arch: ModelArch, num_layers: int) -> dict[str, Any]:
+    """The window in every layer, or in every second one if the user's model has layers of both kinds."""
+    if arch.sliding_window is None:
+        return {"sliding_window": None, "use_sliding_window": False}
+    window: dict[str, Any] = {"sliding_window": SLIDING_WINDOW, "use_sliding_window": True}
+    style = FAMILIES[arch.family].window
+    if style is not None and style.by_layer:
+        slides = [all(arch.sliding_layers) or layer % 2 == 1 for layer in range(num_layers)]
+        window["layer_types"] = ["sliding_attention" if sliding else "full_attention" for sliding in slides]
+    return window
+
+
+def _experts(arch: ModelArch, parallels: Sequence[ParallelConfig]) -> dict[str, Any]:
+    """Experts that ep divides, twice as many as a token's top-k if theirs are so many; one dense layer if theirs has some."""
+    moe = arch.moe
+    if moe is None:
+        return {}
+    top_k = min(moe.top_k, _MOST_ROUTES)
+    fewest = min(moe.num_experts, max(_LEAST_EXPERTS, 2 * top_k))
+    return {
+        "num_experts": _at_least(fewest, lcm(*(p.ep for p in parallels))),
+        "num_experts_per_tok": top_k,
+        "moe_intermediate_size": _at_least(_LEAST_EXPERT_COLUMNS, lcm(*(p.etp for p in parallels))),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0] if moe.dense_layers else [],
+    }
+
+
+def _at_least(least: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `least`."""
+    return -(-least // multiple) * multiple
+
+
+def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
+    """Write config.json and random fp32 weights."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    generator = torch.Generator().manual_seed(seed)
+    shapes = hf_tensors(arch_of(config), value_head=is_classifier(config))
+    tensors = {name: _random(name, shape, generator) for name, shape in shapes.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if len(shape) == 1 and not name.endswith("bias"):  # a norm in any family
+        # Not 1, as biases below are not 0: a gradient that is lost there shows in the numbers.
+        return torch.empty(shape).uniform_(0.5, 1.5, generator=generator)
+    # Scaled for activations of order 1 in every layer at this width.
+    return torch.empty(shape).normal_(0, 0.2, generator=generator)

@@ -1,0 +1,84 @@
+"""Work of every rank of a measuring world: measures small runs by their names. Started by `commands/verify/run.py` through
+`rank.py`.
+
+FOLDER/NAME.json is a small run. Rank 0 writes its results to FOLDER/NAME.pt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megappo.commands.verify.gather import Gathered
+from megappo.commands.verify.measure import Measured, RoleMeasures, measure
+from megappo.commands.verify.recording import num_kept, record_rollouts
+from megappo.commands.verify.shrink import SAMPLES, STEPS
+from megappo.commands.verify.shrink_model import VOCAB_SIZE
+from megappo.config.layout_checks import trained_sections
+from megappo.config.role_sections import ModelConfig
+from megappo.config.schema import TrainConfig
+from megappo.engine.build import RoleEngines
+from megappo.engine.factory import EngineBackend, EngineFactory
+from megappo.models.implementation import choose_implementation
+from megappo.parallel.device import select_device, start_distributed
+from megappo.trainer.kernel_selection import choose_kernels
+
+
+class Results(NamedTuple):
+    """Measurements of one run. first: the first step, with the gradients of its first mini-batch (taken without the distributed
+    optimizer). steps: all steps, with the parameters after them."""
+
+    first: Measured
+    steps: Measured
+
+
+def main(folder: str, names: Sequence[str], backend: EngineBackend = RoleEngines) -> None:
+    """Join the world that torchrun described, measure every run and leave."""
+    runs = {name: TrainConfig.model_validate_json(Path(folder, f"{name}.json").read_text(encoding="utf-8")) for name in names}
+    run = next(iter(runs.values())).run
+    device = select_device(run.device)
+    start_distributed(device, run.timeouts)
+    for name, config in runs.items():
+        choose_kernels(config.kernels, device)
+        # By name: small runs are in fp32, for which `auto` would not take TransformerEngine as the user's run does.
+        layers = ModelConfig(impl=choose_implementation(config.model.impl, device.type))
+        engines = backend(layers, config.run.timeouts, device)
+        results = _measure(config, engines)
+        if dist.get_rank() == 0:
+            write_results(Path(folder, f"{name}.pt"), results)
+        engines.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(config: TrainConfig, engines: EngineFactory) -> Results:
+    kept = num_kept(config.rollout.sampling)
+    rollouts = record_rollouts(STEPS, sequences=SAMPLES, vocab_size=VOCAB_SIZE, seed=config.run.seed, kept=kept)
+    plain = {
+        role: section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"distributed": False})})
+        for role, section in trained_sections(config).items()
+    }
+    first = measure(config.model_copy(update=plain), rollouts[:1], engines, gradients=True)
+    return Results(first, measure(config, rollouts, engines, parameters=True))
+
+
+def write_results(path: Path, results: Results) -> None:
+    torch.save({name: {role: asdict(of) for role, of in getattr(results, name).items()} for name in results._fields}, path)
+
+
+def read_results(path: Path) -> Results:
+    """Read the results of `write_results`; only tensors, numbers and text are unpickled."""
+    state = torch.load(path, weights_only=True)
+    return Results(*({role: _measures(of) for role, of in state[name].items()} for name in Results._fields))
+
+
+def _measures(state: Mapping[str, Any]) -> RoleMeasures:
+    def gathered(part: Mapping[str, Any] | None) -> Gathered | None:
+        return None if part is None else Gathered(**part)
+
+    return RoleMeasures(state["values"], state["metrics"], gathered(state["gradients"]), gathered(state["parameters"]))

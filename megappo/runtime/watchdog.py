@@ -1,0 +1,324 @@
+"""Watchdog of a rank: ends a run that hangs, and says who holds it up. Imports no torch.
+
+Two daemon threads per rank. One talks to the store of the job over a connection of its own: every beat it writes a sign of life,
+reads that of the next rank (so N ranks make N requests, whatever N is) and asks for a verdict. The other never waits for anybody:
+it watches the time of the present section, the next rank's signs and the store itself, and ends this process.
+
+    stopped or dead rank, interpreter blocked by C code    its signs of life stop for heartbeat_s: noticed by the rank before it
+    a section that takes too long                          by the rank itself
+    an exchange that takes too long (pass_s, meeting_s)    by the ranks that give up waiting and raise
+    the store's process stopped or dead                    by every rank for itself
+    the same of all ranks at once, or of the only one      by the launcher on this machine, if it is ours (`life.py`)
+
+After a verdict all ranks write the stacks of their threads and where they are; one of them prints the report. SIGKILL ends them: an
+exception would not reach a main thread that waits in C code. A rank that cannot do this itself is ended by those on its host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Protocol
+
+from megappo.config.run_sections import TimeoutsConfig
+from megappo.runtime.error_text import first_line
+from megappo.runtime.frames import main_thread_place, place_of
+from megappo.runtime.kill import DUMP_SIGNAL, dump_stacks_of, kill_with_children
+from megappo.runtime.last_section import SectionFile
+from megappo.runtime.life import SignOfLife, Store
+from megappo.runtime.sections import AwakeClock, Sections, Where
+from megappo.runtime.verdict import VERDICT, Member, Report, Sighting, Verdict, judge, record_verdict
+
+# Seconds for the exchange after a verdict: every rank answers within a beat, the store in milliseconds.
+EXCHANGE_S, ANSWERS_S = 6.0, 2.0
+# Head start of rank 0 as the one that prints the report.
+CLAIM_S = 0.5
+REPORT_READ_S = 0.3
+_VERDICT, _REPORTER, _REPORT = "verdict", "reporter", "report"
+_DONE = "done"
+
+
+class SharedStore(Store, Protocol):
+    """The methods of `torch.distributed.Store` that the watchdog uses. `compare_set` sets a missing key if "" is expected."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class Watchdog:
+    """Watches this rank and the next one while it is entered. `sections` is what the run marks its work in.
+
+    members: all ranks. store: a connection that nobody else uses; None in a world of one rank. folder: for `rank-N.stacks`,
+    `rank-N.late.stacks` (of a rank whose own watchdog is blocked), `rank-N.section` and the verdict; it exists. sign: to the
+    launcher, if it listens.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[Member],
+        store: SharedStore | None,
+        timeouts: TimeoutsConfig,
+        folder: Path,
+        sign: SignOfLife | None = None,
+    ) -> None:
+        self._rank, self._members, self._folder, self._sign = rank, members, folder, sign
+        self._heartbeat_s = timeouts.heartbeat_s
+        self._interval_s = min(1.0, timeouts.heartbeat_s / 10)
+        self._clock = AwakeClock(self._interval_s)
+        self._section_file = SectionFile(folder, rank)
+        self.sections = Sections(timeouts, self._clock, self._section_file)
+        self._pulse = None if store is None or len(members) == 1 else _Pulse(self, store)
+        self._stop = threading.Event()
+        self._raised_at: TracebackType | None = None
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._stacks = (self._folder / f"rank-{self._rank}.stacks").open("w", encoding="utf-8")
+        # A stopped rank that goes on is asked for its stacks and is late at once: in one file the two would mix.
+        self._late_stacks = (self._folder / f"rank-{self._rank}.late.stacks").open("w", encoding="utf-8")
+        if self._rank == 0:
+            (self._folder / VERDICT).unlink(missing_ok=True)  # of an earlier start in this directory
+        faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {DUMP_SIGNAL})  # a launcher of ours blocks it until here
+        self._thread.start()
+        if self._pulse is not None:
+            self._pulse.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._pulse is not None and error is not None and trace is not None and _gave_up_waiting(error, trace):
+            # The rank that gave up waiting is not the one that is late: let all ranks say where they are.
+            self._raised_at = trace
+            why = f"rank {self._rank} gave up waiting: {first_line(error)[:300]}"
+            self._pulse.propose(Verdict.now(self._rank, why, self._rank))
+            self._pulse.over.wait(EXCHANGE_S)
+        elif self._pulse is not None and self._pulse.verdict is not None:
+            time.sleep(2 * EXCHANGE_S)  # an error that follows from the end of another rank, or the end itself: SIGKILL comes
+        self._stop.set()
+        if self._pulse is not None:
+            self._pulse.join()
+        self._thread.join()
+        if self._sign is not None:
+            self._sign.end()
+        self._section_file.remove()
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(DUMP_SIGNAL)
+        for stacks in (self._stacks, self._late_stacks):
+            stacks.close()
+            path = Path(stacks.name)
+            if path.stat().st_size == 0:
+                path.unlink()
+
+    def of_step(self, step: int) -> Sections:
+        """The observer of a step's stages."""
+        return self.sections.of_step(step)
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        return self.sections.section(name)
+
+    # ------------------------------------------------------------------------------------------------------ own thread
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._clock.tick()
+            if self._sign is not None:
+                self._sign.give(self.sections.now())
+            # Where this thread is blocked itself, the stacks are written without the interpreter; a later tick puts it off.
+            faulthandler.dump_traceback_later(self._heartbeat_s, file=self._late_stacks)
+            if self._pulse is not None and not self._pulse.answers(self._heartbeat_s):
+                why = f"the job's store (rank 0's process, or the launcher) did not answer for {self._heartbeat_s:g} s"
+                self._end_alone(Verdict.now(0, why, self._rank))
+            verdict = self._suspicion()
+            if verdict is not None and self._pulse is not None:
+                self._pulse.propose(verdict)
+            elif verdict is not None:
+                self._end_alone(verdict)
+            if self._pulse is not None and self._pulse.verdict is not None:
+                self._pulse.over.wait(EXCHANGE_S)
+                self._end(self._pulse.report)
+                return
+
+    def _suspicion(self) -> Verdict | None:
+        where = self.sections.now()
+        if where.seconds > where.limit_s:
+            why = f"{where.section} takes {where.seconds:.0f} s, its limit is {where.limit_s:.0f} s"
+            return Verdict.now(self._rank, why, self._rank)
+        return None if self._pulse is None else self._pulse.silence(self._heartbeat_s)
+
+    def _end_alone(self, verdict: Verdict) -> None:
+        """End without the others: nobody to ask, or no way to ask them."""
+        here = {self._rank: self.dump_and_look()}
+        alone = [member for member in self._members if member.rank == self._rank]
+        report = judge(verdict, alone, here, self._folder) if self._pulse is None else _without_store(verdict, here[self._rank])
+        sys.stderr.write(report.text)
+        with contextlib.suppress(OSError):  # a full disk must not keep this rank alive
+            record_verdict(self._folder, report, verdict, self._members)
+        self._end(report)
+
+    def dump_and_look(self) -> Sighting:
+        """Write the stacks of all threads of this process to its file."""
+        faulthandler.dump_traceback(file=self._stacks, all_threads=True)
+        if self._raised_at is None:
+            return Sighting(self.sections.now(), main_thread_place())
+        return Sighting(self.sections.raised_in or self.sections.now(), place_of(_innermost(self._raised_at)))
+
+    def _end(self, report: Report | None) -> None:
+        """Kill the silent ranks on this host and what they started, then this process and what it started.
+
+        A rank that has raised ends by its exception.
+        """
+        sys.stderr.flush()
+        for member in self._members:
+            if report is not None and member.rank in report.silent and member.is_here() and member.rank != self._rank:
+                dump_stacks_of(member.pid)
+                kill_with_children(member.pid)
+        if self._raised_at is None:
+            kill_with_children(os.getpid())
+
+
+class _Pulse:
+    """The thread that talks to the store. `verdict` is set once; `over` when the exchange after it has ended."""
+
+    def __init__(self, owner: Watchdog, store: SharedStore) -> None:
+        self._owner, self._store = owner, store
+        self._rank, self._members = owner._rank, owner._members
+        self._next = (self._rank + 1) % len(self._members)
+        self._beats, self._heard, self._answered_at = 0, b"", owner._clock.now()
+        self._heard_at = self._answered_at
+        self._proposal: Verdict | None = None
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog-pulse", daemon=True)
+        self.verdict: Verdict | None = None
+        self.report: Report | None = None
+        self.over = threading.Event()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._wake.set()
+        self._thread.join(timeout=ANSWERS_S)  # it may wait for a store that is gone
+
+    def propose(self, verdict: Verdict) -> None:
+        self._proposal = verdict
+        self._wake.set()
+
+    def answers(self, within_s: float) -> bool:
+        return self._owner._clock.now() - self._answered_at <= within_s
+
+    def silence(self, limit_s: float) -> Verdict | None:
+        """Suspicion of the next rank if its sign of life has not changed for so long, counted up to the store's last answer."""
+        silent_s = self._answered_at - self._heard_at
+        if silent_s <= limit_s or self._heard == _DONE.encode():
+            return None
+        return Verdict.now(self._next, f"no sign of life of rank {self._next} for {silent_s:.0f} s", self._rank)
+
+    def _run(self) -> None:
+        while not self._owner._stop.is_set():
+            try:
+                self._beat()
+            except Exception:  # DistStoreError, or of the socket: the other thread notices that no answer comes
+                pass
+            if self.verdict is not None:
+                try:
+                    self._exchange(self.verdict)
+                except Exception as error:
+                    sys.stderr.write(f"megappo: rank {self._rank}: the report is incomplete: {error}\n")
+                self.over.set()
+                return
+            self._wake.wait(self._owner._interval_s)
+            self._wake.clear()
+        with contextlib.suppress(Exception):  # the store may be gone already
+            self._store.set(self._beat_key(self._rank), _DONE)
+
+    def _beat(self) -> None:
+        self._beats += 1
+        life = {"beat": self._beats, "where": vars(self._owner.sections.now())}
+        self._store.set(self._beat_key(self._rank), json.dumps(life))
+        key = self._beat_key(self._next)
+        heard = self._store.get(key) if self._heard or self._store.check([key]) else b""
+        now = self._owner._clock.now()
+        if heard != self._heard:
+            self._heard, self._heard_at = heard, now
+        proposal = self._proposal.encode() if self._proposal is not None else ""
+        verdict = self._store.compare_set(_VERDICT, "", proposal)  # "" asks only
+        self._answered_at = now
+        if verdict:
+            self.verdict = Verdict.decode(verdict.decode())
+
+    def _exchange(self, verdict: Verdict) -> None:
+        """Tell the others where this rank is; one of them judges, all print."""
+        self._store.set(f"at/{self._rank}", self._owner.dump_and_look().encode())
+        if self._rank != 0:
+            self._wait_for(_REPORT, CLAIM_S)
+        if int(self._store.compare_set(_REPORTER, "", str(self._rank))) == self._rank:
+            sightings = self._sightings()
+            last = {member.rank: self._last_seen(member.rank) for member in self._members if member.rank not in sightings}
+            heard = {rank: where for rank, where in last.items() if where is not None}
+            self.report = judge(verdict, self._members, sightings, self._owner._folder, heard)
+            sys.stderr.write(self.report.text)
+            record_verdict(self._owner._folder, self.report, verdict, self._members)
+            self._store.set(_REPORT, self.report.encode())
+            time.sleep(REPORT_READ_S)  # the store may live in this process
+        elif self._wait_for(_REPORT, ANSWERS_S + 1):
+            self.report = Report.decode(self._store.get(_REPORT).decode())
+            sys.stderr.write(f"megappo: rank {self._rank} ends: {self.report.line}\n")
+
+    def _sightings(self) -> dict[int, Sighting]:
+        """Of all ranks that answer in time."""
+        waiting = [member.rank for member in self._members]
+        found: dict[int, Sighting] = {}
+        deadline = time.monotonic() + ANSWERS_S
+        while waiting and time.monotonic() < deadline:
+            for rank in list(waiting):
+                if self._store.check([f"at/{rank}"]):
+                    found[rank] = Sighting.decode(self._store.get(f"at/{rank}").decode())
+                    waiting.remove(rank)
+            time.sleep(0.05)
+        return found
+
+    def _last_seen(self, rank: int) -> Where | None:
+        key = self._beat_key(rank)
+        life = self._store.get(key) if self._store.check([key]) else b""
+        return Where(**json.loads(life)["where"]) if life not in (b"", _DONE.encode()) else None
+
+    def _wait_for(self, key: str, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def _beat_key(self, rank: int) -> str:
+        return f"beat/{rank}"
+
+
+def _gave_up_waiting(error: BaseException, trace: TracebackType) -> bool:
+    return "timed out" in str(error).lower() and _in_exchange(trace)
+
+
+def _in_exchange(trace: TracebackType) -> bool:
+    """True if an exchange between ranks raised, and not a reward's own request, for one."""
+    return place_of(_innermost(trace)).waits_in is not None
+
+
+def _innermost(trace: TracebackType) -> FrameType:
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame
+
+
+def _without_store(verdict: Verdict, here: Sighting) -> Report:
+    line = f"rank {verdict.by} ends, and cannot ask the others: {verdict.why}"
+    return Report((verdict.rank,), (verdict.rank,), line, f"megappo: {line}\n  rank {verdict.by}: {here.place} ({here.where})\n")

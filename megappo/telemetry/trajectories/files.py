@@ -1,0 +1,43 @@
+"""Files of a run's trajectories, found and not opened. Imports neither numpy nor torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megappo.config.errors import ConfigError
+from megappo.telemetry.trajectories.fields import FOLDER
+
+_NAME = re.compile(r"step_(\d{1,18})\.jsonl")
+# By patterns of the text that `config/dump.py` writes, as in `commands/runs/read.py`.
+_EVERY = re.compile(r"^  trajectories_every: (\d{1,18})$", re.MULTILINE)
+_READS = re.compile(r"^  warmup_trajectories: (?!null$)", re.MULTILINE)
+
+
+def files_by_step(run: Path) -> dict[int, Path]:
+    """Step -> its file, of a run or a folder with the files alone. ConfigError, one line, if there is none."""
+    folder = run / FOLDER if (run / FOLDER).is_dir() else run
+    try:
+        names = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+    except OSError as error:  # missing, a file, without permission
+        raise ConfigError(f"{run}: {error.strerror}; name the directory of a run (run.output_dir/run.name)") from None
+    files = {int(_NAME.fullmatch(path.name)[1]): path for path in names}  # type: ignore[index]
+    if not files:
+        raise ConfigError(f"{run} holds no trajectories: {_reason(run)}")
+    return files
+
+
+def _reason(run: Path) -> str:
+    """Why a run has written none, and the fix."""
+    try:
+        text = (run / "config.yaml").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return f"it has neither {FOLDER}/ nor a config.yaml; name the directory of a run (run.output_dir/run.name)"
+    found = _EVERY.search(text)
+    if found is None:
+        return "a fine-tuning (megappo sft) samples none"
+    if _READS.search(text):
+        return "a run on recorded trajectories (critic.warmup_trajectories) samples none; name the run that recorded them"
+    if found[1] == "0":
+        return "telemetry.trajectories_every is 0; telemetry.trajectories_every=10 writes them every 10 steps"
+    return f"telemetry.trajectories_every is {found[1]}, and it has not come to that step; set it lower, or wait"

@@ -1,0 +1,197 @@
+"""Requests for the rollout engine, and the experience of its responses.
+
+Seeds depend only on the run's seed, the step and the index of the sample, so a resumed run draws the same samples as an
+uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.prompts import Prompt
+from megappo.data.ragged import Ragged
+from megappo.parallel.consensus import raise_together
+from megappo.parallel.totals import place_in_world, total
+from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response
+from megappo.trainer.experience.experience import Experience
+
+
+def sample_seed(run_seed: int, step: int, sample: int) -> int:
+    """A 63-bit seed for one sample, the same on every rank and after a resume."""
+    return _seed_of(f"{run_seed}/{step}/{sample}")
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+@dataclass(frozen=True)
+class SampleRequests(Sequence[Request]):
+    """Requests of a batch, made when they are looked at: those of the samples of one prompt next to each other.
+
+    prompt_of: prompt 0..num_prompts-1, or its ids alone. seed_of: seed of sample 0..num_prompts*samples_per_prompt-1.
+    """
+
+    num_prompts: int
+    samples_per_prompt: int
+    prompt_of: Callable[[int], Prompt | Sequence[int]]
+    seed_of: Callable[[int], int]
+
+    def __len__(self) -> int:
+        return self.num_prompts * self.samples_per_prompt
+
+    def __getitem__(self, number: int) -> Request:  # type: ignore[override]  # no slices
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        place = number // self.samples_per_prompt
+        prompt = self.prompt_of(place)
+        tokens, source = (prompt.tokens, prompt) if isinstance(prompt, Prompt) else (prompt, None)
+        return Request(number, numpy.asarray(tokens, numpy.int32), self.seed_of(number), group=place, source=source)
+
+
+def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run_seed: int, step: int) -> SampleRequests:
+    """`samples_per_prompt` requests for each prompt of a step."""
+    return SampleRequests(len(prompts), samples_per_prompt, prompts.__getitem__, partial(sample_seed, run_seed, step))
+
+
+def requests_of_step(
+    prompts: Sequence[Prompt], rows: Sequence[int], n: int, run_seed: int, step: int, num_before: int = 0
+) -> SampleRequests:
+    """`n` requests for each of the prompts in these rows. num_before: samples that the step drew in earlier rounds."""
+    return SampleRequests(
+        len(rows), n, lambda place: prompts[rows[place]], lambda number: sample_seed(run_seed, step, num_before + number)
+    )
+
+
+def evaluation_requests(prompts: Sequence[Prompt], n: int, run_seed: int, name: str) -> SampleRequests:
+    """`n` requests for each prompt of the evaluation set `name`.
+
+    A seed depends on the run's seed, the set, the prompt's row in its source and the number of the sample: neither on the step, so
+    that evaluations differ by the weights alone, nor on which other prompts there are.
+    """
+
+    def seed_of(number: int) -> int:
+        place, sample = divmod(number, n)
+        return _seed_of(f"eval/{run_seed}/{name}/{prompts[place].id.rpartition('#')[2]}/{sample}")
+
+    return SampleRequests(len(prompts), n, prompts.__getitem__, seed_of)
+
+
+def prompt_of_sample(prompts: Sequence[Prompt], rows: Sequence[int], n: int, sample: int) -> Prompt:
+    """Prompt of a sample of a batch that has `n` for each of the prompts in these rows."""
+    return prompts[rows[sample // n]]
+
+
+def collect(
+    requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False, in_windows: bool = False
+) -> Experience:
+    """Experience of all ranks' responses, spread over all ranks. Collective over the world.
+
+    requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_kept,
+    in_windows: as in `pack_experience`. The last sequence of a trajectory has the number of its request; those before it, of all
+    trajectories in their order, have the numbers from len(requests) on. EnvironmentFault on all ranks if an environment failed.
+    """
+    asked, responses, previous, num_samples = _sequences(requests, responses)
+    numbers = [response.number for response in responses]
+    drawn = pack_experience(asked, responses, with_kept=with_kept, in_windows=in_windows)
+    oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
+    versions = torch.tensor([oldest, newest], dtype=torch.int32)
+    groups = torch.tensor([request.group for request in asked], dtype=torch.int32)
+    of_drawn = torch.tensor(numbers, dtype=torch.long), drawn, num_samples, (versions[0], versions[1]), groups, previous
+    return Experience.of_drawn(*of_drawn)
+
+
+def _sequences(requests: Sequence[Request], responses: Sequence[Response]) -> tuple[list[Request], list[Response], Tensor, int]:
+    """Every sequence of this rank as a request and its response, by number; the sequence that each goes on from [M]; the number of
+    sequences of all ranks. Collective over the world."""
+    faults = [response.fault for response in responses if response.fault is not None]
+    counts = torch.zeros(len(requests) + 1, dtype=torch.long)  # the last one of faults
+    for response in responses:
+        counts[response.number] = len(response.contexts)
+    counts[-1] = len(faults)
+    counts = total(counts)
+    if int(counts[-1]):
+        fault = EnvironmentFault(f"rank {place_in_world()[0]}: {faults[0]}") if faults else None
+        raise_together(fault, EnvironmentFault)
+    counts = counts[:-1]
+    firsts = len(requests) + counts.cumsum(0) - counts
+    found: list[tuple[Request, Response, int]] = []
+    for response in responses:
+        first, request = int(firsts[response.number]), requests[response.number]
+        for number, one in enumerate(response.contexts, first):
+            asked = replace(request, number=number, prompt=one.prompt)
+            found.append((asked, Response(number, one.segments, "stop", one.kept), number - 1 if number > first else -1))
+        last = request if response.prompt is None else replace(request, prompt=response.prompt)
+        found.append((last, response, first + len(response.contexts) - 1 if response.contexts else -1))
+    found.sort(key=lambda one: one[1].number)
+    previous = torch.tensor([one[2] for one in found], dtype=torch.int32)
+    return [one[0] for one in found], [one[1] for one in found], previous, len(requests) + int(counts.sum())
+
+
+def pack_experience(
+    requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False, in_windows: bool = False
+) -> PackedBatch:
+    """Pack prompt and response of some samples; responses[i] answers requests[i].
+
+    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere). Sequence fields: truncated
+    (cut by the length limit). Ragged fields: if `with_kept` kept (the ids that the token was drawn from; none at tokens that were
+    not sampled). If `in_windows`, responses go on over several steps: then whole_mask [T] is true on the tokens that were sampled
+    in any step, response_mask on those of this one, and unfinished [B] of responses that a later step goes on with, which are not
+    truncated.
+    """
+    tokens: list[NDArray[numpy.int32]] = []
+    mask: list[NDArray[numpy.bool_]] = []
+    logprobs: list[NDArray[numpy.float32]] = []
+    lengths: list[int] = []
+    for request, response in zip(requests, responses, strict=True):
+        assert request.number == response.number, f"response {response.number} for request {request.number}"
+        given, num_prompt = request.tokens, len(request.prompt)
+        tokens += [given, response.tokens]
+        mask += [numpy.zeros(len(given), numpy.bool_), response.sampled]
+        earlier = [segment.logprobs for segment in request.before if segment.logprobs is not None]
+        logprobs += [numpy.zeros(num_prompt, numpy.float32), *earlier, response.logprobs]
+        lengths.append(len(given) + len(response.tokens))
+    sampled = torch.from_numpy(_joined(mask, numpy.bool_))
+    fields = {"response_mask": sampled, "rollout_logprob": torch.from_numpy(_joined(logprobs, numpy.float32))}
+    cut = torch.tensor([response.finish == "length" for response in responses], dtype=torch.bool)
+    of_sequences = {"truncated": cut}
+    if in_windows:
+        prompts = torch.tensor([len(request.prompt) for request in requests], dtype=torch.long)
+        fields["whole_mask"] = _behind(prompts, torch.tensor(lengths, dtype=torch.long))
+        goes_on = torch.tensor([request.goes_on for request in requests], dtype=torch.bool)
+        of_sequences = {"truncated": cut & ~goes_on, "unfinished": cut & goes_on}
+    kept = [response.kept for response in responses if response.kept is not None]
+    return PackedBatch(
+        tokens=torch.from_numpy(_joined(tokens, numpy.int32)).long(),
+        cu_seqlens=cu_seqlens_of(torch.tensor(lengths, dtype=torch.long)),
+        token_fields=fields,
+        sequence_fields=of_sequences,
+        ragged_fields={"kept": _kept_field(kept, sampled)} if with_kept else {},  # also of a rank that drew nothing
+    )
+
+
+def _behind(prompts: Tensor, lengths: Tensor) -> Tensor:
+    """[T] bool, tokens behind the first prompts[b] of sequences of lengths[b] tokens."""
+    starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return torch.arange(len(starts)) - starts >= prompts.repeat_interleave(lengths)
+
+
+def _joined(parts: list[NDArray], dtype: type) -> NDArray:
+    """Parts end to end; an empty array of none."""
+    return numpy.concatenate([numpy.empty(0, dtype), *parts])
+
+
+def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Ragged:
+    """Kept ids of all tokens from those of the sampled ones, in their order."""
+    counts = torch.zeros(sampled.numel(), dtype=torch.int32)
+    counts[sampled] = torch.from_numpy(_joined([one.counts for one in kept], numpy.int32)).int()
+    return Ragged(torch.from_numpy(_joined([one.ids for one in kept], numpy.int32)), counts)

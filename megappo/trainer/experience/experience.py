@@ -1,0 +1,235 @@
+"""Experience of a step: the table of all samples, and the tokens and fields of those that this rank owns.
+
+`redistribute` moves samples to other owners. What a rank holds and does depends on its own samples, apart from a row of the table
+for each other one, so it does not grow with the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megappo.algo.aggregation import tokens_per_sequence
+from megappo.algo.chunks import in_chunks, true_positions
+from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.positions import Spans
+from megappo.data.ragged import Ragged
+from megappo.parallel.shares import Shares
+from megappo.parallel.totals import place_in_world, total
+from megappo.trainer.experience.owners import Owners
+from megappo.trainer.experience.route import Route, Wire, world_wire
+from megappo.trainer.experience.table import SampleTable
+
+
+class Fields(NamedTuple):
+    """Fields per token, per sample, and of some ids per token, by name."""
+
+    tokens: Mapping[str, Tensor] = {}
+    sequences: Mapping[str, Tensor] = {}
+    ragged: Mapping[str, Ragged] = {}
+
+    @classmethod
+    def of(cls, batch: PackedBatch) -> Fields:
+        return cls(batch.token_fields, batch.sequence_fields, batch.ragged_fields)
+
+    def or_else(self, absent: Fields) -> Fields:
+        """These, and of `absent` those that are not here."""
+        tokens, sequences = {**absent.tokens, **self.tokens}, {**absent.sequences, **self.sequences}
+        return Fields(tokens, sequences, {**absent.ragged, **self.ragged})
+
+    def only(self, names: Collection[str]) -> Fields:
+        tokens, sequences = ({name: x for name, x in kind.items() if name in names} for kind in (self.tokens, self.sequences))
+        return Fields(tokens, sequences, {name: x for name, x in self.ragged.items() if name in names})
+
+    def emptied(self) -> Fields:
+        """The same names and types, of no token and no sample."""
+        nothing = Spans(torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
+        tokens, sequences = ({name: x[:0] for name, x in kind.items()} for kind in (self.tokens, self.sequences))
+        return Fields(tokens, sequences, {name: x.select(nothing) for name, x in self.ragged.items()})
+
+
+@dataclass(frozen=True)
+class Experience:
+    """table: of all samples. owners: of this distribution. batch: the samples of this rank, by ascending number.
+
+    rank: of this process in the world. wire: over which samples move, by default the world. absent: empty tensors of the types of
+    the fields that holders have, on a rank of theirs that is none: it takes part in their exchanges.
+    """
+
+    table: SampleTable
+    owners: Owners
+    batch: PackedBatch
+    rank: int
+    wire: Wire
+    absent: Fields = Fields()
+
+    @property
+    def numbers(self) -> Tensor:
+        """[B] int64, numbers of the samples of `batch`."""
+        return self.owners.numbers(self.rank)
+
+    def with_fields(self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}) -> Experience:
+        """Add fields of the own samples, [T] and [B]."""
+        return replace(self, batch=self.batch.with_fields(token_fields, sequence_fields))
+
+    def with_batch(self, batch: PackedBatch) -> Experience:
+        """The same samples with the fields of `batch`."""
+        return replace(self, batch=batch)
+
+    def redistribute(self, owners: Owners, fields: Collection[str] | None = None, wire: Wire | None = None) -> Experience:
+        """The same samples under other owners, with these fields (None: all). Collective over the wire.
+
+        All ranks name the same fields and have them. Other fields stay behind: reading them raises KeyError.
+        """
+        kept = self if fields is None else self.only(fields)
+        batch, given = kept.batch, Fields.of(kept.batch).or_else(kept.absent)
+        route = Route.between(self.table.length, self.owners, owners, self.rank, wire or self.wire)
+        if route.is_still:
+            return replace(kept, owners=owners)
+        tokens, token_fields, sequence_fields = route.moved(batch.tokens, given.tokens, given.sequences)
+        moved = replace(
+            batch,
+            tokens=tokens,
+            cu_seqlens=cu_seqlens_of(route.lengths),
+            token_fields=token_fields,
+            sequence_fields=sequence_fields,
+            ragged_fields=route.ragged_fields(given.ragged),
+        )
+        return replace(self, owners=owners, batch=moved, absent=Fields() if route.is_holder else given.emptied())
+
+    def only(self, fields: Collection[str]) -> Experience:
+        """The same samples with these fields; the others stay behind, as in `redistribute`."""
+        return replace(self, batch=self.batch.only(fields), absent=self.absent.only(fields))
+
+    def for_role(self, shares: Shares, fields: Collection[str]) -> Experience:
+        """Tokens and these fields where a pass of a role over all samples needs them. Collective over the world."""
+        return self.redistribute(Owners.of_role(self.table, shares), fields)
+
+    def with_results(
+        self, share: Experience, token_names: Sequence[str], sequence_names: Sequence[str], results: Mapping[str, Tensor]
+    ) -> Experience:
+        """Add results of a role, fp32, that its reporters have for the samples of `share`. Collective over the world.
+
+        results: [T] and [B] of the samples of `share`, read on reporters; others may leave them out.
+        """
+        route = Route.between(self.table.length, share.owners, self.owners, self.rank, self.wire)
+        nothing = torch.empty(0)
+        of_tokens, of_samples = ({name: results.get(name, nothing) for name in names} for names in (token_names, sequence_names))
+        return self.with_fields(*route.moved(None, of_tokens, of_samples)[1:])
+
+    def everywhere(self, fields: Collection[str] | None = None) -> PackedBatch:
+        """All samples with these fields (None: all) on every rank, for instruments and tests. Collective over the world."""
+        return self.redistribute(Owners.everywhere(self.table, place_in_world()[1]), fields).batch
+
+    def texts(self, texts: Sequence[str], owners: Owners) -> list[str]:
+        """Texts of the samples that this rank has under other owners, from those of its own. Collective over the world.
+
+        A text goes to its owner alone, as bytes.
+        """
+        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+        lengths = self.column(torch.tensor([len(one) for one in encoded], dtype=torch.float64)).long()
+        flat = torch.tensor(bytearray(b"".join(encoded)), dtype=torch.uint8)
+        route = Route.between(lengths, self.owners, owners, self.rank, self.wire)
+        found = route.moved(None, {"text": flat}).token_fields["text"].split(lengths[owners.numbers(self.rank)].tolist())
+        return [bytes(part.numpy()).decode("utf-8", "surrogatepass") for part in found]
+
+    def column(self, values: Tensor) -> Tensor:
+        """[N] fp64, one number of every sample, from those [B] of this rank's. Collective over the world."""
+        column = torch.zeros(self.table.num_samples, dtype=torch.float64)
+        column[self.numbers] = values.double()
+        return total(column)
+
+    @classmethod
+    def of_drawn(
+        cls,
+        numbers: Tensor,
+        drawn: PackedBatch,
+        num_samples: int,
+        versions: tuple[Tensor, Tensor],
+        groups: Tensor | None = None,
+        previous: Tensor | None = None,
+    ) -> Experience:
+        """Agree on the table, and spread the samples that the ranks drew over all of them. Collective over the world.
+
+        numbers: [M] int64, ascending, of the samples that this rank drew. drawn: those, with the fields response_mask and
+        truncated. versions: [M] each, oldest and newest weights that sampled them. groups, previous: [M], as in the table; None for
+        samples without a group, and for trajectories of one sequence.
+        """
+        rank, world_size = place_in_world()
+        table = SampleTable.agreed(numbers, rows_of(drawn, versions, rank, groups, previous), num_samples)
+        experience = cls(table, Owners.drawn(table, world_size), drawn, rank, world_wire())
+        return experience.redistribute(Owners.spread(table, world_size))
+
+    @classmethod
+    def of_own(cls, batch: PackedBatch) -> Experience:
+        """Experience of sequences that each rank has some of, numbered rank by rank. Collective over the world.
+
+        For passes, not for updates: the sequences are read, none of their tokens was sampled (`sampled` is 0), and `first_epoch`
+        refuses them.
+        """
+        rank, world_size = place_in_world()
+        counts = torch.zeros(world_size, dtype=torch.long)
+        counts[rank] = batch.num_sequences
+        counts = total(counts)
+        numbers = torch.arange(batch.num_sequences) + int(counts[:rank].sum())
+        nothing = torch.zeros(batch.num_sequences, dtype=torch.int32)
+        lengths = batch.lengths.int()
+        rows = SampleTable(
+            lengths, lengths, nothing, nothing, nothing, nothing, nothing + rank, nothing - 1, nothing, nothing, nothing - 1
+        )
+        table = SampleTable.agreed(numbers, rows, int(counts.sum()))
+        return cls(table, Owners.drawn(table, world_size), batch, rank, world_wire())
+
+    @classmethod
+    def of_whole(cls, batch: PackedBatch) -> Experience:
+        """Experience of a batch that every rank has, with the fields response_mask and truncated, and group and previous if there
+        are any. Not collective."""
+        rank, world_size = place_in_world()
+        version = torch.zeros(batch.num_sequences, dtype=torch.int32)
+        groups, previous = (batch[name] if name in batch else None for name in ("group", "previous"))
+        table = rows_of(batch, (version, version), 0, groups, previous)
+        owners = Owners.spread(table, world_size)
+        return cls(table, owners, batch.select(owners.numbers(rank)), rank, world_wire())
+
+
+def rows_of(
+    batch: PackedBatch,
+    versions: tuple[Tensor, Tensor],
+    owner: int,
+    groups: Tensor | None = None,
+    previous: Tensor | None = None,
+) -> SampleTable:
+    """Rows of the table for the samples of a batch, with response_mask and truncated, whole_mask and unfinished if responses go on
+    over steps. versions, groups, previous: as in `Experience.of_drawn`."""
+    mask, lengths = batch["response_mask"], batch.lengths
+    sampled, nothing = tokens_per_sequence(mask, batch.cu_seqlens), torch.zeros_like(lengths)
+    columns = (
+        lengths,
+        _prompt_lengths(mask, batch.cu_seqlens, sampled),
+        sampled,
+        batch["truncated"],
+        *versions,
+        torch.full_like(lengths, owner),
+        torch.full_like(lengths, -1) if groups is None else groups,
+        tokens_per_sequence(batch["whole_mask"], batch.cu_seqlens) - sampled if "whole_mask" in batch else nothing,
+        batch["unfinished"] if "unfinished" in batch else nothing,
+        nothing - 1 if previous is None else previous,
+    )
+    return SampleTable(*(column.int() for column in columns))
+
+
+def _prompt_lengths(mask: Tensor, cu_seqlens: Tensor, sampled: Tensor) -> Tensor:
+    """[B] tokens before the first sampled one; all tokens of a sequence without any. sampled: [B], of each sequence."""
+    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    wanted = sampled.cumsum(0) - sampled  # place of each sequence's first among all sampled tokens
+    first, passed, start = torch.zeros_like(starts), 0, 0
+    for (chunk,) in in_chunks(mask):
+        positions = true_positions(chunk)
+        here = (wanted >= passed) & (wanted < passed + len(positions))
+        first[here] = start + positions[wanted[here] - passed]
+        passed, start = passed + len(positions), start + len(chunk)
+    return torch.where(sampled > 0, first - starts, ends - starts)

@@ -1,0 +1,190 @@
+"""Tokenizer and prompts of a run: loaded once, counted for the plan, passed to the trainer.
+
+Applies the configuration's keys to the functions of `megappo/data`, and checks the counts against the batch size and the length
+of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megappo.config.checks import step_problems
+from megappo.config.errors import ConfigError, problem
+from megappo.config.evaluations import DEFAULT, config_of_set, key_of
+from megappo.config.layout_checks import uses_model
+from megappo.config.schema import SftConfig, TrainConfig
+from megappo.data.cache import Cache
+from megappo.data.demonstrations import DemonstrationRules, DemonstrationSet, demonstrations_of
+from megappo.data.loader import PromptLoader
+from megappo.data.pass_rates import PassRates
+from megappo.data.prompts import PromptFormat, PromptSet
+from megappo.data.reward_text import RewardText
+from megappo.data.sources import open_source
+from megappo.data.texts import TextRules, TextSet, texts_of
+from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from megappo.data.weights import weights_of
+from megappo.models.arch import ModelArch
+from megappo.rewards.base import PreparedPart
+from megappo.rollout.environment import PreparedEnvironment
+from megappo.trainer.prepare.environments import load_environment
+from megappo.trainer.prepare.evaluations import EvaluationSet, check_evaluations, load_evaluations
+from megappo.trainer.prepare.prompts import load_prompts, open_cache
+from megappo.trainer.prepare.reward_notes import reward_notes
+from megappo.trainer.prepare.reward_parts import load_parts
+from megappo.trainer.prepare.reward_text import ScoredTexts, load_reward_text
+from megappo.trainer.prepare.sampling_notes import sampling_notes
+from megappo.trainer.prepare.vocabularies import check_vocabularies
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Texts of `algorithm.ptx`. loader: of their order, at its start."""
+
+    texts: TextSet
+    loader: PromptLoader
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Data of a run. loader: at its start. total_steps: PPO steps. notes: on answers that rules cannot read, and labels.
+    reward_parts: of the configuration, by label, as loaded. reward_text: as the reward model reads it, None without one. ptx: None
+    without `algorithm.ptx`. environment: None without `rollout.environment`."""
+
+    tokenizer: Tokenizer
+    train: PromptSet
+    evaluations: tuple[EvaluationSet, ...]
+    loader: PromptLoader
+    total_steps: int
+    notes: tuple[str, ...] = ()
+    reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
+    reward_text: RewardText | None = None
+    ptx: TextData | None = None
+    environment: PreparedEnvironment | None = None
+
+    @property
+    def eval(self) -> PromptSet | None:
+        """Prompts of `data.eval`."""
+        return next((one.prompts for one in self.evaluations if one.name == DEFAULT), None)
+
+
+def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | None = None) -> RunData:
+    """Load tokenizer and prompts of this configuration. train: the prompts of `data.train`, if they are loaded already.
+
+    ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
+    a step takes, weights that are no weights, a tokenizer with ids that the model does not have, or other ones than that of a
+    critic or the reference, warm-ups longer than the run, a reward rule that can read no reference answer, reward code that cannot
+    be loaded or requires fields that records lack, an environment that cannot be loaded, a reward model whose tokenizer or template
+    does not take the prompts, fewer texts than an update takes.
+    """
+    reward_parts = load_parts(config.reward)
+    tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
+    notes = list(check_vocabularies(config, tokenizer))
+    if train is None:
+        train = load_prompts(config.data, config.data.train, tokenizer, cache)
+    evaluations = load_evaluations(config, tokenizer, cache)
+    loader, ptx = _loader(config, train, cache), _text_data(config, tokenizer, cache)
+    total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
+    for message in step_problems(config, total_steps):
+        raise ConfigError(message)
+    sets = {"data.train": train} | {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
+    notes += [*reward_notes(config.reward, reward_parts, sets, cache), *check_evaluations(evaluations, cache)]
+    scored = _scored_texts(config, train, evaluations, cache)
+    notes += [*sampling_notes(config, loader), *scored.notes, *cache.notes]
+    environment = load_environment(config, tokenizer)
+    return RunData(tokenizer, train, evaluations, loader, total_steps, tuple(notes), reward_parts, scored.text, ptx, environment)
+
+
+def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextData | None:
+    """Texts of `algorithm.ptx`, None without. ValueError as `load_run_data`."""
+    ptx = config.algorithm.ptx
+    if not ptx.has_texts:
+        return None
+    assert ptx.data is not None, "`ptx_problem` has refused it"
+    try:
+        texts = texts_of(open_source(ptx.data), tokenizer, TextRules(ptx.text_key, ptx.max_tokens), cache)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.ptx.data: {error}") from error
+    if ptx.batch_size > len(texts):
+        fix = f"is more than the {texts.summary()}; lower it or add texts"
+        raise ConfigError(problem("algorithm.ptx.batch_size", ptx.batch_size, fix))
+    return TextData(texts, PromptLoader(len(texts), ptx.batch_size, shuffle=True, seed=config.run.seed, cache=cache))
+
+
+def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader:
+    """The loader at its start. ValueError as `load_run_data`."""
+    data, seed = config.data, config.run.seed
+    weights = None if data.weight_key is None else weights_of(train, data.weight_key, cache)
+    rates = None
+    if data.curriculum.kind == "pass_rate":
+        rates = PassRates(len(train), data.curriculum.pass_score, data.curriculum.min_chance, seed)
+    return PromptLoader(len(train), data.prompts_per_step, data.shuffle, seed, cache, weights=weights, pass_rates=rates)
+
+
+def load_train_prompts(config: TrainConfig, cache: Cache) -> PromptSet:
+    """Load the prompts of `data.train` alone. ValueError as `load_run_data`."""
+    return load_prompts(config.data, config.data.train, load_tokenizer(config.data.tokenizer or config.policy.model), cache)
+
+
+def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet], cache: Cache) -> ScoredTexts:
+    """Text format of the reward model, held against the prompts of all sets that it scores; without text if it scores none."""
+    sets = {"data.train": (train, config.data)} if train is not None and uses_model(config.reward) else {}
+    for one in evaluations:
+        if uses_model(one.reward or config.reward):
+            sets[key_of(one.name)] = (one.prompts, config_of_set(config, one.settings).data)
+    return load_reward_text(config, sets, cache)
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """Data of `megappo eval`; fields as of `RunData`."""
+
+    tokenizer: Tokenizer
+    evaluations: tuple[EvaluationSet, ...]
+    notes: tuple[str, ...]
+    reward_parts: Mapping[str, PreparedPart]
+    reward_text: RewardText | None = None
+    environment: PreparedEnvironment | None = None
+
+
+def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationData:
+    """Load tokenizer and evaluation sets of this configuration, but no training prompts. Errors as `load_run_data`."""
+    tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
+    evaluations = load_evaluations(config, tokenizer, cache)
+    sets = {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
+    reward_parts = load_parts(config.reward) if sets else {}
+    notes = reward_notes(config.reward, reward_parts, sets, cache)
+    scored = _scored_texts(config, None, evaluations, cache)
+    notes += [*check_evaluations(evaluations, cache), *scored.notes, *cache.notes]
+    environment = load_environment(config, tokenizer)
+    return EvaluationData(tokenizer, evaluations, tuple(notes), reward_parts, scored.text, environment)
+
+
+@dataclass(frozen=True)
+class SftData:
+    """Data of a fine-tuning. notes: for the plan."""
+
+    tokenizer: Tokenizer
+    demonstrations: DemonstrationSet
+    notes: tuple[str, ...] = ()
+
+
+def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
+    """Load tokenizer and demonstrations of this configuration. ValueError, one line, as `load_run_data`."""
+    data = config.data
+    tokenizer, cache = _tokenizer(data.tokenizer or config.policy.model, policy), open_cache(config.run)
+    prompt_format = PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix)
+    rules = DemonstrationRules(data.prompt_key, data.response_key, prompt_format, data.max_tokens)
+    demonstrations = demonstrations_of(open_source(data.train), tokenizer, rules, cache)
+    if config.trainer.batch_size > len(demonstrations):
+        fix = f"more than the {len(demonstrations):,} demonstrations ({demonstrations.summary()}); lower it or add data"
+        raise ConfigError(problem("trainer.batch_size", config.trainer.batch_size, fix))
+    return SftData(tokenizer, demonstrations, tuple(cache.notes))
+
+
+def _tokenizer(path: str, policy: ModelArch) -> Tokenizer:
+    tokenizer = load_tokenizer(path)
+    if tokenizer.vocab_size > policy.vocab_size:  # the reverse is common: models pad their vocabulary
+        fix = f"has {tokenizer.vocab_size} ids and policy.model only {policy.vocab_size}; use the tokenizer of the model"
+        raise ConfigError(problem("data.tokenizer", path, fix))
+    return tokenizer

@@ -1,0 +1,82 @@
+"""`data.fit_batch`: batch sizes lowered to what the data and the ranks can fill. Sizes are never raised."""
+
+from __future__ import annotations
+
+from math import gcd, lcm
+
+from megappo.config.errors import ConfigError
+from megappo.config.layout_checks import placement_problems, reads_trajectories, trained_sections
+from megappo.config.rank_ranges import ranks_of
+from megappo.config.schema import TrainConfig
+from megappo.config.section import Section
+from megappo.data.prompts import PromptSet
+from megappo.trainer.prepare.data import load_train_prompts
+from megappo.trainer.prepare.prompts import open_cache
+
+
+def fit_if_asked(
+    config: TrainConfig, world_size: int, *, shapes_only: bool
+) -> tuple[TrainConfig, PromptSet | None, tuple[str, ...]]:
+    """(configuration to run, training prompts if they had to be read, notes); without `data.fit_batch` nothing is changed."""
+    if not config.data.fit_batch:
+        return config, None, ()
+    cache = open_cache(config.run)
+    train = None if shapes_only or reads_trajectories(config) else load_train_prompts(config, cache)
+    config, notes = fit_batch(config, world_size, len(train) if train is not None else None)
+    return config, train, (*notes, *cache.notes)
+
+
+def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> tuple[TrainConfig, tuple[str, ...]]:
+    """Lower `data.prompts_per_step` and the mini-batch sizes until they fit; returns notes on what was changed.
+
+    A step takes at most all prompts, its samples divide evenly over the data-parallel ranks of policy and critics, and so do those
+    of a mini-batch, which divides the step. If there are fewer samples than ranks, some ranks stay without any. num_prompts: after
+    the filter; None if unknown, then only the ranks count.
+    """
+    critics = max(1, len(config.critics))  # each trains on its own part of the samples
+    replicas = _replicas(config, world_size) * critics
+    n = config.rollout.samples_per_prompt
+    unit = replicas // gcd(replicas, n)  # prompts whose samples divide over the replicas
+    asked = config.data.prompts_per_step
+    prompts = min(asked, num_prompts) if num_prompts else asked
+    prompts -= prompts % unit if prompts >= unit else 0
+    sizes = {"algorithm.mini_batch_size": config.algorithm.mini_batch_size}
+    fitting = {key: _mini_batch(prompts * n, size, replicas) for key, size in sizes.items()}
+    for role, critic in config.critics.items():
+        if critic.mini_batch_size is not None:
+            key = f"{role}.mini_batch_size"
+            sizes[key] = critic.mini_batch_size
+            fitting[key] = _mini_batch(prompts * n // critics, critic.mini_batch_size, replicas // critics)
+    notes = []
+    if prompts != asked:
+        of_data = f"of {num_prompts:,} prompts " if num_prompts is not None else ""
+        ranks = f"{replicas // critics} data-parallel ranks" + (f", for {critics} critics" if critics > 1 else "")
+        notes.append(f"data.fit_batch: data.prompts_per_step {asked} -> {prompts} ({of_data}on {ranks})")
+    for key, size in sizes.items():
+        if fitting[key] != size:
+            notes.append(f"data.fit_batch: {key} {size} -> {fitting[key]} (of {prompts * n} samples a step)")
+    update: dict[str, Section] = {"data": config.data.model_copy(update={"prompts_per_step": prompts})}
+    for key, size in fitting.items():
+        section, name = key.split(".")
+        update[section] = getattr(config, section).model_copy(update={name: size})
+    fitted = config.model_copy(update=update)
+    return (fitted, tuple(notes)) if notes else (config, ())
+
+
+def _mini_batch(samples: int, asked: int, replicas: int) -> int:
+    """Largest divisor of `samples` up to `asked`, a multiple of the replicas if there is one."""
+    fitting = [size for size in range(1, min(asked, samples) + 1) if samples % size == 0]
+    even = [size for size in fitting if size % replicas == 0]
+    return max(even or fitting)
+
+
+def _replicas(config: TrainConfig, world_size: int) -> int:
+    """Least common multiple of the trained roles' data-parallel sizes; of a layout that the world cannot hold, which is refused
+    later, nothing is asked."""
+    for message in placement_problems(config, world_size):
+        raise ConfigError(message)  # before it is counted on ranks that the world lacks
+    dps = [1]
+    for section in trained_sections(config).values():
+        size, ranks = section.parallel.tp * section.parallel.pp * section.parallel.cp, len(ranks_of(section.ranks, world_size))
+        dps += [ranks // size] if ranks % size == 0 else []
+    return lcm(*dps)

@@ -1,0 +1,260 @@
+"""Fit of every role's model to its layout: architectures, tensor sizes, sequence lengths.
+
+Reads config.json files and the headers of the weight files, never weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from megappo.config.batch import nearest_divisors, step_arithmetic
+from megappo.config.errors import ConfigError, problem
+from megappo.config.layout_checks import (
+    head_rows_of,
+    parallel_problems,
+    placement_problems,
+    placements_in_use,
+    roles_in_use,
+    value_head_of,
+)
+from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig
+from megappo.config.schema import SftConfig, TrainConfig
+from megappo.models.arch import ModelArch
+from megappo.models.families.registry import FAMILIES
+from megappo.models.freeze import check_frozen_stages, frozen_of
+from megappo.models.implementation import Implementation, implementation_of_role
+from megappo.models.role_arch import arch_for
+from megappo.parallel.layout import ParallelLayout, layout_of
+from megappo.parallel.placement import Placement, placement_of
+from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
+from megappo.runtime.error_text import first_line
+from megappo.runtime.json_object import parse_object
+from megappo.trainer.prepare.model_rules import model_problems
+from megappo.trainer.prepare.reward_model import check_reward_model
+
+
+def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
+    """Role -> (key that names its checkpoint, path), for the roles that are built."""
+    paths: dict[str, tuple[str, str]] = {}
+    for role in roles_in_use(config):
+        own = getattr(config, role).model
+        paths[role] = (f"{role}.model", own) if own is not None else ("policy.model", config.policy.model)
+    return paths
+
+
+def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True, need_heads: bool = True) -> dict[str, ModelArch]:
+    """Role -> architecture of its checkpoint. ConfigError, with the key, for a checkpoint that is missing, not supported, or lacks
+    the weights that `need_weights` asks for. need_heads: look into the weights of a reward model too, which imports torch.
+    """
+    archs: dict[str, ModelArch] = {}
+    for role, (key, path) in model_paths(config).items():
+        section: RoleConfig = getattr(config, role)
+        try:
+            archs[role] = arch_for(path, section.engine, head_rows_of(section))
+        except ValueError as error:
+            raise ConfigError(problem(key, path, str(error))) from None
+        if need_weights:
+            _check_weights_exist(key, path)
+        if isinstance(getattr(config, role), RewardModelConfig):
+            try:
+                check_reward_model(path, archs[role], need_weights and need_heads)
+            except ValueError as error:
+                raise ConfigError(problem(key, path, str(error))) from None
+    return archs
+
+
+def _check_weights_exist(key: str, path: str) -> None:
+    """ConfigError if a checkpoint directory holds no weights that are read, or not all of them. Reads headers alone."""
+    directory = Path(path)
+    if files := sorted(directory.glob("*.safetensors")):
+        if (fault := next(filter(None, map(_fault_of, files)), None) or _missing_shard(directory)) is not None:
+            raise ConfigError(problem(key, path, f"{fault}; the download may be incomplete"))
+        return
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
+    if others:
+        fix = f"holds {others[0]} and no .safetensors; pickled weights are never read, save it with transformers' save_pretrained"
+    else:
+        fix = "holds no .safetensors weights; the download may be incomplete"
+    raise ConfigError(problem(key, path, fix))
+
+
+def _fault_of(file: Path) -> str | None:
+    """Reason why a file of weights cannot be read, as where it is shorter than its header says."""
+    try:
+        with safe_open(file, framework="np"):
+            return None
+    except (SafetensorError, OSError) as error:
+        return f"{file.name} cannot be read: {first_line(error)}"
+
+
+def _missing_shard(directory: Path) -> str | None:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    named = parse_object(index.read_bytes(), str(index)).get("weight_map")
+    if not isinstance(named, dict):
+        return f"{index.name} has no weight_map"
+    absent = sorted(name for name in {*map(str, named.values())} if not (directory / name).is_file())
+    return f"{absent[0]} is missing, which {index.name} names" if absent else None
+
+
+def check_layouts(
+    config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch], world_size: int, implementation: Implementation = "local"
+) -> dict[str, ParallelLayout]:
+    """Check every role's layout and return role -> layout over its own ranks. ConfigError, one line with key, value and fix.
+
+    implementation: of the run's layers; `local` has the stricter rules.
+    """
+    roles, places = roles_in_use(config), placements(config, world_size)
+    for role, parallel in roles.items():
+        section = f"{role}.parallel"
+        for message in parallel_problems(section, parallel, len(places[role]), getattr(config, role).ranks):
+            raise ConfigError(message)
+        _check_engine(role, getattr(config, role), archs[role])
+        layers = implementation_of_role(implementation, config.model.impl, getattr(config, role))
+        if getattr(config, role).engine == "fsdp2":
+            layers = "local"  # attention is ours there too, and under cp exchanges tokens for heads
+        for message in model_problems(section, parallel, archs[role], layers):
+            raise ConfigError(message)
+        # Only if model.impl names it: auto takes Megatron-core's layers for fp32.
+        if layers == "transformer_engine" and parallel.cp > 1 and getattr(config, role).dtype == "fp32":
+            fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
+            raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
+        if layers == "transformer_engine" and getattr(config, role).in_8_bits:
+            fix = "TransformerEngine's layers have no weights in 8 bits; set model.impl=auto, or remove it"
+            raise ConfigError(problem(f"{role}.lora.base_bits", 8, fix))
+        _check_router(role, getattr(config, role), archs[role])
+        _check_adapters(role, getattr(config, role), archs[role], layout_of(parallel, len(places[role])))
+        _check_frozen(role, getattr(config, role), archs[role], layout_of(parallel, len(places[role])))
+    if isinstance(config, TrainConfig):
+        # A reward model reads text: it needs neither the policy's ids nor room for as many of them.
+        of_tokens = {role: arch for role, arch in archs.items() if not isinstance(getattr(config, role), RewardModelConfig)}
+        if "policy" in archs:
+            _check_rollout(config, archs["policy"])
+        _check_lengths(config, of_tokens)
+        _check_vocabularies(of_tokens)
+    elif config.data.max_tokens > archs["policy"].max_positions:
+        _too_long("data.max_tokens", config.data.max_tokens, "policy", archs["policy"])
+    # No rule for vocabularies and tp: they are padded to a multiple of tp.
+    return {role: layout_of(parallel, len(places[role])) for role, parallel in roles.items()}
+
+
+def placements(config: TrainConfig | SftConfig, world_size: int) -> dict[str, Placement]:
+    """Role, and `rollout` of a PPO run, -> its ranks. ConfigError, one line, if they do not fit the world or each other."""
+    for message in placement_problems(config, world_size):
+        raise ConfigError(message)
+    return {name: placement_of(ranks, world_size) for name, ranks in placements_in_use(config).items()}
+
+
+def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
+    """ConfigError for a balancing coefficient of a model without routers."""
+    if isinstance(settings, TrainableConfig) and settings.router_aux_coef > 0 and arch.moe is None:
+        fix = f"has no effect: it balances experts and this {arch.family} model has none; remove it"
+        raise ConfigError(problem(f"{role}.router_aux_coef", settings.router_aux_coef, fix))
+
+
+def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
+    """ConfigError for what the role's engine does not have for this model."""
+    if settings.engine == "fsdp2" and arch.own and settings.parallel.tp > 1:
+        megatron = f", or {role}.engine to megatron" if arch.family in FAMILIES else ""
+        fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
+        raise ConfigError(problem(f"{role}.parallel.tp", settings.parallel.tp, fix))
+    if settings.compile and arch.moe is not None:
+        fix = f"torch.compile does not take the experts of this {arch.family} model, whose sizes depend on the tokens; remove it"
+        raise ConfigError(problem(f"{role}.compile", True, fix))
+
+
+def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
+    """ConfigError for targets of adapters that the model, or a stage of its pipeline, does not have."""
+    if isinstance(settings, TrainableConfig) and settings.lora is not None:
+        from megappo.models.lora import adapted_modules, tensors_to_adapt  # imports torch
+        from megappo.models.lora_shards import check_stages
+
+        try:
+            modules = adapted_modules(tensors_to_adapt(arch), settings.lora.targets)
+            if settings.in_8_bits and (arch.own or arch.moe is not None):
+                fix = f"weights in 8 bits are of dense models of a family, and this {arch.family} model is none; remove it"
+                raise ConfigError(problem(f"{role}.lora.base_bits", 8, fix))
+            if not arch.own:  # whose engine has no pipeline
+                check_stages(arch, layout, modules)
+        except ValueError as error:
+            raise ConfigError(problem(f"{role}.lora.targets", settings.lora.targets, str(error))) from None
+
+
+def _check_frozen(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
+    """ConfigError for patterns of frozen weights that name none, or too many."""
+    if not isinstance(settings, TrainableConfig) or not settings.freeze:
+        return
+    head = value_head_of(settings) is not None
+    try:
+        frozen = frozen_of(settings, arch, value_head=head)
+        check_frozen_stages(arch, layout, frozen, value_head=head)
+    except ValueError as error:
+        raise ConfigError(problem(f"{role}.freeze", list(settings.freeze), str(error))) from None
+
+
+def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
+    """Check sizes that vLLM cuts, and name values of `rollout.tp` that fit. Other limits of vLLM: `rollout/vllm_limits.py`."""
+    tp = config.rollout.tp
+    if config.rollout.engine != "vllm":
+        return
+    if config.rollout.adapter == "separate" and arch.own and arch.family not in FAMILIES:
+        fix = f"vLLM's names of the layers of this {arch.family} model are not known; set it to merged"
+        raise ConfigError(problem("rollout.adapter", config.rollout.adapter, fix))
+    for what, size in cut_sizes(arch):
+        if size % tp:
+            fitting = " or ".join(str(d) for d in nearest_divisors(size, tp))
+            raise ConfigError(problem("rollout.tp", tp, f"does not divide the {size} {what} of policy.model; use {fitting}"))
+    if not kv_heads_fit(arch, tp):
+        fitting = " or ".join(str(d) for d in nearest_divisors(arch.num_kv_heads, tp))
+        raise ConfigError(
+            problem(
+                "rollout.tp",
+                tp,
+                f"and the {arch.num_kv_heads} KV heads of policy.model: neither divides the other; use {fitting}",
+            )
+        )
+
+
+def _check_lengths(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:
+    longest = step_arithmetic(config).max_sequence_tokens
+    for role, arch in archs.items():
+        if longest > arch.max_positions:
+            room = arch.max_positions - config.data.max_prompt_tokens  # left for the response
+            if room < 1:
+                _too_long("data.max_prompt_tokens", config.data.max_prompt_tokens, role, arch)
+            sequence = f"with data.max_prompt_tokens {config.data.max_prompt_tokens} a sequence has {longest} tokens"
+            fix = f"{sequence}, more than the {arch.max_positions} positions of the {role}; use at most {room}"
+            raise ConfigError(problem("rollout.max_response_tokens", config.rollout.max_response_tokens, fix))
+    if "policy" not in archs:
+        return
+    if (ptx := config.algorithm.ptx).has_texts and ptx.max_tokens > archs["policy"].max_positions:
+        _too_long("algorithm.ptx.max_tokens", ptx.max_tokens, "policy", archs["policy"])
+    room = archs["policy"].max_positions - config.data.max_prompt_tokens  # the others see no evaluation
+    for name, one in config.evaluations.items():
+        if (one.max_response_tokens or 0) > room:
+            fix = f"the policy has {archs['policy'].max_positions} positions, and a prompt may have {config.data.max_prompt_tokens}"
+            key = f"evaluations.{name}.max_response_tokens"
+            raise ConfigError(problem(key, one.max_response_tokens, f"{fix}; use at most {room}"))
+
+
+def _too_long(key: str, tokens: int, role: str, arch: ModelArch) -> None:
+    raise ConfigError(problem(key, tokens, f"the {role} has {arch.max_positions} positions; use fewer tokens"))
+
+
+def _check_vocabularies(archs: Mapping[str, ModelArch]) -> None:
+    """Check that every role can read the policy's tokens; without a policy, those of trajectories are looked at (`recorded.py`)."""
+    if "policy" not in archs:
+        return
+    wanted = archs["policy"].vocab_size
+    for role, arch in archs.items():
+        # The KL compares the policy's distribution with the reference's entry by entry.
+        same = arch.vocab_size == wanted if role == "reference" else arch.vocab_size >= wanted
+        if not same:
+            raise ConfigError(
+                f"{role}.model: its vocabulary has {arch.vocab_size} tokens and the policy's {wanted}; "
+                "use a checkpoint of the same vocabulary"
+            )

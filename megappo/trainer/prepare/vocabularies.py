@@ -1,0 +1,40 @@
+"""Vocabularies of roles that read the policy's token ids: a critic or a reference of another checkpoint.
+
+Equal sizes say little: two tokenizers of 32,000 pieces number different ones, and the role would read noise without any error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megappo.config.errors import ConfigError, problem
+from megappo.config.schema import CRITICS, TrainConfig
+from megappo.data.tokenizers import Tokenizer, find_tokenizer
+from megappo.trainer.prepare.layouts import model_paths
+
+READERS = (*CRITICS, "reference")
+
+
+def check_vocabularies(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[str]:
+    """A note for each such role whose checkpoint has no tokenizer to compare.
+
+    ConfigError, with the first id that differs, for one that numbers other pieces than `tokenizer`, the run's. Ids that only one
+    of the two has are not compared: models pad their vocabulary, and tokenizers add tokens at its end.
+    """
+    for role, (key, path) in model_paths(config).items():
+        if role not in READERS or key == "policy.model" or _same_place(path, config.policy.model):
+            continue
+        try:
+            of_role = find_tokenizer(path)()
+        except ValueError:
+            yield f"{key} has no tokenizer that can be read: its vocabulary is taken to be that of data.tokenizer"
+            continue
+        for number, (own, theirs) in enumerate(zip(tokenizer.pieces(), of_role.pieces())):
+            if own != theirs:
+                fix = f"the {role} reads the policy's ids; use a model with the same tokenizer"
+                raise ConfigError(problem(key, path, f"id {number} of its tokenizer is {theirs!r}, of the policy's {own!r}: {fix}"))
+
+
+def _same_place(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()

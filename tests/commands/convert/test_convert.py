@@ -1,0 +1,432 @@
+"""`megappo convert`: every key of the deepseek-7b script, the other trainers' runs, unknown keys, the page docs/convert.md."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megappo.commands.cli import main
+from megappo.commands.convert.conversion import convert
+from megappo.commands.convert.report import configuration, report, unknown
+from megappo.commands.convert.sources import READ, Source, Unread, read_source
+from megappo.config.checks import problems
+from megappo.config.foreign.nemo_rl import NEMO_RL
+from megappo.config.foreign.rule import Outcome
+from megappo.config.foreign.verl import VERL
+from megappo.config.keys import value_at
+from megappo.config.loading import explicit_keys, load_config
+from megappo.config.schema import TrainConfig
+from megappo.config.yaml_reader import parse_yaml
+
+ROOT = Path(__file__).parents[3]
+SOURCES = Path("tests/commands/convert/sources")
+DEEPSEEK = SOURCES / "deepseek_7b_gsm8k.sh"
+
+AOR = "actor_rollout_ref"
+# All 39 keys of verl's example: our key and value, or the outcome.
+DEEPSEEK_KEYS = {
+    "algorithm.adv_estimator": Outcome.IMPLIED,
+    "data.train_files": ("data.train", "data/gsm8k/train.parquet"),
+    "data.val_files": ("data.eval", "data/gsm8k/test.parquet"),
+    "data.train_batch_size": ("data.prompts_per_step", 1024),
+    "data.max_prompt_length": ("data.max_prompt_tokens", 512),
+    "data.max_response_length": ("rollout.max_response_tokens", 512),
+    "data.filter_overlong_prompts": ("data.overlong", "filter"),
+    "data.truncation": ("data.overlong", "filter"),
+    f"{AOR}.model.path": ("policy.model", "deepseek-ai/deepseek-llm-7b-chat"),
+    f"{AOR}.actor.optim.lr": ("policy.optimizer.lr", 1e-6),
+    f"{AOR}.model.use_remove_padding": Outcome.IMPLIED,
+    f"{AOR}.actor.ppo_mini_batch_size": ("algorithm.mini_batch_size", 256),
+    f"{AOR}.actor.ppo_micro_batch_size_per_gpu": ("policy.micro_batch_tokens", 16 * (512 + 512)),
+    f"{AOR}.actor.fsdp_config.param_offload": ("policy.offload.parameters", False),
+    f"{AOR}.actor.fsdp_config.optimizer_offload": ("policy.offload.optimizer", False),
+    f"{AOR}.actor.use_kl_loss": ("algorithm.kl.placement", "none"),
+    f"{AOR}.model.enable_gradient_checkpointing": ("policy.recompute", "full"),
+    f"{AOR}.rollout.log_prob_micro_batch_size_per_gpu": Outcome.UNNEEDED,
+    f"{AOR}.rollout.tensor_model_parallel_size": ("rollout.tp", 4),
+    f"{AOR}.rollout.name": ("rollout.engine", "vllm"),
+    f"{AOR}.rollout.gpu_memory_utilization": ("rollout.memory_share", 0.4),
+    "critic.optim.lr": ("critic.optimizer.lr", 1e-5),
+    "critic.model.use_remove_padding": Outcome.IMPLIED,
+    "critic.model.path": ("critic.model", "deepseek-ai/deepseek-llm-7b-chat"),
+    "critic.model.enable_gradient_checkpointing": ("critic.recompute", "full"),
+    "critic.ppo_micro_batch_size_per_gpu": ("critic.micro_batch_tokens", 32 * (512 + 512)),
+    "critic.model.fsdp_config.param_offload": ("critic.offload.parameters", False),
+    "critic.model.fsdp_config.optimizer_offload": ("critic.offload.optimizer", False),
+    "algorithm.use_kl_in_reward": ("algorithm.kl.placement", "none"),
+    "trainer.critic_warmup": ("critic.warmup_steps", 0),
+    "trainer.logger": ("telemetry.trackers", []),
+    "trainer.project_name": ("run.output_dir", "runs/verl_example_gsm8k"),
+    "trainer.experiment_name": ("run.name", "deepseek_llm_7b_function_rm"),
+    "trainer.n_gpus_per_node": ("run.num_ranks", 8),
+    "trainer.nnodes": ("run.num_ranks", 8),
+    "trainer.save_freq": ("checkpoint.save_every", 20),
+    "trainer.test_freq": ("trainer.eval_every", 1),
+    "trainer.use_legacy_worker_impl": Outcome.UNNEEDED,
+    "trainer.total_epochs": ("trainer.epochs", 15),
+}
+# verl's defaults that this script relies on, where megappo's are others.
+DEEPSEEK_DEFAULTS = {
+    "algorithm.lam": 1.0,
+    "algorithm.dual_clip": 3.0,
+    "algorithm.value_clip": 0.5,
+    "policy.optimizer.weight_decay": 0.01,
+    "policy.optimizer.beta2": 0.999,
+    "critic.optimizer.weight_decay": 0.01,
+    "critic.optimizer.beta2": 0.999,
+    "rollout.sleep": "all",
+    "rollout.max_num_seqs": 1024,
+}
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name in ("DATA_DIR", "WANDB_TOKEN_OF_NOBODY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def converted(values, trainer=VERL):
+    return convert(Source("here", trainer, values))
+
+
+def test_all_39_keys_of_the_deepseek_script_are_right():
+    conversion = convert(read_source(DEEPSEEK))
+    rows = {row.key: row for row in conversion.rows if not row.is_default}
+    assert len(rows) == len(DEEPSEEK_KEYS) == 39
+    found = {key: next(iter(row.sets.items())) if row.outcome is Outcome.TAKEN else row.outcome for key, row in rows.items()}
+    assert found == DEEPSEEK_KEYS
+    assert all(row.note for row in rows.values() if row.outcome is not Outcome.TAKEN), "each with its reason"
+    assert {key: value for row in conversion.rows if row.is_default for key, value in row.sets.items()} == DEEPSEEK_DEFAULTS
+    assert conversion.todo == []
+
+
+def test_the_recipe_is_what_the_script_converts_to():
+    path = ROOT / "configs" / "gsm8k_deepseek_7b_verl.yaml"
+    assert path.read_text() == configuration(convert(read_source(DEEPSEEK)))
+    config = load_config(path)
+    for expected in (*DEEPSEEK_KEYS.values(), *DEEPSEEK_DEFAULTS.items()):
+        if not isinstance(expected, Outcome):
+            value = value_at(config, expected[0])
+            assert (list(value) if isinstance(value, tuple) else value) == expected[1]
+    assert (config.policy.parallel.tp, config.critic.parallel.tp) == (4, 4)
+    assert list(problems(config, explicit_keys(config), 8)) == []
+
+
+# source -> keys of ours that matter, and keys without a rule
+OTHERS = {
+    "nemo_rl.yaml": (
+        {
+            "data.prompts_per_step": 32,
+            "rollout.samples_per_prompt": 16,
+            "algorithm.mini_batch_size": 512,
+            "policy.micro_batch_tokens": 16384,
+            "policy.parallel.pp": 2,
+            "policy.optimizer.min_lr_ratio": 0.1,
+            "critic.warmup_steps": 5,
+            "algorithm.clip_high": 0.28,
+            "algorithm.lam_value": 1.0,
+            "algorithm.kl.placement": "none",
+            "policy.recompute": "full",
+            "rollout.memory_share": 0.6,
+        },
+        ["loss_fn.some_new_loss"],
+    ),
+    "openrlhf.sh": (
+        {
+            "data.prompts_per_step": 1024,
+            "algorithm.mini_batch_size": 128,
+            "algorithm.ppo_epochs": 2,
+            "trainer.epochs": 1,
+            "algorithm.clip_low": 0.2,
+            "algorithm.clip_high": 0.28,
+            "algorithm.kl.coef": 0.01,
+            "policy.micro_batch_tokens": 8 * 2048,
+            "critic.optimizer.lr": 9e-6,
+            "policy.offload.optimizer": True,
+            "run.num_ranks": 8,
+            "checkpoint.save_every": 0,
+            "run.output_dir": "/data/llama3-8b",
+        },
+        ["no_such_flag"],
+    ),
+    "lightrft.sh": (
+        {
+            "run.num_ranks": 8,
+            "algorithm.ppo_epochs": 1,
+            "trainer.epochs": 30,
+            "rollout.tp": 2,
+            "algorithm.value_clip": 0.2,
+            "algorithm.ptx.coef": 0.1,
+            "algorithm.ptx.data": "/data/pile.jsonl",
+            "data.system_prompt": "Think in <think></think>, then \\boxed{the answer}. It costs $5.",
+        },
+        [],
+    ),
+    "trl_config.py": (
+        {
+            "data.prompts_per_step": 128,
+            "algorithm.mini_batch_size": 32,
+            "trainer.steps": 79,
+            "algorithm.kl.estimator": "k3",
+            "rollout.sampling.temperature": 0.7,
+            "critic.optimizer.lr": 3e-6,
+            "reward.missing_eos_penalty": 1.0,
+        },
+        ["seeds"],
+    ),
+    "flowmesh.yaml": (
+        {
+            "run.num_ranks": 2,
+            "trainer.steps": 50,
+            "algorithm.mini_batch_size": 2,
+            "checkpoint.save_every": 25,
+            "rollout.max_response_tokens": 128,
+            "policy.model": "mistralai/Ministral-3-3B-Instruct-2512",
+        },
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_runs_of_the_other_trainers_become_configurations_that_load(name, tmp_path, capsys):
+    wanted, strangers = OTHERS[name]
+    target = tmp_path / "run.yaml"
+    code, out, err = run(capsys, "convert", SOURCES / name, "-o", target)
+    assert (code, err) == (0, "") and f"{len(strangers)} unknown" in out.splitlines()[0]
+    config = load_config(target)
+    assert {key: value_at(config, key) for key in wanted} == wanted
+    conversion = convert(read_source(SOURCES / name))
+    assert [row.key for row in unknown(conversion)] == strangers
+    assert list(problems(config, explicit_keys(config), config.run.num_ranks or 1)) == []
+    assert all(row.note or row.sets for row in conversion.rows), "every key has a fate"
+    written = [row for row in conversion.rows if not row.is_default]
+    assert all(re.search(rf"^  {re.escape(row.key)} = ", out, re.MULTILINE) for row in written)
+
+
+# foreign keys, what a row says or sets
+ARITHMETIC = [
+    ({f"{AOR}.actor.ppo_mini_batch_size": 64, f"{AOR}.rollout.n": 5}, {"algorithm.mini_batch_size": 320}),
+    (
+        {f"{AOR}.actor.ppo_mini_batch_size": 64, "critic.ppo_mini_batch_size": 32, f"{AOR}.rollout.n": 5},
+        {"algorithm.mini_batch_size": 320, "critic.mini_batch_size": 160},
+    ),
+    (
+        {f"{AOR}.actor.ppo_epochs": 2, "critic.ppo_epochs": 3, "critic.loss_agg_mode": "seq-mean-token-mean"},
+        {"algorithm.ppo_epochs": 2, "critic.ppo_epochs": 3, "critic.loss_aggregation": "seq-mean-token-mean"},
+    ),
+    ({f"{AOR}.actor.ppo_epochs": 2, "critic.ppo_epochs": 2}, {"algorithm.ppo_epochs": 2, "critic.ppo_epochs": None}),
+    (
+        {"data.train_batch_size": 64, "critic.ppo_mini_batch_size": 16, "critic.optim.lr_warmup_steps": 3},
+        {"critic.optimizer.warmup_steps": 12},
+    ),
+    (
+        {f"{AOR}.model.lora_rank": 8, f"{AOR}.model.target_modules": ["q_proj"], "critic.model.lora_rank": 0},
+        {"policy.lora.rank": 8, "policy.lora.alpha": 16, "policy.lora.targets": ["q_proj"], "critic.lora.alpha": None},
+    ),
+    ({f"{AOR}.model.lora_rank": 0, f"{AOR}.model.lora_alpha": 64}, {"policy.lora.rank": None, "policy.lora.alpha": None}),
+    (
+        {f"{AOR}.actor.use_kl_loss": True},
+        {"algorithm.kl.placement": "loss", "algorithm.kl.estimator": "k3"},
+    ),
+    (
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1},
+        {"algorithm.kl.placement": "reward", "algorithm.kl.coef": 0.1},
+    ),
+    (
+        {f"{AOR}.actor.clip_ratio": 0.1, f"{AOR}.actor.clip_ratio_high": 0.3},
+        {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3},
+    ),
+    ({f"{AOR}.actor.optim.lr_warmup_steps": 10}, {"policy.optimizer.warmup_steps": 40}),
+    ({f"{AOR}.actor.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 100}, {"policy.optimizer.warmup_steps": 40}),
+    (
+        {f"{AOR}.actor.megatron.tensor_model_parallel_size": 2, f"{AOR}.actor.megatron.sequence_parallel": True},
+        {"policy.parallel.tp": 2},
+    ),
+    (
+        {
+            f"{AOR}.actor.use_dynamic_bsz": True,
+            f"{AOR}.actor.ppo_max_token_len_per_gpu": 8192,
+            f"{AOR}.actor.ulysses_sequence_parallel_size": 2,
+        },
+        {"policy.micro_batch_tokens": 16384, "policy.parallel.cp": 2},
+    ),
+    ({"trainer.nnodes": 2}, {"run.num_ranks": 16}),
+    ({"trainer.logger": ["console", "tensorboard"]}, {"telemetry.trackers": ["tensorboard"]}),
+    ({"data.filter_overlong_prompts": False, "data.truncation": "error"}, {"data.overlong": "error"}),
+    (
+        {"reward_model.enable": True, "reward_model.model.path": "judge"},
+        {"reward_model.model": "judge", "reward.parts": [{"model": "reward_model"}]},
+    ),
+    ({"reward_model.enable": False, "reward_model.model.path": "judge"}, {"reward_model.model": None}),
+]
+
+
+@pytest.mark.parametrize("foreign, wanted", ARITHMETIC, ids=range(len(ARITHMETIC)))
+def test_units_change_with_the_other_keys(foreign, wanted):
+    values = converted(foreign).values
+    assert {key: values.get(key) for key in wanted} == wanted
+
+
+NO_EQUIVALENT = [
+    ({"algorithm.adv_estimator": "grpo"}, "set algorithm.estimator by hand"),
+    ({f"{AOR}.rollout.name": "sglang"}, "vLLM generates"),
+    ({"data.truncation": "left"}, "never truncated"),
+    ({"data.train_files": ["a", "b"]}, "one file: join the 2"),
+    ({"critic.ulysses_sequence_parallel_size": 2, "critic.megatron.context_parallel_size": 4}, "critic.parallel.cp is already 2"),
+    ({f"{AOR}.actor.optim.lr": "fast"}, "policy.optimizer.lr"),
+    ({f"{AOR}.actor.ppo_mini_batch_size": "many"}, "not a number that can be counted with"),
+    ({"reward_model.reward_manager": "dapo"}, "scores come from rules"),
+    ({f"{AOR}.actor.optim.lr_warmup_steps_ratio": 0.1}, "set policy.optimizer.warmup_steps"),
+]
+
+
+@pytest.mark.parametrize("foreign, says", NO_EQUIVALENT, ids=range(len(NO_EQUIVALENT)))
+def test_what_has_no_equivalent_says_why(foreign, says):
+    conversion = converted(foreign)
+    (row,) = (row for row in conversion.rows if row.outcome is Outcome.MISSING and not row.is_default)
+    assert says in row.note and not row.sets
+    assert f"# {row.key} = " in configuration(conversion), "and the configuration says it too"
+
+
+@pytest.mark.parametrize("trainer", READ, ids=lambda trainer: trainer.name)
+@pytest.mark.parametrize("value", ["abc", [1], {"a": 1}, 0, 1e30, Unread("$X")], ids=repr)
+def test_nonsense_in_every_key_is_a_row_and_never_an_error(trainer, value):
+    conversion = converted(dict.fromkeys(trainer.rules, value), trainer)
+    data, _ = parse_yaml(configuration(conversion), "configuration")
+    TrainConfig.model_validate_json(json.dumps(data), strict=True)
+    assert report(conversion).count("\n") > len(trainer.rules)
+
+
+def test_keys_without_effect_are_left_out_with_the_reason():
+    conversion = converted({"trainer.total_training_steps": 5, "trainer.total_epochs": 2})
+    assert "trainer.epochs" not in conversion.values
+    (row,) = (row for row in conversion.rows if row.key == "trainer.total_epochs")
+    assert row.outcome is Outcome.IMPLIED and "trainer.steps sets the length" in row.note
+
+
+def test_unknown_keys_are_counted_and_strict_fails(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text("python -m verl.trainer.main_ppo data.train_batch_sise=8 trainer.nnodes=1 qqq.zzz=1\n")
+    code, out, err = run(capsys, "convert", script)
+    assert code == 0 and "2 unknown" in err and "nearest: data.train_batch_size" in err and "nothing is near" in err
+    assert "# data.train_batch_sise = 8: unknown (nearest: data.train_batch_size)" in out
+    assert run(capsys, "convert", script, "--strict")[0] == 1
+    script.write_text("python -m verl.trainer.main_ppo trainer.nnodes=1 data.train_batch_size=8\n")
+    assert run(capsys, "convert", script, "--strict")[0] == 0
+
+
+def test_the_command_refuses_in_one_line_and_writes_nothing(tmp_path, capsys):
+    target = tmp_path / "run.yaml"
+    target.write_text("mine")
+    unclosed = tmp_path / "unclosed.sh"
+    unclosed.write_text("python -m verl.trainer.main_ppo data.train_files='a\n")
+    for arguments, says in (
+        ([DEEPSEEK, "-o", target], "exists, and is not overwritten"),
+        ([DEEPSEEK, "-o", tmp_path / "absent" / "run.yaml"], "there is no directory"),
+        ([unclosed], "not a shell script (no closing quotation)"),
+        ([tmp_path / "absent.sh"], "no such file"),
+    ):
+        code, out, err = run(capsys, "convert", *arguments)
+        assert (code, out) == (2, "") and says in err and err.count("\n") == 1, err
+    assert target.read_text() == "mine" and {path.name for path in tmp_path.iterdir()} == {"run.yaml", "unclosed.sh"}
+
+
+def test_keys_of_accounts_are_not_repeated(tmp_path, capsys):
+    script = tmp_path / "run.sh"
+    script.write_text("KEY=0123456789abcdef0123\npython -m openrlhf.cli.train_ppo_ray --pretrain m --use_wandb $KEY --seed 1\n")
+    code, out, err = run(capsys, "convert", script)
+    assert code == 0 and "0123456789abcdef" not in out + err and "use_wandb" in err
+
+
+def test_the_guide_shows_what_the_command_prints():
+    """Every block of docs/convert.md that starts with `$ megappo convert` or `$ cat` is the real output."""
+    conversion = convert(read_source(DEEPSEEK))
+    page = (ROOT / "docs" / "convert.md").read_text()
+    for command, text in (
+        (f"$ megappo convert {DEEPSEEK} > run.yaml", report(conversion)),
+        ("$ cat run.yaml", configuration(conversion)),
+    ):
+        shown = "".join(f"    {line}\n" if line else "\n" for line in [command, *text.splitlines()])
+        assert shown in page
+
+
+# --------------------------------------------------------------------------------------------------------------------- engines
+
+
+def engines_of(conversion) -> dict[str, str]:
+    return {role: engine for role in ("policy", "critic", "reference") if (engine := conversion.values.get(f"{role}.engine"))}
+
+
+WITH_KL = {f"{AOR}.actor.use_kl_loss": True, "data.train_files": "train.parquet", f"{AOR}.model.path": "m"}
+FSDP2 = {f"{AOR}.actor.strategy": "fsdp2", "critic.strategy": "fsdp2"}
+
+
+@pytest.mark.parametrize(
+    "written, engines",
+    [
+        (FSDP2, dict.fromkeys(("policy", "critic", "reference"), "fsdp2")),
+        ({f"{AOR}.actor.strategy": "fsdp2"}, dict.fromkeys(("policy", "reference"), "fsdp2")),
+        ({"critic.strategy": "fsdp2"}, {"critic": "fsdp2"}),
+        (FSDP2 | {f"{AOR}.ref.strategy": "megatron"}, {"policy": "fsdp2", "critic": "fsdp2", "reference": "megatron"}),
+        (FSDP2 | {f"{AOR}.actor.use_kl_loss": False}, dict.fromkeys(("policy", "critic"), "fsdp2")),
+        ({f"{AOR}.actor.strategy": "megatron"}, dict.fromkeys(("policy", "reference"), "megatron")),
+        ({f"{AOR}.actor.strategy": "fsdp", "critic.strategy": "fsdp"}, {}),
+    ],
+)
+def test_a_strategy_of_verl_names_the_engine(written, engines):
+    conversion = converted(WITH_KL | written)
+    assert engines_of(conversion) == engines
+    assert conversion.todo == [] or all("engine" not in line for line in conversion.todo)
+    # Sharded as FSDP does, a model is not cut as vLLM is.
+    tp = {role: conversion.values.get(f"{role}.parallel.tp", 1) for role in ("policy", "critic")}
+    assert tp == {role: 1 if engines.get(role) == "fsdp2" else 2 for role in tp}
+
+
+def test_what_has_no_engine_is_said():
+    rows = {row.key: row for row in converted(WITH_KL | {f"{AOR}.actor.strategy": "veomni", "critic.strategy": "fsdp"}).rows}
+    assert rows[f"{AOR}.actor.strategy"].outcome is Outcome.MISSING
+    assert rows["critic.strategy"].outcome is Outcome.IMPLIED and "strategy=fsdp2 is engine fsdp2" in rows["critic.strategy"].note
+
+
+def test_keys_of_a_verl_section_of_fsdp():
+    fsdp = f"{AOR}.actor.fsdp_config"
+    keys = {"offload_policy": True, "fsdp_size": -1, "reshard_after_forward": True, "model_dtype": "fp32", "dtype": "bfloat16"}
+    conversion = converted(WITH_KL | FSDP2 | {f"{fsdp}.{key}": value for key, value in keys.items()})
+    rows = {row.key: row.outcome for row in conversion.rows}
+    assert {key: rows[f"{fsdp}.{key}"] for key in keys} == {
+        "offload_policy": Outcome.TAKEN,
+        "fsdp_size": Outcome.IMPLIED,
+        "reshard_after_forward": Outcome.IMPLIED,
+        "model_dtype": Outcome.IMPLIED,
+        "dtype": Outcome.TAKEN,
+    }
+    assert {part: conversion.values[f"policy.offload.{part}"] for part in ("parameters", "gradients", "optimizer")} == {
+        "parameters": True,
+        "gradients": True,
+        "optimizer": True,
+    }
+    other = converted(WITH_KL | FSDP2 | {f"{fsdp}.fsdp_size": 4, f"{fsdp}.model_dtype": "bf16", f"{fsdp}.offload_policy": False})
+    rows = {row.key: row.outcome for row in other.rows}
+    assert rows[f"{fsdp}.fsdp_size"] is rows[f"{fsdp}.model_dtype"] is Outcome.MISSING
+    assert rows[f"{fsdp}.offload_policy"] is Outcome.UNNEEDED and "policy.offload.parameters" not in other.values
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "megatron"])
+def test_the_enabled_backend_of_nemo_rl_is_the_engine(backend):
+    enabled = {f"{role}.{name}_cfg.enabled": name == backend for role in ("policy", "value") for name in ("dtensor", "megatron")}
+    cpu = {f"{role}.dtensor_cfg.cpu_offload": True for role in ("policy", "value")}
+    kl = {"loss_fn.reference_policy_kl_penalty": 0.01, "policy.model_name": "m", "data.train.dataset_name": "d"}
+    conversion = converted(kl | enabled | cpu | {"policy.dtensor_cfg.tensor_parallel_size": 1}, NEMO_RL)
+    roles = ("policy", "critic", "reference") if backend == "dtensor" else ()
+    assert engines_of(conversion) == dict.fromkeys(roles, "fsdp2")
+    offloaded = {key for key, value in conversion.values.items() if ".offload." in key and value}
+    parts = ("parameters", "gradients", "optimizer")
+    assert offloaded == {f"{role}.offload.{part}" for role in ("policy", "critic") for part in parts if backend == "dtensor"}

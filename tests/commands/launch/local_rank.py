@@ -1,0 +1,46 @@
+"""Stands for a rank of `megappo train` on this machine, without torch; leaves a file when it has begun.
+
+STUB has a word for each rank. exit-N, kill, raise; sleep: for a minute; stop: until it is asked to, and half a second; deaf: a
+minute although it is asked to; late: listens after half a second, then as stop.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megappo.runtime.failure import record_exceptions
+from megappo.runtime.signals import StopRequest
+
+
+def _is_gone(rank: int) -> bool:
+    """True once the launcher has taken note of the rank's end."""
+    begun = Path(os.environ["BEGUN"], str(rank))
+    return begun.exists() and bool(pid := begun.read_text()) and not Path("/proc", pid).exists()
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    word = os.environ["STUB"].split()[rank]
+    record_exceptions(rank)
+    stop = StopRequest()
+    if word in ("stop", "deaf"):
+        stop.listen()
+    Path(os.environ["BEGUN"], str(rank)).write_text(str(os.getpid()))
+    if word.startswith("exit-"):
+        while rank > 0 and not _is_gone(rank - 1):  # rank after rank, on a busy machine too
+            time.sleep(0.01)
+        sys.exit(int(word.removeprefix("exit-")))
+    if word == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "raise":
+        raise RuntimeError("the culprit")
+    if word == "late":
+        time.sleep(0.5)
+        stop.listen()
+    until = time.monotonic() + 60
+    while time.monotonic() < until and (stop.received is None or word == "deaf"):
+        time.sleep(0.05)
+    if word in ("stop", "late"):
+        time.sleep(0.5)  # the rest of a step, and the save

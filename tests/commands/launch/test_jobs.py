@@ -1,0 +1,219 @@
+"""Job scripts on a real Slurm of two nodes, with a stand-in for the training: worlds, failures, and the end of the log."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from megappo.commands.launch.script import Job, render, render_by_hand
+from tests.commands.launch.cluster import NODES, Cluster
+from tests.commands.plan.checkpoints import write_run
+
+ROOT = Path(__file__).parents[3]
+NUM_RANKS = 4
+LONGEST_S = 180  # of a job that takes seconds, while other tests use all cores
+PROGRESS = "rank 1 fails after a checkpoint"
+STOP = "all are asked to stop"
+REGISTRY, IMAGE = "registry.example#team/megappo:1", "images/megappo.sif"
+# Stand-ins for what no test can install: each notes its options, and starts what it was asked to start where it is.
+PYXIS = f"""#!/bin/bash
+while [ "${{1#-}}" != "$1" ]; do
+  case $1 in --container-*) container+=("$1") ;; *) slurms+=("$1") ;; esac
+  shift
+done
+[ -z "${{container[*]}}" ] || printf '%s\\n' "${{container[*]}}" >> "$CALLS"
+exec {shutil.which("srun")} "${{slurms[@]}}" "$@"
+"""
+APPTAINER = """#!/bin/bash
+while [ "${1%.sif}" = "$1" ]; do options+=("$1"); shift; done
+printf '%s\\n' "${options[*]} $1" >> "$CALLS"
+shift
+exec "$@"
+"""
+
+
+@dataclass
+class Submitted:
+    """A job and where it writes."""
+
+    id: str
+    folder: Path
+    log: Path
+
+    def ranks(self, attempt: int = 0) -> list[dict]:
+        """First line of every stand-in, by rank."""
+        logs = [self.folder / f"attempt-{attempt}" / f"rank-{rank}.log" for rank in range(NUM_RANKS)]
+        return [json.loads(log.read_text().splitlines()[0]) for log in logs]
+
+    def failed_in_step(self, attempt: int) -> str:
+        return (self.folder / f"attempt-{attempt}" / "rank-1.exit").read_text().split()[2]
+
+
+def submit(cluster: Cluster, folder: Path, stub: str, **job) -> Submitted:
+    """A job of 2 nodes x 2 ranks, whose ranks are `stub_rank.py` and whose plan accepts everything."""
+    folder.mkdir()
+    config = write_run(folder)
+    python = folder / "python"
+    train = f"exec {sys.executable} {ROOT}/tests/commands/launch/stub_rank.py"
+    python.write_text(
+        f'#!/bin/bash\ncase "$*" in\n  "-m megappo train"*) {train} "${{@:4}}" ;;\n  "-m megappo plan"*) ;;\n'
+        f'  *) exec {sys.executable} "$@" ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    for name, text in (("srun", PYXIS), ("apptainer", APPTAINER)):
+        (folder / "bin").mkdir(exist_ok=True)
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    script = render(
+        Job(2, 2, gpus=False, **job),
+        root=ROOT,
+        python=str(python),
+        config=config,
+        launch_dir=folder / "launch dir",
+        log=folder / "job-{job}.log",
+        name="stub",
+        resume=False,
+    )
+    (folder / "job.sbatch").write_text(script)
+    environment = cluster.environment | {"STUB": stub, "PYTHONPATH": str(ROOT), "CALLS": str(folder / "calls")}
+    if "container" in job:
+        environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
+    done = subprocess.run(
+        ["sbatch", "--parsable", folder / "job.sbatch"], env=environment, capture_output=True, text=True, check=True
+    )
+    job_id = done.stdout.strip()
+    return Submitted(job_id, folder / "launch dir", folder / f"job-{job_id}.log")
+
+
+def end_of(cluster: Cluster, job: Submitted, timeout_s: float = LONGEST_S) -> list[str]:
+    cluster.wait_for("the job's end", lambda: cluster.has_ended(job.id), timeout_s, job.log)
+    return job.log.read_text().splitlines()
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster, tmp_path_factory) -> dict[tuple[str, str], Submitted]:
+    """All at once, on the same two nodes."""
+    folder = tmp_path_factory.mktemp("jobs")
+    cases = [(launcher, stub) for launcher in ("srun", "torchrun") for stub in ("rank 1 raises", "rank 2 is killed")]
+    cases = [("srun", PROGRESS), ("torchrun", STOP), *cases]
+    how = {
+        # As at sites where the environment of the submission stays behind: srun would keep back that of the script as well.
+        ("srun", "rank 1 raises"): {"options": ("--export=STUB,PYTHONPATH,PATH,SLURM_CONF",)},
+        ("srun", PROGRESS): {"container": REGISTRY, "mounts": ("/data:/data",)},
+        ("torchrun", "rank 2 is killed"): {"container": IMAGE, "mounts": ("/data:/data",)},
+    }
+    return {
+        case: submit(cluster, folder / f"{n}", case[1], launcher=case[0], max_requeues=1, **how.get(case, {}))
+        for n, case in enumerate(cases)
+    }
+
+
+def test_a_job_that_makes_progress_is_requeued_as_often_as_allowed(cluster, jobs) -> None:
+    job = jobs["srun", PROGRESS]
+    cluster.wait_for("the requeue", lambda: cluster.release_requeued(job.id), LONGEST_S, job.log)
+    log = end_of(cluster, job)
+    starts = [json.loads(line) for line in (job.folder / "attempts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, 1]
+    assert ["--resume" in job.ranks(attempt)[3]["arguments"] for attempt in (0, 1)] == [False, True]
+    assert "megappo: requeue 1 of 1, goes on after step 1" in log
+    assert log[-1] == "megappo: not requeued: --max-requeues 1; `megappo launch ... --resume` goes on after step 2"
+
+
+def test_ranks_that_are_asked_to_stop_by_sigterm_finish_their_step_under_torchrun_too(cluster, jobs) -> None:
+    job = jobs["torchrun", STOP]
+    wanted = "megappo: stopped after step 1 with a checkpoint\nmegappo: requeue 1 of 1, goes on after step 1\n"
+    cluster.wait_for("the requeue", lambda: job.log.exists() and "requeue" in job.log.read_text(), LONGEST_S, job.log)
+    assert wanted in job.log.read_text()
+    cluster.command("scancel", job.id)
+
+
+def test_every_step_of_a_job_runs_in_the_image_of_pyxis(cluster, jobs) -> None:
+    """Before the ranks, for the ranks and after them, in both attempts; this job's end is that of the test above."""
+    job = jobs["srun", PROGRESS]
+    end_of(cluster, job)
+    options = f"--container-image={REGISTRY} --container-mounts={ROOT}:{ROOT},/data:/data --container-workdir={ROOT}"
+    assert (job.folder.parent / "calls").read_text().splitlines() == [options] * 8
+    assert [job.failed_in_step(attempt) for attempt in (0, 1)] == ["2", "2"]
+
+
+def test_every_python_of_a_job_runs_in_the_image_of_apptainer(cluster, jobs) -> None:
+    """begin, plan, torchrun on two nodes, end; the end of the log is looked at below."""
+    job = jobs["torchrun", "rank 2 is killed"]
+    end_of(cluster, job)
+    options = f"exec --bind {ROOT} --bind /data:/data --pwd {ROOT} {ROOT}/{IMAGE}"
+    assert (job.folder.parent / "calls").read_text().splitlines() == [options] * 5
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_every_rank_finds_its_place_in_one_world(cluster, jobs, launcher) -> None:
+    job = jobs[launcher, "rank 1 raises"]
+    end_of(cluster, job)
+    ranks = job.ranks()
+    assert [r["RANK"] for r in ranks] == ["0", "1", "2", "3"] and [r["LOCAL_RANK"] for r in ranks] == ["0", "1"] * 2
+    assert {(r["WORLD_SIZE"], r["LOCAL_WORLD_SIZE"]) for r in ranks} == {("4", "2")}
+    assert len({(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in ranks}) == 1
+    assert ranks[0]["MASTER_ADDR"] == NODES[0]
+    if launcher == "torchrun":
+        said = (job.folder / "attempt-0" / "node-1.log").read_text()
+        assert "torchrun --nnodes 2 --rdzv-backend c10d" in said and "is_host=false" in said
+
+
+def test_jobs_on_the_same_host_have_ports_of_their_own(cluster, jobs) -> None:
+    ports = []
+    for (launcher, stub), job in jobs.items():
+        if launcher == "srun" and stub != PROGRESS:
+            end_of(cluster, job)
+            ports.append(job.ranks()[0]["MASTER_PORT"])
+    assert len(ports) == len(set(ports)) == 2
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_the_first_traceback_ends_the_log_and_the_ranks_that_wait_are_ended(cluster, jobs, launcher) -> None:
+    """The other ranks would sleep for ten minutes, and for one after SIGTERM."""
+    job = jobs[launcher, "rank 1 raises"]
+    log = end_of(cluster, job)
+    assert log[-3] == "RuntimeError: the culprit"
+    assert log[-2] == f"megappo: rank 1 on {NODES[0]} failed first (exit code 1); what it said is above"
+    assert log[-1] == "megappo: not requeued: no checkpoint was saved since this attempt started at step 0"
+    assert cluster.job(job.id)["JobState"] == "FAILED"
+    failed_at = int((job.folder / "attempt-0" / "rank-1.exit").read_text().split()[1]) / 1e9
+    ended_at = datetime.fromisoformat(cluster.job(job.id)["EndTime"]).timestamp()
+    assert ended_at - failed_at < 30
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(cluster, jobs, launcher) -> None:
+    log = end_of(cluster, jobs[launcher, "rank 2 is killed"])
+    assert log[-2].startswith(f"megappo: rank 2 on {NODES[1]} failed first (killed by SIGKILL: ")
+    assert "a victim" not in "\n".join(log)
+
+
+def test_a_wrong_configuration_is_refused_before_any_rank_starts(cluster, tmp_path) -> None:
+    """By a script as scripts/slurm/ has them, with the real `megappo plan` on the first node; sbatch's options count as given."""
+    config = write_run(tmp_path)
+    script = tmp_path / "two_nodes.sbatch"
+    script.write_text(render_by_hand(Job(2, 2, gpus=False), script.name, "Two nodes of two ranks."))
+    environment = cluster.environment | {"MEGAPPO_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["sbatch", "--parsable", "--ntasks-per-node=3", script, config, "run.num_ranks=6", "policy.parallel.tp=4"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    job_id = done.stdout.strip()
+    log = tmp_path / f"slurm-{job_id}.out"
+    cluster.wait_for("the job's end", lambda: cluster.has_ended(job_id), LONGEST_S, log)
+    first, *rest = log.read_text().splitlines()
+    assert first.startswith("=== job ") and len(rest) == 1, rest
+    assert rest[0].startswith("megappo: policy.parallel: tp 4") and "6 ranks" in rest[0]
+    assert cluster.job(job_id)["ExitCode"] == "2:0"
+    assert not list(tmp_path.glob("slurm-*/attempt-0/rank-*")) and not (tmp_path / "runs").exists()

@@ -1,0 +1,267 @@
+"""The small version of a run: every feature kept, every size divisible, within the ranks that there are."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megappo.commands.verify.features import features, on_one_rank, one_at_a_time
+from megappo.commands.verify.recording import LONGEST_SEQUENCE
+from megappo.commands.verify.shrink import Run, small_run
+from megappo.commands.verify.shrink_layouts import Parts, fit_layouts, fit_parts, part_sizes, ranks_needed, split_layers
+from megappo.config.layout_checks import parallel_problems, roles_in_use
+from megappo.config.rank_ranges import ranks_of
+from megappo.config.role_sections import ParallelConfig
+from megappo.config.schema import TrainConfig
+from megappo.models.arch import ModelArch
+from megappo.models.hf_config import read_arch
+from megappo.models.hf_import import CheckpointReader
+from megappo.models.weight_map import hf_tensors
+from megappo.trainer.prepare.model_rules import model_problems
+from tests.commands.verify.models import MODELS, write_config_json
+
+SP = dict(tp=2, sequence_parallel=True)
+# (policy, critic, reference): the sizes of their layouts
+LAYOUTS: dict[str, tuple[dict, dict, dict]] = {
+    "tp and pp": (SP, dict(pp=2), {}),
+    "interleaved": (dict(pp=2, vpp=2), dict(**SP, cp=2), dict(pp=4)),
+    "uneven": (
+        dict(pp=2, layers_per_stage="uneven"),
+        dict(pp=2, vpp=2, layers_per_stage="uneven"),
+        dict(pp=3, layers_per_stage="uneven"),
+    ),
+    "large": (dict(tp=8, pp=4, sequence_parallel=True, layers_per_stage="uneven"), dict(pp=2, vpp=2, cp=2), dict(cp=4)),
+}
+
+
+def configured(folder: Path, model: str, layout: str, **policy: Any) -> TrainConfig:
+    """A run with these layouts as far as the model allows them."""
+    path = write_config_json(folder / "model", model)
+    arch = read_arch(path)
+    roles = dict(zip(("policy", "critic", "reference"), LAYOUTS[layout]))
+    sections: dict[str, dict] = {}
+    for role, given in roles.items():
+        sizes = dict(given)
+        sizes["tp"] = math.gcd(sizes.get("tp", 1), arch.num_kv_heads)
+        sizes["sequence_parallel"] = sizes["tp"] > 1
+        if arch.moe is not None:
+            sizes |= dict(ep=2, etp=sizes["tp"])
+        if sizes.get("layers_per_stage"):
+            sizes["layers_per_stage"] = uneven(arch.num_layers, sizes["pp"] * sizes.get("vpp", 1))
+        elif arch.num_layers % (sizes.get("pp", 1) * sizes.get("vpp", 1)):
+            sizes |= dict(pp=2, vpp=1)
+        sections[role] = {"parallel": sizes}
+    sections["policy"] |= {"model": path, **policy}
+    return TrainConfig.model_validate({**sections, "data": {"train": "absent.jsonl"}})
+
+
+def uneven(layers: int, parts: int) -> tuple[int, ...]:
+    """Later stages have one layer more, the last also the rest."""
+    sizes = [layers // parts - 1] + [layers // parts] * (parts - 1)
+    return (*sizes[:-1], sizes[-1] + layers - sum(sizes))
+
+
+def archs_of(run: Run) -> dict[str, ModelArch]:
+    return {role: read_arch(getattr(run.config, role).model) for role in roles_in_use(run.config)}
+
+
+def faults(run: Run) -> list[str]:
+    """The check of a real run that would refuse this one."""
+    archs = archs_of(run)
+    return [
+        message
+        for role, parallel in roles_in_use(run.config).items()
+        for message in (
+            *parallel_problems(role, parallel, run.world_size),
+            *model_problems(role, parallel, archs[role], "local"),
+        )
+    ]
+
+
+CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("model, layout", CASES)
+def test_small_runs_fit_their_world_and_so_does_each_feature_alone(tmp_path, model: str, layout: str) -> None:
+    config = configured(tmp_path, model, layout)
+    for max_ranks in (2, 8):
+        run, notes = small_run(config, tmp_path / str(max_ranks), max_ranks, "local")
+        for one in (run, on_one_rank(run), *one_at_a_time(run).values()):
+            assert 1 <= one.world_size <= max_ranks and not faults(one)
+        for role, parallel in roles_in_use(run.config).items():
+            changed = sizes(parallel) != sizes(getattr(config, role).parallel)
+            assert changed == any(note.startswith(f"{role}: ") for note in notes)
+            assert not features(on_one_rank(run).config, role, 1)
+
+
+def sizes(parallel: ParallelConfig) -> ParallelConfig:
+    return parallel.model_copy(update={"layers_per_stage": ()})
+
+
+@pytest.mark.parametrize("model, layout", CASES)
+def test_features_of_the_model_are_kept(tmp_path, model: str, layout: str) -> None:
+    config = configured(tmp_path, model, layout)
+    run, _ = small_run(config, tmp_path / "small", 8, "local")
+    theirs, small = read_arch(config.policy.model), archs_of(run)["policy"]
+    for feature in ("family", "qkv_bias", "qk_norm", "tied_embeddings", "norm_eps"):
+        assert getattr(small, feature) == getattr(theirs, feature), feature
+    for feature in ("type", "theta", "factor", "low_freq_factor", "mscale", "llama4_beta"):
+        assert getattr(small.rope, feature) == getattr(theirs.rope, feature), feature
+    if theirs.rope.original_max_positions is not None:
+        assert small.rope.original_max_positions < LONGEST_SEQUENCE, "scaled positions are never reached"
+    assert (small.heads_per_group > 1) == (theirs.heads_per_group > 1)
+    assert set(small.sliding_layers) == set(theirs.sliding_layers)
+    if theirs.sliding_window is not None:
+        assert small.sliding_window < LONGEST_SEQUENCE, "the window hides nothing"
+    if theirs.moe is not None:
+        assert small.moe.norm_topk_prob == theirs.moe.norm_topk_prob
+        assert bool(small.moe.dense_layers) == bool(theirs.moe.dense_layers)
+        assert 4 <= small.moe.num_experts and 1 < small.moe.top_k < small.moe.num_experts
+    parameters = sum(math.prod(shape) for shape in hf_tensors(small).values())
+    assert parameters < 1_000_000
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_layouts_that_fit_are_kept_as_they_are(tmp_path, model: str) -> None:
+    config = configured(tmp_path, model, "uneven")
+    run, _ = small_run(config, tmp_path / "small", 24, "local")
+    for role, parallel in roles_in_use(config).items():
+        small = getattr(run.config, role).parallel
+        assert sizes(small) == sizes(parallel)
+        assert len(set(small.layers_per_stage)) > 1, "an uneven split became even"
+
+
+def test_the_written_checkpoint_has_every_tensor(tmp_path) -> None:
+    run, _ = small_run(configured(tmp_path, "qwen3_moe", "tp and pp"), tmp_path / "small", 4, "local")
+    reader = CheckpointReader(run.config.policy.model)
+    for name, shape in hf_tensors(archs_of(run)["policy"]).items():
+        reader.slice(name, shape)
+
+
+def test_roles_with_checkpoints_of_their_own_keep_them_apart(tmp_path) -> None:
+    config = configured(tmp_path, "qwen2", "tp and pp")
+    other = config.critic.model_copy(update={"model": write_config_json(tmp_path / "other", "llama3")})
+    run, _ = small_run(config.model_copy(update={"critic": other}), tmp_path / "small", 4, "local")
+    families = {role: arch.family for role, arch in archs_of(run).items()}
+    assert families == {"policy": "qwen2", "critic": "llama", "reference": "qwen2"}
+    assert run.config.policy.model == run.config.reference.model != run.config.critic.model
+
+
+def test_settings_of_the_run_are_kept_and_switched_off_on_one_rank(tmp_path) -> None:
+    settings = dict(recompute="full", offload={"optimizer": True}, optimizer={"clip_grad": 0.3})
+    config = configured(tmp_path, "llama", "tp and pp", **settings)
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"logits_dtype": "bf16"})})
+    run, _ = small_run(config, tmp_path / "small", 4, "local")
+    assert run.config.policy.logits_dtype == "fp32", "rounding would turn the order of a sum into steps of 1/8"
+    kept, alone = run.config.policy, on_one_rank(run).config.policy
+    assert (kept.recompute, kept.offload.optimizer, kept.optimizer.distributed) == ("full", True, True)
+    assert (alone.recompute, alone.offload.optimizer, alone.optimizer.distributed) == ("none", False, False)
+    assert kept.optimizer.clip_grad == alone.optimizer.clip_grad == 0.3
+    assert {"recompute", "offload", "optimizer.distributed", "micro_batch_tokens", "tp", "pp", "dp"} <= set(one_at_a_time(run))
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ([(10, 9, 9, 8)], (8, [(3, 2, 2, 1)])),
+        ([(22, 26)], (3, [(1, 2)])),
+        ([(22, 26), (16, 32)], (3, [(1, 2), (1, 2)])),
+        ([(22, 26), ()], (4, [(1, 3), ()])),  # the other layout has two even stages
+        ([(5, 5)], (2, [()])),
+        ([()], (2, [()])),
+    ],
+)
+def test_uneven_splits_keep_their_order(given, expected) -> None:
+    parallels = [ParallelConfig(pp=len(split) or 2, layers_per_stage=split) for split in given]
+    layers, small = split_layers(parallels)
+    assert (layers, [parallel.layers_per_stage for parallel in small]) == expected
+
+
+@pytest.mark.parametrize(
+    "sizes, max_ranks, expected",
+    [
+        (dict(tp=8), 8, dict(tp=8)),
+        (dict(tp=8, pp=4), 8, dict(tp=2, pp=4)),
+        (dict(tp=8, pp=4, sequence_parallel=True), 2, dict(tp=1, pp=2)),
+        (dict(pp=4, vpp=2), 2, dict(pp=2, vpp=2)),
+        (dict(pp=2, vpp=2), 1, dict()),
+        (dict(tp=3), 2, dict()),
+        (dict(pp=4, layers_per_stage=(8, 8, 7, 7)), 2, dict(pp=2, layers_per_stage=(16, 14))),
+        (dict(pp=4, layers_per_stage=(7, 8, 8, 7)), 2, dict(pp=2, layers_per_stage=(16, 15))),
+        (dict(ep=8), 4, dict(ep=4)),
+    ],
+)
+def test_layouts_are_halved_until_they_fit(sizes, max_ranks, expected) -> None:
+    fitted = fit_layouts({"policy": ParallelConfig(**sizes)}, max_ranks)
+    assert fitted.parallel["policy"] == ParallelConfig(**expected) and fitted.world_size <= max_ranks
+    assert len(fitted.notes) == (sizes != expected)
+
+
+def test_two_replicas_are_made_where_they_fit() -> None:
+    roles = {"policy": ParallelConfig(tp=2), "critic": ParallelConfig(pp=2)}
+    assert [fit_layouts(roles, ranks).world_size for ranks in (2, 3, 4, 8)] == [2, 2, 4, 4]
+
+
+POLICY, CRITIC = ParallelConfig(tp=2, sequence_parallel=True), ParallelConfig(pp=2)
+APART = (("policy", "reference"), ("critic",))
+
+
+@pytest.mark.parametrize(
+    "hosts, policy, critic, replicas, max_ranks, expected",
+    [
+        (APART, POLICY, CRITIC, (1, 1, 1), 8, {"policy": "0-1", "reference": "0-1", "critic": "2-3"}),
+        (APART, POLICY, CRITIC, (2, 1, 2), 8, {"policy": "0-3", "reference": "0-3", "critic": "4-5"}),
+        (APART, ParallelConfig(tp=8), CRITIC, (1, 1, 1), 8, {"policy": "0-3", "reference": "0-3", "critic": "4-5"}),
+        (APART, POLICY, CRITIC, (1, 1, 1), 3, None),  # together they have room for tp 2 and pp 2
+        (
+            (("policy", "reference", "critic"), ()),
+            POLICY,
+            CRITIC,
+            (1, 1, 1),
+            4,
+            dict.fromkeys(("policy", "reference", "critic"), "0-1"),
+        ),
+        # Policy on 0-1, critic on 1-2, reference on 0 and 2: each of two ranks, as of three parts.
+        (
+            (("policy", "reference"), ("policy", "critic"), ("reference", "critic")),
+            POLICY,
+            CRITIC,
+            (1, 1, 1),
+            4,
+            {"policy": "0-1", "critic": "1-2", "reference": "0,2"},
+        ),
+    ],
+)
+def test_roles_keep_ranks_of_their_own(hosts, policy, critic, replicas, max_ranks, expected) -> None:
+    roles = {"policy": policy, "critic": critic, "reference": ParallelConfig()}
+    parts = Parts(hosts, dict(zip(roles, replicas)))
+    fitted = fit_parts(roles, parts, max_ranks)
+    assert (fitted and fitted.ranks) == expected
+    if fitted is None:
+        return
+    assert fitted.world_size <= max_ranks and len(fitted.notes) == (policy.tp == 8)
+    held = {role: set(ranks_of(text, fitted.world_size)) for role, text in fitted.ranks.items()}
+    for role, ranks in held.items():
+        replica = ranks_needed(fitted.parallel[role])
+        assert len(ranks) % replica == 0 and len(ranks) // replica >= parts.replicas[role]
+        for other in held:  # whom a role meets is what placements are about
+            assert bool(ranks & held[other]) == any(role in names and other in names for names in hosts)
+            assert (ranks <= held[other]) == all(other in names for names in hosts if role in names)
+
+
+def test_large_roles_on_many_parts_are_fitted_at_once() -> None:
+    """All sizes of five parts of a hundred ranks would take minutes to try."""
+    large = ParallelConfig(tp=8, pp=4)
+    roles = {"policy": large, "critic": large, "reference": large, "reward_model": ParallelConfig(tp=8)}
+    parts = Parts((*((role,) for role in roles), ()), dict.fromkeys(roles, 1))
+    begun = time.process_time()
+    assert part_sizes(roles, parts, 104) is None and part_sizes(roles, parts, 105) == (32, 32, 32, 8, 1)
+    assert fit_parts(roles, parts, 8) is None, "a world of them all has tp 4 and pp 2"
+    assert time.process_time() - begun < 1
+    fitted = fit_parts(roles, parts, 29)
+    assert fitted is not None and fitted.world_size == 29
+    assert fitted.ranks == {"policy": "0-3", "critic": "4-11", "reference": "12-19", "reward_model": "20-27"}

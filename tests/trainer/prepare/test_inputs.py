@@ -1,0 +1,141 @@
+"""Mistakes that every command knows before it imports torch, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run
+
+ROOT = Path(__file__).parents[3]
+# One process for all calls. What torch has not: its import fails, and with it the call.
+WITHOUT_TORCH = """
+import json, sys
+sys.modules["torch"] = None
+from megappo.commands.cli import main
+for arguments in json.load(sys.stdin):
+    try:
+        print(f"exit code {main(arguments)}", file=sys.stderr)
+    except ImportError:
+        print("torch was needed", file=sys.stderr)
+"""
+# Overrides, and a fragment of the one line.
+MISTAKES = [
+    ("policy.model=absent", 'policy.model = "absent": absent is not a directory'),
+    ("critic.model=absent", 'critic.model = "absent": absent is not a directory'),
+    ("policy.model={}/empty", "has no config.json"),
+    ("policy.model={}/unfinished", "holds no .safetensors weights; the download may be incomplete"),
+    ("data.tokenizer=absent", "tokenizer absent does not exist; set data.tokenizer"),
+    ("data.tokenizer={}/empty", "holds no tokenizer"),
+    ("data.train=absent.jsonl", "data file absent.jsonl does not exist"),
+    ("data.eval=absent.jsonl", "data file absent.jsonl does not exist"),
+    ('evaluations={{"math": {{"data": "absent.jsonl"}}}}', "evaluations.math: data file absent.jsonl does not exist"),
+    ('reward.parts=[{{"path": "absent.py", "function": "score"}}]', "cannot be read: No such file or directory"),
+    ('reward.parts=[{{"name": "exakt"}}]', "exakt"),
+    ("critic.checkpoint={}/empty", "holds no complete checkpoint"),
+    ("critic.checkpoint=absent", 'critic.checkpoint = "absent": is not a directory'),
+    ("algorithm.mini_batch_size=7", "algorithm.mini_batch_size = 7: must divide"),
+]
+
+SCORED = ["reward_model.model={}/scores", 'reward.parts=[{{"model": "reward_model"}}]', "reward_model.chat_template=false"]
+OF_REWARD_MODEL = [
+    ("reward_model.tokenizer=absent", "tokenizer absent does not exist; set reward_model.tokenizer to a tokenizer directory"),
+    ("reward_model.tokenizer={}/empty", "holds no tokenizer"),
+    ("reward_model.model={}/empty", "has no config.json"),
+]
+# Arguments of `megappo eval` after the checkpoint and the configuration, of a run with the evaluation `sums`.
+OF_EVAL = [
+    ("{}/absent", [], 'absent": is not a directory; name a run directory'),
+    ("{}/empty", [], "holds no complete checkpoint"),
+    ("{}/model", ["--only", "sum"], '--only = "sum": is no set of evaluations; did you mean sums?'),
+    ("{}/model", ["-o", "absent/results.json"], "there is no directory absent; name a file in an existing directory"),
+    ("{}/model", ["evaluations.sums.data=absent.jsonl"], "evaluations.sums: data file absent.jsonl does not exist"),
+    ("{}/model", ["data.tokenizer=absent"], "tokenizer absent does not exist; set data.tokenizer"),
+]
+
+
+def answers(calls: list[list[str]]) -> list[str]:
+    """Lines on stderr of these calls of `megappo` in a process that has no torch."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH],
+        input=json.dumps(calls),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[str]]:
+    """(command, override) -> its two lines; the override "" is none."""
+    folder = tmp_path_factory.mktemp("inputs")
+    run = str(write_run(folder))
+    (folder / "empty").mkdir()
+    write_checkpoint(folder / "unfinished", TINY, weights=False)
+    overrides = ["", *(override for override, _ in MISTAKES)]
+    calls = {(name, text): [name, run, *filter(None, [text.format(folder)])] for name in ("train", "plan") for text in overrides}
+    scorer = write_checkpoint(folder / "scores", TINY | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1})
+    save_file({"score.weight": torch.zeros(1, TINY["hidden_size"])}, scorer / "model.safetensors")
+    for override in ("", *(override for override, _ in OF_REWARD_MODEL)):
+        said = [text.format(folder) for text in (*SCORED, *filter(None, [override]))]
+        calls["train with a reward model", override] = ["train", run, *said]
+    sums = f'evaluations={{"sums": {{"data": "{folder / "train.jsonl"}"}}}}'
+    for checkpoint, more, _ in [*OF_EVAL, ("{}/model", ["data.train=absent.jsonl"], "")]:
+        calls["eval", f"{checkpoint} {more}"] = ["eval", checkpoint.format(folder), run, sums, *more]
+    for command in (["verify"], ["tune", "--gpu", "h100"]):
+        calls[command[0], "policy.model=absent"] = [command[0], run, "policy.model=absent", *command[1:]]
+    lines = answers(list(calls.values()))
+    # A call that needs torch says one line alone.
+    found = iter(lines)
+    said = {}
+    for call in calls:
+        first = next(found)
+        said[call] = [first] if first == "torch was needed" else [first, next(found)]
+    assert next(found, None) is None
+    return said
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("override, fragment", MISTAKES, ids=[override for override, _ in MISTAKES])
+def test_what_needs_no_model_is_refused_without_torch(refusals, command: str, override: str, fragment: str) -> None:
+    line, code = refusals[command, override]
+    assert line.startswith("megappo: ") and fragment in line
+    assert code == "exit code 2"
+
+
+@pytest.mark.parametrize("command", ["verify", "tune"])
+def test_commands_on_shapes_look_for_the_models_first(refusals, command: str) -> None:
+    line, code = refusals[command, "policy.model=absent"]
+    assert 'policy.model = "absent"' in line and code == "exit code 2"
+
+
+@pytest.mark.parametrize("override, fragment", OF_REWARD_MODEL, ids=[override for override, _ in OF_REWARD_MODEL])
+def test_a_reward_model_is_looked_for_first(refusals, override: str, fragment: str) -> None:
+    line, code = refusals["train with a reward model", override]
+    assert line.startswith(f'megappo: {override.split("=")[0]} = "') and fragment in line
+    assert code == "exit code 2"
+
+
+@pytest.mark.parametrize("checkpoint, more, fragment", OF_EVAL, ids=[fragment for _, _, fragment in OF_EVAL])
+def test_an_evaluation_looks_for_its_checkpoint_sets_and_data_first(refusals, checkpoint: str, more: list, fragment: str) -> None:
+    line, code = refusals["eval", f"{checkpoint} {more}"]
+    assert line.startswith("megappo: ") and fragment in line
+    assert code == "exit code 2"
+
+
+def test_a_run_without_mistake_needs_torch(refusals) -> None:
+    """The controls; an evaluation reads no training data."""
+    assert refusals["train", ""] == refusals["plan", ""] == refusals["train with a reward model", ""] == ["torch was needed"]
+    assert refusals["eval", "{}/model ['data.train=absent.jsonl']"] == ["torch was needed"]

@@ -1,0 +1,60 @@
+"""Tokenizers of roles that read the policy's ids; the refusals from end to end are in `tests/test_bad_input.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megappo.config.schema import TrainConfig
+from megappo.data.arithmetic import train_tokenizer
+from megappo.data.tokenizers import load_tokenizer
+from megappo.trainer.prepare.vocabularies import check_vocabularies
+from tests.data.tokenizer_files import write_hf_tokenizer
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vocabularies")
+    for name, alphabet in (("policy", "0123+="), ("same", "0123+="), ("longer", "0123+=-"), ("other", "1023+=")):
+        (folder / name).mkdir()
+        train_tokenizer(folder / name, alphabet)
+    (folder / "bare").mkdir()
+    return folder
+
+
+def notes(models: Path, **roles: str) -> list[str]:
+    tree: dict[str, Any] = {role: {"model": str(models / name)} for role, name in {"policy": "policy", **roles}.items()}
+    config = TrainConfig.model_validate({**tree, "data": {"train": "t.jsonl"}})
+    return list(check_vocabularies(config, load_tokenizer(models / "policy")))
+
+
+@pytest.mark.parametrize("name", ["policy", "same", "longer"])
+def test_the_same_pieces_pass_and_so_do_further_ones(models: Path, name: str) -> None:
+    assert notes(models, critic=name, reference=name) == []
+
+
+def test_a_model_without_a_tokenizer_is_told(models: Path) -> None:
+    (line,) = notes(models, critic="bare")
+    assert line == "critic.model has no tokenizer that can be read: its vocabulary is taken to be that of data.tokenizer"
+
+
+@pytest.mark.parametrize("role", ["critic", "reference", "critic_b"])
+def test_pieces_in_another_order_are_refused(models: Path, role: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^{role}.model = .*other.*: id 4 of its tokenizer is '1', of the policy's '0': the {role}"
+    ):
+        notes(models, **{role: "other"})
+
+
+def test_a_reward_model_may_have_its_own(models: Path) -> None:
+    assert notes(models, reward_model="other") == []
+
+
+def test_pieces_of_both_kinds_of_tokenizers(models: Path, tmp_path: Path) -> None:
+    sentencepiece = load_tokenizer(models / "policy")
+    assert sentencepiece.pieces()[3:] == ["<unk>", "0", "1", "2", "3", "+", "="]
+    hugging_face = load_tokenizer(write_hf_tokenizer(tmp_path / "t"))
+    found = hugging_face.pieces()
+    assert len(found) == hugging_face.vocab_size and found[hugging_face.eos_id] == "</s>"
