@@ -1,7 +1,7 @@
 """Simulate how replicas of an engine end that share a batch: `python scripts/bench_dealing.py`.
 
 Responses of skewed lengths (log-normal over prompts, and again over the samples of one) are drawn by replicas that run a fixed
-number at once; a decoding step takes longer the more run. Who takes what is decided by `megappo/rollout/dealing.py` itself: in the
+number at once; a decoding step takes longer the more run. `megappo/rollout/generation.py` itself decides who takes what: in the
 batch's order, and longest first by the mean of as many earlier responses to the same prompt, and by the lengths themselves, which
 nobody knows. Printed is when the last replica ends, as a multiple of the ideal: the work of all, divided. Means over seeds.
 """
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megappo.rollout.dealing import deal
+from megappo.rollout.generation import deal
 from scripts.bench.model import Mistake
 
 PER_RUNNING = 0.5  # a step of a full replica takes 1.5 times as long as one of a single request

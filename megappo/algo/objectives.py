@@ -1,6 +1,8 @@
 """Parts of the policy's objectives beside PPO's clipped one (`losses.py`): the ratio of a whole sequence, CISPO, and DIS.
 
 `weight` [T] as in `losses.py`: a token with weight 0 is ignored, even if NaN.
+
+Control of the entropy bonus towards a target (Skywork-OR1, He et al. 2025, arXiv:2505.22312, "Adaptive Entropy Control").
 """
 
 from __future__ import annotations
@@ -9,6 +11,16 @@ import torch
 from torch import Tensor
 
 from megappo.algo.kl import MAX_LOG_RATIO, kl_of_log_ratio
+
+
+def steered(coef: float, entropy: float, target: float, step: float) -> tuple[float, float]:
+    """(coefficient of this step's updates, `coef` for the next step) from the step's entropy per token before its updates, in nats.
+
+    The bonus acts only while the entropy is at most the target. The coefficient rises by `step` below the target, falls by it
+    otherwise, and is never below 0, where the paper leaves it free.
+    """
+    acting = coef if entropy <= target else 0.0
+    return acting, max(0.0, coef + (step if entropy < target else -step))
 
 
 def sequence_log_ratio(logprob: Tensor, old_logprob: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:

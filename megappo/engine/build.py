@@ -17,9 +17,8 @@ from megappo.engine.base import Engine
 from megappo.engine.factory import EngineSpec
 from megappo.engine.megatron import MegatronEngine
 from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
-from megappo.models.build import build_model
+from megappo.models.build import build_model, freeze_chunks
 from megappo.models.freeze import frozen_on_rank
-from megappo.models.frozen_chunks import freeze_chunks
 from megappo.models.gpt import PackedModel
 from megappo.models.hf_import import load_pretrained
 from megappo.models.implementation import Implementation, Requested, choose_implementation, implementation_of_role

@@ -6,7 +6,7 @@ Both have the same parameter names and shapes, so checkpoints are interchangeabl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -36,8 +36,22 @@ from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.implementation import Implementation
 from megappo.models.int8_parallel import Int8ColumnParallelLinear, Int8RowParallelLinear
 from megappo.models.moe import SparseLayer, mark_experts, moe_config, moe_submodule
+from megappo.models.naming import named_parameters
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
+
+
+def freeze_chunks(chunks: Sequence[PackedModel], is_frozen: Callable[[str], bool]) -> None:
+    """Freeze the parameters whose canonical name `is_frozen` says."""
+    for name, parameter in named_parameters(chunks).items():
+        if is_frozen(name):
+            parameter.requires_grad_(False)
+    for chunk in chunks:
+        recomputes = chunk.config.recompute_granularity == "full"
+        if chunk.pre_process and recomputes and not any(p.requires_grad for p in chunk.embedding.parameters()):
+            # A recomputed layer whose input needs no gradient gives none to its weights either.
+            chunk.embedding.register_forward_hook(lambda _module, _inputs, output: output.requires_grad_(torch.is_grad_enabled()))
+
 
 Recompute = Literal["none", "selective", "full"]
 

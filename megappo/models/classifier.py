@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megappo.models.config_file import read_config
 from megappo.models.families.registry import FAMILIES
+from megappo.models.hf_config import read_config
 from megappo.models.hf_tensors import CheckpointReader
 from megappo.models.weight_map import VALUE_HEAD
 

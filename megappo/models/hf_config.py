@@ -11,10 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from megappo.models.arch import ModelArch, MoeArch, Rope
-from megappo.models.config_file import read_config
 from megappo.models.families.registry import FAMILIES, NotImplementedByFamilies, family_of, wrapped_families
 from megappo.models.family import Family, Window
 from megappo.models.fp8 import read_fp8
+from megappo.runtime.json_object import parse_object
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory. ValueError if it is missing, unreadable or not JSON."""
+    file = Path(path) / "config.json"
+    try:
+        if not file.is_file() and Path(path).is_dir():
+            raise ValueError(f"{path} has no config.json; a Hugging Face checkpoint directory is needed")
+        if not file.is_file():
+            how = f"`hf download OWNER/NAME --local-dir {path}` fetches a checkpoint; its name on the hub, OWNER/NAME, does as well"
+            raise ValueError(f"{path} is not a directory; {how}")
+        content = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    return parse_object(content, str(file))
+
 
 # `auto_map` names Python files beside the checkpoint, the other key a repository of kernels (CVE-2026-4372, which transformers
 # before 5.3 follows even if remote code is off). vLLM reads the same file: it is refused before any library sees it.

@@ -19,11 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megappo.models.arch import ModelArch
-from megappo.models.config_file import read_config
 from megappo.models.families.registry import FAMILIES
 from megappo.models.gather import Gather, on_all_ranks
 from megappo.models.gpt import CriticModel, PackedModel
-from megappo.models.hf_config import text_config
+from megappo.models.hf_config import read_config, text_config
 from megappo.models.lora import Weights
 from megappo.models.lora_linear import merged_parameters
 from megappo.models.peft_files import ADAPTER_FOLDER, AdapterTensors, write_adapter

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
-from megappo.models.frozen_chunks import freeze_chunks
+from megappo.models.build import freeze_chunks
 from megappo.models.gpt import CriticModel, PackedModel
 from megappo.models.int8_linear import SCALE, Quantised
 from megappo.models.int8_parallel import quantised

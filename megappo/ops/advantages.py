@@ -52,7 +52,7 @@ def token_advantages(
     token_reward: [T] added to the reward of sampled tokens, None means 0. steps: [T] bool, which of the sampled tokens are time
     steps, None means all; another adds its reward to the step before it, undecayed, and has neither value nor advantage
     nor return: `gamma`, lambdas, lengths and moments count steps. weight, trace: [T] w and c of steps, None means 1; with x what
-    follows, A = w (reward - value + x) and x <- gamma value + gamma lambda c A: V-trace with its ratios (`algo/vtrace.py`).
+    follows, A = w (reward - value + x) and x <- gamma value + gamma lambda c A: V-trace with its ratios (`algo/gae.py`).
 
     Plain GAE of given rewards: ref_logprob None, score 0, token_reward the rewards. Padded rows [B, S] laid end to end are a packed
     batch of sequences of S whose padding is masked; an episode that ends inside a sequence is a sequence of its own. A sequence has

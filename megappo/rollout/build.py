@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from megappo.bridge.adapter_sync import sync_of
-from megappo.bridge.sync import Route
+from megappo.bridge.adapter_sync import AdapterSync, sync_of
+from megappo.bridge.sync import Route, WeightSync
 from megappo.config.role_sections import LoraConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
@@ -22,10 +25,52 @@ from megappo.models.weight_map import piece_map
 from megappo.parallel.device import DTYPES
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement, placement_of
-from megappo.rollout.elsewhere import RolloutElsewhere
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.subworld import prepare_rollout_world
-from megappo.rollout.types import RolloutEngine
+from megappo.rollout.types import Replica, Request, Response, RolloutEngine, SamplingParams
+
+
+class RolloutElsewhere:
+    """Stand-in of an engine on other ranks (see `rollout.types.RolloutEngine`). sync: None if no weights are pushed."""
+
+    replica: Replica | None = None
+
+    def __init__(self, name: str, sync: WeightSync | AdapterSync | None) -> None:
+        self.name = name
+        self._sync = sync
+
+    def push_weights(self, version: int) -> dict[str, float]:
+        """Send this rank's part of the policy. Collective over the world."""
+        return {} if self._sync is None else self._sync.push(version)
+
+    def sleep(self) -> None:
+        """No memory of its own to release."""
+
+    def close(self) -> None:
+        """No resources of its own to free."""
+
+    def meet(self, before: str) -> NoReturn:
+        self._refuse()
+
+    def serving(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @property
+    def num_unfinished(self) -> int:
+        return 0
+
+    @property
+    def num_running(self) -> int:
+        return self.num_unfinished
+
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
+        self._refuse()
+
+    def poll(self) -> list[Response]:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise AssertionError(f"no {self.name} engine lives on this rank")
 
 
 class PolicyPlace(NamedTuple):

@@ -15,8 +15,7 @@ from megappo.config.role_sections import LoraConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.models.arch import ModelArch
-from megappo.models.config_file import read_config
-from megappo.models.hf_config import arch_of, text_config
+from megappo.models.hf_config import arch_of, read_config, text_config
 from megappo.rollout.vllm_adapter import adapter_options
 
 CPU_KV_CACHE_GIB = 0.25

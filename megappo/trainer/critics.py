@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from megappo.algo.ensemble import aggregate, disagreement
+from megappo.algo.whitening import aggregate, disagreement
 from megappo.config.schema import CRITICS
 from megappo.data.packing import PackedBatch
 from megappo.parallel.totals import total

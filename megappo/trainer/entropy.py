@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megappo.algo.entropy import steered
+from megappo.algo.objectives import steered
 from megappo.config.schema import AlgorithmConfig
 from megappo.parallel.totals import total
 from megappo.trainer.experience.experience import Experience

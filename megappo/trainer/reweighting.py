@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
-from megappo.algo.correction import Correction, behaviour_ratio, correction_weights
-from megappo.algo.selection import kth_largest
+from megappo.algo.correction import Correction, behaviour_ratio, correction_weights, kth_largest
 from megappo.config.schema import AlgorithmConfig, CorrectionConfig
 from megappo.data.packing import PackedBatch
 from megappo.parallel.totals import largest, total

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
+from megappo.algo.chains import turn_starts
 from megappo.algo.correction import behaviour_ratio, correction_weights
 from megappo.algo.gae import length_adaptive_lambda
 from megappo.algo.groups import equal_groups, grpo_advantages, rloo_advantages
-from megappo.algo.turns import turn_starts
 from megappo.algo.whitening import whitening_moments
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
-from megappo.algo.turns import over_turns
-from megappo.algo.vtrace import vtrace_advantages, vtrace_weights
+from megappo.algo.chains import over_turns
+from megappo.algo.gae import vtrace_advantages, vtrace_weights
 from megappo.algo.whitening import whitening_moments
 from megappo.config.schema import AlgorithmConfig, VTraceConfig
 from megappo.data.packing import PackedBatch

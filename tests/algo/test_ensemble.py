@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megappo.algo.ensemble import aggregate, disagreement
+from megappo.algo.whitening import aggregate, disagreement
 
 
 @pytest.mark.parametrize("num", [2, 3, 5])

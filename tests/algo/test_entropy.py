@@ -2,7 +2,7 @@
 
 import pytest
 
-from megappo.algo.entropy import steered
+from megappo.algo.objectives import steered
 
 ENTROPIES = (0.5, 0.3, 0.19, 0.1, 0.1, 0.15, 0.2, 0.25, 0.1, 0.4, 0.4)
 TARGET, STEP = 0.2, 0.005

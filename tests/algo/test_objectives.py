@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megappo.algo.aggregation import token_weights
+from megappo.algo.correction import kth_largest
 from megappo.algo.objectives import cispo_loss, dis_loss, sequence_log_ratio
-from megappo.algo.selection import kth_largest
 from megappo.config.schema import AlgorithmConfig, CorrectionConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.trainer.losses import fields_of_sequences, surrogate

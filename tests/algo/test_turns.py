@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megappo.algo.turns import over_turns, turn_starts
+from megappo.algo.chains import over_turns, turn_starts
 
 # Masks of the sequences of a batch: gaps, neighbours that are sampled to the end and from the start, none sampled, empty ones.
 BATCHES = [[], [[]], [[0, 1, 1], [1, 0, 1], [], [0, 0], [1], []], [[], [0]]]

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from megappo.algo.vtrace import vtrace_advantages, vtrace_weights
+from megappo.algo.gae import vtrace_advantages, vtrace_weights
 from megappo.ops.advantages import token_advantages
 
 # Masks of the sequences: gaps, one without a sampled token, an empty one.

@@ -128,7 +128,7 @@ def worlds_of(rank: int, path: str, layouts: list[dict]) -> dict[str, object]:
 
 def non_finite(path: str, groups, batch: PackedBatch) -> dict[str, object]:
     """One NaN advantage on one token: the step is skipped everywhere, and the third in a row stops the run."""
-    from megappo.engine.skipped_steps import NonFiniteGradient
+    from megappo.engine.role_engine import NonFiniteGradient
 
     policy, _ = build_roles(path, groups, budget=64)
     logprob, _ = policy.logprobs(batch)
@@ -149,7 +149,7 @@ def non_finite(path: str, groups, batch: PackedBatch) -> dict[str, object]:
 
 def non_finite_on_rank_1(path: str, groups, batch: PackedBatch, distributed: bool) -> dict[str, object]:
     """Put NaN into one reduced gradient of rank 1 alone: in two steps, not in the third, then in three in a row."""
-    from megappo.engine.skipped_steps import NonFiniteGradient
+    from megappo.engine.role_engine import NonFiniteGradient
 
     policy, _ = build_roles(path, groups, budget=64, distributed=distributed)
     logprob, _ = policy.logprobs(batch)

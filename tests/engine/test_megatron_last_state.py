@@ -7,7 +7,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megappo.checkpoint.ranges import sharded_box
-from megappo.engine.megatron_last_state import LastState
+from megappo.engine.megatron import LastState
 
 
 def kept(tensors, **plain):

@@ -121,7 +121,7 @@ def diverged(path: str, own: dict[str, Any]) -> str:
 def non_finite(path: str, groups: Any) -> str:
     """Gradients of rank 2 are NaN, its position is 1."""
     from megappo.engine.base import StepResult
-    from megappo.engine.skipped_steps import MAX_SKIPPED_STEPS, NonFiniteGradient, SkippedSteps
+    from megappo.engine.role_engine import MAX_SKIPPED_STEPS, NonFiniteGradient, SkippedSteps
 
     if groups is None:
         return ""

@@ -9,8 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megappo.models import fp8
-from megappo.models.config_file import read_config
-from megappo.models.hf_config import arch_of, read_arch, text_config
+from megappo.models.hf_config import arch_of, read_arch, read_config, text_config
 from megappo.models.hf_import import read_box
 from megappo.models.hf_tensors import CheckpointReader
 from megappo.models.pieces import as_2d

@@ -15,8 +15,7 @@ from megappo.commands.plan.counted import counter_of_built_models
 from megappo.commands.plan.memory import count_parameters
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import arch_of
-from megappo.models.megatron_on_meta import only_meta
-from megappo.models.meta import meta_model, parameters_of_rank
+from megappo.models.meta import meta_model, only_meta, parameters_of_rank
 from megappo.parallel import cpu_patches
 from megappo.parallel.layout import ParallelLayout
 from tests.models.checkpoints import CASES, EXPERT_CASES, hf_config

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megappo.algo.entropy import steered
+from megappo.algo.objectives import steered
 from megappo.checkpoint.stored import StoredBox, StoredTensors
 from megappo.commands.export import export_checkpoint
 from megappo.commands.plan.memory import count_parameters, role_memory, with_average

@@ -18,7 +18,7 @@ import pytest
 import torch
 import yaml
 
-from megappo.algo.turns import turn_starts
+from megappo.algo.chains import turn_starts
 from megappo.commands import evaluate
 from megappo.commands.plan.run import plan_run
 from megappo.config.evaluations import TURNS as TURN_FIGURES

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.prompts import Prompt
-from megappo.rollout.elsewhere import RolloutElsewhere
+from megappo.rollout.build import RolloutElsewhere
 from megappo.rollout.types import Replica, Request, SamplingParams
 from megappo.runtime.sections import AwakeClock, Sections
 from megappo.trainer.scoring import FIRST_NOTE_S, NOTE_EVERY_S, ScoringProgress

@@ -27,7 +27,7 @@ from megappo.config.layout_checks import placements_in_use, require_whole_steps,
 from megappo.config.rank_ranges import ALL, ranges_of
 from megappo.config.role_sections import AnyCriticConfig, CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig
 from megappo.config.schema import TrainConfig
-from megappo.models.config_file import read_config
+from megappo.models.hf_config import read_config
 from megappo.models.implementation import Implementation, choose_implementation
 from megappo.parallel.placement import placement_of, ranks_by_roles
 from megappo.trainer.prepare.layouts import model_paths

@@ -202,7 +202,7 @@ def modes(arch: ModelArch, axes: dict, critic: bool, lengths: list[int]) -> dict
 def described(arch: ModelArch, axes: dict) -> tuple[int, int, int]:
     """Bytes that a checkpoint's description makes on this rank; the same if it copied what it describes; bytes of the optimizer."""
     from megappo.engine import megatron_optimizer_state as state
-    from megappo.engine.megatron_last_state import LastState
+    from megappo.engine.megatron import LastState
 
     role, _ = role_of(arch, axes, torch.bfloat16, "none", False, 64)
     engine = role.engine
