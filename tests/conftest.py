@@ -24,7 +24,7 @@ TESTS = Path(__file__).parent
 # Folders in the order in which they go to the workers, before the others: those whose tests take minutes first, so that none of
 # them is left to one worker at the end. Between them those that wait for most of their time (ranks that hang, limits that pass):
 # beside two others they cost none, and beside each other, or at the end, they leave cores idle (120 s of them).
-FIRST = ("trainer", "parity", "scripts", "runtime", "host_cuda", "commands", "parallel", "engine", "rewards")
+FIRST = ("trainer", "parity", "benchmarks", "scripts", "runtime", "host_cuda", "commands", "parallel", "engine", "rewards")
 FIRST += ("rollout", "ops", "checkpoint", "telemetry", "models")
 
 # The workers and the worlds that they start share two cores: a slow example says nothing of the code.

@@ -32,6 +32,6 @@ def test_an_example_runs(title):
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_files_that_an_example_names_exist(title):
     section = next(section for section in SECTIONS if section.startswith(title))
-    named = re.findall(r"`((?:megappo|csrc|tests|scripts)/[\w/.]+)`", section)
+    named = re.findall(r"`((?:megappo|csrc|tests|scripts|benchmarks)/[\w/.]+)`", section)
     missing = [name for name in named if "NAME" not in name and not (ROOT / name).exists()]
     assert named and not missing

@@ -232,7 +232,13 @@ def unused(sources: dict[str, str], elsewhere: str = "") -> list[str]:
 
 def test_nothing_is_there_for_the_tests_alone() -> None:
     root = PACKAGE.parent
-    others = [*root.glob("docs/*.md"), root / "CONTRIBUTING.md", *root.glob("scripts/**/*.py"), *root.glob("examples/*.py")]
+    others = [
+        *root.glob("docs/*.md"),
+        root / "CONTRIBUTING.md",
+        *root.glob("scripts/**/*.py"),
+        *root.glob("benchmarks/**/*.py"),
+        *root.glob("examples/*.py"),
+    ]
     elsewhere = "\n".join(path.read_text(encoding="utf-8") for path in others)
     assert unused({p.relative_to(PACKAGE).as_posix(): p.read_text(encoding="utf-8") for p in MODULES}, elsewhere) == []
 

@@ -21,7 +21,7 @@ from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run
 from tests.data.tokenizer_files import write_hf_tokenizer
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(path for folder in ("megappo", "scripts", "examples") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(path for folder in ("megappo", "scripts", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 PICKLES = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 # Dotted name -> rule.
@@ -61,9 +61,9 @@ ALLOWED = {
     "megappo/trainer/experience/parcels.py": {"unpickles"},
     "megappo/rewards/sandbox/runner.py": {"runs text as code"},  # a program inside the sandbox, which nothing imports
     # The exchange of experience as it was, by pickled objects, and results of its own processes.
-    "scripts/bench_experience.py": {"unpickles"},
-    "scripts/bench_engines.py": {"unpickles"},  # what its own ranks measured
-    "scripts/reliability/page.py": {"listens to all"},  # `::` is the separator of pytest's node ids
+    "benchmarks/bench_experience.py": {"unpickles"},
+    "benchmarks/bench_engines.py": {"unpickles"},  # what its own ranks measured
+    "benchmarks/reliability/page.py": {"listens to all"},  # `::` is the separator of pytest's node ids
 }
 
 

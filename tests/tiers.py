@@ -20,6 +20,8 @@ import pytest
 TESTS = Path(__file__).parent
 # Folders and files, below tests/, that start ranks, vLLM, Slurm, compilers or checks of kernels without `spawn_world`.
 SLOW_PLACES = (
+    "benchmarks",
+    "bridge/test_bench_bridge.py",
     "bridge/test_vllm_layout.py",
     "engine",
     "host_cuda",

@@ -110,7 +110,7 @@ def _needs_policy(place: Place) -> str | None:
 
 def _agreement(place: Place) -> Command:
     def measure(model: Path) -> Command:
-        return _python("scripts/measure_agreement.py", str(model), "--dtype", "bf16", "--tokens", str(AGREEMENT_TOKENS))
+        return _python("benchmarks/measure_agreement.py", str(model), "--dtype", "bf16", "--tokens", str(AGREEMENT_TOKENS))
 
     trained = [place.quickstart(ranks) / "sft/export" for ranks in (1, 2)]
     model = next((path for path in trained if path.exists()), None)
@@ -134,13 +134,13 @@ def _bench(place: Place) -> Command:
     ]
     chosen = [*sizes, "--without", "torch.compile,Megatron"] if place.quick else []
     files = ["--markdown", str(place.folder / "bench.md"), "--json", str(place.folder / "bench.json")]
-    return _python("scripts/bench_ops.py", "--device", place.device, "--check", *files, *chosen)
+    return _python("benchmarks/bench_ops.py", "--device", place.device, "--check", *files, *chosen)
 
 
 def _bench_step(place: Place) -> Command:
     folder = place.quickstart(1 if place.on_gpu else 2)
     sizes = ["--steps", str(QUICK_STEPS), "--rounds", "1"] if place.quick else []
-    return _python("scripts/bench_step.py", str(folder), *sizes, *(_layout(1) if place.on_gpu else []))
+    return _python("benchmarks/bench_step.py", str(folder), *sizes, *(_layout(1) if place.on_gpu else []))
 
 
 def _selfcheck(place: Place) -> Command:

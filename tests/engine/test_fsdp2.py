@@ -199,7 +199,7 @@ class Reductions(NamedTuple):
 
 
 def reductions(engine: Any) -> Reductions:
-    from scripts.bench.alive import alive_peak
+    from benchmarks.harness.alive import alive_peak
     from tests.engine.test_conformance import negative_logprob
     from tests.engine.whole import Whole
 

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import yaml
 
-from scripts.reliability.compare import MEASURED
+from benchmarks.reliability.compare import MEASURED
 from tests.trainer.small_run import set_keys, small_config
 
 VOLATILE = (*MEASURED, "rollout/push_verified")

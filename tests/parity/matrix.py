@@ -1,6 +1,6 @@
 """The parity matrix: which layouts are measured against one rank, on which model, and the runs that measure them.
 
-`test_layouts.py` asserts on it and `scripts/parity.py` prints it. Everything is replayed through the trainer's own stages by
+`test_layouts.py` asserts on it and `tests/parity/page.py` prints it. Everything is replayed through the trainer's own stages by
 `megappo.commands.verify.measure`; every layout is that of policy, critic and reference alike unless the table says otherwise.
 """
 

@@ -41,7 +41,7 @@ def test_the_page_shows_every_variant_replay_and_mistake() -> None:
 
 
 def test_the_page_is_the_filled_template() -> None:
-    template = (ROOT / "scripts" / "parity.md.in").read_text(encoding="utf-8")
+    template = (ROOT / "tests" / "parity" / "parity.md.in").read_text(encoding="utf-8")
     page = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     prose = [line for line in template.splitlines() if line.strip() and "{{" not in line]
     assert [line for line in prose if line not in page] == []

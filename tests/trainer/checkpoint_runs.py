@@ -20,6 +20,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from benchmarks.reliability.compare import MEASURED
 from megappo.checkpoint import store
 from megappo.checkpoint.store import SaveFailed
 from megappo.config.run_sections import CheckpointConfig, TimeoutsConfig
@@ -37,7 +38,6 @@ from megappo.trainer import main, ppo, updates
 from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.roles import Critic, Policy
 from megappo.trainer.state import TrainerState
-from scripts.reliability.compare import MEASURED
 from tests.trainer.small_run import run_many, small_config
 
 STEPS = 4

@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.reliability.compare import compare
 from megappo.algo.chains import turn_starts
 from megappo.commands import evaluate
 from megappo.commands.plan.run import plan_run
@@ -36,7 +37,6 @@ from megappo.trainer.experience.collect import collect
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.prepare.evaluate import plan_evaluation
 from megappo.trainer.shaping import shape_experience
-from scripts.reliability.compare import compare
 from tests.rollout.test_turns import asked_of_replica
 from tests.trainer.small_run import set_keys, small_config, write_small_task
 from tests.worlds import spawn_world

@@ -16,10 +16,10 @@ import numpy
 import pytest
 import torch
 
+from benchmarks.reliability.compare import MEASURED
 from megappo.data.loader import PromptLoader
 from megappo.data.pass_rates import PassRates
 from megappo.trainer.dynamic_sampling import StepSamples
-from scripts.reliability.compare import MEASURED
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.reliability.compare import MEASURED
 from megappo.commands import cli
-from scripts.reliability.compare import MEASURED
 from tests.trainer.evaluation_runs import HALF, STEPS, run_all
 from tests.trainer.small_run import write_small_task
 from tests.worlds import spawn_world

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import yaml
 
-from scripts.reliability.compare import MEASURED
+from benchmarks.reliability.compare import MEASURED
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 

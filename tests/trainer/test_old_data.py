@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.reliability.compare import MEASURED
 from megappo.engine.base import Engine
 from megappo.trainer import ppo
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.experience import Experience
-from scripts.reliability.compare import MEASURED
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 

@@ -10,7 +10,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from scripts.reliability.compare import MEASURED
+from benchmarks.reliability.compare import MEASURED
 from tests.rewards.faulty_server import Behaviour, FaultyServer, Handler, fine, serving
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world

@@ -1,7 +1,7 @@
 """V(x_<t), the value of a token, is the head's output one place before it: where values are computed and where they are trained.
 
 transformers is the oracle: each sequence alone through its model, the shift by slicing. Outputs at the tokens themselves,
-which have seen them, do not pass in either place: the negative control. Their cost to a run: scripts/ablate_right_shift.py.
+which have seen them, do not pass in either place: the negative control. Their cost to a run: benchmarks/ablate_right_shift.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.experiments.arms import unshifted
 from megappo.config.role_sections import CriticConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.trainer import roles
 from megappo.trainer.roles import Critic
-from scripts.experiments.arms import unshifted
 from tests.engine.toy_engine import ToyEngine
 from tests.models.checkpoints import write_checkpoint
 

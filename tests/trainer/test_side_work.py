@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.reliability.compare import MEASURED
+from benchmarks.reliability.compare import MEASURED
 from tests.trainer.small_run import small_config, write_small_task
 from tests.worlds import spawn_world
 

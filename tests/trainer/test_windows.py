@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.reliability.compare import MEASURED
 from megappo.config.batch import UpdateSchedule
 from megappo.config.errors import ConfigError
 from megappo.config.schema import AlgorithmConfig
@@ -34,7 +35,6 @@ from megappo.trainer.shaping import shape_experience
 from megappo.trainer.state import TrainerState
 from megappo.trainer.updates import mini_batches, targets_of
 from megappo.trainer.windows import Begun, Unfinished, Windows, resume_windows
-from scripts.reliability.compare import MEASURED
 from tests.config.examples import train_config
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world

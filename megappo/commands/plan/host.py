@@ -26,8 +26,8 @@ from megappo.trainer.reweighting import REJECTED
 from megappo.trainer.roles import NLL_WEIGHT, PTX_WEIGHT
 from megappo.trainer.updates import READS, update_reads
 
-# Nanoseconds of one core, for which `scripts/bench_experience.py` measures the phases, processor time of all threads, on two busy
-# cores of a server. Of a token:
+# Nanoseconds of one core, for which `benchmarks/bench_experience.py` measures the phases, processor time of all threads, on two
+# busy # cores of a server. Of a token:
 PACK_NS = 4.0  # responses to packed tokens, mask and log-probs, and their sums for the table
 INDEX_NS = 1.0  # place of a token in the batch, at either end of an exchange
 FIELD_NS = 0.6  # a field gathered or placed, at either end

@@ -1,7 +1,7 @@
 """Activations of transformers' dense classes under FSDP2: what autograd keeps of a layer, and the fullest moments of a pass.
 
 Moments, not a sum: FSDP2's gathered layers, whole gradients and the logits of the loss exist at different times. Bytes of tensors,
-as `scripts/bench_engines.py` counts them; a test holds families to 2 % of what is alive. Models with experts or without a family
+as `benchmarks/bench_engines.py` counts them; a test holds families to 2 % of what is alive. Models with experts or without a family
 have the estimate of `activations.py`.
 """
 

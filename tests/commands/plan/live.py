@@ -245,6 +245,7 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
     """
     import torch.distributed as dist
 
+    from benchmarks.harness.alive import alive_peak
     from megappo.commands.plan.estimate import memory_of_stage
     from megappo.commands.plan.memory import count_parameters
     from megappo.config.schema import TrainConfig
@@ -253,7 +254,6 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
     from megappo.models.hf_config import read_arch
     from megappo.parallel.layout import layout_of
     from megappo.trainer.roles import Critic, Policy
-    from scripts.bench.alive import alive_peak
 
     samples, length = 16, 64
     keys = {"model": path, "engine": "fsdp2", "micro_batch_tokens": 512, **section}

@@ -1,0 +1,147 @@
+"""The chaos script: a short run under faults ends as one without them, and a difference would be noticed."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from benchmarks import chaos
+from benchmarks.reliability.compare import compare
+from benchmarks.reliability.faults import KINDS
+from benchmarks.reliability.live import Row
+from benchmarks.reliability.soak import draw, productive_s, wall_s
+from megappo.checkpoint.safe_load import load_index
+from tests.trainer.small_run import run_many, small_config, write_small_task
+from tests.worlds import spawn_world
+
+STEPS = 18
+FAULTS = ["kill", "late", "corrupt"]
+KEYS = {
+    "rollout.engine": "megatron",  # starts in a second
+    "telemetry.trackers": [],
+    "telemetry.trajectories_every": 0,
+    "checkpoint.save_every": 2,
+    "checkpoint.export_at_end": False,
+}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> Path:
+    """small.yaml, and its clean run in runs/clean."""
+    folder = tmp_path_factory.mktemp("chaos")
+    write_small_task(folder)
+    config = small_config(folder, "clean", steps=STEPS, **KEYS)
+    # Without effect, and refused.
+    del config["telemetry"]["trajectories_per_step"], config["data"]["eval"], config["trainer"]["eval_every"]
+    spawn_world(run_many, 2, [(config, False)], timeout_s=300)
+    config["run"]["name"] = "small"
+    (folder / "small.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def test_a_run_under_faults_ends_with_the_bits_of_a_clean_one(task, capfd, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = [str(task / "small.yaml"), "--faults", str(len(FAULTS)), "--kinds", ",".join(FAULTS), "--seed", "3"]
+    code = chaos.main([*arguments, "--clean", str(task / "runs" / "clean")])
+    said = capfd.readouterr().out
+    assert code == 0, said
+    assert f"survived: {len(FAULTS)} of {len(FAULTS)}; the command ended with exit code 0" in said
+    assert "end equal bit for bit: yes (" in said and "effective training time: " in said
+    rows = [line.split() for line in said.splitlines() if line.rstrip().endswith(("restarted", "went on"))]
+    assert sorted(row[-1] for row in rows) == ["on", "restarted", "restarted"]
+    assert any((task / "runs" / "small-chaos" / "checkpoints").glob("bad-step-*")), "the corrupted one was found"
+
+
+@pytest.fixture
+def copied(task, tmp_path) -> Path:
+    return Path(shutil.copytree(task / "runs" / "clean", tmp_path / "copy"))
+
+
+def test_a_run_equals_its_copy(task, copied):
+    found = compare(task / "runs" / "clean", copied)
+    assert found.differing == () and found.step == STEPS and found.values > 20 * STEPS
+    assert found.tensors > 100, "weights and both moments of policy and critic"
+
+
+def test_a_tensor_that_differs_by_its_last_bit_is_named(task, copied):
+    engine = copied / "checkpoints" / f"step-{STEPS}" / "megatron" / "critic"
+    index, place = next(
+        (index, place)
+        for index, place in load_index((engine / ".metadata").read_bytes()).storage_data.items()
+        if "exp_avg_sq" in index.fqn
+    )
+    path = engine / place.relative_path
+    content = bytearray(path.read_bytes())
+    tensor = torch.load(io.BytesIO(content[place.offset : place.offset + place.length]), weights_only=True)
+    tensor.view(-1)[0] = torch.nextafter(tensor.view(-1)[0], torch.tensor(1.0))
+    changed = io.BytesIO()
+    torch.save(tensor, changed)
+    assert len(changed.getvalue()) == place.length
+    content[place.offset : place.offset + place.length] = changed.getvalue()
+    path.write_bytes(content)
+    (differing,) = compare(task / "runs" / "clean", copied).differing
+    assert differing.startswith(f"critic {index.fqn}")
+
+
+def test_a_metric_that_differs_and_a_step_that_is_missing_are_named(task, copied):
+    path = copied / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[4]["critic/loss"] += 1e-12
+    rows[5]["timing/step_s"] += 1.0  # of the machine
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    differing = compare(task / "runs" / "clean", copied).differing
+    assert "critic/loss of step 5 (line 5)" in differing and f"critic/loss of step {STEPS} (line {STEPS})" in differing
+    assert not any("step 6 " in name for name in differing)
+
+
+def test_random_states_of_every_rank_are_compared(task, copied):
+    path = copied / "checkpoints" / f"step-{STEPS}" / "rng-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert compare(task / "runs" / "clean", copied).differing == ("rng-00001.safetensors",)
+
+
+def test_the_list_of_faults_is_that_of_the_seed():
+    lists = [draw(list(KINDS), 20, seed, steps=100, save_every=2, ranks=2) for seed in (0, 0, 1)]
+    assert lists[0] == lists[1] != lists[2]
+    assert sorted(one.kind for one in lists[0][: len(KINDS)]) == sorted(KINDS), "every kind once before any comes again"
+    steps = [one.step for one in lists[0]]
+    assert all(later - step >= 3 for step, later in zip(steps, steps[1:])), "a checkpoint lies between two faults"
+    assert steps[-1] <= 100 - 2 * 2 - 2, "the last one is undone or over before the last checkpoint"
+
+
+def test_the_effective_time_leaves_out_repeated_steps_and_the_way_back():
+    clean = [Row(step, 10.0 * step, 8.0, 0.0) for step in range(1, 6)]
+    assert wall_s(clean) == productive_s(clean) == 48.0, "what lies between steps, saves for example, counts"
+    # After step 4 a fault: back to step 2, whose successor ends at 75.
+    restarted = [*clean[:4], Row(3, 75.0, 8.0, 0.0), Row(4, 85.0, 8.0, 0.0), Row(5, 95.0, 8.0, 0.0)]
+    assert wall_s(restarted) == 93.0
+    assert productive_s(restarted) == 8 + 10 + 8 + 10 + 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["--faults", "0"], "argument --faults: 0 is not an integer >= 1"),
+        (["--faults", "6"], "6 faults need at least 26 steps with checkpoint.save_every = 2"),
+        (["--kinds", "kill,flood"], "flood is no fault; there are kill, stop"),
+        (["--kinds", "full", "--ranks", "1"], "full needs two ranks"),
+        (["--kinds", "nan", "checkpoint.save_every=1", "--faults", "1"], "nan needs checkpoint.save_every >= 2"),
+        (["checkpoint.save_every=0"], "faults are counted in saves"),
+        (["trainer.steps=null", "trainer.epochs=1"], "trainer.steps = null"),
+        (["trainer.stepss=1"], "unknown key; did you mean trainer.steps?"),
+        (["run.name=other", "--clean", "absent"], "the clean run absent did not come to step 18"),
+        (["run.name=clean", "--clean", "absent", "--crash"], "unrecognized arguments: --crash"),
+    ],
+)
+def test_wrong_arguments_are_one_line(task, capsys, changes, said):
+    assert chaos.main([str(task / "small.yaml"), "--faults", "2", *changes]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("chaos: ") and error.count("\n") == 1 and said in error

@@ -1,0 +1,147 @@
+"""Measure the parity matrix and write docs/parity.md: `python tests/parity/page.py` from the repository's root (minutes on 2
+cores).
+
+The runs are those of tests/parity, which assert what this prints. Needs the test requirements (`scripts/setup_env.sh --test`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+OUTPUT = ROOT / "docs" / "parity.md"
+# Columns of the matrix, each of several quantities of `megappo.commands.verify.compare`.
+COLUMNS = ("tokens", "losses", "gradient norm", "gradients", "parameters")
+_LOSSES = ("loss", "metrics")
+Row = Sequence[str]
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()  # there is nothing to choose
+    from tests.parity import conftest, matrix, replay, test_faults
+    from tests.parity.oracle import ppo_step
+    from tests.worlds import spawn_world
+
+    with tempfile.TemporaryDirectory() as folder:
+        models = {model: Path(folder, model) for model in matrix.MODELS}
+        for model, path in models.items():
+            matrix.write_models(path, model)
+        named = {model: str(path) for model, path in models.items()}
+        measured = {size: spawn_world(matrix.run_world, size, named, matrix.VARIANTS, timeout_s=900)[0] for size in (1, 2, 4)}
+        expected = {}
+        for model, path in models.items():
+            config = matrix.config_of(path)
+            step = (conftest.samples(), conftest.order_of(config), conftest.numbers_of(config), config.run.seed)
+            expected[model] = ppo_step(path / "policy", path / "reference", *step)
+        faulty = spawn_world(test_faults.measure_all, 1, test_faults.jobs_alone(models), timeout_s=900)[0]
+        faulty |= spawn_world(test_faults.measure_all, 2, test_faults.jobs_between(models), timeout_s=900)[0]
+        chosen = {model: named[model] for model in replay.REPLAYED}
+        replayed = {size: spawn_world(replay.replay_world, size, chosen, timeout_s=900)[0] for size in (1, 2, 4)}
+    template = (ROOT / "tests" / "parity" / "parity.md.in").read_text(encoding="utf-8")
+    tables = {
+        "machine": f"{platform.machine()}, CPU, fp32, gloo",
+        "oracle": markdown(("quantity", *expected), list(oracle_rows(measured, expected))),
+        "matrix": markdown(("model", "ranks", "layout", *COLUMNS), list(matrix_rows(measured))),
+        "variants": markdown(("model", "ranks", "layout", "change", *COLUMNS), list(variant_rows(measured))),
+        "replay": markdown(("model", "ranks", "layout", "policy", "critic", "curves"), list(replay_rows(replayed))),
+        "faults": markdown(("mistake", "noticed in", "difference", "against"), list(fault_rows(faulty, measured, expected))),
+    }
+    for name, text in tables.items():
+        template = template.replace("{{" + name + "}}", text)
+    OUTPUT.write_text(template, encoding="utf-8")
+    print(f"wrote {OUTPUT.relative_to(ROOT)}")
+
+
+def markdown(head: Row, rows: Sequence[Row]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def oracle_rows(measured: Any, expected: Any) -> Iterator[Row]:
+    from tests.parity.test_oracle import differences
+
+    found = {model: dict(differences(measured[1][model]["tp1 pp1 dp1"], outcome)) for model, outcome in expected.items()}
+    for quantity in next(iter(found.values())):
+        yield (quantity, *(f"{by_quantity[quantity]:.1e}" for by_quantity in found.values()))
+
+
+def largest(found: Any, baseline: Any) -> Row:
+    """The largest relative difference of each column."""
+    from megappo.commands.verify.compare import compare
+
+    by_column = dict.fromkeys(COLUMNS, 0.0)
+    for d in compare(found, baseline):
+        quantity = d.quantity.removesuffix(", copies")
+        column = quantity if quantity in COLUMNS else "losses" if quantity in _LOSSES else "tokens"
+        by_column[column] = max(by_column[column], d.relative)
+    return [f"{value:.1e}" if value else "0" for value in by_column.values()]
+
+
+def matrix_rows(measured: Any) -> Iterator[Row]:
+    from tests.parity.matrix import MODELS, title
+
+    for model, sizes in MODELS.items():
+        for size, cases in sizes.items():
+            for case in cases:
+                name = title(case, size)
+                yield (model, str(size), name, *largest(measured[size][model][name], measured[1][model]["tp1 pp1 dp1"]))
+
+
+def variant_rows(measured: Any) -> Iterator[Row]:
+    from tests.parity.matrix import VARIANTS, VARIED, title
+
+    for model, sizes in VARIED.items():
+        for size, cases in sizes.items():
+            for case in cases:
+                for variant in VARIANTS:
+                    found = measured[size][model][f"{title(case, size)}, {variant}"]
+                    yield (model, str(size), title(case, size), variant, *largest(found, measured[1][model]["tp1 pp1 dp1"]))
+
+
+def replay_rows(replayed: Any) -> Iterator[Row]:
+    from tests.parity.matrix import title
+    from tests.parity.replay import REPLAYED
+
+    for model, sizes in REPLAYED.items():
+        expected = replayed[1][model]["tp1 pp1 dp1"]
+        for size, cases in sizes.items():
+            for case in cases if size > 1 else ():
+                yield model, str(size), title(case, size), *after_all_steps(replayed[size][model][title(case, size)], expected)
+
+
+def after_all_steps(found: Any, expected: Any) -> Row:
+    """Largest relative difference of the policy's parameters, of the critic's, and of the curves of a replay."""
+    from megappo.commands.verify.compare import compare
+    from tests.parity.replay import curves
+
+    tensors = {d.role: d.relative for d in compare(found, expected) if d.quantity == "parameters"}
+    a, b = curves(found), curves(expected)
+    curve = max(abs(x - y) / max(1.0, abs(y)) for name in b for x, y in zip(a[name], b[name], strict=True))
+    return [f"{one:.1e}" for one in (tensors["policy"], tensors["critic"], curve)]
+
+
+def fault_rows(faulty: Any, measured: Any, expected: Any) -> Iterator[Row]:
+    from megappo.commands.verify.compare import compare
+    from tests.parity.matrix import title
+    from tests.parity.test_faults import BETWEEN, SHARED
+    from tests.parity.test_oracle import differences
+
+    for fault, quantity in SHARED.items():
+        size = dict(differences(faulty[fault], expected["llama"]))[quantity]
+        yield fault, quantity, f"{size:.1e}", "the step written out"
+    for fault, (model, case, (role, quantity)) in BETWEEN.items():
+        found = {(d.role, d.quantity): d for d in compare(faulty[fault], measured[1][model]["tp1 pp1 dp1"])}
+        where = f"one rank ({model}, {title(case, 2)})"
+        yield fault, f"{role} {quantity}", f"{found[role, quantity].relative:.1e}", where
+
+
+if __name__ == "__main__":
+    main()
