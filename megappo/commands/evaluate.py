@@ -95,9 +95,9 @@ def _evaluators(planned: PlannedEvaluation, score_model: ModelScorer | None) -> 
 def results_table(results: Sequence[Evaluation]) -> str:
     """A row per figure of every set."""
     rows = [
-        [key_of(result.name).removeprefix("evaluations.").removesuffix(".data") if first else "", figure, _number(value)]
+        [key_of(result.name).removeprefix("evaluations.").removesuffix(".data") if place == 0 else "", figure, _number(value)]
         for result in results
-        for first, (figure, value) in zip((True, *[False] * 99), result.all_figures().items())
+        for place, (figure, value) in enumerate(result.all_figures().items())
     ]
     return "\n".join(table(["set", "figure", "value"], rows, left=2))
 

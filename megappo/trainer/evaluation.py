@@ -86,9 +86,7 @@ class Evaluation:
             turns += f", {self.turns.late:.1%} ended by a late answer"
         counted = "".join(f", {figure.replace('_', ' ')} {value:.0f}" for figure, value in unscored.items())
         samples = f" x {self.n} samples" if self.n > 1 else ""
-        what = (
-            f"{shown} on {self.num_prompts} held-out prompts{samples}{parts}, mean length {length:.1f} tokens, {cut:.1%} cut{turns}"
-        )
+        what = f"{shown} on {self.num_prompts} held-out prompts{samples}{parts}, mean length {length:.1f} tokens, {cut:.1%} cut"
         return f"{self.name + ': ' if self.name else ''}{what}{turns}{counted}"
 
 
