@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import logging
 import math
-import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +24,9 @@ from megappo.config.redaction import redacted_values
 from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
-from megappo.telemetry.trackers import process
-from megappo.telemetry.trackers.base import Histogram
-from megappo.telemetry.trackers.group import FINISH_S, make_trackers
-from megappo.telemetry.trackers.helper import HelperTracker
-from megappo.telemetry.trackers.state import TrackedRun
+from megappo.telemetry.trackers.background import FINISH_S, BackgroundTracker, TrackerError
+from megappo.telemetry.trackers.base import Histogram, TrackedRun
+from megappo.telemetry.trackers.group import make_trackers
 from tests.listening import Watch
 from tests.telemetry.wandb_files import read_wandb
 
@@ -128,9 +125,8 @@ def test_an_offline_run_of_wandb_is_continued_by_a_resumed_one(wandb_runs: tuple
 
 def test_nothing_is_left_listening_running_or_told(wandb_runs: tuple[Path, Watch]) -> None:
     root, watch = wandb_runs
-    assert not [found for found in watch.seen if "wandb" in found.command or "trackers" in found.command]
-    left = [p for p in psutil.Process().children(recursive=True) if "trackers.process" in " ".join(p.cmdline())]
-    assert not left
+    assert not [found for found in watch.seen if "wandb" in found.command]
+    assert not [p for p in psutil.Process().children(recursive=True) if "wandb" in p.name()]
     for path in root.rglob("*"):
         if path.is_file():
             assert b"s3cret" not in path.read_bytes().lower(), path
@@ -142,41 +138,43 @@ import psutil
 from pathlib import Path
 from tests.telemetry.test_trackers import steps_of, make_trackers, RunLog, TelemetryConfig, CONFIG
 
-def service():
-    return [p for p in psutil.Process().children(recursive=True) if "wandb-core" in " ".join(p.cmdline())]
-
 root = Path(sys.argv[1])
+root.mkdir()
 telemetry = TelemetryConfig.model_validate({"trackers": ["wandb"], "mode": "offline"})
-trackers = make_trackers(telemetry, "killed", root)
-log = RunLog(root, trackers, CONFIG, stream=io.StringIO())
+log = RunLog(root, make_trackers(telemetry, "killed", root), CONFIG, stream=io.StringIO())
 steps_of(log, 1, 2)
 state = root / "trackers" / "wandb.json"
 while not (state.exists() and '"step": 2' in state.read_text()):
     time.sleep(0.05)
-[process.terminate() for process in (trackers["wandb"]._process, *service())]
-time.sleep(1)
-steps_of(log, 3, 6)
-while '"step": 6' not in state.read_text():
-    time.sleep(0.05)
-print([p.pid for p in psutil.Process().children(recursive=True)], log._side_work.num_lost, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+service = [p for p in psutil.Process().children(recursive=True) if "wandb-core" in p.name()]
+print([p.pid for p in service], flush=True)
+if sys.argv[2] == "rank":
+    os.kill(os.getpid(), signal.SIGKILL)
+[p.kill() for p in service]
+steps_of(log, 3, 4)
+log.close()
+log.wait()
 """
 
 
 @pytest.mark.slow
-def test_wandb_goes_on_after_the_death_of_its_service_and_ends_with_its_rank(tmp_path: Path) -> None:
-    """Slurm sends a request to stop to every process of a step, in whatever session, and wandb's service takes it."""
+def test_the_service_of_wandb_ends_with_its_rank_and_the_rank_not_with_the_service(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    rank = subprocess.run([sys.executable, "-c", RANK, str(tmp_path)], stdout=subprocess.PIPE, text=True, timeout=120)
-    assert rank.returncode == -signal.SIGKILL
-    pids = json.loads(rank.stdout.split("]")[0] + "]")
-    assert len(pids) >= 2, "the helper, and wandb's services, dead and alive"
-    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    # What the service of wandb had not yet written to its first file ended with it.
-    files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    found, rows = read_wandb(files[-1])
-    assert len(files) == 2 and found.run_id == json.loads((tmp_path / "trackers" / "wandb.json").read_text())["id"]
-    assert {4, 5} <= rows.keys() <= {3, 4, 5, 6}
+    for killed, code in (("rank", -signal.SIGKILL), ("service", 0)):
+        command = [sys.executable, "-c", RANK, str(tmp_path / killed), killed]
+        rank = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+        assert rank.returncode == code
+        pids = json.loads(rank.stdout)
+        assert pids, "wandb's service"
+        eventually(lambda pids=pids: not any(psutil.pid_exists(pid) for pid in pids))
+    assert [r["step"] for r in lines(tmp_path / "service")] == [1, 2, 3, 4]
+
+
+def eventually(true: Any, limit_s: float = 20.0) -> None:
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.05)
 
 
 # ---------------------------------------------------------------------------------------------------------- MLflow
@@ -251,168 +249,98 @@ def test_a_tracker_that_raises_costs_its_records_alone(tmp_path: Path, caplog, b
     assert [r["step"] for r in lines(tmp_path)] == [1, 2]
 
 
-FAKE = """
-import os, sys, time
-from megappo.telemetry.trackers import process
+class Waiting(Failing):
+    """A tracker whose method `broken` returns when `go` is set, and not before."""
 
-class Fake:
-    def __init__(self, root, telemetry, note):
-        self.root, self.what = root, telemetry.project
-        note("fake: here")
-    def start(self, config, resumed_step):
-        if self.what == "no start":
-            raise OSError("no network")
-    def metrics(self, step, values):
-        if self.what == "block":
-            time.sleep(1000)
-        if self.what == "die":
-            os._exit(3)
-        with open(self.root / "took", "a") as file:
-            file.write(f"{step}\\n")
-    def finish(self, status):
-        with open(self.root / "took", "a") as file:
-            file.write(f"{status}\\n")
-        if self.what == "endless":
-            time.sleep(1000)
+    def __init__(self, broken: str) -> None:
+        super().__init__("")
+        self.stuck, self.go, self.ended = broken, threading.Event(), 0
 
-process.TRACKERS["fake"] = Fake
-process.main(sys.argv[-2], int(sys.argv[-1]))
-"""
+    def _called(self, name: str, *details: object) -> None:
+        if name == self.stuck:
+            self.go.wait()
+        super()._called(name, *details)
+
+    def end_service(self) -> None:
+        self.ended += 1
 
 
-def helper(root: Path, monkeypatch: pytest.MonkeyPatch, what: str, **options: Any) -> HelperTracker:
-    """A tracker that does `what`, in a helper process."""
-    script = root / "fake.py"
-    script.write_text(FAKE)
-    launcher = root / "python"
-    launcher.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
-    launcher.chmod(0o755)
-    monkeypatch.setattr("megappo.telemetry.trackers.helper.sys.executable", str(launcher))
-    return HelperTracker("fake", root, TelemetryConfig(project=what), **options)
-
-
-def took(root: Path) -> list[str]:
-    return (root / "took").read_text().split() if (root / "took").exists() else []
-
-
-def eventually(true: Any, limit_s: float = 20.0) -> None:
-    end = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.05)
-
-
-def test_a_tracker_that_blocks_holds_no_step_and_is_ended(tmp_path: Path, monkeypatch, caplog) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr("megappo.telemetry.trackers.group.FINISH_S", {"finished": 0.5})
-    tracker = helper(tmp_path, monkeypatch, "block", max_waiting=4)
-    log = RunLog(tmp_path, {"fake": tracker}, stream=io.StringIO())
-    slowest = 0.0
-    log.step({}, 1, 40)
-    assert tracker._process is not None
-    eventually(lambda: tracker._replies or any(r.getMessage() == "fake: here" for r in caplog.records))
-    for step in range(2, 41):
-        begin = time.thread_time()  # of this thread: a loaded machine does not count
-        log.step({"reward/score_mean": 1.0, "x" * 20_000: 2.0}, step, 40)
-        slowest = max(slowest, time.thread_time() - begin)
-    log.close()
-    log.wait()
-    assert slowest < 1.0 and [r["step"] for r in lines(tmp_path)] == list(range(1, 41))
-    assert tracker._process.returncode == -signal.SIGKILL
-    assert 20 < lines(tmp_path)[-1][LOST] < 40
-    assert "fake: a record is lost (fake is too slow: 4 records are waiting)" in warnings(caplog)[0]
-    assert log._side_work.lost["fake"] > lines(tmp_path)[-1][LOST], "the end counts too"
-
-
-def test_an_end_that_never_comes_is_not_waited_for(tmp_path: Path, monkeypatch) -> None:
-    tracker = helper(tmp_path, monkeypatch, "endless")
-    tracker.start({}, None)
-    tracker.metrics(1, {})
-    tracker.finish("stopped")
-    with pytest.raises(OSError, match="fake did not finish within 3 s and was ended"):
-        tracker.wait(3)
-    assert took(tmp_path) == ["1", "stopped"]
-
-
-def test_a_process_that_dies_is_started_again_and_not_for_ever(tmp_path: Path, monkeypatch, caplog) -> None:
-    tracker = helper(tmp_path, monkeypatch, "die")
-    log = RunLog(tmp_path, {"fake": tracker}, stream=io.StringIO())
+def test_a_tracker_that_blocks_holds_no_step(tmp_path: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setitem(FINISH_S, "finished", 0.5)
+    tracker = Waiting("metrics")
+    log = RunLog(tmp_path, {"slow": BackgroundTracker("slow", tracker, tracker.end_service, max_waiting=4)}, stream=io.StringIO())
     for step in range(1, 41):
-        log.step({}, step, 40)
-        assert tracker._process is not None
-        # A record that reaches a process that has just died is lost with it, and the next process waits for the next one.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            tracker._process.wait(1)
+        log.step({"reward/score_mean": 1.0}, step, 40)
     log.close()
     log.wait()
-    assert tracker._num_starts == 4 and log._side_work.lost["fake"] >= 2
-    assert any("its process has ended" in text for text in warnings(caplog))
+    assert [r["step"] for r in lines(tmp_path)] == list(range(1, 41)) and tracker.ended == 1
+    assert 20 < lines(tmp_path)[-1][LOST] < 40
+    assert "slow: a record is lost (slow is too slow: 4 records are waiting)" in warnings(caplog)[0]
+    tracker.go.set()
 
 
-def test_a_helper_outlives_a_request_to_stop_and_not_its_rank(tmp_path: Path, monkeypatch) -> None:
-    tracker = helper(tmp_path, monkeypatch, "well")
-    tracker.start({}, None)
-    tracker.metrics(1, {})
-    eventually(lambda: took(tmp_path) == ["1"])
-    assert tracker._process is not None and tracker._process.stdin is not None
-    for asked in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        os.kill(tracker._process.pid, asked)
-    tracker.metrics(2, {})
-    eventually(lambda: took(tmp_path) == ["1", "2"])
-    tracker._process.stdin.close()  # as the end of the rank does
-    assert tracker._process.wait(20) == 0 and took(tmp_path)[-1] == "failed"
+def test_an_end_that_never_comes_is_not_waited_for(monkeypatch) -> None:
+    monkeypatch.setitem(FINISH_S, "stopped", 0.5)
+    tracker = Waiting("finish")
+    background = BackgroundTracker("slow", tracker, tracker.end_service)
+    background.start({}, None)
+    background.metrics(1, {})
+    background.finish("stopped")
+    with pytest.raises(OSError, match="slow did not finish within 0.5 s and was left"):
+        background.wait()
+    assert tracker.took == [("start", None), ("metrics", 1)] and tracker.ended == 1
+    tracker.go.set()
 
 
-# ------------------------------------------------------------------------------------- in the helper, without a process
-
-
-def session(broken: dict[str, Exception], clock: list[float]) -> tuple[process.Session, list[Failing], list[dict[str, str]]]:
-    made: list[Failing] = []
-    replies: list[dict[str, str]] = []
-
-    def make() -> Any:
-        made.append(Failing(""))
-        made[-1]._called = lambda name, *details: (  # type: ignore[method-assign]
-            (_ for _ in ()).throw(broken[name]) if name in broken else made[-1].took.append((name, *details))
-        )
-        return made[-1]
-
-    return process.Session(make, lambda reply: replies.append(dict(reply)), lambda: clock[0]), made, replies
-
-
-def record(step: int) -> dict[str, Any]:
-    return {"do": "metrics", "step": step, "values": {}}
-
-
-def test_a_start_that_fails_is_tried_again_after_a_pause() -> None:
-    broken: dict[str, Exception] = {"start": OSError("no route\nto host")}
-    clock = [0.0]
-    one, made, replies = session(broken, clock)
-    one.take({"do": "start", "config": {}, "resumed_step": None})
-    one.take(record(1))
-    assert len(made) == 1 and replies == [{"lost": "OSError: no route"}] * 2
-    broken.clear()
-    clock[0] = 1.5
-    one.take(record(2))
-    assert len(made) == 2 and made[-1].took == [("start", None), ("metrics", 2)] and len(replies) == 2
-
-
-def test_a_tracker_is_started_anew_after_two_failures_in_a_row() -> None:
-    """As when a SIGTERM to all processes of a job has ended the service that wandb starts."""
-    broken: dict[str, Exception] = {}
-    one, made, replies = session(broken, [0.0])
-    one.take({"do": "start", "config": {}, "resumed_step": None})
-    for step in range(1, 7):
-        broken.update({"metrics": ConnectionResetError("lost")} if step in (1, 3, 4) else {})
-        one.take(record(step))
-        broken.clear()
-    assert len(replies) == 3 and len(made) == 2
-    assert made[0].took == [("start", None), ("metrics", 2)] and made[1].took == [("start", None), ("metrics", 5), ("metrics", 6)]
+@pytest.mark.parametrize("broken", ["start", "metrics", "text"])
+def test_a_tracker_that_has_failed_is_switched_off_and_told_once(tmp_path: Path, caplog, broken: str) -> None:
+    tracker = Failing(broken)
+    background = BackgroundTracker("bad", tracker)
+    log = RunLog(tmp_path, {"bad": background}, stream=io.StringIO())
+    steps_of(log, 1, 1)
+    background._thread.join(20)
+    steps_of(log, 2, 3)
+    log.close()
+    log.wait()
+    calls = ["start", "metrics", "histograms", "text"]
+    assert [one[0] for one in tracker.took] == calls[: calls.index(broken)], "nothing after the failure"
+    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3] and lines(tmp_path)[-1][LOST] == 3
+    first, *rest = warnings(caplog)
+    assert first.startswith(f"bad: a record is lost (RuntimeError: no {broken}; it is switched off)")
+    assert all("records were lost" in text for text in rest)
 
 
 def test_a_reason_is_one_line_without_passwords() -> None:
-    assert process.reason_of(OSError("\nno http://me:s3cret@host/x\nmore")) == "OSError: no http://(hidden)@host/x"
-    assert process.reason_of(TimeoutError()) == "TimeoutError"
+    tracker = Failing("")
+    tracker.start = lambda *_: (_ for _ in ()).throw(OSError("\nno http://me:s3cret@host/x\nmore"))  # type: ignore[method-assign]
+    background = BackgroundTracker("bad", tracker)
+    background.start({}, None)
+    background._thread.join(20)
+    with pytest.raises(TrackerError, match=r"^OSError: no http://\(hidden\)@host/x$"):
+        background.wait()
+
+
+DIES = """
+import sys
+from pathlib import Path
+from megappo.telemetry.trackers.background import BackgroundTracker
+
+class Fake:
+    def start(self, config, resumed_step): pass
+    def metrics(self, step, values): pass
+    def finish(self, status): Path(sys.argv[1]).write_text(status)
+
+tracker = BackgroundTracker("fake", Fake())
+tracker.start({}, None)
+tracker.metrics(1, {})
+raise RuntimeError("the rank")
+"""
+
+
+def test_the_run_of_a_rank_that_fails_is_closed_as_failed(tmp_path: Path) -> None:
+    rank = subprocess.run([sys.executable, "-c", DIES, str(tmp_path / "end")], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert rank.returncode == 1 and rank.stderr.rstrip().endswith("RuntimeError: the rank")
+    assert (tmp_path / "end").read_text() == "failed"
 
 
 def test_steps_that_a_tracker_has_are_known_after_a_restart(tmp_path: Path) -> None:

@@ -5,9 +5,13 @@ A tracker may fail in any method: `group.py` counts it, and training goes on.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from megappo.telemetry.jsonl import dump_line, replace_file
 
 Status = Literal["finished", "stopped", "failed"]
 
@@ -52,3 +56,37 @@ def texts_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     values = (row.get(name) for name in TEXT_COLUMNS)
     texts = ("" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
     return tuple(text.encode("utf-8", "backslashreplace").decode("utf-8") for text in texts)
+
+
+class TrackedRun:
+    """Identity of a run at a tracker, by which a resumed run continues it. `trackers/NAME.json` below `root` has the id that the
+    tracker knows the run by, and the last step that it was given.
+
+    Trackers take no step back, so the steps that a resumed run repeats are left out (`is_new`).
+    """
+
+    def __init__(self, root: Path, name: str) -> None:
+        self._path = root / "trackers" / f"{name}.json"
+        found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
+        self.id: str | None = found.get("id")
+        self._step: int = found.get("step", -1)
+        self._last_before = self._step
+
+    def begin(self, run_id: str) -> None:
+        """Keep the id of a new run."""
+        self.id = run_id
+        self._write()
+
+    def is_new(self, step: int) -> bool:
+        """True if no record of this step was given before this start."""
+        return step > self._last_before
+
+    def given(self, step: int) -> None:
+        """Keep the step of a record that was given."""
+        if step > self._step:
+            self._step = step
+            self._write()
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(self._path, dump_line({"id": self.id, "step": self._step}))

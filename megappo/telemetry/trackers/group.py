@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.side_work import SideWork
+from megappo.telemetry.trackers.background import BackgroundTracker
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
-from megappo.telemetry.trackers.helper import HelperTracker, TrackerError
-
-FINISH_S = {"finished": 60.0, "stopped": 15.0, "failed": 5.0}
-"""Seconds to wait for the trackers at the end; after a request to stop the job has little time left."""
+from megappo.telemetry.trackers.mlflow_run import Mlflow
+from megappo.telemetry.trackers.wandb_run import Wandb, end_service
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +25,6 @@ class Trackers:
         self._trackers, self._config, self._side_work = trackers, config, side_work
         self._resumed_step: int | None = None
         self._started = False
-        self._status: Status = "failed"
 
     def resume_after(self, step: int) -> None:
         """Tell the trackers, at their start, that the records after `step` come again."""
@@ -46,16 +43,14 @@ class Trackers:
 
     def finish(self, status: Status) -> None:
         """Ask every tracker that was started to close the run."""
-        self._status = status
         if self._started:
             self._each(lambda tracker: tracker.finish(status))
 
     def wait(self) -> None:
-        """Wait for the trackers in helper processes, at most FINISH_S in all."""
+        """Wait for the trackers in the background, at most FINISH_S for each."""
         for name, tracker in self._trackers.items():
-            if isinstance(tracker, HelperTracker):
-                self._side_work.run(name, partial(tracker.wait, FINISH_S[self._status]))
-                self._hear(name, tracker)
+            if self._started and isinstance(tracker, BackgroundTracker):
+                self._side_work.run(name, tracker.wait)
 
     def _each(self, action: Callable[[Tracker], None]) -> None:
         if not self._started:
@@ -64,16 +59,6 @@ class Trackers:
                 self._side_work.run(name, lambda: tracker.start(self._config, self._resumed_step))
         for name, tracker in self._trackers.items():
             self._side_work.run(name, lambda: action(tracker))
-            if isinstance(tracker, HelperTracker):
-                self._hear(name, tracker)
-
-    def _hear(self, name: str, tracker: HelperTracker) -> None:
-        """Count what the helper process has lost, and tell what it has to say."""
-        for reply in tracker.replies():
-            if reply.kind == "note":
-                logger.info(reply.text)
-            else:
-                self._side_work.lose(name, TrackerError(reply.text))
 
 
 def make_trackers(telemetry: TelemetryConfig, run_name: str, root: Path) -> dict[str, Tracker]:
@@ -81,7 +66,9 @@ def make_trackers(telemetry: TelemetryConfig, run_name: str, root: Path) -> dict
     from megappo.telemetry.trackers.tensorboard import TensorBoard  # torch's writer is slow to import
 
     named = telemetry.model_copy(update={"experiment": telemetry.experiment or run_name})
-    return {
-        name: TensorBoard(root / "tensorboard") if name == "tensorboard" else HelperTracker(name, root, named)
-        for name in telemetry.trackers
+    makers: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(root / "tensorboard"),  # its library has a thread of its own
+        "wandb": lambda: BackgroundTracker("wandb", Wandb(root, named, logger.info), end_service),
+        "mlflow": lambda: BackgroundTracker("mlflow", Mlflow(root, named, logger.info)),
     }
+    return {name: makers[name]() for name in telemetry.trackers}

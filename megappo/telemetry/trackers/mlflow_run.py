@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or a database in the run directory. For the helper process (`process.py`): every call waits."""
+"""MLflow: a tracking server, or a database in the run directory. Every call waits for its answer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from typing import Any
 import yaml
 
 from megappo.config.run_sections import TelemetryConfig
-from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, texts_of
-from megappo.telemetry.trackers.state import TrackedRun
+from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, TrackedRun, texts_of
 
 URI = "MLFLOW_TRACKING_URI"
+# Defaults for the library: no reports to its makers, and an end to waiting for a server that is down.
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+}
 # MLflow's names of the ends of a run.
 _ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _MAX_PARAMS = 100  # of one request
@@ -32,6 +37,8 @@ class Mlflow:
         self._root, self._telemetry, self._note = root, telemetry, note
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         mlflow: Any = importlib.import_module("mlflow")
         folder, offline = self._root.absolute() / "mlflow", self._telemetry.mode == "offline"
         if offline:

@@ -1,20 +1,19 @@
-"""Weights & Biases, online or into files of the run directory. For the helper process (`process.py`) only: wandb replaces
-`sys.exit`, writes to the environment and waits in an exit handler.
-"""
+"""Weights & Biases, online or into files of the run directory. Its own service takes the records and sends them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
+import psutil
 
 from megappo.config.run_sections import TelemetryConfig
-from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, texts_of
-from megappo.telemetry.trackers.state import TrackedRun
+from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, TrackedRun, texts_of
 
 if TYPE_CHECKING:
     import wandb
@@ -30,11 +29,10 @@ class Wandb:
         self._run: wandb.Run | None = None
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its makers
         import wandb
 
         telemetry = self._telemetry
-        with contextlib.suppress(Exception):  # after a failure: the service of the run before, which may be dead
-            wandb.teardown()
         self._tracked = TrackedRun(self._root, "wandb")
         if self._tracked.id is None:
             self._tracked.begin(uuid.uuid4().hex[:12])
@@ -45,7 +43,7 @@ class Wandb:
             tags=list(telemetry.tags),
             id=self._tracked.id,
             resume="allow",
-            reinit="create_new",  # and not the run that has failed
+            reinit="create_new",  # and not a run that the user's own code has opened
             mode=telemetry.mode,
             dir=str(self._root),
             config=dict(config),
@@ -83,3 +81,11 @@ class Wandb:
         if self._tracked.is_new(step):
             self._run.log(values, step=step)
             self._tracked.given(step)
+
+
+def end_service() -> None:
+    """Kill the service that wandb has started: one that hangs would hold the end of this process, in wandb's exit handler."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if "wandb-core" in child.name():
+                child.kill()
