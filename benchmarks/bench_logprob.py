@@ -23,7 +23,8 @@ from benchmarks.harness.cli import run
 from benchmarks.harness.model import Benchmark, Calls, Candidate, Difference, Mistake, merged, worst
 from benchmarks.harness.peers import logits_peers
 from benchmarks.harness.vocab import log_softmax_logprob, logsumexp_logprob, numbers, oracle_rows, row_chunks
-from megappo.ops.logprob import vocab_parallel_logprob
+from megappo.algo.alignment import IGNORE_INDEX
+from megappo.ops import vocab_stats  # noqa: F401  registers torch.ops.megappo.vocab_*
 
 FORM = "tokens x vocabulary like 2048x32000, or one shard of it like 8192x151936/8"
 # Bytes of fp64 gradients to keep for the check of the next candidate.
@@ -97,12 +98,33 @@ def problem(sizes: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
     return LogprobProblem(logits, target, g_logprob, g_entropy)
 
 
+class _RowOps(torch.autograd.Function):
+    """The row operations of `linear_logprob` on logits that exist as a whole."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.scale = 0, logits.shape[1], 1.0, None, IGNORE_INDEX
+        stats = torch.ops.megappo.vocab_stats(logits, target, *ctx.scale, True)
+        logprob, entropy, lse = torch.ops.megappo.vocab_stats_merge(stats[None], target, IGNORE_INDEX)
+        ctx.save_for_backward(logits, target, lse, entropy)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return torch.ops.megappo.vocab_logits_backward(*ctx.saved_tensors, *upstream, *ctx.scale), None
+
+
+def row_ops(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(logprob [T], entropy [T]) of logits [T, V], differentiable."""
+    return _RowOps.apply(logits, target)
+
+
 def candidates(p: LogprobProblem) -> Sequence[Candidate]:
     def calls(function: Callable[..., Sequence[Tensor]]) -> Calls:
         return differentiable(function, {"dlogits": p.logits}, {"logprob": p.g_logprob, "entropy": p.g_entropy})
 
     def megappo(logits: Tensor) -> Sequence[Tensor]:
-        return vocab_parallel_logprob(logits, p.target, None, vocab_start=0, num_valid=p.logits.shape[1])
+        return row_ops(logits, p.target)
 
     def plain(function: Callable[..., Sequence[Tensor]]) -> Calls:
         return calls(lambda logits: function(logits, p.target))

@@ -1,9 +1,8 @@
-"""Benchmark policy loss, value loss and whitening: `python benchmarks/bench_losses.py [--check] ...`. A shape is a number of
-tokens.
+"""Benchmark policy loss and value loss: `python benchmarks/bench_losses.py [--check] ...`. A shape is a number of tokens.
 
 All formulations return the loss and the metrics that the trainer logs. The floor is one read of the inputs and one write of the
-gradient or result at the bandwidth of the run's copy: 20 bytes per token for a loss (its gradient is made in the forward), 8 more
-in the backward, which multiplies by the upstream gradient; 9 for whitening.
+gradient at the bandwidth of the run's copy: 20 bytes per token (the gradient is made in the forward), 8 more in the backward, which
+multiplies by the upstream gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from benchmarks.harness.candidates import differentiable, ours, plain_and_compil
 from benchmarks.harness.cli import run
 from benchmarks.harness.model import Benchmark, Calls, Candidate, Difference, Mistake, worst
 from megappo.ops.losses import policy_loss, value_loss
-from megappo.ops.whiten import whiten_apply
 
 FORM = "tokens like 65536, 64Ki or 1Mi"
 CLIP, VALUE_CLIP = 0.2, 0.2
@@ -158,47 +156,6 @@ def megappo_value_loss(*inputs: Tensor) -> tuple[Tensor, ...]:
     return loss, *(metrics[name] for name in VALUE_METRICS)
 
 
-@dataclass(frozen=True)
-class WhitenProblem:
-    advantage: Tensor
-    mask: Tensor
-    moments: Tensor
-    known: dict[Any, Any] = field(default_factory=dict, compare=False)
-
-    @property
-    def probes(self) -> Mapping[str, Callable[[], Any]]:
-        return {}
-
-    @property
-    def floors(self) -> Mapping[str, Mapping[str, float]]:
-        return {"forward": {"copy": 9 * self.mask.numel()}}
-
-    def differences(self, results: Mapping[str, Tensor], rounds_to: torch.dtype | None, ours: bool) -> list[Difference]:
-        kept = self.advantage[self.mask].double()
-        want = torch.where(self.mask, (self.advantage.double() - kept.mean()) / kept.std(), 0.0)
-        # moments in fp32 lose 2^-24 of the mean over the deviation, 3 / 2 here, per rounding
-        return [worst("whitened", results["whitened"], want, 1e-6 * (1 if ours else 16), 1e-6)]
-
-
-def whiten_problem(num_tokens: int, dtype: torch.dtype, device: torch.device) -> WhitenProblem:
-    generator = torch.Generator(device).manual_seed(0)
-    advantage = 3.0 + 2.0 * torch.randn(num_tokens, generator=generator, device=device)
-    mask = torch.rand(num_tokens, generator=generator, device=device) < 0.7
-    mask[:2] = True
-    kept = advantage[mask].double()
-    return WhitenProblem(advantage, mask, torch.stack((mask.sum().double(), kept.sum(), kept.square().sum())))
-
-
-def whiten_candidates(p: WhitenProblem) -> Sequence[Candidate]:
-    def calls(function: Callable[..., Tensor]) -> Calls:
-        return Calls(lambda: function(p.advantage, p.mask, p.moments), lambda value: {"whitened": value})
-
-    return [
-        *ours(("whiten_apply",), p.mask.device, lambda: calls(whiten_apply)),
-        *plain_and_compiled("fp32 moments", plain_whiten, calls),
-    ]
-
-
 SHAPES = {"cpu": ["64Ki", "1Mi"], "cuda": ["64Ki", "1Mi"]}
 FP32 = {"cpu": [torch.float32], "cuda": [torch.float32]}
 POLICY_LOSS = Benchmark(
@@ -207,12 +164,11 @@ POLICY_LOSS = Benchmark(
 VALUE_LOSS = Benchmark(
     "value_loss", FORM, SHAPES, FP32, read, value_problem, lambda p: loss_candidates(p, "value_loss", megappo_value_loss)
 )
-WHITEN_APPLY = Benchmark("whiten_apply", FORM, SHAPES, FP32, read, whiten_problem, whiten_candidates)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    benchmarks = [POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY]
-    return run("bench_losses", "Policy loss and value loss with their metrics, and whitening.", benchmarks, argv)
+    benchmarks = [POLICY_LOSS, VALUE_LOSS]
+    return run("bench_losses", "Policy loss and value loss with their metrics.", benchmarks, argv)
 
 
 if __name__ == "__main__":

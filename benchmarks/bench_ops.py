@@ -16,11 +16,11 @@ from benchmarks.bench_gae import GAE, TOKEN_ADVANTAGES
 from benchmarks.bench_linear_logprob import LINEAR_LOGPROB
 from benchmarks.bench_linear_loss import LINEAR_LOSS
 from benchmarks.bench_logprob import LOGPROB
-from benchmarks.bench_losses import POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY
+from benchmarks.bench_losses import POLICY_LOSS, VALUE_LOSS
 from benchmarks.harness.bars import bars
 from benchmarks.harness.cli import run
 
-BENCHMARKS = [LOGPROB, LINEAR_LOGPROB, LINEAR_LOSS, GAE, TOKEN_ADVANTAGES, POLICY_LOSS, VALUE_LOSS, WHITEN_APPLY]
+BENCHMARKS = [LOGPROB, LINEAR_LOGPROB, LINEAR_LOSS, GAE, TOKEN_ADVANTAGES, POLICY_LOSS, VALUE_LOSS]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

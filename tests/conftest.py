@@ -131,5 +131,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _folder(nodeid: str) -> str:
-    """`tests/ops/test_whiten.py::...` -> ops, `tests/commands/test_cli.py::...` -> test_cli.py"""
+    """`tests/ops/test_losses.py::...` -> ops, `tests/commands/test_cli.py::...` -> test_cli.py"""
     return nodeid.split("::")[0].split("/")[1]

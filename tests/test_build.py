@@ -136,8 +136,9 @@ def test_the_installed_library_says_what_it_holds() -> None:
 
 def test_a_lesser_instruction_set_can_be_asked_for() -> None:
     script = (
-        "import torch; from megappo.ops import whiten; x = torch.randn(1000, generator=torch.Generator().manual_seed(0));"
-        "print(whiten.whiten_apply(x, x > -1, torch.tensor([900.0, 3.0, 800.0]).double()).sum().item())"
+        "import torch; from megappo.ops.losses import value_loss;"
+        "x = torch.randn(1000, generator=torch.Generator().manual_seed(0));"
+        "print(value_loss(x, x.flip(0), x.square(), x.abs(), clip=0.2)[0].item())"
     )
     sums = {
         isa: float(

@@ -30,7 +30,6 @@ SLOW_PLACES = (
     "commands/launch/test_local.py",
     "ops/test_linear_stats_cuda.py",
     "ops/test_triton_compile.py",
-    "ops/test_verdicts.py",
     "parity",
     "rollout/test_timeouts.py",
     "scripts",

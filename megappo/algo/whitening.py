@@ -37,7 +37,11 @@ def whitening_moments(advantage: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten_apply(advantage: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
-    """(advantage - mean) / sqrt(var + EPSILON) [T] fp32: the reference of `ops.whiten.whiten_apply`."""
+    """(advantage - mean) / sqrt(var + EPSILON) on the mask, exactly 0 elsewhere; [T] fp32.
+
+    advantage: [T], floating. mask: [T] bool. moments: [3] fp64, `whitening_moments` summed over all ranks and batches. The variance
+    is unbiased (count - 1). With 0 or 1 valid tokens the result is 0 everywhere.
+    """
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1.0)
     # For constant advantages, rounding can leave the difference of the two large numbers just below 0.

@@ -5,15 +5,14 @@ method; `op` makes it one. A call runs what is selected for the device of its fi
 checks, always run the reference.
 
 `kernels: auto` takes cuda, then triton, then reference on a GPU; cpp, then reference on the CPU. A named implementation that is
-missing is an error with the reason. Kernels that failed their check (`verdicts.py`) are left out. The choice holds for the whole
-process, as roles must compute the same numbers.
+missing is an error with the reason. The choice holds for the whole process, as roles must compute the same numbers.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -23,8 +22,6 @@ from torch.library import CustomOpDef
 
 from megappo.ops.implementations import ORDER, Kernels, missing
 
-Pair = tuple[str, str]
-"""(op, implementation)"""
 Watch = Callable[[str, str, Callable[[], Any]], Any]
 """(op, implementation, call) -> the call's result"""
 
@@ -36,7 +33,6 @@ class _Selection:
         self.kernels: Kernels = "auto"
         self.device_type: str | None = None
         self.native = "megappo_native"
-        self.faults: Mapping[Pair, str] = {}
         self.watch: Watch | None = None
         self.resolved: dict[tuple[str, str], tuple[str, Callable[..., Any]]] = {}
 
@@ -122,28 +118,12 @@ def select(kernels: Kernels, device_type: str | None = None) -> None:
     _selection.resolved.clear()
 
 
-def leave_out(faults: Mapping[Pair, str]) -> None:
-    """Leave out these kernels, for the reasons given: `auto` takes the next, naming one is an error. Replaces earlier faults."""
-    _selection.faults = dict(faults)
-    _selection.resolved.clear()
-
-
 @contextmanager
 def using(kernels: Kernels, *, native: str | None = None) -> Iterator[None]:
     """`select` for a block. native: other namespace of the compiled ops (the tests' build of the CUDA kernels for the CPU)."""
     with _restored():
         _selection.native = native or _selection.native
         select(kernels)
-        yield
-
-
-@contextmanager
-def alone(name: str, device_type: str) -> Iterator[None]:
-    """Run this op as it is selected now, and all others by their references, for a block."""
-    chosen = _resolve(name, device_type)
-    with _restored():
-        select("reference")
-        _selection.resolved[name, device_type] = chosen
         yield
 
 
@@ -187,8 +167,7 @@ def _find(name: str, device_type: str) -> tuple[str, Callable[..., Any]]:
     if device_type not in ORDER:  # "meta", and devices without kernels of ours
         return "reference", _references[name]
     for candidate in ORDER[device_type] if wanted == "auto" else (wanted,):
-        fault = _selection.faults.get((name, candidate))
-        reason = missing(candidate, device_type) or (fault and f"{name} {fault}")
+        reason = missing(candidate, device_type)
         found = None if reason else _lookup(candidate, name)
         # Products around a row op are the reference's code with that op's kernel: reported under both names, below.
         if found is not None and not (candidate == "reference" and name in _row_ops):

@@ -1,7 +1,9 @@
 """`linear_logprob`: log-prob and entropy from hidden states and the output weight, differentiable, over a tensor-parallel group.
 
-Arithmetic is in `linear_stats.py`, the group in `vocab_shard.py`; this file checks arguments and holds the autograd pair.
-Contracts are those of `vocab_parallel_logprob` (`logprob.py`).
+Arithmetic is in `linear_stats.py` and `vocab_stats.py`, the group in `vocab_shard.py`; this file checks arguments and holds the
+autograd pair. The forward makes exactly one all-gather of 16 bytes per token and rank for the log-probs; all ranks then hold the
+same bits. `algo/alignment.py` assigns targets to tokens. The upstream gradients must be the same on all ranks of the group, as they
+are for a loss that every rank computes from the same log-probs.
 """
 
 from __future__ import annotations
@@ -89,11 +91,20 @@ def linear_logprob(
     keep_logits: bool = False,
     into_main_grad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `vocab_parallel_logprob` of hidden @ weight.T, without the [T, Vl] logits: blocks of them are computed, and computed
-    again in the backward.
+    """(logprob [T], entropy [T] or None) of softmax(hidden @ weight.T / temperature), fp32, the same on every rank of the group.
 
+    The [T, Vl] logits never exist: blocks of them are computed, and computed again in the backward.
     hidden: [T, H], the same on all ranks, or with sequence_parallel this rank's T/tp consecutive rows. weight: [Vl, H] of
-    hidden's dtype. target: [T]. The gradient of `hidden` is summed over the group (sequence_parallel: reduce-scattered, so each
+    hidden's dtype; the first `num_valid` rows are vocabulary entries vocab_start.., the rest padding. target: [T] ids of the whole
+    vocabulary; where it is `ignore_index`, log-prob, entropy and gradient are 0. temperature: a positive number, or [T].
+    want_entropy false saves a pass. kept: [T, K] ids that the target of each row was drawn from (`kept_ids.py`); all other logits
+    count as -inf.
+
+    Raises ValueError for shapes that do not fit and, on the CPU, for a target outside the vocabulary or its `kept` (or with logit
+    -inf), naming the token. A GPU would synchronise for that check; there such a target gives logprob -inf, and the engine's finite
+    vote skips the step.
+
+    The gradient of `hidden` is summed over the group (sequence_parallel: reduce-scattered, so each
     rank gets its own rows), that of `weight` is this shard's, summed over tokens in fp32 and rounded to weight's dtype once.
 
     chunk_tokens: tokens in a block of logits at most, None for the device's default (8 MB of logits on the CPU, 256 MB on a

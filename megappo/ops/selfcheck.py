@@ -2,30 +2,33 @@
 
 A miscompiled kernel or a library of another version would otherwise show as a run that learns slowly. `run_checks` calls every
 public function of ops/ on a small fixed problem, forward and backward, and compares the results with the same call in fp64, which
-always runs the reference, on the same device. A few thousand tokens: below 0.5 s on a CPU; on a GPU seconds, while Triton
-compiles, and there `trial.py` runs it in another process, since a kernel may hang. Tensor parallelism is not checked here: it
-gathers and adds the same statistics.
+always runs the reference, on the same device. A few thousand tokens: below 0.5 s on a CPU; on a GPU seconds, or minutes the first
+time, while Triton compiles. Tensor parallelism is not checked here: it gathers and adds the same statistics.
+`python -m megappo.ops.selfcheck --device cuda` does the check alone.
 """
 
 from __future__ import annotations
 
+import argparse
+import logging
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megappo.algo.whitening import whitening_moments
+from megappo.algo.alignment import IGNORE_INDEX
 from megappo.ops import dispatch
 from megappo.ops.advantages import token_advantages
 from megappo.ops.implementations import ORDER, interpreted, missing
 from megappo.ops.linear_logprob import linear_logprob
-from megappo.ops.logprob import vocab_parallel_logprob
 from megappo.ops.losses import policy_loss, value_loss
-from megappo.ops.whiten import whiten_apply
 from megappo.runtime.error_text import first_line
+
+logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 3001  # several tiles, the last one partial
 # Partial tiles of rows and of columns; padding that must not count.
@@ -58,13 +61,17 @@ class Finding:
         others = [
             f"kernels={other}"
             for other in ORDER.get(device.type, ())
-            if missing(other, device.type) is None and not any(other in ran for ran in self.ops.values())
+            if missing(other, device.type) is None and not self._blamed(other)
         ]
         advice = f"use {' or '.join(others)}, and report this" if others else "report this"
-        return f"kernels: {kernels or self.function} {self.fault()}; {advice}"
+        return f"kernels: {kernels or self.function} {self._fault()}; {advice}"
 
-    def fault(self) -> str:
-        """The fault alone, without the kernel's name and without advice."""
+    def _blamed(self, implementation: str) -> bool:
+        """True if it took part in the result; the references, only if nothing else did."""
+        took_part = [implementation in ran.split(" + ") for ran in self.ops.values()]
+        return bool(took_part) and all(took_part) if implementation == "reference" else any(took_part)
+
+    def _fault(self) -> str:
         if self.failure is not None:
             return f"failed: {self.failure}"
         where = f"{self.result} of {self.function}" + (f" at {list(self.at)}" if self.at else "")
@@ -99,15 +106,18 @@ Results = Iterator[tuple[str, Tensor]]
 
 
 def _from_logits(numbers: Numbers, dtype: torch.dtype, rows: int = NUM_ROWS, columns: int = NUM_COLUMNS) -> Results:
-    logits = numbers.normal(rows, columns, scale=4.0, dtype=dtype).requires_grad_()
+    """The row operations alone, on types and widths of logits that `linear_logprob` does not make of small problems."""
+    ops = torch.ops.megappo
+    logits = numbers.normal(rows, columns, scale=4.0, dtype=dtype)
     num_valid = columns - PADDING
     target = numbers.integers(rows, below=num_valid)
-    logprob, entropy = vocab_parallel_logprob(logits, target, None, vocab_start=0, num_valid=num_valid, temperature=0.7)
-    assert entropy is not None
+    scale = 1 / 0.7, None, IGNORE_INDEX
+    stats = ops.vocab_stats(logits, target, 0, num_valid, *scale, True)
+    logprob, entropy, lse = ops.vocab_stats_merge(stats[None], target, IGNORE_INDEX)
     yield "logprob", logprob
     yield "entropy", entropy
-    upstream = [numbers.normal(rows), numbers.normal(rows)]
-    yield "gradient of logits", torch.autograd.grad([logprob, entropy], logits, upstream)[0]
+    upstream = numbers.normal(rows), numbers.normal(rows)
+    yield "gradient of logits", ops.vocab_logits_backward(logits, target, lse, entropy, *upstream, 0, num_valid, *scale)
 
 
 def _from_hidden(numbers: Numbers, dtype: torch.dtype, keep_logits: bool) -> Results:
@@ -159,11 +169,6 @@ def _advantages(numbers: Numbers) -> Results:
     yield from zip((f"{name} of given rewards" for name in names), of_rewards)
 
 
-def _whitening(numbers: Numbers) -> Results:
-    advantage, mask = numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
-    yield "result", whiten_apply(advantage, mask, whitening_moments(torch.where(mask, advantage, 0.0), mask))
-
-
 def _policy(numbers: Numbers) -> Results:
     logprob = numbers.normal(NUM_TOKENS, scale=0.3).requires_grad_()
     weight = numbers.uniform(NUM_TOKENS) * numbers.flags(NUM_TOKENS, 0.8)
@@ -202,13 +207,12 @@ ROUNDED_LOGITS_GRADIENT = 2**-7
 def problems() -> list[Problem]:
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
-        Problem("vocab_parallel_logprob", lambda n: _from_logits(n, fp32)),
-        Problem("vocab_parallel_logprob", lambda n: _from_logits(n, bf16)),
-        Problem("vocab_parallel_logprob", lambda n: _from_logits(n, bf16, LONG_ROWS, LONG_COLUMNS)),
+        Problem("vocab_stats", lambda n: _from_logits(n, fp32)),
+        Problem("vocab_stats", lambda n: _from_logits(n, bf16)),
+        Problem("vocab_stats", lambda n: _from_logits(n, bf16, LONG_ROWS, LONG_COLUMNS)),
         Problem("linear_logprob", lambda n: _from_hidden(n, bf16, False), gradient_precision=ROUNDED_LOGITS_GRADIENT),
         Problem("linear_logprob", lambda n: _from_hidden(n, bf16, True), gradient_precision=ROUNDED_LOGITS_GRADIENT),
         Problem("token_advantages", _advantages),
-        Problem("whiten_apply", _whitening),
         Problem("policy_loss", _policy),
         Problem("value_loss", _value),
     ]
@@ -248,11 +252,26 @@ def run_checks(device: torch.device) -> list[Finding]:
     return [finding for problem in problems_for(device.type) for finding in _check_here(problem, device)]
 
 
+def require_right(device: torch.device) -> None:
+    """Check the kernels selected now. ValueError, one line that names the kernels and the way out, if one raises or is wrong.
+
+    A kernel that hangs or crashes takes the process with it, so the line before says what to do then.
+    """
+    logger.info("checking the kernels on %s; if this is the last line of the run, start it with kernels=reference", device)
+    wrong = next((finding for finding in run_checks(device) if not finding.ok), None)
+    if wrong is not None:
+        raise ValueError(wrong.line(device))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the run's models find the memory as it was
+
+
 def _check_here(problem: Problem, device: torch.device) -> Iterator[Finding]:
     calls = Calls()
     try:
         yield from check(problem, device, calls)
-    except RuntimeError as error:  # a launch that CUDA refuses, or a failed check of the C++ layer
+    except (
+        Exception
+    ) as error:  # a launch that CUDA refuses, a failed check of the C++ layer, Triton's compiler: all are the kernel's
         yield Finding(problem.function, "", calls.take(), math.inf, 0.0, (), first_line(error))
 
 
@@ -286,3 +305,18 @@ def _compared(problem: Problem, name: str, ran: dict[str, str], got: Tensor, wan
     worst = int((difference / allowed).argmax())
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), got.shape)) if got.dim() else ()
     return Finding(problem.function, name, ran, float(difference.flatten()[worst]), float(allowed.flatten()[worst]), at)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the kernels of `kernels: auto` on a device and print those that are wrong; returns 1 if there are any."""
+    parser = argparse.ArgumentParser(description="Compare every kernel with its fp64 reference.")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    device = torch.device(parser.parse_args(argv).device)
+    findings = run_checks(device)
+    wrong = [finding.line(device) for finding in findings if not finding.ok]
+    print("\n".join([*wrong, f"{len(findings) - len(wrong)} of {len(findings)} results on {device} agree with their references"]))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

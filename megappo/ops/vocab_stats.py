@@ -8,8 +8,8 @@
 With x = logits * inv_temp of one shard: m = max x, s = sum e^(x-m), t = sum e^(x-m) (x-m), z_y = x at the target (-inf where
 another shard owns it). entropy = log s - t/s, which unlike log s + m - sum(e^x x)/s keeps its precision under a common offset of
 the logits. Here are the reference implementations in plain PyTorch; others are in csrc/vocab_stats/ and triton/vocab_stats.py.
-The collective between statistic and merge, argument checks and autograd are in `logprob.py`. Everything is fp32, or fp64 for fp64
-logits (which exists for gradient checks).
+The collective between statistic and merge is in `vocab_shard.py`, autograd in `linear_logprob.py`. Everything is fp32, or fp64 for
+fp64 logits (which exists for gradient checks).
 
 Rows without effect are ignored, even if NaN: the statistic of an ignored target is that of an empty shard, and a row whose
 upstream gradients are 0 has gradient 0 (a masked token's inf or NaN never becomes 0 * inf). The bits of a row depend neither on the

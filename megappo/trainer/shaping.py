@@ -13,10 +13,9 @@ from megappo.algo.chains import turn_starts
 from megappo.algo.correction import behaviour_ratio, correction_weights
 from megappo.algo.gae import length_adaptive_lambda
 from megappo.algo.groups import equal_groups, grpo_advantages, rloo_advantages
-from megappo.algo.whitening import whitening_moments
+from megappo.algo.whitening import whiten_apply, whitening_moments
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
-from megappo.ops.whiten import whiten_apply
 from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric
 from megappo.trainer.chains import Chains
@@ -37,7 +36,7 @@ from megappo.trainer.token_scans import (
 )
 
 # Ops of stage 5, which run where the experience is: on the host.
-HOST_OPS = ("token_advantages", "whiten_apply")
+HOST_OPS = ("token_advantages",)
 
 
 class Shaped(NamedTuple):

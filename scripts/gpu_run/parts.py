@@ -128,9 +128,9 @@ def _bench(place: Place) -> Command:
         "--repeats",
         "3",
         "--only",
-        "gae,whiten_apply,logprob",
+        "gae,value_loss,logprob",
         "--shapes",
-        "gae:600,whiten_apply:1Ki,logprob:24x300",
+        "gae:600,value_loss:1Ki,logprob:24x300",
     ]
     chosen = [*sizes, "--without", "torch.compile,Megatron"] if place.quick else []
     files = ["--markdown", str(place.folder / "bench.md"), "--json", str(place.folder / "bench.json")]

@@ -26,3 +26,14 @@ def test_moments_of_parts_whiten_as_the_whole():
     torch.testing.assert_close(got[mask].double(), (kept - kept.mean()) / kept.std(), rtol=1e-6, atol=1e-6)
     own = torch.cat([whiten_apply(a, m, moments) for a, m, moments in zip(advantage.chunk(2), mask.chunk(2), halves)])
     assert (own - got).abs().max() > 1e-2, "each part by its own moments is another result"
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_fewer_than_two_tokens_are_whitened_to_0(kept):
+    x, mask = torch.tensor([4.0, -2.0, 7.0]), torch.arange(3) < kept
+    assert torch.equal(whiten_apply(x, mask, whitening_moments(torch.where(mask, x, 0.0), mask)), torch.zeros(3))
+
+
+def test_constant_advantages_are_whitened_to_about_0():
+    x, mask = torch.full((1000,), 1e3 + 0.1), torch.ones(1000, dtype=torch.bool)
+    assert whiten_apply(x, mask, whitening_moments(x, mask)).abs().max() < 1e-3

@@ -15,7 +15,6 @@ from benchmarks.harness.harness import Settings, measure, prepare
 from benchmarks.harness.model import Calls, Candidate, Line, Report, Timing, worst, worst_row
 from megappo.ops import advantages as advantages_op
 from megappo.ops import linear_logprob as linear_op
-from megappo.ops import logprob as logprob_op
 from scripts import (
     bench_gae,
     bench_linear_logprob,
@@ -128,8 +127,11 @@ def test_megatron_core_is_measured_where_it_is_installed(capsys):
     assert not torch.distributed.is_initialized()
 
 
+row_ops = bench_logprob.row_ops
+
+
 def wrong_entropy(*args, **kwargs):
-    logprob, entropy = logprob_op.vocab_parallel_logprob(*args, **kwargs)
+    logprob, entropy = row_ops(*args, **kwargs)
     return logprob, entropy + 1e-3
 
 
@@ -151,7 +153,7 @@ def decayed_over_masked(logprob, ref_logprob, score, value, mask, cu_seqlens, **
 @pytest.mark.parametrize(
     "script,name,broken,shapes,said",
     [
-        (bench_logprob, "vocab_parallel_logprob", wrong_entropy, "24x300", "24x300 float32: megappo reference wrong: entropy"),
+        (bench_logprob, "row_ops", wrong_entropy, "24x300", "24x300 float32: megappo reference wrong: entropy"),
         (bench_linear_logprob, "linear_logprob", unsummed_dweight, "24x16x300", "wrong: dweight"),
         (bench_gae, "token_advantages", decayed_over_masked, "600", "gae 600 float32: megappo reference wrong: returns"),
     ],
@@ -172,7 +174,7 @@ def test_check_catches_an_op_that_computes_something_else(script, name, broken, 
         (bench_linear_logprob, ["--shapes", "8x0x10"], "shape '8x0x10'"),
         (bench_gae, ["--shapes", "1Gi"], "shape '1Gi'"),
         (bench_losses, ["--shapes", "-5"], "shape '-5'"),
-        (bench_losses, ["--only", "gae"], "--only gae: there are policy_loss, value_loss, whiten_apply"),
+        (bench_losses, ["--only", "gae"], "--only gae: there are policy_loss, value_loss"),
         (bench_ops, ["--shapes", "ppo:1Mi"], "ppo is not one of logprob"),
         (bench_logprob, ["--dtypes", "int8"], "--dtypes int8: use fp32, bf16, fp16"),
         (bench_logprob, ["--repeats", "0"], "--repeats 0: at least 1"),
@@ -203,7 +205,7 @@ def test_plot_needs_matplotlib_and_says_so(monkeypatch, capsys, tmp_path):
 def test_plot_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "x.png"
-    assert bench_losses.main([*QUICK, "--only", "whiten_apply", "--shapes", "1Ki", "--plot", str(path)]) == 0
+    assert bench_losses.main([*QUICK, "--only", "value_loss", "--shapes", "1Ki", "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -211,7 +213,7 @@ def test_a_candidate_that_fails_is_reported_and_the_others_are_measured():
     def broken() -> Calls:
         raise RuntimeError("no such thing\nsecond line")
 
-    benchmark = bench_losses.WHITEN_APPLY
+    benchmark = bench_losses.VALUE_LOSS
     with_broken = replace(benchmark, candidates=lambda p: [Candidate("broken", "peer", broken), *benchmark.candidates(p)])
     watch, settings = clock.Clock(torch.device("cpu"), 2**20), Settings(repeats=2, leave_out=("torch",))
     report = measure(prepare(with_broken, "1Ki", torch.float32, watch, settings), watch, settings)
@@ -314,14 +316,14 @@ def test_best_is_shown_where_asked_for():
 
 
 def test_all_ops_in_one_run_end_with_the_bars(capsys, tmp_path):
-    argv = ["--only", "whiten_apply,logprob", "--shapes", "whiten_apply:1Ki,logprob:8x40", "--without", "torch,Megatron"]
+    argv = ["--only", "value_loss,logprob", "--shapes", "value_loss:1Ki,logprob:8x40", "--without", "torch,Megatron"]
     page = tmp_path / "x.md"
     assert bench_ops.main([*QUICK, *argv, "--markdown", str(page)]) == 0
     lines = page.read_text().splitlines()
-    assert any(line.startswith("**whiten_apply 1Ki float32**") for line in lines)
+    assert any(line.startswith("**value_loss 1Ki float32**") for line in lines)
     assert any(line.startswith("| megappo reference | ") for line in lines)
     out = capsys.readouterr().out
-    assert "whiten_apply 1Ki float32" in out and "bars:" in out and "not measured" in out
+    assert "value_loss 1Ki float32" in out and "bars:" in out and "not measured" in out
 
 
 def test_step_benchmark_compares_medians_with_the_references(tmp_path, capsys):

@@ -12,7 +12,6 @@ from torch.library import opcheck
 from megappo.algo.kl import ESTIMATORS
 from megappo.ops import dispatch
 from megappo.ops.advantages import KERNEL_ESTIMATORS, token_advantages
-from megappo.ops.whiten import whiten_apply
 from tests.ops.advantages_oracle import (
     MASKS,
     OF_TOKENS,
@@ -191,13 +190,6 @@ def test_packed_equals_padded_bitwise(kernels, made):
     *unpacked, others = (x.cpu() for x in token_advantages(**on(kernels, padded), kl_coef=0.1))
     assert all(torch.equal(wide[there], want) and not wide[~there].any() for wide, want in zip(unpacked, packed))
     torch.testing.assert_close(others, moments, rtol=1e-12, atol=1e-12)
-
-
-def test_whitened_by_its_moments():
-    inputs = batch([60, 90, 2], mask="mixed")
-    _, advantage, _, moments = token_advantages(**inputs)
-    white = whiten_apply(advantage, inputs["response_mask"], moments)[inputs["response_mask"]].double()
-    assert abs(float(white.mean())) < 1e-6 and float(white.std()) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_masked_tokens_are_as_if_they_were_not_there(kernels):

@@ -199,25 +199,3 @@ def test_a_library_of_another_cuda_is_named_with_the_build_that_fits(monkeypatch
     assert "has no CUDA: install it again with a CUDA torch" in on_a_gpu(monkeypatch, tmp_path, None, cuda=None)
     assert on_a_gpu(monkeypatch, tmp_path, (9, 0), cuda_toolkit="13.2") is None
     assert on_a_gpu(monkeypatch, tmp_path, (9, 0), cuda_toolkit=None) is None  # built before this was written down
-
-
-# ------------------------------------------------------------------------------------------------------------- left out
-
-
-def test_what_is_left_out_is_not_run_and_its_name_is_an_error():
-    with dispatch.using("auto"):
-        dispatch.leave_out({("vocab_stats", "cpp"): "died of SIGSEGV"})
-        chosen = dispatch.selected("cpu")
-        assert chosen["vocab_stats"] == "reference" and chosen["vocab_stats_merge"] == "cpp"
-        assert chosen["linear_stats"] == "reference"  # it is products of matrices around vocab_stats
-        dispatch.select("cpp")
-        with pytest.raises(ValueError, match="^kernels = cpp: vocab_stats died of SIGSEGV; use kernels=auto$"):
-            dispatch.selected("cpu")
-    assert dispatch.selected("cpu")["vocab_stats"] == "cpp"
-
-
-def test_an_op_alone_runs_its_kernel_and_all_others_their_references():
-    with dispatch.using("auto"), dispatch.alone("whiten_apply", "cpu"):
-        chosen = dispatch.selected("cpu")
-        assert chosen.pop("whiten_apply") == "cpp" and set(chosen.values()) == {"reference"}
-    assert dispatch.selected("cpu")["policy_loss"] == "cpp"

@@ -9,7 +9,7 @@ from megappo.ops.linear_logprob import linear_logprob
 from megappo.ops.linear_loss import linear_token_loss
 from megappo.ops.losses import policy_loss
 from tests.ops.test_kept_ids import keep_some
-from tests.ops.test_logprob import LargestTensor, problem
+from tests.ops.test_linear_logprob import LargestTensor, problem
 from tests.ops.vocab_oracle import IGNORE
 
 VOCAB = 50

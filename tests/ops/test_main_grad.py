@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megappo.ops.linear_logprob import linear_logprob
+from tests.ops.test_linear_logprob import problem
 from tests.ops.test_linear_loss import clipped_linear_loss, fields
-from tests.ops.test_logprob import problem
 from tests.worlds import spawn_world
 
 WHERE = {"vocab_start": 0, "num_valid": 50}

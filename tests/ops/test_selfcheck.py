@@ -91,9 +91,9 @@ def test_a_kernel_that_raises_is_named(monkeypatch):
 
 
 def test_a_shape_that_differs_is_named(monkeypatch):
-    right = dispatch.implementation("whiten_apply", (torch.zeros(1),))
-    monkeypatch.setitem(dispatch._selection.resolved, ("whiten_apply", "cpu"), ("cpp", lambda *args: right(*args)[:-1]))
-    assert "whiten_apply (cpp) failed: result has shape (3000,), not (3001,)" in first_line(CPU)
+    right = dispatch.implementation("vocab_stats", (torch.zeros(1),))
+    monkeypatch.setitem(dispatch._selection.resolved, ("vocab_stats", "cpu"), ("cpp", lambda *args: right(*args)[:-1]))
+    assert "vocab_stats (cpp), vocab_stats_merge (cpp) failed: " in first_line(CPU)
 
 
 def test_only_what_is_possible_and_did_not_run_is_advised(monkeypatch):
@@ -104,6 +104,8 @@ def test_only_what_is_possible_and_did_not_run_is_advised(monkeypatch):
     assert finding.line(torch.device("cuda")).endswith("use kernels=triton or kernels=reference, and report this")
     gemm = selfcheck.Finding("linear_logprob", "logprob", {"linear_stats": "gemm + reference"}, 1.0, 0.1, ())
     assert gemm.line(CPU).endswith("use kernels=cpp, and report this")
+    mixed = selfcheck.Finding("linear_logprob", "logprob", {"vocab_stats": "triton", "linear_stats": "reference"}, 1.0, 0.1, ())
+    assert mixed.line(torch.device("cuda")).endswith("use kernels=cuda or kernels=reference, and report this")
 
 
 def test_both_precisions_get_the_same_numbers():

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 from megappo.ops import dispatch
-from megappo.ops.logprob import vocab_parallel_logprob
 from tests.ops.vocab_oracle import IGNORE, Answer, assert_matches, bits, cut, oracle, run_shards
 
 OPS = torch.ops.megappo
@@ -368,64 +367,6 @@ def test_ops_state_their_effects_and_have_fake_kernels(dtype):
     rest = (target, lse, entropy, g_lp, g_h, 0, 10, 0.5, None, IGNORE)
     opcheck(OPS.vocab_logits_backward, (logits, *rest))
     opcheck(OPS.vocab_logits_backward_, (logits, *rest))
-
-
-@pytest.mark.parametrize("which", ["logprob", "entropy", "both"])
-def test_gradcheck(which):
-    logits, target, _, _ = batch(7, 11, dtype=torch.float64)
-    pick = {"logprob": lambda out: out[0], "entropy": lambda out: out[1], "both": lambda out: out}[which]
-    where = {"vocab_start": 0, "num_valid": 9, "temperature": torch.linspace(0.6, 1.5, 7)}
-    target = target.clamp(max=8)
-    assert torch.autograd.gradcheck(lambda x: pick(vocab_parallel_logprob(x, target, None, **where)), (logits.requires_grad_(),))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_twice_leaves_the_logits_alone(kernels, dtype):
-    logits, target, _, _ = (x.to(kernels) for x in batch(5, 40, dtype=dtype))
-    logits.requires_grad_()
-    before = logits.detach().clone()
-    logprob, entropy = vocab_parallel_logprob(logits, target, None, vocab_start=0, num_valid=40)
-    loss = logprob.sum() + entropy.sum()  # both upstream gradients are expanded
-    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, logits)
-    assert torch.equal(first, second) and torch.equal(logits, before) and first.dtype == dtype
-
-
-@pytest.mark.parametrize("temperature", [0.7, torch.linspace(0.5, 2.0, 6)], ids=["one", "per token"])
-def test_compiles_as_one_graph(temperature):
-    logits, target, g_lp, g_h = batch(6, 40)
-    logits.requires_grad_()
-
-    def loss(x):
-        logprob, entropy = vocab_parallel_logprob(x, target, None, vocab_start=0, num_valid=37, temperature=temperature)
-        return (logprob * g_lp + entropy * g_h).sum()
-
-    target.clamp_(max=36)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    got, want = compiled(logits), loss(logits)
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(torch.autograd.grad(got, logits), torch.autograd.grad(want, logits))
-
-
-@pytest.mark.parametrize(
-    "change,text",
-    [
-        ({"logits": torch.zeros(2, 3, 5)}, r"logits \(2, 3, 5\)"),
-        ({"logits": torch.zeros(3, 5, dtype=torch.int32)}, "logits are torch.int32"),
-        ({"logits": torch.zeros(3, 5, device="meta")}, "target is on cpu and logits are on meta"),
-        ({"target": torch.zeros(4, dtype=torch.long)}, r"target \(4,\)"),
-        ({"target": torch.zeros(3)}, "target is torch.float32: want int64"),
-        ({"target": torch.tensor([1, 5, 0])}, "target 5 of token 1 is outside the vocabulary"),
-        ({"target": torch.tensor([1, -1, 0])}, "target -1 of token 1"),
-        ({"num_valid": 6}, "num_valid 6 is not within the 5 columns"),
-        ({"temperature": torch.ones(4)}, "one value for each of 3 tokens"),
-        ({"temperature": -1.0}, "positive temperature"),
-    ],
-)
-def test_wrong_arguments_are_named(change, text):
-    arguments = {"logits": torch.zeros(3, 5), "target": torch.tensor([1, 2, 3]), "vocab_start": 0, "num_valid": 5} | change
-    with pytest.raises(ValueError, match=text):
-        vocab_parallel_logprob(arguments.pop("logits"), arguments.pop("target"), None, **arguments)
 
 
 def test_wrong_arguments_of_the_ops_themselves_never_reach_a_kernel(kernels):

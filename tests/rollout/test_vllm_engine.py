@@ -27,7 +27,7 @@ from megappo.commands.plan.memory import rollout_memory
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.models.hf_config import read_arch
 from megappo.models.weight_map import hf_tensors
-from megappo.ops.logprob import linear_logprob
+from megappo.ops.linear_logprob import linear_logprob
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine

@@ -68,9 +68,9 @@ def test_symbols_without_a_home_are_named() -> None:
 
 
 def test_an_op_without_a_kernel_for_cuda_is_named() -> None:
-    both = {"CPU": {"megappo_native::whiten_apply"}, "CUDA": {"megappo_native::whiten_apply"}}
+    both = {"CPU": {"megappo_native::value_loss"}, "CUDA": {"megappo_native::value_loss"}}
     assert library.without_cuda(both) == []
-    assert library.without_cuda({**both, "CUDA": set()}) == ["megappo_native::whiten_apply"]
+    assert library.without_cuda({**both, "CUDA": set()}) == ["megappo_native::value_loss"]
 
 
 def test_an_untested_megatron_is_named() -> None:
@@ -92,10 +92,10 @@ def test_a_gpu_without_code_and_an_op_without_its_kernel_are_named() -> None:
         "RTX PRO 6000": "PTX 8.0",
     }
     assert capability.code_for("8.0;9.0a", (10, 0)) is None
-    good = {"whiten_apply": "cuda", "linear_stats": "triton", "linear_backward": "gemm + cuda"}
+    good = {"value_loss": "cuda", "linear_stats": "triton", "linear_backward": "gemm + cuda"}
     assert capability.selection_fault(good, (8, 0)) == ""
     assert capability.selection_fault(good, (9, 0)) == "linear_stats runs by triton, not cuda"
-    assert capability.selection_fault({**good, "whiten_apply": "triton"}, (8, 0)) == "whiten_apply runs by triton, not cuda"
+    assert capability.selection_fault({**good, "value_loss": "triton"}, (8, 0)) == "value_loss runs by triton, not cuda"
 
 
 def test_another_triton_and_a_kernel_that_is_not_compiled_are_named() -> None:

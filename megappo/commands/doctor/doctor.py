@@ -9,13 +9,16 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megappo.commands.doctor import gpu_stack
 from megappo.commands.doctor.gpu_stack import Stack
 from megappo.ops import implementations
 from megappo.runtime.installed import can_train, findings
 from megappo.telemetry.tables import table
+
+if TYPE_CHECKING:
+    import torch
 
 
 def device_lines(stack: Stack) -> list[str]:
@@ -75,51 +78,31 @@ def kernel_lines() -> tuple[list[str], list[str]]:
     """(table of each op's implementation on CPU and GPU, checked against its reference; lines on faults)."""
     import torch
 
-    from megappo.ops import dispatch, selfcheck
+    from megappo.ops import dispatch, selfcheck  # noqa: F401  registers the ops
 
     columns, wrong = [], []
     for kind in implementations.ORDER:
-        chosen = dispatch.selected(kind)
         if kind == "cuda" and not torch.cuda.is_available():
-            columns.append({op: [implementation, "no GPU here"] for op, implementation in chosen.items()})
+            columns.append({op: [implementation, "no GPU here"] for op, implementation in dispatch.selected(kind).items()})
             continue
-        device = torch.device(kind)
-        if kind == "cuda":
-            column, failed = gpu_column()
-            columns.append(column)
-            wrong += failed
-            continue
-        found = selfcheck.run_checks(device)
-        wrong += [finding.line(device) for finding in found if not finding.ok]
-        state = {op: "ok" for finding in found for op in finding.ops}
-        state |= {op: "WRONG" for finding in found if not finding.ok for op in finding.ops}
-        columns.append({op: [implementation, state[op]] for op, implementation in chosen.items()})
+        column, failed = checked_column(torch.device(kind, 0))
+        columns.append(column)
+        wrong += failed
     rows = [[op, *(cell for column in columns for cell in column[op])] for op in columns[0]]
     facts = library_facts()
     library = [library_line(facts)] if facts else []
     return [f"  {implementations.describe()}", *library, *table(["op", "CPU", "state", "GPU", "state"], rows, left=5)], wrong
 
 
-def gpu_column() -> tuple[dict[str, list[str]], list[str]]:
-    """(op -> [its implementation on GPU 0 under `kernels: auto`, state and kernels that failed their check], lines on faults).
+def checked_column(device: torch.device) -> tuple[dict[str, list[str]], list[str]]:
+    """(op -> [its implementation on this device, state after the check of the kernels], lines on faults)."""
+    from megappo.ops import dispatch, selfcheck
 
-    The check is that of a run, with its memory.
-    """
-    import torch
-
-    from megappo.ops import dispatch, verdicts
-
-    wrong = []
-    state = "ok"
-    try:
-        faults = verdicts.select_checked("auto", torch.device("cuda", 0))
-    except RuntimeError as error:  # the check could not run
-        faults, state = {}, "unknown"
-        wrong.append(str(error))
-    column = {op: [implementation, state] for op, implementation in dispatch.selected("cuda").items()}
-    for (op, implementation), fault in faults.items():
-        column[op][1] += f"; {implementation} left out: {fault}"  # no fault of the machine: a run leaves it out too
-    return column, wrong
+    found = selfcheck.run_checks(device)
+    state = {op: "ok" for finding in found for op in finding.ops}
+    state |= {op: "WRONG" for finding in found if not finding.ok for op in finding.ops}
+    column = {op: [implementation, state.get(op, "unknown")] for op, implementation in dispatch.selected(device.type).items()}
+    return column, [finding.line(device) for finding in found if not finding.ok]
 
 
 def report() -> tuple[str, int]:

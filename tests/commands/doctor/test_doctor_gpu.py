@@ -1,27 +1,19 @@
 """Doctor on a GPU: what its kernels did in their check."""
 
+import torch
+
 from megappo.commands.doctor import doctor
-from megappo.ops import dispatch, verdicts
+from megappo.ops import dispatch, selfcheck
+from megappo.ops.selfcheck import Finding
 
 
 def test_the_report_says_which_kernel_failed_its_check_on_the_gpu(monkeypatch):
-    def select_checked(kernels, device):
-        dispatch.leave_out({("whiten_apply", "triton"): "died of SIGSEGV"})
-        return {("whiten_apply", "triton"): "died of SIGSEGV"}
-
+    right = Finding("value_loss", "loss", {"value_loss": "triton"}, 0.0, 1e-5, ())
+    wrong = Finding("policy_loss", "loss", {"policy_loss": "triton"}, 0.5, 1e-5, ())
     monkeypatch.setitem(dispatch.ORDER, "cuda", ("triton", "reference"))
-    monkeypatch.setattr(verdicts, "select_checked", select_checked)
+    monkeypatch.setattr(selfcheck, "run_checks", lambda device: [right, wrong])
     with dispatch.using("auto"):
-        column, wrong = doctor.gpu_column()
-    assert column["whiten_apply"] == ["reference", "ok; triton left out: died of SIGSEGV"]
-    assert column["policy_loss"] == ["triton", "ok"]
-    assert wrong == []
-
-
-def test_the_report_says_why_the_kernels_of_the_gpu_could_not_be_checked(monkeypatch):
-    def select_checked(kernels, device):
-        raise RuntimeError("kernels: their check failed: no memory")
-
-    monkeypatch.setattr(verdicts, "select_checked", select_checked)
-    column, wrong = doctor.gpu_column()
-    assert {state for _, state in column.values()} == {"unknown"} and wrong == ["kernels: their check failed: no memory"]
+        column, said = doctor.checked_column(torch.device("cuda", 0))
+    assert column["value_loss"] == ["triton", "ok"] and column["policy_loss"] == ["triton", "WRONG"]
+    assert column["token_advantages"] == ["triton", "unknown"]
+    assert [line.partition(" differs")[0] for line in said] == ["kernels: policy_loss (triton)"]

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.ops.logprob import linear_logprob, vocab_parallel_logprob
+from megappo.ops.linear_logprob import linear_logprob
 from tests.ops.test_kept_ids import keep_some
+from tests.ops.test_linear_logprob import linear_oracle, problem
 from tests.ops.test_linear_loss import clipped_linear_loss, fields, two_steps
-from tests.ops.test_logprob import linear_oracle, problem
 from tests.ops.vocab_oracle import cut, oracle, shard_columns
 from tests.worlds import spawn_world
 
@@ -52,15 +52,6 @@ class CountCollectives:
             setattr(dist, name, function)
 
 
-def from_logits(logits, target, group, where, g_lp, g_h):
-    logits.requires_grad_()
-    with CountCollectives() as forward:
-        logprob, entropy = vocab_parallel_logprob(logits, target, group, **where)
-    with CountCollectives() as backward:
-        (logprob * g_lp + entropy * g_h).sum().backward()
-    return {"tokens": (logprob.detach(), entropy.detach()), "dlogits": logits.grad, "calls": (forward.calls, backward.calls)}
-
-
 def from_hidden(kind, h, w, target, group, where, g_lp, g_h):
     h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
     with CountCollectives() as forward:
@@ -84,8 +75,6 @@ def on_rank(rank, world_size):
     for name, shards in CUTS[world_size].items():
         shard = shards[rank]
         where = {"vocab_start": shard.start, "num_valid": shard.num_valid, "temperature": TEMPERATURE}
-        logits = shard_columns(h @ w.t(), shard, junk=50.0)
-        results[name, "logits"] = from_logits(logits, target, group, where, g_lp, g_h)
         own = shard_columns(w.t(), shard, junk=50.0).t().contiguous()
         for kind, sequence_parallel in LINEAR:
             rows = h.chunk(world_size)[rank] if sequence_parallel else h
@@ -94,17 +83,14 @@ def on_rank(rank, world_size):
                 options["kept"] = keep_some(target)
             results[name, kind, sequence_parallel] = from_hidden(kind, rows, own, target, group, options, g_lp, g_h)
         if name == "even":
-            options = {**where, "kept": keep_some(target)}
-            results[name, "kept logits"] = from_logits(shard_columns(h @ w.t(), shard), target, group, options, g_lp, g_h)
             # more chunks than one: as many gathers on the rank with the wide shard as on the others
             split = from_hidden("ppo", h, own, target, group, {**where, "chunk_tokens": 7}, g_lp, g_h)
             results["ppo in chunks"] = split
     outside = target.clamp(min=0) + VOCAB
-    for start, function, inputs in (("logits", vocab_parallel_logprob, (h @ w[:8].t(),)), ("hidden", linear_logprob, (h, w[:8]))):
-        try:
-            function(*inputs, outside, group, vocab_start=8 * rank, num_valid=8)
-        except ValueError as error:
-            results["error", start] = str(error)
+    try:
+        linear_logprob(h, w[:8], outside, group, vocab_start=8 * rank, num_valid=8)
+    except ValueError as error:
+        results["error"] = str(error)
     return results
 
 
@@ -146,31 +132,15 @@ def close(got, want, atol):
     torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("kind", [("logits",), *LINEAR])
+@pytest.mark.parametrize("kind", LINEAR)
 def test_ranks_agree_bitwise_and_match_the_oracle(world, truth, kind):
-    want = truth["linear" if kind[0] == "logits" else kind[0]]
+    want = truth[kind[0]]
     for name, _ in cuts(world):
         first, *others = (results[name, *kind]["tokens"] for results in world)
         for other in others:
             assert all(torch.equal(a, b) for a, b in zip(first, other))
         close(first[0], want[0], 6e-6)
         close(first[1], want[1], 2e-5)
-
-
-def test_every_rank_has_the_gradient_of_its_columns(world, truth):
-    for name, shards in cuts(world):
-        for results, shard in zip(world, shards):
-            grad = results[name, "logits"]["dlogits"]
-            close(grad, shard_columns(truth["linear"][2], shard), 2e-5)
-            assert not grad[:, shard.num_valid :].any()
-
-
-def test_restricted_logits_have_gradients_on_kept_ids_only(world, truth):
-    shards = CUTS[len(world)]["even"]
-    for results, shard in zip(world, shards):
-        want = shard_columns(truth["kept"][2], shard)
-        close(results["even", "kept logits"]["dlogits"], want, 2e-5)
-        assert not results["even", "kept logits"]["dlogits"][want == 0].any()
 
 
 def check_dhidden(world, truth, name, kind):
@@ -225,7 +195,6 @@ def test_one_collective_for_the_log_probs(world):
     gather, two = ["all_gather_into_tensor"], ["all_gather_into_tensor"] * 2
     for results in world:
         for name, _ in cuts(world):
-            assert results[name, "logits"]["calls"] == (gather, [])
             assert results[name, "linear", False]["calls"] == (gather, ["all_reduce"])
             # the hidden states besides, in the backward again
             assert results[name, "linear", True]["calls"] == (two, [*gather, "reduce_scatter_tensor"])
@@ -233,9 +202,8 @@ def test_one_collective_for_the_log_probs(world):
             assert results[name, "ppo", True]["calls"] == ([*two, "reduce_scatter_tensor"], [])
 
 
-@pytest.mark.parametrize("start", ["logits", "hidden"])
-def test_a_target_outside_the_vocabulary_raises_on_all_ranks(world, start):
-    assert len({results["error", start] for results in world}) == 1 and "outside the vocabulary" in world[0]["error", start]
+def test_a_target_outside_the_vocabulary_raises_on_all_ranks(world):
+    assert len({results["error"] for results in world}) == 1 and "outside the vocabulary" in world[0]["error"]
 
 
 def test_the_oracle_itself_depends_on_temperature():

@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megappo.ops.logprob import linear_logprob, vocab_parallel_logprob
+from megappo.ops.linear_logprob import linear_logprob
 from tests.ops.vocab_oracle import IGNORE, forward_tolerance, oracle
 
 
@@ -34,8 +34,6 @@ def test_gradcheck_of_each_output(which):
     h, w, target, _, _ = problem(7, 9, 5, padding=2, dtype=torch.float64)
     pick = {"logprob": lambda out: out[0], "entropy": lambda out: out[1], "both": lambda out: out}[which]
     where = {"vocab_start": 0, "num_valid": 9, "temperature": 0.7}
-    logits = (h @ w.t()).detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: pick(vocab_parallel_logprob(x, target, None, **where)), (logits,))
     assert torch.autograd.gradcheck(lambda h, w: pick(linear_logprob(h, w, target, None, chunk_tokens=3, **where)), (h, w))
 
 
@@ -109,17 +107,6 @@ def test_linear_never_holds_more_than_a_chunk_of_logits():
     assert seen.largest == 640 * 2000
 
 
-def test_backward_twice_and_input_unchanged():
-    h, w, target, g_lp, g_h = problem()
-    logits = (h @ w.t()).detach().requires_grad_()
-    before = logits.detach().clone()
-    logprob, entropy = vocab_parallel_logprob(logits, target, None, vocab_start=0, num_valid=50)
-    loss = (logprob * g_lp + entropy * g_h).sum()
-    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, logits)
-    assert torch.equal(first, second) and torch.equal(logits, before)
-
-
 def test_without_entropy():
     h, w, target, g_lp, _ = problem()
     both = linear_logprob(h, w, target, None, vocab_start=0, num_valid=50)
@@ -157,11 +144,6 @@ def test_linear_ops_are_functional_and_have_fake_kernels():
     opcheck(torch.ops.megappo.linear_stats, (h, w, target, *tail, True, None, False, True, 4, False))
     lse = torch.full((6,), 4.0)
     opcheck(torch.ops.megappo.linear_backward, (h, w, target, lse, lse, g_lp, g_h, *tail, None, None, False, 4, False))
-
-
-def test_logits_of_three_axes_are_refused():
-    with pytest.raises(ValueError, match=r"logits \(2, 3, 5\)"):
-        vocab_parallel_logprob(torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), None, vocab_start=0, num_valid=5)
 
 
 def test_no_tokens():
