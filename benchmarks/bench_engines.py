@@ -38,6 +38,7 @@ from benchmarks.harness.model import Mistake
 from megappo.algo.aggregation import token_weights
 from megappo.commands.plan.estimate import memory_of_stage
 from megappo.commands.plan.memory import count_parameters
+from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
 from megappo.data.packing import pack
 from megappo.engine.build import RoleEngines
@@ -79,14 +80,15 @@ class Case:
     def config(self, engine: str) -> TrainConfig:
         prompt = self.length // PROMPT_SHARE
         policy = {"model": self.model, "engine": engine, "dtype": self.dtype, "micro_batch_tokens": self.budget}
-        return TrainConfig.model_validate(
+        return validated(
             {
                 "run": {"device": self.device},
                 "policy": policy,
                 "data": {"train": "none", "max_prompt_tokens": prompt, "prompts_per_step": self.samples},
                 "rollout": {"engine": "megatron", "max_response_tokens": self.length - prompt, "samples_per_prompt": 1},
                 "algorithm": {"mini_batch_size": self.samples},
-            }
+            },
+            TrainConfig,
         )
 
 

@@ -25,6 +25,7 @@ from benchmarks.harness.candidates import differentiable, ours
 from benchmarks.harness.cli import run
 from benchmarks.harness.model import Benchmark, Calls, Candidate, Difference, worst_row
 from megappo.algo.correction import behaviour_ratio, correction_weights
+from megappo.config.loading import validated
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.engine.base import Engine
@@ -116,7 +117,7 @@ def problem(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
 
 
 def loss_calls(p: TermsProblem, changes: Mapping[str, Any], in_steps: bool = False) -> Calls:
-    algorithm = AlgorithmConfig.model_validate(changes)
+    algorithm = validated(changes, AlgorithmConfig)
     micro = p.micro_batch(algorithm.ptx.has_texts)
     policy = Policy(cast(Engine, None), 1.0, algorithm)
     output = _InSteps if in_steps else LinearOutput

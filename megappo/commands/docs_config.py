@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megappo.config.keys import is_mapping, item_class, section_class
+from megappo.config.keys import Choice, choice_of, is_mapping, item_class, section_class, section_classes
 from megappo.config.loading import json_schema
 from megappo.config.schema import SftConfig, TrainConfig
 
@@ -26,7 +26,9 @@ there.
 
 A configuration is one YAML file. On the command line `key=value` sets one key over the file, with the value in YAML:
 `megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second`. `key=null` takes back what the file says where the key
-itself cannot be null. `megappo config recipe.yaml` prints the resolved configuration. Unknown keys, keys of the wrong type
+itself cannot be null. A choice is written as the word that chooses, or as a section with it and the keys of what it chooses:
+`kl: none`, `kl: {placement: loss, coef: 0.04}`, `algorithm.kl.controller=adaptive algorithm.kl.controller.target=0.1`.
+`megappo config recipe.yaml` prints the resolved configuration. Unknown keys, keys of the wrong type
 (`"2"` is not 2) and keys without effect under the other keys are errors.
 
 For completion in an editor, start a file with
@@ -48,7 +50,7 @@ def type_text(schema: Mapping[str, Any]) -> str:
     """Put a property of a JSON schema into words: `integer >= 1 or null`."""
     if "anyOf" in schema:
         return " or ".join(type_text(part) for part in schema["anyOf"])
-    if "$ref" in schema:
+    if "$ref" in schema or "discriminator" in schema:
         return "section"
     if "enum" in schema:
         return "one of " + ", ".join(f"`{value}`" for value in schema["enum"])
@@ -56,7 +58,7 @@ def type_text(schema: Mapping[str, Any]) -> str:
         return f"`{schema['const']}`"
     if schema.get("type") == "array":
         items = schema.get("items", {})
-        return "list of sections" if "$ref" in items else f"list of {type_text(items)}"
+        return "list of sections" if type_text(items) == "section" else f"list of {type_text(items)}"
     named = schema.get("additionalProperties")
     if isinstance(named, Mapping) and "$ref" in named:
         return "mapping of names to sections"
@@ -82,9 +84,46 @@ def section_lines(name: str, cls: type[BaseModel], text: str, listed: set[type[B
     listed: the classes that have been.
     """
     properties = cls.model_json_schema()["properties"]
-    values = [(key, field) for key, field in cls.model_fields.items() if section_class(field) is None or field.default is None]
+    values = [(key, field) for key, field in cls.model_fields.items() if not section_classes(field) or field.default is None]
     if name:
         yield from (f"### {name}", "", text, "")
+    yield from table_lines(values, properties)
+    yield from inner_lines(name, cls, listed)
+
+
+def inner_lines(name: str, cls: type[BaseModel], listed: set[type[BaseModel]]) -> Iterator[str]:
+    """The sections of a section, its choices and the items of its lists."""
+    for key, field in cls.model_fields.items():
+        dotted = f"{name}.{key}" if name else key
+        choice = choice_of(field.annotation, field.discriminator)
+        inner = section_class(field)
+        items = item_class(field)
+        if choice is not None:
+            yield from choice_lines(dotted, choice, field.description or "", listed)
+        elif inner is not None:
+            yield from section_lines(dotted, inner, field.description or "", listed)
+        elif items is not None and items not in listed:
+            listed.add(items)
+            name_of_item = f"{dotted}.NAME" if is_mapping(field) else f"{dotted}[]"
+            yield from section_lines(name_of_item, items, f"One item of `{dotted}`.", listed)
+
+
+def choice_lines(name: str, choice: Choice, text: str, listed: set[type[BaseModel]]) -> Iterator[str]:
+    """A heading, then the text and the table of each section that a word chooses, then the sections inside them."""
+    words = ", ".join(f"`{word}`" for word in choice.sections)
+    yield from (f"### {name}", "", f"{text} `{choice.key}` chooses among {words}; without it: `{choice.default}`.", "")
+    for word, cls in choice.sections.items():
+        yield from (f"**`{choice.key}: {word}`** {' '.join((cls.__doc__ or '').split())}".rstrip(), "")
+        properties = cls.model_json_schema()["properties"]
+        fields = [(key, field) for key, field in cls.model_fields.items() if key != choice.key and not section_classes(field)]
+        yield from table_lines(fields, properties)
+    for cls in choice.sections.values():
+        if cls not in listed:
+            listed.add(cls)
+            yield from inner_lines(name, cls, listed)
+
+
+def table_lines(values: Sequence[tuple[str, FieldInfo]], properties: Mapping[str, Any]) -> Iterator[str]:
     if values:
         yield from ("| key | type | default | meaning |", "|---|---|---|---|")
         for key, field in values:
@@ -92,16 +131,6 @@ def section_lines(name: str, cls: type[BaseModel], text: str, listed: set[type[B
             # A bar would end the cell, a line break the table.
             yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
         yield ""
-    for key, field in cls.model_fields.items():
-        dotted = f"{name}.{key}" if name else key
-        inner = section_class(field)
-        items = item_class(field)
-        if inner is not None:
-            yield from section_lines(dotted, inner, field.description or "", listed)
-        elif items is not None and items not in listed:
-            listed.add(items)
-            name_of_item = f"{dotted}.NAME" if is_mapping(field) else f"{dotted}[]"
-            yield from section_lines(name_of_item, items, f"One item of `{dotted}`.", listed)
 
 
 def page() -> str:

@@ -162,48 +162,17 @@ def _mini_batch_divides(key: str, size: int, config: TrainConfig, parts: int = 1
     return problem(key, size, f"must divide the {samples} samples of a step ({product}): {left}; use {nearest}")
 
 
-def adaptive_placement_problem(config: TrainConfig) -> str | None:
-    """A controller of the KL in the reward beside a KL in the loss."""
-    kl = config.algorithm.kl
-    if kl.controller == "adaptive" and kl.placement == "loss":
-        return problem(
-            "algorithm.kl.controller", "adaptive", "steers the KL in the reward; set placement: reward, or controller: fixed"
-        )
-    return None
-
-
-def adaptive_start_problem(config: TrainConfig) -> str | None:
-    """A factor that the controller multiplies and that stays 0."""
-    kl = config.algorithm.kl
-    if kl.placement == "reward" and kl.controller == "adaptive" and kl.coef == 0:
-        return problem(
-            "algorithm.kl.coef", 0.0, "the adaptive controller multiplies it and 0 stays 0; use a start value such as 0.001"
-        )
-    return None
-
-
-def adaptive_horizon_problem(config: TrainConfig) -> str | None:
-    """A horizon so short that one step of the controller may turn the sign of its factor."""
+def adaptive_kl_problem(config: TrainConfig) -> str | None:
+    """A factor that the controller multiplies and that stays 0, or a horizon so short that one of its steps may turn its sign."""
     kl, samples = config.algorithm.kl, step_arithmetic(config).samples
+    if kl.placement != "reward" or kl.controller.type != "adaptive":
+        return None
+    if kl.coef == 0:
+        fix = "the adaptive controller multiplies it and 0 stays 0; use a start value such as 0.001"
+        return problem("algorithm.kl.coef", 0.0, fix)
     # The controller multiplies by 1 + error * samples / horizon, with the error clipped to +-MAX_ADAPTIVE_STEP.
-    least = int(samples * MAX_ADAPTIVE_STEP) + 1
-    if kl.placement == "reward" and kl.controller == "adaptive" and kl.horizon < least:
-        return problem(
-            "algorithm.kl.horizon",
-            kl.horizon,
-            f"with {samples} samples per step the KL factor could fall to 0 or below; use at least {least}",
-        )
-    return None
-
-
-def k1_problem(config: TrainConfig) -> str | None:
-    """An estimator without a gradient in the loss."""
-    kl = config.algorithm.kl
-    # The gradient of log(pi / ref) is that of log pi, whose mean over samples of pi is 0.
-    if kl.placement == "loss" and kl.estimator == "k1":
-        return problem(
-            "algorithm.kl.estimator",
-            "k1",
-            "its gradient does not depend on the reference, so it does nothing in the loss; use k2 or k3",
-        )
+    least, horizon = int(samples * MAX_ADAPTIVE_STEP) + 1, kl.controller.horizon
+    if horizon < least:
+        fix = f"with {samples} samples per step the KL factor could fall to 0 or below; use at least {least}"
+        return problem("algorithm.kl.controller.horizon", horizon, fix)
     return None

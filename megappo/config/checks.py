@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from megappo.config.algorithm_checks import (
-    adaptive_horizon_problem,
-    adaptive_placement_problem,
-    adaptive_start_problem,
+    adaptive_kl_problem,
     correction_problem,
     critic_mini_batch_problem,
     critics_problem,
     dynamic_sampling_problem,
     group_problem,
-    k1_problem,
     mini_batch_problem,
     ptx_problem,
     sequence_loss_problem,
@@ -98,10 +95,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     adapter_problem,
     seed_problem,
     stop_problem,
-    adaptive_placement_problem,
-    adaptive_start_problem,
-    adaptive_horizon_problem,
-    k1_problem,
+    adaptive_kl_problem,
     critic_head_problem,
     critic_warmup_problem,
     critic_trajectories_problem,

@@ -90,14 +90,7 @@ TRAIN: tuple[Dead, ...] = (
         "no part of the reward is the reward model; remove it, or add the part {model: reward_model}",
     ),
     Dead(
-        (
-            "reference.*",
-            "algorithm.kl.estimator",
-            "algorithm.kl.coef",
-            "algorithm.kl.controller",
-            "algorithm.kl.target",
-            "algorithm.kl.horizon",
-        ),
+        ("reference.*",),
         lambda c: c.algorithm.kl.placement == "none",
         "algorithm.kl.placement is none, so there is no reference model; remove it, or set placement to reward or loss",
     ),
@@ -105,11 +98,6 @@ TRAIN: tuple[Dead, ...] = (
         ("reference.*",),
         reference_is_base,
         "the reference is the policy without its adapters (policy.lora); remove it, or name reference.model to build one",
-    ),
-    Dead(
-        ("algorithm.kl.target", "algorithm.kl.horizon"),
-        lambda c: c.algorithm.kl.controller == "fixed",
-        "algorithm.kl.controller is fixed; remove it, or set controller to adaptive",
     ),
     Dead(
         ("algorithm.lam",),

@@ -28,7 +28,7 @@ def dump_yaml(config: BaseModel) -> str:
 def _remove(data: dict[str, Any], path: list[str]) -> None:
     """Remove one key and the sections that it leaves empty."""
     head, *rest = path
-    if data[head] is None:  # a section that is not there
+    if data.get(head) is None:  # a section that is not there, or a key of another section of a choice
         return
     if not rest:
         del data[head]

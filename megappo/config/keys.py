@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -38,42 +38,118 @@ def is_mapping(field: FieldInfo) -> bool:
     return get_origin(field.annotation) is dict and get_args(field.annotation)[-1] is item_class(field)
 
 
+class Choice(NamedTuple):
+    """Sections of which one is written, as the word at `key` says: a discriminated union of pydantic."""
+
+    key: str
+    sections: Mapping[str, type[BaseModel]]
+    """Word -> section; the first is meant where there is no word."""
+
+    @property
+    def default(self) -> str:
+        return next(iter(self.sections))
+
+
+def choice_of(annotation: Any, key: Any = None) -> Choice | None:
+    """Choice in the type of a field, or of the items of its list; None if there is none. key: the field's own discriminator."""
+    if key is None:
+        found = (choice_of(part) for part in get_args(annotation) if get_origin(part) in (Annotated, tuple))
+        marks = [mark.discriminator for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, FieldInfo)]
+        return choice_of(get_args(annotation)[0], marks[0]) if any(marks) else next((one for one in found if one), None)
+    words = {cls: get_args(cls.model_fields[key].annotation) for cls in get_args(annotation)}
+    return Choice(key, {word: cls for cls, own in words.items() for word in own})
+
+
+def section_classes(field: FieldInfo) -> tuple[type[BaseModel], ...]:
+    """Classes of a field that is a section, several for a choice; empty if the field is a value or a list."""
+    section = section_class(field)
+    if section is not None:
+        return (section,)
+    is_list = get_origin(field.annotation) in (tuple, dict)
+    choice = None if is_list else choice_of(field.annotation, field.discriminator)
+    return tuple(choice.sections.values()) if choice is not None else ()
+
+
 @cache  # a walk of all classes; the rules of keys without effect ask for it dozens of times for each configuration
 def value_keys(cls: type[BaseModel]) -> tuple[tuple[str, FieldInfo], ...]:
-    """(dotted name, field) of every key that holds a value, in the order of the schema."""
-    found: list[tuple[str, FieldInfo]] = []
+    """(dotted name, field) of every key that holds a value, in the order of the schema; of a choice those of all its sections."""
+    found: dict[str, FieldInfo] = {}
     for name, field in cls.model_fields.items():
-        section = section_class(field)
-        inner = ((f".{key}", value) for key, value in value_keys(section)) if section is not None else (("", field),)
-        found += ((name + key, value) for key, value in inner)
-    return tuple(found)
+        if len(section_classes(field)) > 1 and (choice := choice_of(field.annotation, field.discriminator)) is not None:
+            words = Literal[tuple(choice.sections)]
+            found[f"{name}.{choice.key}"] = FieldInfo(annotation=words, default=choice.default, description=field.description)
+        inner = [(f".{key}", value) for section in section_classes(field) for key, value in value_keys(section)]
+        for key, value in inner or [("", field)]:
+            found.setdefault(name + key, value)
+    return tuple(found.items())
 
 
 def sections(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """(dotted name, class) of every section below `cls`, in the order of the schema."""
+    """(dotted name, class) of every section below `cls`, in the order of the schema; a choice once for each of its sections."""
     for name, field in cls.model_fields.items():
-        section = section_class(field)
-        if section is not None:
+        for section in section_classes(field):
             yield prefix + name, section
             yield from sections(section, f"{prefix}{name}.")
 
 
-def written_keys(data: Mapping[str, Any], cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every key that `data` sets, including keys unknown to the schema."""
+class Written(NamedTuple):
+    """A section as a document writes it."""
+
+    key: str
+    """Its dotted name, with places in lists."""
+    data: dict[str, Any]
+    cls: type[BaseModel]
+    choice: Choice | None
+    """The choice that it is one of."""
+    is_static: bool
+    """False inside lists and mappings, whose keys have no names of their own in `value_keys`."""
+
+
+def written_sections(data: dict[str, Any], cls: type[BaseModel], prefix: str = "", is_static: bool = True) -> Iterator[Written]:
+    """Every section below `cls` that `data` writes, outer ones first.
+
+    Writes out the choices: `controller: fixed` becomes {type: fixed}, and a choice without its word takes the default. What is no
+    section, or names none of a choice, is left to pydantic.
+    """
     for name, value in data.items():
-        field = cls.model_fields.get(name)
-        section = section_class(field) if field is not None else None
-        if section is not None and isinstance(value, Mapping):
-            yield from written_keys(value, section, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+        if (field := cls.model_fields.get(name)) is None:
+            continue
+        choice = choice_of(field.annotation, field.discriminator)
+        if choice is not None and isinstance(value, str):
+            value = data[name] = {choice.key: value}
+        for key, inner, static in _mappings_in(value, field, prefix + name):
+            if choice is not None:
+                inner.setdefault(choice.key, choice.default)
+                section = choice.sections.get(inner[choice.key]) if isinstance(inner[choice.key], str) else None
+            else:
+                section = section_class(field) or item_class(field)
+            if section is not None:
+                yield Written(key, inner, section, choice, is_static and static)
+                yield from written_sections(inner, section, f"{key}.", is_static and static)
+
+
+def _mappings_in(value: Any, field: FieldInfo, key: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """(key, mapping, False inside a list or mapping) of every mapping that may be a section in the value of a field."""
+    if get_origin(field.annotation) not in (tuple, dict):
+        if isinstance(value, dict) and section_classes(field):
+            yield key, value, True
+        return
+    if not (item_class(field) or choice_of(field.annotation)):
+        return
+    items = value.items() if isinstance(value, dict) and get_origin(field.annotation) is dict else ((None, value),)
+    for name, one in items:
+        here = key if name is None else f"{key}.{name}"
+        if isinstance(one, list):
+            yield from ((f"{here}.{index}", item, False) for index, item in enumerate(one) if isinstance(item, dict))
+        elif name is not None and is_mapping(field) and isinstance(one, dict):
+            yield here, one, False
 
 
 def value_at(config: BaseModel, dotted: str) -> Any:
-    """Value of a dotted key of a configuration; None if a section around it is null."""
+    """Value of a dotted key of a configuration; None if a section around it is null, or another of its choice."""
     value: Any = config
     for part in dotted.split("."):
-        value = getattr(value, part) if value is not None else None
+        value = getattr(value, part, None)
     return value
 
 

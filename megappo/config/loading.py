@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.keys import hint, is_mapping, item_class, section_class, value_keys, written_keys
+from megappo.config.keys import (
+    Choice,
+    Written,
+    choice_of,
+    hint,
+    is_mapping,
+    item_class,
+    section_class,
+    section_classes,
+    value_keys,
+    written_sections,
+)
 from megappo.config.paths import UTF_8_LOCALE
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.config.yaml_reader import parse_yaml, read_yaml
@@ -43,6 +54,7 @@ FIXES: Mapping[str, str] = {
     "string_pattern_mismatch": "must match {pattern} (letters, digits and . _ -)",
     "too_short": "must have at least {min_length} entry",
     "literal_error": "must be one of {expected}",
+    "union_tag_invalid": "must be one of {expected_tags}",
     "tuple_type": "must be a list, for example [a, b]",
     "model_type": "is a section; give it keys, or leave it out",
     "model_attributes_type": "is a section; give it keys, or leave it out",
@@ -62,14 +74,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Confi
         if value is None and not _takes_null(key, cls):
             _remove(document.data, key)
         else:
+            list(written_sections(document.data, cls))  # so that a key finds the section that a word before it stands for
             _assign(document.data, key, value, str(path))
             origins[key] = COMMAND_LINE
     _refuse_unknown(document.data, cls, origins, str(path))
     try:
-        # JSON mode is what lets a list stand for a tuple while everything else stays strict.
-        return cls.model_validate_json(json.dumps(document.data), strict=True)
+        return validated(document.data, cls)
     except ValidationError as error:
         raise ConfigError(_first_line(error, cls, origins, str(path))) from None
+
+
+def validated(data: Mapping[str, Any], cls: type[Config]) -> Config:
+    """The configuration that nested mappings write, choices by their words too. Raises pydantic's ValidationError."""
+    data = json.loads(json.dumps(data))  # a copy, in which choices are written out
+    list(written_sections(data, cls))
+    # JSON mode is what lets a list stand for a tuple while everything else stays strict.
+    return cls.model_validate_json(json.dumps(data), strict=True)
 
 
 def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
@@ -91,7 +111,7 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
         raise ConfigError(f"{COMMAND_LINE}: {key}: byte {ord(half) - 0xDC00:#x} is no character in this locale ({codec}); {fix}")
     data, _ = parse_yaml(value, f"{COMMAND_LINE}: {key}")
     for name in values:
-        if name.startswith(key + ".") and data is not None:  # `policy=null` takes the whole section back
+        if name.startswith(key + ".") and data is not None and not _is_choice(key, cls):  # `policy=null` takes it back
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'is a section; set its keys, for example {name}=VALUE')}")
         if key.startswith(name + ".") and not _is_inside_mapping(key, name, cls):
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'{name} is set as a whole, for example {name}=VALUE')}")
@@ -143,12 +163,27 @@ def _place(key: str, origins: Mapping[str, str], name: str) -> str:
     return name
 
 
-def _refuse_unknown(data: Mapping[str, Any], cls: type[BaseModel], origins: Mapping[str, str], name: str) -> None:
-    known = {key for key, _ in value_keys(cls)}
-    for key, value in written_keys(data, cls):
-        if key in known or _names_section(key, cls):
-            continue
-        raise ConfigError(f"{_place(key, origins, name)}: {problem(key, value, _unknown(key, cls))}")
+def _refuse_unknown(data: dict[str, Any], cls: type[BaseModel], origins: Mapping[str, str], name: str) -> None:
+    whole = Written("", data, cls, None, True)
+    for section in (whole, *written_sections(data, cls)):
+        for last, value in section.data.items():
+            key = f"{section.key}.{last}" if section.key else last
+            if last not in section.cls.model_fields:
+                raise ConfigError(f"{_place(key, origins, name)}: {problem(key, value, _unknown_in(section, key, last, cls))}")
+
+
+def _unknown_in(section: Written, key: str, last: str, cls: type[BaseModel]) -> str:
+    """Fix of a key that its section lacks: the other section of the choice that has it, or the nearest key."""
+    choice = section.choice
+    others = [word for word, one in choice.sections.items() if last in one.model_fields] if choice is not None else []
+    if choice is not None and others:
+        word = f"{section.key}.{choice.key}"
+        return (
+            f"{word} is {section.data[choice.key]}, which has no such key; remove it, or set {choice.key} to {' or '.join(others)}"
+        )
+    if not section.is_static or choice is not None:
+        return f"unknown key; the keys are {', '.join(section.cls.model_fields)}"
+    return _unknown(key, cls)
 
 
 def _unknown(key: str, cls: type[BaseModel]) -> str:
@@ -160,23 +195,35 @@ def _unknown(key: str, cls: type[BaseModel]) -> str:
 
 
 def _names_section(key: str, cls: type[BaseModel]) -> bool:
-    section: type[BaseModel] | None = cls
+    return bool(_sections_at(key, cls))
+
+
+def _sections_at(key: str, cls: type[BaseModel]) -> tuple[type[BaseModel], ...]:
+    """Classes that the section of this name may have; several for a choice, none if there is no such section."""
+    found: tuple[type[BaseModel], ...] = (cls,)
     for part in key.split("."):
-        field = section.model_fields.get(part) if section is not None else None
-        section = section_class(field) if field is not None else None
-    return section is not None
+        fields = [field for one in found if (field := one.model_fields.get(part)) is not None]
+        found = tuple(section for field in fields for section in section_classes(field))
+    return found
+
+
+def _is_choice(key: str, cls: type[BaseModel]) -> bool:
+    return len(_sections_at(key, cls)) > 1
 
 
 def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[str, str], name: str) -> str:
     """First of pydantic's errors in our form."""
     errors = error.errors(include_url=False)
     first = errors[0]
-    fix, parent = _fix(first, cls), first["loc"][:-1]
-    key = ".".join(str(part) for part in first["loc"])
-    field = dict(value_keys(cls)).get(union := ".".join(str(part) for part in parent))
+    fix, parent = _fix(first), first["loc"][:-1]
+    key = _key_of(first["loc"], cls)
+    if first["type"] == "union_tag_invalid":
+        word = first.get("ctx", {})["discriminator"].strip("'")
+        key, first = f"{key}.{word}", {**first, "input": first["input"][word]}
+    field = dict(value_keys(cls)).get(union := _key_of(parent, cls))
     if field is not None and item_class(field) is None and isinstance(first["loc"][-1], str):
         # A key of several types: each refuses the value, under the key and a name of its own.
-        key, fix = union, ", or ".join(_fix(one, cls) for one in errors if one["loc"][:-1] == parent)
+        key, fix = union, ", or ".join(_fix(one) for one in errors if one["loc"][:-1] == parent)
     place = _place(key, origins, name)
     if first["type"] == "missing":
         return f"{place}: {_missing(key, cls)}"
@@ -191,41 +238,31 @@ def _missing(key: str, cls: type[BaseModel]) -> str:
     return f"{key} is missing"
 
 
-def _fix(error: ErrorDetails, cls: type[BaseModel]) -> str:
+def _key_of(place: Sequence[int | str], cls: type[BaseModel]) -> str:
+    """Dotted name of a place of pydantic, which puts the word of a choice between its section and the key."""
+    parts: list[str] = []
+    section: type[BaseModel] | None = cls
+    choice: Choice | None = None
+    for part in map(str, place):
+        if choice is not None and part in choice.sections:
+            section, choice = choice.sections[part], None
+            continue
+        parts.append(part)
+        if section is not None and (field := section.model_fields.get(part)) is not None:
+            choice = choice_of(field.annotation, field.discriminator)
+            section = None if choice is not None else section_class(field) or item_class(field)
+    return ".".join(parts)
+
+
+def _fix(error: ErrorDetails) -> str:
     if error["type"] == "model_type" and error["input"] is None:  # `policy:` with nothing below it
         return "is an empty section; give it keys, or leave it out"
-    if error["type"] == "extra_forbidden":  # only inside lists of sections: _refuse_unknown has seen everything else
-        around = _class_at(error["loc"][:-1], cls)
-        return f"unknown key; the keys are {', '.join(around.model_fields)}" if around else "unknown key"
     template, context = FIXES.get(error["type"]), error.get("ctx", {})
     if error["type"] == "literal_error" and error["input"] in HALF and "'bf16'" in context["expected"]:
         return "fp16 is not supported: its gradients underflow below 6e-8, so it needs loss scaling; use bf16, as wide as fp32"
     if error["type"] == "literal_error" and " or " not in context["expected"]:
         return f"must be {context['expected']}"
     return template.format(**context) if template else error["msg"]
-
-
-def _class_at(place: Sequence[int | str], cls: type[BaseModel]) -> type[BaseModel] | None:
-    """Class of the section at this place of a document, inside lists and mappings of sections too."""
-    section: type[BaseModel] | None = cls
-    steps = iter(place)
-    for name in steps:
-        field = section.model_fields.get(str(name)) if section is not None else None
-        if field is None:
-            return None
-        section = section_class(field) or item_class(field) or next(_classes_in(field.annotation), None)
-        if item_class(field) is not None:
-            next(steps, None)  # its index or name
-            if get_origin(field.annotation) is dict and not is_mapping(field):
-                next(steps, None)  # the index in a list that has a name
-    return section
-
-
-def _classes_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Sections in a type of a list, a mapping or a choice."""
-    for part in get_args(annotation):
-        if isinstance(part, type) and issubclass(part, BaseModel):
-            yield part
 
 
 def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
@@ -242,4 +279,11 @@ def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
 
 def json_schema(cls: type[BaseModel] = TrainConfig) -> dict[str, Any]:
     """JSON schema (draft 2020-12) for editors: types, ranges, defaults and texts of every key."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema()}
+    schema = cls.model_json_schema()
+    for section in (schema, *schema["$defs"].values()):
+        for name, key in section["properties"].items():
+            if "discriminator" in key:  # a word may stand for the section that it chooses
+                words = {"enum": list(key["discriminator"]["mapping"])}
+                chosen = {part: key.pop(part) for part in ("oneOf", "discriminator")}
+                section["properties"][name] = {**key, "anyOf": [words, chosen]}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -86,8 +86,8 @@ def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]
         yield "algorithm.sequence_advantages", True, "it is the mean over a whole response, of which a step has some tokens"
     if a.correction.level != "token":
         yield "algorithm.correction.level", a.correction.level, "its ratio is of a whole response, of which a step has some tokens"
-    if a.kl.placement != "none" and a.kl.controller == "adaptive":
-        yield "algorithm.kl.controller", "adaptive", "it steers by the KL of whole responses, of which a step has some tokens"
+    if a.kl.placement == "reward" and a.kl.controller.type == "adaptive":
+        yield "algorithm.kl.controller.type", "adaptive", "it steers by the KL of whole responses, of which a step has some tokens"
     if config.reference.refresh_above_kl is not None:
         key = "reference.refresh_above_kl"
         yield key, config.reference.refresh_above_kl, "it goes by the KL of whole responses, of which a step has some tokens"

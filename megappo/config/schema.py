@@ -9,7 +9,7 @@ megappo but them and the rules of a path.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -154,19 +154,53 @@ class DataConfig(Section):
 # -------------------------------------------------------------------------------------------------------------- algorithm
 
 
-class KLConfig(Section):
-    placement: Literal["none", "reward", "loss"] = "reward"
-    """Place of the KL to the reference: in the per-token reward, in the policy loss, or none (no reference is built)."""
+class FixedKLConfig(Section):
+    """The factor stays."""
+
+    type: Literal["fixed"] = "fixed"
+
+
+class AdaptiveKLConfig(Section):
+    """Steers the factor towards `target` (Ziegler et al. 2019, section 2.2), with the KL in the reward."""
+
+    type: Literal["adaptive"] = "adaptive"
+    target: PositiveFloat = 6.0
+    """KL per response to aim at, in nats."""
+    horizon: Positive = 10000
+    """Responses over which the controller reacts."""
+
+
+class RewardKLConfig(Section):
+    """The KL to the reference is in the reward of every token."""
+
+    placement: Literal["reward"] = "reward"
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """k1 = log-ratio, k2 = half its square, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
     coef: NonNegativeFloat = 0.001
     """Factor of the KL (start value of the adaptive controller)."""
-    controller: Literal["fixed", "adaptive"] = "fixed"
-    """adaptive steers the factor towards `target` (Ziegler et al. 2019, section 2.2); only with placement: reward."""
-    target: PositiveFloat = 6.0
-    """KL per response that the adaptive controller aims at, in nats."""
-    horizon: Positive = 10000
-    """Responses over which the adaptive controller reacts."""
+    controller: Annotated[FixedKLConfig | AdaptiveKLConfig, Field(discriminator="type")] = FixedKLConfig()
+    """Change of the factor over the run."""
+
+
+class LossKLConfig(Section):
+    """The KL to the reference is a term of the policy's loss."""
+
+    placement: Literal["loss"] = "loss"
+    estimator: Literal["k2", "k3"] = "k3"
+    """As in the reward; k1 is left out: its gradient does not depend on the reference, so it does nothing in a loss."""
+    coef: NonNegativeFloat = 0.001
+    """Factor of the KL."""
+
+
+class NoKLConfig(Section):
+    """No KL: no reference is built."""
+
+    placement: Literal["none"] = "none"
+    estimator: ClassVar[Literal["k1"]] = "k1"
+    coef: ClassVar[float] = 0.0
+
+
+KLConfig = RewardKLConfig | LossKLConfig | NoKLConfig
 
 
 class CorrectionConfig(Section):
@@ -304,8 +338,8 @@ class AlgorithmConfig(Section):
     whiten_advantages: bool | None = None
     """Normalise advantages by mean and standard deviation of the global batch; null means true for the estimators gae, vtrace
     and reinforce_plus_plus, false for the others, whose advantages have mean 0 or a baseline already."""
-    kl: KLConfig = KLConfig()
-    """KL to the reference model."""
+    kl: Annotated[KLConfig, Field(discriminator="placement")] = RewardKLConfig()
+    """Place of the KL to the reference model."""
     ppo_epochs: Positive = 1
     """Passes over the responses of a step."""
     mini_batch_size: Positive = 256

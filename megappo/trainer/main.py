@@ -436,8 +436,8 @@ def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingPar
 
 
 def kl_controller(kl: KLConfig) -> KLController:
-    if kl.controller == "adaptive":
-        return AdaptiveKL(kl.coef, kl.target, kl.horizon)
+    if kl.placement == "reward" and kl.controller.type == "adaptive":
+        return AdaptiveKL(kl.coef, kl.controller.target, kl.controller.horizon)
     return FixedKL(kl.coef)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.summaries import masked_moments
-from megappo.config.schema import AlgorithmConfig, TrainConfig
+from megappo.config.schema import AlgorithmConfig, NoKLConfig, TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch
 from megappo.telemetry.metrics import Metric
@@ -118,9 +118,8 @@ class RecordedPretraining:
     def algorithm(self, step: int) -> AlgorithmConfig:
         """Settings of the returns of a step, without what the recorded rewards hold already, and what is of advantages alone."""
         algorithm = self.warmup.algorithm(step)
-        kl = algorithm.kl.model_copy(update={"placement": "none"})
         # Where nothing but the critic changes, V-trace has ratios of 1 and the returns of GAE.
-        return algorithm.model_copy(update={"kl": kl, "estimator": "gae"})
+        return algorithm.model_copy(update={"kl": NoKLConfig(), "estimator": "gae"})
 
     def count(self, record: RecordedStep) -> None:
         table, critics = record.experience.table, record.critics.values()

@@ -10,7 +10,7 @@ from megappo.algo import losses
 from megappo.algo.aggregation import AGGREGATIONS
 from megappo.algo.kl import ESTIMATORS, MAX_LOG_RATIO, AdaptiveKL, FixedKL, kl_estimate, kl_loss
 from megappo.algo.losses import POLICY_SUMS
-from megappo.config.schema import AlgorithmConfig, KLConfig
+from megappo.config.schema import AlgorithmConfig, RewardKLConfig
 from megappo.ops.advantages import token_advantages
 
 
@@ -94,7 +94,7 @@ def test_the_cap_is_the_same_for_the_ratio_of_the_policy_loss():
 
 def test_the_configuration_offers_these_estimators_and_aggregations():
     """The schema imports nothing, so it names them again."""
-    assert get_args(KLConfig.model_fields["estimator"].annotation) == tuple(ESTIMATORS)
+    assert get_args(RewardKLConfig.model_fields["estimator"].annotation) == tuple(ESTIMATORS)
     assert get_args(AlgorithmConfig.model_fields["loss_aggregation"].annotation) == AGGREGATIONS
 
 

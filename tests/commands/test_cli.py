@@ -74,7 +74,7 @@ BAD = [
     (nothing, ["roles.judge.model=x"], ["roles.judge.model", "unknown key"]),
     (nothing, ["rollout.engine=sglang"], ['rollout.engine = "sglang"', "'vllm' or 'megatron'"]),
     (nothing, ["reward.parts=[{name: bleu}]"], ["bleu", "exact_match"]),
-    (nothing, ["algorithm.kl.target=5.0"], ["algorithm.kl.target", "has no effect"]),
+    (nothing, ["algorithm.kl.controller.target=5.0"], ["algorithm.kl.controller.type is fixed", "set type to adaptive"]),
     (nothing, ["--tensor-model-parallel-size", "2"], ["did you mean policy.parallel.tp=VALUE?"]),
     (nothing, ["--resum"], ["--resum: options are set as key=value"]),
 ]

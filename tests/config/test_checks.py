@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megappo.config import checks
-from megappo.config.algorithm_checks import adaptive_horizon_problem, mini_batch_problem
+from megappo.config.algorithm_checks import adaptive_kl_problem, mini_batch_problem
 from megappo.config.batch import UpdateSchedule, micro_batches_bound, nearest_divisors, step_arithmetic, update_schedule
 from megappo.config.checks import check_config, device_notes, problems, step_problems
 from megappo.config.errors import ConfigError
@@ -432,24 +432,17 @@ BROKEN = [
     ("seed_problem", ["run.seed=4294967296"], ["run.seed = 4294967296", "up to 4294967295"], "run.seed=4294967295"),
     ("stop_problem", ["rollout.stop=['']"], ["rollout.stop", "empty string"], "rollout.stop=[x]"),
     (
-        "adaptive_placement_problem",
-        [ADAPTIVE, "algorithm.kl.placement=loss", "algorithm.kl.estimator=k3"],
-        ["algorithm.kl.controller", "placement: reward"],
-        "algorithm.kl.placement=reward",
-    ),
-    (
-        "adaptive_start_problem",
+        "adaptive_kl_problem",
         [ADAPTIVE, "algorithm.kl.coef=0"],
         ["algorithm.kl.coef = 0.0", "0 stays 0"],
         "algorithm.kl.coef=0.001",
     ),
     (
-        "adaptive_horizon_problem",
-        [ADAPTIVE, "algorithm.kl.horizon=51"],
-        ["algorithm.kl.horizon = 51", "256 samples", "at least 52"],
-        "algorithm.kl.horizon=52",
+        "adaptive_kl_problem",
+        [ADAPTIVE, "algorithm.kl.controller.horizon=51"],
+        ["algorithm.kl.controller.horizon = 51", "256 samples", "at least 52"],
+        "algorithm.kl.controller.horizon=52",
     ),
-    ("k1_problem", ["algorithm.kl.placement=loss"], ["algorithm.kl.estimator", "k2 or k3"], "algorithm.kl.estimator=k3"),
     (
         "value_bins_problem",
         ["critic.loss=hl_gauss", "critic.value_low=0"],
@@ -738,8 +731,8 @@ def test_the_horizon_bound_is_where_the_controller_turns_negative(tmp_path):
     # Ziegler et al. 2019: beta <- beta * (1 + clip(error, -0.2, 0.2) * samples / horizon)
     for samples in (5, 256, 1024):
         for horizon in range(1, 260, 3):
-            overrides = [ADAPTIVE, f"algorithm.kl.horizon={horizon}", f"data.prompts_per_step={samples}"]
-            refused = adaptive_horizon_problem(train_config(tmp_path, overrides)) is not None
+            overrides = [ADAPTIVE, f"algorithm.kl.controller.horizon={horizon}", f"data.prompts_per_step={samples}"]
+            refused = adaptive_kl_problem(train_config(tmp_path, overrides)) is not None
             assert refused == (1 - 0.2 * samples / horizon <= 1e-12), (samples, horizon)
 
 

@@ -22,9 +22,6 @@ HL_GAUSS = ["critic.loss=hl_gauss", "critic.value_low=-1", "critic.value_high=1"
 DEAD = [
     ([NONE], "reference.model=m", "algorithm.kl.placement=reward"),
     ([NONE], "reference.parallel.tp=1", "algorithm.kl.placement=reward"),
-    ([NONE], "algorithm.kl.coef=0.1", "algorithm.kl.placement=reward"),
-    ([NONE], "algorithm.kl.estimator=k3", "algorithm.kl.placement=loss"),
-    ([NONE], "algorithm.kl.controller=fixed", "algorithm.kl.placement=reward"),
     ([], "policy.parallel.layers_per_stage=[4]", "policy.parallel.pp=2"),
     ([], "critic.parallel.layers_per_stage=[1,3]", "critic.parallel.pp=2"),
     (["critic_b.dtype=bf16"], "critic_b.parallel.layers_per_stage=[1,3]", "critic_b.parallel.pp=2"),
@@ -36,8 +33,6 @@ DEAD = [
         "reward_model.parallel.layers_per_stage=[4]",
         "reward_model.parallel.pp=2",
     ),
-    ([], "algorithm.kl.target=6.0", ADAPTIVE),
-    ([], "algorithm.kl.horizon=10000", ADAPTIVE),
     (["algorithm.lam_length_alpha=0.05", "algorithm.lam_value=1.0"], "algorithm.lam=0.9", "algorithm.lam_value=null"),
     (GRPO, "critic.parallel.tp=1", GAE),
     (GRPO, "critic.warmup_steps=2", GAE),
@@ -179,8 +174,8 @@ def test_a_written_key_without_effect_is_refused_and_passes_where_it_acts(tmp_pa
 
 
 def test_check_config_refuses_them(tmp_path):
-    config = train_config(tmp_path, ["algorithm.kl.target=6.0"])
-    with pytest.raises(ConfigError, match="algorithm.kl.target = 6.0: has no effect: algorithm.kl.controller is fixed"):
+    config = train_config(tmp_path, ["trainer.steps=4", "trainer.epochs=2"])
+    with pytest.raises(ConfigError, match="trainer.epochs = 2: has no effect: trainer.steps sets"):
         check_config(config, explicit_keys(config), 1, "cpu")
 
 

@@ -41,7 +41,8 @@ def test_every_key_has_a_text_and_stands_on_the_page():
         ("algorithm.dual_clip", "| `dual_clip` | number > 1 or null | `null` |"),
         ("rollout.stop", "| `stop` | list of text | `[]` |"),
         ("reward.parts", '| `parts` | list of sections | `[{"name": "exact_match", "weight": 1.0}]` |'),
-        ("algorithm.kl.placement", '| `placement` | one of `none`, `reward`, `loss` | `"reward"` |'),
+        ("algorithm.kl", "`placement` chooses among `reward`, `loss`, `none`; without it: `reward`."),
+        ("algorithm.kl.controller.target", "| `target` | number > 0 | `6.0` |"),
     ],
 )
 def test_type_range_and_default_are_on_the_page(key, cells):

@@ -38,7 +38,7 @@ BAD_OVERRIDES = [
     (["policy.optimizer.lr=1e999"], ["policy.optimizer.lr", "not a number that can be used"]),
     (["policy.optimizer.beta1=1"], ["policy.optimizer.beta1 = 1: must be < 1"]),
     (["algorithm.gamma=1.5"], ["algorithm.gamma = 1.5: must be <= 1"]),
-    (["algorithm.kl.placement=los"], ['algorithm.kl.placement = "los"', "'none', 'reward' or 'loss'"]),
+    (["algorithm.kl.placement=los"], ['algorithm.kl.placement = "los"', "'reward', 'loss', 'none'"]),
     (["rollout.engine=sglang"], ['rollout.engine = "sglang"', "'vllm' or 'megatron'"]),
     (["rollout.stop=END"], ['rollout.stop = "END": must be a list']),
     (["run.name=../elsewhere"], ['run.name = "../elsewhere"', "letters, digits"]),
@@ -435,7 +435,7 @@ def test_overrides_win_in_order_and_null_takes_back(tmp_path):
     config = train_config(tmp_path, overrides, text)
     assert (config.algorithm.lam, config.algorithm.gamma, config.algorithm.kl.coef) == (0.7, 1.0, 1.0)
     assert config.critic.model is None and config.reference.dtype == "bf16"
-    written = {"policy.model", "data.train", "algorithm.lam", "algorithm.kl.coef", "critic.model"}
+    written = {"policy.model", "data.train", "algorithm.lam", "algorithm.kl.placement", "algorithm.kl.coef", "critic.model"}
     assert explicit_keys(config) == written
 
 
@@ -465,19 +465,24 @@ def test_any_number_survives_dump_and_load(number):
     assert parse_yaml(yaml.dump({"key": number}, Dumper=CoreDumper), "here")[0] == {"key": number}
 
 
+def refs_in(here):
+    """Names of the sections that a key may be, null and words aside."""
+    options = [here, *(option for name in ("anyOf", "oneOf") for option in here.get(name, []))]
+    refs = [option["$ref"] for option in options if "$ref" in option]
+    return [ref.rsplit("/", 1)[-1] for ref in refs] or [ref for one in options[1:] for ref in refs_in(one)]
+
+
 def test_the_json_schema_knows_every_key_and_refuses_others(tmp_path):
     schema = json_schema(TrainConfig)
     json.dumps(schema)
     for key, field in value_keys(TrainConfig):
-        here = schema
+        here = [schema]
         for part in key.split("."):
-            here = here["properties"][part]
-            if "$ref" in (section := here.get("anyOf", [{}])[0]):  # a section, or null
-                here = section
-            while "$ref" in here:
-                here = schema["$defs"][here["$ref"].rsplit("/", 1)[-1]]
-        assert here["description"] == field.description, key
+            here = [section["properties"][part] for section in here if part in section["properties"]]
+            here = [schema["$defs"][ref] for one in here if (refs := refs_in(one)) for ref in refs] or here
+        assert here[0].get("description", field.description) == field.description, key
     assert schema["additionalProperties"] is False
+    assert schema["$defs"]["AlgorithmConfig"]["properties"]["kl"]["anyOf"][0] == {"enum": ["loss", "none", "reward"]}
 
 
 def test_loading_needs_neither_torch_nor_megatron(tmp_path):

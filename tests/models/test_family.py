@@ -19,6 +19,7 @@ from megappo.bridge.plan import Ends, plan_rank
 from megappo.bridge.target import Target
 from megappo.bridge.vllm_layout import record_destination
 from megappo.commands.verify.shrink import small_run
+from megappo.config.loading import validated
 from megappo.config.role_sections import ParallelConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.families.registry import FAMILIES
@@ -214,7 +215,7 @@ def test_verify_shrinks_it_with_its_features(registered, folder, tmp_path):
     (tmp_path / "large" / "config.json").write_text(json.dumps(large))
     parallel = ParallelConfig(tp=2, sequence_parallel=True)
     policy = {"model": str(tmp_path / "large"), "parallel": parallel.model_dump()}
-    run, _ = small_run(TrainConfig.model_validate({"policy": policy, "data": {"train": "absent.jsonl"}}), tmp_path, 2, "local")
+    run, _ = small_run(validated({"policy": policy, "data": {"train": "absent.jsonl"}}, TrainConfig), tmp_path, 2, "local")
     small, theirs = read_arch(run.config.policy.model), read_arch(tmp_path / "large")
     for feature in ("family", "qkv_bias", "qk_norm", "tied_embeddings", "norm_eps", "rope"):
         assert getattr(small, feature) == getattr(theirs, feature), feature

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.commands.verify.recording import num_kept, record_rollouts
+from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
 from megappo.parallel.layout import ParallelLayout
 from tests.models.checkpoints import write_checkpoint
@@ -281,7 +282,7 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
         for part in path:
             section = section.setdefault(part, {})
         section[last] = value
-    return TrainConfig.model_validate(tree)
+    return validated(tree, TrainConfig)
 
 
 def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

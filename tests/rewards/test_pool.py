@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megappo.config.loading import validated
 from megappo.config.reward_sections import RewardConfig
 from megappo.rewards.base import RewardError
 from megappo.rewards.scorer import Scorer
@@ -43,7 +44,7 @@ def score(s, base):
 def pool(folder: Path, **keys: Any) -> Iterator[Scorer]:
     (folder / "mine.py").write_text(CODE)
     part = {"path": str(folder / "mine.py"), "function": "score", "args": {"base": 10}, "workers": 2, **keys}
-    reward = RewardConfig.model_validate({"parts": [part]})
+    reward = validated({"parts": [part]}, RewardConfig)
     scorer = scorer_of(reward, load_parts(reward))
     (folder / "mine.py").write_text("changed after it was hashed")
     try:
@@ -111,7 +112,7 @@ def test_closing_ends_calls_in_hand(tmp_path: Path) -> None:
 
 
 def test_math_verify_may_have_several_workers() -> None:
-    reward = RewardConfig.model_validate({"parts": [{"name": "math_verify", "workers": 2}]})
+    reward = validated({"parts": [{"name": "math_verify", "workers": 2}]}, RewardConfig)
     scorer, before = scorer_of(reward, load_parts(reward)), children()
     samples = [sample(rf"\boxed{{{i}}}", "3") for i in range(6)] + [sample("3", "")]
     found = scores(scorer, samples)

@@ -80,7 +80,7 @@ def small_config(folder: Path, name: str, *, steps: int, **overrides: Any) -> di
         "reward": {"parts": [{"name": "exact_match"}, {"name": "has_eos", "weight": 0.5}]},
         "algorithm": {
             "mini_batch_size": 16,
-            "kl": {"coef": 0.01, "controller": "adaptive", "target": 0.5, "horizon": 100},
+            "kl": {"coef": 0.01, "controller": {"type": "adaptive", "target": 0.5, "horizon": 100}},
             "bootstrap_truncated": True,
         },
         "trainer": {"steps": steps, "eval_every": 6},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megappo.config.batch import UpdateSchedule
-from megappo.config.schema import AlgorithmConfig, KLConfig
+from megappo.config.schema import AlgorithmConfig
 from megappo.parallel.shares import Shares
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.shaping import shape_experience
@@ -18,7 +18,7 @@ from tests.trainer.multi_turn import GAMMA, KL, PER_TOKEN, SCORE, TURNS, shaped,
 
 def algorithm(placement="reward", **changes):
     plain = {"gamma": GAMMA, "lam": 0.8, "whiten_advantages": False}
-    return AlgorithmConfig(kl=KLConfig(placement=placement), **(plain | changes))
+    return AlgorithmConfig(kl={"placement": placement}, **(plain | changes))
 
 
 def turns():

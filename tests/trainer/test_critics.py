@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megappo.config.role_sections import AnyCriticConfig, PolicyConfig
-from megappo.config.schema import AlgorithmConfig, DataConfig, KLConfig, TrainConfig
+from megappo.config.schema import AlgorithmConfig, DataConfig, TrainConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.parallel.shares import Shares
 from megappo.trainer.build_roles import Roles
@@ -50,7 +50,7 @@ def batch_of(*, alike: bool = False) -> PackedBatch:
 
 
 def asked(**changes: Any) -> AlgorithmConfig:
-    fixed = {"gamma": GAMMA, "lam": LAM, "lam_value": LAM_VALUE, "kl": KLConfig(placement="none"), "whiten_advantages": False}
+    fixed = {"gamma": GAMMA, "lam": LAM, "lam_value": LAM_VALUE, "kl": {"placement": "none"}, "whiten_advantages": False}
     return AlgorithmConfig(**{**fixed, **changes})
 
 

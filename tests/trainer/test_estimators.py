@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megappo.config.batch import shared_schedule
-from megappo.config.schema import AlgorithmConfig, KLConfig
+from megappo.config.schema import AlgorithmConfig
 from megappo.parallel.shares import Shares
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.shaping import shape_experience
@@ -21,7 +21,7 @@ ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "remax")
 
 def algorithm(estimator, placement="reward", **changes):
     discount = {"gamma": GAMMA} if estimator == "reinforce_plus_plus" else {}
-    return AlgorithmConfig(estimator=estimator, kl=KLConfig(placement=placement), **discount, **changes)
+    return AlgorithmConfig(estimator=estimator, kl={"placement": placement}, **discount, **changes)
 
 
 def by_hand(asked, per_token=None, group=GROUP):

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from megappo.commands.verify.recording import RecordedTexts, record_rollouts
+from megappo.config.loading import validated
 from megappo.config.role_sections import PolicyConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.loader import PromptLoader
@@ -45,8 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def algorithm(objective: str, coef: float) -> AlgorithmConfig:
     ptx: dict[str, Any] = {"coef": coef, "data": "none.jsonl"} if coef else {}
     aggregation = {"loss_aggregation": "seq-mean-token-mean"} if objective == "gspo" else {}
-    return AlgorithmConfig.model_validate(
-        {"estimator": "rloo", "objective": objective, "entropy_coef": 0.01, "ptx": ptx, **aggregation}
+    return validated(
+        {"estimator": "rloo", "objective": objective, "entropy_coef": 0.01, "ptx": ptx, **aggregation}, AlgorithmConfig
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
 from megappo.data.prompts import Prompt
 from megappo.rewards.base import RewardError
@@ -82,7 +83,7 @@ def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any
     from megappo.trainer.prepare.reward_text import load_reward_text
     from megappo.trainer.reward_model import ModelScorer
 
-    config = TrainConfig.model_validate(config_of(folder, folder / model, **section))
+    config = validated(config_of(folder, folder / model, **section), TrainConfig)
     loaded = load_reward_text(config, {"data.train": (PromptSet(tuple(prompts()[:1]), 1, 0, 99), config.data)}, Cache())
     assert loaded is not None
     device = select_device("cpu")

@@ -15,7 +15,7 @@ from megappo.commands.generate import answer
 from megappo.config.batch import UpdateSchedule
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.role_sections import CriticConfig, PolicyConfig
-from megappo.config.schema import AlgorithmConfig, CorrectionConfig, DataConfig, KLConfig, TrainConfig
+from megappo.config.schema import AlgorithmConfig, CorrectionConfig, DataConfig, TrainConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.data.ragged import Ragged
@@ -64,7 +64,9 @@ SCORE = torch.tensor([1.0, 7.0, -0.5, 0.25, 2.0])
 def algorithm(placement="none", estimator="k1", **changes):
     """Without whitening, and with the KL nowhere unless it is placed."""
     plain = {"gamma": 0.9, "lam": 0.8, "whiten_advantages": False}
-    return AlgorithmConfig(kl=KLConfig(placement=placement, estimator=estimator), **(plain | changes))
+    return AlgorithmConfig(
+        kl={"placement": placement, **({"estimator": estimator} if placement == "reward" else {})}, **(plain | changes)
+    )
 
 
 def shaped_by_hand(batch, algorithm, kl_coef, per_token=None):

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from megappo.config.layout_checks import only_pretrains, trained_sections
+from megappo.config.loading import validated
 from megappo.config.role_sections import CriticConfig, PolicyConfig
 from megappo.config.run_sections import TrainerConfig
 from megappo.config.schema import AlgorithmConfig, DataConfig, TrainConfig
@@ -17,7 +18,7 @@ from megappo.trainer.warmup import CriticWarmup
 def config_of(steps: int | None = 10, **critic: object) -> TrainConfig:
     return TrainConfig(
         policy=PolicyConfig(model="m"),
-        critic=CriticConfig.model_validate(critic),
+        critic=validated(critic, CriticConfig),
         data=DataConfig(train="t"),
         algorithm=AlgorithmConfig(lam=0.9, lam_value=0.8),
         trainer=TrainerConfig(steps=steps),

@@ -173,7 +173,7 @@ def openrlhf_kl(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def adaptive_kl(rule: Rule, value: Any, settings: Settings) -> Values:
-    return {"algorithm.kl.controller": "adaptive", "algorithm.kl.target": number(value)}
+    return {"algorithm.kl.controller.type": "adaptive", "algorithm.kl.controller.target": number(value)}
 
 
 def early_stopping(rule: Rule, value: Any, settings: Settings) -> Values:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,8 @@ from megappo.config.checks import problems
 from megappo.config.dead_keys import dead_keys
 from megappo.config.errors import show
 from megappo.config.foreign.rule import Outcome, Rule, Trainer
-from megappo.config.keys import value_at, value_keys
-from megappo.config.loading import explicit_keys
+from megappo.config.keys import Written, value_at, value_keys, written_sections
+from megappo.config.loading import explicit_keys, validated
 from megappo.config.redaction import HIDDEN
 from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import LARGEST_NUMBER
@@ -77,9 +78,10 @@ def convert(source: Source) -> Conversion:
     for key, placeholder in PLACEHOLDERS.items():
         if key not in settings.ours:
             settings.ours[key], comments[key] = placeholder, NOT_NAMED
+    _drop(rows, settings.ours, _misplaced(settings.ours))
     config = _load(settings.ours)
     assert isinstance(config, TrainConfig), config  # every value has been tried alone
-    _drop_dead(rows, settings.ours, config)
+    _drop(rows, settings.ours, dead_keys(config))
     _drop_default_rows(rows, settings.ours)
     values = {key: settings.ours[key] for key in FIELDS if key in settings.ours}
     todo = [f"{key}: {comments[key]}" for key in values if comments[key].startswith(("NAME IT", "CHOOSE"))]
@@ -200,8 +202,12 @@ def nested(values: Values) -> dict[str, Any]:
 
 
 def _load(values: Values) -> TrainConfig | ValidationError:
+    data = nested(values)
+    for section in written_sections(data, TrainConfig):
+        if section.choice is not None and not section.data.keys() <= section.cls.model_fields.keys():
+            section.data[section.choice.key] = _word_of(section)
     try:
-        return TrainConfig.model_validate_json(json.dumps(nested(values)), strict=True)
+        return validated(data, TrainConfig)
     except ValidationError as error:
         return error
 
@@ -214,9 +220,26 @@ def _refusal(key: str, value: Any) -> str | None:
     return None if isinstance(found, TrainConfig) else f"{key}: {found.errors(include_url=False)[0]['msg'].lower()}"
 
 
-def _drop_dead(rows: list[Row], values: Values, config: TrainConfig) -> None:
+def _word_of(section: Written) -> str:
+    """Word of the first section of a choice that has all keys: a key is tried alone (`_refusal`)."""
+    choice = section.choice
+    assert choice is not None
+    fitting = (word for word, cls in choice.sections.items() if section.data.keys() <= cls.model_fields.keys())
+    return next(fitting, section.data[choice.key])
+
+
+def _misplaced(values: Values) -> dict[str, str]:
+    """Key -> reason, for keys that the chosen section of a choice does not have."""
+    return {
+        f"{section.key}.{name}": f"{section.key}.{section.choice.key} is {section.data[section.choice.key]}"
+        for section in written_sections(nested(values), TrainConfig)
+        if section.choice is not None
+        for name in section.data.keys() - section.cls.model_fields.keys()
+    }
+
+
+def _drop(rows: list[Row], values: Values, dead: Mapping[str, str]) -> None:
     """Remove keys without effect under the others (a KL coefficient without a KL): written, they would be refused."""
-    dead = dead_keys(config)
     for key in [key for key in values if key in dead]:
         del values[key]
         for row in rows:
@@ -228,7 +251,7 @@ def _drop_dead(rows: list[Row], values: Values, config: TrainConfig) -> None:
 
 def _drop_default_rows(rows: list[Row], values: Values) -> None:
     """Keep a default of the other trainer only where megappo's is another."""
-    reference = TrainConfig.model_validate(nested({"policy.model": "m", "data.train": "d"}))
+    reference = validated(nested({"policy.model": "m", "data.train": "d"}), TrainConfig)
     for row in [row for row in rows if row.is_default]:
         row.sets = {key: value for key, value in row.sets.items() if value_at(reference, key) != value}
         if not row.sets:

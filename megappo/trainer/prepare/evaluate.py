@@ -14,7 +14,7 @@ from megappo.config.evaluations import evaluation_sets
 from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import CriticConfig, OffloadConfig, OptimizerConfig, ReferenceConfig, RoleConfig
 from megappo.config.run_sections import CheckpointConfig, TrainerConfig
-from megappo.config.schema import AlgorithmConfig, KLConfig, RolloutConfig, TrainConfig
+from megappo.config.schema import AlgorithmConfig, NoKLConfig, RolloutConfig, TrainConfig
 from megappo.models.role_arch import arch_for
 from megappo.trainer.prepare.checkpoint_source import PolicySource, policy_source
 from megappo.trainer.prepare.inputs import check_inputs
@@ -89,7 +89,7 @@ def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequen
             "reward_model": _everywhere(config.reward_model),
             "rollout": _everywhere(config.rollout),
             "data": data,
-            "algorithm": AlgorithmConfig(mini_batch_size=samples, kl=KLConfig(placement="none")),
+            "algorithm": AlgorithmConfig(mini_batch_size=samples, kl=NoKLConfig()),
             "trainer": TrainerConfig(steps=1),
             "checkpoint": CheckpointConfig(),
             "evaluations": {name: one.model_copy(update={"every": 1, "before": True}) for name, one in sets.items()},

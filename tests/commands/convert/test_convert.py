@@ -1,6 +1,5 @@
 """`megappo convert`: every key of the deepseek-7b script, the other trainers' runs, unknown keys, the page docs/convert.md."""
 
-import json
 import re
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megappo.config.foreign.nemo_rl import NEMO_RL
 from megappo.config.foreign.rule import Outcome
 from megappo.config.foreign.verl import VERL
 from megappo.config.keys import value_at
-from megappo.config.loading import explicit_keys, load_config
+from megappo.config.loading import explicit_keys, load_config, validated
 from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import parse_yaml
 
@@ -301,7 +300,7 @@ def test_what_has_no_equivalent_says_why(foreign, says):
 def test_nonsense_in_every_key_is_a_row_and_never_an_error(trainer, value):
     conversion = converted(dict.fromkeys(trainer.rules, value), trainer)
     data, _ = parse_yaml(configuration(conversion), "configuration")
-    TrainConfig.model_validate_json(json.dumps(data), strict=True)
+    validated(data, TrainConfig)
     assert report(conversion).count("\n") > len(trainer.rules)
 
 

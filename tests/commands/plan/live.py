@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megappo.commands.plan.memory import RoleMemory, role_memory
+from megappo.config.loading import validated
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 
@@ -257,14 +258,15 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
 
     samples, length = 16, 64
     keys = {"model": path, "engine": "fsdp2", "micro_batch_tokens": 512, **section}
-    config = TrainConfig.model_validate(
+    config = validated(
         {
             "policy": keys if role == "policy" else {"model": path},
             **({"critic": keys} if role == "critic" else {}),
             "data": {"train": "none", "max_prompt_tokens": length // 2, "prompts_per_step": samples},
             "rollout": {"engine": "megatron", "max_response_tokens": length // 2, "samples_per_prompt": 1},
             "algorithm": {"mini_batch_size": samples},
-        }
+        },
+        TrainConfig,
     )
     arch, settings, critic = read_arch(path), getattr(config, role), role == "critic"
     layout = layout_of(settings.parallel, dist.get_world_size())

@@ -13,11 +13,12 @@ import pytest
 from megappo.commands.tune import batch
 from megappo.commands.tune.batch import ranks_here, run_trials
 from megappo.commands.tune.trials import Failed, Measured, Trial, outcome_file, read_outcome, write_outcome, write_trial
+from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
 
 STUB = Path(__file__).with_name("stub_rank.py")
 ROOT = Path(__file__).parents[3]
-CONFIG = TrainConfig.model_validate({"policy": {"model": "none"}, "data": {"train": "none"}})
+CONFIG = validated({"policy": {"model": "none"}, "data": {"train": "none"}}, TrainConfig)
 
 
 def write_trials(folder, *names):

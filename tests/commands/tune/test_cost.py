@@ -21,6 +21,7 @@ from megappo.commands.tune.search import MOST_DOUBLINGS, larger_worlds
 from megappo.commands.tune.trials import Measured
 from megappo.commands.tune.work import Pass, layer_products, stage_pass
 from megappo.config.batch import TextArithmetic, UpdateSchedule
+from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.flops import keys_seen, layer_weights
@@ -37,7 +38,7 @@ WORK = Workload(samples=256, schedules={"policy": SCHEDULE, "critic": SCHEDULE},
 
 
 def cost(layout, arch=ARCH, role="policy", work=WORK, hardware=H100, **settings):
-    config = TrainConfig.model_validate({"policy": {"model": "none"} | settings, "critic": settings, "data": {"train": "none"}})
+    config = validated({"policy": {"model": "none"} | settings, "critic": settings, "data": {"train": "none"}}, TrainConfig)
     counts = {stage: count_parameters(arch, layout, stage, role == "critic") for stage in range(layout.pp)}
     return role_cost(role, arch, layout, getattr(config, role), work, hardware, counts)
 
@@ -58,7 +59,7 @@ def test_the_time_of_a_pipeline_is_that_of_its_timeline(pp, vpp, count, backward
 def test_windows_are_the_mean_of_a_run_whose_places_are_out_of_step(window, prompt, response):
     """Places that begin a response one step after the other, each drawn and replaced for many steps, by a loop."""
     keys = {"rollout": {"window_tokens": window, "max_response_tokens": 1024}, "algorithm": {"mini_batch_size": 128}}
-    config = TrainConfig.model_validate({"policy": {"model": "none"}, "data": {"train": "none", "prompts_per_step": 256}, **keys})
+    config = validated({"policy": {"model": "none"}, "data": {"train": "none", "prompts_per_step": 256}, **keys}, TrainConfig)
     work = workload_of(config, prompt, response)
     per_response, lengths, drawn, ended = -(-response // window), [], [], 0
     places = [first * window for first in range(per_response)] * 10  # tokens that each place has of its response
@@ -83,9 +84,9 @@ def test_windows_are_the_mean_of_a_run_whose_places_are_out_of_step(window, prom
 
 def test_windows_shorten_generation_and_the_critics_updates():
     keys = {"policy": {"model": "none"}, "data": {"train": "none"}, "rollout": {"max_response_tokens": 4096}}
-    whole = workload_of(TrainConfig.model_validate(keys), 256, 4096)
+    whole = workload_of(validated(keys, TrainConfig), 256, 4096)
     keys["rollout"]["window_tokens"] = 1024
-    cut = workload_of(TrainConfig.model_validate(keys), 256, 4096)
+    cut = workload_of(validated(keys, TrainConfig), 256, 4096)
     times = {
         name: {role: cost(ParallelLayout(8, tp=8), role=role, work=work) for role in ("policy", "critic")}
         for name, work in (("whole", whole), ("cut", cut))
@@ -255,7 +256,7 @@ def test_recomputation_costs_one_forward_pass_of_the_layers():
 
 
 def test_a_token_is_decoded_as_fast_as_weights_and_cache_are_read():
-    rollout = TrainConfig.model_validate({"policy": {"model": "none"}, "data": {"train": "none"}}).rollout
+    rollout = validated({"policy": {"model": "none"}, "data": {"train": "none"}}, TrainConfig).rollout
     memory = {tp: RolloutMemory(int(2e9 / tp), int(65536 / tp), int(20e9)) for tp in (1, 2)}
     found = {tp: vllm_cost(ARCH, rollout.model_copy(update={"tp": tp}), "bf16", memory[tp], WORK, 8, H100) for tp in (1, 2)}
     assert found[1].at_once == 32 and found[2].at_once == 64
@@ -264,7 +265,7 @@ def test_a_token_is_decoded_as_fast_as_weights_and_cache_are_read():
 
 
 def test_only_the_last_token_of_a_prompt_has_logits():
-    rollout = TrainConfig.model_validate({"policy": {"model": "none"}, "data": {"train": "none"}}).rollout
+    rollout = validated({"policy": {"model": "none"}, "data": {"train": "none"}}, TrainConfig).rollout
     wide = replace(ARCH, vocab_size=10 * ARCH.vocab_size)
     memory = RolloutMemory(int(2e9), 65536, int(20e9))
     narrow, wider = (vllm_cost(arch, rollout, "bf16", memory, WORK, 8, H100).prefill_s for arch in (ARCH, wide))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megappo.commands.tune.enumerate import layouts, nearly_even, recompute_choices, rollout_sizes, token_budgets
 from megappo.config.errors import ConfigError
+from megappo.config.loading import validated
 from megappo.config.role_sections import ParallelConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
@@ -17,13 +18,14 @@ from megappo.trainer.prepare.layouts import check_layouts
 
 
 def config_with(parallel: ParallelConfig, rollout_tp: int = 1) -> TrainConfig:
-    return TrainConfig.model_validate(
+    return validated(
         {
             "policy": {"model": "none", "parallel": parallel.model_dump(mode="python")},
             "data": {"train": "none"},
             "rollout": {"tp": rollout_tp, "max_response_tokens": 8},
             "algorithm": {"kl": {"placement": "none"}},
-        }
+        },
+        TrainConfig,
     )
 
 

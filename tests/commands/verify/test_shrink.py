@@ -14,6 +14,7 @@ from megappo.commands.verify.recording import LONGEST_SEQUENCE
 from megappo.commands.verify.shrink import Run, small_run
 from megappo.commands.verify.shrink_layouts import Parts, fit_layouts, fit_parts, part_sizes, ranks_needed, split_layers
 from megappo.config.layout_checks import parallel_problems, roles_in_use
+from megappo.config.loading import validated
 from megappo.config.rank_ranges import ranks_of
 from megappo.config.role_sections import ParallelConfig
 from megappo.config.schema import TrainConfig
@@ -56,7 +57,7 @@ def configured(folder: Path, model: str, layout: str, **policy: Any) -> TrainCon
             sizes |= dict(pp=2, vpp=1)
         sections[role] = {"parallel": sizes}
     sections["policy"] |= {"model": path, **policy}
-    return TrainConfig.model_validate({**sections, "data": {"train": "absent.jsonl"}})
+    return validated({**sections, "data": {"train": "absent.jsonl"}}, TrainConfig)
 
 
 def uneven(layers: int, parts: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 
 from megappo.commands import cli
 from megappo.config.errors import ConfigError
-from megappo.config.loading import load_config
+from megappo.config.loading import load_config, validated
 from megappo.config.reward_checks import reward_problem
 from megappo.config.reward_sections import RewardConfig
 from megappo.data.prompts import Prompt, PromptSet
@@ -29,7 +29,7 @@ FENCED = "```python\nprint(input())\n```"
 
 
 def reward_of(*parts: dict[str, Any]) -> RewardConfig:
-    return RewardConfig.model_validate({"parts": parts})
+    return validated({"parts": parts}, RewardConfig)
 
 
 def prompts(*tests: Any) -> PromptSet:

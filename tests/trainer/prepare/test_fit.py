@@ -12,21 +12,22 @@ from hypothesis import strategies as st
 
 from megappo.commands.plan.run import plan_run
 from megappo.config.errors import ConfigError
-from megappo.config.loading import load_config
+from megappo.config.loading import load_config, validated
 from megappo.config.schema import TrainConfig
 from megappo.trainer.prepare.fit import fit_batch
 from tests.commands.plan.checkpoints import write_run
 
 
 def config_of(prompts: int, samples: int, mini_batch: int, policy_tp: int = 1, critic_pp: int = 1) -> TrainConfig:
-    return TrainConfig.model_validate(
+    return validated(
         {
             "policy": {"model": "m", "parallel": {"tp": policy_tp}},
             "critic": {"parallel": {"pp": critic_pp}},
             "rollout": {"samples_per_prompt": samples},
             "data": {"train": "t.jsonl", "prompts_per_step": prompts, "fit_batch": True},
             "algorithm": {"mini_batch_size": mini_batch},
-        }
+        },
+        TrainConfig,
     )
 
 

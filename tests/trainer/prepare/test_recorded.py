@@ -12,7 +12,8 @@ import torch
 
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import placements_in_use, reads_trajectories, roles_in_use, trained_sections
-from megappo.config.schema import AlgorithmConfig, KLConfig, TrainConfig
+from megappo.config.loading import validated
+from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.data.arithmetic import train_tokenizer
 from megappo.data.token_texts import token_texts
 from megappo.data.tokenizers import load_tokenizer
@@ -41,7 +42,7 @@ def config_of(models: Path, run: Path, tokenizer: str = "own", **changes: Any) -
         "trainer": {"steps": 4},
         **changes,
     }
-    return TrainConfig.model_validate(tree)
+    return validated(tree, TrainConfig)
 
 
 def written(models: Path, folder: Path, **changes: Any) -> Path:
@@ -137,7 +138,7 @@ def test_targets_are_monte_carlo_returns_of_the_recorded_rewards(models: Path, t
     samples = load(models, written(models, tmp_path)).samples
     values, after = torch.linspace(-3, 3, samples.batch.num_tokens), torch.tensor([10.0, 2.0, 10.0])
     batch = samples.batch.with_fields({"value": values}, {"bootstrap": after})
-    settings = {"gamma": gamma, "lam": 0.5, "lam_value": 1.0, "kl": KLConfig(placement="none"), "bootstrap_truncated": True}
+    settings = {"gamma": gamma, "lam": 0.5, "lam_value": 1.0, "kl": {"placement": "none"}, "bootstrap_truncated": True}
     found = with_returns(batch, AlgorithmConfig(**settings))["returns"]
     wanted = [0.25 + gamma * 0.75, 0.75, gamma * (-0.5 + gamma * 2), -0.5 + gamma * 2, 1.0]
     assert found[batch["response_mask"]].tolist() == pytest.approx(wanted, 1e-6)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megappo.config.errors import ConfigError
+from megappo.config.loading import validated
 from megappo.config.schema import DataConfig, TrainConfig
 from megappo.data.cache import Cache
 from megappo.data.prompts import Prompt, PromptSet
@@ -29,7 +30,7 @@ def model(tmp_path) -> Path:
 
 
 def config_for(model: Path, **section: Any) -> TrainConfig:
-    return TrainConfig.model_validate(config_of(model.parent, model, {}, **section))
+    return validated(config_of(model.parent, model, {}, **section), TrainConfig)
 
 
 def change_config(model: Path, **changes: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megappo.config.errors import ConfigError
+from megappo.config.loading import validated
 from megappo.config.reward_sections import RewardConfig
 from megappo.data.arithmetic import train_tokenizer
 from megappo.data.cache import Cache
@@ -19,7 +20,7 @@ from megappo.data.tokenizers import load_tokenizer
 from megappo.trainer.prepare.reward_notes import reward_notes
 from megappo.trainer.prepare.reward_parts import load_parts
 
-STRICT = RewardConfig.model_validate({"parts": [{"name": "gsm8k_strict"}]})
+STRICT = validated({"parts": [{"name": "gsm8k_strict"}]}, RewardConfig)
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_another_reward_and_other_data_are_read_anew(folder: Path, monkeypatch: 
     read = count_reads(monkeypatch)
     notes(stored(folder, "#### 7", "seven"), Cache(folder / "cache"))
     other: dict[str, Any] = {"parts": [{"name": "gsm8k_strict", "weight": 2.0}]}
-    for prompts, reward in ((stored(folder, "7", "8"), STRICT), (stored(folder, "7", "8"), RewardConfig.model_validate(other))):
+    for prompts, reward in ((stored(folder, "7", "8"), STRICT), (stored(folder, "7", "8"), validated(other, RewardConfig))):
         read.clear()
         assert notes(prompts, Cache(folder / "cache"), reward) == [] and read
 

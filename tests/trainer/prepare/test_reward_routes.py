@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megappo.config.errors import ConfigError
+from megappo.config.loading import validated
 from megappo.config.reward_sections import RewardConfig
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.trainer.prepare.answers import answer_notes
@@ -18,7 +19,7 @@ MAP = {"gsm8k": [{"name": "gsm8k_strict"}], "code": [{"name": "has_eos"}, {"name
 
 
 def routed(**route: Any) -> RewardConfig:
-    return RewardConfig.model_validate({"route": {"key": "meta.source", "map": MAP, **route}})
+    return validated({"route": {"key": "meta.source", "map": MAP, **route}}, RewardConfig)
 
 
 def prompts(*records: tuple[Any, str], name: str = "d.jsonl") -> PromptSet:

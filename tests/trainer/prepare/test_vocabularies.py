@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
 from megappo.data.arithmetic import train_tokenizer
 from megappo.data.tokenizers import load_tokenizer
@@ -26,7 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def notes(models: Path, **roles: str) -> list[str]:
     tree: dict[str, Any] = {role: {"model": str(models / name)} for role, name in {"policy": "policy", **roles}.items()}
-    config = TrainConfig.model_validate({**tree, "data": {"train": "t.jsonl"}})
+    config = validated({**tree, "data": {"train": "t.jsonl"}}, TrainConfig)
     return list(check_vocabularies(config, load_tokenizer(models / "policy")))
 
 
