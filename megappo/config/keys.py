@@ -76,7 +76,7 @@ def value_keys(cls: type[BaseModel]) -> tuple[tuple[str, FieldInfo], ...]:
     found: dict[str, FieldInfo] = {}
     for name, field in cls.model_fields.items():
         if len(section_classes(field)) > 1 and (choice := choice_of(field.annotation, field.discriminator)) is not None:
-            words = Literal[tuple(choice.sections)]
+            words: Any = Literal[tuple(choice.sections)]
             found[f"{name}.{choice.key}"] = FieldInfo(annotation=words, default=choice.default, description=field.description)
         inner = [(f".{key}", value) for section in section_classes(field) for key, value in value_keys(section)]
         for key, value in inner or [("", field)]:

@@ -86,10 +86,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Confi
 
 def validated(data: Mapping[str, Any], cls: type[Config]) -> Config:
     """The configuration that nested mappings write, choices by their words too. Raises pydantic's ValidationError."""
-    data = json.loads(json.dumps(data))  # a copy, in which choices are written out
-    list(written_sections(data, cls))
+    copy = json.loads(json.dumps(data))
+    list(written_sections(copy, cls))
     # JSON mode is what lets a list stand for a tuple while everything else stays strict.
-    return cls.model_validate_json(json.dumps(data), strict=True)
+    return cls.model_validate_json(json.dumps(copy), strict=True)
 
 
 def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
