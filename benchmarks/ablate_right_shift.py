@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.experiments.arms import unshifted
 from benchmarks.experiments.picture import Panel, draw_bands
 from benchmarks.experiments.results import EXPLAINED, REWARD, mean
+from megappo.commands.compare.curves import Curve, curve_of
 from megappo.commands.launch.local import start_ranks
-from megappo.commands.runs.curves import Curve, curve_of
 from megappo.commands.runs.metrics import Rows, read_rows
 from megappo.commands.runs.read import read_run
 from megappo.runtime.world import is_rank

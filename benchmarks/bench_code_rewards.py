@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megappo.commands.arguments import positive_int
+from megappo.commands.parser import positive_int
 from megappo.rewards.sandbox.box import Limits, Sandbox, python
 from megappo.telemetry.tables import table
 

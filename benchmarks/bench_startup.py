@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megappo.checkpoint.manifest import Manifest, fingerprint_file, list_files, write_manifest
-from megappo.commands.arguments import positive_int
+from megappo.commands.parser import positive_int
 from megappo.telemetry.tables import table
 
 RUN, SFT = "configs/quickstart.yaml", "configs/quickstart_sft.yaml"

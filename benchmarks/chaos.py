@@ -29,7 +29,7 @@ from benchmarks.reliability.faults import KINDS, MEANING
 from benchmarks.reliability.live import LiveRun, Row
 from benchmarks.reliability.own_faults import HOOK
 from benchmarks.reliability.soak import HEADING, Injection, Outcome, Soak, draw, productive_s, wall_s
-from megappo.commands.arguments import non_negative_int, positive_int
+from megappo.commands.parser import non_negative_int, positive_int
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.config.run_directory import check_run_dir

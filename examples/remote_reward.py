@@ -5,7 +5,7 @@
     RM_TOKEN=change-me megappo train configs/quickstart.yaml run.name=remote_reward 'reward.parts=[{name: exact_match},
         {name: brief, url: "http://127.0.0.1:8000/score", weight: 0.5, remote: {token_env: RM_TOKEN}}]'
 
-`scripts/reward_server.py` serves a function or a Hugging Face reward model without a line of code.
+`megappo serve-reward` serves a function or a Hugging Face reward model without a line of code.
 """
 
 from __future__ import annotations

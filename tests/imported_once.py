@@ -18,6 +18,7 @@ for name in (
     "megappo.engine.megatron",
     "megappo.engine.fsdp2_build",
     "megappo.commands.plan.run",
+    "megappo.trainer.prepare.run",
     "megappo.trainer.ppo",
     "megappo.trainer.main",
     "pytest",  # by the modules whose functions ranks run

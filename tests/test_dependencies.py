@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "megappo"
@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED_LIBRARIES = {
     "megatron": ("parallel/", "models/", "engine/megatron", "checkpoint/"),
     "vllm": ("rollout/vllm", "bridge/vllm"),
-    "transformers": ("models/", "data/tokenizers"),
+    "transformers": ("models/", "data/tokenizers", "commands/serve_reward/"),  # the server runs a reward model as transformers does
 }
 # A room imports lower floors only, and itself.
 FLOORS = (
@@ -65,7 +65,7 @@ ALLOWED_MODULES = {
     "megappo.engine.build": (
         "engine/",
         *(f"trainer/{start}.py" for start in ("main", "sft")),
-        *(f"commands/{start}.py" for start in ("export", "generate", "evaluate")),
+        *(f"commands/{start}.py" for start in ("export/export", "generate/answer", "eval/evaluate")),
         "commands/verify/world.py",
         "commands/tune/trial.py",
     ),
@@ -155,8 +155,21 @@ def test_a_forbidden_import_is_detected() -> None:
 
 def import_graph() -> dict[str, set[str]]:
     """Module -> modules of megappo that it imports, inside functions too."""
-    sources = {".".join(("megappo", *p.relative_to(PACKAGE).with_suffix("").parts)): p.read_text(encoding="utf-8") for p in MODULES}
-    return {name: set(imported_names(source) & sources.keys()) for name, source in sources.items()}
+    names = {p: ".".join(("megappo", *p.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__") for p in MODULES}
+    sources = {names[p]: p.read_text(encoding="utf-8") for p in MODULES}
+    return {name: modules_of(source, sources.keys()) for name, source in sources.items()}
+
+
+def modules_of(source: str, known: Collection[str]) -> set[str]:
+    """Of the known modules those that a source imports; of `from package import module` the module alone."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in known else str(node.module) for name in inside}
+    return found & set(known)
 
 
 def closure(graph: dict[str, set[str]], start: str) -> set[str]:
@@ -174,11 +187,20 @@ def closure(graph: dict[str, set[str]], start: str) -> set[str]:
 INSTRUMENTS = ("plan", "tune", "verify")
 
 
-def test_a_run_brings_no_instrument() -> None:
+def instruments_of(*starts: str) -> set[str]:
+    """Instruments that these modules of megappo bring."""
     graph = import_graph()
-    starts = [*(f"trainer.{name}" for name in ("main", "sft")), *(f"commands.{name}" for name in ("generate", "export"))]
     brought = set().union(*(closure(graph, f"megappo.{start}") for start in starts))
-    assert not {name for name in brought if name.startswith(tuple(f"megappo.commands.{one}." for one in INSTRUMENTS))}
+    return {one for one in INSTRUMENTS if any(f"{name}.".startswith(f"megappo.commands.{one}.") for name in brought)}
+
+
+def test_a_rank_and_what_works_on_checkpoints_bring_no_instrument() -> None:
+    """`commands.rank` is all that a process runs which finds itself to be a rank, whoever started it."""
+    assert (
+        instruments_of("commands.rank", "trainer.main", "trainer.sft", "commands.generate", "commands.export", "commands.eval")
+        == set()
+    )
+    assert instruments_of("commands.train") == {"plan"}, "negative control: the process that starts the ranks plans the run"
 
 
 def test_a_closure_follows_modules_to_the_end() -> None:

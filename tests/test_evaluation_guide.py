@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megappo.commands.runs.gate import parse_gate
+from megappo.commands.gate.gates import parse_gate
 from megappo.config.checks import problems
 from megappo.config.evaluations import best_metric, metric_names
 from megappo.config.loading import explicit_keys, load_config

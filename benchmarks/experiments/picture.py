@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.commands.runs.curves import Curve
+from megappo.commands.compare.curves import Curve
 
 
 @dataclass(frozen=True)

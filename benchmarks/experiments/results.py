@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.experiments.arms import ARMS
 from benchmarks.experiments.runs import directory, is_finished
 from benchmarks.experiments.tasks import TASKS
-from megappo.commands.runs.curves import Curve, curve_of
+from megappo.commands.compare.curves import Curve, curve_of
 from megappo.commands.runs.metrics import Rows, read_rows
 from megappo.telemetry.metrics import Metric
 

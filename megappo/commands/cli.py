@@ -17,7 +17,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.commands import checkpoints, planning, records, settings, training
+from megappo.commands import (
+    compare,
+    config,
+    convert,
+    doctor,
+    eval,
+    export,
+    gate,
+    generate,
+    launch,
+    plan,
+    pretrain_critic,
+    runs,
+    serve_reward,
+    sft,
+    train,
+    trajectories,
+    tune,
+    verify,
+)
 from megappo.commands.parser import Parser, Run
 from megappo.config.errors import ConfigError
 from megappo.config.redaction import hide_secrets
@@ -29,14 +48,17 @@ from megappo.runtime.run_time import is_fault
 from megappo.runtime.world import is_rank
 from megappo.telemetry.console import flush_output, lost_output, open_console
 
-GROUPS = (training, planning, checkpoints, records, settings)
-"""Modules of the commands, in the order of `megappo --help`."""
+COMMANDS = (train, pretrain_critic, sft, plan, launch, tune, verify, generate, eval, export)
+COMMANDS += (runs, trajectories, gate, compare, doctor, convert, config, serve_reward)
+"""`megappo X` is `commands/X`, here in the order of `megappo --help`. Each has `add_command` and `main`; what is heavy is imported
+by `main`, as the parser of every command is built for each call."""
 PACKAGE = Path(__file__).parents[1]
 OF_THE_MACHINE = {errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS}
 """Errors that say all there is to say: permissions, disks and limits. A rank keeps the traceback, which names its stage."""
 
 
 def build_parser() -> Parser:
+    """Parser of all commands."""
     parser = Parser(prog="megappo", description="PPO for large language models on Megatron-core and vLLM.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
@@ -52,8 +74,8 @@ def build_parser() -> Parser:
             )
         return sub
 
-    for group in GROUPS:
-        group.add_commands(command)
+    for one in COMMANDS:
+        one.add_command(command)
     return parser
 
 

@@ -1,13 +1,10 @@
-"""Steps that commands share: models as directories, the device, the plan of a run, the world that a rank joined."""
+"""Steps that commands share: models as directories, the device, the world that a rank joined."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 if TYPE_CHECKING:  # imported when a command needs them
-    from megappo.commands.plan.memory import Counter
-    from megappo.commands.plan.run import PlannedRun
     from megappo.config.checks import Device
     from megappo.config.schema import SftConfig, TrainConfig
 
@@ -36,11 +33,6 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
-def print_on_rank_0(text: str) -> None:
-    if os.environ["RANK"] == "0":
-        print(text, flush=True)
-
-
 def require_device(requested: Literal["auto", "cpu", "cuda"]) -> None:
     """ValueError if the run needs a GPU and there is none. Not for `plan`, which may be for another machine."""
     from megappo.parallel.device import select_device
@@ -55,33 +47,3 @@ def device_of(requested: Literal["auto", "cpu", "cuda"]) -> Device:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def plan_here(
-    config: TrainConfig,
-    ranks: int,
-    gpu_memory_gib: float | None,
-    *,
-    resume: bool = False,
-    shapes_only: bool = False,
-    device: Device | None = None,
-    counter: Counter | None = None,
-) -> PlannedRun:
-    """Check and plan a run. `gpu_memory_gib` or `device` plans for GPUs of another machine.
-
-    shapes_only: see `plan.run.plan_run`. counter: see `plan.memory.Counter`; None counts by shapes.
-    """
-    from megappo.commands.plan.estimate import bytes_of_gib
-    from megappo.commands.plan.memory import count_parameters
-    from megappo.commands.plan.run import plan_run
-
-    how = {"resume": resume, "shapes_only": shapes_only, "counter": counter or count_parameters}
-    if gpu_memory_gib is not None:
-        return plan_run(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), **how)
-    device = device or device_of(config.run.device)
-    memory = None
-    if device == "cuda":
-        import torch
-
-        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    return plan_run(config, ranks, device, memory, **how)

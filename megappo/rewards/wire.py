@@ -1,6 +1,6 @@
 """JSON of remote rewards, version 1: what a reward server is asked and what it answers (docs/rewards.md).
 
-Both sides use it: the client (`remote.py`) and `scripts/reward_server.py`. Nothing here opens a connection.
+Both sides use it: the client (`remote.py`) and `megappo serve-reward`. Nothing here opens a connection.
 """
 
 from __future__ import annotations

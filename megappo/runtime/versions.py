@@ -35,7 +35,7 @@ EXTRAS = {
     "gpu": {"transformer-engine[pytorch]": ">=2.11,<2.21"},
     "math": {"math-verify": ">=0.9"},
     "remote": {"httpx2": ">=2.16"},
-    "server": {"fastapi": "", "uvicorn": ""},  # scripts/reward_server.py
+    "server": {"fastapi": "", "uvicorn": ""},  # megappo serve-reward
     "datasets": {"datasets": "", "pyarrow": ""},
     "plot": {"matplotlib": ""},
     "trackers": {"wandb": ">=0.31", "mlflow": ">=3.17", "sqlalchemy": "", "alembic": ""},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.commands import cli, settings, training
+from megappo.commands import cli, doctor, rank
 from megappo.config.errors import ConfigError
 from megappo.runtime.faults import Unrecoverable
 from megappo.runtime.run_time import input_accepted
@@ -169,27 +169,27 @@ def test_help_lists_every_command(capsys):
 
 def test_a_fault_keeps_its_traceback(capsys, monkeypatch):
     """A ValueError of a library is not a user's mistake: it must not shrink to one line."""
-    monkeypatch.setattr(settings, "cmd_doctor", lambda args: json.loads("{"))
+    monkeypatch.setattr(doctor, "main", lambda args: json.loads("{"))
     with pytest.raises(ValueError):
         cli.main(["doctor"])
 
     def interrupted(args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(settings, "cmd_doctor", interrupted)
+    monkeypatch.setattr(doctor, "main", interrupted)
     assert cli.main(["doctor"]) == 130
 
 
 def test_once_the_input_is_accepted_a_value_error_of_megappo_is_a_fault_too(capsys, monkeypatch):
     """It must keep its traceback, and exit with 1: Slurm does not requeue a mistake of the user."""
-    monkeypatch.setattr(settings, "cmd_doctor", lambda args: first_host(""))
+    monkeypatch.setattr(doctor, "main", lambda args: first_host(""))
     assert run(capsys, "doctor")[0] == 2, "negative control"
 
     def accepted(args):
         with input_accepted():
             first_host("")
 
-    monkeypatch.setattr(settings, "cmd_doctor", accepted)
+    monkeypatch.setattr(doctor, "main", accepted)
     with pytest.raises(ValueError, match="not a list of hosts"):
         cli.main(["doctor"])
 
@@ -197,7 +197,7 @@ def test_once_the_input_is_accepted_a_value_error_of_megappo_is_a_fault_too(caps
         with input_accepted(unless=(ConfigError,)):
             raise ConfigError("no layout fits")
 
-    monkeypatch.setattr(settings, "cmd_doctor", searched)
+    monkeypatch.setattr(doctor, "main", searched)
     monkeypatch.setattr(cli, "PACKAGE", Path(__file__).parents[1])
     assert run(capsys, "doctor") == (2, "", "megappo: no layout fits\n")
 
@@ -212,7 +212,7 @@ def test_a_fault_that_would_come_back_has_a_code_of_its_own(capsys, monkeypatch)
     def drifted(args):
         raise Unrecoverable("replicas differ")
 
-    monkeypatch.setattr(settings, "cmd_doctor", drifted)
+    monkeypatch.setattr(doctor, "main", drifted)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch wraps it once for each world of earlier tests
     code, _, err = run(capsys, "doctor")
     assert code == 17 and "Traceback" in err and err.endswith("Unrecoverable: replicas differ\n")
@@ -222,7 +222,7 @@ def test_a_broken_pipe_to_a_helper_process_is_a_fault(monkeypatch):
     def broken(args):
         raise BrokenPipeError
 
-    monkeypatch.setattr(settings, "cmd_doctor", broken)
+    monkeypatch.setattr(doctor, "main", broken)
     with pytest.raises(BrokenPipeError):  # `megappo verify` must not end with 0
         cli.main(["doctor"])
 
@@ -231,7 +231,7 @@ def test_a_disk_that_is_full_is_one_line_and_of_a_rank_a_traceback(capsys, monke
     def full(args):
         raise OSError(errno.ENOSPC, "No space left on device", "runs/a")
 
-    monkeypatch.setattr(settings, "cmd_doctor", full)
+    monkeypatch.setattr(doctor, "main", full)
     assert run(capsys, "doctor") == (1, "", "megappo: runs/a: No space left on device\n")
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
@@ -247,7 +247,7 @@ def test_a_current_directory_that_is_gone_is_named(capsys, tmp_path, monkeypatch
 
 
 def test_ranks_of_another_launcher_cannot_be_restarted_here(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(training, "_enter_rank", lambda stop: None)
+    monkeypatch.setattr(rank, "_enter", lambda stop: None)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
     code, _, err = run(capsys, "train", write_run(tmp_path), "--max-restarts", "2")
@@ -307,15 +307,11 @@ def test_sft_refuses_bad_input(tmp_path, capsys, outside_a_launcher, arguments, 
 
 
 def test_sft_starts_and_says_what_it_will_do(tmp_path, capsys, monkeypatch, outside_a_launcher):
-    from megappo.commands.plan.run import plan_sft
-    from megappo.config.loading import load_config
-    from megappo.config.schema import SftConfig
-
     started = []
     monkeypatch.setattr("megappo.commands.launch.training.train_here", lambda ranks, *_, **__: started.append(ranks) or 0)
     path = write_sft(tmp_path)
-    assert run(capsys, "sft", path)[0] == 0 and started == [2]
-    text = plan_sft(load_config(path, (), SftConfig), 2, "cpu").report()
+    code, text, _ = run(capsys, "sft", path)
+    assert code == 0 and started == [2]
     assert "llama of 803,968 parameters, tp2 pp1 dp1 on 2 ranks" in text
     assert "kept 100 of 100 demonstrations" in text and "10 steps of 20 demonstrations = 2.00 epochs" in text
 
@@ -342,6 +338,26 @@ def imported_by(script):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.slow
+def test_a_rank_of_any_launcher_imports_no_plan_and_names_the_command_that_prints_it(tmp_path):
+    """Training left out, in the process that torchrun or srun has started: the guard of imports follows the same module."""
+    path = write_run(tmp_path)
+    script = f"""
+import sys
+import megappo.trainer.main
+from megappo.commands.cli import main
+megappo.trainer.main.train = lambda config, data, **_: print(len(data.train), "prompts")
+assert main(["train", {str(path)!r}]) == 0
+print([name for name in sys.modules if name.startswith(tuple("megappo.commands." + one for one in ("plan.", "tune.", "verify.")))])
+"""
+    world = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | world, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert said[0] == f"2 ranks; `megappo plan {path}` prints their layouts, memory and batches"
+    assert said[-2:] == ["100 prompts", "[]"]
 
 
 def test_help_and_the_resolved_configuration_import_nothing_heavy(tmp_path):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megappo.checkpoint.manifest import BEST, Manifest, write_manifest
-from megappo.commands import cli, export
-from megappo.commands.export import export_checkpoint
+from megappo.commands import cli
+from megappo.commands.export import export
+from megappo.commands.export.export import export_checkpoint
 from tests.commands.plan.checkpoints import write_checkpoint
 
 

@@ -100,7 +100,7 @@ def test_a_broken_one_does_not_take_megatron_along(tmp_path) -> None:
     # Commands that reach Megatron-core before they choose layers: verify, generate, export, trials.
     start = (
         "from megappo.runtime.quiet import quiet_libraries as q; q(); "
-        "import megappo.commands.verify.world, megappo.commands.generate"
+        "import megappo.commands.verify.world, megappo.commands.generate.answer"
     )
     for source, code in ((f"{ask}\n{use}", 0), (f"{start}\n{use}", 0), (use, 1)):
         done = subprocess.run(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import yaml
 
 from megappo.checkpoint.store import SaveFailed
-from megappo.commands.evaluate import evaluate_checkpoint, results_record
+from megappo.commands.eval.evaluate import evaluate_checkpoint, results_record
 from megappo.config.loading import load_config
 from megappo.config.run_sections import CheckpointConfig, TimeoutsConfig
 from megappo.rewards.compose import Scored

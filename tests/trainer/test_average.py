@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megappo.algo.objectives import steered
 from megappo.checkpoint.stored import StoredBox, StoredTensors
-from megappo.commands.export import export_checkpoint
+from megappo.commands.export.export import export_checkpoint
 from megappo.commands.plan.memory import count_parameters, role_memory, with_average
 from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout

@@ -20,7 +20,7 @@ import yaml
 
 from benchmarks.reliability.compare import compare
 from megappo.algo.chains import turn_starts
-from megappo.commands import evaluate
+from megappo.commands.eval import evaluate
 from megappo.commands.plan.run import plan_run
 from megappo.config.evaluations import TURNS as TURN_FIGURES
 from megappo.config.loading import load_config

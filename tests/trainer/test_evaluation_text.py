@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megappo.commands.evaluate import results_table
+
 from megappo.trainer.evaluation import Evaluation
 from megappo.trainer.turn_report import Turns
 

@@ -86,11 +86,11 @@ def run_all(rank: int, folder: Path) -> dict[str, list[str]]:
 
 def export_first_steps(rank: int, folder: Path) -> None:
     """Step 1 of two runs that both began under fsdp2, one of which has been Megatron's since."""
-    from megappo.commands.export import export_checkpoint
+    from megappo.commands.export.export import export_checkpoint
     from megappo.parallel.device import start_distributed
 
     # The world is there, and the test's.
-    alone = mock.patch("megappo.commands.export.start_alone", start_distributed)
+    alone = mock.patch("megappo.commands.export.export.start_alone", start_distributed)
     with alone, mock.patch("torch.distributed.destroy_process_group"):
         for name in ("interrupted", "to-megatron"):
             export_checkpoint(str(folder / "runs" / name), str(folder / f"{name} 1"), role="policy", step=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megappo.commands import cli
-from megappo.commands.runs.gate import read_gates
+from megappo.commands.gate.gates import read_gates
 from megappo.config.loading import load_config
 from tests.commands.plan.checkpoints import write_checkpoint
 from tests.data.tokenizer_files import write_hf_tokenizer

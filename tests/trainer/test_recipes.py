@@ -21,7 +21,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megappo.commands import cli
-from megappo.commands.runs.gate import read_gates
+from megappo.commands.gate.gates import read_gates
 from megappo.config.loading import load_config
 from megappo.config.schema import TrainConfig
 from megappo.data.loader import PromptLoader

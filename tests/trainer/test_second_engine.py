@@ -95,8 +95,8 @@ def test_its_checkpoint_resumes_to_the_same_weights(task: Path) -> None:
 
 def alone(rank: int, folder: Path) -> tuple[list[str], list[str]]:
     """The commands that start their own world of one: an export of the interrupted run, and answers of both engines."""
-    from megappo.commands.export import export_checkpoint
-    from megappo.commands.generate import answer
+    from megappo.commands.export.export import export_checkpoint
+    from megappo.commands.generate.answer import answer
     from megappo.parallel.device import start_alone
 
     dist.destroy_process_group()

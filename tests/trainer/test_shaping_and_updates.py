@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.commands.generate import answer
+from megappo.commands.generate.answer import answer
 from megappo.config.batch import UpdateSchedule
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.role_sections import CriticConfig, PolicyConfig

@@ -1,0 +1,19 @@
+"""`megappo doctor`: what is installed, works, and is missing on this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+from megappo.commands.parser import AddCommand
+
+
+def add_command(command: AddCommand) -> None:
+    command("doctor", main, "List installed packages, working features, and missing packages with their purpose.", config=None)
+
+
+def main(args: argparse.Namespace) -> int:
+    from megappo.commands.doctor.doctor import report
+
+    text, code = report()
+    print(text, end="")
+    return code

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 from megappo.commands.launch import submit
 from megappo.commands.launch.attempt import check_start
-from megappo.commands.launch.options import JOB_DEFAULTS, MAX_RESTARTS, SLURM_ONLY
 from megappo.commands.launch.script import Job
 from megappo.commands.launch.training import train_here
 from megappo.config.errors import ConfigError
@@ -20,11 +17,14 @@ from megappo.telemetry.console import keep_console
 from megappo.trainer.prepare.hub import with_local_models
 from megappo.trainer.prepare.remote_run import fetch, find_copies
 
-MakePlan = Callable[..., Any]
-"""`commands.prepared.plan_here`: all checks of `megappo plan`; returns an object with a `report()`."""
+MAX_RESTARTS = "--max-restarts"
+JOB_DEFAULTS = ("launcher", "signal_lead_s", "max_requeues")
+"""Options whose defaults are those of `script.Job`; None if not given."""
+SLURM_ONLY = (*JOB_DEFAULTS, "nodes", "partition", "account", "time", "cpus_per_rank", "container", "mount", "sbatch")
+"""Options without meaning for --local."""
 
 
-def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
+def launch(args: argparse.Namespace) -> int:
     """Submit a job to Slurm, or print its script (--dry-run). ConfigError, before anything is written, if it cannot work."""
     if args.max_restarts:
         raise ConfigError(
@@ -39,6 +39,8 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
     from megappo.trainer.prepare.inputs import check_inputs  # and numpy, which a wrong key need not wait for
 
     check_inputs(config, resume=args.resume)
+    from megappo.commands.plan.run import plan_here
+
     limits = submit.Limits(args.partition, args.account, args.time)
     job = Job(
         args.nodes,
@@ -56,7 +58,7 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
         submit.check_cluster(job, limits)
     copies = find_copies(config, resume=args.resume)  # the job fetches them
     run_dir = check_start(config.run, resume=args.resume and copies is None)
-    make_plan(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
+    plan_here(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
     if not args.dry_run:
         from megappo.trainer.prepare.surroundings import require_storage  # imports torch
 
@@ -81,7 +83,7 @@ def launch(args: argparse.Namespace, make_plan: MakePlan) -> int:
     return 0
 
 
-def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
+def launch_here(args: argparse.Namespace) -> int:
     """Start the ranks on this machine, with the same record in the run directory as a Slurm job; returns their exit code."""
     for name in SLURM_ONLY:
         if (value := getattr(args, name)) not in (None, []):
@@ -91,7 +93,8 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
     from megappo.trainer.prepare.inputs import check_inputs
 
     check_inputs(config, resume=args.resume)
-    from megappo.parallel.device import select_device  # imports torch, as does the next
+    from megappo.commands.plan.run import plan_here  # imports torch, as do the next
+    from megappo.parallel.device import select_device
     from megappo.trainer.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
 
     keep_console()
@@ -101,11 +104,12 @@ def launch_here(args: argparse.Namespace, make_plan: MakePlan) -> int:
     copies = find_copies(config, resume=args.resume)
     run_dir = check_start(config.run, resume=args.resume and copies is None)
     select_device(config.run.device)  # raises if there is no such device
-    planned = make_plan(config, ranks, args.gpu_memory_gib, resume=args.resume)
+    planned = plan_here(config, ranks, args.gpu_memory_gib, resume=args.resume)
+    print(planned.report(), end="" if args.dry_run else "\n", flush=True)
     if args.dry_run:
-        print(planned.report(), end="")
         return 0
     require_isolation_here(config)
+    assert planned.data is not None, "only a plan of shapes has no data"
     require_servers_here(planned.data, resume=args.resume)
     require_storage(config)
     if copies is not None:

@@ -38,7 +38,8 @@ RANK_MODULE = "megappo.commands.cli"
 # Everything that a rank imports on its way to the first step, as far as it starts no thread and opens no GPU: a test looks.
 PRELOADED = (
     "transformers.models.auto.modeling_auto",
-    "megappo.commands.plan.run",
+    "megappo.commands.rank",
+    "megappo.trainer.prepare.run",
     "megappo.trainer.main",
     "megappo.engine.megatron",
 )

@@ -1,1 +1,49 @@
-"""Plan of a run, computed before anything heavy starts: layouts, memory, batch arithmetic, data."""
+"""`megappo plan`: layouts, memory, batch arithmetic and data of a run, computed before anything heavy starts."""
+
+from __future__ import annotations
+
+import argparse
+
+from megappo.commands.parser import AddCommand, positive_float, positive_int
+
+
+def add_command(command: AddCommand) -> None:
+    plan = command("plan", main, "Print ranks, memory, batch arithmetic and steps of a run, and refuse what cannot work.")
+    plan.add_argument(
+        "--world-size", type=positive_int, metavar="N", help="ranks to plan for (default: run.num_ranks, or one per GPU)"
+    )
+    plan.add_argument("--gpu-memory-gib", type=positive_float, metavar="GIB", help="plan for GPUs of this size, on any machine")
+    plan.add_argument(
+        "--shapes-only",
+        action="store_true",
+        help="read config.json of the models alone: weights, tokenizer and data may be missing",
+    )
+    plan.add_argument("--plot", metavar="FILE", help="draw rank grids and pipelines (.png, .svg or .pdf)")
+    plan.add_argument("--resume", action="store_true", help="plan to continue a run: inputs that only its start reads may be gone")
+
+
+def main(args: argparse.Namespace) -> int:
+    from megappo.config.loading import load_config
+    from megappo.runtime.world import world_size
+    from megappo.trainer.prepare.hub import with_local_models
+    from megappo.trainer.prepare.inputs import check_inputs
+
+    config = with_local_models(load_config(args.config, args.overrides), shapes_only=args.shapes_only)
+    check_inputs(config, resume=args.resume, shapes_only=args.shapes_only)
+    from megappo.commands.plan.counted import counter_of_built_models
+    from megappo.commands.plan.plot import plot
+    from megappo.commands.plan.run import plan_here
+    from megappo.telemetry.picture import check_plot
+
+    target = None if args.plot is None else check_plot(args.plot)
+    ranks = args.world_size if args.world_size is not None else world_size(config.run)
+    planned = plan_here(
+        config, ranks, args.gpu_memory_gib, resume=args.resume, shapes_only=args.shapes_only, counter=counter_of_built_models()
+    )
+    print(planned.report(), end="")
+    if planned.plan.device == "cpu" and config.run.device == "auto":
+        print("\nplanned for CPUs: run.device is auto and this machine has no GPU; --gpu-memory-gib plans for GPUs")
+    if target is not None:
+        plot(planned.plan, target)
+        print(f"\npicture: {target}")
+    return 0

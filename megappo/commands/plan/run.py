@@ -1,24 +1,22 @@
-"""Plan of a run: checks, memory, data; of a fine-tuning: checks, data. Every command refuses a run by the same plan."""
+"""Plan of a run: checks, memory, data. Every command that starts a run, or only judges it, refuses it by the same plan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 
-from megappo.commands.plan.estimate import Plan, make_plan
+from megappo.commands.plan.estimate import Plan, bytes_of_gib, make_plan
 from megappo.commands.plan.host_report import host_warnings
 from megappo.commands.plan.idle import idle_notes
 from megappo.commands.plan.memory import Counter, count_parameters
 from megappo.commands.plan.report import report
+from megappo.commands.prepared import device_of
 from megappo.config.checks import Device
-from megappo.config.layout_checks import reads_trajectories
-from megappo.config.schema import SftConfig, TrainConfig
-from megappo.models.weight_map import hf_tensors
-from megappo.telemetry.tables import figures
-from megappo.trainer.prepare.checks import CheckedSft, check_run, check_sft
-from megappo.trainer.prepare.data import RunData, SftData, load_run_data, load_sft_data
+from megappo.config.schema import TrainConfig
+from megappo.trainer.prepare.checks import check_run
+from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.fit import fit_if_asked
-from megappo.trainer.prepare.recorded import RecordedData, load_recorded_data
+from megappo.trainer.prepare.recorded import RecordedData
+from megappo.trainer.prepare.run import load_data
 
 
 @dataclass(frozen=True)
@@ -60,35 +58,31 @@ def plan_run(
     notes = (*fitted, *checked.notes, *idle_notes(plan))
     if shapes_only:
         return PlannedRun(plan, None, (*notes, "only shapes were looked at: weights, tokenizer and data may be missing"))
-    if reads_trajectories(config):
-        recorded = load_recorded_data(config, checked.archs)
-        return PlannedRun(plan, recorded, (*notes, *recorded.notes))
-    data = load_run_data(config, checked.archs["policy"], train)
+    data = load_data(config, checked.archs, train)
     return PlannedRun(plan, data, (*notes, *data.notes))
 
 
-@dataclass(frozen=True)
-class PlannedSft:
-    """A fine-tuning that can start."""
+def plan_here(
+    config: TrainConfig,
+    ranks: int,
+    gpu_memory_gib: float | None,
+    *,
+    resume: bool = False,
+    shapes_only: bool = False,
+    device: Device | None = None,
+    counter: Counter | None = None,
+) -> PlannedRun:
+    """Check and plan a run. `gpu_memory_gib` or `device` plans for GPUs of another machine.
 
-    checked: CheckedSft
-    data: SftData
+    shapes_only: see `plan_run`. counter: see `plan.memory.Counter`; None counts by shapes.
+    """
+    how = {"resume": resume, "shapes_only": shapes_only, "counter": counter or count_parameters}
+    if gpu_memory_gib is not None:
+        return plan_run(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), **how)
+    device = device or device_of(config.run.device)
+    memory = None
+    if device == "cuda":
+        import torch
 
-    def report(self) -> str:
-        arch, layout, demonstrations = self.checked.arch, self.checked.layout, self.data.demonstrations
-        trainer = self.checked.config.trainer
-        parameters = sum(prod(shape) for shape in hf_tensors(arch).values())
-        epochs = trainer.steps * trainer.batch_size / len(demonstrations)
-        lines = [
-            f"policy: {arch.family} of {parameters:,} parameters, {layout} on {layout.world_size} ranks",
-            f"data: {demonstrations.summary()}",
-            f"run: {trainer.steps:,} steps of {trainer.batch_size:,} demonstrations = {figures(epochs)} epochs",
-            *(f"note: {note}" for note in (*self.checked.notes, *self.data.notes)),
-        ]
-        return "\n".join(lines) + "\n"
-
-
-def plan_sft(config: SftConfig, world_size: int, device: Device) -> PlannedSft:
-    """Check a fine-tuning completely, as `plan_run`."""
-    checked = check_sft(config, world_size, device)
-    return PlannedSft(checked, load_sft_data(config, checked.arch))
+        memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    return plan_run(config, ranks, device, memory, **how)

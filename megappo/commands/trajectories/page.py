@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from megappo.commands.trajectories.analyse import Analysis, Sample
-from megappo.commands.trajectories.options import MAX_SAMPLES, MAX_TOKENS
 from megappo.telemetry.metrics import finite_or_none
 from megappo.telemetry.trajectories.fields import rounded
 from megappo.telemetry.trajectories.read import Trajectory
 
+MAX_SAMPLES = 200
+MAX_TOKENS = 400_000  # of a page whose number of samples was not given: 40 MB
 HERE = Path(__file__).parent
 MOST_DOTS = 2000  # of a picture: more hide each other, and take a browser seconds
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megappo.commands.launch.submit import Limits
 from megappo.commands.plan.report import remark_lines
-from megappo.commands.tune import command
+from megappo.commands.tune import question as asked
 from megappo.commands.tune.candidates import Choice
 from megappo.commands.tune.job import job_for
 from megappo.commands.tune.measure import best_measured, check_measurable, measure
@@ -25,7 +25,7 @@ from megappo.telemetry.hardware import dump_hardware, load_hardware
 
 
 def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
-    """Run the command on options that `options.check_options` accepted; returns the exit code. ConfigError for a user's mistake.
+    """Run the command on options that `check_options` accepted; returns the exit code. ConfigError for a user's mistake.
 
     config: what `args.config` and `args.overrides` say; None without CONFIG, if this machine is only to be measured.
     """
@@ -34,15 +34,15 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
     if config is None:
         print(dump_hardware(probe()), end="")
         return 0
-    gpus = command.num_gpus(args.gpus, config)  # before a probe, which takes half a minute
+    gpus = asked.num_gpus(args.gpus, config)  # before a probe, which takes half a minute
     if args.probe:
         hardware = probe()
         print(dump_hardware(hardware), end="", flush=True)
     else:
-        hardware = load_hardware(args.gpu or command.default_profile(config))
+        hardware = load_hardware(args.gpu or asked.default_profile(config))
     if args.gpus_per_node is not None:
         hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
-    question = command.Question(
+    question = asked.Question(
         config,
         args.config,
         tuple(args.overrides),
@@ -53,12 +53,12 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
         args.mean_response_tokens,
         bool(args.placements),
     )
-    search = command.make_search(question)
+    search = asked.make_search(question)
     if args.measure is not None:
         check_measurable(search)
     job = job_for(search.machine, Limits(args.partition, args.account, args.time), args.sbatch or ()) if args.slurm else None
     with input_accepted(unless=(ConfigError,)):  # the search and the trials find out what cannot work
-        ranked = rank_placements(search, command.neutral_config(search.config, search.tuned)) if args.placements else ()
+        ranked = rank_placements(search, asked.neutral_config(search.config, search.tuned)) if args.placements else ()
         search, choice = _first(ranked, search, args)
         print(report(search, choice, args.top), flush=True)
         measurement = None
@@ -66,17 +66,17 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
             measurement = measure(search, choice, args.measure, job)
             print(measurement.report())
             choice = best_measured(search, choice, measurement)
-        prepared = command.prepare_chosen(search, choice, question)
+        prepared = asked.prepare_chosen(search, choice, question)
         if remarks := remark_lines(prepared.plan, prepared.notes):
             print("\n".join(remarks) + "\n")
         overrides = overrides_of(search, choice)
         print("overrides\n" + "\n".join(f"  {line}" for line in overrides))
         if "--output" in targets:
-            command.write_output(targets["--output"], command.written_choice(search, choice, question), overrides)
+            asked.write_output(targets["--output"], asked.written_choice(search, choice, question), overrides)
         if "--json" in targets:
             measured = measurement.facts() if measurement is not None else None
             placements = placement_facts(ranked) if ranked else None
-            facts = command.as_json(search, choice, args.top, prepared, measured, placements)
+            facts = asked.as_json(search, choice, args.top, prepared, measured, placements)
             targets["--json"].write_text(facts, encoding="utf-8")
     return 0
 
@@ -85,7 +85,7 @@ def _first(ranked: Sequence[Placed], search: Search, args: argparse.Namespace) -
     """The fastest run, and the search of its placement. ranked: placements, the fastest first; none if they are not searched."""
     first = next((one for one in ranked if one.choice is not None), None)
     if first is None or first.choice is None:
-        return search, command.find_best(search)  # or the message that nothing fits
+        return search, asked.find_best(search)  # or the message that nothing fits
     print("\n".join(placement_lines(ranked, args.top)), flush=True)
     if args.measure is not None:
         print(f"  trials are of {first.placing.name} alone; the others stay as predicted")

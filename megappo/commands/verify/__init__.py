@@ -1,1 +1,54 @@
-"""Measured parity: the same recorded rollouts replayed in two layouts, and the largest differences of what came out."""
+"""`megappo verify`: the same recorded rollouts replayed in two layouts, and the largest differences of what came out."""
+
+from __future__ import annotations
+
+import argparse
+
+from megappo.commands.parser import AddCommand, positive_float, positive_int
+from megappo.commands.prepared import device_of, require_device
+from megappo.config.errors import ConfigError
+
+
+def add_command(command: AddCommand) -> None:
+    verify = command(
+        "verify",
+        main,
+        "Measure a small version of a run in its layout and on one rank, and print where the numbers differ.",
+        "The version has the run's families, layouts and algorithm and tiny random models. Printed is the largest difference of "
+        "everything that must not depend on the layout: log-probs, values, advantages, losses, gradients, parameters after three "
+        "steps. Reads config.json of the models, no weights and no data. Exit code: 0 if all numbers agree, 1 if some differ, "
+        "2 for a configuration that cannot work.",
+    )
+    verify.add_argument(
+        "--max-ranks",
+        type=positive_int,
+        default=8,
+        metavar="N",
+        help="most ranks to start (default: 8, and never more than there are GPUs; run.device=cpu needs none); larger layouts "
+        "are halved, with a note",
+    )
+    verify.add_argument(
+        "--tolerance",
+        type=positive_float,
+        default=1e-5,
+        metavar="X",
+        help="largest relative difference (default: 1e-5; ten times this for the parameters after the steps)",
+    )
+    verify.add_argument("--bisect", action="store_true", help="also measure every axis and setting alone, to find the culprit")
+
+
+def main(args: argparse.Namespace) -> int:
+    from megappo.config.loading import load_config
+    from megappo.runtime.world import is_rank
+    from megappo.trainer.prepare.hub import with_local_models
+    from megappo.trainer.prepare.layouts import read_archs
+
+    if is_rank():
+        raise ConfigError("verify starts its own ranks; run it once, without torchrun (RANK and WORLD_SIZE are set here)")
+    config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
+    read_archs(config, need_weights=False)
+    from megappo.commands.verify.run import verify
+
+    require_device(config.run.device)
+    device = device_of(config.run.device)
+    return verify(config, device, max_ranks=args.max_ranks, tolerance=args.tolerance, bisect=args.bisect)

@@ -16,7 +16,7 @@ import yaml
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import write_manifest
 from megappo.commands import cli
-from megappo.commands.runs.curves import curve_of, difference, steps_to_show
+from megappo.commands.compare.curves import curve_of, difference, steps_to_show
 from tests.commands.runs.folders import save, write_end, write_lease
 
 STEPS = 10
@@ -259,7 +259,7 @@ def test_json_has_every_value(pair, capsys):
 
 def test_a_picture_has_a_panel_for_each_metric_and_a_line_for_each_run(pair, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    from megappo.commands.runs.picture import figure_of
+    from megappo.commands.compare.picture import figure_of
 
     for name in ("curves.svg", "curves.png"):
         code, out, _ = compare(capsys, *pair, "--plot", tmp_path / name)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megappo.commands import cli
-from megappo.commands.runs.gate import hold, parse_gate
+from megappo.commands.gate.gates import hold, parse_gate
 
 # Scores of steps 1 to 10 are 0.1 to 1.0; evaluated at 0, 5 and 10; the loss of step 7 was NaN; an evaluation with its own line.
 ROWS = [{"step": 0, "time": 1.0, "eval/score": 0.2}]

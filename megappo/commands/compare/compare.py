@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megappo.commands.runs import provenance
-from megappo.commands.runs.curves import (
+from megappo.commands.compare import provenance
+from megappo.commands.compare.curves import (
     DEFAULT_TOLERANCE,
     Curve,
     Difference,
@@ -23,8 +23,8 @@ from megappo.commands.runs.curves import (
     steps_to_show,
     usual_metrics,
 )
+from megappo.commands.compare.picture import draw_curves
 from megappo.commands.runs.metrics import Rows, read_rows, value_text
-from megappo.commands.runs.picture import draw_curves
 from megappo.commands.runs.read import Run, read_run
 from megappo.config.errors import ConfigError
 from megappo.telemetry.picture import check_plot

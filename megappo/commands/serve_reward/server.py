@@ -1,32 +1,26 @@
-"""A reward server for `reward.parts: [{url: ...}]`: your own function, or a Hugging Face reward model.
+"""The server of `megappo serve-reward`: your own function, or a Hugging Face reward model, behind POST /score and GET /health.
 
-    python scripts/reward_server.py --function rewards/mine.py:score
-    python scripts/reward_server.py --model path/to/reward-model --device cuda --dtype bf16
-
-It answers POST /score and GET /health (docs/rewards.md, Remote rewards). It listens on this machine alone unless told otherwise,
-and on another address only with a token and a certificate: megappo asks other machines over https.
+docs/rewards.md, Remote rewards, has the protocol. It listens on this machine alone unless told otherwise, and on another address
+only with a token and a certificate: megappo asks other machines over https.
 """
 
 from __future__ import annotations
 
 import argparse
 import hmac
-import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import anyio.to_thread
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
+from megappo.config.errors import ConfigError
 from megappo.config.urls import is_loopback
 from megappo.rewards.base import RewardInput, UnusableAnswer
 from megappo.rewards.own import GROUP, load_rule
@@ -197,25 +191,6 @@ def settings_of(app: FastAPI, certificate: str | None = None, key: str | None = 
     )
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    what = made.add_mutually_exclusive_group(required=True)
-    what.add_argument("--function", metavar="FILE:FUNCTION", help="score by a function of a Python file (docs/rewards.md)")
-    what.add_argument("--model", metavar="DIR", help="score by a Hugging Face sequence-classification checkpoint with one label")
-    made.add_argument("--batch", action="store_true", help="the function takes a list of samples and returns a list")
-    made.add_argument("--args", type=json.loads, default={}, metavar="JSON", help="keyword arguments of the function")
-    made.add_argument("--device", default="cpu", help="of the model: cpu, cuda, cuda:1 (default: cpu)")
-    made.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the model (default: fp32)")
-    made.add_argument("--batch-tokens", type=int, default=32768, help="padded tokens of one pass of the model (default: 32768)")
-    made.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    made.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    made.add_argument("--token-env", metavar="NAME", help="environment variable with the token that requests must carry")
-    made.add_argument("--certificate", metavar="PEM", help="certificate for https")
-    made.add_argument("--key", metavar="PEM", help="key of the certificate")
-    made.add_argument("--max-request-mib", type=float, default=64.0, help="largest request (default: 64)")
-    return made
-
-
 def token_of(args: argparse.Namespace) -> str | None:
     """Token of the environment. ValueError, one line, if it is missing, or if the address needs more than is given."""
     token = os.environ.get(args.token_env, "").strip() if args.token_env is not None else None
@@ -237,22 +212,17 @@ def scorer_of(args: argparse.Namespace) -> Scorer:
         raise ValueError(f"{name} {value}: {error}") from error
 
 
-def main() -> int:
-    args = parser().parse_args()
+def serve_until_stopped(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM. ValueError, one line, before it listens: no scorer, no token, no such address."""
+    token = token_of(args)
+    scorer = scorer_of(args)
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     try:
-        token = token_of(args)
-        scorer = scorer_of(args)
-        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family)
-    except (ValueError, OSError, OverflowError) as error:  # Overflow: of a port
-        print(f"reward_server: {error}", file=sys.stderr)
-        return 2
+    except (OSError, OverflowError) as error:  # Overflow: of a port
+        raise ConfigError(f"--host {args.host} --port {args.port}: {error}") from None
     host = f"[{args.host}]" if ":" in args.host else args.host
     scheme = "https" if args.certificate is not None else "http"
     print(f"scoring on {scheme}://{host}:{listener.getsockname()[1]}/score", flush=True)
     serve(make_app(scorer, token, int(args.max_request_mib * MIB)), listener, args.certificate, args.key)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megappo.commands.runs.curves import Curve
+from megappo.commands.compare.curves import Curve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

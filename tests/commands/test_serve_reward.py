@@ -1,4 +1,4 @@
-"""scripts/reward_server.py, asked by the trainer's client: a function, a reward model against transformers, what is refused."""
+"""`megappo serve-reward`, asked by the trainer's client: a function, a reward model against transformers, what is refused."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ import pytest
 import torch
 import uvicorn
 
+from megappo.commands import cli
+from megappo.commands.serve_reward import server as reward_server
 from megappo.config.reward_sections import RemoteConfig
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.remote import RemotePart
 from megappo.rewards.server import Server
-from scripts import reward_server
 from tests.data.tokenizer_files import write_hf_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -40,11 +41,11 @@ def both(samples): return [len(samples)] * len(samples)
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, str(ROOT / "scripts" / "reward_server.py"), "--port", "0", *map(str, arguments)]
+    return [sys.executable, "-m", "megappo", "serve-reward", "--port", "0", *map(str, arguments)]
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "REWARD_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "REWARD_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 @contextmanager
@@ -164,27 +165,25 @@ REFUSED = [
 ]
 
 
-def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["reward_server.py", "--port", "0", *arguments])
-    assert reward_server.main() == 2
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["serve-reward", "--port", "0", *arguments]) == 2
     said = capsys.readouterr()
     line = said.err.splitlines()[-1]
-    assert line.startswith("reward_server: ") and not said.out
+    assert line.startswith("megappo: ") and not said.out
     return line
 
 
 @pytest.mark.parametrize("arguments, says", REFUSED, ids=[says[:30] for _, says in REFUSED])
 def test_a_server_that_cannot_score_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
     (tmp_path / "mine.py").write_text(CODE)
-    assert says in refusal(monkeypatch, capsys, *(argument.format(tmp_path) for argument in arguments))
+    assert says in refusal(capsys, *(argument.format(tmp_path) for argument in arguments))
 
 
 @pytest.mark.parametrize("labels, head, says", [(2, True, "has 2 labels, and a reward model has 1"), (1, False, "lacks weights")])
 def test_a_checkpoint_that_is_no_reward_model_is_refused(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     labels: int,
     head: bool,
@@ -196,4 +195,4 @@ def test_a_checkpoint_that_is_no_reward_model_is_refused(
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
     cls = LlamaForSequenceClassification if head else LlamaForCausalLM
     cls(LlamaConfig(num_labels=labels, pad_token_id=0, **sizes)).save_pretrained(tmp_path)
-    assert says in refusal(monkeypatch, capsys, "--model", str(tmp_path))
+    assert says in refusal(capsys, "--model", str(tmp_path))

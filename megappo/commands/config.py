@@ -1,0 +1,38 @@
+"""`megappo config`: the resolved configuration, a recipe or the schema."""
+
+from __future__ import annotations
+
+import argparse
+
+from megappo.commands.parser import AddCommand
+from megappo.config.errors import ConfigError
+
+
+def add_command(command: AddCommand) -> None:
+    config = command("config", main, "Print the resolved configuration, a recipe or the schema.", config="[CONFIG]")
+    config.add_argument("--sft", action="store_true", help="the file is a configuration of `megappo sft`")
+    config.add_argument("--schema", action="store_true", help="print the JSON schema instead")
+    config.add_argument("--recipe", metavar="NAME", help="print this file of configs/recipes instead, for example grpo")
+
+
+def main(args: argparse.Namespace) -> int:
+    import json
+
+    from megappo.config.dump import dump_yaml
+    from megappo.config.loading import json_schema, load_config
+    from megappo.config.recipes import recipe
+    from megappo.config.schema import SftConfig, TrainConfig
+
+    if args.recipe is not None:
+        if args.config is not None or args.sft or args.schema:
+            raise ConfigError(f"--recipe {args.recipe}: prints that file alone; save it, then set keys over it")
+        print(recipe(args.recipe), end="")
+        return 0
+    cls = SftConfig if args.sft else TrainConfig
+    if args.schema:
+        print(json.dumps(json_schema(cls), indent=1))
+    elif args.config is None:
+        raise ConfigError("config: name a YAML file, or ask for --schema or --recipe")
+    else:
+        print(dump_yaml(load_config(args.config, args.overrides, cls)), end="")
+    return 0

@@ -1,0 +1,93 @@
+"""A rank of `megappo train` or `megappo sft`, whoever started it: `megappo` itself, torchrun or srun.
+
+Loads the data by `trainer/prepare` and trains. It imports no plan: whether a run fits its GPUs is computed once, by the process
+that starts the ranks (`megappo train`, `megappo launch`) or by `megappo plan`; a test follows every import from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megappo.commands.prepared import device_of, leave_world, local_models
+from megappo.config.errors import ConfigError
+from megappo.runtime.exit_codes import DONE
+from megappo.runtime.life import LAUNCHER_LISTENS
+
+if TYPE_CHECKING:
+    from megappo.runtime.signals import StopRequest
+
+
+def train_rank(args: argparse.Namespace) -> int:
+    from megappo.config.loading import load_config
+    from megappo.runtime.signals import StopRequest
+    from megappo.runtime.world import world_size
+    from megappo.trainer.prepare.inputs import check_inputs
+
+    stop = StopRequest()
+    _enter(stop)
+    if args.max_restarts:
+        raise ConfigError(
+            f"--max-restarts {args.max_restarts}: these ranks were started by torchrun or srun; only `megappo train` or "
+            "`megappo launch --local` itself can restart them (under Slurm: --max-requeues)"
+        )
+    config = local_models(load_config(args.config, args.overrides))
+    check_inputs(config, resume=args.resume)
+    from megappo.trainer.prepare.run import prepare_run
+
+    ranks = world_size(config.run)
+    prepared = prepare_run(config, ranks, device_of(config.run.device), resume=args.resume)
+    _tell(f"{ranks} ranks; `megappo plan {args.config}` prints their layouts, memory and batches", prepared.notes)
+    from megappo.runtime.freed_memory import keep_freed_memory
+    from megappo.runtime.garbage import freeze_imports
+    from megappo.trainer.main import train
+
+    keep_freed_memory()
+    freeze_imports()
+    train(prepared.config, prepared.data, resume=args.resume, stop=stop)
+    leave_world()
+    # After a stop too: with another code, torchrun or srun would treat the first rank to exit as failed and kill the others.
+    return DONE
+
+
+def sft_rank(args: argparse.Namespace) -> int:
+    from megappo.config.loading import load_config
+    from megappo.config.schema import SftConfig
+    from megappo.runtime.world import world_size
+    from megappo.trainer.prepare.inputs import check_inputs
+
+    _enter()
+    config = local_models(load_config(args.config, args.overrides, SftConfig))
+    check_inputs(config)
+    from megappo.trainer.prepare.checks import check_sft
+    from megappo.trainer.prepare.data import load_sft_data
+
+    ranks = world_size(config.run)
+    checked = check_sft(config, ranks, device_of(config.run.device))
+    data = load_sft_data(config, checked.arch)
+    _tell(f"{ranks} ranks, {checked.layout}; {data.demonstrations.summary()}", (*checked.notes, *data.notes))
+    from megappo.runtime.garbage import freeze_imports
+    from megappo.trainer.sft import train_sft
+
+    freeze_imports()
+    train_sft(config, data)
+    return DONE
+
+
+def _enter(stop: StopRequest | None = None) -> None:
+    """Set up tracebacks and signals of a rank, and its end with its launcher, before anything heavy is imported."""
+    from megappo.runtime.failure import record_exceptions
+    from megappo.runtime.parent import end_with_launcher
+
+    end_with_launcher()
+    if stop is not None:
+        stop.listen()
+    record_exceptions(int(os.environ["RANK"]))
+
+
+def _tell(line: str, notes: Sequence[str]) -> None:
+    """Print on rank 0 of torchrun or srun what the launcher of `megappo train` has printed for its ranks."""
+    if os.environ["RANK"] == "0" and LAUNCHER_LISTENS not in os.environ:
+        print("\n".join([line, *(f"note: {note}" for note in notes)]), flush=True)

@@ -1,0 +1,78 @@
+"""`megappo sft`: the same call starts the ranks and is a rank."""
+
+from __future__ import annotations
+
+import argparse
+from math import prod
+from typing import TYPE_CHECKING
+
+from megappo.commands.parser import AddCommand
+from megappo.telemetry.console import keep_console
+
+if TYPE_CHECKING:
+    from megappo.trainer.prepare.checks import CheckedSft
+    from megappo.trainer.prepare.data import SftData
+
+
+def add_command(command: AddCommand) -> None:
+    command("sft", main, "Fine-tune on demonstrations with the same engine.")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Be a rank of a world that was started, or check everything here and start one."""
+    from megappo.runtime.world import is_rank, join_srun
+
+    keep_console()
+    join_srun()
+    if is_rank():
+        from megappo.commands.rank import sft_rank
+
+        return sft_rank(args)
+    return _start_ranks(args)
+
+
+def _start_ranks(args: argparse.Namespace) -> int:
+    from megappo.config.loading import load_config
+    from megappo.config.run_directory import check_run_dir
+    from megappo.config.schema import SftConfig
+    from megappo.trainer.prepare.hub import local_overrides, with_local_models
+    from megappo.trainer.prepare.inputs import check_inputs
+
+    written = load_config(args.config, args.overrides, SftConfig)
+    config = with_local_models(written)
+    check_inputs(config)
+    from megappo.commands.launch.training import train_here
+    from megappo.commands.prepared import device_of, require_device
+    from megappo.runtime.lease import held_lease
+    from megappo.runtime.permissions import apply_permissions
+    from megappo.runtime.world import world_size
+    from megappo.trainer.prepare.checks import check_sft
+    from megappo.trainer.prepare.data import load_sft_data
+
+    run_dir = check_run_dir(config.run, resume=False, resumable=False)
+    require_device(config.run.device)
+    ranks = world_size(config.run)
+    checked = check_sft(config, ranks, device_of(config.run.device))
+    data = load_sft_data(config, checked.arch)
+    apply_permissions(config.run.permissions)
+    command = ["sft", args.config, *args.overrides, *local_overrides(written, config)]
+    with held_lease(run_dir, f"megappo sft {args.config}"):
+        print(report(checked, data), flush=True)
+        return train_here(ranks, command, run_dir, stoppable=False)
+
+
+def report(checked: CheckedSft, data: SftData) -> str:
+    """Model, layout, demonstrations and epochs of a fine-tuning, and the notes on it."""
+    from megappo.models.weight_map import hf_tensors
+    from megappo.telemetry.tables import figures
+
+    arch, layout, trainer = checked.arch, checked.layout, checked.config.trainer
+    parameters = sum(prod(shape) for shape in hf_tensors(arch).values())
+    epochs = trainer.steps * trainer.batch_size / len(data.demonstrations)
+    lines = [
+        f"policy: {arch.family} of {parameters:,} parameters, {layout} on {layout.world_size} ranks",
+        f"data: {data.demonstrations.summary()}",
+        f"run: {trainer.steps:,} steps of {trainer.batch_size:,} demonstrations = {figures(epochs)} epochs",
+        *(f"note: {note}" for note in (*checked.notes, *data.notes)),
+    ]
+    return "\n".join(lines) + "\n"
