@@ -76,10 +76,10 @@ def is_logged(name):
 ELSEWHERE = {"algorithm.filter_groups.enable", "data.window_response_length", "rollout/vllm*"}
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
-def test_guides_name_keys_and_metrics_that_exist(page):
-    if page.name != "coming_from.md":  # whose other columns are full of others; its first one is held above
-        assert set(wrong_names(page.read_text())) <= ELSEWHERE
+def test_guides_name_keys_and_metrics_that_exist():
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        if page.name != "coming_from.md":  # whose other columns are full of others; its first one is held above
+            assert set(wrong_names(page.read_text())) <= ELSEWHERE
 
 
 def test_wrong_names_are_found():

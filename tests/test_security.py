@@ -177,9 +177,9 @@ bind(("127.0.0.1", 0)); eval = config.eval; print("a :: b"); importlib.import_mo
 """
 
 
-@pytest.mark.parametrize("rule, snippet", [(rule, snippet) for rule, snippets in FLAGGED.items() for snippet in snippets])
-def test_the_lint_flags(rule: str, snippet: str) -> None:
-    assert rule in {found for _, found in faults(snippet)}
+def test_the_lint_flags() -> None:
+    for rule, snippet in [(rule, snippet) for rule, snippets in FLAGGED.items() for snippet in snippets]:
+        assert rule in {found for _, found in faults(snippet)}
 
 
 def test_the_lint_lets_pass_what_only_looks_alike() -> None:

@@ -44,18 +44,18 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("kind", BOUNDS)
-@pytest.mark.parametrize("seed", range(3))
-def test_weights_are_those_of_the_loops(seed, kind, level):
-    logprob, rollout, mask, cu = case(seed)
-    want = ratios_by_hand(logprob, rollout, level)
-    ratio = behaviour_ratio(logprob, rollout, mask, cu, level)
-    torch.testing.assert_close(ratio, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=1e-7)
-    found = correction_weights(ratio, mask, kind, 0.7, 1.4)
-    wanted = [BOUNDS[kind](r, 0.7, 1.4) if m else 0.0 for r, m in zip(want, MASK)]
-    torch.testing.assert_close(found.weight, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-7)
-    assert found.cut.tolist() == [bool(m) and (r > 1.4 or (kind == "icepop" and r < 0.7)) for r, m in zip(want, MASK)]
+def test_weights_are_those_of_the_loops():
+    for seed in range(3):
+        for kind in BOUNDS:
+            for level in ["token", "sequence", "geometric"]:
+                logprob, rollout, mask, cu = case(seed)
+                want = ratios_by_hand(logprob, rollout, level)
+                ratio = behaviour_ratio(logprob, rollout, mask, cu, level)
+                torch.testing.assert_close(ratio, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=1e-7)
+                found = correction_weights(ratio, mask, kind, 0.7, 1.4)
+                wanted = [BOUNDS[kind](r, 0.7, 1.4) if m else 0.0 for r, m in zip(want, MASK)]
+                torch.testing.assert_close(found.weight, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-7)
+                assert found.cut.tolist() == [bool(m) and (r > 1.4 or (kind == "icepop" and r < 0.7)) for r, m in zip(want, MASK)]
 
 
 def test_the_bounds_bite():

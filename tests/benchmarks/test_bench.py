@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.harness import candidates, clock
-from benchmarks.harness.bars import MET, NOT_MEASURED, NOT_MET, bars
-from benchmarks.harness.harness import Settings, measure, prepare
-from benchmarks.harness.model import Calls, Candidate, Line, Report, Timing, worst, worst_row
-from megappo.ops import advantages as advantages_op
-from megappo.ops import linear_logprob as linear_op
-from scripts import (
+from benchmarks import (
     bench_gae,
     bench_linear_logprob,
     bench_linear_loss,
@@ -26,6 +20,12 @@ from scripts import (
     bench_policy_terms,
     bench_step,
 )
+from benchmarks.harness import candidates, clock
+from benchmarks.harness.bars import MET, NOT_MEASURED, NOT_MET, bars
+from benchmarks.harness.harness import Settings, measure, prepare
+from benchmarks.harness.model import Calls, Candidate, Line, Report, Timing, worst, worst_row
+from megappo.ops import advantages as advantages_op
+from megappo.ops import linear_logprob as linear_op
 
 ROOT = Path(__file__).parents[2]
 # system-malloc: the process of the tests goes on afterwards

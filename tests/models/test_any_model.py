@@ -55,12 +55,12 @@ def assembled(path: Path, ranks: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", EXPERTS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_experts_are_read_into_the_places_where_transformers_has_them(folder, kind: str, ranks: int) -> None:
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / kind).state_dict()
-    ours = assembled(folder / kind, ranks)
-    assert ours.keys() == theirs.keys() and sum("experts" in name for name in ours)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+def test_experts_are_read_into_the_places_where_transformers_has_them(folder, kind: str) -> None:
+    for ranks in [1, 2, 3, 7]:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / kind).state_dict()
+        ours = assembled(folder / kind, ranks)
+        assert ours.keys() == theirs.keys() and sum("experts" in name for name in ours)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("value_head", [False, True])

@@ -97,40 +97,40 @@ def expected_local(arch, tensors, tp, pp, rank, stage, value_head):
     return out
 
 
-@pytest.mark.parametrize("value_head", HEADS)
-@pytest.mark.parametrize("tp, pp", LAYOUTS)
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda a: f"{a.family}{'_tied' * a.tied_embeddings}")
-def test_pieces_fill_every_rank_as_megatron_lays_it_out(arch, tp, pp, value_head):
-    tensors = whole_tensors(arch, value_head)
-    for stage in range(pp):
-        for rank in range(tp):
-            local, writes = fill(arch, tensors, tp, pp, rank, stage, value_head)
-            expected = expected_local(arch, tensors, tp, pp, rank, stage, value_head)
-            assert {n: t.shape for n, t in local.items()} == {n: t.shape for n, t in expected.items()}
-            for name, tensor in expected.items():
-                assert torch.equal(local[name], tensor), name
-                padding = (
-                    0
-                    if "embedding" not in name and "output" not in name
-                    else max(0, (rank + 1) * local[name].size(0) - arch.vocab_size) * arch.hidden_size
-                )
-                assert writes[name].max() == 1 and int((writes[name] == 0).sum()) == padding, name
+def test_pieces_fill_every_rank_as_megatron_lays_it_out(arch):
+    for tp, pp in LAYOUTS:
+        for value_head in HEADS:
+            tensors = whole_tensors(arch, value_head)
+            for stage in range(pp):
+                for rank in range(tp):
+                    local, writes = fill(arch, tensors, tp, pp, rank, stage, value_head)
+                    expected = expected_local(arch, tensors, tp, pp, rank, stage, value_head)
+                    assert {n: t.shape for n, t in local.items()} == {n: t.shape for n, t in expected.items()}
+                    for name, tensor in expected.items():
+                        assert torch.equal(local[name], tensor), name
+                        padding = (
+                            0
+                            if "embedding" not in name and "output" not in name
+                            else max(0, (rank + 1) * local[name].size(0) - arch.vocab_size) * arch.hidden_size
+                        )
+                        assert writes[name].max() == 1 and int((writes[name] == 0).sum()) == padding, name
 
 
-@pytest.mark.parametrize("value_head", HEADS)
-@pytest.mark.parametrize("tp, pp", LAYOUTS)
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda a: f"{a.family}{'_tied' * a.tied_embeddings}")
-def test_a_tp_group_covers_every_hf_element_once(arch, tp, pp, value_head):
+def test_a_tp_group_covers_every_hf_element_once(arch):
     """Replicated tensors (norms, value head) once per rank, a tied embedding once more on the last stage, all others once."""
-    counts = {name: as_2d(torch.zeros(shape)) for name, shape in hf_tensors(arch, value_head).items()}
-    for stage in range(pp):
-        for rank in range(tp):
-            for piece in megatron_pieces(arch, *place(tp, pp, rank, stage), value_head):
-                counts[piece.hf][piece.box.r0 : piece.box.r1, piece.box.c0 : piece.box.c1] += 1
-    for name, count in counts.items():
-        tied_copy = name == "model.embed_tokens.weight" and arch.tied_embeddings and pp > 1 and not value_head
-        copies = tp if "norm" in name or name == "score.weight" else 1 + tied_copy
-        assert bool((count == copies).all()), name
+    for tp, pp in LAYOUTS:
+        for value_head in HEADS:
+            counts = {name: as_2d(torch.zeros(shape)) for name, shape in hf_tensors(arch, value_head).items()}
+            for stage in range(pp):
+                for rank in range(tp):
+                    for piece in megatron_pieces(arch, *place(tp, pp, rank, stage), value_head):
+                        counts[piece.hf][piece.box.r0 : piece.box.r1, piece.box.c0 : piece.box.c1] += 1
+            for name, count in counts.items():
+                tied_copy = name == "model.embed_tokens.weight" and arch.tied_embeddings and pp > 1 and not value_head
+                copies = tp if "norm" in name or name == "score.weight" else 1 + tied_copy
+                assert bool((count == copies).all()), name
 
 
 @pytest.mark.parametrize("fault", ["swap gate and up", "shift a piece", "drop a piece", "write twice"])

@@ -31,22 +31,22 @@ INTERPRETED_WITH = SMALL_TILES
 LENGTHS = [[1], [7], [3, 1, 5], [0, 4, 0, 0, 6, 0], [0], [], [127, 128, 129], [1, 0, 2] * 50, [31, 33, 64, 0, 2, 300]]
 
 
-@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: str(lengths)[:24])
-def test_packed_sequences_match_the_loop(kernels, lengths):
-    check(kernels, batch(lengths, mask="mixed"))
+def test_packed_sequences_match_the_loop(kernels):
+    for lengths in LENGTHS:
+        check(kernels, batch(lengths, mask="mixed"))
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_kinds_of_masks(kernels, mask):
-    check(kernels, batch([9, 0, 17, 66, 1], mask=mask))
+def test_kinds_of_masks(kernels):
+    for mask in MASKS:
+        check(kernels, batch([9, 0, 17, 66, 1], mask=mask))
 
 
 LIMITS = [(0.0, 0.9, 0.9), (1.0, 0.0, 1.0), (1.0, 1.0, 0.0), (0.9, 1.0, 1.0), (1.0, 1.0, 1.0)]
 
 
-@pytest.mark.parametrize("gamma,lam_policy,lam_value", LIMITS)
-def test_limits_of_gamma_and_lambda(kernels, gamma, lam_policy, lam_value):
-    check(kernels, batch([9, 4, 17]), gamma=gamma, lam_policy=lam_policy, lam_value=lam_value)
+def test_limits_of_gamma_and_lambda(kernels):
+    for gamma, lam_policy, lam_value in LIMITS:
+        check(kernels, batch([9, 4, 17]), gamma=gamma, lam_policy=lam_policy, lam_value=lam_value)
 
 
 @pytest.mark.parametrize("kl_estimator", KERNEL_ESTIMATORS)
@@ -302,15 +302,15 @@ def test_wrong_arguments_are_named(change, text):
 # --------------------------------------------------------------------------------------- rewards, steps and traces of tokens
 
 
-@pytest.mark.parametrize("names", [*((name,) for name in OF_TOKENS), ("weight", "trace"), OF_TOKENS], ids=" ".join)
-def test_rewards_steps_weights_and_traces_of_tokens_match_the_loop(kernels, names):
-    check(kernels, with_tokens(batch([31, 33, 0, 64, 1, 150], mask="mixed"), names))
+def test_rewards_steps_weights_and_traces_of_tokens_match_the_loop(kernels):
+    for names in [*((name,) for name in OF_TOKENS), ("weight", "trace"), OF_TOKENS]:
+        check(kernels, with_tokens(batch([31, 33, 0, 64, 1, 150], mask="mixed"), names))
 
 
-@pytest.mark.parametrize("lengths", [[1], [0, 4, 0], [], [127, 128, 129], [1] * 20], ids=str)
-def test_steps_in_sequences_of_any_length_match_the_loop(kernels, lengths):
-    lam = torch.linspace(0.1, 1.0, len(lengths), dtype=torch.float64)
-    check(kernels, with_tokens(batch(lengths, seed=3)), gamma=1.0, lam_policy=lam, lam_value=1.0)
+def test_steps_in_sequences_of_any_length_match_the_loop(kernels):
+    for lengths in [[1], [0, 4, 0], [], [127, 128, 129], [1] * 20]:
+        lam = torch.linspace(0.1, 1.0, len(lengths), dtype=torch.float64)
+        check(kernels, with_tokens(batch(lengths, seed=3)), gamma=1.0, lam_policy=lam, lam_value=1.0)
 
 
 def test_without_a_difference_they_change_no_bit(kernels):

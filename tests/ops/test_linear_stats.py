@@ -34,26 +34,26 @@ SHAPES = [(1, 2, 8, 0), (3, 31, 24, 3), (129, 300, 72, 4), (64, 513, 32, 0), (70
 
 
 @pytest.mark.parametrize("num_tokens,vocab,hidden,padding", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_values_and_gradients_match_the_oracle(kernels, dtype, num_tokens, vocab, hidden, padding):
-    h, w, target, g_lp, g_h = problem(num_tokens, vocab, hidden, padding, dtype)
-    want, dh, dw = linear_oracle(h, w, target, vocab, 0.8, g_lp, g_h)
-    h_, w_, target_, g_lp_, g_h_ = on(kernels, h, w, target, g_lp, g_h)
-    logprob, entropy = linear_logprob(h_, w_, target_, None, vocab_start=0, num_valid=vocab, temperature=0.8)
-    (logprob * g_lp_ + entropy * g_h_).sum().backward()
+def test_values_and_gradients_match_the_oracle(kernels, num_tokens, vocab, hidden, padding):
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        h, w, target, g_lp, g_h = problem(num_tokens, vocab, hidden, padding, dtype)
+        want, dh, dw = linear_oracle(h, w, target, vocab, 0.8, g_lp, g_h)
+        h_, w_, target_, g_lp_, g_h_ = on(kernels, h, w, target, g_lp, g_h)
+        logprob, entropy = linear_logprob(h_, w_, target_, None, vocab_start=0, num_valid=vocab, temperature=0.8)
+        (logprob * g_lp_ + entropy * g_h_).sum().backward()
 
-    tolerance = gemm_tolerance(h, w, 0.8) + forward_tolerance(h.detach() @ w.detach().t(), 0.8)
-    torch.testing.assert_close(logprob.detach().cpu().double(), want.logprob, rtol=0, atol=tolerance)
-    torch.testing.assert_close(entropy.detach().cpu().double(), want.entropy, rtol=4e-6, atol=8 * tolerance)
-    # dlogits are rounded to the weights' type, partial sums of dhidden and both results again: half a unit of every term each
-    unit = {torch.bfloat16: 2**-8, torch.float16: 2**-10}.get(dtype, 2**-22)
-    # fp16 ends at 2^-24: what is smaller is lost, in each of the terms of a sum
-    least = max(num_tokens, vocab) * 2**-24 * 4 if dtype == torch.float16 else 0.0
-    h64, w64 = h.detach().abs().double(), w.detach().abs().double()[:vocab]
-    of_h, of_w = want.dlogits.abs() @ w64, want.dlogits.abs().t() @ h64
-    for got, exact, terms in ((h_.grad, dh, of_h), (w_.grad[:vocab], dw[:vocab], of_w)):
-        assert ((got.cpu().double() - exact).abs() <= unit * (terms + exact.abs()) + 16 * tolerance + least).all()
-    assert not w_.grad[vocab:].any() and not h_.grad[::6].any()
+        tolerance = gemm_tolerance(h, w, 0.8) + forward_tolerance(h.detach() @ w.detach().t(), 0.8)
+        torch.testing.assert_close(logprob.detach().cpu().double(), want.logprob, rtol=0, atol=tolerance)
+        torch.testing.assert_close(entropy.detach().cpu().double(), want.entropy, rtol=4e-6, atol=8 * tolerance)
+        # dlogits are rounded to the weights' type, partial sums of dhidden and both results again: half a unit of every term each
+        unit = {torch.bfloat16: 2**-8, torch.float16: 2**-10}.get(dtype, 2**-22)
+        # fp16 ends at 2^-24: what is smaller is lost, in each of the terms of a sum
+        least = max(num_tokens, vocab) * 2**-24 * 4 if dtype == torch.float16 else 0.0
+        h64, w64 = h.detach().abs().double(), w.detach().abs().double()[:vocab]
+        of_h, of_w = want.dlogits.abs() @ w64, want.dlogits.abs().t() @ h64
+        for got, exact, terms in ((h_.grad, dh, of_h), (w_.grad[:vocab], dw[:vocab], of_w)):
+            assert ((got.cpu().double() - exact).abs() <= unit * (terms + exact.abs()) + 16 * tolerance + least).all()
+        assert not w_.grad[vocab:].any() and not h_.grad[::6].any()
 
 
 def test_no_more_than_three_times_the_error_of_a_product_with_fp32_sums(kernels):
@@ -70,22 +70,22 @@ def test_no_more_than_three_times_the_error_of_a_product_with_fp32_sums(kernels)
     assert (rounded.double() - want.logprob).abs().max() > 100 * ours  # logits staged in bf16 would be seen
 
 
-@pytest.mark.parametrize("temperature", [0.3, "per token"])
-@pytest.mark.parametrize("want_entropy", [False, True])
-def test_temperature_and_entropy_on_request(kernels, temperature, want_entropy):
-    h, w, target, g_lp, _ = problem(70, 130, 40)
-    if temperature == "per token":
-        temperature = torch.linspace(0.5, 2.0, 70)
-    want, _, _ = linear_oracle(h, w, target, 130, temperature, g_lp, None)
-    h_, w_, target_ = on(kernels, h, w, target)
-    scale = temperature.to(kernels) if isinstance(temperature, torch.Tensor) else temperature
-    logprob, entropy = linear_logprob(
-        h_, w_, target_, None, vocab_start=0, num_valid=130, temperature=scale, want_entropy=want_entropy
-    )
-    torch.testing.assert_close(logprob.detach().cpu().double(), want.logprob, rtol=0, atol=4e-5)
-    assert (entropy is not None) == want_entropy
-    if entropy is not None:
-        torch.testing.assert_close(entropy.detach().cpu().double(), want.entropy, rtol=0, atol=4e-5)
+def test_temperature_and_entropy_on_request(kernels):
+    for want_entropy in [False, True]:
+        for temperature in [0.3, "per token"]:
+            h, w, target, g_lp, _ = problem(70, 130, 40)
+            if temperature == "per token":
+                temperature = torch.linspace(0.5, 2.0, 70)
+            want, _, _ = linear_oracle(h, w, target, 130, temperature, g_lp, None)
+            h_, w_, target_ = on(kernels, h, w, target)
+            scale = temperature.to(kernels) if isinstance(temperature, torch.Tensor) else temperature
+            logprob, entropy = linear_logprob(
+                h_, w_, target_, None, vocab_start=0, num_valid=130, temperature=scale, want_entropy=want_entropy
+            )
+            torch.testing.assert_close(logprob.detach().cpu().double(), want.logprob, rtol=0, atol=4e-5)
+            assert (entropy is not None) == want_entropy
+            if entropy is not None:
+                torch.testing.assert_close(entropy.detach().cpu().double(), want.entropy, rtol=0, atol=4e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

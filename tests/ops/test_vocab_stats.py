@@ -77,17 +77,17 @@ LARGE = [
 
 
 @pytest.mark.parametrize("num_tokens,vocab,sizes", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_shards_of_any_size_match_the_oracle(kernels, num_tokens, vocab, sizes, dtype):
-    logits, target, g_lp, g_h = batch(num_tokens, vocab, dtype=dtype)
-    check(logits, target, cut(vocab, *sizes, padding=3), 1.0, g_lp, g_h, device=kernels)
+def test_shards_of_any_size_match_the_oracle(kernels, num_tokens, vocab, sizes):
+    for dtype in DTYPES:
+        logits, target, g_lp, g_h = batch(num_tokens, vocab, dtype=dtype)
+        check(logits, target, cut(vocab, *sizes, padding=3), 1.0, g_lp, g_h, device=kernels)
 
 
 @pytest.mark.parametrize("num_tokens,vocab,sizes", LARGE)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_many_tokens_and_wide_vocabularies(num_tokens, vocab, sizes, dtype):
-    logits, target, g_lp, g_h = batch(num_tokens, vocab, dtype=dtype)
-    check(logits, target, cut(vocab, *sizes, padding=13), 0.9, g_lp, g_h)
+def test_many_tokens_and_wide_vocabularies(num_tokens, vocab, sizes):
+    for dtype in DTYPES:
+        logits, target, g_lp, g_h = batch(num_tokens, vocab, dtype=dtype)
+        check(logits, target, cut(vocab, *sizes, padding=13), 0.9, g_lp, g_h)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.7, "per token"])
@@ -105,11 +105,11 @@ def test_each_output_has_its_gradient(kernels, which):
     check(logits, target, cut(65, 33, 32), 0.8, g_lp, None if which == "logprob" else g_h, device=kernels)
 
 
-@pytest.mark.parametrize("value", [0.0, -95.0, -1e4, 88.0, 1e4])
-def test_equal_logits_give_log_v(kernels, value):
-    logits, target, g_lp, g_h = batch(6, 33)
-    got = check(torch.full_like(logits, value), target, cut(33, 16, 17), 1.0, g_lp, g_h, device=kernels)
-    assert got.entropy[0] == pytest.approx(math.log(33), abs=1e-5)
+def test_equal_logits_give_log_v(kernels):
+    for value in [0.0, -95.0, -1e4, 88.0, 1e4]:
+        logits, target, g_lp, g_h = batch(6, 33)
+        got = check(torch.full_like(logits, value), target, cut(33, 16, 17), 1.0, g_lp, g_h, device=kernels)
+        assert got.entropy[0] == pytest.approx(math.log(33), abs=1e-5)
 
 
 @pytest.mark.parametrize("peak", [60.0, -60.0, 1000.0])
@@ -127,16 +127,16 @@ def offset_batch():
     return (logits * 64).round() / 64, target, g_lp, g_h
 
 
-@pytest.mark.parametrize("offset", [30.0, -30.0, 150.0, -150.0, 1e4, -1e4])
-def test_a_common_offset_changes_nothing(kernels, offset):
-    logits, target, g_lp, g_h = offset_batch()
-    shards = cut(50, 25, 25)
-    plain, moved = (run_shards(x, target, shards, 1.0, g_lp, g_h, device=kernels) for x in (logits, logits + offset))
-    torch.testing.assert_close(moved.entropy, plain.entropy, rtol=0, atol=1e-6)
-    torch.testing.assert_close(moved.logprob, plain.logprob, rtol=0, atol=2**-23 * abs(offset) + 1e-6)
-    # what the backward keeps of the forward is lse, rounded to its size
-    sensitivity = oracle(logits, target, 1.0, g_lp, g_h).sensitivity
-    assert ((moved.dlogits - plain.dlogits).abs() <= sensitivity * (2**-23 * abs(offset) + 4e-6) + 1e-7).all()
+def test_a_common_offset_changes_nothing(kernels):
+    for offset in [30.0, -30.0, 150.0, -150.0, 1e4, -1e4]:
+        logits, target, g_lp, g_h = offset_batch()
+        shards = cut(50, 25, 25)
+        plain, moved = (run_shards(x, target, shards, 1.0, g_lp, g_h, device=kernels) for x in (logits, logits + offset))
+        torch.testing.assert_close(moved.entropy, plain.entropy, rtol=0, atol=1e-6)
+        torch.testing.assert_close(moved.logprob, plain.logprob, rtol=0, atol=2**-23 * abs(offset) + 1e-6)
+        # what the backward keeps of the forward is lse, rounded to its size
+        sensitivity = oracle(logits, target, 1.0, g_lp, g_h).sensitivity
+        assert ((moved.dlogits - plain.dlogits).abs() <= sensitivity * (2**-23 * abs(offset) + 4e-6) + 1e-7).all()
 
 
 def test_minus_infinity_columns_have_probability_zero(kernels):
@@ -192,18 +192,18 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_strided_logits_and_expanded_gradients_give_the_same_bits(request, kernels, layout, dtype):
-    logits, target, _, _ = batch(4, 301, dtype=dtype)
-    logits, target = logits.to(kernels), target.to(kernels)
-    view, ones = LAYOUTS[layout](logits), torch.ones(4, device=kernels)
-    assert torch.equal(view, logits) and not (view.is_contiguous() and view.storage_offset() == 0)
-    expanded = torch.ones(1, device=kernels).expand(4)
-    got, want = whole(view, target, expanded, expanded), whole(logits, target, ones, ones)
-    if request.node.callspec.params["kernels"].startswith("reference"):  # torch's sums follow the strides
-        torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-6)
-    else:
-        assert_same_bits(got, want)
+def test_strided_logits_and_expanded_gradients_give_the_same_bits(request, kernels, layout):
+    for dtype in [torch.float32, torch.bfloat16]:
+        logits, target, _, _ = batch(4, 301, dtype=dtype)
+        logits, target = logits.to(kernels), target.to(kernels)
+        view, ones = LAYOUTS[layout](logits), torch.ones(4, device=kernels)
+        assert torch.equal(view, logits) and not (view.is_contiguous() and view.storage_offset() == 0)
+        expanded = torch.ones(1, device=kernels).expand(4)
+        got, want = whole(view, target, expanded, expanded), whole(logits, target, ones, ones)
+        if request.node.callspec.params["kernels"].startswith("reference"):  # torch's sums follow the strides
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=2e-6)
+        else:
+            assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -68,10 +68,10 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize("response, gold, strict, flexible, has_format", TABLE)
-def test_numbers_are_read_as_the_table_says(response: str, gold: str, strict: int, flexible: int, has_format: int) -> None:
-    given = sample(response, gold)
-    assert (gsm8k_strict(given), gsm8k_flexible(given), gsm8k_format(given)) == (strict, flexible, has_format)
+def test_numbers_are_read_as_the_table_says() -> None:
+    for response, gold, strict, flexible, has_format in TABLE:
+        given = sample(response, gold)
+        assert (gsm8k_strict(given), gsm8k_flexible(given), gsm8k_format(given)) == (strict, flexible, has_format)
 
 
 @pytest.mark.parametrize("gold", ["", "seventy", "#### ", "1,23", "3/4", "72 apples", "72\n#### x"])
