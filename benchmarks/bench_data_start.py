@@ -54,7 +54,7 @@ def load_into_memory(spec: str, tokenizer: Tokenizer) -> PromptSet:
 
 def _read_jsonl(spec: str) -> tuple[list[Record], str]:
     source = open_source(spec)
-    return [record for block in source.blocks() for record in block.records], source.sha256
+    return [record for batch in source.batches() for record, _ in source.records(spec, batch)], source.sha256
 
 
 def _read_parquet(spec: str) -> tuple[list[Record], str]:

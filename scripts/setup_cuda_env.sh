@@ -93,7 +93,7 @@ if [ ! -e "$built" ]; then
   rm -f "$venv"/.megappo-built-*
   say "megappo and its CUDA kernels, by the README's line for GPUs"
   (cd "$venv/src" \
-    && MEGAPPO_CUDA=1 pip install --no-build-isolation -e '.[vllm,math,datasets]' -c requirements/constraints-cuda.txt)
+    && MEGAPPO_CUDA=1 pip install --no-build-isolation -e '.[vllm,math]' -c requirements/constraints-cuda.txt)
   touch "$built"
   say "$(cd "$venv/src" && "$venv/bin/python" -m megappo.ops.implementations)"
 fi

@@ -54,9 +54,6 @@ ALLOWED = {
     # A pipe between the rank and a worker that runs the user's own code with the user's rights: neither side gains any.
     "megappo/runtime/workers/process.py": {"unpickles"},
     "megappo/runtime/workers/worker.py": {"unpickles"},
-    # Pipes to processes of its own that encode records, with what it has loaded itself.
-    "megappo/data/encoding.py": {"unpickles"},
-    "megappo/data/encoding_process.py": {"unpickles"},
     # Verdicts between the ranks of a job, as torch's exchange of objects sends them, which cannot address one rank each.
     "megappo/trainer/experience/parcels.py": {"unpickles"},
     "megappo/rewards/sandbox/runner.py": {"runs text as code"},  # a program inside the sandbox, which nothing imports

@@ -1,4 +1,4 @@
-"""Records from files and Hugging Face datasets, a few at a time. `prompt_rows.py` and `demonstrations.py` interpret them."""
+"""Records from files and Hugging Face datasets, in batches of Arrow. `rows.py` keeps them, and others interpret them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from megappo.runtime.error_text import first_line
 from megappo.runtime.json_object import NestedTooDeeply, parse_object
@@ -17,39 +17,31 @@ Record = dict[str, Any]
 MAX_DEPTH = 100  # of a record's objects and lists; the reader of JSON ends at Python's recursion limit, some 900 levels
 _DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_ARROW_ROWS = 64  # records of a block: the bytes that are read for one of them, against a schema for each
-
-
-class RecordBlock(NamedTuple):
-    """Consecutive records, kept together. content: read by `decode`. line: of the one record of a .jsonl file, from 1."""
-
-    content: bytes
-    records: Sequence[Record]
-    line: int | None = None
+BLOCK = 256  # records of a batch
 
 
 class Source(Protocol):
     """Records of one source. spec: as the user wrote it. files: that hold the records; empty if none does. choice: of the records
     among those of the files, "" for all.
 
-    sha256: once `blocks` has been read to its end; of a .parquet file's bytes, of a dataset's records, or of a .jsonl file's lines,
-    each ended by a newline: that of the file itself, unless it has ends of lines as on Windows, a byte order mark or blank lines,
-    which change no record.
+    sha256: "" until `batches` has been read to its end; of a .parquet file's bytes, of a dataset's records, or of a .jsonl file's
+    lines, each ended by a newline: that of the file itself, unless it has ends of lines as on Windows, a byte order mark or blank
+    lines, which change no record.
     """
 
     spec: str
     files: Sequence[Path]
     choice: str
+    sha256: str
 
-    @property
-    def sha256(self) -> str: ...
-
-    def blocks(self) -> Iterator[RecordBlock]:
-        """All records in order. ValueError, one line, for a malformed source; it names a bad line of a file by its number."""
+    def batches(self) -> Iterator[Any]:
+        """All records in order, as `pyarrow.RecordBatch` of one schema; after the last one `sha256` is known. ValueError, one line,
+        for a source that cannot be read."""
         ...
 
-    def decode(self, content: bytes, position: int) -> Record:
-        """Record of a block by its position there."""
+    @staticmethod
+    def records(spec: str, batch: Any) -> Iterator[tuple[Record, int | None]]:
+        """(record, its line in the file, from 1, or None) of every row of a batch. ValueError names a bad line by its number."""
         ...
 
 
@@ -84,38 +76,44 @@ def find_file(spec: str) -> Path | None:
     return None
 
 
-class _Digested:
-    """A source whose `blocks` begins a digest of its content and completes it."""
+class JsonLines:
+    """Lines of a .jsonl file, one record each; blank lines are none. Kept as text: a column of Arrow has one type."""
 
-    _digest: Any = None
-
-    @property
-    def sha256(self) -> str:
-        assert self._digest is not None, "the hash is known once the records were read"
-        return self._digest.hexdigest()
-
-
-class JsonLines(_Digested):
-    """Lines of a .jsonl file, one record each; blank lines are none."""
-
-    choice = ""
+    choice = sha256 = ""
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
         self.files: Sequence[Path] = (Path(spec),)
 
-    def blocks(self) -> Iterator[RecordBlock]:
-        self._digest = hashlib.sha256()
+    def batches(self) -> Iterator[Any]:
+        digest, lines, numbers = hashlib.sha256(), [], []
         with self.files[0].open("rb") as file:
             # Lines of bytes end at \n only: str.splitlines would also split at U+2028, which JSON strings may hold.
             for number, line in enumerate(file, start=1):
                 line = (line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line).strip()
                 if line:
-                    self._digest.update(line + b"\n")
-                    yield RecordBlock(line, [_parse_line(self.spec, number, line)], number)
+                    digest.update(line + b"\n")
+                    lines.append(line)
+                    numbers.append(number)
+                if len(lines) == BLOCK:
+                    yield line_batch(lines, numbers)
+                    lines, numbers = [], []
+        if lines:
+            yield line_batch(lines, numbers)
+        self.sha256 = digest.hexdigest()
 
-    def decode(self, content: bytes, position: int) -> Record:
-        return json.loads(content)
+    @staticmethod
+    def records(spec: str, batch: Any) -> Iterator[tuple[Record, int | None]]:
+        for line, number in zip(batch.column("line").to_pylist(), batch.column("number").to_pylist()):
+            yield _parse_line(spec, number, line), number
+
+
+def line_batch(lines: Sequence[bytes], numbers: Sequence[int | None]) -> Any:
+    """Batch of JSON texts with the numbers of their lines, from 1."""
+    import pyarrow
+
+    columns = {"line": pyarrow.array(lines, pyarrow.large_binary()), "number": pyarrow.array(numbers, pyarrow.int64())}
+    return pyarrow.RecordBatch.from_pydict(columns)
 
 
 def _parse_line(spec: str, number: int, line: bytes) -> Record:
@@ -144,23 +142,14 @@ def _items(value: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     return list(value.values()) if isinstance(value, Mapping) else list(value)
 
 
-class _Arrow(_Digested):
-    """Records of Arrow tables: a block is an IPC stream, which keeps every type that JSON lacks."""
+class _Arrow:
+    """Records of Arrow tables, which keep every type that JSON lacks."""
 
-    def decode(self, content: bytes, position: int) -> Record:
-        import pyarrow
+    sha256 = ""
 
-        return pyarrow.ipc.open_stream(content).read_all().slice(position, 1).to_pylist()[0]
-
-
-def _arrow_block(table: Any) -> RecordBlock:
-    import pyarrow
-
-    table = table.replace_schema_metadata(None)  # kilobytes, of pandas and others, in every block
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return RecordBlock(sink.getvalue().to_pybytes(), table.to_pylist())
+    @staticmethod
+    def records(spec: str, batch: Any) -> Iterator[tuple[Record, int | None]]:
+        return ((record, None) for record in batch.to_pylist())
 
 
 class Parquet(_Arrow):
@@ -172,16 +161,15 @@ class Parquet(_Arrow):
         self.spec = spec
         self.files: Sequence[Path] = (Path(spec),)
 
-    def blocks(self) -> Iterator[RecordBlock]:
-        # An optional package, and slow to import.
-        import pyarrow
+    def batches(self) -> Iterator[Any]:
+        import pyarrow  # slow to import
         from pyarrow import parquet
 
         try:
             with self.files[0].open("rb") as stream:
-                self._digest = hashlib.file_digest(stream, "sha256")
-                for batch in parquet.ParquetFile(stream).iter_batches(_ARROW_ROWS):
-                    yield _arrow_block(pyarrow.Table.from_batches([batch]))
+                self.sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+                for batch in parquet.ParquetFile(stream).iter_batches(BLOCK):
+                    yield _plain(batch)
         except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
             raise ValueError(f"{self.spec} cannot be read as parquet: {first_line(error)}") from error
 
@@ -194,24 +182,29 @@ class HubDataset(_Arrow):
         self._dataset = _load_dataset(spec)
         self.files: Sequence[Path] = tuple(Path(file["filename"]) for file in self._dataset.cache_files)
 
-    def blocks(self) -> Iterator[RecordBlock]:
-        self._digest = hashlib.sha256()
-        for table in self._dataset.with_format("arrow").iter(_ARROW_ROWS):
-            block = _arrow_block(table)
-            for record in block.records:
-                self._digest.update(json.dumps(record, sort_keys=True, default=repr).encode() + b"\n")
-            yield block
+    def batches(self) -> Iterator[Any]:
+        digest = hashlib.sha256()
+        for table in self._dataset.with_format("arrow").iter(BLOCK):
+            [batch] = table.combine_chunks().to_batches()
+            for record in batch.to_pylist():
+                digest.update(json.dumps(record, sort_keys=True, default=repr).encode() + b"\n")
+            yield _plain(batch)
+        self.sha256 = digest.hexdigest()
+
+
+def _plain(batch: Any) -> Any:
+    """The batch with values in place of dictionaries, which a file has once and batches differ in; without notes of pandas."""
+    import pyarrow
+
+    is_dictionary = pyarrow.types.is_dictionary
+    fields = [field.with_type(field.type.value_type) if is_dictionary(field.type) else field for field in batch.schema]
+    return batch.cast(pyarrow.schema(fields))
 
 
 def _load_dataset(spec: str) -> Any:
     name, subset, split = _dataset_parts(spec)
-    try:
-        import datasets
-        from datasets.exceptions import DatasetsError
-    except ImportError as error:
-        raise ValueError(
-            f"data source {spec} is a Hugging Face dataset, which needs the datasets package: pip install datasets"
-        ) from error
+    import datasets  # slow to import
+    from datasets.exceptions import DatasetsError
 
     try:
         return datasets.load_dataset(name, subset, split=split)

@@ -5,23 +5,20 @@ A text starts as a prompt does and ends with the end-of-sequence id. `demonstrat
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from megappo.data.cache import Cache
-from megappo.data.encoding import encode_all, usable_processes
 from megappo.data.packing import PackedBatch, pack
-from megappo.data.prompt_rows import rows_of
-from megappo.data.prompts import record_field, record_name, require_text
+from megappo.data.prompts import Record, record_field, require_text
+from megappo.data.rows import Recipe, Rows, rows_of
 from megappo.data.sources import Source
-from megappo.data.token_rows import RowWriter, TokenRows
 from megappo.data.tokenizers import Tokenizer
 
 _SHORTEST = 2  # the first token of a sequence has no prefix, so a sequence of one teaches nothing
@@ -39,7 +36,7 @@ class TextRules:
 class TextSet:
     """Sequences of 2 to `max_tokens` tokens, in the order of the records and of their text; made when they are asked for."""
 
-    rows: TokenRows
+    rows: Rows
     source: str
 
     def __len__(self) -> int:
@@ -62,7 +59,7 @@ class TextSet:
 
     def packed(self, indices: Sequence[int]) -> PackedBatch:
         """Pack these sequences, without fields."""
-        return pack([self.rows.read(i)[0] for i in indices])
+        return pack([self.rows[i].tokens for i in indices])
 
 
 def texts_of(source: Source, tokenizer: Tokenizer, rules: TextRules, cache: Cache) -> TextSet:
@@ -71,35 +68,23 @@ def texts_of(source: Source, tokenizer: Tokenizer, rules: TextRules, cache: Cach
 
     ValueError, one line: a key that a record lacks (its keys are listed), a value of the wrong type, or no text at all.
     """
-    rows, _ = rows_of(source, tokenizer, {"texts": asdict(rules)}, cache, partial(_write, source, tokenizer, rules))
+    recipe = Recipe(partial(_encode, tokenizer, rules), "null", partial(_checked, source))
+    rows, _ = rows_of(source, tokenizer, {"texts": asdict(rules)}, cache, recipe)
     return TextSet(rows, source.spec)
 
 
-def _write(source: Source, tokenizer: Tokenizer, rules: TextRules, writer: RowWriter) -> None:
-    """Tokenise every record once and write the rows; errors as `texts_of`."""
-    num_records = num_rows = 0
-    with closing(encode_all(_texts(source, rules), _encode, tokenizer, usable_processes())) as encoded:
-        for row, tokens in encoded:
-            for start in range(0, len(tokens), rules.max_tokens):
-                if len(piece := tokens[start : start + rules.max_tokens]) >= _SHORTEST:
-                    writer.add(piece, (row,))
-                    num_rows += 1
-            num_records = row + 1
-    if not num_rows:
+def _encode(tokenizer: Tokenizer, rules: TextRules, record: Record, name: str) -> Iterator[tuple[list[int], None]]:
+    """Token ids of the sequences of a record."""
+    text = record_field(record, rules.text_key, "algorithm.ptx.text_key", name)
+    if not isinstance(text, str):
+        raise ValueError(f"algorithm.ptx.text_key={rules.text_key}: {name} holds a {type(text).__name__}, not a string")
+    tokens = [*tokenizer.encode_prompt(require_text(text, "the text", name)), tokenizer.eos_id]
+    for start in range(0, len(tokens), rules.max_tokens):
+        if len(piece := tokens[start : start + rules.max_tokens]) >= _SHORTEST:
+            yield piece, None
+
+
+def _checked(source: Source, rows: Rows, num_records: int) -> Mapping[str, Any]:
+    if not len(rows):
         raise ValueError(f"{source.spec} has no text: {num_records:,} records")
-    writer.close({"num_records": num_records, "source_sha256": source.sha256})
-
-
-def _texts(source: Source, rules: TextRules) -> Iterator[tuple[int, str]]:
-    """(row, text) of every record."""
-    records = ((record, block.line) for block in source.blocks() for record in block.records)
-    for row, (record, line) in enumerate(records):
-        name = record_name(source.spec, row, line)
-        text = record_field(record, rules.text_key, "algorithm.ptx.text_key", name)
-        if not isinstance(text, str):
-            raise ValueError(f"algorithm.ptx.text_key={rules.text_key}: {name} holds a {type(text).__name__}, not a string")
-        yield row, require_text(text, "the text", name)
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> array[int]:
-    return array("i", [*tokenizer.encode_prompt(text), tokenizer.eos_id])
+    return {}

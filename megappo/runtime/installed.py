@@ -45,6 +45,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement(("transformers",), "transformers", "Hugging Face tokenizers", True, "pip install 'transformers<5.20'"),
     Requirement(("safetensors",), "safetensors", "checkpoints", True, "pip install safetensors"),
+    Requirement(("datasets",), "datasets", "prompts and other data", True, "pip install datasets"),
+    Requirement(("pyarrow",), "pyarrow", "prompts and other data", True, "pip install pyarrow"),
     Requirement(("pydantic",), "pydantic", "configuration", True, "pip install pydantic"),
     Requirement(("pyyaml",), "yaml", "configuration", True, "pip install pyyaml"),
     Requirement(
@@ -56,8 +58,6 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(("mlflow", "mlflow-skinny"), "mlflow", "telemetry.trackers: mlflow", False, "pip install mlflow"),
     Requirement(("sqlalchemy",), "sqlalchemy", "telemetry.trackers: mlflow, offline", False, "pip install mlflow"),
     Requirement(("alembic",), "alembic", "telemetry.trackers: mlflow, offline", False, "pip install mlflow"),
-    Requirement(("pyarrow",), "pyarrow", ".parquet data", False, "pip install 'megappo[datasets]'"),
-    Requirement(("datasets",), "datasets", "Hugging Face datasets by name", False, "pip install 'megappo[datasets]'"),
     Requirement(("math-verify",), "math_verify", "the math_verify reward", False, "pip install 'megappo[math]'"),
     Requirement(("httpx2",), "httpx2", "rewards of a server (url)", False, "pip install 'megappo[remote]'"),
     Requirement(

@@ -13,6 +13,7 @@ REQUIRED = {
     # (for Python 3.12), and engine/, parallel/cpu_patches.py and parallel/ were read against 0.16.
     "megatron-core": ">=0.16.1,<0.17",
     "blake3": "",
+    "datasets": "",
     "einops": "",
     "fsspec": "",
     "huggingface-hub": "",
@@ -20,6 +21,7 @@ REQUIRED = {
     "numpy": "",
     "packaging": "",
     "psutil": "",
+    "pyarrow": "",
     "pydantic": ">=2.12",
     "pyyaml": "",
     "safetensors": ">=0.6.2",
@@ -36,7 +38,6 @@ EXTRAS = {
     "math": {"math-verify": ">=0.9"},
     "remote": {"httpx2": ">=2.16"},
     "server": {"fastapi": "", "uvicorn": ""},  # megappo serve-reward
-    "datasets": {"datasets": "", "pyarrow": ""},
     "plot": {"matplotlib": ""},
     "trackers": {"wandb": ">=0.31", "mlflow": ">=3.17", "sqlalchemy": "", "alembic": ""},
     "test": {"pytest": "", "pytest-xdist": "", "hypothesis": ""},

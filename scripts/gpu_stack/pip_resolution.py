@@ -25,7 +25,7 @@ GROUP = "pip_resolution"
 ROOT = Path(__file__).resolve().parents[2]
 OLD = "23.2.1"
 CONSTRAINTS = "requirements/constraints-cuda.txt"
-EXTRAS = ("vllm,math,datasets", "vllm,gpu,math,datasets")
+EXTRAS = ("vllm,math", "vllm,gpu,math")
 MODERN = "Preparing editable metadata (pyproject.toml)"
 
 

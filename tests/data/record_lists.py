@@ -11,7 +11,7 @@ from typing import Any
 from megappo.data.cache import Cache
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import PromptFormat, PromptSet
-from megappo.data.sources import JsonLines, RecordBlock
+from megappo.data.sources import JsonLines, line_batch
 from megappo.data.tokenizers import Tokenizer
 
 
@@ -19,15 +19,18 @@ class Records(JsonLines):
     """Records as if they were the lines of a file; lines: their numbers, None for a source without."""
 
     def __init__(self, records: Sequence[Any], spec: str, lines: Sequence[int] | None = None) -> None:
-        self.spec, self.files, self._records, self._lines = spec, (), records, lines
+        self.spec, self._records = spec, list(records)
+        self.files: Sequence[Path] = ()
+        self._lines: list[int | None] = [None] * len(self._records) if lines is None else list(lines)
+        self.sha256 = hashlib.sha256(repr((self._records, lines)).encode("utf-8", "surrogatepass")).hexdigest()
 
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(repr((self._records, self._lines)).encode("utf-8", "surrogatepass")).hexdigest()
+    def batches(self) -> Iterator[Any]:
+        if self._records:
+            yield line_batch([json.dumps(record).encode() for record in self._records], self._lines)
 
-    def blocks(self) -> Iterator[RecordBlock]:
-        for row, record in enumerate(self._records):
-            yield RecordBlock(json.dumps(record).encode(), [record], None if self._lines is None else self._lines[row])
+    @staticmethod
+    def records(spec: str, batch: Any) -> Iterator[tuple[Any, int | None]]:
+        return zip(map(json.loads, batch.column("line").to_pylist()), batch.column("number").to_pylist())
 
 
 def prompts_of_records(

@@ -142,11 +142,11 @@ def test_the_order_is_that_of_a_shuffled_list_with_a_cache_and_without(tmp_path:
         steps = walk(PromptLoader(2000, 500, True, 5, cache), 8)
         assert [i for step in steps for i in step] == expected
         assert all(type(i) is int for i in steps[0])
-    assert len(list(tmp_path.glob("rows/*/meta.json"))) == 2
+    assert len(list(tmp_path.glob("data/*/array.npy"))) == 2
     other = PromptLoader(2000, 500, True, 6, Cache(tmp_path)).next_step()
     assert other != expected[:500]
 
 
 def test_an_order_of_few_prompts_is_not_kept(tmp_path: Path) -> None:
     PromptLoader(2000, 500, True, 5, Cache(tmp_path))
-    assert not list(tmp_path.glob("rows/*/meta.json"))
+    assert not list(tmp_path.glob("data/*/array.npy"))

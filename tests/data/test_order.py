@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megappo.data.loader import PromptLoader, shuffled, weighted
-from megappo.data.pass_rates import PassRates
+from megappo.data.loader import PassRates, PromptLoader, shuffled, weighted
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0, 1e-300, 1e300]), min_size=1, max_size=40).filter(any)
 

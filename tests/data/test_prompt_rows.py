@@ -126,7 +126,7 @@ def test_prompts_are_tokenised_again_when_anything_that_decides_them_changes(
     write_jsonl(tmp_path / "a.jsonl", records(10))
     assert prompts(spec, char, root).num_records == 10 and done
     done.clear()
-    monkeypatch.setattr(prompt_rows, "hash_of_modules", lambda *_: "edited")
+    monkeypatch.setattr("megappo.data.rows.hash_of_modules", lambda *_: "edited")
     prompts(spec, char, root)
     assert done
 
@@ -167,7 +167,7 @@ def test_a_dataset_is_kept_by_its_files_and_its_choice_of_rows(
         assert built.num_records == count and [p.record for p in built.prompts] == [
             r for n, r in enumerate(records(count)) if n % 5
         ]
-    assert len(list((tmp_path / "cache").glob("rows/*/meta.json"))) == 2
+    assert len(list((tmp_path / "cache").glob("data/*/facts.json"))) == 2
 
 
 def test_a_template_that_writes_the_day_is_tokenised_each_day(tmp_path: Path) -> None:

@@ -21,15 +21,16 @@ from megappo.data.tokenizers import load_tokenizer
 
 
 def read_all(spec: str) -> Source:
-    """The source, read to its end; every record is decoded from its block as well."""
+    """The source, read to its end."""
     source = open_source(spec)
-    for block in source.blocks():
-        assert [source.decode(block.content, at) for at in range(len(block.records))] == block.records
+    for batch in source.batches():
+        list(source.records(spec, batch))
     return source
 
 
 def read_records(spec: str) -> list[Record]:
-    return [record for block in open_source(spec).blocks() for record in block.records]
+    source = open_source(spec)
+    return [record for batch in source.batches() for record, _ in source.records(spec, batch)]
 
 
 RECORDS = [{"prompt": "a\u2028b", "answer": "1"}, {"prompt": [{"role": "user", "content": "é"}], "answer": "2"}]
@@ -152,8 +153,9 @@ def test_brackets_in_a_text_are_no_levels(tmp_path: Path) -> None:
 def test_marks_and_line_ends_of_other_systems_are_read(tmp_path: Path) -> None:
     file = tmp_path / "windows.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n\r\n{"a": 2}\r\n')
-    read = [(block.records, block.line) for block in open_source(str(file)).blocks()]
-    assert read == [([{"a": "é"}], 1), ([{"a": 2}], 3)]
+    source = open_source(str(file))
+    read = [found for batch in source.batches() for found in source.records(str(file), batch)]
+    assert read == [({"a": "é"}, 1), ({"a": 2}, 3)]
 
 
 def test_another_encoding_is_named_with_the_way_out(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import numpy
 import pytest
 
 from megappo.data.cache import Cache
+from megappo.data.loader import weights_of
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.sources import open_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
-from megappo.data.weights import weights_of
 from tests.data.record_lists import Records
 from tests.data.tokenizer_files import write_hf_tokenizer
 
@@ -53,7 +53,7 @@ def test_another_key_or_another_file_is_never_the_kept_one(tmp_path: Path, token
         return weights_of(loaded(spec, tokenizer, tmp_path / "cache"), key, cache).tolist()
 
     assert [weights(2.0, "w"), weights(2.0, "v"), weights(3.0, "w"), weights(2.0, "w")] == [[2, 1], [7, 7], [3, 1], [2, 1]]
-    monkeypatch.setattr("megappo.data.weights._weight", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("megappo.data.loader._weight", lambda *_: pytest.fail("read again"))
     assert weights(3.0, "w") == [3, 1], "kept"
 
 

@@ -16,14 +16,12 @@ from megappo.config.layout_checks import uses_model
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.cache import Cache
 from megappo.data.demonstrations import DemonstrationRules, DemonstrationSet, demonstrations_of
-from megappo.data.loader import PromptLoader
-from megappo.data.pass_rates import PassRates
+from megappo.data.loader import PassRates, PromptLoader, weights_of
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.sources import open_source
 from megappo.data.texts import TextRules, TextSet, texts_of
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
-from megappo.data.weights import weights_of
 from megappo.models.arch import ModelArch
 from megappo.rewards.base import PreparedPart
 from megappo.rollout.environment import PreparedEnvironment

@@ -52,7 +52,7 @@ def fake(versions):
         ({"torch": "2.15.0"}, "out of range", False),
         ({"transformer-engine": "2.21.0"}, "out of range", True),
         ({"transformer-engine": None}, "missing", True),
-        ({"math-verify": None, "datasets": None}, "missing", True),
+        ({"math-verify": None, "httpx2": None}, "missing", True),
     ],
 )
 def test_ppo_can_run_exactly_when_everything_required_is_there(versions, state, trains):

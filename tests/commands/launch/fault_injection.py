@@ -2,9 +2,8 @@
 
 FAULTS holds faults, separated by blanks: NAME=RANK:MODULE:ATTRIBUTE:N:ACTION[:AFTER]. In rank RANK the N-th call of
 MODULE.ATTRIBUTE since its process started does ACTION instead, once the fault AFTER has happened: kill, stop (SIGSTOP), term
-(SIGTERM to the process group), insist (the same a while later, and waits for its end), damage (every token id of the largest
-prepared data, and goes on), value_error or assertion_error (which no wrapper of a save takes for a fault of the disk). Each happens
-once: it leaves the file FAULTS_DONE/NAME, with the time.
+(SIGTERM to the process group), insist (the same a while later, and waits for its end), value_error or assertion_error
+(which no wrapper of a save takes for a fault of the disk). Each happens once: it leaves the file FAULTS_DONE/NAME, with the time.
 """
 
 import functools
@@ -57,12 +56,6 @@ class Fault:
             time.sleep(1.5)  # sooner it would be the same request (commands/launch/requests.py)
             os.killpg(0, signal.SIGTERM)
             time.sleep(1000)
-        elif self.action == "damage":
-            prepared = Path(os.environ["MEGAPPO_CACHE"]).glob("rows/*/tokens.i32")
-            with max(prepared, key=lambda path: path.stat().st_size).open("r+b") as file:  # the ranks have it mapped
-                content = bytes(byte ^ 1 for byte in file.read())
-                file.seek(0)
-                file.write(content)
         elif self.action == "value_error":
             raise ValueError("injected")
         elif self.action == "assertion_error":

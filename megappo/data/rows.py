@@ -1,0 +1,281 @@
+"""Rows of token ids in Arrow files that any number of processes map: made once of the records of a source, then read by number.
+
+A folder holds `records.arrow` (the records as `sources.py` reads them, in blocks), `tokens*.arrow` (the rows) and `facts.json`.
+Many records are tokenised by `Dataset.map` of Hugging Face's `datasets`, on several cores. `prompt_rows.py`, `demonstrations.py`
+and `texts.py` say what a row is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+
+import megappo.data
+from megappo.data.cache import Cache, Key, content_of, digest, hash_of_modules, signature
+from megappo.data.prompts import Record, record_name
+from megappo.data.sources import Source
+from megappo.data.tokenizers import Tokenizer
+from megappo.runtime.helpers import end_with
+from megappo.runtime.workers.process import FAILED, WorkerDied, WorkerProcess
+
+RECORDS, FACTS = "records.arrow", "facts.json"
+ALONE = 200_000  # records that are tokenised in this process: a few times as long as others take to load a tokenizer
+BATCH = 4096  # rows of an Arrow batch
+MOST_PROCESSES = 32  # more gain little: the hash of all rows is made by one
+
+Encode = Callable[[Record, str], Iterable[tuple[Sequence[int], Any]]]
+"""Rows of a record, which has this name in messages: token ids, and one further value. ValueError, one line, for a bad record."""
+
+
+class Row(NamedTuple):
+    """Tokens and the further value of a row, and its record: number from 0 in the source, block, position in the block."""
+
+    tokens: Sequence[int]
+    value: Any
+    record: int
+    block: int
+    position: int
+
+
+class Rows:
+    """Rows of a folder, mapped: they take no memory of the process. facts: as they were written with them."""
+
+    def __init__(self, folder: Path, source: Source) -> None:
+        import pyarrow
+
+        self._source = source
+        records = folder / RECORDS
+        self._block = lru_cache(1)(pyarrow.ipc.open_file(pyarrow.memory_map(str(records))).get_batch) if records.exists() else None
+        streams = (pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) for file in sorted(folder.glob("tokens*.arrow")))
+        self._batches = [batch for stream in streams for batch in stream if batch.num_rows]
+        self._ends = numpy.cumsum([batch.num_rows for batch in self._batches])
+        self.facts: Mapping[str, Any] = json.loads((folder / FACTS).read_text("utf-8")) if (folder / FACTS).exists() else {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._batches else 0
+
+    def __getitem__(self, index: int) -> Row:
+        at = int(numpy.searchsorted(self._ends, index, side="right"))
+        batch = self._batches[at]
+        tokens, *others = (column[index - int(self._ends[at])] for column in batch.columns)  # counted from the batch's end
+        return Row(tuple(tokens.values.to_numpy().tolist()), *(value.as_py() for value in others))
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self._batches:
+            yield from map(Row, *(column.to_pylist() for column in batch.columns))
+
+    @cached_property
+    def lengths(self) -> numpy.ndarray:
+        """[N] int32, tokens of each row."""
+        found = [batch.column(0).value_lengths().to_numpy() for batch in self._batches]
+        return numpy.concatenate([numpy.zeros(0, numpy.int32), *found])
+
+    def record_of(self, row: Row) -> tuple[Record, int | None]:
+        """Record of a row, and its line in the file if it has one."""
+        assert self._block is not None, "a row has a record"
+        [found] = self._source.records(self._source.spec, self._block(row.block).slice(row.position, 1))
+        return found
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The making of rows. kind: of its `value`, a type of Arrow by name. limit: on the number of rows; records beyond are not read.
+
+    finish: facts of the rows (given them and the number of records), or ValueError for rows that no run should have.
+    """
+
+    encode: Encode
+    kind: str
+    finish: Callable[[Rows, int], Mapping[str, Any]]
+    limit: int | None = None
+
+
+def rows_of(source: Source, tokenizer: Tokenizer, rules: Key, cache: Cache, recipe: Recipe) -> tuple[Rows, str]:
+    """(rows of a source by these rules, fingerprint of all that decides them and their names), made if the cache has them not.
+
+    ValueError as of `recipe`, or if the files change meanwhile. RuntimeError, one line, if a process that tokenises is killed.
+    """
+    before = signature(source.files)
+    key = {
+        "content": content_of(source.files) if source.files else _content_in_memory(source),
+        "kind": type(source).__name__,
+        "choice": source.choice,
+        "tokenizer": tokenizer.identity(),
+        "code": hash_of_modules(megappo.data),
+        **rules,
+    }
+
+    def build(folder: Path) -> None:
+        _make(folder, source, recipe)
+        if signature(source.files) != before:
+            raise ValueError(f"{source.spec} was changed while it was read; start again when nobody writes to it")
+
+    return Rows(cache.folder(key, build), source), digest({"rows": key, "spec": source.spec})
+
+
+def _content_in_memory(source: Source) -> str:
+    for _ in source.batches():  # its records are its only identity
+        pass
+    return source.sha256
+
+
+def _make(folder: Path, source: Source, recipe: Recipe) -> None:
+    starts = _write_records(folder / RECORDS, source)
+    num_records = starts.pop()
+    job = _Job(folder, source.spec, source.records, recipe.encode, recipe.kind)
+    if recipe.limit is None and num_records > ALONE:
+        _encode_elsewhere(job, starts)
+    else:
+        _encode_here(job, starts, recipe.limit)
+    facts = {"num_records": num_records, "source_sha256": source.sha256}
+    facts |= recipe.finish(Rows(folder, source), num_records)
+    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _write_records(file: Path, source: Source) -> list[int]:
+    """Write the blocks; returns the number of the first record of each, and of all records."""
+    import pyarrow
+
+    starts, writer = [0], None
+    with file.open("wb") as sink:
+        for batch in source.batches():
+            writer = writer or pyarrow.ipc.new_file(sink, batch.schema)
+            writer.write_batch(batch)
+            starts.append(starts[-1] + batch.num_rows)
+        if writer is not None:
+            writer.close()
+    if writer is None:
+        file.unlink()
+    return starts
+
+
+class _Job(NamedTuple):
+    """What a process needs to make rows of blocks; it is pickled."""
+
+    folder: Path
+    spec: str
+    records: Callable[[str, Any], Iterable[tuple[Record, int | None]]]
+    encode: Encode
+    kind: str
+
+    def rows(self, blocks: Iterable[tuple[int, int]]) -> Iterator[Row]:
+        """Rows of blocks (number, first record). ValueError: the first bad record."""
+        import pyarrow
+
+        blocks = list(blocks)
+        reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(self.folder / RECORDS))) if blocks else None
+        for block, start in blocks:
+            assert reader is not None
+            for position, (record, line) in enumerate(self.records(self.spec, reader.get_batch(block))):
+                name = record_name(self.spec, start + position, line)
+                for tokens, value in self.encode(record, name):
+                    yield Row(tokens, value, start + position, block, position)
+
+    def table(self, rows: Iterable[Row]) -> Any:
+        import pyarrow
+
+        flat, ends, columns = array("i"), array("i", [0]), ([], [], [], [])
+        for row in rows:
+            flat.extend(row.tokens)
+            ends.append(len(flat))
+            for column, value in zip(columns, row[1:]):
+                column.append(value)
+        tokens = pyarrow.ListArray.from_arrays(pyarrow.array(ends, pyarrow.int32()), pyarrow.array(flat, pyarrow.int32()))
+        kinds = (self.kind, "int64", "int32", "int32")
+        arrays = [pyarrow.array(column, pyarrow.type_for_alias(kind)) for column, kind in zip(columns, kinds)]
+        return pyarrow.table([tokens, *arrays], names=list(Row._fields))
+
+
+def _encode_here(job: _Job, starts: Sequence[int], limit: int | None) -> None:
+    import pyarrow
+
+    rows = islice(job.rows(enumerate(starts)), limit)
+    with (job.folder / "tokens.arrow").open("wb") as sink, pyarrow.ipc.new_stream(sink, job.table(()).schema) as writer:
+        while chunk := list(islice(rows, BATCH)):
+            writer.write_table(job.table(chunk))
+
+
+def usable_processes() -> int:
+    """This rank's part of the cores that it may run on, at most MOST_PROCESSES."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // ranks))
+
+
+def _encode_elsewhere(job: _Job, starts: Sequence[int]) -> None:
+    """Encode by a process of its own, which divides the work: a rank with threads and devices must not be forked."""
+    mapper = WorkerProcess(partial(_mapper, job), None)
+    try:
+        word, said = mapper((list(starts), usable_processes()))
+    except WorkerDied as died:
+        raise RuntimeError(f"data: the process that encoded records {died}; start again") from None
+    finally:
+        mapper.close()
+    if word == FAILED:
+        raise RuntimeError(f"data: {said}; start again")
+    if refused := sorted(job.folder.glob(f"{_REFUSED}*")):
+        raise ValueError(refused[0].read_text("utf-8"))
+
+
+_REFUSED = "refused-"
+
+
+def _mapper(job: _Job) -> Callable[[Any], tuple[str, Any]]:
+    """Answerer of the process that divides the work."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    worker = os.getpid()
+
+    def in_child() -> None:
+        end_with(worker)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # by which the pool ends its processes
+
+    os.register_at_fork(after_in_child=in_child)
+
+    def answer(question: Any) -> tuple[str, Any]:
+        starts, processes = question
+        blocks = datasets.Dataset.from_dict({"block": range(len(starts)), "start": starts})
+        size = max(1, BATCH // (starts[1] if len(starts) > 1 else BATCH))
+        file = str(job.folder / "tokens.arrow")
+        many = {"num_proc": min(processes, len(starts))} if processes > 1 else {}
+        try:
+            blocks.map(
+                partial(_map_blocks, job),
+                batched=True,
+                batch_size=size,
+                cache_file_name=file,
+                new_fingerprint="tokens",
+                remove_columns=["block", "start"],
+                **many,
+            )
+        except (RuntimeError, OSError) as error:  # RuntimeError: one of its processes was killed
+            return FAILED, str(error).partition(".")[0]
+        return "done", None
+
+    return answer
+
+
+def _map_blocks(job: _Job, blocks: Mapping[str, Sequence[int]]) -> Any:
+    """Table of the rows of these blocks. A bad record is written down, and blocks after it are left out: so the first is told."""
+    places = list(zip(blocks["block"], blocks["start"]))
+    refused = min((int(file.name.removeprefix(_REFUSED)) for file in job.folder.glob(f"{_REFUSED}*")), default=None)
+    if refused is not None and refused < places[0][0]:
+        return job.table(())
+    rows: list[Row] = []
+    for block, start in places:
+        try:
+            rows += job.rows([(block, start)])
+        except ValueError as error:
+            (job.folder / f"{_REFUSED}{block:012d}").write_text(str(error), encoding="utf-8")
+            break
+    return job.table(rows)
