@@ -52,8 +52,7 @@ ALLOWED = {
     "megappo/checkpoint/safe_load.py": {"unpickles"},
     "megappo/config/foreign/trl.py": {"runs a checkpoint's code"},  # a table of TRL's keys, and why this one has no counterpart
     # A pipe between the rank and a worker that runs the user's own code with the user's rights: neither side gains any.
-    "megappo/runtime/workers/process.py": {"unpickles"},
-    "megappo/runtime/workers/worker.py": {"unpickles"},
+    "megappo/runtime/helper_process.py": {"unpickles"},
     # Verdicts between the ranks of a job, as torch's exchange of objects sends them, which cannot address one rank each.
     "megappo/trainer/experience/parcels.py": {"unpickles"},
     "megappo/rewards/sandbox/runner.py": {"runs text as code"},  # a program inside the sandbox, which nothing imports

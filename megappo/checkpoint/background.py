@@ -1,34 +1,28 @@
-"""The rank's side of its writer process: start it, give it a snapshot to write, learn how it went.
+"""The rank's writer process: it writes the files of a snapshot while training goes on. Nothing here is collective.
 
-One process per rank, started at the first asynchronous save and again after it died. Nothing here is collective.
+One process per rank, started at the first asynchronous save and again after it died. It imports no torch.
 """
 
 from __future__ import annotations
 
-import json
+import mmap
 import os
-import select
-import signal
-import socket
-import subprocess
-import sys
-import weakref
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import blake3
-
-import megappo
+from megappo.checkpoint.files import sync_parents, write_file
+from megappo.checkpoint.hashing import Fingerprint, cores_of_rank
 from megappo.checkpoint.manifest import FileEntry
-from megappo.checkpoint.writer_process import MESSAGE_BYTES
-from megappo.runtime.helpers import deaf_to_stop
+from megappo.runtime.helper_process import FAILED, Answerer, HelperDied, HelperProcess
 
 if TYPE_CHECKING:
     from megappo.checkpoint.shared_buffer import SharedBuffer  # with torch, which nothing here needs
 
-_PATHS = [str(Path(file).resolve().parents[1]) for file in (megappo.__file__, blake3.__file__)]
-"""Where a writer process finds what it imports."""
+NICE = 10  # training goes first where cores are few
+_WRITTEN = "written"
 
 
 class SnapshotFile(NamedTuple):
@@ -44,98 +38,76 @@ class BackgroundWriter:
     """Writer process of this rank. At most one job at a time: `submit`, then `is_done` until true, then `result`."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
-        self._answer: Mapping | OSError | None = None
-        self._end = weakref.finalize(self, int)  # replaced with every process
+        self._helper = HelperProcess(_writing)
+        self._answer: tuple[str, Any] | OSError | None = None
+        self._files: Sequence[SnapshotFile] = ()  # of the job: their buffers stay until they are written
 
     @property
     def pid(self) -> int | None:
         """Process id, None before the first start."""
-        return self._process.pid if self._process is not None else None
+        return self._helper.pid
 
     def start(self) -> None:
         """Start the process, unless it runs. OSError if the system cannot."""
-        if self._process is not None and self._process.poll() is None:
-            return
-        self.close()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = os.pathsep.join(filter(None, (*_PATHS, os.environ.get("PYTHONPATH"))))
-        # -S, -P: neither the start-up files of site-packages nor the working directory is needed.
-        command = [sys.executable, "-S", "-P", "-m", f"{__package__}.writer_process", str(theirs.fileno()), str(os.getpid())]
-        try:
-            with deaf_to_stop():  # or a request to stop would cost the save in flight
-                # Not a fork without exec: threads and connections of this process must not be there.
-                self._process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": path},
-                )
-        finally:
-            theirs.close()
-        self._channel = ours
-        self._end = weakref.finalize(self, _end, self._process, ours)
+        self._helper.start()
 
     def submit(self, place: Path, files: Sequence[SnapshotFile]) -> None:
         """Let the process write the files below `place`. A process that has died shows in `result`."""
-        assert self._channel is not None, "start comes first"
-        buffers = list({id(file.buffer): file.buffer for file in files}.values())
-        job = {
-            "place": str(place),
-            "files": [
-                {"name": file.name, "buffer": buffers.index(file.buffer), "start": file.start, "bytes": file.nbytes}
-                for file in files
-            ],
-        }
-        self._answer = None
-        try:
-            socket.send_fds(self._channel, [json.dumps(job).encode()], [buffer.descriptor for buffer in buffers])
-        except ConnectionError:
-            self._answer = self._death()
+        self._answer, self._files = None, files
+        # The kernel's own names of the buffers, which have no others.
+        buffer = f"/proc/{os.getpid()}/fd/{{}}".format
+        self._helper.send((place, [(file.name, buffer(file.buffer.descriptor), file.start, file.nbytes) for file in files]))
 
     def is_done(self, timeout_s: float | None = 0) -> bool:
         """True if the files are written or the process has failed. Waits for at most `timeout_s` seconds; None: until then."""
-        if self._answer is None:
-            assert self._channel is not None, "nothing was submitted"
-            readable, _, _ = select.select([self._channel], [], [], timeout_s)
-            if readable:
-                self._answer = self._receive()
+        if self._answer is None and self._helper.poll(timeout_s):
+            try:
+                self._answer = self._helper.receive()
+            except HelperDied as died:
+                self._answer = OSError(f"the writer process {died}")
+            self._files = ()
         return self._answer is not None
 
     def result(self) -> dict[str, FileEntry]:
         """Wait for the end; returns the entries of the files. OSError if one could not be written or the process died."""
         self.is_done(timeout_s=None)
-        answer = self._answer
-        if isinstance(answer, OSError):
-            raise answer
-        assert answer is not None
-        if "files" not in answer:
-            raise OSError(answer["errno"], answer["text"], answer["path"])
-        return {name: FileEntry(*entry) for name, entry in answer["files"].items()}
+        if isinstance(self._answer, OSError):
+            raise self._answer
+        assert self._answer is not None
+        word, value = self._answer
+        if word == FAILED:
+            raise OSError(*value)
+        return {name: FileEntry(*entry) for name, entry in value.items()}
 
     def close(self) -> None:
         """End the process; a file that it is writing stays torn. The next save starts another one."""
-        self._end()
-        self._process = self._channel = None
-
-    def _receive(self) -> Mapping | OSError:
-        assert self._channel is not None
-        try:
-            message = self._channel.recv(MESSAGE_BYTES)
-        except ConnectionError:
-            message = b""
-        return json.loads(message) if message else self._death()
-
-    def _death(self) -> OSError:
-        assert self._process is not None
-        code = self._process.wait()
-        how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
-        return OSError(f"the writer process {how}")
+        self._helper.close()
 
 
-def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
-    channel.close()
-    process.kill()  # it may be waiting for a disk that hangs
-    process.wait()
+# -------------------------------------------------------------------------------------------------------- in the process
+
+
+def _writing() -> Answerer:
+    os.nice(NICE)
+    threads = cores_of_rank()
+    return partial(_answer, ThreadPoolExecutor(threads), threads)
+
+
+def _answer(pool: ThreadPoolExecutor, threads: int, job: tuple[Path, list[tuple[str, str, int, int]]]) -> tuple[str, Any]:
+    """Name -> (bytes, hash), or under FAILED errno, text and path of the OSError that stopped it."""
+    place, files = job
+    try:
+        maps = {buffer: _mapped(buffer) for _, buffer, _, _ in files}
+        written: Mapping[str, Fingerprint] = {
+            name: write_file(place / name, [memoryview(maps[buffer])[start : start + nbytes]], pool, threads)
+            for name, buffer, start, nbytes in files
+        }
+        sync_parents(place, written)
+        return _WRITTEN, written
+    except OSError as error:
+        return FAILED, (error.errno, error.strerror or str(error), error.filename)
+
+
+def _mapped(buffer: str) -> mmap.mmap:
+    with open(buffer, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from megappo.checkpoint.background import BackgroundWriter, SnapshotFile
+from megappo.checkpoint.background import NICE, BackgroundWriter, SnapshotFile
 from megappo.checkpoint.components import digests, encode_components, file_content, read_components, require_equal
 from megappo.checkpoint.contents import STATE, engine_folder, rng_file
 from megappo.checkpoint.directory import CheckpointDirectory
@@ -38,7 +38,6 @@ from megappo.checkpoint.sharded import ShardedFiles
 from megappo.checkpoint.shared_buffer import SharedBuffer
 from megappo.checkpoint.state import StatefulComponent, StatefulModel
 from megappo.checkpoint.verification import Verification, begin_with_newest, newest_verified, set_damaged_aside, verify
-from megappo.checkpoint.writer_process import NICE
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, warn_once
 
 logger = logging.getLogger(__name__)

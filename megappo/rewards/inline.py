@@ -9,7 +9,7 @@ from typing import Any
 
 from megappo.rewards.base import RewardError, RewardInput, UnusableAnswer, describe
 from megappo.rewards.verdict import plain
-from megappo.runtime.workers.pool import Timed
+from megappo.runtime.worker_pool import Timed
 
 Place = Callable[[BaseException], str]
 """Place in the rule's source that an error passed, as ` (mine.py:12)`; empty if unknown."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from megappo.rewards.base import RewardError, RewardInput, UnusableAnswer, describe
 from megappo.rewards.own import OwnRule, load_rule
+from megappo.runtime.helper_process import FAILED, Answerer, HelperDied, HelperProcess
 from megappo.runtime.own_code import OwnCode
-from megappo.runtime.workers.process import FAILED, Answerer, WorkerDied, WorkerProcess
 
 _SCORED, _UNUSABLE = "scored", "unusable"
 
@@ -24,7 +24,7 @@ class OwnProcess:
 
     def __init__(self, name: str, code: OwnCode, timeout_s: float | None) -> None:
         self._name, self._timeout_s, self._undecided = name, timeout_s, 0
-        self._process = WorkerProcess(partial(_scoring, name, code), timeout_s)
+        self._process = HelperProcess(partial(_scoring, name, code), timeout_s)
 
     def __call__(self, sample: RewardInput) -> Any:
         try:
@@ -34,7 +34,7 @@ class OwnProcess:
             text = "%s: no result for %s within %g s, scored 0 (%d so far in this worker)"
             logger.warning(text, self._name, sample.sample_id, self._timeout_s, self._undecided)
             return None
-        except WorkerDied as died:
+        except HelperDied as died:
             raise RewardError(f"the worker of reward rule {self._name} {died}; {describe(sample)}") from None
         if word == _UNUSABLE:
             raise UnusableAnswer(value)

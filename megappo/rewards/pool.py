@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from megappo.rewards.base import RewardInput
-from megappo.runtime.workers.pool import Worker, WorkerPool
+from megappo.runtime.worker_pool import Worker, WorkerPool
 
 
 class PoolPart:

@@ -18,7 +18,7 @@ from megappo.rewards.gsm8k import gsm8k_flexible, gsm8k_format, gsm8k_strict
 from megappo.rewards.inline import InlinePart
 from megappo.rewards.pool import PoolPart
 from megappo.rewards.symbolic import MathVerify
-from megappo.runtime.workers.pool import Worker
+from megappo.runtime.worker_pool import Worker
 
 
 def exact_match(sample: RewardInput) -> float:

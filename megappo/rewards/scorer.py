@@ -18,7 +18,7 @@ from megappo.rewards.base import Part, RetryingPart, RewardError, RewardInput, U
 from megappo.rewards.compose import Composition, Judged
 from megappo.rewards.inline import Deferred
 from megappo.rewards.verdict import Verdict, verdict_of
-from megappo.runtime.workers.pool import Timed
+from megappo.runtime.worker_pool import Timed
 
 ROUND_S = 2.0  # between two looks at the other parts, and of the trainer at the other ranks
 

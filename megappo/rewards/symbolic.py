@@ -8,21 +8,17 @@ they work in the main thread only and cannot interrupt a computation inside C. S
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 
 from megappo.rewards.base import RewardInput, UnusableAnswer
 from megappo.rewards.gsm8k import gold_number
-from megappo.runtime.helpers import deaf_to_stop, parent_to_follow
+from megappo.runtime.helper_process import Answerer, HelperDied, HelperProcess, parent_to_follow
 
-_WORKER = Path(__file__).with_name("symbolic_worker.py")
 # `####` marks an answer if a number follows: digits, or LaTeX's fractions, roots and pi. `#### Step 1` is a heading of Markdown.
 _MARKED = re.compile(r"####[^\S\n]*(?=[-+\u2212]?[ ]?(?:\\?\$)?[ ]?[-\u2212]?[ ]?(?:\.?[0-9]|\\(?:[dt]?frac|sqrt|pi)))([^\n]*)")
 _BOX_PARTS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
@@ -46,7 +42,7 @@ class MathVerify:
         self.cpu_limit_s = cpu_limit_s
         self.undecided = 0
         self._lock = threading.Lock()
-        self._worker: subprocess.Popen[str] | None = None
+        self._worker = HelperProcess(partial(_comparing, cpu_limit_s), follow=parent_to_follow)
 
     def __call__(self, sample: RewardInput) -> float | None:
         with self._lock:
@@ -85,51 +81,22 @@ class MathVerify:
     def close(self) -> None:
         """End the worker; the next call starts another."""
         with self._lock:
-            if self._worker is not None:
-                self._reap()
-
-    def __del__(self) -> None:
-        # An instance whose constructor refused has no worker.
-        if getattr(self, "_worker", None) is not None:
-            self._reap()
+            self._worker.close()
 
     def _ask(self, question: Mapping[str, str | list[str]]) -> dict | None:
         """Reply of the worker; None if it reached its limit, which ends it."""
-        if self._worker is None:
-            # -P: the worker's folder must not be searched for modules. It leaves when its input ends or this process is killed.
-            command = [sys.executable, "-P", str(_WORKER), str(self.cpu_limit_s), str(parent_to_follow())]
-            with deaf_to_stop():  # or a request to stop would cost the step its rewards, and the run its checkpoint
-                self._worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
-        assert self._worker.stdin is not None and self._worker.stdout is not None
-        reply: str | None = None
         try:
-            self._worker.stdin.write(json.dumps(question) + "\n")
-            self._worker.stdin.flush()
-            reply = self._worker.stdout.readline()
-        except BrokenPipeError:
-            reply = ""  # the worker has died; its exit code says of what
-        finally:
-            if reply is None:  # interrupted: a late reply must not answer the next question
-                self._worker.kill()
-                self._reap()
-        if reply:
-            return json.loads(reply)
-        code = self._reap()
-        if code == -signal.SIGPROF:  # the worker's CPU timer
-            return None
-        raise RuntimeError(f"the math_verify worker ended with code {code}; its message is on the standard error of this rank")
+            return self._worker(question)[1]
+        except HelperDied as died:
+            if died.code == -signal.SIGPROF:  # the worker's CPU timer
+                return None
+            raise RuntimeError(f"the math_verify worker {died}; its message is on the standard error of this rank") from None
 
-    def _reap(self) -> int:
-        """Close the pipes, wait for the worker, return its exit code."""
-        worker, self._worker = self._worker, None
-        assert worker is not None and worker.stdin is not None and worker.stdout is not None
-        try:
-            worker.stdin.close()
-        except BrokenPipeError:
-            pass  # the worker no longer reads
-        code = worker.wait()
-        worker.stdout.close()
-        return code
+
+def _comparing(cpu_limit_s: float) -> Answerer:
+    from megappo.rewards.symbolic_worker import answering  # with math-verify, in the process alone
+
+    return answering(cpu_limit_s)
 
 
 def _require_usable(reply: dict, answer: str) -> None:

@@ -1,21 +1,18 @@
-"""Worker process of `symbolic.py`: answer each question, one JSON object per line, with one line; end with the input.
-
-Run as a file, not imported: it needs nothing of megappo, so it starts in the time that math-verify takes to import (0.3 s).
-"""
+"""Answers of the worker process of `symbolic.py`, which alone imports this: with math-verify it takes 0.3 s."""
 
 from __future__ import annotations
 
-import ctypes
-import json
 import logging
-import os
 import re
 import resource
 import signal
-import sys
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from math_verify import parse, verify
+
+from megappo.runtime.helper_process import Answerer
 
 # math-verify annotates int, and takes None for no limit of its own, which would need SIGALRM.
 _NO_TIMEOUT: Any = None
@@ -25,20 +22,19 @@ _MIXED_PERCENT = re.compile(r"(\d\s*\\[dt]?frac\{\d+\}\{\d+\})\s*\\%")
 _MEMORY_LIMIT = 4 << 30  # bytes of address space; only big integers come near it
 
 
-def main() -> None:
-    cpu_limit_s = float(sys.argv[1])
-    _prepare_signals()
-    _end_with(int(sys.argv[2]))
+def answering(cpu_limit_s: float) -> Answerer:
+    """Prepare this process: its answerer takes {"answer"}, {"answer", "response"} or {"responses"}."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the kernel acts on it, even while Python is inside C code
     _limit_memory()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
-    replies, sys.stdout = sys.stdout, sys.stderr  # nothing but replies may reach the pipe
-    for line in sys.stdin:
-        question = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # CPU time: a busy machine decides no differently
-        reply = _compare(question["answer"], question.get("response")) if "answer" in question else _classes(question["responses"])
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+    return partial(_answer, cpu_limit_s)
+
+
+def _answer(cpu_limit_s: float, question: Mapping[str, Any]) -> tuple[str, dict[str, object]]:
+    signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)  # CPU time: a busy machine decides no differently
+    reply = _compare(question["answer"], question.get("response")) if "answer" in question else _classes(question["responses"])
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return "compared", reply
 
 
 def _compare(answer: str, response: str | None) -> dict[str, object]:
@@ -81,23 +77,3 @@ def _plain(text: str) -> str:
 def _limit_memory() -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT if hard == resource.RLIM_INFINITY else min(hard, _MEMORY_LIMIT), hard))
-
-
-def _prepare_signals() -> None:
-    """Let SIGPROF end the process, and ignore requests to stop, which are the parent's business."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the kernel acts on it, even while Python is inside C code
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-
-
-def _end_with(parent: int) -> None:
-    """`resilience.helpers.end_with`, which cannot be imported here."""
-    if parent and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it ended before the call
-            os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -24,9 +24,9 @@ from megappo.data.tokenizers import Message, Tokenizer
 from megappo.rollout.turn import TextTurn, Turn, answer_turn, answering, state_of
 from megappo.rollout.turns import Answer, Asked, Compaction, Left, TurnsRollout
 from megappo.rollout.types import EnvironmentFault, RolloutEngine
+from megappo.runtime.helper_process import FAILED, CannotSend, HelperDied, HelperProcess
 from megappo.runtime.own_code import OwnCode, OwnFunction
-from megappo.runtime.workers.pool import Timed, WorkerPool
-from megappo.runtime.workers.process import FAILED, CannotSend, WorkerDied, WorkerProcess
+from megappo.runtime.worker_pool import Timed, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class WorkersEnvironment:
         # What went over the time limit is counted over all workers of the rank.
         self._num_late = itertools.count(1)
         make = functools.partial(answering, questions.prepared.code)
-        process = functools.partial(WorkerProcess, make, settings.timeout_s)
+        process = functools.partial(HelperProcess, make, settings.timeout_s)
         self._pool = WorkerPool("environment", process, settings.workers)
 
     def start(self, turn: Turn) -> Asked:
@@ -111,7 +111,7 @@ class WorkersEnvironment:
             late = question.named(f"gave no answer within {limit_s:g} s")
             logger.warning("%s; its trajectory ends, cut (%d so far on this rank)", late, next(self._num_late))
             return Answer(None, limit_s, is_late=True)
-        except WorkerDied as died:
+        except HelperDied as died:
             raise EnvironmentFault(question.named(f"lost its process, which {died}")) from None
         except CannotSend as error:
             raise EnvironmentFault(question.named(f"cannot be asked in a process: {error}")) from error

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megappo.runtime.helper_process import FAILED, Answerer, CannotSend, packed
 from megappo.runtime.own_code import OwnCode, OwnFunction, Use
-from megappo.runtime.workers.process import FAILED, Answerer, CannotSend, packed
 
 if TYPE_CHECKING:
     from megappo.data.prompts import Prompt

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from megappo.runtime.helpers import end_with
+from megappo.runtime.helper_process import end_with
 from megappo.runtime.lease import LAUNCHER_VARIABLE
 from megappo.runtime.lease_record import started_of
 from megappo.runtime.world import SlurmTask

@@ -22,7 +22,7 @@ class StopRequest:
         signal.signal(signal.SIGTERM, self._on_term)
         # A launcher of ours (`commands/launch/processes.py`) blocks it until here.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        # Children inherit the block and never notice USR1; `helpers.py` keeps the other signals from them.
+        # Children inherit the block and never notice USR1; `helper_process.py` keeps the other signals from them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         # The launcher may ignore USR1, so that it does not end a rank that is still importing; ignored, it would never arrive.
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -14,7 +14,7 @@ from megappo.rewards.base import RewardError, RewardInput, UnusableAnswer
 from megappo.rewards.compose import Composition
 from megappo.rewards.inline import InlinePart
 from megappo.rewards.scorer import Scorer, _covered
-from megappo.runtime.workers.pool import Timed
+from megappo.runtime.worker_pool import Timed
 from tests.rewards.samples import sample, scorer_with, scores
 from tests.trainer.experiences import part_means
 

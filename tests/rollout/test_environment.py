@@ -272,4 +272,4 @@ def test_processes_answer_turns_of_several_samples_at_once_and_one_beyond_its_li
     )
     rollout.close()
     children = {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
-    assert not any(b"runtime/workers/worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children), "nothing is left"
+    assert not any(b"runtime/helper_process.py" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children), "nothing is left"

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from megappo.parallel.consensus import any_rank
-from megappo.runtime.helpers import deaf_to_stop, parent_to_follow
+from megappo.runtime.helper_process import deaf_to_stop, parent_to_follow
 from megappo.runtime.signals import StopRequest
 from tests.worlds import spawn_world
 
@@ -80,12 +80,12 @@ def test_without_listening_usr1_ends_a_process() -> None:
 # A launcher blocks TERM until the rank listens; a helper of the rank is deaf to all that asks for a stop, and ends with it.
 RANK_WITH_HELPER = """
 import os, subprocess, sys
-from megappo.runtime.helpers import deaf_to_stop, parent_to_follow
+from megappo.runtime.helper_process import deaf_to_stop, parent_to_follow
 from megappo.runtime.signals import StopRequest
 stop = StopRequest()
 stop.listen()
 helper = (
-    "import sys, time; from megappo.runtime.helpers import end_with; end_with(int(sys.argv[1]));"
+    "import sys, time; from megappo.runtime.helper_process import end_with; end_with(int(sys.argv[1]));"
     "print('begun', flush=True); time.sleep(60)"
 )
 with deaf_to_stop():

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from megappo.runtime.helpers import deaf_to_stop
+from megappo.runtime.helper_process import deaf_to_stop
 
 
 class RankProcess(Protocol):

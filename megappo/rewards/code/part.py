@@ -14,7 +14,7 @@ from megappo.rewards.base import RewardInput, UnusableAnswer
 from megappo.rewards.code.response import program_of
 from megappo.rewards.code.tests_of_record import CodeTest, read_tests
 from megappo.rewards.sandbox.box import Limits, Sandbox
-from megappo.runtime.workers.pool import Timed
+from megappo.runtime.worker_pool import Timed
 
 
 @dataclass(frozen=True)

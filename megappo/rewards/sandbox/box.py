@@ -19,7 +19,7 @@ from typing import Any
 
 import megappo
 from megappo.rewards.sandbox.root_folder import WORK
-from megappo.runtime.helpers import deaf_to_stop
+from megappo.runtime.helper_process import deaf_to_stop
 from megappo.runtime.kill import kill_with_children
 
 OUTPUT_BYTES = 1 << 20  # of stdout, and of any file that the code writes

@@ -1,1 +1,0 @@
-"""Helper processes of a rank that run code of the user, several at once, with a limit of time: for rewards and environments."""
