@@ -108,7 +108,7 @@ class LiveRun:
 
     def writers(self, rank: int) -> list[psutil.Process]:
         """Processes that write the checkpoints of a rank in the background."""
-        return [child for child in self.ranks()[rank].children() if "megappo.checkpoint.writer_process" in child.cmdline()]
+        return [child for child in self.ranks()[rank].children() if "checkpoint writer" in child.cmdline()]
 
     # -------------------------------------------------------------------------------------------------------- progress
 

@@ -38,7 +38,7 @@ class BackgroundWriter:
     """Writer process of this rank. At most one job at a time: `submit`, then `is_done` until true, then `result`."""
 
     def __init__(self) -> None:
-        self._helper = HelperProcess(_writing)
+        self._helper = HelperProcess("checkpoint writer", _writing)
         self._answer: tuple[str, Any] | OSError | None = None
         self._files: Sequence[SnapshotFile] = ()  # of the job: their buffers stay until they are written
 

@@ -24,7 +24,7 @@ class OwnProcess:
 
     def __init__(self, name: str, code: OwnCode, timeout_s: float | None) -> None:
         self._name, self._timeout_s, self._undecided = name, timeout_s, 0
-        self._process = HelperProcess(partial(_scoring, name, code), timeout_s)
+        self._process = HelperProcess(f"reward {name}", partial(_scoring, name, code), timeout_s)
 
     def __call__(self, sample: RewardInput) -> Any:
         try:

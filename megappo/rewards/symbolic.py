@@ -42,7 +42,7 @@ class MathVerify:
         self.cpu_limit_s = cpu_limit_s
         self.undecided = 0
         self._lock = threading.Lock()
-        self._worker = HelperProcess(partial(_comparing, cpu_limit_s), follow=parent_to_follow)
+        self._worker = HelperProcess("math_verify", partial(_comparing, cpu_limit_s), follow=parent_to_follow)
 
     def __call__(self, sample: RewardInput) -> float | None:
         with self._lock:

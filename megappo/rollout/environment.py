@@ -89,7 +89,7 @@ class WorkersEnvironment:
         # What went over the time limit is counted over all workers of the rank.
         self._num_late = itertools.count(1)
         make = functools.partial(answering, questions.prepared.code)
-        process = functools.partial(HelperProcess, make, settings.timeout_s)
+        process = functools.partial(HelperProcess, "environment", make, settings.timeout_s)
         self._pool = WorkerPool("environment", process, settings.workers)
 
     def start(self, turn: Turn) -> Asked:

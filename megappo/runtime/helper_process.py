@@ -88,13 +88,16 @@ def packed(value: Any) -> bytes:
 
 
 class HelperProcess:
-    """make: called in the process, once; picklable. timeout_s: wall-clock limit of an answer to a call, None for no limit.
+    """name: as `ps` shows it. make: called in the process, once; picklable. timeout_s: wall-clock limit of an answer to a call, None for no limit.
 
     The process starts with the first question and ends with this object, and with the rank: the kernel follows the thread that
     starts it (follow=os.getpid), or the rank where that thread is the main one (follow=parent_to_follow).
     """
 
-    def __init__(self, make: Callable[[], Answerer], timeout_s: float | None = None, follow: Callable[[], int] = os.getpid) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], Answerer], timeout_s: float | None = None, follow: Callable[[], int] = os.getpid
+    ) -> None:
+        self._name = name
         self._make, self._timeout_s, self._follow = make, timeout_s, follow
         self._process: subprocess.Popen[bytes] | None = None
         self._made: tuple[str, Any] | None = None  # the process's word on `make`
@@ -123,7 +126,7 @@ class HelperProcess:
         self.close()
         ours, theirs = Pipe()
         # -P: this file's folder must not be searched for modules. In a session of its own, what it starts can be ended with it.
-        command = [sys.executable, "-P", __file__, str(theirs.fileno())]
+        command = [sys.executable, "-P", __file__, str(theirs.fileno()), self._name]
         with theirs, deaf_to_stop():
             self._process = subprocess.Popen(
                 command,
