@@ -88,7 +88,8 @@ def packed(value: Any) -> bytes:
 
 
 class HelperProcess:
-    """name: as `ps` shows it. make: called in the process, once; picklable. timeout_s: wall-clock limit of an answer to a call, None for no limit.
+    """name: as `ps` shows it. make: called in the process, once; picklable. timeout_s: wall-clock limit of an
+    answer to a call, None for no limit.
 
     The process starts with the first question and ends with this object, and with the rank: the kernel follows the thread that
     starts it (follow=os.getpid), or the rank where that thread is the main one (follow=parent_to_follow).
