@@ -65,13 +65,6 @@ def plain_value_loss(value: Tensor, old_value: Tensor, returns: Tensor, weight: 
     return 0.5 * (weight * torch.maximum(plain, cut)).sum(), *metrics
 
 
-def plain_whiten(advantage: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
-    count, total, squares = moments.float()
-    mean = total / count
-    variance = (squares - total * mean) / (count - 1)
-    return torch.where(mask, (advantage - mean) * torch.rsqrt(variance + 1e-8), 0.0)
-
-
 @dataclass(frozen=True)
 class LossProblem:
     """inputs [T]: the first is differentiated. exact: the plain formulation, which the oracle runs in fp64."""

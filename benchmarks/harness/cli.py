@@ -17,7 +17,7 @@ import torch
 from benchmarks.harness.clock import Clock, Memory, set_freed_memory
 from benchmarks.harness.harness import Prepared, Settings, measure, prepare
 from benchmarks.harness.model import Benchmark, Mistake, Report
-from benchmarks.harness.report import markdown, plot_problem, table, write_json, write_plot
+from benchmarks.harness.report import markdown, table, write_json, write_plot
 from megappo.ops import dispatch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,7 +69,7 @@ def _parser(name: str, description: str, benchmarks: Sequence[Benchmark]) -> arg
     )
     parser.add_argument("--json", type=Path, help="file for everything measured")
     parser.add_argument("--markdown", type=Path, help="file for the tables in Markdown")
-    parser.add_argument("--plot", type=Path, help="PNG; needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="PNG")
     return parser
 
 
@@ -87,8 +87,6 @@ def _run(name: str, benchmarks: Sequence[Benchmark], args: argparse.Namespace, b
     for path in (args.json, args.markdown, args.plot):
         if path is not None and not path.parent.is_dir():
             raise Mistake(f"{path}: there is no folder {path.parent}")
-    if args.plot and (reason := plot_problem()):
-        raise Mistake(reason)
     for benchmark in chosen:
         for shape in shapes[benchmark.name]:
             benchmark.read(shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -113,13 +112,6 @@ def write_json(path: Path, machine: dict[str, Any], reports: Sequence[Report], b
             line["workspace_bytes"] = measured.workspace_bytes
     text = json.dumps({"machine": machine, "cases": cases, "bars": [asdict(bar) for bar in bars]}, indent=1, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8")
-
-
-def plot_problem() -> str | None:
-    """Reason why no plot can be drawn; None if one can."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return "--plot needs matplotlib, which is not installed: pip install 'megappo[plot]', or leave --plot out"
-    return None
 
 
 def write_plot(path: Path, title: str, reports: Sequence[Report]) -> None:

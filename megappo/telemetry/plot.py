@@ -1,114 +1,105 @@
-"""Learning curve of a run as an SVG, drawn from its metrics.jsonl with the standard library alone."""
+"""Pictures of curves by matplotlib: the learning curve of a run, and those of several runs beside each other."""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-from xml.sax.saxutils import escape
+from typing import TYPE_CHECKING, Any
 
 from megappo.telemetry.jsonl import read_lines, replace_file
 from megappo.telemetry.metrics import Metric
 
-WIDTH, HEIGHT = 420, 240  # of a panel, px
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 34  # margins of a panel, px
-COLORS = ("#1f6fb2", "#d1581f")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
+Curves = Mapping[str, Mapping[int, float | None]]
+"""Name of a line -> step -> value, ascending; None where it was not finite."""
 
-@dataclass(frozen=True)
-class Panel:
-    """One set of axes with one or two curves."""
-
-    title: str
-    curves: tuple[tuple[str, Metric], ...]
-
-
-PANELS = (
-    Panel("score", (("training", Metric.SCORE_MEAN), ("held-out, greedy", Metric.EVAL_SCORE))),
-    Panel("KL to the reference per response, nats", (("", Metric.KL_RESPONSE),)),
-    Panel("explained variance of the critic", (("", Metric.CRITIC_EXPLAINED_VARIANCE),)),
-    Panel("entropy, nats per token", (("", Metric.POLICY_ENTROPY),)),
-    Panel("response length, tokens", (("", Metric.RESPONSE_MEAN),)),
-    Panel("loss of supervised fine-tuning, nats per token", (("", Metric.SFT_LOSS),)),
-)
+MOST_DOTS = 40  # values of a curve; more dots would hide its line
+COLUMNS = 3
+_PANEL_INCHES = (4.6, 2.7)
+_TRAINING, _HELD_OUT = "training", "held-out, greedy"
+# Panels of the learning curve: title -> line -> metric.
+LEARNING = {
+    "score": {_TRAINING: Metric.SCORE_MEAN, _HELD_OUT: Metric.EVAL_SCORE},
+    "KL to the reference per response, nats": {_TRAINING: Metric.KL_RESPONSE},
+    "explained variance of the critic": {_TRAINING: Metric.CRITIC_EXPLAINED_VARIANCE},
+    "entropy, nats per token": {_TRAINING: Metric.POLICY_ENTROPY},
+    "response length, tokens": {_TRAINING: Metric.RESPONSE_MEAN},
+    "loss of supervised fine-tuning, nats per token": {_TRAINING: Metric.SFT_LOSS},
+}
 
 
 def write_learning_curve(run_dir: Path) -> Path | None:
     """Draw run_dir/metrics.jsonl to run_dir/learning_curve.svg, without panels that lack data; None if all do."""
     metrics = run_dir / "metrics.jsonl"
-    records = read_lines(metrics) if metrics.exists() else []
-    picture = learning_curve_svg(records, run_dir.name)
-    if picture is None:
+    panels = learning_curves(read_lines(metrics) if metrics.exists() else [])
+    if not panels:
         return None
     path = run_dir / "learning_curve.svg"
-    replace_file(path, picture.encode("utf-8"))
+    replace_file(path, picture_of(panels, f"{run_dir.name}, by step"))
     return path
 
 
-def learning_curve_svg(records: Sequence[dict[str, Any]], title: str) -> str | None:
-    """Draw two columns of panels over the steps."""
-    drawn = []
-    for panel in PANELS:
-        curves = [(label, _points(records, metric)) for label, metric in panel.curves]
-        if any(len(points) > 1 for _, points in curves):
-            drawn.append(_panel(panel.title, [(label, points) for label, points in curves if points]))
-    if not drawn:
-        return None
-    columns = min(2, len(drawn))
-    rows = math.ceil(len(drawn) / columns)
-    placed = "".join(
-        f'<g transform="translate({i % columns * WIDTH},{30 + i // columns * HEIGHT})">{panel}</g>' for i, panel in enumerate(drawn)
-    )
-    width, height = columns * WIDTH, 30 + rows * HEIGHT
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
-        f'<text x="{LEFT}" y="20" font-size="15">{escape(title)}, by step</text>{placed}</svg>\n'
-    )
+def learning_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
+    """Panels of the learning curve: title -> lines, of the panels in which a line has two points or more."""
+    drawn = {}
+    for title, lines in LEARNING.items():
+        curves = {
+            name: {r["step"]: r[metric.value] for r in records if r.get(metric.value) is not None} for name, metric in lines.items()
+        }
+        if any(len(curve) > 1 for curve in curves.values()):
+            drawn[title] = {name: curve for name, curve in curves.items() if curve}
+    return drawn
 
 
-def _points(records: Sequence[dict[str, Any]], metric: Metric) -> list[tuple[int, float]]:
-    return [(r["step"], r[metric.value]) for r in records if r.get(metric.value) is not None]
+def picture_of(panels: Mapping[str, Curves], title: str = "", kind: str = "svg") -> bytes:
+    """Draw a panel for each title and a line for each curve; panels without a finite value are left out. kind: svg, png or pdf."""
+    import matplotlib
+
+    picture = io.BytesIO()
+    # Text stays text in an SVG: a quarter of the size. The salt makes two drawings of the same curves equal.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "megappo"}):
+        figure_of(panels, title).savefig(picture, format=kind, dpi=110, metadata={"Date": None} if kind == "svg" else None)
+    return picture.getvalue()
 
 
-def _panel(title: str, curves: Sequence[tuple[str, list[tuple[int, float]]]]) -> str:
-    steps = [step for _, points in curves for step, _ in points]
-    values = [value for _, points in curves for _, value in points]
-    x_ticks, y_ticks = _ticks(min(steps), max(steps), whole=True), _ticks(min(values), max(values))
+def figure_of(panels: Mapping[str, Curves], title: str = "") -> Figure:
+    """Draw the panels in rows of COLUMNS, with one legend for all. Lines are broken where a value was not finite."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    def x(step: float) -> float:
-        return LEFT + (step - x_ticks[0]) / (x_ticks[-1] - x_ticks[0]) * (WIDTH - LEFT - RIGHT)
+    drawn = {name: curves for name, curves in panels.items() if any(_has_values(curve) for curve in curves.values())}
+    columns = max(1, min(COLUMNS, len(drawn)))
+    rows = max(1, math.ceil(len(drawn) / columns))
+    figure = Figure(figsize=(columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1] + 0.4), layout="constrained")
+    places = figure.subplots(rows, columns, squeeze=False).flat
+    lines = {}
+    for (name, curves), axes in zip(drawn.items(), places):  # in this order, or zip takes a place more than it needs
+        for number, (line, curve) in enumerate(curves.items()):
+            values = [math.nan if value is None else value for value in curve.values()]
+            # Later lines are dashed, so that equal curves show that there are two.
+            style, marker = "-" if number == 0 else "--", "." if len(curve) <= MOST_DOTS else ""
+            (lines[line],) = axes.plot(list(curve), values, lw=1.3, ms=4, ls=style, marker=marker, color=f"C{number % 10}")
+        axes.set_title(_plain(name), fontsize=9)
+        axes.tick_params(labelsize=7)
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axes.set_xlabel("step", fontsize=7, loc="right")
+        axes.grid(alpha=0.3)
+    for axes in places:
+        axes.set_axis_off()
+    figure.suptitle(_plain(title), fontsize=11)
+    names, wide = [_plain(name) for name in lines], min(4, max(1, len(lines)))
+    figure.legend(lines.values(), names, loc="outside lower center", ncols=wide, fontsize=8, frameon=False)
+    return figure
 
-    def y(value: float) -> float:
-        return HEIGHT - BOTTOM - (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM)
 
-    parts = [f'<text x="{LEFT}" y="{TOP - 14}" font-weight="bold">{escape(title)}</text>']
-    for tick in y_ticks:
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for tick in x_ticks:
-        parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick:g}</text>')
-    for number, (_, points) in enumerate(curves):
-        color = COLORS[number]
-        path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
-        if len(points) <= 40:  # more dots would hide the line
-            parts += [f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.2" fill="{color}"/>' for step, value in points]
-    names = "  ".join(f'<tspan fill="{COLORS[n]}">{escape(label)}</tspan>' for n, (label, _) in enumerate(curves))
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{TOP - 14}" text-anchor="end" xml:space="preserve">{names}</text>')
-    return "".join(parts)
+def _plain(text: str) -> str:
+    """Text that matplotlib takes for text: between two dollar signs it reads mathematics."""
+    return text.replace("$", r"\$")
 
 
-def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """About five round numbers that enclose low and high."""
-    if high <= low:
-        high = low + (1.0 if whole else max(abs(low) * 0.1, 1e-6))
-    rough = (high - low) / 4  # four intervals
-    magnitude = 10.0 ** math.floor(math.log10(rough))
-    step = next(magnitude * factor for factor in (1, 2, 2.5, 5, 10) if magnitude * factor >= rough * 0.999)  # 0.999: rounding
-    if whole:
-        step = max(1.0, math.ceil(step))
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(i * step, 12) for i in range(first, last + 1)]  # 0.3, not 0.30000000000000004
+def _has_values(curve: Mapping[int, float | None]) -> bool:
+    return any(value is not None for value in curve.values())

@@ -23,11 +23,11 @@ from megappo.commands.compare.curves import (
     steps_to_show,
     usual_metrics,
 )
-from megappo.commands.compare.picture import draw_curves
 from megappo.commands.runs.metrics import Rows, read_rows, value_text
 from megappo.commands.runs.read import Run, read_run
 from megappo.config.errors import ConfigError
-from megappo.telemetry.picture import check_plot
+from megappo.config.output_file import check_output_file
+from megappo.telemetry.plot import picture_of
 from megappo.telemetry.tables import plain, table
 
 LONGEST_VALUE = 44  # characters of a setting in a column
@@ -79,7 +79,7 @@ class _Limit:
 
 def compare_runs(folders: Sequence[str], options: Options) -> int:
     """Print the comparison, and draw it; returns 1 if a limit is exceeded, else 0. ConfigError, one line, for bad input."""
-    target = None if options.plot is None else check_plot(options.plot)
+    target = None if options.plot is None else check_output_file("--plot", options.plot, (".png", ".svg", ".pdf"))
     compared = _compare(folders, options)
     limits = [_hold(metric, most, compared.differences[metric]) for metric, most in compared.limits.items()]
     made = _made_of(compared.runs)
@@ -107,7 +107,7 @@ def _made_of(runs: Mapping[str, Run]) -> _Made:
 def _draw(compared: _Compared, target: Path, options: Options) -> None:
     title = f"means of {options.window} steps" if options.window > 1 else ""
     try:
-        draw_curves(compared.curves, target, title)
+        target.write_bytes(picture_of(compared.curves, title, target.suffix[1:]))
     except OSError as error:
         raise ConfigError(f"--plot {target}: {error.strerror}") from None
     if not options.as_json:

@@ -31,11 +31,11 @@ def main(args: argparse.Namespace) -> int:
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=args.shapes_only)
     check_inputs(config, resume=args.resume, shapes_only=args.shapes_only)
     from megappo.commands.plan.counted import counter_of_built_models
-    from megappo.commands.plan.plot import plot
+    from megappo.commands.plan.plot import PICTURES, plot
     from megappo.commands.plan.run import plan_here
-    from megappo.telemetry.picture import check_plot
+    from megappo.config.output_file import check_output_file
 
-    target = None if args.plot is None else check_plot(args.plot)
+    target = None if args.plot is None else check_output_file("--plot", args.plot, PICTURES)
     ranks = args.world_size if args.world_size is not None else world_size(config.run)
     planned = plan_here(
         config, ranks, args.gpu_memory_gib, resume=args.resume, shapes_only=args.shapes_only, counter=counter_of_built_models()

@@ -1,6 +1,6 @@
 """Picture of a plan: the rank grid of every role and of vLLM's replicas, and the pipeline of every trained role with its bubble.
 
-Needs matplotlib. Of a long schedule only the beginning and the end are drawn; of the ranks all.
+Of a long schedule only the beginning and the end are drawn; of the ranks all.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+PICTURES = (".png", ".svg", ".pdf")
 MOST_SINGLE_RANKS = 64  # in larger worlds a cell is a tensor-parallel group
 CELLS_WIDE = 16  # cells side by side with legible numbers
 MOST_LABELS = 512  # cells; more have no numbers

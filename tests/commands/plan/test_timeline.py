@@ -127,11 +127,3 @@ def test_a_picture_that_cannot_be_written_is_refused(tmp_path, capsys, name, say
     assert cli.main(["plan", str(write_run(tmp_path)), "--plot", str(tmp_path / name)]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
-
-
-def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    from megappo.telemetry.picture import check_plot
-
-    with pytest.raises(ValueError, match="matplotlib is not installed; pip install"):
-        check_plot(str(Path(tmp_path) / "plan.png"))

@@ -258,8 +258,7 @@ def test_json_has_every_value(pair, capsys):
 
 
 def test_a_picture_has_a_panel_for_each_metric_and_a_line_for_each_run(pair, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    from megappo.commands.compare.picture import figure_of
+    from megappo.telemetry.plot import figure_of
 
     for name in ("curves.svg", "curves.png"):
         code, out, _ = compare(capsys, *pair, "--plot", tmp_path / name)
