@@ -38,7 +38,7 @@ def test_weights_are_those_of_the_formula_at_most_half_a_scale_away(shape: tuple
 
 
 def test_the_error_of_a_normal_weight() -> None:
-    """Stated in docs/lora.md."""
+    """Stated in docs/engines.md."""
     weight = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
     error = dequantise(*quantise(weight), torch.float32) - weight
     assert 0.004 < float(error.norm() / weight.norm()) < 0.007
