@@ -106,13 +106,13 @@ class LoraConfig(Section):
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps high ranks from learning more slowly (rsLoRA, arXiv:2312.03732)."""
     base_bits: Literal[8] | None = None
-    """8 keeps the frozen weights of the layers' linear layers in 8 bits, rounded in blocks of 64 (docs/engines.md#lora); null keeps them in
-    `dtype`. For dense models of a family."""
+    """8 keeps the frozen weights of the layers' linear layers in 8 bits, rounded in blocks of 64 (docs/engines.md); null keeps them
+    in `dtype`. For dense models of a family."""
 
 
 class TrainableConfig(RoleConfig):
     lora: LoraConfig | None = None
-    """Train low-rank adapters on a frozen model instead of all weights (docs/engines.md#lora); null trains all. A critic's value head is
+    """Train low-rank adapters on a frozen model instead of all weights (docs/engines.md); null trains all. A critic's value head is
     trained in full. `{}` takes the defaults."""
     freeze: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Weights that do not train: parts of their names in the checkpoint, such as `[embed_tokens, layers.0-15, mlp.down_proj]`; a
