@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.manifest import Manifest
+from megappo.config.role_sections import key_of_role
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
@@ -47,7 +48,7 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
     if had and has and had != has:
         raise ValueError(
             f"{name} was written with {_critics(had)}, this run has {_critics(has)}; "
-            "add or remove the section critic_b, or start a new run in another directory"
+            "change the section critics, or start a new run in another directory"
         )
     if (change := other_adapters(manifest.facts.get("lora"), facts.get("lora", {}))) is not None:
         raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
@@ -75,11 +76,11 @@ def other_adapters(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> s
     for role in sorted({*saved, *now}):
         old, new = saved.get(role), now.get(role)
         if old is None or new is None:
-            return f"{role}.lora = {_rank(old)}, this run has {_rank(new)}"
+            return f"{key_of_role(role)}.lora = {_rank(old)}, this run has {_rank(new)}"
         for key in _ADAPTER_KEYS:
             before, after = (one.get(key) for one in (old, new))  # a megappo without a key wrote nothing, which is null
             if before != after:
-                return f"{role}.lora.{key} = {json.dumps(before)}, this run has {json.dumps(after)}"
+                return f"{key_of_role(role)}.lora.{key} = {json.dumps(before)}, this run has {json.dumps(after)}"
         if _identity(old["base"]) != _identity(new["base"]):
             return f"adapters of the {role} on {old['base']['path']}, this run has another model, {new['base']['path']}"
     return None
@@ -94,7 +95,7 @@ def _other_freeze(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | Non
     for role in sorted({*saved, *now}):
         old, new = sorted(saved.get(role, [])), sorted(now.get(role, []))
         if old != new:
-            return f"{role}.freeze = {json.dumps(old)}, this run has {json.dumps(new)}"
+            return f"{key_of_role(role)}.freeze = {json.dumps(old)}, this run has {json.dumps(new)}"
     return None
 
 
@@ -207,7 +208,7 @@ def _changed_engines(saved: Mapping[str, Any], now: Mapping[str, Any], name: str
     if (old := saved.get("engines")) is None:
         return []
     return [
-        f"{role}.engine was {old[role]} until {name} and is {engine} from here: "
+        f"{key_of_role(role)}.engine was {old[role]} until {name} and is {engine} from here: "
         "the state is the same, what is computed from it is to rounding, not to the bit"
         for role, engine in now["engines"].items()
         if old.get(role, engine) != engine

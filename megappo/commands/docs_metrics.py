@@ -20,7 +20,7 @@ metrics of that step. TensorBoard, W&B and MLflow show the same names.
 
 - A run logs what its configuration has. Without a critic there are no `critic/...`, without experts no `.../expert_max_violation`.
 - A `*` stands for several names; the text says which. STAGE is one of STAGES_OF_A_STEP.
-- The second critic's metrics are those of the first with another beginning: `critic_b/loss`.
+- Metrics of the critic `b` of `critics` are those of `critic` with another beginning: `critic_b/loss`.
 - All numbers are of the whole step over all ranks, so they do not depend on the layout. Times and rates are rank 0's.
 - A number that is not finite is `null` in `metrics.jsonl`.
 

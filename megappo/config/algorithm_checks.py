@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megappo.config.batch import nearest_divisors, step_arithmetic, update_schedule
 from megappo.config.errors import problem
+from megappo.config.role_sections import key_of_role
 from megappo.config.schema import CorrectionConfig, TrainConfig
 
 MAX_ADAPTIVE_STEP = 0.2  # clip of the error in the adaptive KL controller (Ziegler et al. 2019, section 2.2)
@@ -22,11 +23,8 @@ def group_problem(config: TrainConfig) -> str | None:
 
 
 def critics_problem(config: TrainConfig) -> str | None:
-    """A further critic under an estimator without one, or samples that the critics cannot share evenly."""
-    a, samples, parts = config.algorithm, step_arithmetic(config).samples, len(config.critics)
-    if config.critic_b is not None and not a.has_critic:
-        fix = f"has no effect: algorithm.estimator is {a.estimator}, so there is no critic; remove it, or set the estimator to gae"
-        return problem("critic_b", config.critic_b.model_dump(mode="json", exclude_unset=True), fix)
+    """Samples that several critics cannot share evenly, or that they compare at tokens where they learn at turns."""
+    a, samples, parts = config.algorithm, step_arithmetic(config).samples, len(config.critics_in_use)
     if parts < 2:
         return None
     for key in ("disagreement_mask_ratio", "disagreement_entropy_ratio"):
@@ -36,7 +34,7 @@ def critics_problem(config: TrainConfig) -> str | None:
     if samples % parts:
         fix = f"with {parts} critics the {samples} samples of a step must divide by {parts}, as each trains on its own part"
         return problem("data.prompts_per_step", config.data.prompts_per_step, f"{fix}; change it, or rollout.samples_per_prompt")
-    shared = any(critic.mini_batch_size is None for critic in config.critics.values())
+    shared = any(critic.mini_batch_size is None for critic in config.critics_in_use.values())
     if shared and a.mini_batch_size % parts:
         fix = f"does not divide by the {parts} critics, each of which trains on its own part; use a multiple of {parts}"
         return problem("algorithm.mini_batch_size", a.mini_batch_size, f"{fix}, or set mini_batch_size of every critic")
@@ -140,10 +138,10 @@ def mini_batch_problem(config: TrainConfig) -> str | None:
 
 def critic_mini_batch_problem(config: TrainConfig) -> str | None:
     """A critic's own mini-batch that does not divide its part of the samples."""
-    for role, critic in config.critics.items():
+    for role, critic in config.critics_in_use.items():
         if critic.mini_batch_size is not None:
-            parts = update_schedule(config, role).part.count
-            if (message := _mini_batch_divides(f"{role}.mini_batch_size", critic.mini_batch_size, config, parts)) is not None:
+            key, parts = f"{key_of_role(role)}.mini_batch_size", update_schedule(config, role).part.count
+            if (message := _mini_batch_divides(key, critic.mini_batch_size, config, parts)) is not None:
                 return message
     return None
 

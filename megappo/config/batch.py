@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megappo.config.role_sections import key_of_role
 from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.config.section import LossAggregation
 
@@ -53,7 +54,7 @@ def shared_schedule(algorithm: AlgorithmConfig) -> UpdateSchedule:
 def update_schedule(config: TrainConfig, role: str) -> UpdateSchedule:
     """Schedule of a role that trains: a critic's keys, where they are set, replace those of `algorithm`. Of several critics each
     has its part of the samples, and makes as many updates of it as one critic would of all."""
-    shared, critics = shared_schedule(config.algorithm), config.critics
+    shared, critics = shared_schedule(config.algorithm), config.critics_in_use
     if role not in critics:
         return shared
     critic, part = critics[role], Part(list(critics).index(role), len(critics))
@@ -67,8 +68,9 @@ def update_schedule(config: TrainConfig, role: str) -> UpdateSchedule:
 
 def mini_batch_key(config: TrainConfig, role: str) -> str:
     """Key that says the mini-batch of a role that trains."""
-    critic = config.critics.get(role)
-    return f"{role}.mini_batch_size" if critic is not None and critic.mini_batch_size is not None else "algorithm.mini_batch_size"
+    critic = config.critics_in_use.get(role)
+    own = critic is not None and critic.mini_batch_size is not None
+    return f"{key_of_role(role) if own else 'algorithm'}.mini_batch_size"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megappo.config.engine_checks import engine_problems
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_problem
 from megappo.config.keys import value_at
-from megappo.config.layout_checks import world_problems
+from megappo.config.layout_checks import role_sections, world_problems
 from megappo.config.reward_checks import (
     evaluation_reward_problem,
     length_penalty_problem,
@@ -46,6 +46,7 @@ from megappo.config.role_checks import (
     sft_lr_warmup_problem,
     value_bins_problem,
 )
+from megappo.config.role_sections import key_of_role
 from megappo.config.rollout_checks import (
     adapter_problem,
     environment_problem,
@@ -66,7 +67,7 @@ from megappo.config.run_checks import (
     trajectory_problem,
     weight_problem,
 )
-from megappo.config.schema import CRITICS, SftConfig, TrainConfig
+from megappo.config.schema import SftConfig, TrainConfig
 
 Device = Literal["cpu", "cuda"]
 TrainRule = Callable[[TrainConfig], str | None]
@@ -127,13 +128,8 @@ GPU_KEYS = (
     "rollout.enforce_eager",
     "rollout.model_runner",
     "rollout.async_scheduling",
-    "policy.offload.parameters",
-    "policy.offload.optimizer",
-    "policy.offload_activations",
-    *(f"{role}.{key}" for role in CRITICS for key in ("offload.parameters", "offload.optimizer", "offload_activations")),
-    "reference.offload.parameters",
-    "reward_model.offload.parameters",
 )
+GPU_KEYS_OF_ROLE = ("offload.parameters", "offload.optimizer", "offload_activations")
 
 
 def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int, device: Device) -> list[str]:
@@ -184,4 +180,6 @@ def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], devi
     """One line per written key without effect on this device."""
     if device == "cuda":
         return []
-    return [problem(name, value_at(config, name), "for GPUs, no effect on the CPU") for name in GPU_KEYS if name in explicit]
+    of_roles = (f"{key_of_role(role)}.{key}" for role in role_sections(config) for key in GPU_KEYS_OF_ROLE)
+    written = (name for name in (*GPU_KEYS, *of_roles) if name in explicit)
+    return [problem(name, value_at(config, name), "for GPUs, no effect on the CPU") for name in written]

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.keys import value_keys
-from megappo.config.layout_checks import only_pretrains, reference_is_base, roles_in_use, scores_with_model
-from megappo.config.role_sections import AnyCriticConfig, OptimizerConfig
-from megappo.config.schema import CRITICS, SftConfig, TrainConfig
+from megappo.config.layout_checks import only_pretrains, reference_is_base, role_sections, roles_in_use, scores_with_model
+from megappo.config.role_sections import AnyCriticConfig, RoleConfig, TrainableConfig, key_of_role, section_of
+from megappo.config.schema import SftConfig, TrainConfig
 
 
 class Dead(NamedTuple):
@@ -27,39 +27,13 @@ class Dead(NamedTuple):
     because: str
 
 
-def _unsplit(role: str) -> Dead:
-    """Without pipeline stages there is no split of the layers to choose."""
-    return Dead(
-        (f"{role}.parallel.layers_per_stage",),
-        lambda c: getattr(c, role).parallel.pp * getattr(c, role).parallel.vpp == 1,
-        f"{role}.parallel.pp is 1, so one stage holds all layers; remove it, or set pp",
-    )
-
-
-def _of_critics(key: str, when: Callable[[AnyCriticConfig], bool], because: str) -> tuple[Dead, ...]:
-    """The rule about one key of a critic, for each of them. because: with `{role}` for its section."""
-
-    def rule(role: str) -> Dead:
-        return Dead(
-            (f"{role}.{key}",),
-            lambda c: (one := getattr(c, role)) is not None and when(one),
-            because.format(role=role),
-        )
-
-    return tuple(rule(role) for role in CRITICS)
-
-
 def _without_megatron(config: TrainConfig | SftConfig) -> bool:
-    return all(getattr(config, role).engine != "megatron" for role in roles_in_use(config))
+    return all(section_of(config, role).engine != "megatron" for role in roles_in_use(config))
 
 
 _IMPL = Dead(
     ("model.impl",), _without_megatron, "no role has engine megatron, whose layers it chooses; remove it, or set a role's engine"
 )
-
-
-def _constant(optimizer: OptimizerConfig) -> bool:
-    return optimizer.lr_schedule == "constant"
 
 
 SEVERAL_CRITICS = (
@@ -76,14 +50,6 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: not c.rollout.sampling.truncates,
         "neither top_p nor top_k cuts anything; remove it, or set top_k",
     ),
-    _unsplit("policy"),
-    *_of_critics(
-        "parallel.layers_per_stage",
-        lambda critic: critic.parallel.pp * critic.parallel.vpp == 1,
-        "{role}.parallel.pp is 1, so one stage holds all layers; remove it, or set pp",
-    ),
-    _unsplit("reference"),
-    _unsplit("reward_model"),
     Dead(
         ("reward_model.*",),
         lambda c: not scores_with_model(c),
@@ -106,7 +72,8 @@ TRAIN: tuple[Dead, ...] = (
     ),
     Dead(
         (
-            *(f"{role}.*" for role in CRITICS),
+            "critic.*",
+            "critics",
             "algorithm.lam",
             "algorithm.lam_value",
             "algorithm.lam_length_alpha",
@@ -129,8 +96,8 @@ TRAIN: tuple[Dead, ...] = (
     ),
     Dead(
         SEVERAL_CRITICS,
-        lambda c: len(c.critics) == 1,
-        "there is one critic, which agrees with itself; remove it, or add the section critic_b",
+        lambda c: len(c.critics_in_use) == 1,
+        "there is one critic, which agrees with itself; remove it, or add one to critics",
     ),
     Dead(
         ("algorithm.disagreement_entropy_ratio",),
@@ -139,20 +106,8 @@ TRAIN: tuple[Dead, ...] = (
     ),
     Dead(
         ("algorithm.value_clip",),
-        lambda c: all(one.is_categorical for one in c.critics.values()),
+        lambda c: all(one.is_categorical for one in c.critics_in_use.values()),
         "critic.loss is a cross-entropy, which has no clip; remove it, or set critic.loss to mse or huber",
-    ),
-    *_of_critics(
-        "huber_delta", lambda critic: critic.loss != "huber", "{role}.loss is not huber; remove it, or set {role}.loss to huber"
-    ),
-    *(
-        rule
-        for key in ("bins", "value_low", "value_high")
-        for rule in _of_critics(
-            key,
-            lambda critic: not critic.is_categorical,
-            "{role}.loss has no bins; remove it, or set {role}.loss to hl_gauss or two_hot",
-        )
     ),
     Dead(
         ("algorithm.gamma",),
@@ -328,26 +283,6 @@ TRAIN: tuple[Dead, ...] = (
         "reward.length_penalty is 0; remove it, or set a penalty",
     ),
     Dead(
-        ("policy.optimizer.min_lr_ratio",),
-        lambda c: _constant(c.policy.optimizer),
-        "policy.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
-    ),
-    *_of_critics(
-        "optimizer.min_lr_ratio",
-        lambda critic: _constant(critic.optimizer),
-        "{role}.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
-    ),
-    *_of_critics(
-        "checkpoint_role",
-        lambda critic: critic.checkpoint is None,
-        "{role}.checkpoint is not set; remove it, or name the checkpoint",
-    ),
-    *_of_critics(
-        "value_head",
-        lambda critic: critic.checkpoint is not None and critic.checkpoint_role != "policy",
-        "the critic of {role}.checkpoint brings its own head; remove it, or set {role}.checkpoint_role to policy",
-    ),
-    Dead(
         ("checkpoint.save_every", "checkpoint.mtbf_hours"),
         lambda c: c.checkpoint.save_strategy != "steps",
         "it counts under checkpoint.save_strategy = steps; remove one of the two",
@@ -391,14 +326,8 @@ TRAIN: tuple[Dead, ...] = (
 
 SFT: tuple[Dead, ...] = (
     _IMPL,
-    _unsplit("policy"),
     Dead(
         ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"
-    ),
-    Dead(
-        ("policy.optimizer.min_lr_ratio",),
-        lambda c: _constant(c.policy.optimizer),
-        "policy.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
     ),
     Dead(("policy.ema.*",), lambda c: True, "fine-tuning keeps no average of the weights; remove it"),
     Dead(("policy.logits_dtype",), lambda c: True, "fine-tuning has no sampler to agree with; remove it"),
@@ -409,16 +338,74 @@ SFT: tuple[Dead, ...] = (
     ),
 )
 
+OF_ROLE: tuple[tuple[type[RoleConfig], Dead], ...] = (
+    (
+        RoleConfig,
+        Dead(
+            ("parallel.layers_per_stage",),
+            lambda role: role.parallel.pp * role.parallel.vpp == 1,
+            "{role}.parallel.pp is 1, so one stage holds all layers; remove it, or set pp",
+        ),
+    ),
+    (
+        TrainableConfig,
+        Dead(
+            ("optimizer.min_lr_ratio",),
+            lambda role: role.optimizer.lr_schedule == "constant",
+            "{role}.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
+        ),
+    ),
+    (
+        AnyCriticConfig,
+        Dead(
+            ("huber_delta",),
+            lambda critic: critic.loss != "huber",
+            "{role}.loss is not huber; remove it, or set {role}.loss to huber",
+        ),
+    ),
+    (
+        AnyCriticConfig,
+        Dead(
+            ("bins", "value_low", "value_high"),
+            lambda critic: not critic.is_categorical,
+            "{role}.loss has no bins; remove it, or set {role}.loss to hl_gauss or two_hot",
+        ),
+    ),
+    (
+        AnyCriticConfig,
+        Dead(
+            ("checkpoint_role",),
+            lambda critic: critic.checkpoint is None,
+            "{role}.checkpoint is not set; remove it, or name the checkpoint",
+        ),
+    ),
+    (
+        AnyCriticConfig,
+        Dead(
+            ("value_head",),
+            lambda critic: critic.checkpoint is not None and critic.checkpoint_role != "policy",
+            "the critic of {role}.checkpoint brings its own head; remove it, or set {role}.checkpoint_role to policy",
+        ),
+    ),
+)
+"""Class of a role's section -> rule, whose keys are those of the section; `{role}` in the reason is the section's name."""
+
 RULES: Mapping[type[BaseModel], tuple[Dead, ...]] = {TrainConfig: TRAIN, SftConfig: SFT}
 
 
-def dead_keys(config: BaseModel) -> dict[str, str]:
+def dead_keys(config: TrainConfig | SftConfig) -> dict[str, str]:
     """Dotted name -> reason, for every value key without effect under this configuration."""
     found: dict[str, str] = {}
     for rule in RULES[type(config)]:
         if rule.when(config):
             for name in _covered(rule.keys, type(config)):
                 found.setdefault(name, rule.because)  # the first reason in the order of the table
+    for role, section in role_sections(config).items():
+        key = key_of_role(role)
+        rules = [rule for cls, rule in OF_ROLE if isinstance(section, cls) and rule.when(section)]
+        if not ("critics" in found and key.startswith("critics.")):  # all of them are named already
+            for name, because in ((f"{key}.{name}", rule.because) for rule in rules for name in rule.keys):
+                found.setdefault(name, because.format(role=key))
     return found
 
 

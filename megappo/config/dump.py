@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
 
 from megappo.config.dead_keys import dead_keys
+from megappo.config.schema import SftConfig, TrainConfig
 from megappo.config.yaml_reader import CoreDumper
 
 
-def dump_yaml(config: BaseModel) -> str:
+def dump_yaml(config: TrainConfig | SftConfig) -> str:
     """Text of the resolved configuration. A comment at the end names the keys without effect, with the reason."""
     data = config.model_dump(mode="json")  # tuples become lists
     dead = dead_keys(config)

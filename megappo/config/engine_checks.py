@@ -8,7 +8,7 @@ from typing import Any
 
 from megappo.config.errors import problem
 from megappo.config.layout_checks import role_sections, roles_in_use
-from megappo.config.role_sections import ParallelConfig, RoleConfig, TrainableConfig
+from megappo.config.role_sections import ParallelConfig, RoleConfig, TrainableConfig, key_of_role
 from megappo.config.schema import SftConfig, TrainConfig
 
 _REFUSED_AXES = {
@@ -24,11 +24,11 @@ def engine_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
     """Problems of every role, one line each."""
     sections = role_sections(config)
     for role in roles_in_use(config):
-        yield from problems_of_role(role, sections[role])
+        yield from problems_of_role(key_of_role(role), sections[role])
 
 
 def problems_of_role(role: str, section: RoleConfig) -> Iterator[str]:
-    """Keys of a role that its engine does not have, one line each."""
+    """Keys of a role that its engine does not have, one line each. role: the key of its section."""
     if section.engine == "fsdp2":
         yield from _without_fsdp2(role, section)
     else:

@@ -6,7 +6,7 @@ Walks the pydantic models so that suggestions, documentation and dumps follow `s
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
@@ -145,12 +145,32 @@ def _mappings_in(value: Any, field: FieldInfo, key: str) -> Iterator[tuple[str, 
             yield here, one, False
 
 
+def keys_in(config: BaseModel) -> Iterator[tuple[str, FieldInfo]]:
+    """(dotted name, field) of every key that holds a value in this configuration: `value_keys`, and those of the sections that it
+    maps names to."""
+    for name, field in value_keys(type(config)):
+        yield name, field
+        for item, section in value_at(config, name).items() if is_mapping(field) else ():
+            yield from ((f"{name}.{item}.{key}", inner) for key, inner in keys_in(section))
+
+
 def value_at(config: BaseModel, dotted: str) -> Any:
     """Value of a dotted key of a configuration; None if a section around it is null, or another of its choice."""
     value: Any = config
     for part in dotted.split("."):
-        value = getattr(value, part, None)
+        value = _member(value, part)
     return value
+
+
+def replaced(section: Any, path: Sequence[str], value: Any) -> Any:
+    """Copy of a section, or of a mapping of sections, with another value at this path of keys."""
+    first, *rest = path
+    changed = {first: replaced(_member(section, first), rest, value) if rest else value}
+    return {**section, **changed} if isinstance(section, Mapping) else section.model_copy(update=changed)
+
+
+def _member(section: Any, name: str) -> Any:
+    return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
 
 
 RENAMED: Mapping[str, str] = {

@@ -22,14 +22,22 @@ from megappo.config.role_sections import (
     RewardModelConfig,
     RoleConfig,
     TrainableConfig,
+    further_role,
+    is_critic,
+    key_of_role,
+    section_of,
 )
-from megappo.config.schema import CRITICS, SftConfig, TrainConfig
+from megappo.config.schema import SftConfig, TrainConfig
 
 
 def role_sections(config: TrainConfig | SftConfig) -> dict[str, RoleConfig]:
     """Role -> its section, for all roles that the configuration knows."""
-    values = vars(config)
-    return {name: section for name in _role_names(type(config)) if (section := values[name]) is not None}
+    values, found = vars(config), {}
+    for name in _role_names(type(config)):
+        found[name] = values[name]
+        if name == "critic":
+            found |= {further_role(other): section for other, section in values["critics"].items()}
+    return found
 
 
 @cache  # a search of layouts asks for the roles of each of its configurations
@@ -42,13 +50,13 @@ def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
     """Role -> parallel sizes, for the roles that this configuration builds."""
     roles = {name: section.parallel for name, section in role_sections(config).items()}
     if isinstance(config, TrainConfig) and reads_trajectories(config):
-        return {name: sizes for name, sizes in roles.items() if name in CRITICS}  # nobody samples, and nothing is scored
+        return {name: sizes for name, sizes in roles.items() if is_critic(name)}  # nobody samples, and nothing is scored
     if isinstance(config, TrainConfig) and (config.algorithm.kl.placement == "none" or reference_is_base(config)):
         del roles["reference"]  # nothing is measured against it, or the policy's own base is it
     if isinstance(config, TrainConfig) and not scores_with_model(config):
         del roles["reward_model"]
     if isinstance(config, TrainConfig) and not config.algorithm.has_critic:
-        roles = {name: sizes for name, sizes in roles.items() if name not in CRITICS}  # nobody reads their values
+        roles = {name: sizes for name, sizes in roles.items() if not is_critic(name)}  # nobody reads their values
     return roles
 
 
@@ -118,8 +126,8 @@ def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator
     if misplaced:  # the sizes are of ranks that the world may not have
         return
     for role, parallel in roles_in_use(config).items():
-        ranks = getattr(config, role).ranks
-        yield from parallel_problems(f"{role}.parallel", parallel, len(ranks_of(ranks, world_size)), ranks)
+        ranks = section_of(config, role).ranks
+        yield from parallel_problems(f"{key_of_role(role)}.parallel", parallel, len(ranks_of(ranks, world_size)), ranks)
     if isinstance(config, TrainConfig) and "rollout" in placements_in_use(config) and config.rollout.engine == "vllm":
         yield from _replica_problems(config.rollout.tp, config.rollout.ranks, world_size)
 
@@ -129,7 +137,7 @@ def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator
 
 def placements_in_use(config: TrainConfig | SftConfig) -> dict[str, str]:
     """Role or `rollout` -> its `ranks`, for all that the configuration builds."""
-    places = {role: getattr(config, role).ranks for role in roles_in_use(config)}
+    places = {role: section_of(config, role).ranks for role in roles_in_use(config)}
     if not isinstance(config, TrainConfig) or reads_trajectories(config):
         return places
     return {**places, "rollout": config.rollout.ranks}
@@ -143,7 +151,7 @@ def placement_problems(config: TrainConfig | SftConfig, world_size: int) -> Iter
             ranks_of(text, world_size)
         except ValueError as error:
             outside = True
-            yield problem(f"{name}.ranks", text, str(error))
+            yield problem(f"{key_of_role(name)}.ranks", text, str(error))
     if outside:
         return
     if not isinstance(config, TrainConfig):
@@ -167,8 +175,8 @@ def _idle_ranks(hosted: Mapping[str, set[int]], config: TrainConfig, world_size:
     if idle:
         ranks = f"rank {idle[0]}" if len(idle) == 1 else f"ranks {ranges_text(idle)}"
         samples = "rollout" in hosted
-        key, does = ("rollout", "no role and generate nothing") if samples else (CRITICS[0], "no role")
-        others = ", ".join(f"{name}.ranks" for name in hosted if name != key)
+        key, does = ("rollout", "no role and generate nothing") if samples else ("critic", "no role")
+        others = ", ".join(f"{key_of_role(name)}.ranks" for name in hosted if name != key)
         where = f"here or to {others}" if others else "here"
         fix = f"{ranks} of the world would have {does}; add them {where}, or start fewer ranks"
         yield problem(f"{key}.ranks", getattr(config, key).ranks, fix)
@@ -185,8 +193,9 @@ def _lonely_offloads(config: TrainConfig, hosted: Mapping[str, set[int]]) -> Ite
             continue
         for key, away in section.offload.model_dump().items() if isinstance(section, TrainableConfig | FrozenConfig) else ():
             if away:
-                fix = f"makes room for others, and none shares {role}.ranks = {section.ranks}; leave it out, or share ranks"
-                yield problem(f"{role}.offload.{key}", True, fix)
+                own = key_of_role(role)
+                fix = f"makes room for others, and none shares {own}.ranks = {section.ranks}; leave it out, or share ranks"
+                yield problem(f"{own}.offload.{key}", True, fix)
     if config.rollout.sleep != "none" and is_alone("rollout"):
         fix = f"makes room for models, and none is on rollout.ranks = {config.rollout.ranks}; use none, or share ranks"
         yield problem("rollout.sleep", config.rollout.sleep, fix)
@@ -241,12 +250,12 @@ def _expert_problems(section: str, parallel: ParallelConfig, num_ranks: int) -> 
 
 
 def _named(num_ranks: int, role: str, ranks: str) -> str:
-    return f"{num_ranks} ranks" if ranks == ALL else f"{num_ranks} ranks of {role}.ranks = {ranks}"
+    return f"{num_ranks} ranks" if ranks == ALL else f"{num_ranks} ranks of {key_of_role(role)}.ranks = {ranks}"
 
 
 def _fitting(model_ranks: int, num_ranks: int, role: str, ranks: str) -> str:
     """Name the nearest numbers of ranks that fit, and the key that sets them."""
     below = num_ranks // model_ranks * model_ranks
     fitting = [str(number) for number in (below, below + model_ranks) if number > 0]
-    where = "run.num_ranks, or torchrun's --nproc-per-node" if ranks == ALL else f"{role}.ranks"
+    where = "run.num_ranks, or torchrun's --nproc-per-node" if ranks == ALL else f"{key_of_role(role)}.ranks"
     return f"lower the sizes or use {' or '.join(fitting)} ranks ({where})"

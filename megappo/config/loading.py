@@ -272,8 +272,11 @@ def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
         value = getattr(config, name)
         if isinstance(value, BaseModel):
             found |= explicit_keys(value, f"{prefix}{name}.")
-        else:
-            found.add(prefix + name)
+            continue
+        found.add(prefix + name)
+        if isinstance(value, dict):
+            sections = {key: one for key, one in value.items() if isinstance(one, BaseModel)}
+            found |= {key for item, one in sections.items() for key in explicit_keys(one, f"{prefix}{name}.{item}.")}
     return frozenset(found)
 
 

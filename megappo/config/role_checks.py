@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.errors import problem
 from megappo.config.layout_checks import only_pretrains, trained_sections
-from megappo.config.role_sections import OptimizerConfig
+from megappo.config.role_sections import AnyCriticConfig, OptimizerConfig, key_of_role
 from megappo.config.schema import SftConfig, TrainConfig
 
 
@@ -17,13 +17,19 @@ def freeze_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
     """Frozen weights under adapters, whose base is frozen as a whole. Patterns that fit no weight: `trainer/prepare/layouts.py`."""
     for role, section in trained_sections(config).items():
         if section.freeze and section.lora is not None:
-            fix = f"{role}.lora freezes the whole model already; remove one of the two"
-            yield problem(f"{role}.freeze", list(section.freeze), fix)
+            key = key_of_role(role)
+            fix = f"{key}.lora freezes the whole model already; remove one of the two"
+            yield problem(f"{key}.freeze", list(section.freeze), fix)
+
+
+def _critics(config: TrainConfig) -> list[tuple[str, AnyCriticConfig]]:
+    """(key of its section, section) of every critic."""
+    return [(key_of_role(role), critic) for role, critic in config.critics_in_use.items()]
 
 
 def value_bins_problem(config: TrainConfig) -> str | None:
     """A categorical head without a range, or with none that is one."""
-    for role, critic in config.critics.items():
+    for role, critic in _critics(config):
         if not critic.is_categorical:
             continue
         for key, end in (("value_low", critic.value_low), ("value_high", critic.value_high)):
@@ -70,7 +76,7 @@ def refresh_problem(config: TrainConfig) -> str | None:
 
 def critic_head_problem(config: TrainConfig) -> str | None:
     """A head that is to be read where there is none."""
-    for role, critic in config.critics.items():
+    for role, critic in _critics(config):
         key, value = f"{role}.value_head", critic.value_head
         if value != "checkpoint":
             continue
@@ -120,9 +126,9 @@ def critic_lr_warmup_problem(config: TrainConfig) -> str | None:
     """A warm-up of a critic's learning rate that the run does not finish, if `trainer.steps` tells."""
     if config.trainer.steps is None:
         return None
-    for role, critic in config.critics.items():
+    for role, critic in config.critics_in_use.items():
         total = config.trainer.steps * update_schedule(config, role).optimizer_steps(step_arithmetic(config).samples)
-        if (message := _warmup_fits(f"{role}.optimizer.warmup_steps", critic.optimizer, total)) is not None:
+        if (message := _warmup_fits(f"{key_of_role(role)}.optimizer.warmup_steps", critic.optimizer, total)) is not None:
             return message
     return None
 

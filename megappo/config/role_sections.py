@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from megappo.config.paths import ModelPath, PathText
 from megappo.config.rank_ranges import ALL, RankRanges
@@ -172,8 +173,9 @@ class AnyCriticConfig(TrainableConfig):
     """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights initialise
     the critic instead of those of `model`; layouts and engines may differ. `model` still names the architecture. A resumed run
     takes its own weights."""
-    checkpoint_role: Literal["critic", "critic_b", "policy"] = "critic"
-    """Role of `checkpoint` to load: a critic with its value head, or the policy, under a new head (`value_head`)."""
+    checkpoint_role: Annotated[str, Field(pattern=r"^(policy|critic(_[A-Za-z0-9]+)?)$")] = "critic"
+    """Role of `checkpoint` to load: a critic with its value head (`critic`, or `critic_NAME` of `critics.NAME`), or the policy,
+    under a new head (`value_head`)."""
     ppo_epochs: Positive | None = None
     """The critic's passes over the responses of a step, for example 2 for two critic updates to one of the policy; null means
     `algorithm.ppo_epochs`."""
@@ -276,3 +278,38 @@ class RewardModelConfig(FrozenConfig):
     """Divides the centred number, for example its standard deviation over the same responses."""
     clip: PositiveFloat | None = None
     """Bound of the scaled number, on both sides; null turns it off."""
+
+
+# --------------------------------------------------------------------------------------------------- sections by role
+
+_FURTHER = "critic_"
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def is_critic(role: str) -> bool:
+    """True for the role `critic` and for the further ones, `critic_NAME` of the section `critics.NAME`."""
+    return role == "critic" or role.startswith(_FURTHER)
+
+
+def key_of_role(role: str) -> str:
+    """Dotted key of a role's section: `critics.b` of the role `critic_b`, otherwise the role's own name."""
+    return f"critics.{role.removeprefix(_FURTHER)}" if role.startswith(_FURTHER) else role
+
+
+def further_role(name: str) -> str:
+    """Role of the critic `name` in `critics`."""
+    return _FURTHER + name
+
+
+def section_of(config: Any, role: str) -> Any:
+    """Section of a role (a `RoleConfig`), or another section by its name."""
+    return config.critics[role.removeprefix(_FURTHER)] if role.startswith(_FURTHER) else getattr(config, role)
+
+
+def with_sections(config: Config, sections: Mapping[str, Any]) -> Config:
+    """The configuration with these sections in place of its own, by role or by name."""
+    further = {role.removeprefix(_FURTHER): one for role, one in sections.items() if role.startswith(_FURTHER)}
+    update = {name: one for name, one in sections.items() if not name.startswith(_FURTHER)}
+    if further:
+        update["critics"] = {**vars(config)["critics"], **further}
+    return config.model_copy(update=update)

@@ -77,9 +77,8 @@ def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]
             True,
             "it compares the scores of all responses to a prompt, which end in other steps",
         )
-    if config.critic_b is not None:
-        section = config.critic_b.model_dump(mode="json", exclude_unset=True)
-        yield "critic_b", section, "critics share responses by their places in a step, which change as responses go on"
+    if config.critics:
+        yield "critics", list(config.critics), "critics share responses by their places in a step, which change as responses go on"
     if a.objective == "gspo":
         yield "algorithm.objective", "gspo", "its ratio is of a whole response, of which a step has some tokens"
     if a.sequence_advantages:

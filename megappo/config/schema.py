@@ -25,6 +25,7 @@ from megappo.config.role_sections import (
     PolicyConfig,
     ReferenceConfig,
     RewardModelConfig,
+    further_role,
 )
 from megappo.config.run_sections import CheckpointConfig, RunConfig, TelemetryConfig, TrainerConfig
 from megappo.config.section import Fraction, LossAggregation, NonNegativeFloat, Positive, PositiveFloat, Section
@@ -301,7 +302,7 @@ class AlgorithmConfig(Section):
     """Train on this share of the sampled tokens of a step, those with the highest entropy (arXiv:2506.01939 has 0.2): the others
     have advantage 0. null trains on all."""
     value_of_critics: Literal["mean", "min"] = "mean"
-    """With several critics (`critic_b`): value of a prefix in the advantages, the mean of theirs or the least."""
+    """With several critics (`critics`): value of a prefix in the advantages, the mean of theirs or the least."""
     disagreement_mask_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """With several critics: give advantage 0 to this share of the sampled tokens of a step, those whose values deviate least from
     each other (AsyPPO, arXiv:2510.01656, has 0.2). Tokens tied with the first that counts keep theirs. null masks none."""
@@ -384,8 +385,7 @@ class AlgorithmConfig(Section):
 
 # ------------------------------------------------------------------------------------------------------------------ train
 
-CRITICS = ("critic", "critic_b")
-"""Roles that value prefixes, each a section of its own; the first is in every run with a critic."""
+CriticName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]{1,32}$")]
 
 
 class TrainConfig(Section):
@@ -404,9 +404,10 @@ class TrainConfig(Section):
     critic: CriticConfig = CriticConfig()
     """The model that learns the value of a prefix, with its own layout and optimizer; built if `algorithm.estimator` is gae
     or vtrace."""
-    critic_b: AnyCriticConfig | None = None
-    """A second critic with its own model, layout, ranks and optimizer; `{}` takes the defaults, null builds none. Each critic
-    learns from its own half of the responses to every prompt, and all value all responses (docs/algorithms.md)."""
+    critics: dict[CriticName, AnyCriticConfig] = {}
+    """Further critics by name, each with its own model, layout, ranks and optimizer; `b: {}` takes the defaults and makes the role
+    `critic_b`. Each critic learns from its own part of the responses to every prompt, and all value all responses
+    (docs/algorithms.md)."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL; built unless `algorithm.kl.placement` is none."""
     reward_model: RewardModelConfig = RewardModelConfig()
@@ -429,10 +430,10 @@ class TrainConfig(Section):
     """Records besides the metrics of every step."""
 
     @property
-    def critics(self) -> dict[str, AnyCriticConfig]:
+    def critics_in_use(self) -> dict[str, AnyCriticConfig]:
         """Role -> section of the critics that this run has; empty under an estimator without one."""
-        sections: dict[str, AnyCriticConfig | None] = {role: getattr(self, role) for role in CRITICS}
-        return {role: one for role, one in sections.items() if one is not None} if self.algorithm.has_critic else {}
+        further = {further_role(name): one for name, one in self.critics.items()}
+        return {"critic": self.critic, **further} if self.algorithm.has_critic else {}
 
 
 # -------------------------------------------------------------------------------------------------------------------- sft

@@ -8,7 +8,7 @@ import shutil
 import torch
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.role_sections import FrozenConfig, OffloadConfig, TrainableConfig
+from megappo.config.role_sections import FrozenConfig, OffloadConfig, TrainableConfig, key_of_role
 from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2 import Fsdp2Engine
 from megappo.engine.fsdp2_model import build_sharded
@@ -55,4 +55,4 @@ def _check_compiler(role: str) -> None:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         fix = f"torch.compile calls {compiler}, which is not on PATH; install it, name another one in CXX, or remove the key"
-        raise ConfigError(problem(f"{role}.compile", True, fix))
+        raise ConfigError(problem(f"{key_of_role(role)}.compile", True, fix))

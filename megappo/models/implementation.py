@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from megappo.config.role_sections import RoleConfig
+from megappo.config.role_sections import RoleConfig, key_of_role
 from megappo.runtime.transformer_engine import import_fault
 
 Implementation = Literal["transformer_engine", "local"]
@@ -65,12 +65,13 @@ def implementation_notes(requested: Requested, device_type: str, sections: Mappi
     for role, section in sections.items():
         if section.engine != "megatron":
             continue
+        key = key_of_role(role)
         if section.in_8_bits:
-            yield f"{role}.lora.base_bits = 8: its layers are Megatron-core's own, TransformerEngine's have no weights in 8 bits"
+            yield f"{key}.lora.base_bits = 8: its layers are Megatron-core's own, TransformerEngine's have no weights in 8 bits"
         elif section.dtype == "fp32" and requested == "auto":
-            yield f"{role}.dtype = fp32: its layers are Megatron-core's own, TransformerEngine's attention is for bf16"
+            yield f"{key}.dtype = fp32: its layers are Megatron-core's own, TransformerEngine's attention is for bf16"
         elif section.dtype == "fp32":
             yield (
-                f"{role}.dtype = fp32: TransformerEngine pads its sequences, does not fuse its attention and multiplies in TF32; "
+                f"{key}.dtype = fp32: TransformerEngine pads its sequences, does not fuse its attention and multiplies in TF32; "
                 "model.impl=auto gives it Megatron-core's own layers"
             )

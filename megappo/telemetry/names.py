@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from megappo.config.schema import CRITICS
+from megappo.config.role_sections import is_critic
 from megappo.telemetry.metrics import MODEL_STAGES, MOMENTS, REWARD_MODEL_STAGE, STAGES, Metric, of_critic
 
 _OF_PART = ("", "/std", "/min", "/max", "/share")
@@ -15,7 +15,7 @@ def metric_names(parts: Sequence[str], roles: Sequence[str]) -> list[str]:
     """Names of a run with these parts of the reward and these roles, without those of `open_beginnings`."""
     members = _members(parts, roles)
     names: list[str] = []
-    critics = [role for role in CRITICS if role in roles]
+    critics = [role for role in roles if is_critic(role)]
     for metric in Metric:
         if metric.value.startswith("sft/") or (metric.value.startswith("critics/") and len(critics) < 2):
             continue

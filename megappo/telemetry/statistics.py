@@ -13,7 +13,6 @@ from megappo.telemetry.metrics import MODEL_STAGES, MOMENTS, REWARD_MODEL_STAGE,
 from megappo.telemetry.tables import figures, table
 
 Row = Mapping[str, float]
-ROLES = ("policy", "critic", "critic_b", "reference", "reward_model")
 UNITS = (("PFLOP", 1e3), ("TFLOP", 1.0), ("GFLOP", 1e-3), ("MFLOP", 1e-6))
 RATES = (Metric.STAGE_TOKENS, Metric.TFLOPS, Metric.MFU, Metric.HFU)
 
@@ -141,11 +140,17 @@ def _work(rows: Sequence[Row]) -> list[str]:
     """Table of the model FLOPs of a mean step by role and stage, over all ranks."""
     scored = any(name.startswith(Metric.TFLOP.of(f"{REWARD_MODEL_STAGE}/")) for row in rows for name in row)
     columns = [stage for stage in STAGES if stage in MODEL_STAGES or (scored and stage == REWARD_MODEL_STAGE)]
-    work = {role: [_total(rows, Metric.TFLOP.of(f"{stage}/{role}")) / len(rows) for stage in columns] for role in ROLES}
+    work = {role: [_total(rows, Metric.TFLOP.of(f"{stage}/{role}")) / len(rows) for stage in columns] for role in _roles(rows)}
     done = {role: stages for role, stages in work.items() if any(stages)}
     unit, scale = _unit([tflop for stages in done.values() for tflop in stages])
     cells = [[role, *(figures(tflop / scale) if tflop else "" for tflop in stages)] for role, stages in done.items()]
     return table([f"{unit}/step", *columns], cells) if cells else []
+
+
+def _roles(rows: Sequence[Row]) -> list[str]:
+    """Roles that the rows have work of: the policy, the critics, the others."""
+    found = {name.rsplit("/", 1)[-1] for row in rows for name in row if name.startswith(Metric.TFLOP.of(""))}
+    return sorted(found, key=lambda role: (role != "policy", not role.startswith("critic"), role))
 
 
 def _unit(tflops: Sequence[float]) -> tuple[str, float]:

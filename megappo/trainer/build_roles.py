@@ -12,8 +12,8 @@ from typing import cast
 import torch.distributed as dist
 
 from megappo.config.layout_checks import head_rows_of, reference_is_base, roles_in_use, value_head_of
-from megappo.config.role_sections import RoleConfig
-from megappo.config.schema import CRITICS, SftConfig, TrainConfig
+from megappo.config.role_sections import RoleConfig, is_critic, section_of
+from megappo.config.schema import SftConfig, TrainConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.role_arch import arch_for
@@ -32,7 +32,7 @@ def _policy(config: TrainConfig, engine: Engine) -> Policy:
 
 
 def _critic(config: TrainConfig, engine: Engine) -> Critic:
-    return Critic(engine, config.algorithm.value_clip, config.critics[engine.name], engine.name)
+    return Critic(engine, config.algorithm.value_clip, config.critics_in_use[engine.name], engine.name)
 
 
 def _language_model(config: TrainConfig, engine: Engine) -> LanguageModel:
@@ -45,12 +45,12 @@ def _reward_model(config: TrainConfig, engine: Engine) -> RewardModel:
 
 ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
     "policy": _policy,
-    **dict.fromkeys(CRITICS, _critic),
+    "critic": _critic,  # and every further one
     "reference": _language_model,
     "reward_model": _reward_model,
 }
-"""Role -> constructor from (configuration, engine). A role is an entry here and a section of the configuration (a `RoleConfig` of
-the same name) with the model's directory and, if it trains, its optimizer."""
+"""Role -> constructor from (configuration, engine). A role is an entry here and a section of the configuration (a `RoleConfig`,
+`section_of`) with the model's directory and, if it trains, its optimizer."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class Roles:
     @property
     def critics(self) -> tuple[str, ...]:
         """Names of the critics, here or on other ranks; empty if the estimator needs none."""
-        return tuple(name for name in CRITICS if name in self.trained)
+        return tuple(name for name in self.trained if is_critic(name))
 
     @property
     def update_order(self) -> tuple[str, ...]:
         """Names of the trained roles in the order of their updates, stage 6."""
-        return (*self.critics, *(name for name in self.trained if name not in CRITICS))
+        return (*self.critics, *(name for name in self.trained if not is_critic(name)))
 
     @property
     def policy(self) -> Policy | None:
@@ -115,7 +115,7 @@ def build_roles(
     total_updates: trained role -> optimizer steps of the whole run, for its schedule. random_weights: see `EngineSpec`.
     ValueError if a model cannot be built.
     """
-    sections: dict[str, RoleConfig] = {name: getattr(config, name) for name in roles_in_use(config)}
+    sections: dict[str, RoleConfig] = {name: section_of(config, name) for name in roles_in_use(config)}
     engines.connect(sections.values())
     built = {name: build_role(config, name, engines, total_updates.get(name), random_weights=random_weights) for name in sections}
     world_size = dist.get_world_size()
@@ -145,12 +145,12 @@ def build_role(
     """
     spec = replace(spec_of_role(config, name, total_updates), random_weights=random_weights)
     engine = engines.build(spec)
-    return None if engine is None else ROLES[name](config, engine)
+    return None if engine is None else ROLES["critic" if is_critic(name) else name](config, engine)
 
 
 def spec_of_role(config: TrainConfig | SftConfig, name: str, total_updates: int | None) -> EngineSpec:
     """Engine of a role that `config` uses. total_updates: None for a frozen role. Reads the architecture from its checkpoint."""
-    section: RoleConfig = getattr(config, name)
+    section: RoleConfig = section_of(config, name)
     _, path = model_paths(config)[name]
     return EngineSpec(
         role=name,

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from megappo.algo.whitening import aggregate, disagreement
-from megappo.config.schema import CRITICS
 from megappo.data.packing import PackedBatch
 from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric
@@ -29,14 +28,16 @@ class CriticFields(NamedTuple):
 
 
 def fields_of(role: str) -> CriticFields:
-    """Fields of a critic: `value` of the role `critic`, `value_b` of `critic_b`."""
-    end = role.removeprefix(CRITICS[0])
+    """Fields of a critic: `value` of the role `critic`, `value.b` of `critic_b`."""
+    end = role.removeprefix("critic").replace("_", ".")
     return CriticFields(f"value{end}", f"bootstrap{end}", f"returns{end}")
 
 
 def critics_in(batch: PackedBatch) -> dict[str, CriticFields]:
     """Role -> fields of the critics whose values are in the batch."""
-    return {role: fields_of(role) for role in CRITICS if fields_of(role).value in batch}
+    # Sorted, so that every rank adds them up in one order, whichever critic answered first.
+    ends = sorted(name.removeprefix("value") for name in batch.token_fields if name == "value" or name.startswith("value."))
+    return {role: fields_of(role) for role in (f"critic{end.replace('.', '_')}" for end in ends)}
 
 
 def of_critic(batch: PackedBatch, fields: CriticFields) -> PackedBatch:

@@ -11,22 +11,24 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megappo.config.schema import CRITICS
+from megappo.data.packing import PackedBatch
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import largest, total
-from megappo.trainer.critics import fields_of
+from megappo.trainer.critics import critics_in
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.model_outputs import computing_ranks
 from megappo.trainer.token_scans import whole_responses
 
-# Field of the batch -> role that computes it, None for the sampler. Not the entropy, which is only measured.
-_TOKENS = {
-    "rollout_logprob": None,
-    "logprob": "policy",
-    **{fields_of(role).value: role for role in CRITICS},
-    "ref_logprob": "reference",
-}
-_ENDS = {fields_of(role).bootstrap: role for role in CRITICS}
+
+def _tokens(batch: PackedBatch) -> dict[str, str | None]:
+    """Field per token -> role that computes it, None for the sampler. Not the entropy, which is only measured."""
+    values = {fields.value: role for role, fields in critics_in(batch).items()}
+    return {"rollout_logprob": None, "logprob": "policy", **values, "ref_logprob": "reference"}
+
+
+def _ends(batch: PackedBatch) -> dict[str, str]:
+    """Field per sample -> critic that computes it."""
+    return {fields.bootstrap: role for role, fields in critics_in(batch).items()}
 
 
 class NonFiniteOutput(RuntimeError):
@@ -48,17 +50,19 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
     counts = total(torch.tensor([len(samples) for samples in bad.values()]))
     if not int(counts.sum()):
         return
-    none = experience.table.num_samples
+    none, ends = experience.table.num_samples, _ends(experience.batch)
+    roles = _tokens(experience.batch) | ends
     firsts = -largest(-torch.tensor([int(samples.min()) if len(samples) else none for samples in bad.values()]))
     for name, number, first in zip(bad, counts.tolist(), firsts.tolist()):
         if not number:
             continue
-        role = _TOKENS[name] if name in _TOKENS else _ENDS[name]
+        role = roles[name]
         whose, where = sampler, ""
         if role is not None:
             whose, where = f"the {role}", f", computed by {computing_ranks(experience, shares[role], first)}"
+        places = _count(number, at_end=name in ends)
         raise NonFiniteOutput(
-            f"step {step}: {name} of {whose} is NaN or infinite at {_count(name, number)}, the first of sample {first}{where}"
+            f"step {step}: {name} of {whose} is NaN or infinite at {places}, the first of sample {first}{where}"
             "; no update is made of it"
         )
 
@@ -76,10 +80,10 @@ def _bad_samples(experience: Experience) -> dict[str, Tensor]:
     of_tokens = {
         # The sample of a token is the first that ends behind it.
         name: numbers[torch.searchsorted(ends, _bad(batch[name], sampled), right=True)]
-        for name in _TOKENS
+        for name in _tokens(batch)
         if name in batch
     }
-    return of_tokens | {name: numbers[_bad(batch[name], batch["truncated"])] for name in _ENDS if name in batch}
+    return of_tokens | {name: numbers[_bad(batch[name], batch["truncated"])] for name in _ends(batch) if name in batch}
 
 
 def _bad(values: Tensor, counts: Tensor) -> Tensor:
@@ -90,6 +94,6 @@ def _bad(values: Tensor, counts: Tensor) -> Tensor:
     return (counts & ~values.isfinite()).nonzero().flatten()
 
 
-def _count(name: str, number: int) -> str:
-    kind = "the end of {} cut response" if name in _ENDS else "{} sampled token"
+def _count(number: int, *, at_end: bool) -> str:
+    kind = "the end of {} cut response" if at_end else "{} sampled token"
     return kind.format("a") if number == 1 else f"{kind}s".format(number)

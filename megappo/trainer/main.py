@@ -25,6 +25,7 @@ from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.rank_ranges import ALL
 from megappo.config.redaction import redacted_values
 from megappo.config.reward_sections import RewardConfig
+from megappo.config.role_sections import key_of_role, section_of
 from megappo.config.schema import KLConfig, RolloutConfig, TrainConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
@@ -266,11 +267,11 @@ def _store_of(config: TrainConfig, run_dir: RunDir, lease: Lease) -> CheckpointS
 def load_critics(config: TrainConfig, engines: Mapping[str, Engine], log: RunLog) -> None:
     """Load the weights of `critic.checkpoint`, if set, in place of those of `critic.model`, and so for every critic. engines: by
     role, of those that live here."""
-    for role, critic in config.critics.items():
+    for role, critic in config.critics_in_use.items():
         # Another run may be writing there: rank 0 decides which of its checkpoints all ranks read.
         spec = spec_of_role(config, role, None)
-        find = partial(critic_source, critic, spec.arch, spec.model, role)
-        source = on_rank_zero(f"finding {role}.checkpoint", find)
+        find = partial(critic_source, critic, spec.arch, spec.model, key_of_role(role))
+        source = on_rank_zero(f"finding {key_of_role(role)}.checkpoint", find)
         if source is None:
             continue
         store = CheckpointStore(source.directory, keep_last=1)
@@ -424,7 +425,7 @@ def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
 
 
 def _note_layers(config: TrainConfig, factory: EngineFactory, log: RunLog, *, recorded: bool) -> None:
-    layers = ", ".join(f"{role}: {factory.describe(getattr(config, role))}" for role in roles_in_use(config))
+    layers = ", ".join(f"{role}: {factory.describe(section_of(config, role))}" for role in roles_in_use(config))
     log.note(f"layers: {layers}; rollout: {'none, the trajectories are recorded' if recorded else config.rollout.engine}")
 
 

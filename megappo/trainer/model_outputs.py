@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from megappo.config.schema import CRITICS
+from megappo.config.role_sections import is_critic
 from megappo.data.packing import PackedBatch
 from megappo.parallel.shares import Shares
 from megappo.trainer.build_roles import Roles
@@ -29,12 +29,12 @@ class Outputs(NamedTuple):
     sequences: tuple[str, ...] = ()
 
 
-OUTPUTS: dict[str, Outputs] = {
-    "policy": Outputs(LanguageModel.sampling_fields, ("logprob", "entropy")),
-    **{role: Outputs((), (fields_of(role).value,), (fields_of(role).bootstrap,)) for role in CRITICS},
-    "reference": Outputs(LanguageModel.sampling_fields, ("ref_logprob",)),
-}
-"""Role -> its fields. In this order a rank makes the passes of the roles that it hosts."""
+def outputs_of(role: str) -> Outputs:
+    """Fields of a role; none are given by one that makes no such pass."""
+    if is_critic(role):
+        fields = fields_of(role)
+        return Outputs((), (fields.value,), (fields.bootstrap,))
+    return Outputs(LanguageModel.sampling_fields, {"policy": ("logprob", "entropy"), "reference": ("ref_logprob",)}.get(role, ()))
 
 
 def add_model_outputs(experience: Experience, roles: Roles) -> Experience:
@@ -43,7 +43,7 @@ def add_model_outputs(experience: Experience, roles: Roles) -> Experience:
     All roles are sent their inputs before any of them starts, and the results are exchanged after all have ended here: roles on
     other ranks do not wait for each other in between.
     """
-    asked = {name: outputs for name, outputs in OUTPUTS.items() if name in roles.shares}
+    asked = {name: outputs for name in roles.shares if (outputs := outputs_of(name)).tokens}
     inputs = _inputs(experience, {roles.shares[name]: set(outputs.reads) for name, outputs in asked.items()})
     found: dict[Shares, dict[str, Tensor]] = {shares: {} for shares in inputs}
     for name in asked:
@@ -59,7 +59,7 @@ def add_model_outputs(experience: Experience, roles: Roles) -> Experience:
 
 def results_of(names: Iterable[str]) -> tuple[list[str], list[str]]:
     """Fields per token and per sample that these roles give."""
-    outputs = [OUTPUTS[name] for name in names]
+    outputs = [outputs_of(name) for name in names]
     return [field for one in outputs for field in one.tokens], [field for one in outputs for field in one.sequences]
 
 

@@ -16,6 +16,7 @@ from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import placements_in_use, reference_is_base, role_sections, roles_in_use, trained_sections
 from megappo.config.reward_sections import RewardConfig, RewardPart
+from megappo.config.role_sections import section_of
 from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import parse_yaml
 from megappo.data.prompts import PromptSet
@@ -42,7 +43,7 @@ def run_facts(config: TrainConfig, data: RunData | RecordedData) -> dict[str, An
         "tokenizer": data.tokenizer.fingerprint,
         "reference": identity_of_model(in_use["reference"]) if "reference" in in_use else None,
         "critic": config.algorithm.has_critic,
-        "critics": list(config.critics),
+        "critics": list(config.critics_in_use),
         "lora": {
             role: {"base": identity_of_model(in_use[role]), **section.lora.model_dump(mode="json")}
             for role, section in trained_sections(config).items()
@@ -50,7 +51,7 @@ def run_facts(config: TrainConfig, data: RunData | RecordedData) -> dict[str, An
         },
         "freeze": {role: list(section.freeze) for role, section in trained_sections(config).items() if section.freeze},
         "value_head": config.critic.head_facts if config.algorithm.has_critic else None,
-        "further_value_heads": {role: one.head_facts for role, one in config.critics.items() if one is not config.critic},
+        "further_value_heads": {role: one.head_facts for role, one in config.critics_in_use.items() if one is not config.critic},
         "reward_model": _reward_model_facts(config, data, in_use),
         "data": _recorded_facts(data) if isinstance(data, RecordedData) else _data_facts(config, data),
         "reward": {
@@ -61,7 +62,7 @@ def run_facts(config: TrainConfig, data: RunData | RecordedData) -> dict[str, An
         "environment": _environment_facts(data),
         "commits": {role: commit for role, path in in_use.items() if (commit := commit_of(path)) is not None},
         "layouts": {name: section.parallel.model_dump() for name, section in role_sections(config).items()},
-        "engines": {name: getattr(config, name).engine for name in roles_in_use(config)},
+        "engines": {name: section_of(config, name).engine for name in roles_in_use(config)},
         "ranks": placements_in_use(config),
         "versions": {"megappo": megappo.__version__, "torch": torch.__version__, **_megatron_version()},
     }

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megappo.config.layout_checks import reference_is_base
-from megappo.config.role_sections import RoleConfig, TrainableConfig
+from megappo.config.role_sections import RoleConfig, TrainableConfig, section_of
 from megappo.config.run_sections import TelemetryConfig
-from megappo.config.schema import CRITICS, TrainConfig
+from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.flops import Recompute, forward_flops, generation_flops
 from megappo.parallel.placement import Placement
@@ -21,9 +21,8 @@ from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.updates import UpdateSummary
 
 TERA = 1e12
-PASSING = ("policy", *CRITICS, "reference")
-"""Roles that pass over the step's samples as they were generated. A reward model reads texts of its own."""
 REWARD_MODEL = "reward_model"
+"""It reads texts of its own; the other roles pass over the step's samples as they were generated."""
 DECODING = "generate"
 """The stage without MFU: it reads weights and cache for every token, and arithmetic does not bound it."""
 
@@ -89,7 +88,7 @@ class StepWork:
         by_stage = {
             "generate": {"policy": models["policy"].generation(*generated)},
             **({} if scoring is None else {REWARD_MODEL_STAGE: {REWARD_MODEL: scoring}}),
-            "logprobs": {role: models[role].forward(lengths) for role in PASSING if role in models},
+            "logprobs": {role: model.forward(lengths) for role, model in models.items() if role != REWARD_MODEL},
             **{stage: works for stage, works in (("update_critic", by_critic), ("update_policy", by_policy)) if works},
         }
         return cls(by_stage, models, generating)
@@ -133,7 +132,7 @@ def role_models(config: TrainConfig, placements: Mapping[str, Placement], device
     """Role -> model."""
     models: dict[str, RoleModel] = {}
     for role, placement in placements.items():
-        section: RoleConfig = getattr(config, role)
+        section: RoleConfig = section_of(config, role)
         recompute = section.recompute if isinstance(section, TrainableConfig) else "none"
         peak = peak_tflops(config.telemetry, device, section.dtype)
         spec = spec_of_role(config, role, None)

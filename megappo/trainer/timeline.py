@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megappo.config.schema import CRITICS
+from megappo.config.role_sections import is_critic
 from megappo.parallel.placement import Placement
 from megappo.telemetry.metrics import STAGES
 from megappo.telemetry.tables import table
@@ -21,9 +21,10 @@ STAGES_OF_ROLE: Mapping[str, Sequence[str]] = {
     "reward_model": ("score",),
     "policy": ("logprobs", "update_policy", "push_weights"),
     "reference": ("logprobs",),
-    **dict.fromkeys(CRITICS, ("logprobs", "update_critic")),
+    "critic": ("logprobs", "update_critic"),
 }
-"""Role -> stages in which its ranks work for it. In the others they work for another role, exchange, or wait."""
+"""Role -> stages in which its ranks work for it, a further critic's as the first one's. In the others they work for another role,
+exchange, or wait."""
 SHARED = ("score", "advantages", "check_replicas", "evaluate")
 """Stages in which all ranks work, whatever their roles."""
 
@@ -54,7 +55,9 @@ def timeline(spans: Sequence[Mapping[str, Span]], places: Mapping[str, Placement
 
     spans: of every rank (`spans_of_ranks`). places: of the roles.
     """
-    rows = [(f"{role} {places[role]}", stages, places[role].ranks) for role, stages in STAGES_OF_ROLE.items() if role in places]
+    order = list(STAGES_OF_ROLE)
+    kinds = sorted(((order.index("critic" if is_critic(role) else role), role) for role in places), key=lambda one: one[0])
+    rows = [(f"{role} {places[role]}", STAGES_OF_ROLE[order[kind]], places[role].ranks) for kind, role in kinds]
     rows.append(("all", SHARED, tuple(range(len(spans)))))
     cells = [[title, *(_cell(spans, ranks, stage) if stage in own else "" for stage in STAGES)] for title, own, ranks in rows]
     header = [f"seconds of step {step}", *STAGES]

@@ -15,7 +15,8 @@ from torch import Tensor
 from megappo.algo.aggregation import loss_count, tokens_per_sequence, weight_of_tokens
 from megappo.algo.chunks import true_positions
 from megappo.config.batch import WHOLE, Part, UpdateSchedule, update_schedule
-from megappo.config.schema import CRITICS, AlgorithmConfig, TrainConfig
+from megappo.config.role_sections import is_critic
+from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
 from megappo.parallel.shares import Shares
@@ -145,7 +146,7 @@ def first_epoch(
 def update_reads(role: str, algorithm: AlgorithmConfig, *, in_windows: bool = False) -> tuple[str, ...]:
     """Fields of the experience that the updates of policy or a critic read, if there are. in_windows: with
     `rollout.window_tokens`."""
-    if role in CRITICS:
+    if is_critic(role):
         return (*critic_reads(role), *(["value_mask"] if algorithm.gae_level == "turn" or in_windows else []))
     rejected = (REJECTED,) if algorithm.correction.drops else ()
     return (*LanguageModel.sampling_fields, *policy_reads(algorithm), *rejected)
@@ -164,7 +165,7 @@ def rejected_of(experience: Experience) -> Tensor:
 
 def targets_of(role: str, experience: Experience) -> Targets | None:
     """Targets of policy or a critic. Collective over the world."""
-    if role not in CRITICS or "value_mask" not in experience.batch:
+    if not is_critic(role) or "value_mask" not in experience.batch:
         return None
     counts = tokens_per_sequence(experience.batch["value_mask"], experience.batch.cu_seqlens)
     return Targets("value_mask", experience.column(counts).int(), passes_all="whole_mask" not in experience.batch)

@@ -146,7 +146,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         **PTX,
     },
     "two critics, the lower value, masks where they differ, vtrace, top-k and top-p": {
-        "critic_b__loss": "huber",  # of the reference's weights: it disagrees with the first
+        "critics__b__loss": "huber",  # of the reference's weights: it disagrees with the first
         "algorithm__value_of_critics": "min",
         "algorithm__disagreement_mask_ratio": 0.2,
         "algorithm__disagreement_entropy_ratio": 0.2,
@@ -193,7 +193,7 @@ PLACED_LOSSES = "two epochs, turns, mean of sequences, KL in the loss, dis, two_
 
 FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
 _FSDP2 = {f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference")}
-_FSDP2_B = {"critic_b__engine": "fsdp2"}
+_FSDP2_B = {"critics__b__engine": "fsdp2"}
 _RECOMPUTE = {"policy__recompute": "full", "critic__recompute": "selective", **VARIANTS["whole batch"]}
 # Changes of the configuration that run roles under FSDP2, by layout: they give the numbers of one Megatron rank.
 FSDP2_DP: dict[str, dict[str, Any]] = {
@@ -274,8 +274,8 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
             "bootstrap_truncated": True,
         },
     }
-    if any(key.startswith("critic_b__") for key in changes):
-        tree["critic_b"] = {**tree["critic"], "model": tree["reference"]["model"]}
+    if any(key.startswith("critics__b__") for key in changes):
+        tree["critics"] = {"b": {**tree["critic"], "model": tree["reference"]["model"]}}
     for key, value in changes.items():
         *path, last = key.split("__")
         section = tree

@@ -116,7 +116,7 @@ def test_two_critics_are_compared(measured) -> None:
     assert first.values["loss"][0].shape == second.values["loss"][0].shape == (updates,)
     assert second.gradients.tensors.keys() == first.gradients.tensors.keys() and second.parameters.tensors
     compared = {(d.role, d.quantity) for d in compare(measured[2]["llama"][f"fsdp2, {TWO_CRITICS}"], found)}
-    assert {("critic_b", "gradients"), ("critic_b", "parameters"), ("experience", "returns_b")} <= compared
+    assert {("critic_b", "gradients"), ("critic_b", "parameters"), ("experience", "returns.b")} <= compared
 
 
 def test_bounds_of_the_samplers_ratio_cut_some_tokens_and_keep_others(measured) -> None:

@@ -353,7 +353,7 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
     return {
         "seen": seen,
         "turns": run_turns(rank, folder, "turns", wrapped(seen)),
-        "critics": run_turns(rank, folder, "critics", **{**short, "rollout.environment": BY_KEY, "critic_b": CRITIC_B}),
+        "critics": run_turns(rank, folder, "critics", **{**short, "rollout.environment": BY_KEY, "critics": {"b": CRITIC_B}}),
         "guesses": run_turns(
             rank,
             folder,

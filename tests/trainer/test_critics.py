@@ -26,7 +26,7 @@ from tests.trainer.test_shaping_and_updates import Recording
 TURNS = [[(2, 3), (2, 1)], [(1, 1)], [(3, 0)], [(1, 2), (1, 2), (2, 3)], [(2, 4)], [(1, 3)]]
 SCORE = [1.0, -0.5, 0.25, 2.0, 0.0, 1.5]
 GAMMA, LAM, LAM_VALUE = 0.9, 0.8, 0.6
-ENDS = {"critic": "", "critic_b": "_b"}
+ENDS = {"critic": "", "critic_b": ".b"}
 
 
 def batch_of(*, alike: bool = False) -> PackedBatch:
@@ -37,7 +37,7 @@ def batch_of(*, alike: bool = False) -> PackedBatch:
     fields = {end: torch.randn(len(mask), generator=generator) for end in ENDS.values()}
     ends = {end: torch.randn(len(TURNS), generator=generator) for end in ENDS.values()}
     if alike:
-        fields["_b"] = fields[""]
+        fields[".b"] = fields[""]
     return PackedBatch(
         tokens=torch.arange(len(mask)),
         cu_seqlens=cu_seqlens_of([sum(map(sum, turns)) for turns in TURNS]),
@@ -106,8 +106,8 @@ def test_the_joint_value_makes_the_advantages_and_its_own_each_critics_returns(h
         sampled = {t for places in places_of(batch) for t in places}
         returns[end] = [delta + own("value", t) if t in sampled else 0.0 for t, delta in enumerate(deltas)]
         assert close(found[f"returns{end}"], returns[end])
-    assert not close(found["returns"], returns["_b"]), "the values of the wrong critic are noticed"
-    gaps = [abs(float(batch["value"][t] - batch["value_b"][t])) / 2 for places in places_of(batch) for t in places]
+    assert not close(found["returns"], returns[".b"]), "the values of the wrong critic are noticed"
+    gaps = [abs(float(batch["value"][t] - batch["value.b"][t])) / 2 for places in places_of(batch) for t in places]
     assert metrics["critics/disagreement"] == pytest.approx(math.fsum(gaps) / len(gaps), rel=1e-6)
 
 
@@ -122,7 +122,7 @@ def test_two_critics_that_agree_are_one() -> None:
     one, figures = shaped(alone, asked(whiten_advantages=True))
     two, metrics = shaped(both, asked(whiten_advantages=True, disagreement_mask_ratio=0.9, disagreement_entropy_ratio=0.9))
     assert all(torch.equal(one[name], two[name]) for name in ("advantage", "returns", "reward"))
-    assert torch.equal(two["returns"], two["returns_b"]) and DISAGREEMENT not in one and figures == {}
+    assert torch.equal(two["returns"], two["returns.b"]) and DISAGREEMENT not in one and figures == {}
     zero = {"critics/disagreement": 0.0, "critics/masked_advantages": 0.0, "critics/filtered_entropy": 0.0}
     assert metrics == zero, "tokens that are all tied are neither the least nor the most disputed"
 
@@ -133,7 +133,7 @@ def test_tokens_that_critics_agree_on_teach_nothing_and_disputed_ones_have_no_bo
     plain, _ = shaped(batch, asked())
     found, metrics = shaped(batch, asked(disagreement_mask_ratio=ratio, disagreement_entropy_ratio=ratio))
     sampled = [t for places in places_of(batch) for t in places]
-    by_gap = sorted(sampled, key=lambda t: abs(float(batch["value"][t]) - float(batch["value_b"][t])))
+    by_gap = sorted(sampled, key=lambda t: abs(float(batch["value"][t]) - float(batch["value.b"][t])))
     count = int(ratio * len(sampled))
     assert 0 < count < len(sampled)
     masked, filtered = by_gap[:count], by_gap[-count:]
@@ -154,11 +154,11 @@ def test_critics_learn_from_disjoint_samples_that_share_every_prompt() -> None:
     lengths = [2 + b % 4 for b in range(12)]
     mask = torch.cat([torch.arange(n) > 0 for n in lengths])
     batch = PackedBatch(torch.arange(12).repeat_interleave(torch.tensor(lengths)), cu_seqlens_of(lengths), {"response_mask": mask})
-    names = ("logprob", "advantage", "value", "returns", "value_b", "returns_b")
+    names = ("logprob", "advantage", "value", "returns", "value.b", "returns.b")
     batch = batch.with_fields(dict.fromkeys(names, torch.zeros(batch.num_tokens)), {"truncated": torch.zeros(12, dtype=torch.bool)})
     config = TrainConfig(
         policy=PolicyConfig(model="m"),
-        critic_b=AnyCriticConfig(ppo_epochs=2),
+        critics={"b": AnyCriticConfig(ppo_epochs=2)},
         data=DataConfig(train="t"),
         algorithm=AlgorithmConfig(mini_batch_size=6),
     )

@@ -31,6 +31,7 @@ from megappo.config.layout_checks import placement_problems, roles_in_use
 from megappo.config.paths import odd_character
 from megappo.config.rank_ranges import ranges_text, ranks_of
 from megappo.config.redaction import redacted
+from megappo.config.role_sections import key_of_role, section_of
 from megappo.config.run_directory import LAUNCHES
 from megappo.config.schema import TrainConfig
 from megappo.runtime.lease import refuse_if_held
@@ -144,7 +145,10 @@ def _check_mounts(job: Job) -> None:
 
 def _tensor_parallel(config: TrainConfig) -> dict[str, tuple[int, str]]:
     """Key -> its size, and the ranks that are cut into groups of this size."""
-    found = {f"{role}.parallel.tp": (sizes.tp, getattr(config, role).ranks) for role, sizes in roles_in_use(config).items()}
+    found = {
+        f"{key_of_role(role)}.parallel.tp": (sizes.tp, section_of(config, role).ranks)
+        for role, sizes in roles_in_use(config).items()
+    }
     return found | ({"rollout.tp": (config.rollout.tp, config.rollout.ranks)} if config.rollout.engine == "vllm" else {})
 
 

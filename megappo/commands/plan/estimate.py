@@ -35,7 +35,7 @@ from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_sets
 from megappo.config.layout_checks import placements_in_use, scores_with_model, trained_sections, value_head_of
-from megappo.config.role_sections import TrainableConfig
+from megappo.config.role_sections import TrainableConfig, key_of_role, section_of
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
@@ -159,7 +159,7 @@ class Plan:
     def _copies(self, role: str) -> int:
         """Ranks that share the writing of the same weights of a frozen role."""
         layout = self.layouts[role]
-        return 1 if getattr(self.config, role).engine == "fsdp2" else layout.dp * layout.cp
+        return 1 if section_of(self.config, role).engine == "fsdp2" else layout.dp * layout.cp
 
     def fullest_rank(self) -> int:
         return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))
@@ -260,7 +260,7 @@ def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step:
     texts = text_arithmetic(config, role)
     sequences = _sequences(config, role, layout, step) + _each(texts.count, layout)
     longest = max(step.max_sequence_tokens, texts.max_tokens)
-    return micro_batches_bound(sequences, longest, getattr(config, role).micro_batch_tokens)
+    return micro_batches_bound(sequences, longest, section_of(config, role).micro_batch_tokens)
 
 
 def _full_micro_batch(budget: int, total: int, longest: int, layout: ParallelLayout) -> int:
@@ -284,7 +284,7 @@ def _stage_memory(
     device: Device,
     counter: Counter,
 ) -> RoleMemory:
-    settings, texts = getattr(config, role), text_arithmetic(config, role)
+    settings, texts = section_of(config, role), text_arithmetic(config, role)
     longest = max(step.max_sequence_tokens, texts.max_tokens)
 
     def full(sequences: int, longest: int, texts_tokens: int = 0) -> int:
@@ -371,7 +371,7 @@ def _with_average(
 
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
     """Numbers of a token that a role's passes read, without and with gradients: kept ids, fields of losses."""
-    if value_head_of(getattr(config, role)) is not None:
+    if value_head_of(section_of(config, role)) is not None:
         return 0, len(critic_reads(role))
     s = config.rollout.sampling
     sampling = SamplingParams(config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_kept=s.replay_kept_tokens)
@@ -473,12 +473,12 @@ def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
         yield "raise rollout.tp"
         return
     role = max(here, key=lambda role: plan.stage(role, rank).held)
-    yield f"raise {role}.parallel.tp or .pp" + (" or .ep" if plan.archs[role].moe is not None else "")
+    yield f"raise {key_of_role(role)}.parallel.tp or .pp" + (" or .ep" if plan.archs[role].moe is not None else "")
     resting = max(here, key=lambda role: plan.stage(role, rank).resident)
-    offload = getattr(plan.config, resting).offload
+    offload = section_of(plan.config, resting).offload
     off = [what for what in type(offload).model_fields if not getattr(offload, what)]
     if off and plan.device == "cuda" and (len(here) > 1 or plan.generates(rank)):
-        yield f"set {resting}.offload.{off[-1]}=true"
+        yield f"set {key_of_role(resting)}.offload.{off[-1]}=true"
     if plan.generates(rank):
         yield "lower " + ("rollout.memory_share" if plan.config.rollout.kv_cache_gib is None else "rollout.kv_cache_gib")
 

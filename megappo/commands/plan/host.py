@@ -21,7 +21,7 @@ from megappo.config.schema import TrainConfig
 from megappo.parallel.shares import Shares, shares_of
 from megappo.trainer.critics import BONUS, DISAGREEMENT, fields_of
 from megappo.trainer.experience.route import MOST_BYTES_AT_ONCE
-from megappo.trainer.model_outputs import OUTPUTS
+from megappo.trainer.model_outputs import outputs_of
 from megappo.trainer.reweighting import REJECTED
 from megappo.trainer.roles import NLL_WEIGHT, PTX_WEIGHT
 from megappo.trainer.updates import READS, update_reads
@@ -99,7 +99,11 @@ class HostWork:
         self._most_kept, _ = values_read(config, "policy")
         # Ids of a token at most, on average: those of prompts have none.
         self._kept = self._most_kept * config.rollout.drawn_tokens / self._longest
-        shares = {role: shares_of(plan.layouts[role], plan.placements[role].ranks) for role in OUTPUTS if role in plan.layouts}
+        shares = {
+            role: shares_of(plan.layouts[role], plan.placements[role].ranks)
+            for role in plan.layouts
+            if outputs_of(role) is not None
+        }
         self._shares, self._trained = shares, [role for role in shares if role in trained_sections(config)]
         self._divisions = tuple(dict.fromkeys(shares.values()))
         self._spread = Shares.of_world(plan.world_size)
@@ -109,7 +113,7 @@ class HostWork:
         self._fields = {"response_mask", "rollout_logprob", *self._existing({"kept"})}
         if config.rollout.window_tokens is not None:
             self._fields |= {"whole_mask"}
-        self._outputs = {name for role in shares for name in OUTPUTS[role].tokens}
+        self._outputs = {name for role in shares for name in outputs_of(role).tokens}
         self._shaped = _shaped_fields(config)
 
     @cached_property
@@ -185,16 +189,16 @@ class HostWork:
         cut_ns = 0.0
         for shares, part in zip(self._divisions, parts):
             roles = [role for role in self._shares if self._shares[role] == shares]
-            reads = self._existing({name for role in roles for name in OUTPUTS[role].reads})
+            reads = self._existing({name for role in roles for name in outputs_of(role).reads})
             if shares != self._spread:  # else the own samples are the share
                 held += self._held(shares, part, reads)
                 moved = moved.then(self._sent(shares, part, reads))
             moved = moved.then(Work(0.0, ROW_NS * self._samples))
             share = self._tokens_each(shares.count)
             for role in roles:
-                cut_ns += self._cut_ns(shares, part, self._existing(OUTPUTS[role].reads))
+                cut_ns += self._cut_ns(shares, part, self._existing(outputs_of(role).reads))
                 if shares != self._spread:
-                    sent, outputs = (share if part.reports else 0), OUTPUTS[role].tokens
+                    sent, outputs = (share if part.reports else 0), outputs_of(role).tokens
                     results += sent * self._size(outputs)
                     back = back.then(self._moved(sent, self._own, outputs))
         before, after = self._of_own(self._fields), self._of_own(self._fields | self._outputs)
@@ -298,12 +302,12 @@ class HostWork:
 
 def _shaped_fields(config: TrainConfig) -> set[str]:
     """Fields of a token that stage 5 adds with memory of their own: if nothing changes the advantage, it is the raw one."""
-    algorithm, returns = config.algorithm, {fields_of(role).returns for role in config.critics}
+    algorithm, returns = config.algorithm, {fields_of(role).returns for role in config.critics_in_use}
     asked = {
         "value_mask": algorithm.gae_level == "turn" or config.rollout.window_tokens is not None,
         "advantage": algorithm.whitens or algorithm.reweights,
         REJECTED: algorithm.correction.drops,
-        DISAGREEMENT: len(config.critics) > 1,
+        DISAGREEMENT: len(config.critics_in_use) > 1,
         BONUS: algorithm.disagreement_entropy_ratio is not None,
     }
     return {"reward", "raw_advantage", *returns, *(name for name, is_there in asked.items() if is_there)}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megappo.commands.plan.estimate import Plan, samples_of_pass
 from megappo.config.batch import mini_batch_key
 from megappo.config.layout_checks import trained_sections
+from megappo.config.role_sections import key_of_role
 
 
 def idle_notes(plan: Plan) -> Iterator[str]:
@@ -17,7 +18,7 @@ def idle_notes(plan: Plan) -> Iterator[str]:
         if samples < layout.dp:
             key = mini_batch_key(plan.config, role) if role in trained else "data.prompts_per_step"
             what = "a mini-batch" if role in trained else "a step"
-            fix = f"raise {key}, or {role}.parallel.tp or .pp, or give it fewer ranks ({role}.ranks)"
+            fix = f"raise {key}, or {key_of_role(role)}.parallel.tp or .pp, or give it fewer ranks ({key_of_role(role)}.ranks)"
             yield f"{role}: {what} of {_samples(samples)} leaves {layout.dp - samples} of {layout.dp} replicas without work; {fix}"
     samples = plan.step.samples
     if plan.rollout is not None and samples < plan.replicas:

@@ -13,7 +13,7 @@ import torch
 from megappo.commands.plan.estimate import Plan
 from megappo.config.batch import text_arithmetic, update_schedule
 from megappo.config.layout_checks import trained_sections, value_head_of
-from megappo.config.role_sections import TrainableConfig
+from megappo.config.role_sections import TrainableConfig, section_of
 from megappo.models.flops import forward_flops, generation_flops
 from megappo.telemetry.hardware import PROFILES, Hardware, profiles
 
@@ -43,7 +43,7 @@ def least_step_s(plan: Plan, hardware: Hardware) -> float:
 
 def _role_s(plan: Plan, role: str, hardware: Hardware) -> float:
     """Of a pass without gradients over all samples and of a role's updates, shared by its ranks."""
-    config, section = plan.config, getattr(plan.config, role)
+    config, section = plan.config, section_of(plan.config, role)
     recompute: Literal["none", "selective", "full"] = section.recompute if isinstance(section, TrainableConfig) else "none"
 
     def passes(tokens: int) -> tuple[int, int]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from megappo.commands.plan.estimate import Plan, beside_sampler, roles_beside_sampler
 from megappo.commands.plan.memory import Moment, RoleMemory
 from megappo.config.layout_checks import roles_in_use, trained_sections, value_head_of
-from megappo.config.role_sections import RewardModelConfig
-from megappo.config.schema import CRITICS, TrainConfig
+from megappo.config.role_sections import RewardModelConfig, section_of
+from megappo.config.schema import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
         add("generate", "policy", memory("policy").inferring, "generate")
     for role in filter(here.__contains__, forward_passes(plan.config)):
         add(pass_name(plan.config, role), role, memory(role).inferring)
-    for role in filter(here.__contains__, (*CRITICS, "policy")):  # PPO's updates, in its order
+    trained = [role for role in trained_sections(plan.config) if role in here]
+    for role in sorted(trained, key=lambda role: role == "policy"):  # PPO's order of updates: the critics first
         add(f"{role} update", role, memory(role).updating)
         add(f"{role} optimizer step", role, memory(role).stepping)
     if "policy" in here:
@@ -70,7 +71,7 @@ def forward_passes(config: TrainConfig) -> list[str]:
 
 def pass_name(config: TrainConfig, role: str) -> str:
     """Name of a role's pass without gradients: `log-probs`, `values`, `reference log-probs`, `reward model scores`."""
-    section = getattr(config, role)
+    section = section_of(config, role)
     if isinstance(section, RewardModelConfig):
         return "reward model scores"
     results = "log-probs" if value_head_of(section) is None else "values"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from megappo.commands.plan.estimate import Plan
 from megappo.commands.plan.timeline import BACKWARD, Timeline, chunk_work, padded_micro_batches, timeline
+from megappo.config.role_sections import section_of
 
 
 def pipeline_of(plan: Plan, role: str) -> Timeline:
     """Schedule of an update's mini-batch of the longest sequences."""
-    layout, settings = plan.layouts[role], getattr(plan.config, role)
+    layout, settings = plan.layouts[role], section_of(plan.config, role)
     backward = BACKWARD + (settings.recompute == "full")  # recomputation adds a forward to every backward
     work = chunk_work(layout, plan.archs[role].num_layers)
     return timeline(layout, plan.micro_batches[role], backward=backward, work=work)

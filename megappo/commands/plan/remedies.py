@@ -13,7 +13,7 @@ from typing import Any
 from megappo.commands.plan.estimate import Plan, check_kv_cache, sequences_at_once, work_out
 from megappo.commands.plan.phases import tightest
 from megappo.config.errors import ConfigError
-from megappo.config.role_sections import RoleConfig, TrainableConfig
+from megappo.config.role_sections import RoleConfig, TrainableConfig, key_of_role, section_of, with_sections
 from megappo.config.schema import TrainConfig
 from megappo.trainer.prepare.layouts import check_layouts
 
@@ -57,23 +57,23 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
     """Changes of settings: of the role at work, of the resting roles' offload, and of vLLM, which is always there."""
     config = plan.config
     if role in plan.layouts:
-        section: RoleConfig = getattr(config, role)
+        section: RoleConfig = section_of(config, role)
         # Halving a budget that no pass reaches has no effect.
         reached = -(-plan.step.samples // plan.layouts[role].dp) * plan.step.max_sequence_tokens
         half = min(section.micro_batch_tokens, reached) // 2
         if half >= plan.step.max_sequence_tokens:
-            yield f"{role}.micro_batch_tokens={half}", _with(config, role, micro_batch_tokens=half)
+            yield f"{key_of_role(role)}.micro_batch_tokens={half}", _with(config, role, micro_batch_tokens=half)
         if isinstance(section, TrainableConfig) and section.recompute != "full":
-            yield f"{role}.recompute=full", _with(config, role, recompute="full")
+            yield f"{key_of_role(role)}.recompute=full", _with(config, role, recompute="full")
     if plan.device == "cuda":
-        if role in plan.layouts and _keeps_inputs(getattr(config, role)):
-            yield f"{role}.offload_activations=true", _with(config, role, offload_activations=True)
+        if role in plan.layouts and _keeps_inputs(section_of(config, role)):
+            yield f"{key_of_role(role)}.offload_activations=true", _with(config, role, offload_activations=True)
         for other in plan.layouts:
-            offload = getattr(config, other).offload
+            offload = section_of(config, other).offload
             for what in type(offload).model_fields:
                 if not getattr(offload, what):
                     away = offload.model_copy(update={what: True})
-                    yield f"{other}.offload.{what}=true", _with(config, other, offload=away)
+                    yield f"{key_of_role(other)}.offload.{what}=true", _with(config, other, offload=away)
         if plan.rollout is not None and config.rollout.sleep != "all":
             yield "rollout.sleep=all", _with(config, "rollout", sleep="all")
     share = _smaller_share(plan)
@@ -104,14 +104,14 @@ def _layouts(config: TrainConfig, role: str) -> Iterator[tuple[str, TrainConfig]
     """Changes of one size of the role's layout, doubled."""
     if role == "rollout":
         return
-    parallel = getattr(config, role).parallel
+    parallel = section_of(config, role).parallel
     for axis in AXES:
         size = 2 * getattr(parallel, axis)
-        yield f"{role}.parallel.{axis}={size}", _with(config, role, parallel=parallel.model_copy(update={axis: size}))
+        yield f"{key_of_role(role)}.parallel.{axis}={size}", _with(config, role, parallel=parallel.model_copy(update={axis: size}))
     if parallel.tp > 1 and not parallel.sequence_parallel:
         cut = parallel.model_copy(update={"sequence_parallel": True})
-        yield f"{role}.parallel.sequence_parallel=true", _with(config, role, parallel=cut)
+        yield f"{key_of_role(role)}.parallel.sequence_parallel=true", _with(config, role, parallel=cut)
 
 
 def _with(config: TrainConfig, section: str, **changes: Any) -> TrainConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+    return with_sections(config, {section: section_of(config, section).model_copy(update=changes)})

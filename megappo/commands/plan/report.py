@@ -16,6 +16,7 @@ from megappo.commands.plan.remedies import remedies
 from megappo.config.batch import WHOLE, StepArithmetic, text_arithmetic, update_schedule
 from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of
 from megappo.config.rank_ranges import ranges_text
+from megappo.config.role_sections import section_of
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
 from megappo.models.lora import shapes_beside_base
@@ -57,7 +58,7 @@ def _model_lines(plan: Plan) -> list[str]:
     rows = []
     for role, (_, path) in model_paths(plan.config).items():
         arch = plan.archs[role]
-        value_head = value_head_of(getattr(plan.config, role)) is not None
+        value_head = value_head_of(section_of(plan.config, role)) is not None
         parameters = sum(prod(shape) for shape in hf_tensors(arch, value_head).values())
         heads = f"{arch.num_heads} / {arch.num_kv_heads}"
         rows.append(
@@ -77,7 +78,7 @@ def _model_lines(plan: Plan) -> list[str]:
         ["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2
     )
     lines += [f"  {row[0]}: {row[-1]}" for row in rows]
-    compiled = [row[0] for row in rows if getattr(plan.config, row[0]).compile]
+    compiled = [row[0] for row in rows if section_of(plan.config, row[0]).compile]
     lines += [f"  {role}: layers are compiled at their first passes, which take a minute or more" for role in compiled]
     for role, section in trained_sections(plan.config).items():
         shapes = hf_tensors(plan.archs[role], value_head_of(section) is not None)
@@ -92,7 +93,7 @@ def _model_lines(plan: Plan) -> list[str]:
             lines.append(f"  {role}: {away:,} parameters are frozen ({', '.join(section.freeze)}), {whole - away:,} train")
     if reference_is_base(plan.config):
         lines.append("  reference: the policy without its adapters")
-    for role, critic in plan.config.critics.items():
+    for role, critic in plan.config.critics_in_use.items():
         if critic.checkpoint is not None:
             lines.append(f"  {role}: starts from the {critic.checkpoint_role} in {critic.checkpoint}")
     return lines
@@ -356,7 +357,7 @@ def _micro_rows(plan: Plan, step: StepArithmetic) -> Iterator[list[str]]:
     for role, layout in plan.layouts.items():
         samples, trains = samples_of_pass(plan.config, role, step), role in trained_sections(plan.config)
         what = f"{role}, {'one mini-batch' if trains else 'all samples'}"
-        budget = getattr(plan.config, role).micro_batch_tokens
+        budget = section_of(plan.config, role).micro_batch_tokens
         waiting = f"{100 * bubble(plan, role):.0f} %" if trains else ""
         each = -(-samples // layout.dp) + -(-text_arithmetic(plan.config, role).count // layout.dp)
         yield [what, str(layout.dp), f"{each:,}", f"{budget:,}", f"{plan.micro_batches[role]:,}", waiting]
@@ -368,7 +369,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _frozen(plan: Plan, role: str) -> frozenset[str]:
-    section = getattr(plan.config, role)
+    section = section_of(plan.config, role)
     return frozen_of(section, plan.archs[role], value_head=value_head_of(section) is not None)
 
 

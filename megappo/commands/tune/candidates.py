@@ -15,7 +15,7 @@ from megappo.commands.tune.cost import RoleCost, Settings
 from megappo.commands.tune.generation import GenerationCost
 from megappo.commands.tune.step import Timetable
 from megappo.config.checks import Device
-from megappo.config.role_sections import TrainableConfig
+from megappo.config.role_sections import TrainableConfig, key_of_role
 from megappo.models.implementation import Implementation
 from megappo.parallel.layout import ParallelLayout
 from megappo.telemetry.hardware import Hardware
@@ -87,10 +87,10 @@ class Candidate:
         split = "null" if not parallel.layers_per_stage else "[" + ",".join(map(str, parallel.layers_per_stage)) + "]"
         sizes = {key: getattr(parallel, key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
         chosen = {**sizes, "sequence_parallel": str(parallel.sequence_parallel).lower(), "layers_per_stage": split}
-        lines = [f"{self.role}.parallel.{key}={value}" for key, value in chosen.items()]
-        lines.append(f"{self.role}.micro_batch_tokens={self.settings.micro_batch_tokens}")
+        lines = [f"{key_of_role(self.role)}.parallel.{key}={value}" for key, value in chosen.items()]
+        lines.append(f"{key_of_role(self.role)}.micro_batch_tokens={self.settings.micro_batch_tokens}")
         if self.cost.is_trained:
-            lines.append(f"{self.role}.recompute={self.recompute}")
+            lines.append(f"{key_of_role(self.role)}.recompute={self.recompute}")
         return lines
 
 

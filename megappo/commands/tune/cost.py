@@ -28,8 +28,8 @@ from megappo.config.batch import (
     update_schedule,
 )
 from megappo.config.layout_checks import trained_sections, value_head_of
-from megappo.config.role_sections import AnyCriticConfig, FrozenConfig, PolicyConfig
-from megappo.config.schema import CRITICS, TrainConfig
+from megappo.config.role_sections import AnyCriticConfig, FrozenConfig, PolicyConfig, is_critic
+from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
 from megappo.parallel.layout import ParallelLayout
@@ -82,7 +82,7 @@ class Workload:
     def update(self, role: str) -> Shape:
         """Samples of one update, without texts: of a critic those that end in the step."""
         size = min(self.samples, self.mini_batch(role))
-        if self.whole is None or role not in CRITICS:
+        if self.whole is None or not is_critic(role):
             return Shape(size, self.prompt_tokens, self.response_tokens)
         return Shape(max(1, round(size / self.windows)), *self.whole)
 

@@ -40,6 +40,7 @@ from megappo.commands.tune.trials import (
 )
 from megappo.config.batch import text_arithmetic
 from megappo.config.errors import ConfigError, problem
+from megappo.config.role_sections import with_sections
 from megappo.telemetry.tables import figures, table
 
 
@@ -121,7 +122,7 @@ def trial_of(search: Search, one: Candidate) -> Trial:
     shape = search.workload.update(one.role)
     run = search.config.run.model_copy(update={"device": search.machine.device})
     return Trial(
-        config=search.config.model_copy(update={one.role: one.settings, "run": run}),
+        config=with_sections(search.config, {one.role: one.settings, "run": run}),
         role=one.role,
         label=f"{one.role} {name_of(one)}",
         samples=shape.samples,

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 from megappo.commands.tune.candidates import ROLLOUT, Choice, Machine
 from megappo.commands.tune.search import Search
+from megappo.config.keys import replaced
 from megappo.config.layout_checks import placements_in_use, roles_in_use, world_problems
 from megappo.config.rank_ranges import ranges_text
-from megappo.config.schema import CRITICS, TrainConfig
+from megappo.config.role_sections import is_critic, key_of_role, section_of
+from megappo.config.schema import TrainConfig
 from megappo.parallel.placement import Placement, placement_of
 
 QUARTERS = (1, 2, 3)  # of the nodes, for those apart
@@ -33,7 +34,7 @@ class Placing:
     def applied(self, config: TrainConfig) -> TrainConfig:
         """The configuration with these keys."""
         for key, value in self.changes.items():
-            config = _with(config, key.split("."), value)
+            config = replaced(config, key.split("."), value)
         return config
 
     def overrides(self) -> list[str]:
@@ -71,13 +72,13 @@ def placings(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
 def _proposed(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
     yield Placing(COLOCATED, {})
     roles, world_size = list(roles_in_use(config)), machine.world_size
-    by_vllm, frozen = config.rollout.engine == "vllm", [role for role in roles if role not in ("policy", *CRITICS)]
-    critics = [role for role in roles if role in CRITICS]
+    by_vllm, frozen = config.rollout.engine == "vllm", [role for role in roles if role != "policy" and not is_critic(role)]
+    critics = [role for role in roles if is_critic(role)]
     groups = [one for one in dict.fromkeys(((*critics,), (*critics, *frozen))) if one]
     for size in _sizes(machine):
         first, last = ranges_text(range(world_size - size)), ranges_text(range(world_size - size, world_size))
         if by_vllm:
-            yield Placing(f"rollout on {last}", {**{f"{role}.ranks": first for role in roles}, "rollout.ranks": last})
+            yield Placing(f"rollout on {last}", {**{f"{key_of_role(role)}.ranks": first for role in roles}, "rollout.ranks": last})
         for apart in groups:
             name, ranks = _apart(roles, apart, first, last)
             if by_vllm:
@@ -95,7 +96,7 @@ def _proposed(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
 def _apart(roles: Sequence[str], apart: Sequence[str], first: str, second: str) -> tuple[str, dict[str, str]]:
     """Name and keys of some roles on the second ranks and the others on the first."""
     name = f"{' and '.join(apart).replace('_', ' ')} on {second}"
-    return name, {f"{role}.ranks": second if role in apart else first for role in roles}
+    return name, {f"{key_of_role(role)}.ranks": second if role in apart else first for role in roles}
 
 
 def _pairs_of_sizes(machine: Machine) -> list[tuple[int, int]]:
@@ -118,8 +119,8 @@ def _with_consequences(placing: Placing, config: TrainConfig, world_size: int) -
     changes = dict(placing.changes)
     for role in roles_in_use(config):
         if _is_alone(role, where):
-            away = getattr(config, role).offload.model_dump()
-            changes |= {f"{role}.offload.{key}": False for key, is_away in away.items() if is_away}
+            away = section_of(config, role).offload.model_dump()
+            changes |= {f"{key_of_role(role)}.offload.{key}": False for key, is_away in away.items() if is_away}
     rollout = config.rollout
     if rollout.engine == "vllm" and _is_alone(ROLLOUT, where):
         changes |= {"rollout.sleep": "none"} if rollout.sleep != "none" else {}
@@ -130,9 +131,3 @@ def _with_consequences(placing: Placing, config: TrainConfig, world_size: int) -
 
 def _is_alone(name: str, where: Mapping[str, Placement]) -> bool:
     return not any(placement.overlaps(where[name]) for other, placement in where.items() if other != name)
-
-
-def _with(section: Any, path: list[str], value: str | float) -> Any:
-    """A copy of a section of the configuration with another value at this path of keys."""
-    key, *rest = path
-    return section.model_copy(update={key: _with(getattr(section, key), rest, value) if rest else value})

@@ -20,7 +20,7 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import placements_in_use, require_whole_steps, role_sections, roles_in_use
 from megappo.config.loading import explicit_keys, load_config
 from megappo.config.rank_ranges import ALL
-from megappo.config.role_sections import ParallelConfig
+from megappo.config.role_sections import ParallelConfig, key_of_role, section_of, with_sections
 from megappo.config.schema import TrainConfig
 from megappo.models.implementation import choose_implementation
 from megappo.parallel.placement import placement_of
@@ -101,8 +101,9 @@ def _check_placements(config: TrainConfig) -> None:
     """ConfigError for a placement of the user's own where placements are to be searched."""
     for name, ranks in placements_in_use(config).items():
         if ranks != ALL:
-            fix = f"--placements would choose others; leave it out to search layouts on these ranks, or use {name}.ranks={ALL}"
-            raise ConfigError(problem(f"{name}.ranks", ranks, fix))
+            key = f"{key_of_role(name)}.ranks"
+            fix = f"--placements would choose others; leave it out to search layouts on these ranks, or use {key}={ALL}"
+            raise ConfigError(problem(key, ranks, fix))
 
 
 _ABSENT = {
@@ -128,9 +129,9 @@ def neutral_config(config: TrainConfig, tuned: Sequence[str]) -> TrainConfig:
     out stay unset."""
     changes: dict[str, Any] = {}
     for role in tuned:
-        section = getattr(config, role)
+        section = section_of(config, role)
         changes[role] = section.model_copy(update={"tp": 1} if role == ROLLOUT else {"parallel": ParallelConfig()})
-    return config.model_copy(update=changes)
+    return with_sections(config, changes)
 
 
 def _workload(config: TrainConfig, question: Question) -> Workload:
@@ -149,13 +150,15 @@ def find_best(search: Search) -> Choice:
     if best is not None:
         return best
     machine = search.machine
-    resting = all(getattr(search.config, role).offload.parameters for role in search.candidates)
+    resting = all(section_of(search.config, role).offload.parameters for role in search.candidates)
     offload = "" if resting or machine.device == "cpu" else ", or offload (policy.offload.*)"
     kept = [role for role in search.candidates if role not in search.tuned]
     beside = f" beside the {' and the '.join(kept)} as configured" if kept else ""
     what = f"no layout fits on {machine.world_size} x {machine.hardware.name}{beside}"
     if not search.is_colocated:  # larger worlds have other ranks
-        where = ", ".join(f"{name}.ranks={placement}" for name, placement in search.placements.items() if not placement.is_whole)
+        where = ", ".join(
+            f"{key_of_role(name)}.ranks={placement}" for name, placement in search.placements.items() if not placement.is_whole
+        )
         raise ConfigError(f"--gpus {machine.world_size}: {what} with {where}; name more ranks, or let roles share them{offload}")
     needed = gpus_needed(search)
     if needed is not None:

@@ -36,7 +36,7 @@ from megappo.config.batch import step_arithmetic
 from megappo.config.engine_checks import problems_of_role
 from megappo.config.layout_checks import placements_in_use, roles_in_use, value_head_of
 from megappo.config.rank_ranges import ALL
-from megappo.config.role_sections import PolicyConfig
+from megappo.config.role_sections import PolicyConfig, section_of, with_sections
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
@@ -120,7 +120,7 @@ class Search:
         return sorted(found, key=lambda one: one.total_s)
 
     def _all(self, role: str) -> Iterator[Candidate]:
-        settings: Settings = getattr(self.config, role)
+        settings: Settings = section_of(self.config, role)
         arch = self.archs[role]
         if role not in self.tuned:
             own = self.candidate(role, settings)
@@ -140,7 +140,7 @@ class Search:
 
     def implementation(self, role: str) -> Implementation:
         """Implementation of a role's layers."""
-        return implementation_of_role(self.machine.implementation, self.config.model.impl, getattr(self.config, role))
+        return implementation_of_role(self.machine.implementation, self.config.model.impl, section_of(self.config, role))
 
     @staticmethod
     def _recompute(settings: Settings, recompute: str) -> dict[str, str]:
@@ -244,7 +244,7 @@ class Search:
         if rollout.tp is not None:
             changes[ROLLOUT] = self.config.rollout.model_copy(update={"tp": rollout.tp})
         layouts = {role: one.layout for role, one in roles.items()}
-        config = self.config.model_copy(update=changes)
+        config = with_sections(self.config, changes)
         plan = work_out(config, self.archs, layouts, machine.world_size, machine.device, machine.device_memory, self._count)
         loaded = max(stage.offloaded_weights for stage in plan.memory["policy"])
         ends = (self.placements["policy"], self.placements[ROLLOUT])
@@ -255,7 +255,7 @@ class Search:
         """True if anything fits at all. Tries the least demanding layouts and settings of every role, without their time."""
         fronts = []
         for role in roles_in_use(self.config):
-            settings: Settings = getattr(self.config, role)
+            settings: Settings = section_of(self.config, role)
             found = self._least_needs(role, settings) if role in self.tuned else [self._need_of(role, settings)]
             # The least demanding first: a fit is found early, and the front stays short.
             found = sorted(found, key=lambda need: need.resident + need.training)
@@ -300,7 +300,7 @@ class Search:
         key = self._key(role, settings)
         if key not in self._memory:
             arch, layout = self.archs[role], layout_of(settings.parallel, self.num_ranks(role))
-            config = self.config.model_copy(update={role: settings})
+            config = with_sections(self.config, {role: settings})
             self._memory[key] = {
                 stage: memory_of_stage(config, role, arch, layout, stage, self.machine.device, self._count)
                 for stage in fullest_stages(arch, layout)

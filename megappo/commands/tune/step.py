@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megappo.config.schema import CRITICS
 from megappo.parallel.placement import Placement, ranks_by_roles
 
-UPDATES = (*CRITICS, "policy")  # PPO's updates, in its order
 SCORES = "reward_model"  # its results are shared before any other role begins
 
 
@@ -67,4 +65,6 @@ class Timetable:
         forward = [(role, "forward", phases[role]["forward"]) for role in self._order if role in phases]
         yield [one for one in forward if one[0] == SCORES]
         yield [one for one in forward if one[0] != SCORES]
-        yield [(role, "update", phases[role]["update"]) for role in UPDATES if "update" in phases.get(role, ())]
+        updated = [role for role in self._order if "update" in phases.get(role, ())]
+        updated.sort(key=lambda role: role == "policy")  # PPO's order: the critics first
+        yield [(role, "update", phases[role]["update"]) for role in updated]

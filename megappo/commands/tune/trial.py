@@ -19,9 +19,8 @@ import torch.distributed as dist
 from megappo.algo.aggregation import loss_count, token_weights, tokens_per_sequence
 from megappo.commands.tune.trials import RUNNING, Measured, Trial, moves, read_trial, world_folder, write_outcome
 from megappo.config.batch import text_arithmetic
-from megappo.config.role_sections import TrainableConfig
+from megappo.config.role_sections import TrainableConfig, is_critic, section_of
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.config.schema import CRITICS
 from megappo.data.packing import PackedBatch, pack
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
@@ -69,7 +68,7 @@ def run_trial(
     """Time one trial. Collective. The first pass of each kind is not counted: it allocates, compiles and connects. clock: by
     the wall's until the slowest rank is done; processor time is this rank's own."""
     fastest = partial(_fastest, clock=clock)
-    section = getattr(trial.config, trial.role)
+    section = section_of(trial.config, trial.role)
     engines = backend(trial.config.model, TIMEOUTS, device)
     passes = _build_passes(trial, engines)
     load_s = fastest(passes.nothing, trial.repeats) if section.offload.parameters else 0.0
@@ -103,7 +102,7 @@ def _fastest(work: Callable[[], Any], repeats: int, clock: Callable[[], float]) 
 
 def _build_passes(trial: Trial, engines: EngineFactory) -> _Passes | _NoPasses:
     """The role's passes; of a rank that it does not live on none. Collective over the world."""
-    section, algorithm = getattr(trial.config, trial.role), trial.config.algorithm
+    section, algorithm = section_of(trial.config, trial.role), trial.config.algorithm
     algorithm = algorithm.model_copy(update={"target_kl": None})  # a skipped update would take no time
     config = trial.config.model_copy(update={"algorithm": algorithm})
     updates = TOTAL_UPDATES if isinstance(section, TrainableConfig) else None
@@ -191,7 +190,7 @@ def _random_batch(trial: Trial, vocab_size: int) -> PackedBatch:
     batch = pack(tokens.tolist())
     mask = torch.zeros(trial.samples, length, dtype=torch.bool)
     mask[:, trial.prompt_tokens :] = True
-    own = fields_of(trial.role) if trial.role in CRITICS else fields_of(CRITICS[0])
+    own = fields_of(trial.role if is_critic(trial.role) else "critic")
     fields = {name: torch.randn(batch.num_tokens, generator=generator) * 0.1 for name in ("advantage", own.value, own.returns)}
     # Of a uniform policy, so that ratios are near 1.
     near = torch.full((batch.num_tokens,), -torch.log(torch.tensor(float(vocab_size))).item())

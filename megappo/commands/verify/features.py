@@ -15,7 +15,15 @@ from megappo.commands.verify.shrink import SAMPLES, Run
 from megappo.commands.verify.shrink_layouts import ranks_needed
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.rank_ranges import ALL, ranks_of
-from megappo.config.role_sections import FrozenOffloadConfig, OffloadConfig, ParallelConfig, RoleConfig, TrainableConfig
+from megappo.config.role_sections import (
+    FrozenOffloadConfig,
+    OffloadConfig,
+    ParallelConfig,
+    RoleConfig,
+    TrainableConfig,
+    section_of,
+    with_sections,
+)
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
@@ -28,12 +36,12 @@ DISTRIBUTED, DP, ENGINE, KERNELS, RANKS = "optimizer.distributed", "dp", "engine
 def on_one_rank(run: Run) -> Run:
     """The baseline: the run in Megatron's engine, without parallelism, sharding, recomputation or offload, by the reference ops."""
     plain = {role: _plain(run.config, role) for role in roles_in_use(run.config)}
-    return Run(run.config.model_copy(update={**plain, KERNELS: "reference"}), 1)
+    return Run(with_sections(run.config, {**plain, KERNELS: "reference"}), 1)
 
 
 def features(config: TrainConfig, role: str, world_size: int) -> list[str]:
     """Features that `on_one_rank` removes from this role."""
-    section, plain = getattr(config, role), _plain(config, role)
+    section, plain = section_of(config, role), _plain(config, role)
     parallel = section.parallel
     found = [axis for axis in _AXES if getattr(parallel, axis) != getattr(plain.parallel, axis)]
     if len(ranks_of(section.ranks, world_size)) > parallel.tp * parallel.cp * parallel.pp:
@@ -52,8 +60,8 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
     if run.config.kernels != alone.kernels:
         runs[KERNELS] = Run(alone.model_copy(update={KERNELS: run.config.kernels}), 1)
     for feature in dict.fromkeys(feature for found in used.values() for feature in found):
-        config = alone.model_copy(
-            update={role: _with_feature(run.config, role, feature if feature in found else None) for role, found in used.items()}
+        config = with_sections(
+            alone, {role: _with_feature(run.config, role, feature if feature in found else None) for role, found in used.items()}
         )
         world_size = lcm(*(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
         if feature in (DP, DISTRIBUTED, ENGINE):
@@ -66,7 +74,7 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
 
 def _plain(config: TrainConfig, role: str) -> RoleConfig:
     """The role's section without features."""
-    section = getattr(config, role)
+    section = section_of(config, role)
     changes: dict[str, Any] = {"engine": "megatron", RANKS: ALL, "compile": False, "parallel": ParallelConfig()}
     changes["micro_batch_tokens"] = SAMPLES * LONGEST_SEQUENCE
     if isinstance(section, TrainableConfig):
@@ -84,7 +92,7 @@ def _plain(config: TrainConfig, role: str) -> RoleConfig:
 
 
 def _with_feature(config: TrainConfig, role: str, feature: str | None) -> RoleConfig:
-    section, plain = getattr(config, role), _plain(config, role)
+    section, plain = section_of(config, role), _plain(config, role)
     if feature in _AXES:
         return plain.model_copy(update={"parallel": _one_axis(section.parallel, feature, read_arch(section.model))})
     if feature in ("compile", "reduce_once"):  # the engine that has it comes along

@@ -7,7 +7,7 @@ The stages are those of `trainer/`, and the roles are built as for a run, with e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -21,13 +21,13 @@ from megappo.commands.verify.recording import RecordedTexts
 from megappo.config.batch import update_schedule
 from megappo.config.layout_checks import trained_sections
 from megappo.config.role_sections import RoleConfig
-from megappo.config.schema import CRITICS, TrainConfig
+from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.parallel.placement import Placement
 from megappo.trainer.build_roles import Roles, build_roles
-from megappo.trainer.critics import fields_of
+from megappo.trainer.critics import critics_in
 from megappo.trainer.experience.collect import sample_seed
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.model_outputs import add_model_outputs
@@ -98,7 +98,7 @@ def measure(
         shaped = shape_experience(experience, score, algorithm.kl.coef, algorithm, greedy=greedy)
         experience = shaped.experience
         batch = experience.everywhere()
-        for role, quantity, name in _FIELDS:
+        for role, quantity, name in _fields_in(batch):
             if name in batch:
                 measured[role].add(quantity, batch[name])
         seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, algorithm)
@@ -148,17 +148,14 @@ def _in_vocabulary(batch: PackedBatch, engine: Engine) -> PackedBatch:
     return replace(batch, tokens=batch.tokens % engine.arch.vocab_size)
 
 
-# (role, quantity, field of the batch)
-_FIELDS = (
-    ("policy", "logprobs", "logprob"),
-    ("policy", "entropies", "entropy"),
-    ("reference", "logprobs", "ref_logprob"),
-    *((role, "values", fields_of(role).value) for role in CRITICS),
-    *((role, "bootstrap values", fields_of(role).bootstrap) for role in CRITICS),
-    ("experience", "rewards", "reward"),
-    ("experience", "advantages", "advantage"),
-    *(("experience", fields_of(role).returns, fields_of(role).returns) for role in CRITICS),
-)
+def _fields_in(batch: PackedBatch) -> Iterator[tuple[str, str, str]]:
+    """(role, quantity, field of the batch) of all that is compared, where the batch has it."""
+    critics = critics_in(batch)
+    yield from (("policy", "logprobs", "logprob"), ("policy", "entropies", "entropy"), ("reference", "logprobs", "ref_logprob"))
+    yield from ((role, "values", fields.value) for role, fields in critics.items())
+    yield from ((role, "bootstrap values", fields.bootstrap) for role, fields in critics.items())
+    yield from (("experience", "rewards", "reward"), ("experience", "advantages", "advantage"))
+    yield from (("experience", fields.returns, fields.returns) for fields in critics.values())
 
 
 class _RecordingEngines:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megappo.commands.verify.compare import GRADIENTS, Difference, worst
 from megappo.commands.verify.features import DISTRIBUTED
+from megappo.config.role_sections import key_of_role
 
 LEGEND = "[n]: token, sample (bootstrap values, scores) or mini-batch (loss, gradient norm, metrics) of the step, counted from 0"
 
@@ -106,7 +107,7 @@ def _next_step(
     computing = "critic" if "critic" in used else "policy"  # of advantages and returns: from its values, or its log-probs
     role = cause.role if cause.role in used else computing
     candidates = [override for feature, override in _WITHOUT.items() if feature in used[role]]
-    first = f"try first {candidates[0].format(role=role)}, or " if candidates else ""
+    first = f"try first {candidates[0].format(role=key_of_role(role))}, or " if candidates else ""
     return f"{first}--bisect for each feature alone"
 
 

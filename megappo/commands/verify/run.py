@@ -23,6 +23,7 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.loading import explicit_keys
 from megappo.config.rank_ranges import ALL, ranks_of
+from megappo.config.role_sections import key_of_role, section_of
 from megappo.config.schema import TrainConfig
 from megappo.models.hf_config import read_arch
 from megappo.models.implementation import choose_implementation
@@ -78,7 +79,7 @@ def _check(config: TrainConfig, device: Device) -> None:
     for role, section in trained_sections(config).items():
         if section.in_8_bits:
             fix = "weights in 8 bits are other numbers than those of the one rank that verify compares with; remove it to verify"
-            raise ConfigError(problem(f"{role}.lora.base_bits", 8, fix))
+            raise ConfigError(problem(f"{key_of_role(role)}.lora.base_bits", 8, fix))
     for key, path in model_paths(config).values():
         try:
             read_arch(path)
@@ -94,11 +95,11 @@ def _described(run: Run) -> list[str]:
     ]
     rows = []
     for role, parallel in roles_in_use(run.config).items():
-        arch = read_arch(getattr(run.config, role).model)
+        arch = read_arch(section_of(run.config, role).model)
         others = [
             name for name in features(run.config, role, run.world_size) if "." in name or name in ("engine", "recompute", "offload")
         ]
-        ranks = getattr(run.config, role).ranks
+        ranks = section_of(run.config, role).ranks
         layout = str(layout_of(parallel, len(ranks_of(ranks, run.world_size))))
         where = [] if ranks == ALL else [f"on ranks {ranks}"]
         rows.append((f"  {role}", f"{arch.family} of {arch.num_layers} layers", layout, ", ".join([*where, *others])))

@@ -25,7 +25,16 @@ from megappo.commands.verify.shrink_layouts import (
 from megappo.commands.verify.shrink_model import small_config, write_model
 from megappo.config.layout_checks import placements_in_use, require_whole_steps, roles_in_use
 from megappo.config.rank_ranges import ALL, ranges_of
-from megappo.config.role_sections import AnyCriticConfig, CriticConfig, ParallelConfig, PolicyConfig, TrainableConfig
+from megappo.config.role_sections import (
+    AnyCriticConfig,
+    CriticConfig,
+    ParallelConfig,
+    PolicyConfig,
+    TrainableConfig,
+    key_of_role,
+    section_of,
+    with_sections,
+)
 from megappo.config.schema import TrainConfig
 from megappo.models.hf_config import read_config
 from megappo.models.implementation import Implementation, choose_implementation
@@ -66,7 +75,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
     parallel, models = _write_models(paths, fitted.parallel, folder, implementation)
     sections: dict[str, Any] = {}
     for role in paths:
-        section = getattr(config, role)
+        section = section_of(config, role)
         changes: dict[str, Any] = {
             "model": models[role],
             "parallel": parallel[role],
@@ -94,14 +103,15 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
     epochs = min(config.algorithm.ppo_epochs, MOST_EPOCHS)
     ptx = config.algorithm.ptx.model_copy(update={"batch_size": TEXTS})
     algorithm = {"mini_batch_size": MINI_BATCH, "ppo_epochs": epochs, "target_kl": None, "ptx": ptx}
-    small = config.model_copy(
-        update={
+    small = with_sections(
+        config,
+        {
             **sections,
             "algorithm": config.algorithm.model_copy(update=algorithm),
             "rollout": config.rollout.model_copy(update={"max_response_tokens": LONGEST_RESPONSE, "ranks": ALL}),
             "model": config.model.model_copy(update={"impl": implementation}),
             "run": config.run.model_copy(update={"num_ranks": None}),  # the small world's number holds
-        }
+        },
     )
     return Run(small, fitted.world_size), fitted.notes
 
@@ -121,7 +131,7 @@ def _fitted(config: TrainConfig, max_ranks: int) -> FittedLayouts:
     if len(parts.hosts) == 1:
         return fit_layouts(wanted, max_ranks)
     # With one replica FSDP2 would shard nothing; Megatron's layouts are worth more than their data parallelism.
-    fewer = {role: number if getattr(config, role).engine == "fsdp2" else 1 for role, number in parts.replicas.items()}
+    fewer = {role: number if section_of(config, role).engine == "fsdp2" else 1 for role, number in parts.replicas.items()}
     tried = (fit_parts(wanted, parts._replace(replicas=replicas), max_ranks) for replicas in (parts.replicas, fewer))
     return next((fitted for fitted in tried if fitted is not None), fit_layouts(wanted, max_ranks))
 
@@ -129,7 +139,7 @@ def _fitted(config: TrainConfig, max_ranks: int) -> FittedLayouts:
 def _parts(config: TrainConfig) -> Parts:
     """Parts of the run's world, and two replicas of each role that has several."""
     world_size, used = config.run.num_ranks or fewest_ranks(config), roles_in_use(config)
-    placements = {role: placement_of(getattr(config, role).ranks, world_size) for role in used}
+    placements = {role: placement_of(section_of(config, role).ranks, world_size) for role in used}
     hosts = ranks_by_roles(placements)
     others = [()] if sum(map(len, hosts.values())) < world_size else []  # ranks of vLLM alone have samples too
     replicas = {role: min(2, max(1, len(placements[role]) // ranks_needed(parallel))) for role, parallel in used.items()}
@@ -139,13 +149,13 @@ def _parts(config: TrainConfig) -> Parts:
 def placement_notes(config: TrainConfig, run: Run) -> Iterator[str]:
     """Two lines on ranks of roles in the run that its small version `run` has no room for."""
     used = roles_in_use(config)
-    placed, parts = [role for role in used if getattr(config, role).ranks != ALL], _parts(config)
-    if len(parts.hosts) == 1 or any(getattr(run.config, role).ranks != ALL for role in placed):
+    placed, parts = [role for role in used if section_of(config, role).ranks != ALL], _parts(config)
+    if len(parts.hosts) == 1 or any(section_of(run.config, role).ranks != ALL for role in placed):
         return
-    sizes = part_sizes({role: getattr(run.config, role).parallel for role in used}, parts, MOST_NAMED_RANKS)
+    sizes = part_sizes({role: section_of(run.config, role).parallel for role in used}, parts, MOST_NAMED_RANKS)
     needed = f"more than --max-ranks {MOST_NAMED_RANKS}" if sizes is None else f"--max-ranks {sum(sizes)}"
     yield f"all roles are verified on all ranks of this small world; on ranks of their own they need {needed}"
-    keys = " ".join(f"{role}.ranks={ALL}" for role in placed)
+    keys = " ".join(f"{key_of_role(role)}.ranks={ALL}" for role in placed)
     yield f"exchanges between ranks of different roles are not measured; compare trainer.steps=3 with one of {keys}"
 
 

@@ -20,7 +20,7 @@ from megappo.commands.verify.recording import num_kept, record_rollouts
 from megappo.commands.verify.shrink import SAMPLES, STEPS
 from megappo.commands.verify.shrink_model import VOCAB_SIZE
 from megappo.config.layout_checks import trained_sections
-from megappo.config.role_sections import ModelConfig
+from megappo.config.role_sections import ModelConfig, with_sections
 from megappo.config.schema import TrainConfig
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
@@ -63,7 +63,7 @@ def _measure(config: TrainConfig, engines: EngineFactory) -> Results:
         role: section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"distributed": False})})
         for role, section in trained_sections(config).items()
     }
-    first = measure(config.model_copy(update=plain), rollouts[:1], engines, gradients=True)
+    first = measure(with_sections(config, plain), rollouts[:1], engines, gradients=True)
     return Results(first, measure(config, rollouts, engines, parameters=True))
 
 

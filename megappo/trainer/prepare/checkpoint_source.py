@@ -13,8 +13,8 @@ from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.manifest import Manifest
 from megappo.config.errors import ConfigError, problem
+from megappo.config.role_sections import key_of_role
 from megappo.config.run_directory import CHECKPOINTS
-from megappo.config.schema import CRITICS
 from megappo.config.yaml_reader import parse_yaml
 from megappo.models.arch import ModelArch
 from megappo.models.role_arch import arch_for
@@ -59,11 +59,13 @@ def other_architecture(text: str, manifest: Manifest, role: str, arch: ModelArch
     written, _ = parse_yaml(str(manifest.facts.get("config", "")), text)
     if not isinstance(written, dict):
         return None
-    sections = {name: written.get(name) or {} for name in ("policy", *CRITICS)}
-    model = sections[role].get("model") or sections["policy"].get("model")
+    section = written
+    for part in key_of_role(role).split("."):
+        section = section.get(part) or {}
+    model = section.get("model") or (written.get("policy") or {}).get("model")
     if model is None or not Path(model, "config.json").is_file():  # moved: the load compares shapes
         return None
-    theirs = arch_for(model, sections[role].get("engine", "megatron"))
+    theirs = arch_for(model, section.get("engine", "megatron"))
     differing = [field.name for field in fields(arch) if getattr(theirs, field.name) != getattr(arch, field.name)]
     # A critic differs from a policy by its head; the layers below must agree, in the words of either engine.
     differing = [name for name in differing if name not in ("architecture", "tied_embeddings", "own", "head_rows")]

@@ -13,6 +13,7 @@ from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import longest_sequence_tokens
 from megappo.config.loading import explicit_keys
+from megappo.config.role_sections import section_of
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import choose_implementation, implementation_notes
@@ -52,7 +53,7 @@ def check_run(
     check_kernels(config.kernels, device)
     archs = read_archs(config, need_weights=not shapes_only)
     layouts = check_layouts(config, archs, world_size, implementation)
-    sections = {role: getattr(config, role) for role in layouts}
+    sections = {role: section_of(config, role) for role in layouts}
     notes = (*notes, *implementation_notes(config.model.impl, device, sections))
     if config.rollout.engine == "vllm" and "policy" in archs:
         longest = longest_sequence_tokens(config)

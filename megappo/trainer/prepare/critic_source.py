@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megappo.checkpoint.identity import head_of, identity_of_model, other_adapters, other_head
 from megappo.config.errors import ConfigError, problem
-from megappo.config.role_sections import AnyCriticConfig
+from megappo.config.role_sections import AnyCriticConfig, key_of_role
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.trainer.prepare.checkpoint_source import find_checkpoint, other_architecture, roles_of
@@ -25,7 +25,7 @@ class CriticSource:
 
     directory: Path
     step: int
-    role: Literal["critic", "critic_b", "policy"]
+    role: str
 
 
 def critic_source(critic: AnyCriticConfig, arch: ModelArch, model: str, name: str = "critic") -> CriticSource | None:
@@ -60,8 +60,8 @@ def critic_source(critic: AnyCriticConfig, arch: ModelArch, model: str, name: st
 
 def check_critic_sources(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:
     """ConfigError, as `critic_source`, if a critic has no source where its section names one. archs: of the roles."""
-    for role, critic in config.critics.items():
-        critic_source(critic, archs[role], model_paths(config)[role][1], role)
+    for role, critic in config.critics_in_use.items():
+        critic_source(critic, archs[role], model_paths(config)[role][1], key_of_role(role))
 
 
 def _other_adapters(

@@ -84,7 +84,7 @@ def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequen
         update={
             "policy": _everywhere(policy),
             "critic": CriticConfig(dtype=policy.dtype),
-            "critic_b": None,
+            "critics": {},
             "reference": ReferenceConfig(),
             "reward_model": _everywhere(config.reward_model),
             "rollout": _everywhere(config.rollout),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from math import gcd, lcm
 
 from megappo.config.errors import ConfigError
+from megappo.config.keys import replaced
 from megappo.config.layout_checks import placement_problems, reads_trajectories, trained_sections
 from megappo.config.rank_ranges import ranks_of
+from megappo.config.role_sections import key_of_role
 from megappo.config.schema import TrainConfig
-from megappo.config.section import Section
 from megappo.data.prompts import PromptSet
 from megappo.trainer.prepare.data import load_train_prompts
 from megappo.trainer.prepare.prompts import open_cache
@@ -33,7 +34,7 @@ def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> 
     of a mini-batch, which divides the step. If there are fewer samples than ranks, some ranks stay without any. num_prompts: after
     the filter; None if unknown, then only the ranks count.
     """
-    critics = max(1, len(config.critics))  # each trains on its own part of the samples
+    critics = max(1, len(config.critics_in_use))  # each trains on its own part of the samples
     replicas = _replicas(config, world_size) * critics
     n = config.rollout.samples_per_prompt
     unit = replicas // gcd(replicas, n)  # prompts whose samples divide over the replicas
@@ -42,9 +43,9 @@ def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> 
     prompts -= prompts % unit if prompts >= unit else 0
     sizes = {"algorithm.mini_batch_size": config.algorithm.mini_batch_size}
     fitting = {key: _mini_batch(prompts * n, size, replicas) for key, size in sizes.items()}
-    for role, critic in config.critics.items():
+    for role, critic in config.critics_in_use.items():
         if critic.mini_batch_size is not None:
-            key = f"{role}.mini_batch_size"
+            key = f"{key_of_role(role)}.mini_batch_size"
             sizes[key] = critic.mini_batch_size
             fitting[key] = _mini_batch(prompts * n // critics, critic.mini_batch_size, replicas // critics)
     notes = []
@@ -55,11 +56,9 @@ def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> 
     for key, size in sizes.items():
         if fitting[key] != size:
             notes.append(f"data.fit_batch: {key} {size} -> {fitting[key]} (of {prompts * n} samples a step)")
-    update: dict[str, Section] = {"data": config.data.model_copy(update={"prompts_per_step": prompts})}
+    fitted = replaced(config, ["data", "prompts_per_step"], prompts)
     for key, size in fitting.items():
-        section, name = key.split(".")
-        update[section] = getattr(config, section).model_copy(update={name: size})
-    fitted = config.model_copy(update=update)
+        fitted = replaced(fitted, key.split("."), size)
     return (fitted, tuple(notes)) if notes else (config, ())
 
 

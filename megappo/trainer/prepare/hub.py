@@ -10,13 +10,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.keys import value_at, value_keys
+from megappo.config.keys import keys_in, replaced, value_at
 from megappo.config.paths import NAMES_MODEL
 from megappo.runtime.error_text import first_line
 
@@ -67,7 +67,7 @@ def pinned_names(config: BaseModel, resolved: BaseModel) -> dict[str, str]:
 def with_values(config: Config, values: Mapping[str, str]) -> Config:
     """Copy of the configuration with other values at these keys."""
     for key, value in values.items():
-        config = _replaced(config, key.split("."), value)
+        config = replaced(config, key.split("."), value)
     return config
 
 
@@ -79,7 +79,7 @@ def commit_of(path: str) -> str | None:
 
 def _names(config: BaseModel) -> Iterator[tuple[str, str]]:
     """(key, name) of all models and tokenizers that are names of the hub."""
-    for key, field in value_keys(type(config)):
+    for key, field in keys_in(config):
         if _names_model(field) and (value := value_at(config, key)) is not None and _is_name(value):
             yield key, value
 
@@ -120,9 +120,3 @@ def _download(key: str, name: str, shapes_only: bool) -> str:
         else:
             fix = f"no such directory, and not downloaded from the Hugging Face hub: {first_line(error)}; {by_hand}"
     raise ConfigError(problem(key, name, fix))
-
-
-def _replaced(section: Any, parts: list[str], value: str) -> Any:
-    """Copy of a section with another value below it."""
-    first, *rest = parts
-    return section.model_copy(update={first: _replaced(getattr(section, first), rest, value) if rest else value})

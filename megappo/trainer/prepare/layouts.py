@@ -20,7 +20,7 @@ from megappo.config.layout_checks import (
     roles_in_use,
     value_head_of,
 )
-from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig
+from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig, key_of_role, section_of
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.families.registry import FAMILIES
@@ -40,8 +40,8 @@ def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
     """Role -> (key that names its checkpoint, path), for the roles that are built."""
     paths: dict[str, tuple[str, str]] = {}
     for role in roles_in_use(config):
-        own = getattr(config, role).model
-        paths[role] = (f"{role}.model", own) if own is not None else ("policy.model", config.policy.model)
+        own = section_of(config, role).model
+        paths[role] = (f"{key_of_role(role)}.model", own) if own is not None else ("policy.model", config.policy.model)
     return paths
 
 
@@ -51,14 +51,14 @@ def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True, need_
     """
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():
-        section: RoleConfig = getattr(config, role)
+        section: RoleConfig = section_of(config, role)
         try:
             archs[role] = arch_for(path, section.engine, head_rows_of(section))
         except ValueError as error:
             raise ConfigError(problem(key, path, str(error))) from None
         if need_weights:
             _check_weights_exist(key, path)
-        if isinstance(getattr(config, role), RewardModelConfig):
+        if isinstance(section_of(config, role), RewardModelConfig):
             try:
                 check_reward_model(path, archs[role], need_weights and need_heads)
             except ValueError as error:
@@ -110,28 +110,28 @@ def check_layouts(
     """
     roles, places = roles_in_use(config), placements(config, world_size)
     for role, parallel in roles.items():
-        section = f"{role}.parallel"
-        for message in parallel_problems(section, parallel, len(places[role]), getattr(config, role).ranks):
+        section = f"{key_of_role(role)}.parallel"
+        for message in parallel_problems(section, parallel, len(places[role]), section_of(config, role).ranks):
             raise ConfigError(message)
-        _check_engine(role, getattr(config, role), archs[role])
-        layers = implementation_of_role(implementation, config.model.impl, getattr(config, role))
-        if getattr(config, role).engine == "fsdp2":
+        _check_engine(role, section_of(config, role), archs[role])
+        layers = implementation_of_role(implementation, config.model.impl, section_of(config, role))
+        if section_of(config, role).engine == "fsdp2":
             layers = "local"  # attention is ours there too, and under cp exchanges tokens for heads
         for message in model_problems(section, parallel, archs[role], layers):
             raise ConfigError(message)
         # Only if model.impl names it: auto takes Megatron-core's layers for fp32.
-        if layers == "transformer_engine" and parallel.cp > 1 and getattr(config, role).dtype == "fp32":
+        if layers == "transformer_engine" and parallel.cp > 1 and section_of(config, role).dtype == "fp32":
             fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
             raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
-        if layers == "transformer_engine" and getattr(config, role).in_8_bits:
+        if layers == "transformer_engine" and section_of(config, role).in_8_bits:
             fix = "TransformerEngine's layers have no weights in 8 bits; set model.impl=auto, or remove it"
-            raise ConfigError(problem(f"{role}.lora.base_bits", 8, fix))
-        _check_router(role, getattr(config, role), archs[role])
-        _check_adapters(role, getattr(config, role), archs[role], layout_of(parallel, len(places[role])))
-        _check_frozen(role, getattr(config, role), archs[role], layout_of(parallel, len(places[role])))
+            raise ConfigError(problem(f"{key_of_role(role)}.lora.base_bits", 8, fix))
+        _check_router(role, section_of(config, role), archs[role])
+        _check_adapters(role, section_of(config, role), archs[role], layout_of(parallel, len(places[role])))
+        _check_frozen(role, section_of(config, role), archs[role], layout_of(parallel, len(places[role])))
     if isinstance(config, TrainConfig):
         # A reward model reads text: it needs neither the policy's ids nor room for as many of them.
-        of_tokens = {role: arch for role, arch in archs.items() if not isinstance(getattr(config, role), RewardModelConfig)}
+        of_tokens = {role: arch for role, arch in archs.items() if not isinstance(section_of(config, role), RewardModelConfig)}
         if "policy" in archs:
             _check_rollout(config, archs["policy"])
         _check_lengths(config, of_tokens)
@@ -153,18 +153,18 @@ def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
     """ConfigError for a balancing coefficient of a model without routers."""
     if isinstance(settings, TrainableConfig) and settings.router_aux_coef > 0 and arch.moe is None:
         fix = f"has no effect: it balances experts and this {arch.family} model has none; remove it"
-        raise ConfigError(problem(f"{role}.router_aux_coef", settings.router_aux_coef, fix))
+        raise ConfigError(problem(f"{key_of_role(role)}.router_aux_coef", settings.router_aux_coef, fix))
 
 
 def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
     """ConfigError for what the role's engine does not have for this model."""
     if settings.engine == "fsdp2" and arch.own and settings.parallel.tp > 1:
-        megatron = f", or {role}.engine to megatron" if arch.family in FAMILIES else ""
+        megatron = f", or {key_of_role(role)}.engine to megatron" if arch.family in FAMILIES else ""
         fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
-        raise ConfigError(problem(f"{role}.parallel.tp", settings.parallel.tp, fix))
+        raise ConfigError(problem(f"{key_of_role(role)}.parallel.tp", settings.parallel.tp, fix))
     if settings.compile and arch.moe is not None:
         fix = f"torch.compile does not take the experts of this {arch.family} model, whose sizes depend on the tokens; remove it"
-        raise ConfigError(problem(f"{role}.compile", True, fix))
+        raise ConfigError(problem(f"{key_of_role(role)}.compile", True, fix))
 
 
 def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
@@ -177,11 +177,11 @@ def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: Pa
             modules = adapted_modules(tensors_to_adapt(arch), settings.lora.targets)
             if settings.in_8_bits and (arch.own or arch.moe is not None):
                 fix = f"weights in 8 bits are of dense models of a family, and this {arch.family} model is none; remove it"
-                raise ConfigError(problem(f"{role}.lora.base_bits", 8, fix))
+                raise ConfigError(problem(f"{key_of_role(role)}.lora.base_bits", 8, fix))
             if not arch.own:  # whose engine has no pipeline
                 check_stages(arch, layout, modules)
         except ValueError as error:
-            raise ConfigError(problem(f"{role}.lora.targets", settings.lora.targets, str(error))) from None
+            raise ConfigError(problem(f"{key_of_role(role)}.lora.targets", settings.lora.targets, str(error))) from None
 
 
 def _check_frozen(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
@@ -193,7 +193,7 @@ def _check_frozen(role: str, settings: RoleConfig, arch: ModelArch, layout: Para
         frozen = frozen_of(settings, arch, value_head=head)
         check_frozen_stages(arch, layout, frozen, value_head=head)
     except ValueError as error:
-        raise ConfigError(problem(f"{role}.freeze", list(settings.freeze), str(error))) from None
+        raise ConfigError(problem(f"{key_of_role(role)}.freeze", list(settings.freeze), str(error))) from None
 
 
 def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
@@ -255,6 +255,6 @@ def _check_vocabularies(archs: Mapping[str, ModelArch]) -> None:
         same = arch.vocab_size == wanted if role == "reference" else arch.vocab_size >= wanted
         if not same:
             raise ConfigError(
-                f"{role}.model: its vocabulary has {arch.vocab_size} tokens and the policy's {wanted}; "
+                f"{key_of_role(role)}.model: its vocabulary has {arch.vocab_size} tokens and the policy's {wanted}; "
                 "use a checkpoint of the same vocabulary"
             )

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.schema import CRITICS, TrainConfig
+from megappo.config.role_sections import is_critic
+from megappo.config.schema import TrainConfig
 from megappo.data.tokenizers import Tokenizer, find_tokenizer
 from megappo.trainer.prepare.layouts import model_paths
-
-READERS = (*CRITICS, "reference")
 
 
 def check_vocabularies(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[str]:
@@ -23,7 +22,7 @@ def check_vocabularies(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[st
     of the two has are not compared: models pad their vocabulary, and tokenizers add tokens at its end.
     """
     for role, (key, path) in model_paths(config).items():
-        if role not in READERS or key == "policy.model" or _same_place(path, config.policy.model):
+        if not (is_critic(role) or role == "reference") or key == "policy.model" or _same_place(path, config.policy.model):
             continue
         try:
             of_role = find_tokenizer(path)()

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megappo.commands.plan.memory import RoleMemory, role_memory
 from megappo.config.loading import validated
+from megappo.config.role_sections import section_of
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 
@@ -268,7 +269,7 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
         },
         TrainConfig,
     )
-    arch, settings, critic = read_arch(path), getattr(config, role), role == "critic"
+    arch, settings, critic = read_arch(path), section_of(config, role), role == "critic"
     layout = layout_of(settings.parallel, dist.get_world_size())
     planned = memory_of_stage(config, role, arch, layout, 0, "cpu", count_parameters)
     engines = RoleEngines(config.model, config.run.timeouts, torch.device("cpu"))

@@ -11,6 +11,7 @@ import pytest
 from megappo.commands import cli
 from megappo.commands.plan.memory import count_parameters
 from megappo.config.loading import load_config
+from megappo.config.role_sections import section_of
 from megappo.models.hf_config import read_arch
 from megappo.models.meta import parameters_of_rank
 from megappo.models.weight_map import local_shapes
@@ -65,7 +66,7 @@ def test_the_model_of_every_rank_is_built_on_the_meta_device(recipe, facts, gpus
     config, arch = load_config(CONFIGS / "large" / f"{recipe}.yaml"), read_arch(FACTS / facts)
     assert count_parameters(arch, ParallelLayout(1), 0).total == parameters
     for role in ("policy", "critic", "reference"):
-        layout, value_head = layout_of(getattr(config, role).parallel, gpus), role == "critic"
+        layout, value_head = layout_of(section_of(config, role).parallel, gpus), role == "critic"
         for rank in range(gpus):
             # One rank of each stage in full; the others with a layer of each chunk, which is what their tp, ep and dp rank decides.
             full = rank == layout.rank_of(pp=layout.coordinates(rank).pp)

@@ -22,6 +22,7 @@ from megappo.commands.tune.trials import Measured
 from megappo.commands.tune.work import Pass, layer_products, stage_pass
 from megappo.config.batch import TextArithmetic, UpdateSchedule
 from megappo.config.loading import validated
+from megappo.config.role_sections import section_of
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.flops import keys_seen, layer_weights
@@ -40,7 +41,7 @@ WORK = Workload(samples=256, schedules={"policy": SCHEDULE, "critic": SCHEDULE},
 def cost(layout, arch=ARCH, role="policy", work=WORK, hardware=H100, **settings):
     config = validated({"policy": {"model": "none"} | settings, "critic": settings, "data": {"train": "none"}}, TrainConfig)
     counts = {stage: count_parameters(arch, layout, stage, role == "critic") for stage in range(layout.pp)}
-    return role_cost(role, arch, layout, getattr(config, role), work, hardware, counts)
+    return role_cost(role, arch, layout, section_of(config, role), work, hardware, counts)
 
 
 def test_the_time_of_a_pipeline_is_that_of_its_timeline():

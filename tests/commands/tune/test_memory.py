@@ -20,7 +20,7 @@ from megappo.commands.tune.enumerate import layouts
 from megappo.commands.tune.report import overrides_of
 from megappo.commands.tune.search import Search, fullest_stages
 from megappo.config.loading import load_config
-from megappo.config.role_sections import ParallelConfig
+from megappo.config.role_sections import ParallelConfig, section_of
 from megappo.parallel.layout import ParallelLayout
 from megappo.telemetry.hardware import load_hardware
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
@@ -67,8 +67,8 @@ def choice_of(search, parallels, rollout_tp=None, **changes):
     """These layouts, whether the tuner would take them or not."""
     roles = {}
     for role, parallel in zip(ROLES, parallels):
-        known = {key: value for key, value in changes.items() if hasattr(getattr(search.config, role), key)}
-        own = getattr(search.config, role).model_copy(update={"parallel": parallel, **known})
+        known = {key: value for key, value in changes.items() if hasattr(section_of(search.config, role), key)}
+        own = section_of(search.config, role).model_copy(update={"parallel": parallel, **known})
         roles[role] = search.candidate(role, own)
     rollout = next(one for one in search.rollouts if one.tp == rollout_tp)
     return search.choice(roles, rollout)

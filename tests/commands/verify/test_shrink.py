@@ -16,7 +16,7 @@ from megappo.commands.verify.shrink_layouts import Parts, fit_layouts, fit_parts
 from megappo.config.layout_checks import parallel_problems, roles_in_use
 from megappo.config.loading import validated
 from megappo.config.rank_ranges import ranks_of
-from megappo.config.role_sections import ParallelConfig
+from megappo.config.role_sections import ParallelConfig, section_of
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
@@ -67,7 +67,7 @@ def uneven(layers: int, parts: int) -> tuple[int, ...]:
 
 
 def archs_of(run: Run) -> dict[str, ModelArch]:
-    return {role: read_arch(getattr(run.config, role).model) for role in roles_in_use(run.config)}
+    return {role: read_arch(section_of(run.config, role).model) for role in roles_in_use(run.config)}
 
 
 def faults(run: Run) -> list[str]:
@@ -94,7 +94,7 @@ def test_small_runs_fit_their_world_and_so_does_each_feature_alone(tmp_path, mod
         for one in (run, on_one_rank(run), *one_at_a_time(run).values()):
             assert 1 <= one.world_size <= max_ranks and not faults(one)
         for role, parallel in roles_in_use(run.config).items():
-            changed = sizes(parallel) != sizes(getattr(config, role).parallel)
+            changed = sizes(parallel) != sizes(section_of(config, role).parallel)
             assert changed == any(note.startswith(f"{role}: ") for note in notes)
             assert not features(on_one_rank(run).config, role, 1)
 
@@ -131,7 +131,7 @@ def test_layouts_that_fit_are_kept_as_they_are(tmp_path, model: str) -> None:
     config = configured(tmp_path, model, "uneven")
     run, _ = small_run(config, tmp_path / "small", 24, "local")
     for role, parallel in roles_in_use(config).items():
-        small = getattr(run.config, role).parallel
+        small = section_of(run.config, role).parallel
         assert sizes(small) == sizes(parallel)
         assert len(set(small.layers_per_stage)) > 1, "an uneven split became even"
 

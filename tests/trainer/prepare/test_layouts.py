@@ -8,7 +8,7 @@ import pytest
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import parallel_problems
 from megappo.config.loading import load_config
-from megappo.config.role_sections import ParallelConfig
+from megappo.config.role_sections import ParallelConfig, section_of
 from megappo.config.schema import SftConfig
 from megappo.models.hf_config import arch_of
 from megappo.models.weight_map import local_shapes
@@ -179,7 +179,7 @@ def test_a_layout_that_works_passes(tmp_path, overrides, ranks):
     config = load_config(write_run(tmp_path), ["run.num_ranks=null", *overrides])
     layouts = check_layouts(config, read_archs(config), ranks)
     assert set(layouts) == ({"policy", "critic"} if NONE in overrides else {"policy", "critic", "reference"})
-    assert all(layouts[role].tp == getattr(config, role).parallel.tp and layouts[role].world_size == ranks for role in layouts)
+    assert all(layouts[role].tp == section_of(config, role).parallel.tp and layouts[role].world_size == ranks for role in layouts)
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_a_record_without_rewards_or_texts(models: Path, tmp_path: Path) -> None
 
 
 def test_critics_alone_are_built(models: Path, tmp_path: Path) -> None:
-    config = config_of(models, tmp_path, critic_b={}, reward={"parts": [{"model": "reward_model"}]})
+    config = config_of(models, tmp_path, critics={"b": {}}, reward={"parts": [{"model": "reward_model"}]})
     assert reads_trajectories(config)
     assert list(roles_in_use(config)) == list(trained_sections(config)) == list(placements_in_use(config)) == ["critic", "critic_b"]
     sampled = config.model_copy(update={"critic": config.critic.model_copy(update={"warmup_trajectories": None})})

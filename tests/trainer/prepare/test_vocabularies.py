@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from megappo.data.arithmetic import train_tokenizer
 from megappo.data.tokenizers import load_tokenizer
 from megappo.trainer.prepare.vocabularies import check_vocabularies
 from tests.data.tokenizer_files import write_hf_tokenizer
+from tests.trainer.small_run import set_keys
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def notes(models: Path, **roles: str) -> list[str]:
-    tree: dict[str, Any] = {role: {"model": str(models / name)} for role, name in {"policy": "policy", **roles}.items()}
-    config = validated({**tree, "data": {"train": "t.jsonl"}}, TrainConfig)
+    keys = {f"{role}.model": str(models / name) for role, name in {"policy": "policy", **roles}.items()}
+    config = validated(set_keys({"data": {"train": "t.jsonl"}}, keys), TrainConfig)
     return list(check_vocabularies(config, load_tokenizer(models / "policy")))
 
 
@@ -41,12 +41,12 @@ def test_a_model_without_a_tokenizer_is_told(models: Path) -> None:
     assert line == "critic.model has no tokenizer that can be read: its vocabulary is taken to be that of data.tokenizer"
 
 
-@pytest.mark.parametrize("role", ["critic", "reference", "critic_b"])
-def test_pieces_in_another_order_are_refused(models: Path, role: str) -> None:
+@pytest.mark.parametrize("key, role", [("critic", "critic"), ("reference", "reference"), ("critics.b", "critic_b")])
+def test_pieces_in_another_order_are_refused(models: Path, key: str, role: str) -> None:
     with pytest.raises(
-        ValueError, match=rf"^{role}.model = .*other.*: id 4 of its tokenizer is '1', of the policy's '0': the {role}"
+        ValueError, match=rf"^{key}.model = .*other.*: id 4 of its tokenizer is '1', of the policy's '0': the {role}"
     ):
-        notes(models, **{role: "other"})
+        notes(models, **{key: "other"})
 
 
 def test_a_reward_model_may_have_its_own(models: Path) -> None:
