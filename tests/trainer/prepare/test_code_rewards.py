@@ -82,7 +82,7 @@ def test_keys_of_other_kinds_are_refused(part: dict[str, Any], message: str) -> 
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("{tests_kye: x}", 'reward.parts.0.code.tests_kye = "x": unknown key; did you mean tests_key?'),
+        ("{tests_kye: x}", 'reward.parts.0.code.tests_kye = "x": unknown key; the keys are tests_key, entry_point_key'),
         ("{timeout_s: 0}", "reward.parts.0.code.timeout_s = 0: must be > 0"),
         ("{score: most}", "reward.parts.0.code.score = \"most\": must be one of 'all' or 'fraction'"),
     ],
