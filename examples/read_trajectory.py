@@ -2,7 +2,7 @@
 
     python examples/read_trajectory.py runs/quickstart/ppo [--step 40] [--sample 0]
 
-A run writes samples in full every `telemetry.trajectories_every` steps, one JSON object per line (docs/trajectories.md). Lists have
+A run writes samples in full every `telemetry.trajectories_every` steps, one JSON object per line (docs/telemetry.md). Lists have
 one entry per token of the response; value, logprob and reward at an entry are about this token given everything before it. Numbers
 have five digits. `megappo trajectories RUN` shows all samples of a run.
 """

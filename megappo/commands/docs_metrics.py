@@ -25,7 +25,7 @@ metrics of that step. TensorBoard, W&B and MLflow show the same names.
 - A number that is not finite is `null` in `metrics.jsonl`.
 
 What to watch first, and what a bad value means: [troubleshooting](troubleshooting.md#the-curve-looks-wrong). Console and rates:
-[statistics](statistics.md). Histograms: [telemetry](telemetry.md#histograms). In Python:
+[statistics](telemetry.md). Histograms: [telemetry](telemetry.md#histograms). In Python:
 
 ```python
 import json

@@ -125,11 +125,11 @@ class TelemetryConfig(Section):
     trajectories_per_step: Positive = 8
     """Number of trajectories to write at such a step: all samples of prompts that are drawn by `run.seed` and the step."""
     progress: tuple[str, ...] = ()
-    """Metrics in the line that every step prints, by name (docs/statistics.md), for example
+    """Metrics in the line that every step prints, by name (docs/telemetry.md), for example
     `[reward/score_mean, perf/mfu/update_policy]`; empty for score, evaluation, KL, entropy, length, value loss, explained variance,
     tokens/s and seconds."""
     summary_every: NonNegative = 10
-    """Steps between blocks of statistics on the console, each over the steps since the last one (docs/statistics.md); 0 prints
+    """Steps between blocks of statistics on the console, each over the steps since the last one (docs/telemetry.md); 0 prints
     none."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one rank, which MFU is measured against. null takes it from the profile of the GPU, for the role's dtype

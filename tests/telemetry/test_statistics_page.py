@@ -1,4 +1,4 @@
-"""docs/statistics.md says what the code says: names, the block's tables, the notes at a run's start."""
+"""docs/telemetry.md says what the code says: names, the block's tables, the notes at a run's start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megappo.telemetry.metrics import MODEL_STAGES, STAGES, Metric
 from megappo.trainer.step_work import RoleModel, peak_note, peak_tflops
 from tests.models.test_flops import LLAMA_7B
 
-PAGE = (Path(__file__).parents[2] / "docs" / "statistics.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()
 
 
 def test_the_page_names_every_family_of_costs() -> None:

@@ -19,7 +19,7 @@ def add_command(command: AddCommand) -> None:
         main,
         "Analyse a run's sampled trajectories: repetition, score against length, entropy and KL by position, worst samples.",
         "--html writes a page that shows their tokens coloured by log-prob, advantage, value and others. Reads the run's files "
-        "alone, also beside a live run; docs/trajectories.md explains the tables.",
+        "alone, also beside a live run; docs/telemetry.md explains the tables.",
         config=None,
     )
     add = parser.add_argument

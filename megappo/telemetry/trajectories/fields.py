@@ -1,4 +1,4 @@
-"""Format of a run's trajectories: RUN/trajectories/step_000010.jsonl, one JSON object per sample; keys in docs/trajectories.md.
+"""Format of a run's trajectories: RUN/trajectories/step_000010.jsonl, one JSON object per sample; keys in docs/telemetry.md.
 
 `trainer/trajectories.py` writes it, `read.py` reads it. Format 1, before there was the key `format`, lacks the token texts, the
 mask and `finish`; its lists hold sampled tokens alone.
