@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness.experience_step import Cost, Shape, resident, responses_of, step, warm_up
 from benchmarks.harness.model import Mistake
 from megappo.parallel.device import world_group
-from megappo.runtime.freed_memory import keep_freed_memory
+from megappo.runtime.libraries import keep_freed_memory
 from megappo.trainer.experience.route import GroupWire
 
 TOKENS_IN_ALL = 6 << 20  # of the repetitions: at least FEWEST, at most MOST

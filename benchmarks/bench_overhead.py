@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megappo.commands.launch.local import HOST, loopback_store
-from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.libraries import quiet_libraries
 from scripts.quickstart_model import VOCAB_SIZE, llama_config
 
 RANKS = 2

@@ -21,7 +21,7 @@ LOGITS = ("fp32", "bf16")
 
 def main() -> None:
     arguments = read_arguments()
-    from megappo.runtime.quiet import quiet_libraries
+    from megappo.runtime.libraries import quiet_libraries
 
     quiet_libraries()  # before Megatron-core is imported
     try:

@@ -9,7 +9,7 @@ import torch
 
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.vllm_process import require_vllm, vllm_running
-from megappo.runtime.garbage import collect_seldom
+from megappo.runtime.libraries import collect_seldom
 
 collect_seldom()
 for name in (

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.spawn import start_processes
 
 from megappo.commands.launch.local import loopback_store
-from megappo.runtime.garbage import collect_seldom, freeze_imports
+from megappo.runtime.libraries import collect_seldom, freeze_imports
 
 IMPORTED_ONCE = ["tests.imported_once"]
 

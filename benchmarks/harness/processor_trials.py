@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megappo.commands.tune.trials import Measured, Trial
-from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.libraries import quiet_libraries
 
 ROOT = Path(__file__).resolve().parents[2]
 

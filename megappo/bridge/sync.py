@@ -7,10 +7,11 @@ collective over the group.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,7 +32,6 @@ from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import hf_tensors
-from megappo.runtime.garbage import collections_paused
 
 # Of one rank, round and direction. Two rounds are in memory, each packed and received: at most 1 GiB beside the model.
 BUCKET_BYTES = 256 << 20
@@ -258,3 +258,19 @@ def _extents(moves: Sequence[Move]) -> dict[str, tuple[int, int, str]]:
 
 def _no_engine(move: Move, values: Tensor) -> None:
     raise AssertionError(f"{move.target} arrived on a rank without an engine")
+
+
+@contextlib.contextmanager
+def collections_paused() -> Iterator[None]:
+    """Context without collections of cycles; what is counted by references is freed as ever.
+
+    The plan of a push is some 100,000 tuples that stay and hold no cycle: without this, half of its time goes into visiting them,
+    and all that vLLM keeps with them, as they grow.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:  # not where the caller, or an outer context, has paused it
+            gc.enable()

@@ -43,7 +43,7 @@ from megappo.config.redaction import hide_secrets
 from megappo.runtime.exit_codes import DONE, FAILED, INTERRUPTED, MISTAKE, UNRECOVERABLE
 from megappo.runtime.failure import is_first_to_say
 from megappo.runtime.faults import Unrecoverable
-from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.libraries import quiet_libraries
 from megappo.runtime.run_time import is_fault
 from megappo.runtime.world import is_rank
 from megappo.telemetry.console import flush_output, lost_output, open_console

@@ -40,8 +40,7 @@ def train_rank(args: argparse.Namespace) -> int:
     ranks = world_size(config.run)
     prepared = prepare_run(config, ranks, device_of(config.run.device), resume=args.resume)
     _tell(f"{ranks} ranks; `megappo plan {args.config}` prints their layouts, memory and batches", prepared.notes)
-    from megappo.runtime.freed_memory import keep_freed_memory
-    from megappo.runtime.garbage import freeze_imports
+    from megappo.runtime.libraries import freeze_imports, keep_freed_memory
     from megappo.trainer.main import train
 
     keep_freed_memory()
@@ -68,7 +67,7 @@ def sft_rank(args: argparse.Namespace) -> int:
     checked = check_sft(config, ranks, device_of(config.run.device))
     data = load_sft_data(config, checked.arch)
     _tell(f"{ranks} ranks, {checked.layout}; {data.demonstrations.summary()}", (*checked.notes, *data.notes))
-    from megappo.runtime.garbage import freeze_imports
+    from megappo.runtime.libraries import freeze_imports
     from megappo.trainer.sft import train_sft
 
     freeze_imports()

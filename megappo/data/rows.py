@@ -25,8 +25,7 @@ from megappo.data.cache import Cache, Key, content_of, digest, hash_of_modules, 
 from megappo.data.prompts import Record, record_name
 from megappo.data.sources import Source
 from megappo.data.tokenizers import Tokenizer
-from megappo.runtime.helpers import end_with
-from megappo.runtime.workers.process import FAILED, WorkerDied, WorkerProcess
+from megappo.runtime.helper_process import FAILED, HelperDied, HelperProcess, end_with
 
 RECORDS, FACTS = "records.arrow", "facts.json"
 ALONE = 200_000  # records that are tokenised in this process: a few times as long as others take to load a tokenizer
@@ -213,10 +212,10 @@ def usable_processes() -> int:
 
 def _encode_elsewhere(job: _Job, starts: Sequence[int]) -> None:
     """Encode by a process of its own, which divides the work: a rank with threads and devices must not be forked."""
-    mapper = WorkerProcess(partial(_mapper, job), None)
+    mapper = HelperProcess("data", partial(_mapper, job), None)
     try:
         word, said = mapper((list(starts), usable_processes()))
-    except WorkerDied as died:
+    except HelperDied as died:
         raise RuntimeError(f"data: the process that encoded records {died}; start again") from None
     finally:
         mapper.close()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from megappo.config.role_sections import RoleConfig, key_of_role
-from megappo.runtime.transformer_engine import import_fault
+from megappo.runtime.libraries import import_fault
 
 Implementation = Literal["transformer_engine", "local"]
 Requested = Literal["auto", "transformer_engine", "local"]

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.vllm_options import see_each_other
-from megappo.runtime.garbage import collect_seldom, freeze_imports
+from megappo.runtime.libraries import collect_seldom, freeze_imports
 from megappo.runtime.versions import pinned
 
 _ENVIRONMENT = {

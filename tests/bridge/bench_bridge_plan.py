@@ -28,12 +28,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness.model import Mistake
 from megappo.bridge.plan import Ends, RankPlan, plan_rank
 from megappo.bridge.rounds import agree_rounds
-from megappo.bridge.sync import BUCKET_BYTES
+from megappo.bridge.sync import BUCKET_BYTES, collections_paused
 from megappo.bridge.target import Target
 from megappo.bridge.verify import Checksums
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
-from megappo.runtime.garbage import collections_paused
 from tests.bridge.engines import engine_destination
 from tests.bridge.geometries import DEEPSEEK_V3, QWEN3_235B, large_ends
 

@@ -426,16 +426,13 @@ def test_the_schedule_is_that_of_megatron(shape: Any, warmup: int, total: int) -
 
 RANK_IMPORTS = """
 import sys
-from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.libraries import quiet_libraries
 quiet_libraries()
 import megappo.trainer.main, megappo.engine.build
-assert not {"transformers", "wandb", "torch._inductor.compile_fx"} & set(sys.modules)
-from megatron.core import timers
-assert timers.wandb is None
-import wandb  # it is installed, so that Megatron-core's own import would have found it; other code may import it
+assert "transformers" not in sys.modules
 """
 
 
-def test_a_run_of_megatron_models_imports_neither_transformers_nor_wandb_nor_torchs_compiler() -> None:
+def test_a_run_of_megatron_models_imports_no_transformers() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", RANK_IMPORTS], cwd=Path(__file__).parents[2], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

@@ -14,8 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from megappo.runtime.garbage import freeze_imports
-from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.libraries import freeze_imports, quiet_libraries
 
 
 def rank_main(rank: int, world_size: int, folder: Path) -> None:

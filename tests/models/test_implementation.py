@@ -21,7 +21,7 @@ from megappo.models.implementation import (
     implementation_of_role,
     transformer_engine_fault,
 )
-from megappo.runtime.transformer_engine import import_fault
+from megappo.runtime.libraries import import_fault
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
 from tests.commands.plan.checkpoints import write_run
 
@@ -99,7 +99,7 @@ def test_a_broken_one_does_not_take_megatron_along(tmp_path) -> None:
     use = "import megatron.core.extensions.transformer_engine as t; assert not t.HAVE_TE"
     # Commands that reach Megatron-core before they choose layers: verify, generate, export, trials.
     start = (
-        "from megappo.runtime.quiet import quiet_libraries as q; q(); "
+        "from megappo.runtime.libraries import quiet_libraries as q; q(); "
         "import megappo.commands.verify.world, megappo.commands.generate.answer"
     )
     for source, code in ((f"{ask}\n{use}", 0), (f"{start}\n{use}", 0), (use, 1)):

@@ -22,9 +22,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.runtime.garbage import freeze_imports
 from megappo.runtime.helper_process import end_with
-from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.libraries import freeze_imports, quiet_libraries
 
 LONGEST_REQUEST = 1 << 20  # bytes: a command line and a few variables
 

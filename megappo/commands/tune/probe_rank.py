@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.libraries import quiet_libraries
 from megappo.telemetry.console import keep_console
 
 

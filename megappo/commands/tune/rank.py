@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megappo.commands.tune.trials import world_folder
 from megappo.runtime.failure import ATTEMPT_DIR, record_exceptions
-from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.libraries import quiet_libraries
 from megappo.runtime.world import join_srun
 from megappo.telemetry.console import keep_console
 

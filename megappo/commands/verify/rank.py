@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.libraries import quiet_libraries
 from megappo.telemetry.console import keep_console
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from megappo.runtime.quiet import quiet_libraries
+from megappo.runtime.libraries import quiet_libraries
 
 
 def forget_sequence_parallel_sums() -> None:
