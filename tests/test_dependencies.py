@@ -127,6 +127,21 @@ def module_faults(path: str, source: str) -> set[str]:
 RULES = (room_faults, folder_faults, library_faults, module_faults)
 
 
+def strangers_to_all(source: str, modules: set[str]) -> set[str]:
+    """Modules of megappo that the source imports and that do not exist: late imports show only when they run."""
+    named = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.module}
+    return {name for name in named if name.split(".")[0] == "megappo" and name not in modules}
+
+
+def test_every_import_of_the_package_exists() -> None:
+    root = PACKAGE.parent
+    modules = {".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for p in MODULES}
+    files = [*MODULES, *(path for part in ("tests", "scripts", "benchmarks", "examples") for path in (root / part).rglob("*.py"))]
+    found = {str(path.relative_to(root)): strangers_to_all(path.read_text(encoding="utf-8"), modules) for path in files}
+    assert {path: names for path, names in found.items() if names} == {}
+    assert strangers_to_all("def f():\n    from megappo.gone import x", modules) == {"megappo.gone"}
+
+
 def test_every_module_imports_only_what_its_place_may() -> None:
     sources = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in MODULES}
     inside = {path: source for path, source in sources.items() if "/" in path}

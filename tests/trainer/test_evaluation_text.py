@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megappo.commands.evaluate import results_table
-
+from megappo.commands.eval.evaluate import results_table
 from megappo.trainer.evaluation import Evaluation
 from megappo.trainer.turn_report import Turns
 
