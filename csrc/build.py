@@ -20,8 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from csrc.toolkit import DEFAULT_ARCHS, BuildError, Torch, arch_flags, cuda_decision, cudart, toolkit_version
-from megappo.runtime.nvcc import nvcc_path
-from megappo.runtime.versions import pinned
+from megappo.runtime.versions import nvcc_path, pinned
 
 CSRC = Path(__file__).parent
 # Oldest torch whose stable ABI can load the library, for Python and for the headers (one byte per number, from the top).

@@ -1,5 +1,5 @@
-"""CUDA toolkit around nvcc (found by megappo/runtime/nvcc.py): its fit to the installed torch, architectures, the CUDA runtime to
-link.
+"""CUDA toolkit around nvcc (found by megappo/runtime/versions.py): its fit to the installed torch, architectures, the CUDA runtime
+to link.
 
 Environment: MEGAPPO_CUDA=0 leaves CUDA out, MEGAPPO_CUDA=1 makes a missing part an error. CUDA_HOME: toolkit to use instead of
 the nvcc on PATH.
@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megappo.runtime.nvcc import nvcc_path, release_of
-from megappo.runtime.versions import cuda_torch
+from megappo.runtime.versions import cuda_torch, nvcc_path, release_of
 
 # SASS of Ampere and Ada (8.x) and of Hopper, whose kernels want 9.0a, which runs on no other GPU; the PTX serves all newer ones:
 # the driver compiles it at the first use (2 s by ptxas for sm_100) and keeps the result. PTX costs 4 % of the objects' size and

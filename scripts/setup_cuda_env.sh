@@ -86,7 +86,7 @@ if [ -n "$transformer_engine" ] && ! "$venv/bin/python" -c 'import transformer_e
 fi
 
 "$venv/bin/python" scripts/gpu_stack/sync.py "$venv/src" >/dev/null
-sources() { cd "$venv/src"; for file in setup.py pyproject.toml megappo/runtime/versions.py megappo/runtime/nvcc.py; do [ ! -e $file ] || cat $file; done
+sources() { cd "$venv/src"; for file in setup.py pyproject.toml megappo/runtime/versions.py megappo/runtime/versions.py; do [ ! -e $file ] || cat $file; done
   find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; "$nvcc" --version; echo "${MEGAPPO_CUDA_ARCHS:-}"; }
 built="$venv/.megappo-built-$( (sources) | hash_of)"
 if [ ! -e "$built" ]; then

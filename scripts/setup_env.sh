@@ -12,7 +12,7 @@ want=base
 [ "${1:-}" = "--test" ] && want=test
 
 # The mark names what is installed; a change of the lists installs again.
-mark_of() { { cat scripts/setup_env.sh setup.py pyproject.toml megappo/runtime/versions.py megappo/runtime/nvcc.py requirements/*.txt; find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; } | sha256sum | cut -c1-16; }
+mark_of() { { cat scripts/setup_env.sh setup.py pyproject.toml megappo/runtime/versions.py megappo/runtime/versions.py requirements/*.txt; find csrc -type f -not -path '*/__pycache__/*' | sort | xargs cat; } | sha256sum | cut -c1-16; }
 sum=$(mark_of)
 mark="$venv/.megappo-$want-$sum"
 if [ -e "$mark" ] || [ -e "$venv/.megappo-test-$sum" ]; then exit 0; fi  # what the tests need includes what a run needs

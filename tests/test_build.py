@@ -27,7 +27,7 @@ from csrc.toolkit import (
     toolkit_version,
 )
 from megappo.ops.implementations import LIBRARY
-from megappo.runtime.nvcc import nvcc_path
+from megappo.runtime.versions import nvcc_path
 
 ROOT = Path(__file__).parent.parent
 CPU_TORCH = Torch(Path(), Path(), "2.13.0+cpu", None)

@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.harness.model import Absent, Calls, Candidate
 from megappo.ops import dispatch
 from megappo.ops.implementations import Kernels
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 
 IMPLEMENTATIONS: tuple[Kernels, ...] = ("cuda", "cpp", "triton", "reference")
 Names = Sequence[str]

@@ -10,7 +10,7 @@ from megappo.checkpoint.contents import require_complete
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.manifest import MANIFEST, Manifest, find_wrong_content, find_wrong_size, read_manifest
 from megappo.checkpoint.remote import storage_of
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 
 _STEP = re.compile(r"step-(\d+)")
 

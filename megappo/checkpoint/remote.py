@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.manifest import MANIFEST, list_files
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 
 COPY_S = 600.0
 """Seconds that a run that ends waits for its last copies: a node's time is worth more than a checkpoint that the disk has too."""

@@ -40,11 +40,9 @@ from megappo.commands import (
 from megappo.commands.parser import Parser, Run
 from megappo.config.errors import ConfigError
 from megappo.config.redaction import hide_secrets
-from megappo.runtime.exit_codes import DONE, FAILED, INTERRUPTED, MISTAKE, UNRECOVERABLE
+from megappo.runtime.ending import DONE, FAILED, INTERRUPTED, MISTAKE, UNRECOVERABLE, Unrecoverable, is_fault
 from megappo.runtime.failure import is_first_to_say
-from megappo.runtime.faults import Unrecoverable
 from megappo.runtime.libraries import quiet_libraries
-from megappo.runtime.run_time import is_fault
 from megappo.runtime.world import is_rank
 from megappo.telemetry.console import flush_output, lost_output, open_console
 

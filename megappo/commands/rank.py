@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megappo.commands.prepared import device_of, leave_world, local_models
 from megappo.config.errors import ConfigError
-from megappo.runtime.exit_codes import DONE
+from megappo.runtime.ending import DONE
 from megappo.runtime.life import LAUNCHER_LISTENS
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def sft_rank(args: argparse.Namespace) -> int:
 def _enter(stop: StopRequest | None = None) -> None:
     """Set up tracebacks and signals of a rank, and its end with its launcher, before anything heavy is imported."""
     from megappo.runtime.failure import record_exceptions
-    from megappo.runtime.parent import end_with_launcher
+    from megappo.runtime.world import end_with_launcher
 
     end_with_launcher()
     if stop is not None:

@@ -22,7 +22,18 @@ from typing import Any
 
 from blake3 import blake3
 
-from megappo.runtime.cache_dir import VARIABLE, cache_dir
+VARIABLE = "MEGAPPO_CACHE"
+
+
+def cache_dir() -> Path:
+    """MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo; it need not exist. ValueError if the user has no home."""
+    if folder := os.environ.get(VARIABLE):
+        return Path(folder)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megappo"
+    except RuntimeError:  # a container's user without a name, and no HOME
+        raise ValueError(f"no home directory for the cache of prepared data: set {VARIABLE} to a folder of yours") from None
+
 
 KEPT_DAYS = 90  # entries that nobody has opened for so long are removed when another is made
 ABANDONED_S = 7 * 86400.0  # folders of killed processes: none prepares data for so long

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megappo.runtime.error_text import first_line
-from megappo.runtime.json_object import NestedTooDeeply, parse_object
+from megappo.runtime.messages import NestedTooDeeply, first_line, parse_object
 
 Record = dict[str, Any]
 

@@ -16,8 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from megappo.runtime.error_text import first_line
-from megappo.runtime.json_object import parse_object
+from megappo.runtime.messages import first_line, parse_object
 
 Message = Mapping[str, str]
 

@@ -22,8 +22,8 @@ from megappo.models.pieces import PieceMap
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.placement import Placement
 from megappo.parallel.shares import Shares, shares_of
-from megappo.runtime.faults import Unrecoverable
-from megappo.runtime.ranks import name_ranks
+from megappo.runtime.ending import Unrecoverable
+from megappo.runtime.messages import name_ranks
 
 # Skipped steps in a row after which the run stops: a diverged model does not recover by itself.
 MAX_SKIPPED_STEPS = 3

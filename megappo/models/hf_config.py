@@ -14,7 +14,7 @@ from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.families.registry import FAMILIES, NotImplementedByFamilies, family_of, wrapped_families
 from megappo.models.family import Family, Window
 from megappo.models.fp8 import read_fp8
-from megappo.runtime.json_object import parse_object
+from megappo.runtime.messages import parse_object
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

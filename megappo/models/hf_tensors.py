@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from megappo.models.fp8 import FP8, SCALE_SUFFIX, Dequantised, read_fp8
 from megappo.models.hf_config import read_config
-from megappo.runtime.json_object import parse_object
+from megappo.runtime.messages import parse_object
 
 if TYPE_CHECKING:  # a configuration is refused without loading torch
     from torch import Tensor

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 
 Kernels = Literal["auto", "cpp", "triton", "cuda", "reference"]
 # What `auto` tries, best first.

@@ -26,7 +26,7 @@ from megappo.ops.advantages import token_advantages
 from megappo.ops.implementations import ORDER, interpreted, missing
 from megappo.ops.linear_logprob import linear_logprob
 from megappo.ops.losses import policy_loss, value_loss
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 
 logger = logging.getLogger(__name__)
 

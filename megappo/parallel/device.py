@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.parallel import cpu_patches
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Names of the configuration -> torch types."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.parallel.device import ranks_of_run
-from megappo.runtime.ranks import name_ranks, ranks_by_value
+from megappo.runtime.messages import name_ranks, ranks_by_value
 
 # Seconds after which a waiting rank leaves a mark for the message about those that are missing. Meetings are shorter as a rule
 # and leave none.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megappo.parallel.layout import ParallelLayout
-from megappo.runtime.ranks import name_ranks
+from megappo.runtime.messages import name_ranks
 
 
 @dataclass(frozen=True)

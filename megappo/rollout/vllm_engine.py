@@ -46,7 +46,7 @@ from megappo.rollout.vllm_process import (
     unlink_shared_memory,
     vllm_running,
 )
-from megappo.runtime.ranks import name_ranks
+from megappo.runtime.messages import name_ranks
 
 
 class VllmEngine:

@@ -5,7 +5,7 @@
     rank-3.stacks      stacks of all threads, of a run that hung (`runtime/watchdog.py`)
     rank-3.late.stacks the same, of a rank that could not be asked for them
     verdict.json       the rank that held it up, with the watchdogs' report
-    rank-3.section     section of work of a rank that was killed, which removes it otherwise (`runtime/last_section.py`)
+    rank-3.section     section of work of a rank that was killed, which removes it otherwise (`runtime/sections.py`)
     rank-3.exit        exit code, time (ns), step and node, written by the shell that starts the rank; absent if the shell was
                        killed with the rank
 
@@ -28,9 +28,9 @@ from pathlib import Path
 from textwrap import shorten
 from types import TracebackType
 
-from megappo.runtime.exit_codes import FAILED, KILLED, describe_exit
-from megappo.runtime.last_section import last_section
+from megappo.runtime.ending import FAILED, KILLED, describe_exit
 from megappo.runtime.life import LAUNCHER_LISTENS
+from megappo.runtime.sections import last_section
 from megappo.runtime.verdict import VERDICT
 
 ATTEMPT_DIR = "MEGAPPO_ATTEMPT_DIR"

@@ -25,7 +25,7 @@ from types import TracebackType
 
 from megappo.config.redaction import hide_secrets
 from megappo.config.run_directory import LEASE
-from megappo.runtime.exit_codes import UNRECOVERABLE
+from megappo.runtime.ending import UNRECOVERABLE
 from megappo.runtime.lease_record import (
     LeaseRecord,
     claim_after,

@@ -18,7 +18,7 @@ import warnings
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 
 _EXPECTED_WARNINGS = (
     # Megatron-core's imports without TransformerEngine and Apex: the local layers are chosen on purpose.

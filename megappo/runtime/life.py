@@ -1,21 +1,49 @@
 """Signs of life of the ranks to the launcher on their machine, which ends a rank whose own watchdog can no longer run.
 
 Ranks watch each other (`watchdog.py`). A rank alone in its world has nobody, and where C code blocks the interpreters of all ranks
-there is nobody left: the launcher, in whose process the job's store lives, then ends them. Imports no torch.
+there is nobody left: the launcher, in whose process the job's store lives, then ends them. Also how a process that
+hangs is ended from outside: its stacks first, then SIGKILL for it and all that it started. Imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
-from megappo.runtime.kill import dump_stacks_of, kill_with_children
+import psutil
+
 from megappo.runtime.sections import AwakeClock, Where
 from megappo.runtime.verdict import LAUNCHER, Member, Verdict, judge, record_verdict
+
+# Dumps the stacks of a process whose interpreter is blocked, or that was stopped; Slurm and torch use other signals.
+DUMP_SIGNAL = signal.SIGUSR2
+_DUMP_S = 0.3
+
+
+def dump_stacks_of(pid: int) -> None:
+    """Let a rank write its stacks, even if it was stopped or its interpreter is blocked."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, DUMP_SIGNAL)
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(_DUMP_S)
+
+
+def kill_with_children(pid: int) -> None:
+    """SIGKILL a process after all that it started: a reward's worker, a compiler."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for started in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(started.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
 
 LAUNCHER_LISTENS = "MEGAPPO_LAUNCHER_LISTENS"  # set for ranks whose launcher reads their signs of life
 _DONE = b"done"

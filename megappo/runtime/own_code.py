@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megappo.runtime.frames import Place
 from megappo.runtime.lease_record import started_of
-from megappo.runtime.ranks import name_ranks, ranks_by_value
+from megappo.runtime.messages import name_ranks, ranks_by_value
 from megappo.runtime.sections import Where
 
 VERDICT = "verdict.json"

@@ -1,8 +1,15 @@
 """Versions that megappo is tested with: the one table of ranges and of exact versions.
 
-`setup.py`, csrc/ and the scripts that make environments read this file before megappo or anything else is installed: it imports
-nothing.
+`setup.py`, csrc/ and the scripts that make environments read this file before megappo or anything else is installed: the standard
+library alone. Also the choice of the nvcc that compiles the CUDA kernels.
 """
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
 
 PYTHON = ">=3.11,<3.13"
 
@@ -65,3 +72,17 @@ def pinned(name: str) -> str:
 def cuda_torch() -> str:
     """The same for a torch with CUDA: three equal signs take no local version, so no +cpu build, however pip is configured."""
     return f"torch==={EXACT['torch']}"
+
+
+def nvcc_path() -> str | None:
+    """nvcc of CUDA_HOME, else on PATH, else None."""
+    home = os.environ.get("CUDA_HOME")
+    if home and (Path(home) / "bin/nvcc").exists():
+        return str(Path(home) / "bin/nvcc")
+    return shutil.which("nvcc")
+
+
+def release_of(said: str) -> str | None:
+    """CUDA's version, like "13.0", in what `nvcc --version` prints; None if it names none."""
+    found = re.search(r"release (\d+\.\d+)", said)
+    return found.group(1) if found else None

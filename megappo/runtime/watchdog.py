@@ -31,12 +31,10 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.runtime.error_text import first_line
 from megappo.runtime.frames import main_thread_place, place_of
-from megappo.runtime.kill import DUMP_SIGNAL, dump_stacks_of, kill_with_children
-from megappo.runtime.last_section import SectionFile
-from megappo.runtime.life import SignOfLife, Store
-from megappo.runtime.sections import AwakeClock, Sections, Where
+from megappo.runtime.life import DUMP_SIGNAL, SignOfLife, Store, dump_stacks_of, kill_with_children
+from megappo.runtime.messages import first_line
+from megappo.runtime.sections import AwakeClock, SectionFile, Sections, Where
 from megappo.runtime.verdict import VERDICT, Member, Report, Sighting, Verdict, judge, record_verdict
 
 # Seconds for the exchange after a verdict: every rank answers within a beat, the store in milliseconds.

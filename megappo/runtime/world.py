@@ -2,17 +2,22 @@
 
 torchrun describes the world in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. For the tasks of a
 Slurm step the same six are derived here from Slurm's variables, alike on every rank and without a request to Slurm's controller.
-Runs before torch is imported.
+Also what a launcher tells its ranks, and their end with it: killed, it cannot end them, and they would train on alone. Runs before
+torch is imported.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from megappo.config.run_sections import RunConfig
+from megappo.runtime.helper_process import end_with
+from megappo.runtime.lease import LAUNCHER_VARIABLE
+from megappo.runtime.lease_record import started_of
 
 # Below the ephemeral ports of Linux (32768 and up), so that no outgoing connection holds one by chance.
 FIRST_PORT, NUM_PORTS = 10000, 20000
@@ -175,3 +180,28 @@ def tasks_per_node(text: str) -> list[int]:
             raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text}: not in the form 2(x3),1")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
+
+
+# Steps, separated by commas, from the launcher or the job script to the ranks; not for users, hence no option.
+SKIP_STEPS = "MEGAPPO_SKIP_STEPS"
+
+
+def steps_to_skip() -> frozenset[int]:
+    """Steps that this attempt must not resume from."""
+    return frozenset(int(step) for step in os.environ.get(SKIP_STEPS, "").split(",") if step)
+
+
+def end_with_launcher(env: Mapping[str, str] = os.environ) -> None:
+    """Let the kernel kill this rank when its parent ends: torchrun, or the shell of a Slurm task.
+
+    Ranks that somebody starts by hand, with RANK in the environment of a shell, are left alone: the shell may end before them.
+    """
+    if sys.platform != "linux" or not ("TORCHELASTIC_RUN_ID" in env or SlurmTask.of(env) is not None):
+        return
+    launcher = env.get(LAUNCHER_VARIABLE)
+    # By SIGKILL: TERM asks for a checkpoint, which ranks without a launcher could not agree on.
+    end_with(os.getppid())
+    # The parent may be another process by now, which has taken over the ranks of a launcher that ended before the call.
+    if launcher is not None and started_of(int(launcher)) is None:
+        print("megappo: the launcher of this rank has ended", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -30,7 +30,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement
 from megappo.rewards.compose import RewardError
 from megappo.rollout.types import EnvironmentFault
-from megappo.runtime.faults import Unrecoverable
+from megappo.runtime.ending import Unrecoverable
 from megappo.runtime.sections import CHECKPOINT, Sections
 from megappo.runtime.signals import StopRequest
 from megappo.telemetry.metrics import Metric

@@ -41,13 +41,13 @@ from megappo.rewards.scorer import Scorer
 from megappo.rollout.build import PolicyPlace, build_rollout
 from megappo.rollout.environment import with_environment
 from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.runtime.ending import input_accepted
 from megappo.runtime.lease import Lease
 from megappo.runtime.permissions import apply_permissions
-from megappo.runtime.run_time import input_accepted
 from megappo.runtime.sections import EXPORT
 from megappo.runtime.signals import StopRequest
-from megappo.runtime.skipped import steps_to_skip
 from megappo.runtime.watchdog import Watchdog
+from megappo.runtime.world import steps_to_skip
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.progress import columns_without_critic
 from megappo.telemetry.runlog import RunLog

@@ -18,8 +18,8 @@ from megappo.bridge.checksum import block_bytes, rectangle_sum
 from megappo.engine.base import Engine
 from megappo.models.pieces import Box, Piece, rectangle
 from megappo.parallel.consensus import raised_by_all
-from megappo.runtime.faults import ReplicaDrift
-from megappo.runtime.ranks import name_ranks, ranks_by_value
+from megappo.runtime.ending import ReplicaDrift
+from megappo.runtime.messages import name_ranks, ranks_by_value
 
 # Tensors named in the message.
 MAX_NAMED = 4

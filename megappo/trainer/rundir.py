@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megappo.config.run_directory import CHECKPOINTS, check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
-from megappo.runtime.ended import CONFIG, ENDED, Ended, record_end
+from megappo.runtime.ending import CONFIG, ENDED, Ended, record_end
 from megappo.runtime.lease import LEASE_VARIABLE, Lease
 from megappo.telemetry.jsonl import replace_file
 

@@ -19,8 +19,8 @@ from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.engine.whole_batch import pass_whole_batch
 from megappo.parallel.device import select_device, start_distributed
+from megappo.runtime.ending import input_accepted
 from megappo.runtime.permissions import apply_permissions
-from megappo.runtime.run_time import input_accepted
 from megappo.runtime.sections import EXPORT, Sections
 from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.log import configure_logging

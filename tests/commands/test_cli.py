@@ -11,8 +11,7 @@ import pytest
 
 from megappo.commands import cli, doctor, rank
 from megappo.config.errors import ConfigError
-from megappo.runtime.faults import Unrecoverable
-from megappo.runtime.run_time import input_accepted
+from megappo.runtime.ending import Unrecoverable, input_accepted
 from megappo.runtime.world import first_host
 from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from megappo.data import cache as module
-from megappo.data.cache import Cache, content_of
-from megappo.runtime.cache_dir import cache_dir
+from megappo.data.cache import Cache, cache_dir, content_of
 
 KEY = {"a": 1}
 

@@ -137,7 +137,7 @@ def non_finite(path: str, groups: Any) -> str:
 
 def drift(path: str, groups: Any, later: Any) -> str:
     """A bit of rank 3's copy differs; a role after it lives on other ranks too."""
-    from megappo.runtime.faults import ReplicaDrift
+    from megappo.runtime.ending import ReplicaDrift
     from megappo.trainer.replicas import ReplicaCheck
 
     engines = {}

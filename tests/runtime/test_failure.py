@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megappo.runtime.failure import ATTEMPT_DIR, KILL_GRACE_S, LOG_BYTES, first_failure, is_first_to_say
-from megappo.runtime.last_section import SectionFile, last_section
 from megappo.runtime.life import LAUNCHER_LISTENS
+from megappo.runtime.sections import SectionFile, last_section
 
 BEFORE, AT, AFTER = 1_000, 2_000, 3_000
 LATER = AFTER + int(KILL_GRACE_S * 1e9)  # when the script has killed the rest

@@ -24,7 +24,7 @@ from megappo.config.run_directory import LEASE, check_run_dir
 from megappo.config.run_sections import RunConfig
 from megappo.runtime import lease as module
 from megappo.runtime import lease_record
-from megappo.runtime.exit_codes import UNRECOVERABLE
+from megappo.runtime.ending import UNRECOVERABLE
 from megappo.runtime.lease import (
     LAUNCHER_VARIABLE,
     LEASE_VARIABLE,

@@ -15,7 +15,7 @@ from megappo.runtime.lease import LAUNCHER_VARIABLE
 
 RANK = """
 import time
-from megappo.runtime.parent import end_with_launcher
+from megappo.runtime.world import end_with_launcher
 end_with_launcher()
 print("ready", flush=True)
 time.sleep(60)

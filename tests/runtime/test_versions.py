@@ -61,6 +61,6 @@ def test_transformer_engine_is_built_in_the_exact_version_and_its_range_is_told(
 
 def test_the_table_and_nvcc_are_found_before_anything_is_installed() -> None:
     """As csrc/ and the scripts import them: without the packages of an environment."""
-    said = "import sys; from megappo.runtime import nvcc, versions; print(versions.pinned('torch'), 'torch' in sys.modules)"
+    said = "import sys; from megappo.runtime import versions; print(versions.pinned('torch'), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-S", "-c", said], cwd=ROOT, env={}, capture_output=True, text=True)
     assert done.stdout.split() == [pinned("torch"), "False"], done.stderr

@@ -29,8 +29,7 @@ from megappo.rewards.base import RewardError
 from megappo.rewards.inline import InlinePart
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.megatron_engine import MegatronRollout
-from megappo.runtime.ended import Ended, read_end, record_end
-from megappo.runtime.faults import Unrecoverable
+from megappo.runtime.ending import Ended, Unrecoverable, read_end, record_end
 from megappo.runtime.sections import AwakeClock, Sections
 from megappo.runtime.signals import StopRequest
 from megappo.trainer import checkpoints as module

@@ -9,7 +9,7 @@ from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
 from megappo.rollout.types import SamplingParams
-from megappo.runtime.faults import Unrecoverable
+from megappo.runtime.ending import Unrecoverable
 from megappo.trainer.experience.owners import Owners
 from megappo.trainer.finite_outputs import NonFiniteOutput, num_not_finite, require_finite_outputs
 from megappo.trainer.model_outputs import computing_ranks

@@ -39,7 +39,7 @@ def drifts(rank: int, path: str, cases: dict[str, tuple]) -> dict[str, list[str]
     from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
     from megappo.parallel.layout import ParallelLayout
-    from megappo.runtime.faults import ReplicaDrift, Unrecoverable
+    from megappo.runtime.ending import ReplicaDrift, Unrecoverable
     from megappo.trainer.replicas import ReplicaCheck
     from tests.engine.runs import build_roles
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megappo.checkpoint.errors import RefusedCheckpoint
 from megappo.commands.launch.restart import Start, next_start, saved_steps, set_aside
 from megappo.config.run_sections import RunConfig
-from megappo.runtime.ended import Ended, is_stopped, read_end, record_end
+from megappo.runtime.ending import Ended, is_stopped, read_end, record_end
 from megappo.runtime.lease import LEASE_VARIABLE, held_lease, read_lease
 from megappo.trainer.rundir import RunDir
 

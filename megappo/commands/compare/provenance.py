@@ -14,7 +14,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.redaction import redacted_values
 from megappo.config.run_directory import CHECKPOINTS, LAUNCHES
 from megappo.config.yaml_reader import parse_yaml
-from megappo.runtime.ended import CONFIG
+from megappo.runtime.ending import CONFIG
 
 ABSENT = "-"
 UNKNOWN = "?"

@@ -11,8 +11,7 @@ import subprocess
 from dataclasses import dataclass
 
 from megappo.ops.implementations import BUILD
-from megappo.runtime.nvcc import nvcc_path, release_of
-from megappo.runtime.versions import cuda_torch
+from megappo.runtime.versions import cuda_torch, nvcc_path, release_of
 
 # The first Linux driver of each major version of CUDA: it runs programs of every minor version of it.
 DRIVERS = {"12": "525.60.13", "13": "580.65.06"}

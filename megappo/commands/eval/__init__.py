@@ -7,7 +7,7 @@ import os
 
 from megappo.commands.parser import AddCommand
 from megappo.commands.prepared import device_of, leave_world, local_models, require_device
-from megappo.runtime.exit_codes import DONE
+from megappo.runtime.ending import DONE
 
 
 def add_command(command: AddCommand) -> None:
@@ -31,8 +31,7 @@ def main(args: argparse.Namespace) -> int:
     from megappo.commands.launch.local import start_ranks
     from megappo.config.loading import load_config
     from megappo.runtime.failure import record_exceptions
-    from megappo.runtime.parent import end_with_launcher
-    from megappo.runtime.world import is_rank, join_srun, world_size
+    from megappo.runtime.world import end_with_launcher, is_rank, join_srun, world_size
     from megappo.trainer.prepare.hub import local_overrides
 
     join_srun()

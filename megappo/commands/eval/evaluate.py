@@ -19,7 +19,7 @@ from megappo.engine.base import Engine
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.parallel.device import select_device, start_distributed
-from megappo.runtime.run_time import input_accepted
+from megappo.runtime.ending import input_accepted
 from megappo.telemetry.jsonl import replace_file
 from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import finite_or_none

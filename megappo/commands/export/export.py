@@ -21,7 +21,7 @@ from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend
 from megappo.parallel.device import select_device, start_alone
-from megappo.runtime.run_time import input_accepted
+from megappo.runtime.ending import input_accepted
 from megappo.trainer.average import AVERAGE, PolicyAverage
 from megappo.trainer.build_roles import spec_of_role
 from megappo.trainer.rundir import RunDir

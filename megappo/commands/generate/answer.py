@@ -21,7 +21,7 @@ from megappo.parallel.device import select_device, start_alone
 from megappo.rollout.build import build_rollout
 from megappo.rollout.generation import generate
 from megappo.rollout.types import SamplingParams
-from megappo.runtime.run_time import input_accepted
+from megappo.runtime.ending import input_accepted
 from megappo.trainer.experience.collect import make_requests
 
 

@@ -27,15 +27,14 @@ from megappo.config.loading import load_config
 from megappo.config.run_directory import check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import TrainConfig
-from megappo.runtime.ended import Ended, is_stopped, record_failure
-from megappo.runtime.exit_codes import FAILED, MISTAKE, STOPPED, UNRECOVERABLE
+from megappo.runtime.ending import FAILED, MISTAKE, STOPPED, UNRECOVERABLE, Ended, is_stopped, record_failure
 from megappo.runtime.failure import KILL_GRACE_S, Failure, first_failure
 from megappo.runtime.lease import Lease, LeaseHeld, refuse_if_held
 from megappo.runtime.permissions import apply_permissions
 from megappo.trainer.prepare.remote_run import fetch, find_copies
 
 REQUEUE = STOPPED  # the script's word for it, by `end`
-SKIPPED = "skipped_steps"  # file of an attempt's folder, which the script hands to the ranks (`runtime/skipped.py`)
+SKIPPED = "skipped_steps"  # file of an attempt's folder, which the script hands to the ranks (`runtime/world.py`)
 
 
 def check_start(run: RunConfig, *, resume: bool) -> Path:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from megappo.commands.launch.processes import NewProcesses, RankProcess, SharedImports, Starter
 from megappo.commands.launch.requests import Requests
-from megappo.runtime.exit_codes import FAILED, KILLED, UNRECOVERABLE, as_shell
+from megappo.runtime.ending import FAILED, KILLED, UNRECOVERABLE, as_shell
 from megappo.runtime.failure import ATTEMPT_DIR, KILL_GRACE_S, Failure, first_failure
 from megappo.runtime.life import LAUNCHER_LISTENS, Listener, Store
 

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from megappo.runtime.exit_codes import MISTAKE, as_shell, describe_exit
+from megappo.runtime.ending import MISTAKE, as_shell, describe_exit
 from megappo.runtime.world import SlurmTask, first_host, port_of
 
 # Seconds from the first failure to the kill of the other ranks: they may wait for the dead one for ever.

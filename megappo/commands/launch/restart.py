@@ -18,8 +18,8 @@ from pathlib import Path
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.config.run_directory import CHECKPOINTS, LAUNCHES, is_lease
-from megappo.runtime.ended import CONFIG, ENDED, is_stopped
-from megappo.runtime.skipped import SKIP_STEPS
+from megappo.runtime.ending import CONFIG, ENDED, is_stopped
+from megappo.runtime.world import SKIP_STEPS
 
 MAX_STARTS_AT_A_STEP = 3
 _STARTS = "attempts.jsonl"

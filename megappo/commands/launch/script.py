@@ -17,7 +17,7 @@ import jinja2
 from megappo.config.errors import ConfigError, show
 from megappo.config.paths import odd_character
 from megappo.config.redaction import hide_secrets
-from megappo.runtime.exit_codes import STOPPED
+from megappo.runtime.ending import STOPPED
 from megappo.runtime.failure import KILL_GRACE_S
 
 EXAMPLES = Path(__file__).parents[3] / "scripts" / "slurm"

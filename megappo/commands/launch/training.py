@@ -26,8 +26,7 @@ from megappo.commands.launch.restart import (
     saved_steps,
     set_aside,
 )
-from megappo.runtime.ended import Ended, is_stopped, read_end, record_failure
-from megappo.runtime.exit_codes import DONE, MISTAKE, STOPPED, UNRECOVERABLE
+from megappo.runtime.ending import DONE, MISTAKE, STOPPED, UNRECOVERABLE, Ended, is_stopped, read_end, record_failure
 from megappo.runtime.failure import ATTEMPT_DIR
 from megappo.runtime.verdict import VERDICT
 

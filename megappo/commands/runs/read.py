@@ -23,7 +23,7 @@ from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import BEST, MANIFEST
 from megappo.config.errors import ConfigError
 from megappo.config.run_directory import CHECKPOINTS, LAUNCHES
-from megappo.runtime.ended import CONFIG, ENDED, Ended, Outcome, read_end
+from megappo.runtime.ending import CONFIG, ENDED, Ended, Outcome, read_end
 from megappo.runtime.lease import LEASE, LeaseRecord, read_lease
 
 METRICS = "metrics.jsonl"

@@ -11,7 +11,7 @@ from typing import Any
 
 from megappo.commands.runs.read import Checkpoint, Run, find_runs, read_run
 from megappo.commands.runs.verify import checkpoints_of, exit_code, verify_checkpoint
-from megappo.runtime.ended import ENDED
+from megappo.runtime.ending import ENDED
 from megappo.runtime.lease import LEASE
 from megappo.telemetry.tables import GIB, MIB, figures, plain, table
 

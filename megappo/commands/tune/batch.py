@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megappo.commands.launch.local import start_ranks
 from megappo.commands.tune.trials import RUNNING, Failed, read_outcome, read_trial, world_folder, write_outcome
-from megappo.runtime.exit_codes import describe_exit
+from megappo.runtime.ending import describe_exit
 from megappo.runtime.failure import Failure, error_line, first_failure
 
 Start = Callable[[Path, Sequence[str]], int]

@@ -20,7 +20,7 @@ from megappo.commands.tune.search import Search
 from megappo.config.errors import ConfigError
 from megappo.config.output_file import check_output_file
 from megappo.config.schema import TrainConfig
-from megappo.runtime.run_time import input_accepted
+from megappo.runtime.ending import input_accepted
 from megappo.telemetry.hardware import dump_hardware, load_hardware
 
 

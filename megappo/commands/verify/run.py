@@ -28,7 +28,7 @@ from megappo.config.schema import TrainConfig
 from megappo.models.hf_config import read_arch
 from megappo.models.implementation import choose_implementation
 from megappo.parallel.layout import layout_of
-from megappo.runtime.run_time import input_accepted
+from megappo.runtime.ending import input_accepted
 from megappo.trainer.prepare.checks import check_kernels
 from megappo.trainer.prepare.layouts import check_layouts, model_paths, read_archs
 

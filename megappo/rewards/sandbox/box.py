@@ -20,7 +20,7 @@ from typing import Any
 import megappo
 from megappo.rewards.sandbox.root_folder import WORK
 from megappo.runtime.helper_process import deaf_to_stop
-from megappo.runtime.kill import kill_with_children
+from megappo.runtime.life import kill_with_children
 
 OUTPUT_BYTES = 1 << 20  # of stdout, and of any file that the code writes
 _RUNNER = Path(__file__).with_name("runner.py")

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from megappo.config.redaction import hide_secrets
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
 
 FINISH_S = {"finished": 60.0, "stopped": 15.0, "failed": 5.0}

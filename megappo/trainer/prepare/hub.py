@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from megappo.config.errors import ConfigError, problem
 from megappo.config.keys import keys_in, replaced, value_at
 from megappo.config.paths import NAMES_MODEL
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 
 Config = TypeVar("Config", bound=BaseModel)
 

@@ -30,8 +30,7 @@ from megappo.models.role_arch import arch_for
 from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.parallel.placement import Placement, placement_of
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
-from megappo.runtime.error_text import first_line
-from megappo.runtime.json_object import parse_object
+from megappo.runtime.messages import first_line, parse_object
 from megappo.trainer.prepare.model_rules import model_problems
 from megappo.trainer.prepare.reward_model import check_reward_model
 

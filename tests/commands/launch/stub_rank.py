@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from megappo.commands.launch.node import SHUTDOWN_S
-from megappo.runtime.ended import Ended, record_end
+from megappo.runtime.ending import Ended, record_end
 from megappo.runtime.failure import ATTEMPT_DIR, record_exceptions
 from megappo.runtime.world import join_srun
 

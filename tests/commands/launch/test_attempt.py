@@ -12,8 +12,7 @@ from megappo.commands.launch.restart import NoProgress
 from megappo.config.errors import ConfigError
 from megappo.config.run_directory import check_run_dir
 from megappo.config.run_sections import RunConfig
-from megappo.runtime.ended import Ended, read_end, record_end
-from megappo.runtime.exit_codes import FAILED, MISTAKE, STOPPED, UNRECOVERABLE
+from megappo.runtime.ending import FAILED, MISTAKE, STOPPED, UNRECOVERABLE, Ended, read_end, record_end
 from megappo.runtime.lease import Lease
 from tests.commands.plan.checkpoints import write_run
 
@@ -97,7 +96,7 @@ def test_attempts_that_slurm_requeued_itself_start_at_the_same_step_three_times_
 
 
 def test_a_checkpoint_from_which_three_attempts_failed_is_passed_over(run_dir: Path) -> None:
-    """The job script hands the file to the ranks (`runtime/skipped.py`)."""
+    """The job script hands the file to the ranks (`runtime/world.py`)."""
     for step in (5, 10):
         save(run_dir, step)
     skipped = []

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from megappo.commands.cli import build_parser
-from megappo.runtime import exit_codes
+from megappo.runtime import ending
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "launch.md").read_text()
@@ -35,7 +35,7 @@ def test_the_commands_of_the_page_use_options_that_exist() -> None:
 def test_every_exit_code_is_in_the_table() -> None:
     table = PAGE.split("## Exit codes")[1].split("\n\n")[1]
     codes = {int(code) for line in table.splitlines()[2:] for code in re.findall(r"\b\d+\b", line.split("|")[1])}
-    own = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
+    own = {value for name, value in vars(ending).items() if name.isupper() and isinstance(value, int)}
     assert codes == own | {128 + signal.SIGTERM}
 
 

@@ -22,8 +22,8 @@ from megappo.commands.launch.processes import NewProcesses
 from megappo.commands.launch.requests import AGAIN_S, Requests
 from megappo.commands.launch.restart import read_starts
 from megappo.parallel.device import select_device
-from megappo.runtime import ended
-from megappo.runtime.ended import read_end
+from megappo.runtime import ending
+from megappo.runtime.ending import read_end
 from megappo.runtime.failure import ATTEMPT_DIR, first_failure
 from tests.listening import listeners
 
@@ -227,7 +227,7 @@ def test_a_disk_that_has_gone_keeps_the_code_of_the_failure(world, tmp_path: Pat
     def run_and_lose_the_disk(*args) -> WorldEnd:
         end = run(*args)
         (run_dir / "config.yaml").touch()  # a run that has started, and whose checkpoints are not there
-        monkeypatch.setattr(ended, "record_end", fail)
+        monkeypatch.setattr(ending, "record_end", fail)
         return end
 
     def fail(*_) -> None:

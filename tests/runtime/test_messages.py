@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.runtime.error_text import first_line
+from megappo.runtime.messages import first_line
 
 ROOT = Path(__file__).parents[2]
 # An error's text that is cut to its first line by hand, as it stood in eight files.

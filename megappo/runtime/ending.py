@@ -1,0 +1,130 @@
+"""How a command, a rank and a run end: exit codes, the line between a mistake and a fault, and `ended.json`. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megappo.config.redaction import hide_secrets
+
+DONE = 0
+FAILED = 1  # ran and failed; a restart or a requeue may help
+MISTAKE = 2  # of the user: nothing was computed
+UNRECOVERABLE = 17  # would fail again in the same way (`Unrecoverable`, no progress): never started again
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: asked to stop, has saved, can be resumed
+INTERRUPTED = 128 + signal.SIGINT
+KILLED = 128 + signal.SIGKILL
+
+
+def describe_exit(exit_code: int) -> str:
+    """Put an exit code into words. exit_code: of a subprocess (-9) or of a shell (137)."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {exit_code}"
+
+
+def as_shell(exit_code: int) -> int:
+    """Exit code of a subprocess (-9) as a shell gives it (137)."""
+    return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+class Unrecoverable(RuntimeError):
+    """A fault that the same start would meet again: weights or gradients that are not finite, replicas that differ.
+
+    The command ends with exit code 17. A launcher or a job script that reads 17 neither restarts nor requeues the run: a person has
+    to look at the cause first.
+    """
+
+
+class ReplicaDrift(Unrecoverable):
+    """Ranks that must hold the same weights hold different ones; the message names role, parameter and ranks."""
+
+
+# A mistake of the user or a fault: before a command has accepted its input, a ValueError of megappo says what to change, in one
+# line with exit code 2. After it, nothing that the user wrote is wrong any more: a ValueError needs its traceback (exit code 1).
+_MARK = "_raised_on_accepted_input"
+
+
+@contextlib.contextmanager
+def input_accepted(*, unless: tuple[type[ValueError], ...] = ()) -> Iterator[None]:
+    """Context of all work on accepted input: a ValueError out of it is a fault.
+
+    unless: errors that still tell the user what to do, as where a command finds that nothing it may choose from works.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not isinstance(error, unless):
+            setattr(error, _MARK, True)  # not another type: callers and readers of the traceback get the error as it was raised
+        raise
+
+
+def is_fault(error: ValueError) -> bool:
+    """True if the error came out of `input_accepted`."""
+    return hasattr(error, _MARK)
+
+
+# How the run ended, in its directory; absent while it runs, and after a kill of all its processes. Rank 0 writes it when the run
+# has finished or was stopped on request, the launcher when the run has failed.
+ENDED = "ended.json"
+CONFIG = "config.yaml"  # resolved configuration of a run, in its directory from the start on
+
+Outcome = Literal["finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One end of a run.
+
+    step: last step of a run that finished or stopped; of a failed one that of its newest checkpoint, 0 without one. code: exit code
+    of the ranks. message: one line. signals: rank -> name of the signal that asked it to stop. time: seconds since the epoch.
+    """
+
+    outcome: Outcome
+    step: int
+    code: int = 0
+    message: str = ""
+    signals: Mapping[str, str] = field(default_factory=dict)
+    time: float = 0.0
+
+
+def record_end(run_dir: Path, end: Ended) -> None:
+    """Write ended.json with the present time, atomically: a reader sees the old one, or this one whole."""
+    content = {**asdict(end), "time": round(time.time(), 3), "message": hide_secrets(end.message)}
+    temporary = run_dir / f".{ENDED}.{os.getpid()}"
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, run_dir / ENDED)
+
+
+def record_failure(run_dir: Path, end: Ended) -> None:
+    """Record a failure, unless the run never began here or its end is known: a refused command leaves what it finds."""
+    try:
+        # Rank 0 removes the one record and writes the other file when it takes the directory.
+        if (run_dir / CONFIG).is_file() and not (run_dir / ENDED).exists():
+            record_end(run_dir, end)
+    except OSError as error:  # a full or lost disk, perhaps the cause of the failure, whose exit code counts
+        print(f"megappo: {run_dir / ENDED} cannot be written: {error.strerror}", file=sys.stderr)
+
+
+def read_end(run_dir: Path) -> Ended | None:
+    """Read how a run ended; None if it has not, or the file is not one of ours."""
+    try:
+        return Ended(**json.loads((run_dir / ENDED).read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+        return None
+
+
+def is_stopped(run_dir: Path) -> bool:
+    """True if the run was stopped on request, with a checkpoint, and not resumed since."""
+    end = read_end(run_dir)
+    return end is not None and end.outcome == "stopped"
