@@ -124,7 +124,15 @@ def module_faults(path: str, source: str) -> set[str]:
     }
 
 
-RULES = (room_faults, folder_faults, library_faults, module_faults)
+OBJECT_COLLECTIVES = re.compile(r"\.\s*((?:all_gather|gather|broadcast|scatter|send|recv)_object(?:_list)?)\b")
+
+
+def collective_faults(path: str, source: str) -> set[str]:
+    """Exchanges of Python objects outside parallel/, whose `gathered`, `told_by` and `raised_by_all` are the only ones."""
+    return set() if path.startswith("parallel/") else set(OBJECT_COLLECTIVES.findall(source))
+
+
+RULES = (collective_faults, room_faults, folder_faults, library_faults, module_faults)
 
 
 def strangers_to_all(source: str, modules: set[str]) -> set[str]:
@@ -153,6 +161,7 @@ def test_every_module_imports_only_what_its_place_may() -> None:
 def test_a_forbidden_import_is_detected() -> None:
     assert library_faults("trainer/ppo.py", "import megatron.core") == {"megatron"}
     assert library_faults("rollout/types.py", "def f():\n    from vllm import LLM") == {"vllm"}
+    assert collective_faults("trainer/watch.py", "dist.all_gather_object(found, own)") == {"all_gather_object"}
     assert room_faults("engine/megatron.py", "from megappo.algo.kl import FixedKL") == {"algo"}
     assert room_faults("algo/kl.py", "from megappo import ops\nimport megappo.data.packing") == {"ops", "data"}
     assert room_faults("config/checks.py", "def f():\n    import megappo.runtime.world") == {"runtime"}

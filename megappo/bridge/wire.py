@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megappo.parallel.consensus import gathered
+
 
 class Wire:
     """The ranks of a transfer and what they agree on. Methods are collective over the group.
@@ -38,9 +40,7 @@ class Wire:
         """Lines of all ranks, so that every rank raises or none. Costs one integer if there are none."""
         if not self.reduce([len(lines)], dist.ReduceOp.SUM)[0]:
             return []
-        gathered: list[list[str] | None] = [None] * len(self.peers)
-        dist.all_gather_object(gathered, list(lines), group=self.group)
-        return [line for part in gathered for line in part or []]
+        return [line for part in gathered(list(lines), self.group) for line in part]
 
 
 def _signed(value: int) -> int:

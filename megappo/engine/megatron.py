@@ -46,6 +46,7 @@ from megappo.models.naming import named_parameters
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import LOCAL_EMBEDDING, LOCAL_OUTPUT, LOCAL_VALUE_HEAD, VALUE_HEAD, piece_map
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
+from megappo.parallel.consensus import told_by
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
 
@@ -323,9 +324,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         if layout.pp == 1:
             assert names is not None
             return names
-        box = [names]
-        dist.broadcast_object_list(box, src=self.groups.world_rank(pp=layout.pp - 1), group=self.groups.everyone)
-        agreed = box[0]
+        agreed = told_by(self.groups.world_rank(pp=layout.pp - 1), names, self.groups.everyone)
         assert agreed is not None, "the last stage computed no loss"
         return agreed
 

@@ -19,6 +19,7 @@ from megappo.engine.offload import StorageOffload
 from megappo.engine.translation import Held, require_same_tensors, saved_by_another, saved_position, stored_boxes
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import PieceMap
+from megappo.parallel.consensus import gathered
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.placement import Placement
 from megappo.parallel.shares import Shares, shares_of
@@ -57,8 +58,7 @@ class SkippedSteps:
 def _non_finite_ranks(gradients: Mapping[str, Tensor], groups: ProcessGroups) -> str:
     """Tensors with such gradients, rank by rank. Collective over the role, on the host."""
     bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
-    found: list = [None] * groups.layout.world_size
-    dist.all_gather_object(found, (len(bad), bad[:MAX_NAMED]), group=groups.host)
+    found = gathered((len(bad), bad[:MAX_NAMED]), groups.host)
     at, ranks = groups.layout.coordinates, groups.placement.ranks
     named = [
         f"rank {ranks[position]} (stage {at(position).pp}, tp {at(position).tp}): {', '.join(names)}"

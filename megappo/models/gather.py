@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,22 +13,20 @@ from torch import Tensor
 
 from megappo.models.lora import Weights, part_of
 from megappo.models.pieces import Piece, as_2d
+from megappo.parallel.consensus import raised_by_all
 from megappo.parallel.groups import ProcessGroups
 
 
 def on_all_ranks(step: Callable[[], None], groups: ProcessGroups) -> None:
     """Run a step; if it fails on any rank of the role, each of them raises, so that none is left waiting."""
-    own: tuple[type, str] | None = None
-    try:
-        step()
-    except (ValueError, OSError, SafetensorError) as error:
-        own = (ValueError if isinstance(error, ValueError) else OSError, str(error))
-    outcomes: list[Any] = [None] * len(groups.placement)
-    dist.all_gather_object(outcomes, own, group=groups.host)
-    for rank, outcome in zip(groups.placement.ranks, outcomes):
-        if outcome is not None:
-            kind, text = outcome
-            raise kind(text if kind is ValueError else f"export on rank {rank}: {text}")
+
+    def named() -> None:
+        try:
+            step()
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"export on rank {dist.get_rank()}: {error}") from error
+
+    raised_by_all(named, ValueError, OSError, group=groups.host)
 
 
 class Gather:

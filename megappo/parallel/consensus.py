@@ -1,4 +1,5 @@
-"""Collective wrappers of work that may fail on one rank: every rank learns of the failure, and all raise or none.
+"""Collective wrappers of work that may fail on one rank: every rank learns of the failure, and all raise or none. Beside them, the
+exchanges of Python objects.
 
 They are collective over the world, or over the group that they are given. Messages name ranks of the world.
 A rank that raises alone leaves its peers waiting in the next collective until the timeout.
@@ -26,6 +27,32 @@ class RankFault(RuntimeError):
     """Failure on at least one rank, raised on all of them with the first failing rank's message."""
 
 
+def gathered(own: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """The objects of all ranks, in rank order, on every rank; [own] without a world. Collective; pickled, so keep them small."""
+    if group is None and place_in_world()[1] == 1:
+        return [own]
+    found: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def gathered_at(rank: int, own: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
+    """The objects of all ranks, in rank order, on this rank of the world, and none elsewhere. Collective as `gathered`."""
+    if group is None and place_in_world()[1] == 1:
+        return [own]
+    found: list | None = [None] * dist.get_world_size(group) if dist.get_rank() == rank else None
+    dist.gather_object(own, found, dst=rank, group=group)
+    return found or []
+
+
+def told_by(rank: int, own: Result, group: dist.ProcessGroup | None = None) -> Result:
+    """The object of this rank of the world, on every rank. Collective as `gathered`; `own` counts on that rank alone."""
+    box = [own]
+    if group is not None or place_in_world()[1] > 1:
+        dist.broadcast_object_list(box, src=rank, group=group)
+    return box[0]
+
+
 def on_every_rank(what: str, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
     """Run `action` on every rank; returns the results in rank order, on every rank. RankFault on all if one fails.
 
@@ -36,14 +63,12 @@ def on_every_rank(what: str, action: Callable[[], Result], group: dist.ProcessGr
         result = action()
     except _FAULTS as error:
         fault, cause = f"{type(error).__name__}: {error}", error
-    ranks = dist.get_process_group_ranks(group)
-    outcomes: list = [None] * len(ranks)
-    dist.all_gather_object(outcomes, (result, fault), group=group)
-    faults = [f"rank {rank}: {text}" for rank, (_, text) in zip(ranks, outcomes) if text is not None]
+    outcomes = gathered((result, fault), group)
+    faults = [f"rank {rank}: {text}" for rank, (_, text) in zip(dist.get_process_group_ranks(group), outcomes) if text is not None]
     if faults:
         # cause: this rank's own error, None on ranks that did not fail.
         raise RankFault(f"{what} failed on {len(faults)} of {len(outcomes)} ranks; {faults[0]}") from cause
-    return [value for value, _ in outcomes]
+    return [cast(Result, value) for value, _ in outcomes]
 
 
 def on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
@@ -64,8 +89,8 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     return tally([flag], group)[0] > 0
 
 
-def raised_by_all(action: Callable[[], Result], *kinds: type[Exception]) -> Result:
-    """Run `action`, and raise its first rank's error of these kinds on all ranks of the world. Collective, also if it raises.
+def raised_by_all(action: Callable[[], Result], *kinds: type[Exception], group: dist.ProcessGroup | None = None) -> Result:
+    """Run `action`, and raise its first rank's error of these kinds on all ranks. Collective, also if it raises.
 
     For work of which each rank, or each role's ranks, do a part: `action` may exchange among ranks that raise together.
     """
@@ -74,24 +99,20 @@ def raised_by_all(action: Callable[[], Result], *kinds: type[Exception]) -> Resu
         result = action()
     except kinds as error:
         fault = error
-    raise_together(fault, *kinds)
+    raise_together(fault, *kinds, group=group)
     return cast(Result, result)
 
 
-def raise_together(fault: Exception | None, *kinds: type[Exception]) -> None:
-    """Raise the first rank's fault on all ranks of the world, if any has one. Collective: one small message without a fault.
+def raise_together(fault: Exception | None, *kinds: type[Exception], group: dist.ProcessGroup | None = None) -> None:
+    """Raise the first rank's fault on all ranks, if any has one. Collective: one small message without a fault.
 
     The first rank raises its own; others raise the first of `kinds` that it is, with its text.
     """
-    rank, world_size = place_in_world()
-    if not int(total(torch.tensor(int(fault is not None)))):
+    rank = place_in_world()[0]
+    if not (any_rank(fault is not None, group) if group is not None else int(total(torch.tensor(int(fault is not None))))):
         return
     mine = None if fault is None else (rank, next(index for index, kind in enumerate(kinds) if isinstance(fault, kind)), str(fault))
-    outcomes: list = [mine]
-    if world_size > 1:
-        outcomes = [None] * world_size
-        dist.all_gather_object(outcomes, mine)
-    first, kind, text = next(outcome for outcome in outcomes if outcome is not None)
+    first, kind, text = next(outcome for outcome in gathered(mine, group) if outcome is not None)
     if fault is not None and first == rank:
         raise fault
     raise kinds[kind](text) from fault

@@ -19,6 +19,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from megappo.parallel.consensus import gathered
 from megappo.rollout.turn import Turn
 from megappo.rollout.types import (
     Context,
@@ -285,8 +286,7 @@ class TurnsRollout:
         if not has_group:
             return [(response, answer, True) for response, answer in mine]
         # All ranks of a replica submit the same requests in the same order.
-        everywhere: list[list[tuple[Response, Answer]]] = [[]] * dist.get_world_size(self._group)
-        dist.all_gather_object(everywhere, mine, group=self._group)  # of the turns that ended now, tokens as arrays
+        everywhere = gathered(mine, self._group)  # of the turns that ended now, tokens as arrays
         own = dist.get_rank(self._group)
         return [(*pair, rank == own) for rank, theirs in enumerate(everywhere) for pair in theirs]
 

@@ -26,6 +26,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from megappo.parallel.consensus import gathered, told_by
 from megappo.rollout.process_state import EngineState
 from megappo.rollout.vllm_options import see_each_other
 from megappo.runtime.libraries import collect_seldom, freeze_imports
@@ -189,15 +190,12 @@ def vllm_running(own: EngineState, environment: Mapping[str, str]) -> Iterator[N
 
 def new_identity() -> str:
     """Make a name for one engine's shared memory, unique on the host. Collective."""
-    box = [f"megappo-{uuid.uuid4().hex}" if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    return told_by(0, f"megappo-{uuid.uuid4().hex}")
 
 
 def sees_peers(tp: int, device: torch.device) -> bool:
     """True if every rank sees the GPUs of the other ranks of its replica (`vllm_options.see_each_other`). Collective."""
-    places: list[tuple[str, int | None]] = [("", None)] * dist.get_world_size()
-    dist.all_gather_object(places, (socket.gethostname(), device.index))
+    places = gathered((socket.gethostname(), device.index))
     return device.type == "cpu" or see_each_other(tp, places)
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from megappo.config.errors import ConfigError
+from megappo.parallel.consensus import raised_by_all, told_by
 from megappo.trainer.prepare.hub import pinned_names, with_local_models, with_values
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -18,26 +19,14 @@ def local_models_of_ranks(config: Config) -> Config:
 
     A rank whose cache holds the commit, as that of a shared file system does, asks nothing; others download it.
     """
-    found: list = [None, None]
-    if dist.get_rank() == 0:
-        found = _attempt(config)
-    told: list = [pinned_names(config, found[0]) if found[0] is not None else None, found[1]]
-    dist.broadcast_object_list(told, src=0)
-    pins, fault = told
-    if fault is None and dist.get_rank() != 0:
-        found = _attempt(with_values(config, pins))
-    faults: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, fault or found[1])
-    for rank, text in enumerate(faults):
-        if text is not None:
-            raise ConfigError(text if rank == 0 else f"rank {rank}: {text}")
-    assert found[0] is not None, "without a fault there are directories"
-    return found[0]
+    rank = dist.get_rank()
+    first = raised_by_all(lambda: with_local_models(config) if rank == 0 else None, ConfigError)
+    pins = told_by(0, None if first is None else pinned_names(config, first))
 
+    def with_pins() -> Config:
+        try:
+            return with_local_models(with_values(config, pins or {}))
+        except ConfigError as error:
+            raise ConfigError(f"rank {rank}: {error}") from error
 
-def _attempt(config: BaseModel) -> list:
-    """[configuration, None], or [None, the reason against it]."""
-    try:
-        return [with_local_models(config), None]
-    except ConfigError as error:
-        return [None, str(error)]
+    return raised_by_all(lambda: with_pins() if first is None else first, ConfigError)

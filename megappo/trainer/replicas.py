@@ -17,7 +17,7 @@ from torch import Tensor
 from megappo.bridge.checksum import block_bytes, rectangle_sum
 from megappo.engine.base import Engine
 from megappo.models.pieces import Box, Piece, rectangle
-from megappo.parallel.consensus import raised_by_all
+from megappo.parallel.consensus import gathered, raised_by_all
 from megappo.runtime.ending import ReplicaDrift
 from megappo.runtime.messages import name_ranks, ranks_by_value
 
@@ -73,9 +73,8 @@ class Replicas:
         differ = [index for index, (a, b) in enumerate(zip(largest, smallest)) if a != b and a != _MIN]
         if not differ:
             return []
-        gathered: list = [None] * len(self._engine.placement)
-        dist.all_gather_object(gathered, {index: digests[index] for index in differ}, group=self._engine.host_group)
-        by_rank = dict(zip(self._engine.placement.ranks, gathered))
+        found = gathered({index: digests[index] for index in differ}, self._engine.host_group)
+        by_rank = dict(zip(self._engine.placement.ranks, found))
         return [f"{self._copies[index]}{kind} {_odd_ones(index, by_rank)}" for index in differ]
 
     def _digests(self, pieces: Iterable[Piece], tensors: Mapping[str, Tensor]) -> list[int]:
@@ -87,9 +86,9 @@ def _digest(piece: Piece, tensor: Tensor) -> int:
     return int(rectangle_sum(values, block_bytes(values.element_size(), [piece.box.cols])))
 
 
-def _odd_ones(index: int, gathered: Mapping[int, Mapping[int, list[int]]]) -> str:
+def _odd_ones(index: int, by_rank: Mapping[int, Mapping[int, list[int]]]) -> str:
     """Ranks whose copies differ from those of the most; all, if no copy is held by more ranks than another."""
-    values = {rank: tuple(found[index]) for rank, found in gathered.items() if found[index]}
+    values = {rank: tuple(found[index]) for rank, found in by_rank.items() if found[index]}
     groups = list(ranks_by_value(values).values())
     if len(groups) == 1:
         return f"differs between two places of {name_ranks(groups[0])}"

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import megappo
 from megappo.checkpoint.identity import identity_of_model, notable_changes
@@ -20,7 +19,7 @@ from megappo.config.role_sections import section_of
 from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import parse_yaml
 from megappo.data.prompts import PromptSet
-from megappo.parallel.consensus import warn_once
+from megappo.parallel.consensus import gathered, warn_once
 from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.evaluations import EvaluationSet
 from megappo.trainer.prepare.hub import commit_of
@@ -162,23 +161,24 @@ def require_equal_data(facts: Mapping[str, Any]) -> None:
 
     They are copies on the disks of the nodes then.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, facts["commits"])
+    compared = {name: facts[name] for name in ("commits", "environment", "data")}
+    ranks = gathered({**compared, "code": facts["reward"]["code"]})
+    everyone = [theirs["commits"] for theirs in ranks]
     for rank, commits in enumerate(everyone):
         if other := [role for role, commit in commits.items() if commit != everyone[0].get(role)]:
             raise ValueError(
                 f"{other[0]}.model: rank {rank} has another commit of it in its cache of the hub than rank 0; "
                 "name one (owner/name@COMMIT), or put HF_HOME on a file system that all nodes share"
             )
-    dist.all_gather_object(everyone, facts["reward"]["code"])
+    everyone = [theirs["code"] for theirs in ranks]
     for rank, code in enumerate(everyone):
         if other := [name for name, sha256 in code.items() if sha256 != everyone[0][name]]:
             raise ValueError(f"reward.parts: rank {rank} has another code of {other[0]} than rank 0; {_ONE_CODE}")
-    dist.all_gather_object(everyone, facts["environment"])
+    everyone = [theirs["environment"] for theirs in ranks]
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise ValueError(f"rollout.environment: rank {rank} has another code of it than rank 0; {_ONE_CODE}")
-    dist.all_gather_object(everyone, facts["data"])
+    everyone = [theirs["data"] for theirs in ranks]
     for rank, theirs in enumerate(everyone):
         sources = {f"data.{name}": (everyone[0][name], theirs[name]) for name in ("train", "eval")}
         sources |= {f"evaluations.{name}": (mine, theirs["evaluations"][name]) for name, mine in everyone[0]["evaluations"].items()}

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 from megappo.config.run_directory import CHECKPOINTS, check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
+from megappo.parallel.consensus import gathered, raised_by_all, told_by
 from megappo.runtime.ending import CONFIG, ENDED, Ended, record_end
 from megappo.runtime.lease import LEASE_VARIABLE, Lease
 from megappo.telemetry.jsonl import replace_file
@@ -57,16 +58,13 @@ class RunDir:
         """Record that the run ended after `step` because a rank was asked to stop. received: this rank's signal, if any.
         Collective.
         """
-        names: list = [None] * dist.get_world_size()
-        dist.all_gather_object(names, received.name if received else None)
+        names = gathered(received.name if received else None)
         asked = {str(rank): name for rank, name in enumerate(names) if name is not None}
         _on_rank_0(lambda: record_end(self.root, Ended("stopped", step, message="asked to stop", signals=asked)))
 
     def is_exported(self) -> bool:
         """True on all ranks if rank 0 sees `export`: the file systems of several nodes may differ. Collective."""
-        seen = [self.export.exists()]
-        dist.broadcast_object_list(seen, src=0)
-        return seen[0]
+        return told_by(0, self.export.exists())
 
     def export_replaced(self) -> Path:
         """A free name for the export that a resumed run replaces."""
@@ -111,15 +109,14 @@ class RunDir:
 
 
 def _on_rank_0(action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0; returns its result on every rank."""
-    outcome: list = [None, None]
-    if dist.get_rank() == 0:
+    """Run `action` on rank 0; returns its result on every rank. ValueError on all ranks."""
+
+    def attempt() -> Result | None:
         try:
-            outcome[0] = action()
-        except (ValueError, OSError) as error:
-            outcome[1] = str(error)
-    mine = outcome[0]
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise ValueError(outcome[1])
-    return mine if dist.get_rank() == 0 else outcome[0]
+            return action() if dist.get_rank() == 0 else None
+        except OSError as error:
+            raise ValueError(str(error)) from error
+
+    mine = raised_by_all(attempt, ValueError)
+    told = told_by(0, mine)
+    return cast(Result, mine if dist.get_rank() == 0 else told)

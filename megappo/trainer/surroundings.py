@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import TrainConfig
+from megappo.parallel.consensus import raised_by_all
 from megappo.trainer.prepare.data import EvaluationData, RunData
 from megappo.trainer.prepare.recorded import RecordedData
 from megappo.trainer.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
@@ -16,16 +17,14 @@ def require_surroundings(config: TrainConfig, data: RunData | RecordedData | Eva
 
     Rank 0 also opens the storage for copies of checkpoints, which it alone makes. Collective.
     """
-    fault = None
-    try:
-        require_isolation_here(config)
-        require_servers_here(data, resume=resume)
-        if dist.get_rank() == 0:
-            require_storage(config)
-    except ConfigError as error:
-        fault = str(error)
-    faults: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, fault)
-    for rank, found in enumerate(faults):
-        if found is not None:
-            raise ConfigError(f"rank {rank}: {found}")
+
+    def require() -> None:
+        try:
+            require_isolation_here(config)
+            require_servers_here(data, resume=resume)
+            if dist.get_rank() == 0:
+                require_storage(config)
+        except ConfigError as error:
+            raise ConfigError(f"rank {dist.get_rank()}: {error}") from error
+
+    raised_by_all(require, ConfigError)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megappo.data.prompts import Prompt
 from megappo.data.token_texts import response_text, special_ids, token_texts
 from megappo.data.tokenizers import Tokenizer
+from megappo.parallel.consensus import gathered_at
 from megappo.parallel.totals import place_in_world
 from megappo.telemetry.trajectories.fields import FORMAT, TOKEN_FIELDS, rounded
 from megappo.trainer.report import StepRecord
@@ -40,12 +40,9 @@ def trajectories_of(
     """
     places = {number: place for place, number in enumerate(record.experience.numbers.tolist())}
     rows = [_row(record, prompt_of(number), number, places[number], tokenizer) for number in drawn if number in places]
-    rank, world_size = place_in_world()
-    if world_size == 1:
+    if place_in_world()[1] == 1:
         return rows
-    gathered: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
-    dist.gather_object(rows, gathered if rank == 0 else None)  # a few rows, of which only rank 0 writes
-    return sorted((row for theirs in gathered for row in theirs), key=lambda row: row["sample"])
+    return sorted((row for theirs in gathered_at(0, rows) for row in theirs), key=lambda row: row["sample"])
 
 
 def _row(record: StepRecord, prompt: Prompt, number: int, index: int, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from megappo.config.role_sections import is_critic
 from megappo.config.schema import AlgorithmConfig, TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine
+from megappo.parallel.consensus import told_by
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
@@ -334,7 +335,5 @@ class Updates:
             return UpdateSummary()
         members = self._roles.shares[name].members
         if sum(map(len, members)) < place_in_world()[1]:
-            box = [self._summaries[name]]
-            dist.broadcast_object_list(box, src=members[0][0])  # some dozen numbers, and two for each expert
-            self._summaries[name] = box[0]
+            self._summaries[name] = told_by(members[0][0], self._summaries[name])  # some dozen numbers, and two for each expert
         return self._summaries[name]

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megappo.config.run_sections import TimeoutsConfig
+from megappo.parallel.consensus import gathered
 from megappo.runtime.failure import ATTEMPT_DIR
 from megappo.runtime.life import LAUNCHER_LISTENS, SignOfLife
 from megappo.runtime.verdict import Member
@@ -23,17 +24,16 @@ from megappo.runtime.watchdog import EXCHANGE_S, Watchdog
 def watched(timeouts: TimeoutsConfig, run_dir: Path) -> Iterator[Watchdog]:
     """Watch this rank inside. Collective. Stacks and verdict go to the attempt's folder, or to `stacks` below `run_dir`."""
     rank = dist.get_rank()
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (uuid.uuid4().hex, Member.of_process(rank, os.getpid())))
+    ranks = gathered((uuid.uuid4().hex, Member.of_process(rank, os.getpid())))
     store = None
-    if len(gathered) > 1:
+    if len(ranks) > 1:
         # A connection of its own: another thread's request may wait for minutes. Rank 0's name, as one world may run many times.
         default: Any = dist.distributed_c10d._get_default_store()  # the method is missing in torch's stub
-        store = dist.PrefixStore(f"megappo.watchdog.{gathered[0][0]}", default.clone())
+        store = dist.PrefixStore(f"megappo.watchdog.{ranks[0][0]}", default.clone())
     folder = Path(os.environ.get(ATTEMPT_DIR) or run_dir / "stacks")
     folder.mkdir(parents=True, exist_ok=True)
-    sign = _sign_of_life(rank, len(gathered), timeouts) if LAUNCHER_LISTENS in os.environ else None
-    with Watchdog(rank, [member for _, member in gathered], store, timeouts, folder, sign) as watchdog:
+    sign = _sign_of_life(rank, len(ranks), timeouts) if LAUNCHER_LISTENS in os.environ else None
+    with Watchdog(rank, [member for _, member in ranks], store, timeouts, folder, sign) as watchdog:
         yield watchdog
     if folder.parent == run_dir:
         with contextlib.suppress(OSError):  # not empty: another rank is still there, or an earlier attempt left its stacks

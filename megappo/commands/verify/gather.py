@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from megappo.engine.base import Engine
 from megappo.models.pieces import Box, Piece, as_2d, rectangle, sizes_of
 from megappo.models.weight_map import hf_tensors
+from megappo.parallel.consensus import gathered_at
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
     frozen = {name for name, parameter in engine.named_parameters().items() if not parameter.requires_grad} - local.keys()
     held = [*engine.pieces()[position], *adapters[position]]
     mine = [(one.hf, tuple(one.box), None if one.local in frozen else _part(local[one.local], one)) for one in held]
-    parts: list[Any] = [None] * len(placement)
-    dist.gather_object(mine, parts if rank == first else None, dst=first, group=engine.host_group)
+    parts = gathered_at(first, mine, engine.host_group)
     if rank != first:
         return Gathered()
     absent: set[str] = set()

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megappo.commands.verify.delegate import DelegatingEngine
@@ -25,6 +24,7 @@ from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec
+from megappo.parallel.consensus import told_by
 from megappo.parallel.placement import Placement
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.critics import critics_in
@@ -120,9 +120,7 @@ def _of_first_rank(measures: RoleMeasures, placement: Placement) -> RoleMeasures
     """Measures of a role as its first rank has them, also where it does not live. Collective over the world."""
     if placement.is_whole:
         return measures
-    box = [measures]
-    dist.broadcast_object_list(box, src=placement.rank_of(0))  # of a small model
-    return box[0]
+    return told_by(placement.rank_of(0), measures)  # of a small model
 
 
 def _texts(config: TrainConfig, roles: Roles, step: int, num_samples: int) -> DrawnTexts | None:
