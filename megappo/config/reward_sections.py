@@ -79,7 +79,7 @@ class RewardPart(Section):
     weight: float = 1.0
     """Factor of this part in the score."""
     model: Literal["reward_model"] | None = None
-    """Section of the reward model that scores (docs/reward_model.md)."""
+    """Section of the reward model that scores (docs/rewards.md)."""
     path: FilePath | None = None
     """Python file with a reward of your own, relative to the working directory (docs/rewards.md). It runs with your rights."""
     function: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megappo.config.foreign.rule import ALWAYS_PACKED, Trainer, implied, missing, take, unneeded
 from megappo.config.foreign.trl import OLD, TRL
 
-OWN_CLASSIFIER = "decoders with one label score (docs/reward_model.md), other classifiers do not"
+OWN_CLASSIFIER = "decoders with one label score (docs/rewards.md), other classifiers do not"
 ORCHESTRATOR = "for the orchestrator: `megappo launch` submits to Slurm"
 
 _TRAINING = {name: rule for name, rule in TRL.rules.items() if name not in ("output_dir", "dataset_name")}
