@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -56,7 +55,6 @@ RESUMES: dict[str, bool | None] = {"build and load": None, "  verified before": 
 FROM = ("from the page cache", "from the disk")
 INTERVAL = 50
 """Steps between saves for which a share of the wall time is promised (F15)."""
-_RANK = re.compile(r"__(\d+)_\d+\.distcp$")
 
 
 class Cost(NamedTuple):
@@ -168,8 +166,8 @@ def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folde
     peers_group = dist.new_group()
 
     def mine(step: int) -> list[Path]:
-        shards = Path(folder, "checkpoints", f"step-{step}").rglob("*.distcp")
-        return [path for path in shards if int(_RANK.search(path.name)[1]) == rank]  # type: ignore[index]
+        shards = Path(folder, "checkpoints", f"step-{step}").rglob(f"models/policy/{rank:05d}.safetensors")
+        return list(shards)
 
     saves, turns = [], []
     for step in range(1, 2 * repeats, 2):
@@ -298,7 +296,7 @@ def _peer(engine: Any, folder: Path, group: dist.ProcessGroup) -> tuple[float, f
 
 def _speeds(path: Path, repeats: int) -> dict[str, float]:
     """Bytes/s of what can be done with a shard file, which is in the page cache; median of `repeats`, in turn."""
-    from megappo.checkpoint.hashing import cores_of_rank, hash_in_chunks
+    from megappo.checkpoint.hashing import cores_of_rank, hash_file
 
     copy, content = path.with_suffix(".copy"), path.read_bytes()
 
@@ -309,9 +307,9 @@ def _speeds(path: Path, repeats: int) -> dict[str, float]:
 
     cores = cores_of_rank()
     actions = {
-        "hash, one thread": lambda: hash_in_chunks(path, 1),
-        f"hash, {cores} threads of this rank": lambda: hash_in_chunks(path, cores),
-        f"hash, {os.cpu_count()} threads": lambda: hash_in_chunks(path, os.cpu_count() or 1),
+        "hash, one thread": lambda: hash_file(path, 1),
+        f"hash, {cores} threads of this rank": lambda: hash_file(path, cores),
+        f"hash, {os.cpu_count()} threads": lambda: hash_file(path, os.cpu_count() or 1),
         "cp": lambda: subprocess.run(["cp", path, copy], check=True),
         "write and fsync": write,
     }

@@ -65,7 +65,7 @@ def make_runs(folder: Path) -> None:
         place = folder / f"run-{number}" / "checkpoints" / "step-200"
         place.mkdir(parents=True)
         for file in range(40):
-            (place / f"__{file}_0.distcp").write_bytes(b"0")
+            (place / f"{file:05d}.safetensors").write_bytes(b"0")
         files = {name: fingerprint_file(place / name) for name in list_files(place)}
         write_manifest(place, Manifest(200, 8, False, {}, files))
         (place.parents[1] / "config.yaml").write_text((ROOT / RUN).read_text())

@@ -43,13 +43,11 @@ KEYWORDS = {
     "shell": (False, "runs a shell"),
     "trust_remote_code": (False, "runs a checkpoint's code"),
 }
-# Names of pickle that read nothing: torch's index of a checkpoint is a pickle, which `safe_load` reads.
+# Names of pickle that read nothing.
 WRITES = {"dump", "dumps"}
 # Addresses of all interfaces.
 EVERYWHERE = ("0.0.0.0", "::", "[::]")
-# The one reader of the one pickle; it lists what it takes.
 ALLOWED = {
-    "megappo/checkpoint/safe_load.py": {"unpickles"},
     "megappo/config/foreign/trl.py": {"runs a checkpoint's code"},  # a table of TRL's keys, and why this one has no counterpart
     # A pipe between the rank and a worker that runs the user's own code with the user's rights: neither side gains any.
     "megappo/runtime/helper_process.py": {"unpickles"},

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.safe_load import load_index, load_tensors_and_plain_data
+from megappo.checkpoint.manifest import POSITION, SHARD
 from megappo.telemetry.jsonl import read_lines
 
 MEASURED = (
@@ -71,36 +71,17 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 def _checkpoint(place: Path) -> Iterator[tuple[str, str]]:
     """Name and SHA-256 of every part of a checkpoint: model and optimizer tensors, loop state, random states of all ranks."""
-    for engine in sorted((place / "megatron").iterdir()):
-        yield from ((f"{engine.name} {name}", digest) for name, digest in _tensors(engine))
-        common = load_tensors_and_plain_data(engine / "common.pt", "common.pt")
-        yield f"{engine.name} common", _digest(repr(_plain(common)).encode())
+    for engine in sorted((place / "models").iterdir()):
+        for path in sorted(engine.glob(f"*{SHARD}")):
+            yield from ((f"{engine.name} {name}", _digest(_raw(values))) for name, values in load_file(path).items())
+        yield f"{engine.name} position", _digest((engine / POSITION).read_bytes())
     for path in (place / "state.json", *sorted(place.glob("rng-*"))):
         yield path.name, _digest(path.read_bytes())
-
-
-def _tensors(engine: Path) -> Iterator[tuple[str, str]]:
-    for index, entry in load_index((engine / ".metadata").read_bytes()).storage_data.items():
-        with (engine / entry.relative_path).open("rb") as file:
-            file.seek(entry.offset)
-            content = file.read(entry.length)
-        value = load_tensors_and_plain_data(io.BytesIO(content), index.fqn)
-        where = "" if index.offset is None else f" at {tuple(index.offset)}"
-        yield f"{index.fqn}{where}", _digest(_raw(value) if isinstance(value, torch.Tensor) else content)
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
     head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
     return head + bytes(tensor.contiguous().flatten().view(torch.uint8).numpy())
-
-
-def _plain(value: Any) -> Any:
-    """Tensors as their bytes, so that `repr` shows every bit of them."""
-    if isinstance(value, torch.Tensor):
-        return _raw(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _digest(content: bytes) -> str:

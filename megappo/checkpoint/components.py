@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megappo.checkpoint.contents import STATE
+from megappo.checkpoint.manifest import STATE
 from megappo.checkpoint.state import StatefulComponent
 from megappo.parallel.consensus import RankFault, on_rank_zero
 

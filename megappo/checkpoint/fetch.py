@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megappo.checkpoint.contents import require_complete
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
-from megappo.checkpoint.manifest import MANIFEST, Manifest, find_wrong_content, find_wrong_size, read_manifest
+from megappo.checkpoint.manifest import MANIFEST, Manifest, find_wrong_content, find_wrong_size, read_manifest, require_complete
 from megappo.checkpoint.remote import storage_of
 from megappo.runtime.messages import first_line
 

@@ -4,8 +4,7 @@ A resumed run with another reference model, other adapters or another model belo
 train towards something else without any error: refused.
 Validation data, reward models, environments, the code and the weights of rewards change what is measured or wanted, often on
 purpose (a mistake was corrected): a warning. So is another engine, which rounds otherwise. Layouts, the ranks of roles, versions,
-the number of prompts of a step and the length of the run may change. The seed and the order are the loader's own to compare. A
-checkpoint of a megappo that did not record a fact is resumed without comparing it.
+the number of prompts of a step and the length of the run may change. The seed and the order are the loader's own to compare.
 """
 
 from __future__ import annotations
@@ -37,24 +36,23 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
         raise ValueError(f"{name} was written with other prompts: {change}; restore it, or start a new run in another directory")
     if (change := _other_texts(manifest.facts.get("data"), facts.get("data"))) is not None:
         raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
-    # Every checkpoint of a megappo that did not record it has a critic.
-    if manifest.facts.get("critic", True) != facts.get("critic", True):
-        had, has = ("a", "none") if manifest.facts.get("critic", True) else ("no", "one")
+    had, has = (one.get("critics", []) for one in (manifest.facts, facts))
+    if bool(had) != bool(has):
+        was, now = ("a", "none") if had else ("no", "one")
         raise ValueError(
-            f"{name} was written with {had} critic, and under algorithm.estimator this run has {has}; "
+            f"{name} was written with {was} critic, and under algorithm.estimator this run has {now}; "
             "resume with the estimator of then, or start a new run in another directory"
         )
-    had, has = (one.get("critics", ["critic"]) for one in (manifest.facts, facts))  # of earlier versions: at most one
-    if had and has and had != has:
+    if had != has:
         raise ValueError(
             f"{name} was written with {_critics(had)}, this run has {_critics(has)}; "
             "change the section critics, or start a new run in another directory"
         )
-    if (change := other_adapters(manifest.facts.get("lora"), facts.get("lora", {}))) is not None:
+    if (change := other_adapters(manifest.facts.get("lora", {}), facts.get("lora", {}))) is not None:
         raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
     if (change := _other_freeze(manifest.facts.get("freeze", {}), facts.get("freeze", {}))) is not None:
         raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
-    for role in has or ["critic"]:
+    for role in has:
         if (change := other_head(head_of(manifest.facts, role), head_of(facts, role), role)) is not None:
             raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
     for key in MUST_MATCH:
@@ -66,19 +64,17 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
             )
 
 
-def other_adapters(saved: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str | None:
+def other_adapters(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first difference in adapters or in the models below them, with its key; None if there is none.
 
-    saved, now: role -> its section `lora` and `base`, the identity of its model; roles that train all weights are left out. None:
-    the megappo that wrote the checkpoint had no adapters.
+    saved, now: role -> its section `lora` and `base`, the identity of its model; roles that train all weights are left out.
     """
-    saved = saved or {}
     for role in sorted({*saved, *now}):
         old, new = saved.get(role), now.get(role)
         if old is None or new is None:
             return f"{key_of_role(role)}.lora = {_rank(old)}, this run has {_rank(new)}"
         for key in _ADAPTER_KEYS:
-            before, after = (one.get(key) for one in (old, new))  # a megappo without a key wrote nothing, which is null
+            before, after = old[key], new[key]
             if before != after:
                 return f"{key_of_role(role)}.lora.{key} = {json.dumps(before)}, this run has {json.dumps(after)}"
         if _identity(old["base"]) != _identity(new["base"]):
@@ -107,8 +103,8 @@ def head_of(facts: Mapping[str, Any], role: str) -> Mapping[str, Any] | None:
 def other_head(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, role: str = "critic") -> str | None:
     """The first difference of two critics' heads, with its key; None if there is none.
 
-    saved, now: keys of a categorical head (`loss`, `bins`, ...); None of a head that gives the value itself, also of one that a
-    megappo without others wrote. role: whose section the key is of.
+    saved, now: keys of a categorical head (`loss`, `bins`, ...); None of one that gives the value itself. role: whose section the
+    key is of.
     """
     old, new = (_SCALAR_HEAD if one is None else one for one in (saved, now))
     changed = next((key for key in ("loss", *new) if old.get(key) != new.get(key)), None)
@@ -122,7 +118,7 @@ def _rank(lora: Mapping[str, Any] | None) -> str:
 
 
 def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
-    """The first difference in the training data, with its key; None if there is none, or nothing was recorded."""
+    """The first difference in the training data, with its key; None if there is none, or one is of no run."""
     if saved is None or now is None:
         return None
     if (old := saved.get("trajectories")) is not None or now.get("trajectories") is not None:
@@ -131,7 +127,7 @@ def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | Non
         moved = f"{old['path']} and now {new['path']}" if old["path"] != new["path"] else new["path"]
         return f"data.train was {moved} of another content (SHA-256 {old['sha256'][:12]}, now {new['sha256'][:12]})"
     for key, value in now["format"].items():
-        if saved["format"].get(key, value) != value:  # a key of a later megappo is not in older checkpoints
+        if saved["format"][key] != value:
             return f"data.{key} was {json.dumps(saved['format'][key])} and is {json.dumps(value)}"
     if saved["template"] != now["template"]:
         return "the chat template of data.tokenizer has changed"
@@ -167,34 +163,31 @@ def _other_texts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None)
 def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:
     """Differences from the checkpoint `name` that are allowed and change what is measured or wanted, one line each."""
     lines = _changed_engines(saved, now, name)
-    if (old := saved.get("data")) is not None and "trajectories" not in old:
-        new = now["data"]
+    old, new = saved["data"], now["data"]
+    if "trajectories" not in old:
         if old["eval"] and new["eval"] and old["eval"]["sha256"] != new["eval"]["sha256"]:
             lines.append(f"data.eval has another content than at {name}: validation scores before and after are of other prompts")
-        lines += _changed_sets(old.get("evaluations", {}), new.get("evaluations", {}), name)
+        lines += _changed_sets(old["evaluations"], new["evaluations"], name)
         if old["kept"] == new["kept"] and old["tokens"] != new["tokens"]:
             lines.append(
                 f"the prompts have other token ids than at {name}: another version of megappo or of the tokenizer's package"
             )
-    # Saved as None: no part was a reward model, which `reward.parts` says.
-    if (old := saved.get("reward_model")) is not None and (new := now["reward_model"]) is not None:
-        changed = [f"reward_model.{key}" for key, value in new.items() if _identity(old.get(key, value)) != _identity(value)]
+    # None: no part was a reward model, which `reward.parts` says.
+    if (old := saved["reward_model"]) is not None and (new := now["reward_model"]) is not None:
+        changed = [f"reward_model.{key}" for key, value in new.items() if _identity(old[key]) != _identity(value)]
         if changed:
             lines.append(f"{', '.join(changed)} changed since {name}: scores are not comparable")
-    if (old := saved.get("reward")) is not None:
-        new = now["reward"]
-        for rule, code in new["code"].items():
-            if old["code"].get(rule, code) != code:
-                lines.append(f"the code of the reward rule {rule} has changed since {name}: scores may not be comparable")
-        changed = [key for key, value in new.items() if key != "code" and old.get(key, value) != value]
-        if changed:
-            lines.append(f"{', '.join(f'reward.{key}' for key in changed)} changed since {name}: scores are not comparable")
+    old, new = saved["reward"], now["reward"]
+    for rule, code in new["code"].items():
+        if old["code"].get(rule, code) != code:
+            lines.append(f"the code of the reward rule {rule} has changed since {name}: scores may not be comparable")
+    changed = [key for key, value in new.items() if key != "code" and old[key] != value]
+    if changed:
+        lines.append(f"{', '.join(f'reward.{key}' for key in changed)} changed since {name}: scores are not comparable")
     return [*lines, *_changed_environment(saved, now, name)]
 
 
 def _changed_environment(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:
-    if "environment" not in saved:  # of a megappo that had none in a configuration
-        return []
     old, new = saved["environment"], now["environment"]
     if old is None or new is None:
         had, has = ("none" if one is None else "one" for one in (old, new))
@@ -205,8 +198,7 @@ def _changed_environment(saved: Mapping[str, Any], now: Mapping[str, Any], name:
 
 
 def _changed_engines(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:
-    if (old := saved.get("engines")) is None:
-        return []
+    old = saved["engines"]
     return [
         f"{key_of_role(role)}.engine was {old[role]} until {name} and is {engine} from here: "
         "the state is the same, what is computed from it is to rounding, not to the bit"

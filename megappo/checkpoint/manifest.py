@@ -1,27 +1,37 @@
-"""Manifest of a checkpoint: every file with its size and hash, and the facts about the run that wrote it.
+"""Manifest of a checkpoint: every file with its size and hash, and the facts about the run that wrote it. Imports no torch.
 
 The manifest is written last, so a directory without one is not a checkpoint. It detects damage, not forgery: whoever can write
-the files can write the manifest too, unless MEGAPPO_CHECKPOINT_KEY is set (`signature.py`). Megatron-core itself loads a
-bit-flipped shard without noticing.
+the files can write the manifest too, unless MEGAPPO_CHECKPOINT_KEY is set. Then the manifest is signed (HMAC-SHA256), and with it
+the hash of every file: whoever has the key can sign, which protects against those who can write to the run directory and cannot
+read the job's environment. Without the key nothing is signed or compared.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
 import stat
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint, unreadable
-from megappo.checkpoint.hashing import SCHEMES, cores_of_rank
-from megappo.checkpoint.signature import check_signature, sign
+from megappo.checkpoint.hashing import cores_of_rank, hash_file
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 1
+HASH = "blake3"
+"""Key of a file's hash."""
+STATE = "state.json"
+"""State of the trainer and its components."""
+POSITION, SHARD = "position.json", ".safetensors"
+"""Of a model: the file with the position of its optimizer, and the ending of those with its tensors."""
+_MODELS = "models"
+KEY_VARIABLE = "MEGAPPO_CHECKPOINT_KEY"  # `commands/launch/environment.py` hides values of names with KEY
 BEST = "best"
 """Fact of a checkpoint: {step, metric, mode, value} of the best step of its run so far (`trainer.keep_best`)."""
 
@@ -36,7 +46,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """files: path relative to the checkpoint directory -> entry. facts: see `identity.py`. format: says how files are hashed."""
+    """files: path relative to the checkpoint directory -> entry. facts: see `identity.py`."""
 
     step: int
     world_size: int
@@ -56,9 +66,50 @@ class Manifest:
         return best["step"] if best else None
 
 
-def fingerprint_file(path: Path, format: int = FORMAT) -> FileEntry:
+def rng_file(rank: int) -> str:
+    return f"rng-{rank:05d}.safetensors"
+
+
+def engine_folder(name: str) -> str:
+    """Folder of the shards of one engine."""
+    return f"{_MODELS}/{name}"
+
+
+def models_of(manifest: Manifest) -> frozenset[str]:
+    """Names of the models that a checkpoint holds."""
+    return frozenset(_files_of_models(manifest))
+
+
+def _files_of_models(manifest: Manifest) -> dict[str, set[str]]:
+    models: dict[str, set[str]] = defaultdict(set)
+    for name in manifest.files:
+        folder, _, rest = name.partition("/")
+        if folder == _MODELS:
+            model, _, file = rest.partition("/")
+            models[model].add(file)
+    return models
+
+
+def require_complete(manifest: Manifest) -> None:
+    """UnsafeCheckpoint if the manifest leaves out a file that every checkpoint has: nobody would notice that it was changed."""
+    models = _files_of_models(manifest)
+    wanted = set() if manifest.model_only else {STATE}
+    if not manifest.model_only and manifest.world_size <= len(manifest.files):
+        wanted |= {rng_file(rank) for rank in range(manifest.world_size)}
+    elif not manifest.model_only:  # no list of so many ranks is made: the number may be anything
+        wanted.add(rng_file(manifest.world_size - 1))
+    for model, files in models.items():
+        wanted.add(f"{engine_folder(model)}/{POSITION}")
+        if not any(file.endswith(SHARD) for file in files):
+            wanted.add(f"{engine_folder(model)}/*{SHARD}")
+    missing = wanted - manifest.files.keys() or (set() if models else {f"{_MODELS}/"})
+    if missing:
+        raise UnsafeCheckpoint(f"step-{manifest.step}: its manifest leaves out {min(missing)}; the file is not from megappo")
+
+
+def fingerprint_file(path: Path) -> FileEntry:
     """Hash a file with all cores of this rank. OSError if it is missing."""
-    return FileEntry(*SCHEMES[format].hash(path, cores_of_rank()))
+    return FileEntry(*hash_file(path, cores_of_rank()))
 
 
 def write_synced(path: Path, content: str) -> None:
@@ -86,11 +137,12 @@ def list_files(directory: Path) -> list[str]:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest, signed if MEGAPPO_CHECKPOINT_KEY is set."""
-    key = SCHEMES[manifest.format].key
-    files = {name: {"bytes": entry.bytes, key: entry.digest} for name, entry in manifest.files.items()}
+    files = {name: {"bytes": entry.bytes, HASH: entry.digest} for name, entry in manifest.files.items()}
     content = {**asdict(manifest), "files": files}
     text = _canonical(content)
-    write_synced(directory / MANIFEST, json.dumps({**content, "sha256": _digest(text), **sign(text)}, indent=1, sort_keys=True))
+    write_synced(
+        directory / MANIFEST, json.dumps({**content, "sha256": _digest(text), **_signature(text)}, indent=1, sort_keys=True)
+    )
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -105,9 +157,9 @@ def read_manifest(directory: Path) -> Manifest:
     text = _canonical(content)
     if digest != _digest(text):
         raise DamagedCheckpoint(f"{name} does not match its own checksum")
-    check_signature(text, signature, name)
-    if type(content.get("format")) is not int or content["format"] not in SCHEMES:
-        raise RefusedCheckpoint(f"{name} has another format than {sorted(SCHEMES)}; load it with the megappo that wrote it")
+    _check_signature(text, signature, name)
+    if type(content.get("format")) is not int or content["format"] != FORMAT:
+        raise RefusedCheckpoint(f"{name} has another format than {FORMAT}; load it with the megappo that wrote it")
     return _manifest_of(content, name)
 
 
@@ -144,22 +196,21 @@ def _manifest_of(content: Mapping[str, Any], name: str) -> Manifest:
         raise UnsafeCheckpoint(f"{name}: {key} is missing, unknown or of another type; the file is not from megappo")
     if content["step"] < 0 or content["world_size"] < 1:
         raise UnsafeCheckpoint(f"{name}: step {content['step']} of {content['world_size']} ranks; the file is not from megappo")
-    key = SCHEMES[content["format"]].key
-    files = {file: _entry_of(file, entry, key, name) for file, entry in content["files"].items()}
+    files = {file: _entry_of(file, entry, name) for file, entry in content["files"].items()}
     return Manifest(**{**content, "files": files})
 
 
-def _entry_of(file: str, entry: Any, key: str, name: str) -> FileEntry:
+def _entry_of(file: str, entry: Any, name: str) -> FileEntry:
     path = PurePosixPath(file)
     encodable = file.isprintable() or file.isascii()  # a lone surrogate names no file
     if path.as_posix() != file or path.is_absolute() or ".." in path.parts or file == "." or "\0" in file or not encodable:
         raise UnsafeCheckpoint(f"{name} names {file!r}, which is no file below its directory; the file is not from megappo")
-    if not isinstance(entry, dict) or entry.keys() != {"bytes", key}:
-        raise UnsafeCheckpoint(f"{name}: {file} has no size and {key}; the file is not from megappo")
+    if not isinstance(entry, dict) or entry.keys() != {"bytes", HASH}:
+        raise UnsafeCheckpoint(f"{name}: {file} has no size and {HASH}; the file is not from megappo")
     size = entry["bytes"]
     if type(size) is not int or size < 0:
         raise UnsafeCheckpoint(f"{name}: {file} has the size {size!r}; the file is not from megappo")
-    return FileEntry(size, entry[key])
+    return FileEntry(size, entry[HASH])
 
 
 def find_wrong_size(directory: Path, manifest: Manifest, names: Iterable[str] | None = None) -> str | None:
@@ -187,11 +238,11 @@ def find_wrong_content(directory: Path, manifest: Manifest, names: list[str]) ->
     """First of `names` whose hash is not the manifest's; None if all are right. OSError, with the path, if one is unreadable."""
     for name in names:
         try:
-            found = fingerprint_file(directory / name, manifest.format)
+            found = fingerprint_file(directory / name)
         except OSError as error:  # one of reading, unlike one of opening, does not say of which file
             raise OSError(error.errno, error.strerror, str(directory / name)) from None
         if found != manifest.files[name]:
-            return f"{name} does not match its {SCHEMES[manifest.format].name} hash"
+            return f"{name} does not match its BLAKE3 hash"
     return None
 
 
@@ -202,3 +253,31 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 def _digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
+
+
+def _signature(text: bytes) -> dict[str, str]:
+    """The manifest's `hmac` entry; empty without a key."""
+    key = _key()
+    return {} if key is None else {"hmac": hmac.digest(key, text, "sha256").hex()}
+
+
+def _check_signature(text: bytes, found: Any, name: str) -> None:
+    """RefusedCheckpoint if there is a key and `found` is not its signature of `text`. found: anything, None if there is none."""
+    wanted = _signature(text)
+    if not wanted:
+        return
+    if found is None:
+        raise RefusedCheckpoint(
+            f"{name} is not signed, and {KEY_VARIABLE} is set; nothing was changed: unset it if you trust whoever can write there"
+        )
+    if not isinstance(found, str) or not hmac.compare_digest(wanted["hmac"].encode(), found.encode(errors="replace")):
+        raise RefusedCheckpoint(
+            f"{name} was not signed with the key in {KEY_VARIABLE}; nothing was changed: set the key of the run that saved it"
+        )
+
+
+def _key() -> bytes | None:
+    text = os.environ.get(KEY_VARIABLE)
+    if text is not None and not text.strip():
+        raise RefusedCheckpoint(f"{KEY_VARIABLE} is set and empty; set it to the key, or unset it")
+    return None if text is None else os.fsencode(text)

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
-from megappo.checkpoint.stored import Shape, StoredBox
+Shape = tuple[int, int]
+"""Rows and columns of a stored tensor. One of one dimension is one column, the matrices of one of three are one below the other."""
+
+
+class StateBox(NamedTuple):
+    """Rectangle of the stored tensor `key`: values [rows, cols], a view of any memory, are its elements from (row, col) on."""
+
+    key: str
+    row: int
+    col: int
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """State of a model on one rank. boxes: what this rank writes, in the same place at every save; the ranks together write every
+    element once. tensors: all that this rank has of it, by names for messages. position: plain numbers, equal on all ranks.
+    """
+
+    boxes: Sequence[StateBox]
+    tensors: Mapping[str, Tensor]
+    position: Mapping[str, int]
 
 
 class StatefulModel(Protocol):
-    """A sharded model with its optimizer. All methods are collective over the ranks that it lives on.
+    """A sharded model with its optimizer, whose tensors have the same names and shapes in every layout and under every engine.
 
-    State is a dict. A tensor that ranks hold in parts stands in it as a ShardedTensor, Megatron-core's, whose format
-    `checkpoint/sharded.py` writes; everything else, plain tensors too, is equal on all of them.
+    All methods are collective over the ranks that the model lives on.
     """
 
     @property
@@ -22,15 +44,9 @@ class StatefulModel(Protocol):
         """Group of the model's ranks for exchanges on the host; the world's if it lives on all ranks."""
         ...
 
-    @property
-    def head_names(self) -> tuple[str, ...]:
-        """Keys of what may stand on top of a model (output projection, value head), whether this one has it or not."""
-        ...
-
-    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Sharded state for the checkpoint writer, described anew at every call: it tells the writer what changed.
-
-        Nothing is exchanged with other ranks, so that a save needs one agreement for everything.
+    def save_state(self, *, with_optimizer: bool) -> ModelState:
+        """State for the checkpoint writer, which shares its memory. Nothing is exchanged with other ranks, so that a save needs one
+        agreement for everything.
         """
         ...
 
@@ -41,24 +57,17 @@ class StatefulModel(Protocol):
         exchanges nothing and raises nothing.
         """
 
-    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
-        """Description of the state, for the checkpoint reader to fill; without `with_head` the model keeps its own head."""
-        ...
+    def boxes_to_load(self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True) -> Sequence[StateBox]:
+        """Boxes of the stored tensors, to be filled in place, that are this rank's state.
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state_to_load` described, after the checkpoint reader filled it."""
-
-    def boxes_to_load(
-        self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True
-    ) -> Sequence[StoredBox] | None:
-        """Parts of another engine's tensors that are this rank's state; None if `state_to_load` describes them.
-
-        stored: shapes of the checkpoint's tensors by name. ValueError, the same on every rank, if they are not those of the model.
+        stored: shapes of the checkpoint's tensors by name. with_head: also what stands on top of the model (output projection,
+        value head); without it the model keeps its own, and the checkpoint may have another one or none. ValueError, the same on
+        every rank, if the tensors are not those of the model.
         """
         ...
 
-    def boxes_loaded(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `boxes_to_load` described, now filled. saved: the writer's plain values, none without optimizer."""
+    def boxes_loaded(self, position: Mapping[str, int]) -> None:
+        """Go on from what `boxes_to_load` described, now filled. position: of the writer's optimizer, empty without one."""
 
 
 class ReadGoingOn:

@@ -23,18 +23,25 @@ import torch.distributed as dist
 
 from megappo.checkpoint.background import NICE, BackgroundWriter, SnapshotFile
 from megappo.checkpoint.components import digests, encode_components, file_content, read_components, require_equal
-from megappo.checkpoint.contents import STATE, engine_folder, rng_file
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.engines import Models, load_engine, on_engines
 from megappo.checkpoint.errors import DamagedCheckpoint
 from megappo.checkpoint.files import sync_parents, write_file
 from megappo.checkpoint.hashing import cores_of_rank
 from megappo.checkpoint.identity import require_same_run
 from megappo.checkpoint.image import FileImage, device_of
-from megappo.checkpoint.manifest import FileEntry, Manifest, find_wrong_size, list_files, write_manifest
+from megappo.checkpoint.manifest import (
+    STATE,
+    FileEntry,
+    Manifest,
+    engine_folder,
+    find_wrong_size,
+    list_files,
+    rng_file,
+    write_manifest,
+)
 from megappo.checkpoint.remote import COPY_S, RemoteCopies
 from megappo.checkpoint.rng import encode_rng, load_rng
-from megappo.checkpoint.sharded import ShardedFiles
+from megappo.checkpoint.shards import Models, ShardFiles, load_engine, on_engines
 from megappo.checkpoint.shared_buffer import SharedBuffer
 from megappo.checkpoint.state import StatefulComponent, StatefulModel
 from megappo.checkpoint.verification import Verification, begin_with_newest, newest_verified, set_damaged_aside, verify
@@ -91,13 +98,9 @@ class _Copy(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """Part of one rank in a snapshot. place: for the files, on rank 0. unplanned: engines that it could not copy without a plan.
-
-    components: digests of their states.
-    """
+    """Part of one rank in a snapshot. place: for the files, on rank 0. components: digests of their states."""
 
     place: Path | None
-    unplanned: frozenset[str]
     components: Mapping[str, bytes]
 
 
@@ -125,7 +128,7 @@ class CheckpointStore:
         self._directory = CheckpointDirectory(Path(directory), owner)
         self._keep_last = keep_last
         self._save_only_model = save_only_model
-        self._files: dict[str, ShardedFiles] = {}  # of every engine, by its name
+        self._files: dict[str, ShardFiles] = {}  # of every engine, by its name
         self._buffers: dict[str, SharedBuffer] = {}
         self._copier = ThreadPoolExecutor(1, "snapshot", initializer=_let_training_go_first)
         self._writer = BackgroundWriter()
@@ -159,13 +162,16 @@ class CheckpointStore:
                     entries[image.name] = FileEntry(*write_file(place / image.name, image.content(), pool, threads))
                 sync_parents(place, entries)
 
-            def write_small() -> tuple[Mapping[str, FileEntry], Mapping[str, bytes]]:
+            def write_all() -> tuple[Mapping[str, FileEntry], Mapping[str, bytes]]:
+                for name, engine in engines.items():
+                    if engine is not None:
+                        with self._described(name, engine) as images:
+                            write(images)
                 encoded = self._encoded(components)
                 write(self._small_files(encoded))
                 return entries, digests(encoded)
 
-            on_engines(engines, lambda name, engine: self._plan_and_take(name, engine, write), RankFault)
-            reports = on_every_rank("writing the checkpoint", write_small)
+            reports = on_every_rank("writing the checkpoint", write_all)
             require_equal([theirs for _, theirs in reports])
             manifest = self._publish(place, step, facts, [written for written, _ in reports])
         return self._retain(manifest)
@@ -185,17 +191,15 @@ class CheckpointStore:
         of that one leaves this one not begun (the caller may begin it again). SaveFailed on every rank if one of them has no memory
         for a copy or cannot describe its state; what goes wrong after that shows in `drain`.
 
-        Host memory of a rank: its share of the checkpoint (`ranges.py`), from the first call to `close`. Later saves allocate
+        Host memory of a rank: its share of the checkpoint, from the first call to `close`. Later saves allocate
         nothing, unless the state grew.
         """
         self.drain()
         copies: dict[str, _Copy] = {}
         with self._all_or_nothing(step):
             # One agreement for everything that the ranks have to agree on: on busy cores each costs as much as many tensors.
-            parts = on_every_rank("copying the state", lambda: self._take_planned(step, engines, components, copies))
+            parts = on_every_rank("copying the state", lambda: self._take(step, engines, components, copies))
             require_equal([part.components for part in parts])
-            unplanned = frozenset().union(*(part.unplanned for part in parts))
-            self._take_unplanned({name: engine for name, engine in engines.items() if name in unplanned}, copies)
         place = parts[0].place
         assert place is not None, "rank 0 made it"
         submitted = self._copier.submit(self._submit, place, list(copies.values()))
@@ -254,63 +258,35 @@ class CheckpointStore:
             (place / engine_folder(name)).mkdir(parents=True)
         return place
 
-    def _take_planned(
+    def _take(
         self,
         step: int,
         engines: Models,
         components: Mapping[str, StatefulComponent],
         copies: dict[str, _Copy],
     ) -> _Snapshot:
-        """Begin copies of what this rank can describe without the others. Not collective."""
+        """Begin copies of this rank's part of the state. Not collective."""
         self._writer.start()
         place = self._begin(step, engines) if dist.get_rank() == 0 else None
-        unplanned = set()
         for name, engine in engines.items():
-            if engine is None:
-                continue
-            images = None
-            try:
-                if name in self._files:
-                    images = self._files[name].images(engine.save_state(with_optimizer=not self._save_only_model))
-                if images is None:
-                    unplanned.add(name)
-                else:
+            if engine is not None:
+                with self._described(name, engine, lambda: copies[name].wait if name in copies else None) as images:
                     copies[name] = self._copy(name, images)
-            finally:
-                engine.release_state(copies[name].wait if name in copies else None)
         encoded = self._encoded(components)
         if small := self._small_files(encoded):
             copies[""] = self._copy("", small)
-        return _Snapshot(place, frozenset(unplanned), digests(encoded))
+        return _Snapshot(place, digests(encoded))
 
-    def _take_unplanned(self, engines: Models, copies: dict[str, _Copy]) -> None:
-        """Plan the files of these engines, again or for the first time, and copy them. Collective."""
-
-        def take(name: str, engine: StatefulModel) -> None:
-            def copied(images: list[FileImage]) -> None:
-                copies[name] = self._copy(name, images)
-                copies[name].wait()
-
-            self._plan_and_take(name, engine, copied)
-
-        if engines:
-            on_engines(engines, take, RankFault)
-
-    def _plan_and_take(self, name: str, engine: StatefulModel, take: Callable[[list[FileImage]], None]) -> None:
-        """Describe this rank's files of an engine, and let `take` copy or write them before the state may change.
-
-        Collective over the engine's ranks; RankFault on all of them if one cannot describe or take its part.
-        """
-        group = engine.host_group
+    @contextmanager
+    def _described(
+        self, name: str, engine: StatefulModel, read: Callable[[], Callable[[], None] | None] = lambda: None
+    ) -> Iterator[list[FileImage]]:
+        """This rank's files of an engine, whose state may not change inside. read: for `release_state`, asked for at the end."""
         try:
-            state = engine.save_state(with_optimizer=not self._save_only_model)
-            files = self._files.setdefault(name, ShardedFiles(engine_folder(name), group))
-            images = files.images(state)
-            planned = on_every_rank("comparing the layout of the checkpoint", lambda: images is not None, group)
-            taken = images if images is not None and all(planned) else files.plan(state)
-            on_every_rank(f"writing {name}", lambda: take(taken), group)
+            files = self._files.setdefault(name, ShardFiles(engine_folder(name), engine.host_group))
+            yield files.images(engine.save_state(with_optimizer=not self._save_only_model))
         finally:  # also after a failure: the state that it brought to the device can be offloaded again
-            engine.release_state()
+            engine.release_state(read())
 
     def _encoded(self, components: Mapping[str, StatefulComponent]) -> dict[str, str]:
         """State of the components, none beside weights alone."""

@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megappo.checkpoint.contents import require_complete
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint, unreadable
-from megappo.checkpoint.manifest import FileEntry, Manifest, find_wrong_content, find_wrong_size
+from megappo.checkpoint.manifest import FileEntry, Manifest, find_wrong_content, find_wrong_size, require_complete
 from megappo.parallel.consensus import on_every_rank, on_rank_zero, warn_once
 
 logger = logging.getLogger(__name__)

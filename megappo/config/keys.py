@@ -173,16 +173,8 @@ def _member(section: Any, name: str) -> Any:
     return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
 
 
-RENAMED: Mapping[str, str] = {
-    "telemetry.tensorboard": "it is now telemetry.trackers: [tensorboard], or [] for none",
-}
-"""Keys of earlier versions -> where their meaning is now."""
-
-
 def hint(name: str, cls: type[BaseModel]) -> str:
     """End of the message about an unknown key: the key that is meant, or what becomes of another trainer's key here; or empty."""
-    if name in RENAMED:
-        return RENAMED[name]
     role, _, key = name.partition(".")
     if key.partition(".")[0] == "lora" and role in cls.model_fields:
         return f"the {role} trains nothing that an adapter could learn; policy and critic have the section"

@@ -8,7 +8,7 @@ passes the share of its replica. `whole_batch.py` runs a pass over a batch that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megappo.checkpoint.state import StatefulModel
+from megappo.checkpoint.state import StateBox, StatefulModel
 from megappo.data.packing import PackedBatch
 from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
@@ -196,6 +196,11 @@ class Engine(StatefulModel, Protocol):
 
     def adapter_pieces(self) -> PieceMap:
         """The same of adapters' tensors (`models.lora.adapter_shapes`), in the parameters that hold them; none without adapters."""
+        ...
+
+    def boxes_of(self, values: Mapping[str, Tensor], *, to_save: bool) -> Sequence[StateBox]:
+        """Boxes of Hugging Face tensors that values in the place of the named parameters make up: those that this rank writes to a
+        checkpoint, or all. Not collective."""
         ...
 
     def export(self, directory: Path, source: Path) -> None:

@@ -124,7 +124,6 @@ def build_trainable(
         router_aux_coef=section.router_aux_coef,
         adapters=adapters,
         frozen=frozen,
-        source=spec.model,
     )
     engine.offload_idle()
     return engine
@@ -157,7 +156,6 @@ def build_frozen(
         micro_batch_tokens=section.micro_batch_tokens,
         offload=OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters),
         adapters=adapters,
-        source=spec.model,
     )
     engine.offload_idle()
     return engine

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from megappo.checkpoint.ranges import keep_own, sharded_box
 from megappo.config.role_sections import OffloadConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, ValueLoss
@@ -25,14 +24,14 @@ from megappo.engine.linear_output import LinearOutput
 from megappo.engine.micro_batches import MicroBatch, MicroBatches
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
 from megappo.engine.role_engine import RoleEngine
-from megappo.engine.translation import WEIGHT, Held, saved_position
+from megappo.engine.state_boxes import WEIGHT, Held
 from megappo.models.arch import ModelArch, padded_vocab, vocab_shard
 from megappo.models.hf_export import export_pieces
 from megappo.models.lora import Weights, is_beside_base
 from megappo.models.peft_files import AdapterTensors
 from megappo.models.pieces import PieceMap
 from megappo.models.row_shards import plain_piece_map, shard_piece_map
-from megappo.models.weight_map import EMBEDDING, OUTPUT, VALUE_HEAD
+from megappo.models.weight_map import VALUE_HEAD
 from megappo.models.weight_rules import Cut
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
@@ -41,9 +40,7 @@ from megappo.parallel.groups import ProcessGroups
 
 class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role. reduce_once:
-    gradients are reduced after the last micro-batch of a pass, not after each. frozen, source: see `RoleEngine`."""
-
-    embedding_name, head_names = EMBEDDING, (OUTPUT, VALUE_HEAD)
+    gradients are reduced after the last micro-batch of a pass, not after each. frozen: see `RoleEngine`."""
 
     def __init__(
         self,
@@ -59,7 +56,6 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         offload: OffloadConfig = OffloadConfig(),
         reduce_once: bool = False,
         frozen: frozenset[str] = frozenset(),
-        source: str = "",
     ) -> None:
         super().__init__(
             name,
@@ -71,7 +67,6 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
             parameters=lambda: model.shards.values(),
             optimizer_tensors=lambda: () if optimizer is None else optimizer.tensors(),
             frozen=frozen,
-            source=source,
         )
         self._arch = arch
         self._model = model
@@ -228,26 +223,6 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
 
-    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
-        """Description for `load_state`: the engine's own shards, which the checkpoint reader fills in place."""
-        self.to("device")
-        state = self._sharded_state(with_optimizer=with_optimizer)
-        for name in () if with_head else self.head_names:
-            if name in state["model"]:
-                state["model"][name] = keep_own(self._model.shards[name].data)
-        return state
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            for name, values in state["model"].items():
-                self._model.shards[name].copy_(values)
-            if "optimizer" in state:
-                moments = state["optimizer"]["moments"]
-                for moment, name, own in self._trained().moments():
-                    own.copy_(moments[moment][name])
-                self._trained().set_position(*saved_position(state))
-        self.offload_idle()
-
     def _held(self, *, with_optimizer: bool) -> Iterator[Held]:
         for name, shard in self._model.shards.items():
             yield Held(WEIGHT, name, tuple(shard.shape), 0, shard.data)
@@ -256,21 +231,3 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
 
     def _take_new_weights(self) -> None:
         """Nothing: the weights are those that the optimizer updates."""
-
-    def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        model, tp_rank = self._model, self.groups.coordinates.tp
-
-        def rectangle(key: str, name: str, values: Tensor) -> Any:
-            copy = tp_rank if name in model.copied else 0
-            return sharded_box(key, values, model.shapes[name], model.starts[name], copy)
-
-        weights = {name: rectangle(name, name, shard.data) for name, shard in model.saved.items()}
-        state: dict[str, Any] = {"model": weights}
-        if with_optimizer:
-            optimizer = self._trained()
-            moments: dict[str, dict[str, Any]] = {}
-            for moment, name, values in optimizer.moments():
-                moments.setdefault(moment, {})[name] = rectangle(f"optimizer.state.{moment}.{name}", name, values)
-            position = {"updates": optimizer.updates, "schedule_steps": optimizer.schedule_steps}
-            state["optimizer"] = {"moments": moments, **position}
-        return state

@@ -44,7 +44,6 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
         offload=offload,
         reduce_once=reduce_once,
         frozen=spec.frozen,
-        source=spec.model,
     )
     engine.offload_idle()
     return engine

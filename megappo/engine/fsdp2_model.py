@@ -51,7 +51,7 @@ class ShardedModel:
     """A model and this rank's shards of it.
 
     shards: name of a parameter, an adapter's too -> this rank's part, sharing memory with FSDP2's own; those of which the rank
-    holds nothing are left out. trained: those of them with a gradient. saved: those that a checkpoint holds. shapes: of the whole
+    holds nothing are left out. trained: those of them with a gradient. shapes: of the whole
     parameters, all of them. starts: first index of each shard in every dimension. copied: names of parameters that tp does not
     cut, so that each tp rank has the same shard. constants: buffers that the checkpoint brought, whole on every rank. logit_scale:
     of `check_packing`. adapters: of the model's LoRA adapters; None without.
@@ -85,7 +85,6 @@ class ShardedModel:
             self.shards[name] = torch.nn.Parameter(self._whole[name].to_local().detach(), requires_grad=trains)
             self.starts[name] = start
             assert self.shards[name].shape == shape, f"{name} was cut otherwise"
-        self.saved = {name: shard for name, shard in self.shards.items() if adapters is None or is_beside_base(name)}
         self.trained = {name: shard for name, shard in self.shards.items() if shard.requires_grad}
         of_adapters = set() if adapters is None else adapters.copied
         partial = partial_names(spec.arch, self.is_value_model, sequence_parallel=groups.layout.sequence_parallel)

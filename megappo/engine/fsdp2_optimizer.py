@@ -46,6 +46,10 @@ class ShardedOptimizer:
             moments = {name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS}
             self._optimizer.state[shard] = {"step": torch.zeros((), dtype=torch.float32), **moments}
 
+    def position(self) -> dict[str, int]:
+        """Arguments of `set_position` to go on from here."""
+        return {"updates": self.updates, "schedule_steps": self.schedule_steps}
+
     def set_position(self, updates: int, schedule_steps: int) -> None:
         """Go on from a position, after the moments were loaded."""
         for state in self._optimizer.state.values():

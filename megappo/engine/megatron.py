@@ -2,16 +2,11 @@
 
 It takes the share of its data-parallel replica, cuts it into micro-batches, pads and shards them as the layout needs, and returns
 per-token results in the share's order on the rank that reports. Losses are callables; their meaning is unknown here.
-
-Description of an engine's state for a save, kept for the next one while the tensors are the same.
-
-Describing costs some dozen calls of Python for every tensor, with caches cold from training: a tenth of the time for which a save
-in the background holds training. Nothing in it changes from save to save but the values in the tensors and a few plain numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -19,12 +14,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from megappo.checkpoint.ranges import keep_own
 from megappo.config.role_sections import OffloadConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, ValueLoss
@@ -35,102 +27,28 @@ from megappo.engine.micro_batches import MicroBatch, MicroBatches
 from megappo.engine.offload import without_storages_of
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
 from megappo.engine.role_engine import RoleEngine
-from megappo.engine.translation import WEIGHT, Held, saved_position
+from megappo.engine.state_boxes import WEIGHT, Held
 from megappo.models.arch import ModelArch, vocab_shard
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.hf_export import export_pretrained
-from megappo.models.lora import ADAPTER_A, ADAPTER_B, Weights
-from megappo.models.lora_linear import ModelAdapters, adapters_of, merged_parameters
+from megappo.models.lora import Weights
+from megappo.models.lora_linear import ModelAdapters, merged_parameters
 from megappo.models.moe import share_router_state
 from megappo.models.naming import named_parameters
 from megappo.models.pieces import PieceMap
-from megappo.models.weight_map import LOCAL_EMBEDDING, LOCAL_OUTPUT, LOCAL_VALUE_HEAD, VALUE_HEAD, piece_map
+from megappo.models.weight_map import piece_map
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.consensus import told_by
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
 
 
-def sharded_adapters(chunk: PackedModel, groups: ProcessGroups) -> dict[str, ShardedTensor]:
-    """Description of every adapter of the chunk, and of its value head, by key."""
-    found: dict[str, ShardedTensor] = {}
-    for adapters in adapters_of([chunk]):
-        for one in adapters.each():
-            rank, (rows, columns), box = len(one.lora_A), one.size, one.box
-            a, b = one.module + ADAPTER_A, one.module + ADAPTER_B
-            found[a] = _sharded(a, one.lora_A, (rank, columns), (0, box.c0), groups)
-            found[b] = _sharded(b, one.lora_B, (rows, rank), (box.r0, 0), groups)
-    if isinstance(chunk, CriticModel) and chunk.post_process:
-        head = chunk.value_head.weight
-        found[VALUE_HEAD] = _sharded(VALUE_HEAD, head, tuple(head.shape), (0, 0), groups)
-    return found
-
-
-def _sharded(key: str, parameter: Tensor, shape: tuple[int, ...], offset: tuple[int, ...], groups: ProcessGroups) -> ShardedTensor:
-    # Copies of a whole tensor on tp ranks are told apart from parts of a tensor that is cut over them.
-    copy = groups.coordinates.tp if tuple(parameter.shape) == shape else 0
-    replica = (0, copy, groups.collection.dp_cp.rank())
-    local = tuple(parameter.shape)
-    return ShardedTensor(key, parameter, parameter.dtype, local, shape, offset, axis_fragmentations=None, replica_id=replica)
-
-
-@torch.no_grad()
-def load_adapters(chunk: PackedModel, values: Mapping[str, Tensor]) -> None:
-    """Copy what the checkpoint's reader made of `sharded_adapters` into the chunk."""
-    for adapters in adapters_of([chunk]):
-        for one in adapters.each():
-            one.lora_A.copy_(values[one.module + ADAPTER_A])
-            one.lora_B.copy_(values[one.module + ADAPTER_B])
-    if VALUE_HEAD in values:
-        assert isinstance(chunk, CriticModel)
-        chunk.value_head.weight.copy_(values[VALUE_HEAD])
-
-
-_Memory = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
-
-
-class LastState:
-    """Sharded description that was returned last. It shares memory with the tensors that it describes, offloaded ones too."""
-
-    def __init__(self) -> None:
-        self._key: tuple[bool, list[_Memory]] | None = None
-        self._state: dict[str, Any] = {}
-
-    def get(self, tensors: Sequence[Tensor], *, with_optimizer: bool) -> dict[str, Any] | None:
-        """The description, if it was made of tensors that lie where these do, in this order; else None."""
-        return self._state if self._key == (with_optimizer, [_memory(tensor) for tensor in tensors]) else None
-
-    def keep(self, state: dict[str, Any], tensors: Sequence[Tensor], *, with_optimizer: bool) -> None:
-        """Keep the description of these tensors in place of the one before."""
-        # A layer's extra state (FP8) is no tensor of the list: nobody would see it change.
-        if any(_has_content(entry) for entry in nested_values(state) if isinstance(entry, ShardedObject)):
-            self._key, self._state = None, {}
-        else:
-            self._key, self._state = (with_optimizer, [_memory(tensor) for tensor in tensors]), state
-
-
-def _has_content(entry: ShardedObject) -> bool:
-    """False for the extra state of a layer without FP8, which TransformerEngine gives as an empty tensor."""
-    return entry.data is not None and not (isinstance(entry.data, Tensor) and entry.data.numel() == 0)
-
-
-def _memory(tensor: Tensor) -> _Memory:
-    """Place of a tensor's values, and how they lie there."""
-    # The storage's identity, not its memory's address: offload resizes storages. The description keeps them alive, so none takes
-    # the place of another.
-    storage = tensor.untyped_storage()._cdata
-    return storage, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
-
-
 class MegatronEngine(RoleEngine[Optimizer]):
     """Engine (see base.py) of one role.
 
     chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. `optimizer` is None for a frozen role.
-    adapters: those of the chunks, if they have some. frozen, source: see `RoleEngine`.
+    adapters: those of the chunks, if they have some. frozen: see `RoleEngine`.
     """
-
-    embedding_name = LOCAL_EMBEDDING
-    head_names = (LOCAL_OUTPUT, LOCAL_VALUE_HEAD, VALUE_HEAD)  # the last: beside adapters, in any engine's checkpoint
 
     def __init__(
         self,
@@ -145,7 +63,6 @@ class MegatronEngine(RoleEngine[Optimizer]):
         router_aux_coef: float = 0.0,
         adapters: ModelAdapters | None = None,
         frozen: frozenset[str] = frozenset(),
-        source: str = "",
     ) -> None:
         super().__init__(
             name,
@@ -157,7 +74,6 @@ class MegatronEngine(RoleEngine[Optimizer]):
             parameters=self._parameters,
             optimizer_tensors=self._optimizer_tensors,
             frozen=frozen,
-            source=source,
         )
         self._wrapped = list(chunks)
         self._with_gradients = [c for c in chunks if isinstance(c, DistributedDataParallel)]  # all of a model that trains
@@ -169,7 +85,6 @@ class MegatronEngine(RoleEngine[Optimizer]):
         self._config.finalize_model_grads_func = _sum_gradients
         self._gradients_freed = False
         self._adapters = adapters
-        self._last_state = LastState()
 
     @property
     def arch(self) -> ModelArch:
@@ -347,69 +262,16 @@ class MegatronEngine(RoleEngine[Optimizer]):
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
 
-    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
-        """Sharded description for `load_state`: the engine's own tensors, which the checkpoint reader fills in place.
-
-        Without `with_head` the head keeps its weights.
-        """
-        self.to("device")
-        state = self._described(with_optimizer=with_optimizer)
-        for weights in () if with_head else state["model"].values():
-            for name, entry in list(weights.items()):
-                if getattr(entry, "key", None) in self.head_names:  # a tied output projection has the embedding's key
-                    weights[name] = keep_own(entry.data)
-        return state
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.to("device")
-        for index, chunk in enumerate(self.chunks):
-            if self._adapters is not None:
-                load_adapters(chunk, state["model"][str(index)])
-            else:
-                chunk.load_state_dict(state["model"][str(index)])
-        if "updates" in state.get("optimizer", {}):  # adapters have the same names under every engine: fsdp2 saved these
-            self._trained().set_position(*saved_position(state))
-        elif "optimizer" in state:
-            self._trained().load_state_dict(state["optimizer"])
-        else:
-            self._take_new_weights()
-        self.offload_idle()
-
     def _held(self, *, with_optimizer: bool) -> Iterator[Held]:
         names = {id(parameter): name for name, parameter in self.named_parameters().items()}
         for name, parameter in self.named_parameters().items():
             yield Held(WEIGHT, name, tuple(parameter.shape), 0, parameter.data)
-        for kind, parameter, start, values in self._trained().held_state() if with_optimizer else ():
-            yield Held(kind, names[id(parameter)], tuple(parameter.shape), start, values)
+        for kind, parameter, start, values, is_alone in self._trained().held_state() if with_optimizer else ():
+            yield Held(kind, names[id(parameter)], tuple(parameter.shape), start, values, is_alone)
 
     def _take_new_weights(self) -> None:
         if self._optimizer is not None:
             self._optimizer.reload_main_parameters()
-
-    def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        tensors = [tensor for chunk in self.chunks for part in (chunk.parameters(), chunk.buffers()) for tensor in part]
-        held = [*tensors, *self._trained().tensors()] if with_optimizer else tensors
-        state = self._last_state.get(held, with_optimizer=with_optimizer)
-        if state is None:
-            state = self._described(with_optimizer=with_optimizer)
-            self._last_state.keep(state, held, with_optimizer=with_optimizer)
-        elif with_optimizer:
-            self._trained().update_position(state["optimizer"])
-        return state
-
-    def _described(self, *, with_optimizer: bool) -> dict[str, Any]:
-        # With the group Megatron does not read its globals; with names per layer any pipeline split can read the checkpoint.
-        metadata = {"dp_cp_group": self.groups.collection.dp_cp, "non_homogeneous_layers": True}
-        model_state = {
-            str(index): sharded_adapters(chunk, self.groups)
-            if self._adapters is not None
-            else chunk.sharded_state_dict(metadata=metadata)
-            for index, chunk in enumerate(self.chunks)
-        }
-        state: dict[str, Any] = {"model": model_state}
-        if with_optimizer:
-            state["optimizer"] = self._trained().sharded_state_dict(model_state)
-        return state
 
 
 def _sum_gradients(model: list, num_tokens: Tensor, pg_collection: Any, force_all_reduce: bool = False) -> None:

@@ -19,13 +19,12 @@ from torch import Tensor
 from megappo.config.role_sections import OptimizerConfig
 from megappo.engine.base import StepResult
 from megappo.engine.megatron_optimizer_state import (
+    OptimizerState,
+    common_step,
     create_moments,
     gathered_main_parameters,
     held_state,
-    load_optimizer_state,
-    set_described_step,
     set_step_number,
-    sharded_optimizer_state,
     whole_main_parameters,
 )
 from megappo.models.fusion import accumulate_into_main_grad
@@ -143,10 +142,14 @@ class Optimizer:
         """Copy the model's weights into the fp32 main parameters, after weights were loaded from elsewhere."""
         self._optimizer.reload_model_params()
 
-    def held_state(self) -> Iterator[tuple[str, torch.nn.Parameter, int, Tensor]]:
-        """(kind, model parameter, start in the flattened parameter, values [n]) of the state that this rank keeps."""
+    def held_state(self) -> Iterator[OptimizerState]:
+        """The state that this rank keeps."""
         for optimizer in self._chained():
             yield from held_state(optimizer)
+
+    def position(self) -> dict[str, int]:
+        """Arguments of `set_position` to go on from here."""
+        return {"updates": common_step(self._chained()), "schedule_steps": self.schedule_steps}
 
     def set_position(self, updates: int, schedule_steps: int) -> None:
         """Go on after so many updates of the weights and steps of the schedule, with the state that is there."""
@@ -154,25 +157,6 @@ class Optimizer:
             set_step_number(optimizer.optimizer, updates)
         self._scheduler.num_steps = 0
         self._scheduler.step(increment=schedule_steps)
-
-    def sharded_state_dict(self, model_state: dict) -> dict:
-        """Sharded description of the optimizer's state and the position of the schedule. model_state: the model's
-        sharded_state_dict. Hyperparameters are not stored: after a resume the configuration's apply.
-        """
-        return {
-            "optimizers": sharded_optimizer_state(self._chained(), model_state),
-            "schedule_steps": self.schedule_steps,
-        }
-
-    def update_position(self, state: dict) -> None:
-        """Set the plain values of a `sharded_state_dict` made earlier, of the same tensors, to those of now."""
-        set_described_step(self._chained(), state["optimizers"])
-        state["schedule_steps"] = self.schedule_steps
-
-    def load_state_dict(self, state: dict) -> None:
-        load_optimizer_state(self._chained(), state["optimizers"])
-        self._scheduler.num_steps = 0
-        self._scheduler.step(increment=state["schedule_steps"])
 
     def _chained(self) -> list[MegatronOptimizer]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))

@@ -5,20 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from functools import cached_property
+from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.checkpoint.state import ReadGoingOn
-from megappo.checkpoint.stored import Shape, StoredBox
+from megappo.checkpoint.state import ModelState, ReadGoingOn, Shape, StateBox
 from megappo.config.role_sections import OffloadConfig
 from megappo.engine.base import StepResult, WithoutAdapters
 from megappo.engine.offload import StorageOffload
-from megappo.engine.translation import Held, require_same_tensors, saved_by_another, saved_position, stored_boxes
+from megappo.engine.state_boxes import WEIGHT, Held, boxes_to_load, boxes_to_save, key_of, require_same_tensors
 from megappo.models.arch import ModelArch
-from megappo.models.pieces import PieceMap
+from megappo.models.pieces import PieceMap, Section, sizes_of
+from megappo.models.weight_map import VALUE_HEAD
 from megappo.parallel.consensus import gathered
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.placement import Placement
@@ -36,6 +37,20 @@ MAX_NAMED = 4
 
 class NonFiniteGradient(Unrecoverable):
     """Gradients were NaN or infinite several steps in a row. The same message on every rank."""
+
+
+_Memory = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+_Tensors = tuple[bool, list[_Memory]]
+
+
+def places_of(tensors: Iterable[Tensor]) -> list[_Memory]:
+    """Places of the tensors' values, and how they lie there: equal as long as the tensors are the same, offloaded or not."""
+    # The storage's identity, not its memory's address: offload resizes storages. What was described keeps them alive, so none takes
+    # the place of another.
+    return [
+        (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in tensors
+    ]
 
 
 class SkippedSteps:
@@ -79,6 +94,10 @@ class Steps(Protocol):
 
     def advance_schedule(self) -> float: ...
 
+    def tensors(self) -> Iterator[Tensor]: ...
+
+    def position(self) -> dict[str, int]: ...
+
     def set_position(self, updates: int, schedule_steps: int) -> None: ...
 
 
@@ -86,14 +105,11 @@ OptimizerT = TypeVar("OptimizerT", bound=Steps)
 
 
 class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
-    """Base of engines (see base.py) with offload by storages.
+    """Base of engines (see base.py) with offload by storages, and state as `state_boxes.py` has it.
 
     optimizer: None for a frozen role. parameters, optimizer_tensors: what is offloaded as the model and as its optimizer. frozen:
-    Hugging Face names of weights of a trained role that do not train. source: directory that the model was read from.
+    Hugging Face names of weights of a trained role that do not train.
     """
-
-    embedding_name: ClassVar[str]
-    """Name under which checkpoints of this engine hold the embedding."""
 
     def __init__(
         self,
@@ -107,7 +123,6 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
         parameters: Callable[[], Iterable[Tensor]],
         optimizer_tensors: Callable[[], Iterable[Tensor]],
         frozen: frozenset[str] = frozenset(),
-        source: str = "",
     ) -> None:
         self.name = name
         self.groups = groups
@@ -115,9 +130,10 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
         self._micro_batch_tokens = micro_batch_tokens
         self._optimizer = optimizer
         self._offload = offload
-        self._frozen, self._source = frozen, source
+        self._frozen, self._all_parameters = frozen, parameters
         self._passes = 0
         self._save = ReadGoingOn()
+        self._described: tuple[_Tensors, Sequence[StateBox], Mapping[str, Tensor]] | None = None
         self._skipped_steps = SkippedSteps(name, groups)
         self._parameter_storages = StorageOffload(parameters)
         self._optimizer_storages = StorageOffload(optimizer_tensors)
@@ -214,38 +230,61 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
 
-    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+    def save_state(self, *, with_optimizer: bool) -> ModelState:
         for storages in (self._parameter_storages, self._optimizer_storages):
             storages.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
-        return self._sharded_state(with_optimizer=with_optimizer)
+        # Describing takes a tenth of the time for which a save in the background holds training; nothing in it changes from save
+        # to save while the tensors stay where they are.
+        tensors = (*self._all_parameters(), *(self._trained().tensors() if with_optimizer else ()))
+        key = with_optimizer, places_of(tensors)
+        if self._described is None or self._described[0] != key:
+            saved = {piece.local for piece in self._saved_pieces[self.groups.position]}
+            held = [part for part in self._held(with_optimizer=with_optimizer) if part.name in saved]
+            named = {key_of(part.kind, part.name): part.values for part in held}
+            self._described = key, boxes_to_save(held, self._saved_pieces, self.groups.layout, self.groups.position), named
+        _, boxes, named = self._described
+        position = self._trained().position() if with_optimizer else {}
+        return ModelState(boxes, named, position)
 
     def release_state(self, read: Callable[[], None] | None = None) -> None:
         """Offload again what `save_state` made resident, which waits for `read`; without offload training waits for it."""
         self._save.begin(read)
         self.offload_idle()
 
-    @abstractmethod
-    def _sharded_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Tensors of the model and its optimizer, as the checkpoint's writer takes them, who does not change what this returns."""
+    def boxes_of(self, values: Mapping[str, Tensor], *, to_save: bool) -> Sequence[StateBox]:
+        held, pieces = [Held(WEIGHT, name, tuple(one.shape), 0, one) for name, one in values.items()], self.pieces()
+        if to_save:
+            return boxes_to_save(held, pieces, self.groups.layout, self.groups.position)
+        return list(boxes_to_load(held, pieces[self.groups.position], (), with_optimizer=False, with_head=True))
 
-    def boxes_to_load(
-        self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True
-    ) -> Sequence[StoredBox] | None:
-        how = {"with_optimizer": with_optimizer, "with_head": with_head}
-        saved = saved_by_another(stored, self.embedding_name, self.arch, self.value_head, self._source)
-        if saved is None:
-            return None
-        require_same_tensors(saved, stored, self._frozen, **how)
+    def boxes_to_load(self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True) -> Sequence[StateBox]:
+        wanted = {name: shape for name, shape in sizes_of(self._saved_pieces).items() if name not in self._unsaved}
+        require_same_tensors(wanted, stored, self._frozen, with_optimizer=with_optimizer, with_head=with_head)
         self.to("device")
-        own = self.pieces()[self.groups.position]
-        return list(stored_boxes(self._held(with_optimizer=with_optimizer), own, saved, stored, **how))
+        held, own = self._held(with_optimizer=with_optimizer), self._saved_pieces[self.groups.position]
+        return list(boxes_to_load(held, own, stored, with_optimizer=with_optimizer, with_head=with_head))
 
-    def boxes_loaded(self, saved: Mapping[str, Any]) -> None:
-        if saved:
-            self._trained().set_position(*saved_position(saved))
+    def boxes_loaded(self, position: Mapping[str, int]) -> None:
+        if position:
+            self._trained().set_position(**position)
         else:
             self._take_new_weights()
         self.offload_idle()
+
+    @cached_property
+    def _saved_pieces(self) -> PieceMap:
+        """Pieces of what checkpoints hold: all, or with adapters those and the head, which stand beside a frozen base."""
+        whole, adapters = self.pieces(), self.adapter_pieces()
+        if not any(adapters.templates):
+            return whole
+        heads = tuple(held for held in whole.templates[whole.sections[0].template] if held.piece.hf == VALUE_HEAD)
+        sections = (*adapters.sections, Section("", "", len(adapters.templates), 0))
+        return PieceMap(len(whole), (*adapters.templates, heads), sections)
+
+    @cached_property
+    def _unsaved(self) -> frozenset[str]:
+        """Hugging Face names of constants, which the model's own source brings."""
+        return frozenset(part.hf for one in self.arch.own if one.constant for part in one.parts)
 
     @abstractmethod
     def _held(self, *, with_optimizer: bool) -> Iterator[Held]:

@@ -13,9 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megappo.models.arch import ModelArch, padded_vocab
@@ -81,27 +79,6 @@ class PolicyModel(PackedModel):
         assert self.post_process
         return self.embedding.word_embeddings.weight if self.output_layer.weight is None else self.output_layer.weight
 
-    def tie_embeddings_and_output_weights_state_dict(
-        self,
-        sharded_state_dict: dict[str, Any],
-        output_layer_weight_key: str,
-        first_stage_word_emb_key: str,
-        metadata: dict | None = None,
-    ) -> None:
-        """As Megatron's, but with our groups: its own asks parallel_state for the data-parallel rank."""
-        if not self.post_process or self.pre_process:
-            assert output_layer_weight_key not in sharded_state_dict
-            return
-        dp_cp_group = self.pg_collection.dp_cp
-        sharded_state_dict[output_layer_weight_key] = make_tp_sharded_tensor_for_checkpoint(
-            tensor=self.output_layer.weight,
-            key=first_stage_word_emb_key,
-            replica_id=(1, 0, dp_cp_group.rank()),  # the first stage holds the main copy
-            allow_shape_mismatch=True,  # the vocabulary's padding depends on tp
-            tp_group=self.tp_group,
-            dp_cp_group=dp_cp_group,
-        )
-
 
 class CriticModel(PackedModel):
     """Value model. The last stage returns the head's output after every token, fp32 on every tp and cp rank, not shifted: V [T], or
@@ -137,7 +114,3 @@ class CriticModel(PackedModel):
             # Every tp rank computes the same loss from all values, so the backward takes this rank's slice without a sum.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=self.tp_group)
         return values
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict[str, Any]:
-        """GPTModel's own version insists on an output layer."""
-        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

@@ -16,8 +16,8 @@ PYTHON = ">=3.11,<3.13"
 # Distributions that `pip install megappo` installs.
 REQUIRED = {
     "torch": ">=2.11,<2.14",
-    # Private interfaces of one minor version: the checkpoint's strategies that checkpoint/sharded.py replaces are gone in 0.19
-    # (for Python 3.12), and engine/, parallel/cpu_patches.py and parallel/ were read against 0.16.
+    # Read against one minor version: layer specs and groups in models/ and parallel/, parallel/cpu_patches.py, the ranges of the
+    # distributed optimizer (engine/megatron_optimizer_state.py). Checkpoints do not depend on it.
     "megatron-core": ">=0.16.1,<0.17",
     "blake3": "",
     "datasets": "",

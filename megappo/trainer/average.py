@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.checkpoint.ranges import sharded_box
-from megappo.checkpoint.state import ReadGoingOn
-from megappo.checkpoint.stored import Shape, StoredBox
+from megappo.checkpoint.state import ModelState, ReadGoingOn, Shape, StateBox
 from megappo.config.role_sections import EmaConfig
 from megappo.engine.base import Engine
-from megappo.models.pieces import Box, Piece, rectangle, sizes_of
 from megappo.parallel.placement import Placement
 
 AVERAGE = "ema"
@@ -34,8 +30,6 @@ class PolicyAverage:
     weights of the engine at construction.
     """
 
-    head_names: tuple[str, ...] = ()
-
     def __init__(self, engine: Engine, decay: float, keep_on: Literal["host", "device"]) -> None:
         self._engine, self._decay, self._on_host = engine, decay, keep_on == "host"
         self._values: dict[str, Tensor] = {}
@@ -44,6 +38,7 @@ class PolicyAverage:
 
     def start(self) -> None:
         """Start anew from the engine's weights."""
+        self._boxes: Sequence[StateBox] | None = None  # of the values, from the first save on
         with self._engine.eval_mode():
             for name, weights in self._engine.fp32_weights():
                 self._values[name] = self._placed(weights)
@@ -94,51 +89,20 @@ class PolicyAverage:
     def host_group(self) -> dist.ProcessGroup:
         return self._engine.host_group
 
-    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        """Rectangles [rows, cols] of the Hugging Face tensors as `models.pieces.as_2d` sees them, fp32; shares their memory."""
-        return {
-            str(number): sharded_box(piece.hf, self._part(piece), shape, (piece.box.r0, piece.box.c0), data_copy=copy)
-            for number, (piece, shape, copy) in enumerate(self._own_pieces)
-        }
+    def save_state(self, *, with_optimizer: bool) -> ModelState:
+        if self._boxes is None:
+            self._boxes = self._engine.boxes_of(self._values, to_save=True)
+        return ModelState(self._boxes, self._values, {})
 
     def release_state(self, read: Callable[[], None] | None = None) -> None:
         self._save.begin(read)
 
-    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
-        return self.save_state(with_optimizer=with_optimizer)
-
-    def load_state(self, state: dict[str, Any]) -> None:
+    def boxes_to_load(self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True) -> Sequence[StateBox]:
         self._save.finish()
-        for number, (piece, *_) in enumerate(self._own_pieces):
-            self._part(piece).copy_(state[str(number)])
+        return self._engine.boxes_of(self._values, to_save=False)
 
-    def boxes_to_load(
-        self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True
-    ) -> Sequence[StoredBox] | None:
-        """None: every engine saves an average alike."""
-
-    def boxes_loaded(self, saved: Mapping[str, Any]) -> None:
-        raise AssertionError("an average has no boxes of another engine")
-
-    def _part(self, piece: Piece) -> Tensor:
-        return rectangle(self._values[piece.local], piece.slot, piece.row, piece.col, piece.box.rows, piece.box.cols)
-
-    @cached_property  # of the model and its layout, which stay; the pieces of all ranks are many
-    def _own_pieces(self) -> list[tuple[Piece, tuple[int, ...], int]]:
-        """(piece of this rank, shape of its whole tensor, number of this rank among those with a copy of the piece)."""
-        position = self.placement.position_of(dist.get_rank())
-        pieces = self._engine.pieces()
-        holders: dict[tuple[str, Box], set[int]] = {}
-        mine: dict[tuple[str, Box], Piece] = {}
-        for section in pieces.sections:
-            for piece, positions in pieces.templates[section.template]:
-                key = section.hf + piece.hf, piece.box
-                holders.setdefault(key, set()).update(section.first + at for at in positions)
-                if position - section.first in positions:
-                    assert key not in mine, f"{key[0]} has two places on one rank"  # a load would fill one of them
-                    mine[key] = piece._replace(hf=key[0], local=section.local + piece.local)
-        shapes = sizes_of(pieces)
-        return [(piece, shapes[piece.hf], sorted(holders[key]).index(position)) for key, piece in mine.items()]
+    def boxes_loaded(self, position: Mapping[str, int]) -> None:
+        """Nothing: the values are read in place."""
 
 
 @contextmanager

@@ -10,16 +10,16 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from megappo.checkpoint.contents import models_of
 from megappo.checkpoint.errors import DamagedCheckpoint
 from megappo.checkpoint.finite import non_finite_tensors
 from megappo.checkpoint.interval import expected_mtbf_hours
-from megappo.checkpoint.manifest import BEST, Manifest
+from megappo.checkpoint.manifest import BEST, Manifest, models_of
 from megappo.checkpoint.rng import read_rng, set_rng
 from megappo.checkpoint.state import StatefulComponent, StatefulModel
 from megappo.checkpoint.store import CheckpointStore, SaveFailed
@@ -62,12 +62,31 @@ class PlacedModel(StatefulModel, Protocol):
     def placement(self) -> Placement: ...
 
 
+@dataclass(frozen=True)
+class Contents:
+    """State of a run. models: trained role -> engine, None on ranks that it does not live on. components: small state beside them
+    and `state`. extras: further models with state of their own, which a checkpoint may lack. layouts: of all models, for messages.
+    """
+
+    models: Mapping[str, Engine | None]
+    state: TrainerState
+    components: Mapping[str, StatefulComponent]
+    layouts: Mapping[str, ParallelLayout]
+    extras: Mapping[str, PlacedModel | None] = field(default_factory=dict)
+
+
+class RunAround(NamedTuple):
+    """The run that checkpoints are made of. epochs_done: whole passes over the prompts so far, for `save_strategy: epoch`."""
+
+    stop: StopRequest
+    log: RunLog
+    sections: Sections
+    epochs_done: Callable[[], int]
+
+
 class Checkpoints:
     """Checkpoints of one run.
 
-    models: trained role -> engine, None on ranks that it does not live on. components: small state beside them and `state`.
-    extras: further models with state of their own, which a checkpoint may lack. layouts: of all models, for messages.
-    epochs_done: whole passes over the prompts so far, for `save_strategy: epoch`.
     failed_saves: of this process. The checkpoints that are due are written while training goes on, unless
     `checkpoint.asynchronous` is false; the last one is waited for.
     """
@@ -77,30 +96,24 @@ class Checkpoints:
         store: CheckpointStore,
         settings: CheckpointConfig,
         facts: Mapping[str, Any],
-        models: Mapping[str, Engine | None],
-        state: TrainerState,
-        components: Mapping[str, StatefulComponent],
+        contents: Contents,
+        run: RunAround,
         *,
-        extras: Mapping[str, PlacedModel | None] = MappingProxyType({}),
-        layouts: Mapping[str, ParallelLayout],
-        stop: StopRequest,
-        log: RunLog,
-        sections: Sections,
-        epochs_done: Callable[[], int],
         best: BestCheckpoint | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._asynchronous, self._facts = store, settings.asynchronous, facts
-        self._models: dict[str, PlacedModel | None] = {**models, **extras}
-        self._extras, self._state, self._components = extras, state, {"trainer": state, **components}
+        self._models: dict[str, PlacedModel | None] = {**contents.models, **contents.extras}
+        self._extras, self._state, self._layouts = contents.extras, contents.state, contents.layouts
+        self._components = {"trainer": contents.state, **contents.components}
         self._with_optimizer = not settings.save_only_model
-        self._layouts, self._stop, self._log, self._sections = layouts, stop, log, sections
-        self._best = best or BestCheckpoint(None, "max", state)
+        self._stop, self._log, self._sections, self._epochs_done = run
+        self._best = best or BestCheckpoint(None, "max", contents.state)
         self._best_of_save: dict[int, dict[str, Any] | None] = {}  # step -> best of the state that the save holds
         self._mtbf_hours = expected_mtbf_hours(dist.get_world_size(), settings.mtbf_hours)
         self._schedule, self._clock = SaveSchedule(settings, self._mtbf_hours, clock), clock
         self._chooses = settings.save_strategy == "steps" and settings.save_every == "auto"
-        self._saves_end, self._epochs_done = settings.save_strategy != "no", epochs_done
+        self._saves_end = settings.save_strategy != "no"
         self._announced = False
         self._saved_step = 0
         self._updating, self._awaits_push = False, False

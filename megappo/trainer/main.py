@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
-from megappo.checkpoint.contents import models_of
+from megappo.checkpoint.manifest import models_of
 from megappo.checkpoint.remote import url_of_run
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic, update_schedule
@@ -55,7 +55,7 @@ from megappo.telemetry.trackers.group import make_trackers
 from megappo.trainer.average import AVERAGE, PolicyAverage, average_of
 from megappo.trainer.best import BestCheckpoint
 from megappo.trainer.build_roles import Roles, build_roles, spec_of_role
-from megappo.trainer.checkpoints import Checkpoints, PlacedModel
+from megappo.trainer.checkpoints import Checkpoints, Contents, PlacedModel, RunAround
 from megappo.trainer.evaluation import Evaluations, Evaluator, evaluators_of
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
@@ -198,19 +198,13 @@ def _train(
     layouts = {role: layout_of(sizes, len(roles.placements[role])) for role, sizes in roles_in_use(config).items()}
     if "policy" in layouts:
         layouts[AVERAGE] = layouts["policy"]
+    components = {"loader": data.loader, "kl_controller": kl, **({} if data.ptx is None else {"ptx": data.ptx.loader})}
     checkpoints = Checkpoints(
         store,
         config.checkpoint,
         facts,
-        roles.trained_engines,
-        state,
-        {"loader": data.loader, "kl_controller": kl, **({} if data.ptx is None else {"ptx": data.ptx.loader})},
-        extras=_extra_models(config, roles, average),
-        layouts=layouts,
-        stop=stop,
-        log=log,
-        sections=watchdog.sections,
-        epochs_done=lambda: data.loader.epochs_done,
+        Contents(roles.trained_engines, state, components, layouts, _extra_models(config, roles, average)),
+        RunAround(stop, log, watchdog.sections, lambda: data.loader.epochs_done),
         best=BestCheckpoint(best_metric(config), config.trainer.keep_best_mode, state),
     )
     instruments = Instruments(config, roles, run_dir, device, watchdog.sections)

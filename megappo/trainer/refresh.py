@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from megappo.bridge.parameters import ParameterReceiver
 from megappo.bridge.sync import Route, WeightSync
-from megappo.checkpoint.stored import Shape, StoredBox
+from megappo.checkpoint.state import ModelState, Shape, StateBox
 from megappo.config.role_sections import ReferenceConfig
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
@@ -126,26 +125,14 @@ class FrozenModel:
     def host_group(self) -> dist.ProcessGroup:
         return self._engine.host_group
 
-    @property
-    def head_names(self) -> tuple[str, ...]:
-        return self._engine.head_names
-
-    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+    def save_state(self, *, with_optimizer: bool) -> ModelState:
         return self._engine.save_state(with_optimizer=False)
 
     def release_state(self, read: Callable[[], None] | None = None) -> None:
         self._engine.release_state(read)
 
-    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
-        return self._engine.state_to_load(with_optimizer=False, with_head=with_head)
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._engine.load_state(state)
-
-    def boxes_to_load(
-        self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True
-    ) -> Sequence[StoredBox] | None:
+    def boxes_to_load(self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True) -> Sequence[StateBox]:
         return self._engine.boxes_to_load(stored, with_optimizer=False, with_head=with_head)
 
-    def boxes_loaded(self, saved: Mapping[str, Any]) -> None:
-        self._engine.boxes_loaded({})  # of the writer's plain values none is of weights
+    def boxes_loaded(self, position: Mapping[str, int]) -> None:
+        self._engine.boxes_loaded({})

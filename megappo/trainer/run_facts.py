@@ -41,7 +41,6 @@ def run_facts(config: TrainConfig, data: RunData | RecordedData) -> dict[str, An
         "config": dump_yaml(config),
         "tokenizer": data.tokenizer.fingerprint,
         "reference": identity_of_model(in_use["reference"]) if "reference" in in_use else None,
-        "critic": config.algorithm.has_critic,
         "critics": list(config.critics_in_use),
         "lora": {
             role: {"base": identity_of_model(in_use[role]), **section.lora.model_dump(mode="json")}
@@ -203,8 +202,8 @@ def require_same_order(saved: Mapping[str, Any], facts: Mapping[str, Any], name:
     """
     then, now = (parse_yaml(one["config"], name)[0] for one in (saved, facts))
     for section, key in ORDER_KEYS:
-        old, new = then.get(section, {}), now[section]
-        if key in old and old[key] != new[key]:  # a megappo without the key did what its default does
+        old, new = then[section], now[section]
+        if old[key] != new[key]:
             changed = f"{section}.{key} was {old[key]} at {name}, and is {new[key]}"
             raise ConfigError(f"{changed}: the prompts would come in another order; restore it, or start a new run")
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_NO_COUNTERS = ("best", "entropy_coef", "unfinished")
-
 
 @dataclass
 class TrainerState:
@@ -36,5 +34,4 @@ class TrainerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in asdict(self):
-            # What an older megappo did not keep: a counter is 0, and there was none of the others.
-            setattr(self, name, state.get(name) if name in _NO_COUNTERS else int(state.get(name, 0)))
+            setattr(self, name, state[name])

@@ -6,18 +6,21 @@ run that stays under its first engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from megappo.checkpoint import stored as stored_module
+from megappo.checkpoint import shards
 from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.engine import translation
+from megappo.engine import state_boxes
 from megappo.engine.factory import EngineSpec
+from megappo.engine.role_engine import RoleEngine
 from megappo.engine.whole_batch import pass_whole_batch
 from megappo.models.role_arch import arch_for
 from tests.checkpoint import runs
@@ -193,23 +196,24 @@ def compare(wanted: dict[str, Any], found: dict[str, Any], differences: dict[str
 
 
 def swapped_moments() -> Any:
-    real = translation._key
+    real = state_boxes.key_of
     other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
-    return mock.patch.object(translation, "_key", lambda kind, name: real(other.get(kind, kind), name))
+    return mock.patch.object(state_boxes, "key_of", lambda kind, name: real(other.get(kind, kind), name))
 
 
 def one_row_off() -> Any:
-    real = translation._overlaps
+    real = state_boxes._boxes
 
-    def shifted(region: Any, piece: Any, sources: Any) -> Any:
-        for name, box, row, col in real(region, piece, sources):
-            yield name, box, row - (row > 0), col
+    def shifted(held: Any, pieces: Any) -> Any:
+        for part, piece, box in real(held, pieces):
+            yield part, piece, box._replace(row=box.row - (box.row > 0))
 
-    return mock.patch.object(translation, "_overlaps", shifted)
+    return mock.patch.object(state_boxes, "_boxes", shifted)
 
 
 def forgotten_position() -> Any:
-    return mock.patch("megappo.engine.role_engine.saved_position", lambda saved: (0, 0))
+    real = RoleEngine.boxes_loaded
+    return mock.patch.object(RoleEngine, "boxes_loaded", lambda self, position: real(self, dict.fromkeys(position, 0)))
 
 
 SPOILS = {"swapped moments": swapped_moments, "one row off": one_row_off, "forgotten position": forgotten_position}
@@ -244,14 +248,25 @@ def bytes_read(bench: Bench, place: Path) -> dict[str, int]:
     kept.save(1, {"model": bench.engine("policy", "megatron tp2")}, {}, runs.FACTS)
     engine = bench.engine("policy", FSDP2, seed=1)
     counted = 0
-    real = stored_module._read
 
-    def count(file: Any, chunk: Any, boxes: Any) -> None:
-        nonlocal counted
-        counted += sum(len(box.target) * chunk.cols * chunk.dtype.itemsize for box in boxes)
-        real(file, chunk, boxes)
+    real = shards.safe_open
 
-    with mock.patch.object(stored_module, "_read", count):
+    class Counted:
+        def __init__(self, stored: Any) -> None:
+            self.stored, self.get_shape = stored, stored.get_shape
+
+        def __getitem__(self, place: Any) -> Any:
+            nonlocal counted
+            found = self.stored[place]
+            counted += found.nbytes
+            return found
+
+    @contextmanager
+    def opened(*args: Any, **how: Any) -> Iterator[Any]:
+        with real(*args, **how) as file:
+            yield SimpleNamespace(keys=file.keys, get_slice=lambda name: Counted(file.get_slice(name)))
+
+    with mock.patch.object(shards, "safe_open", opened):
         kept.load({"model": engine}, {}, runs.FACTS)
     own = 3 * sum(shard.nbytes for shard in engine.named_parameters().values())
     return {"read": counted, "own": own}

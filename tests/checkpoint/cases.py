@@ -5,7 +5,6 @@ plain data.
 from __future__ import annotations
 
 import errno
-import io
 import json
 import logging
 import os
@@ -15,7 +14,6 @@ import resource
 import shutil
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -27,19 +25,24 @@ from megappo.checkpoint import store as store_module
 from megappo.checkpoint import verification
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
-from megappo.checkpoint.manifest import MANIFEST, Manifest, fingerprint_file, list_files, read_manifest, write_manifest
-from megappo.checkpoint.signature import KEY_VARIABLE
+from megappo.checkpoint.manifest import (
+    KEY_VARIABLE,
+    MANIFEST,
+    Manifest,
+    fingerprint_file,
+    list_files,
+    read_manifest,
+    write_manifest,
+)
 from megappo.checkpoint.store import SaveFailed
 from tests.checkpoint import resharding, runs
 from tests.checkpoint.runs import differing, message
 
 DAMAGES = ("bit flip", "truncate", "zero half", "delete")
 FILES = (
-    "megatron/policy/__0_0.distcp",
-    "megatron/policy/__1_0.distcp",
-    "megatron/policy/.metadata",
-    "megatron/policy/common.pt",
-    "megatron/policy/metadata.json",
+    "models/policy/00000.safetensors",
+    "models/policy/00001.safetensors",
+    "models/policy/position.json",
     "rng-00001.safetensors",
     "state.json",
     MANIFEST,
@@ -49,12 +52,10 @@ IO_ERRORS = (
     (MANIFEST, 0, errno.EACCES),
     ("state.json", 0, errno.EIO),
     ("state.json", 1, errno.EIO),
-    ("__1_0.distcp", 0, errno.ESTALE),
-    ("__1_0.distcp", 1, errno.ESTALE),
-    ("common.pt", 0, errno.ENOENT),
-    ("common.pt", 1, errno.ENOENT),
-    ("metadata.json", 0, errno.ENOENT),
-    ("metadata.json", 1, errno.ENOENT),
+    ("00001.safetensors", 0, errno.ESTALE),
+    ("00001.safetensors", 1, errno.ESTALE),
+    ("position.json", 0, errno.ENOENT),
+    ("position.json", 1, errno.ENOENT),
 )
 VARIANTS = {
     "fp32": {},
@@ -122,8 +123,7 @@ def resume_without(part):
             resumed.store._restore_rng = lambda source, manifest: None
         else:
             for engine in resumed.engines.values():
-                describe = engine.state_to_load
-                engine.state_to_load = lambda describe=describe, **how: into_copies(describe(**how))
+                load_optimizer_into_copies(engine)
         resumed.load()
         resumed.train(3)
         return differing(straight.digest(), resumed.digest())
@@ -131,12 +131,16 @@ def resume_without(part):
     return case
 
 
-def into_copies(state):
+def load_optimizer_into_copies(engine):
     """The reader fills what is thrown away."""
-    for optimizer in state["optimizer"]["optimizers"].values():
-        for name in optimizer.keys() - {"step"}:
-            optimizer[name] = replace(optimizer[name], data=optimizer[name].data.clone())
-    return state
+    describe = engine.boxes_to_load
+
+    def boxes(*args, **how):
+        return [
+            box._replace(values=box.values.clone()) if box.key.startswith("optimizer.") else box for box in describe(*args, **how)
+        ]
+
+    engine.boxes_to_load = boxes
 
 
 def resume_before_the_first_update(layouts, place):
@@ -178,17 +182,6 @@ def other_architecture(layouts, place):
     return message(ValueError, lambda: kept.load({"model": runs.engine(layouts["tp2"], critic=False)}, {}, runs.FACTS))
 
 
-def read_by_megatron(layouts, place):
-    """The directory is an ordinary Megatron-core checkpoint: its own loader reads it."""
-    from megatron.core import dist_checkpointing
-
-    kept, engine = runs.store(place), runs.engine(layouts["tp2"], critic=False, dtype=torch.bfloat16)
-    saved = kept.save(1, {"policy": engine}, {}, runs.FACTS)
-    other = runs.engine(layouts["tp2"], critic=False, dtype=torch.bfloat16, seed=3)
-    other.load_state(dist_checkpointing.load(other.state_to_load(with_optimizer=True), str(saved / "megatron" / "policy")))
-    return differing(runs.engine_digest(engine), runs.engine_digest(other))
-
-
 # ------------------------------------------------------------------------------------------------------------------ damage
 
 
@@ -204,7 +197,7 @@ class Policy:
         self.components["trainer"].count = step
         with torch.no_grad():
             for parameter in self.engines["policy"].named_parameters().values():
-                parameter.add_(step)
+                parameter.mul_(1 + step / 8)  # vocabulary padding stays zero, which is not stored
         return self.store.save(step, self.engines, self.components, facts)
 
     def load(self, facts=runs.FACTS):
@@ -295,7 +288,7 @@ def verified_meanwhile(layouts, place):
     policy.save(1)
     older = runs.engine_digest(policy.engines["policy"])
     policy.save(2)
-    on_one_rank(lambda: flip_a_weight(place / "step-2/megatron/policy/__1_0.distcp"))
+    on_one_rank(lambda: flip_a_weight(place / "step-2/models/policy/00001.safetensors"))
     before = runs.engine_digest(policy.engines["policy"])
     found = {}
     for owner in (None, "a1b2"):
@@ -316,7 +309,7 @@ def corruption_without_hashes(layouts, place):
     policy.save(1)
     policy.save(2)
     before = runs.engine_digest(policy.engines["policy"])
-    on_one_rank(lambda: flip_a_weight(place / "step-2/megatron/policy/__0_0.distcp"))
+    on_one_rank(lambda: flip_a_weight(place / "step-2/models/policy/00000.safetensors"))
     checked = verification.find_wrong_content
     verification.find_wrong_content = lambda *_: None
     step = policy.load()
@@ -325,14 +318,12 @@ def corruption_without_hashes(layouts, place):
 
 
 def flip_a_weight(path):
-    """Change one bit of the largest run of tensor bytes: the middle of the file may be padding or an archive header."""
-    from megappo.checkpoint.safe_load import load_index
-
-    index = load_index(path.with_name(".metadata").read_bytes())
-    places = [(place.length, place.offset) for place in index.storage_data.values() if place.relative_path == path.name]
-    length, offset = max(places)
+    """Change one bit of the largest tensor of a safetensors file: the middle of the file may be its header."""
     content = bytearray(path.read_bytes())
-    content[offset + length // 2] ^= 1
+    begin = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:begin]).values()
+    first, last = max((entry["data_offsets"] for entry in entries), key=lambda one: one[1] - one[0])
+    content[begin + (first + last) // 2] ^= 1
     path.write_bytes(content)
 
 
@@ -461,7 +452,7 @@ def undeletable(layouts, place):
     usual = os.unlink
 
     def unlink(path, *args, **kwargs):
-        if Path(path).name in ("common.pt",):
+        if Path(path).name == "position.json":
             stuck.append(path)
             raise OSError(errno.EPERM, "Operation not permitted", str(path))
         usual(path, *args, **kwargs)
@@ -517,38 +508,31 @@ def hostile(layouts, place):
     policy = Policy(layouts, place / "pristine")
     policy.save(1)
     results = {}
-    for kind, write in {"index": hostile_index, "common": hostile_common, "object": hostile_object}.items():
+    for kind, write in HOSTILE.items():
         scratch, marker = place / kind, place / f"{kind} was run"
         on_one_rank(lambda: shutil.copytree(place / "pristine", scratch))
-        on_one_rank(lambda: write(scratch / "step-1/megatron/policy", marker))
+        on_one_rank(lambda: write(scratch / "step-1/models/policy", marker))
         on_one_rank(lambda: rewrite_manifest(scratch / "step-1"))
         results[kind] = (message(ValueError, policy.at(scratch).load), marker.exists())
         dist.barrier()
     return results
 
 
-def hostile_index(directory, marker):
-    (directory / ".metadata").write_bytes(pickle.dumps(Attack(marker)))
+def hostile_shard(directory, marker):
+    torch.save({"lm_head.weight": Attack(marker)}, directory / "00000.safetensors")
 
 
-def hostile_common(directory, marker):
-    torch.save({"optimizer": Attack(marker)}, directory / "common.pt")
+def hostile_position(directory, marker):
+    (directory / "position.json").write_bytes(pickle.dumps(Attack(marker)))
 
 
-def hostile_object(directory, marker):
-    """Replace the bytes of a layer's extra state, which torch's own planner unpickles."""
-    from megappo.checkpoint.safe_load import load_index
+def hostile_header(directory, marker):
+    """An entry that lies outside of the file."""
+    header = json.dumps({"a@0,0": {"dtype": "F32", "shape": [1 << 40, 1], "data_offsets": [0, 1 << 42]}}).encode()
+    (directory / "00001.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
 
-    index = load_index((directory / ".metadata").read_bytes())
-    target = next(place for entry, place in index.storage_data.items() if "_extra_state" in entry.fqn)
-    buffer = io.BytesIO()
-    torch.save([Attack(marker)], buffer)
-    shards = directory / target.relative_path
-    offset, target.offset, target.length = target.offset, shards.stat().st_size, len(buffer.getvalue())
-    assert offset != target.offset
-    with shards.open("ab") as file:
-        file.write(buffer.getvalue())
-    (directory / ".metadata").write_bytes(pickle.dumps(index))
+
+HOSTILE = {"shard": hostile_shard, "position": hostile_position, "header": hostile_header}
 
 
 def rewrite_manifest(directory):
@@ -568,7 +552,7 @@ def failed_saves(layouts, place):
     results = {}
     for fault, broken in {
         "shard on rank 1": lambda: limited(1, 100_000),
-        "common.pt on rank 0": lambda: limited(0, 500),
+        "all of rank 0": lambda: limited(0, 500),
         "state is not plain": lambda: spoiled(policy, {"tensor": torch.zeros(1)}),
         "state is not finite": lambda: spoiled(policy, {"kl": float("nan")}),
         "state has tuples": lambda: spoiled(policy, {"pair": (1, 2)}),
@@ -646,7 +630,6 @@ CASES = {
     "generators": generators,
     **resharding.CASES,
     "other architecture": other_architecture,
-    "read by Megatron": read_by_megatron,
     "corruption": corruption,
     "corruption without hashes": corruption_without_hashes,
     "verified meanwhile": verified_meanwhile,

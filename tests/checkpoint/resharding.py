@@ -7,7 +7,6 @@ tensors on all ranks: nothing of the code that describes them for a checkpoint i
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import torch
 
@@ -78,7 +77,7 @@ def critic_from_checkpoint(layouts, place):
     def start(layout, role, spoil=None, **changes):
         engine = runs.engine(layouts[layout], critic=True, seed=9, **{**options, **changes})
         if spoil is not None:
-            when_loaded(spoil)(engine)
+            spoil(engine)
         kept.load_weights(role, engine, 1, with_head=role == "critic")
         engine.save_state(with_optimizer=True)  # creates the moments
         return whole_state(engine, layouts[layout])
@@ -103,33 +102,6 @@ def critic_from_checkpoint(layouts, place):
         "shifted": differing_tensors(sources["policy"], only(shifted, "weight ")),
         "unfit": {name: runs.message(ValueError, action) for name, action in unfit.items()},
     }
-
-
-def other_implementation(layouts, place):
-    """A checkpoint that has one extra state less, and one more, than the model asks for, as with TransformerEngine's norms."""
-    kept, written = runs.store(place), runs.engine(layouts["pp2"], critic=False)
-    kept.save(1, {"policy": written}, {}, runs.FACTS)
-    engine = runs.engine(layouts["tp2"], critic=False, seed=9)
-    state_to_load, load_state = engine.state_to_load, engine.load_state
-    less, more = "decoder.layers.0.mlp.linear_fc1._extra_state", "decoder.layers.0.input_layernorm._extra_state"
-
-    def describe(**how):
-        state = state_to_load(**how)
-        weights = state["model"]["0"]
-        assert more not in weights
-        weights[more] = replace(weights.pop(less), key=more, data="own")
-        return state
-
-    def load(state):
-        weights = state["model"]["0"]
-        found.append(weights.pop(more))
-        load_state({**state, "model": {"0": {**weights, less: None}}})
-
-    found = []
-    engine.state_to_load, engine.load_state = describe, load
-    kept.load_weights("policy", engine, 1)
-    wanted, loaded = (weights(one, layouts[name]) for one, name in ((written, "pp2"), (engine, "tp2")))
-    return differing_tensors(wanted, loaded), found
 
 
 HEAD, OUTPUT = "weight score.weight", "weight lm_head.weight"
@@ -163,60 +135,45 @@ def spoiled_loads(layouts, place):
     return results
 
 
-def rename_weights(state, rename):
-    model = state["model"]["0"]
-    return {**state, "model": {"0": {rename(name): value.clone() for name, value in model.items() if value is not None}}}
-
-
-def shift_experts(state):
-    def next_expert(name):
-        return re.sub(r"local_experts\.(\d)", lambda match: f"local_experts.{(int(match[1]) + 1) % 4}", name)
-
-    return rename_weights(state, next_expert)
-
-
-def swap_layers(state):
-    other = {"2": "3", "3": "2"}
-    return rename_weights(state, lambda name: re.sub(r"layers\.([23])\.", lambda match: f"layers.{other[match[1]]}.", name))
-
-
-def shift_moments(state):
-    """The first moments of two experts' second matrices are asked for in each other's place."""
-    for entry in state["optimizer"]["optimizers"]["1"].values():
-        if getattr(entry, "key", "").endswith("linear_fc2.weight") and ".exp_avg." in entry.key and entry.global_offset[0] < 2:
-            entry.global_offset = (1 - entry.global_offset[0], *entry.global_offset[1:])
-    return state
-
-
-def when_described(spoil):
-    """The reader fills the optimizer in place, so what it is asked for is spoiled."""
+def when_asked_for(rename):
+    """Boxes are read from the tensors of these names instead of theirs. rename: a name of a tensor -> another one."""
 
     def change(engine):
-        describe = engine.state_to_load
-        engine.state_to_load = lambda **how: spoil(describe(**how))
+        describe = engine.boxes_to_load
+        engine.boxes_to_load = lambda *args, **how: [box._replace(key=rename(box.key)) for box in describe(*args, **how)]
 
     return change
 
 
-def when_loaded(spoil):
-    def change(engine):
-        load_state = engine.load_state
-        engine.load_state = lambda state: load_state(spoil(state))
+def of_weights(pattern, other):
+    def rename(key):
+        return key if key.startswith("optimizer.") else re.sub(pattern, lambda match: match[1] + other[match[2]] + match[3], key)
 
-    return change
+    return when_asked_for(rename)
 
 
-def forget_step(state):
-    state["optimizer"]["optimizers"]["1"]["step"] = 0
-    return state
+shift_experts = of_weights(r"(experts\.)(\d)(\.)", {"0": "1", "1": "2", "2": "3", "3": "0"})
+swap_layers = of_weights(r"(layers\.)([23])(\.)", {"2": "3", "3": "2"})
+
+
+def exchange_moments(key):
+    """The first moments of two experts' second matrices."""
+    if not (key.startswith("optimizer.state.exp_avg.") and key.endswith("down_proj.weight")):
+        return key
+    return re.sub(r"(experts\.)([01])\.", lambda match: f"{match[1]}{1 - int(match[2])}.", key)
+
+
+def forget_step(engine):
+    loaded = engine.boxes_loaded
+    engine.boxes_loaded = lambda position: loaded({**position, "updates": 0})
 
 
 SPOILS = {
-    "none": when_loaded(lambda state: state),
-    "experts shifted by one": when_loaded(shift_experts),
-    "layers swapped": when_loaded(swap_layers),
-    "moments of two experts swapped": when_described(shift_moments),
-    "step of the experts forgotten": when_loaded(forget_step),
+    "none": lambda engine: None,
+    "experts shifted by one": shift_experts,
+    "layers swapped": swap_layers,
+    "moments of two experts swapped": when_asked_for(exchange_moments),
+    "step forgotten": forget_step,
 }
 
 
@@ -309,5 +266,4 @@ CASES = {
     **{f"reshard {name}": chain(*case) for name, case in CHAINS.items()},
     "spoiled loads": spoiled_loads,
     "critic from checkpoint": critic_from_checkpoint,
-    "other implementation": other_implementation,
 }

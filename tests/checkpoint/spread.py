@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import is_main_replica
+from safetensors import safe_open
 
-from megappo.checkpoint import sharded
-from megappo.checkpoint.ranges import Part, cut
-from megappo.checkpoint.safe_load import load_index
+from megappo.checkpoint import shards
+from megappo.checkpoint.shards import StoredTensors
 from megappo.commands.plan.memory import role_memory
+from megappo.engine import state_boxes
 from megappo.parallel.layout import ParallelLayout
 from tests.checkpoint import resharding, runs
-from tests.checkpoint.cases import into_copies
+from tests.checkpoint.cases import load_optimizer_into_copies
 from tests.commands.plan.live import Live
 
 LAYOUTS = {
@@ -51,15 +50,15 @@ def world_main(rank, folder):
     return results
 
 
-def spread(layouts, place, critic, writes, reads, options, changed, share=sharded.parts_to_write):
+def spread(layouts, place, critic, writes, reads, options, changed, share=state_boxes._share):
     """One layout writes, itself and another one read; where the bytes went."""
     first = runs.engine(layouts[writes], critic=critic, **options)
     resharding.train(first)
     wanted = resharding.whole_state(first, layouts[writes])
     kept = runs.store(place)
-    sharded.parts_to_write, usual = share, sharded.parts_to_write
+    state_boxes._share, usual = share, state_boxes._share
     saved = kept.save(1, {"model": first}, {}, runs.FACTS)
-    sharded.parts_to_write = usual
+    state_boxes._share = usual
     other = runs.engine(layouts[reads], critic=critic, seed=9, **{**options, **changed})
     kept.load({"model": other}, {}, runs.FACTS)
     again = runs.engine(layouts[writes], critic=critic, seed=7, **options)
@@ -72,27 +71,26 @@ def spread(layouts, place, critic, writes, reads, options, changed, share=sharde
         "wrong": resharding.differing_tensors(wanted, resharding.whole_state(other, layouts[reads])),
         "resumed": at_once + runs.differing(runs.engine_digest(first), runs.engine_digest(again)),
         "fresh": runs.differing(runs.engine_digest(first), fresh),
-        **places(saved / "megatron/model"),
+        **places(saved / "models/model"),
     }
 
 
-def by_mains(mine, holders, rank):
-    """Checkpoint as megappo wrote it before it shared out: the first data-parallel rank writes every shard as a whole."""
-    mains = [(source, entry) for source, entry in enumerate(mine) if is_main_replica(entry.replica_id)]
-    return [Part(box, source, 0) for source, entry in mains for box in cut(entry, 0, entry.data.detach().reshape(-1))]
+def by_mains(boxes, number, index):
+    """The first data-parallel rank writes everything as a whole."""
+    return boxes if index == 0 else []
 
 
 def places(directory):
     """bytes: of tensors, by rank. writers: by how many ranks tensors were written. inside a row: boxes that cut the last axis."""
-    index = load_index((directory / ".metadata").read_bytes())
-    sizes, writers, inside = Counter(), {}, 0
-    for entry, place in index.storage_data.items():
-        held, rank = index.state_dict_metadata[entry.fqn], int(place.relative_path.split("_")[2])
-        if entry.offset is not None:
-            (box,) = (chunk.sizes for chunk in held.chunks if chunk.offsets == entry.offset)
-            sizes[rank] += prod(box) * held.properties.dtype.itemsize
-            writers.setdefault(entry.fqn, set()).add(rank)
-            inside += box[-1] != held.size[-1]
+    sizes, writers, inside, whole = Counter(), {}, 0, StoredTensors(directory).shapes
+    for path in directory.glob("*.safetensors"):
+        rank = int(path.stem)
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                key, values = name.rpartition("@")[0], file.get_tensor(name)
+                sizes[rank] += values.nbytes
+                writers.setdefault(key, set()).add(rank)
+                inside += values.shape[1] != whole[key][1]
     numbers = {len(ranks) for ranks in writers.values()}
     return {"bytes": [sizes[rank] for rank in range(dist.get_world_size())], "writers": sorted(numbers), "inside a row": inside}
 
@@ -117,13 +115,13 @@ def memory_main(rank, folder):
     save()
     manifest = kept.find_resumable(runs.FACTS)
     found = {"save": peak(save, engine), "load": peak(load, engine)}
-    sharded.archive, usual = lambda tensor: usual(tensor.clone()), sharded.archive
+    shards._content, usual = lambda boxes: usual([box._replace(values=box.values.clone()) for box in boxes]), shards._content
+    kept._files.clear()
     found["save of copies"] = peak(save, engine)
-    sharded.archive = usual
-    describe = engine.state_to_load
-    engine.state_to_load = lambda **how: into_copies(describe(**how))
+    shards._content = usual
+    load_optimizer_into_copies(engine)
     found["load into copies"] = peak(load, engine)
-    written = places(Path(folder, f"step-{manifest.step}/megatron/model"))["bytes"][rank]
+    written = places(Path(folder, f"step-{manifest.step}/models/model"))["bytes"][rank]
     layout = ParallelLayout(dist.get_world_size())
     planned = role_memory(
         runs.arch(hidden=HIDDEN, num_layers=2), layout, 0, dtype="bf16", trained=True, micro_batch_tokens=1, num_micro_batches=1

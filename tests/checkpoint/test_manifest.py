@@ -14,8 +14,15 @@ import torch.distributed as dist
 from megappo.checkpoint import manifest as module
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint
-from megappo.checkpoint.manifest import MANIFEST, Manifest, fingerprint_file, list_files, read_manifest, write_manifest
-from megappo.checkpoint.signature import KEY_VARIABLE
+from megappo.checkpoint.manifest import (
+    KEY_VARIABLE,
+    MANIFEST,
+    Manifest,
+    fingerprint_file,
+    list_files,
+    read_manifest,
+    write_manifest,
+)
 from megappo.checkpoint.verification import verify
 from megappo.commands.launch.environment import shown_variables
 from tests.commands.runs.folders import FILES, save
@@ -83,7 +90,7 @@ def test_every_changed_or_missing_file_is_damage(place: Path, name: str, how: st
 
 
 def test_a_missing_folder_of_a_model_is_damage(place: Path) -> None:
-    (place / "megatron" / "policy").rename(place / "elsewhere")
+    (place / "models" / "policy").rename(place / "elsewhere")
     with pytest.raises(DamagedCheckpoint, match="is missing"):
         verified(place)
 
@@ -103,7 +110,7 @@ def failing(monkeypatch, name: str, number: int) -> None:
     monkeypatch.setattr(Path, "open", opening)
 
 
-@pytest.mark.parametrize("name", ["state.json", "__0_0.distcp", MANIFEST])
+@pytest.mark.parametrize("name", ["state.json", "00000.safetensors", MANIFEST])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_an_io_error_is_no_damage_and_names_file_and_error(place: Path, monkeypatch, name: str, number: int) -> None:
     before = snapshot(place.parent)
@@ -118,11 +125,11 @@ def test_an_io_error_is_no_damage_and_names_file_and_error(place: Path, monkeypa
 def test_a_file_that_fails_while_it_is_read_is_named(place: Path, monkeypatch) -> None:
     """The error of read() does not say of which file."""
 
-    def broken(path: Path, format: int):
+    def broken(path: Path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(module, "fingerprint_file", broken)
-    with pytest.raises(RefusedCheckpoint, match=r"step-3/megatron/policy/\S+: Input/output error"):
+    with pytest.raises(RefusedCheckpoint, match=r"step-3/models/policy/\S+: Input/output error"):
         verified(place)
 
 
@@ -175,7 +182,7 @@ def test_names_that_lead_elsewhere_are_refused(place: Path, name: str) -> None:
     assert "\n" not in str(refusal.value) and "no file below its directory" in str(refusal.value)
 
 
-@pytest.mark.parametrize("linked", ["state.json", "megatron", "megatron/policy", MANIFEST, "."])
+@pytest.mark.parametrize("linked", ["state.json", "models", "models/policy", MANIFEST, "."])
 def test_links_are_refused_even_to_the_right_content(place: Path, tmp_path: Path, linked: str) -> None:
     path = place / linked
     path.rename(tmp_path / "outside")

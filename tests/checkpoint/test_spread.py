@@ -53,12 +53,12 @@ def peers_of(name):
 def test_a_first_rank_that_writes_for_all_is_noticed(four):
     sizes = four[0]["written by mains"]["bytes"]
     assert sizes[0] > 0 and sizes[1:] == [0, 0, 0]
-    assert four[0]["written by mains"]["wrong"] == [], "whole tensors, as checkpoints of before hold them, are read as well"
+    assert four[0]["written by mains"]["wrong"] == [], "whole tensors are read as well"
 
 
 def test_the_cases_hold_what_is_hard(four):
     """Ranges that begin inside a row, and tensors of which a rank holds nothing."""
-    hard = [four[0][name] for name in ("bf16 critic, fp32 head", "bf16, tied", "plain to distributed")]
+    hard = [four[0][name] for name in ("bf16 critic, fp32 head", "bf16, tied")]
     assert all(result["inside a row"] > 0 for result in hard)
     assert all(1 in result["writers"] and max(result["writers"]) > 1 for result in hard)
     assert four[0]["written by mains"]["inside a row"] == 0
@@ -79,4 +79,4 @@ def test_the_plan_knows_what_a_rank_writes_and_so_holds_of_a_snapshot(dp):
 def test_a_load_makes_no_more_than_the_tensor_that_it_reads(dp):
     for rank in dp:
         assert rank["load"] <= rank["largest"] + SCALARS
-        assert rank["load into copies"] > 0.9 * rank["share"] + rank["largest"], "negative control"
+        assert rank["load into copies"] > max(0.9 * rank["share"], rank["largest"] + SCALARS), "negative control"

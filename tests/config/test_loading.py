@@ -367,7 +367,6 @@ FOREIGN = [
     ("data.filter_overlong_prompts", "did you mean data.overlong?"),
     ("data.truncation", "did you mean data.overlong?"),
     ("trainer.logger", "did you mean telemetry.trackers?"),
-    ("telemetry.tensorboard", "it is now telemetry.trackers: [tensorboard], or [] for none"),
     ("trainer.project_name", "did you mean run.output_dir?"),
     ("trainer.experiment_name", "did you mean run.name?"),
     ("trainer.nnodes", "did you mean run.num_ranks?"),

@@ -324,14 +324,9 @@ def bytes_of(engine: Any) -> tuple[int, int, int]:
 
 def saved_names(engine: Any) -> dict[str, int]:
     """Key of a checkpoint's tensor -> bytes of this rank."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    state = engine.save_state(with_optimizer=True)
+    boxes = engine.save_state(with_optimizer=True).boxes
     engine.release_state()
-    moments = state["optimizer"]["moments"]
-    entries = [*state["model"].values(), *(entry for moment in moments.values() for entry in moment.values())]
-    assert all(isinstance(entry, ShardedTensor) for entry in entries)
-    return {entry.key: entry.data.nbytes for entry in entries}
+    return {box.key: box.values.nbytes for box in boxes}
 
 
 @pytest.fixture(scope="module")

@@ -145,11 +145,7 @@ def everything(engine: Any) -> dict[str, Tensor]:
 
 def keys_of(engine: Any) -> set[str]:
     """Keys of the tensors in the files, of all ranks."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    state = engine.save_state(with_optimizer=True)
-    mine = {entry.key for entry in nested_values(state) if isinstance(entry, ShardedTensor)}
+    mine = {box.key for box in engine.save_state(with_optimizer=True).boxes}
     engine.release_state()
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)

@@ -17,6 +17,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from megappo.algo.alignment import IGNORE_INDEX
+from megappo.checkpoint.state import ModelState, StateBox
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult, WithoutAdapters
 from megappo.engine.factory import EngineSpec
@@ -51,13 +52,12 @@ class ToyOutput:
 
 
 class ToyEngine(WithoutAdapters):
-    head_names = ("lm_head.weight", "score.weight")
     output = ToyOutput
     placement, shares = Placement.whole(1), Shares.of_all([0])
 
     def __init__(self, spec: EngineSpec) -> None:
         self.name, self.arch, self.value_head = spec.role, spec.arch, spec.value_head is not None
-        self._budget, self._loads_head, self._updates = spec.section.micro_batch_tokens, True, 0
+        self._budget, self._updates = spec.section.micro_batch_tokens, 0
         if self.value_head:
             self._model, found = AutoModelForTokenClassification.from_pretrained(
                 spec.model, num_labels=spec.arch.head_rows, dtype=torch.float32, output_loading_info=True
@@ -156,31 +156,42 @@ class ToyEngine(WithoutAdapters):
         self._optimizer.param_groups[0]["lr"] = self._settings.lr * warm
         return self._settings.lr * warm
 
-    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": {name: parameter.detach() for name, parameter in self._weights.items()}}
-        return {**state, "optimizer": self._optimizer.state_dict(), "updates": self._updates} if with_optimizer else state
+    def save_state(self, *, with_optimizer: bool) -> ModelState:
+        position = {"updates": self._updates, "steps": self._steps()} if with_optimizer else {}
+        held = self._held(with_optimizer)
+        return ModelState([StateBox(key, 0, 0, as_2d(values)) for key, values in held.items()], held, position)
+
+    def _held(self, with_optimizer: bool) -> dict[str, Tensor]:
+        held = {name: parameter.detach() for name, parameter in self._weights.items()}
+        if with_optimizer:
+            for name, parameter in self._weights.items():
+                if parameter.requires_grad:
+                    state = self._optimizer.state[parameter]
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        held[f"optimizer.state.{moment}.{name}"] = state.setdefault(moment, torch.zeros_like(parameter.data))
+                    state.setdefault("step", torch.tensor(0.0))
+        return held
+
+    def _steps(self) -> int:
+        return max((int(state["step"]) for state in self._optimizer.state.values()), default=0)
 
     def release_state(self, read: Callable[[], None] | None = None) -> None:
         if read is not None:
             read()
 
-    def boxes_to_load(self, stored: Any, *, with_optimizer: bool, with_head: bool = True) -> None:
-        """None: it reads its own checkpoints alone."""
+    def boxes_of(self, values: Any, *, to_save: bool) -> list[StateBox]:
+        return [StateBox(key, 0, 0, as_2d(one)) for key, one in values.items()]
 
-    def boxes_loaded(self, saved: Any) -> None:
-        raise AssertionError("boxes were not asked for")
+    def boxes_to_load(self, stored: Any, *, with_optimizer: bool, with_head: bool = True) -> list[StateBox]:
+        held = self._held(with_optimizer)
+        kept = () if with_head else ("lm_head.weight", "score.weight")
+        return [StateBox(key, 0, 0, as_2d(values)) for key, values in held.items() if key not in kept]
 
-    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
-        self._loads_head = with_head
-        return dict.fromkeys(("model", "optimizer", "updates") if with_optimizer else ("model",))
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        for name, parameter in self._weights.items():
-            if self._loads_head or name not in self.head_names:
-                parameter.data.copy_(state["model"][name])
-        if "optimizer" in state:
-            self._optimizer.load_state_dict(state["optimizer"])
-            self._updates = state["updates"]
+    def boxes_loaded(self, position: Any) -> None:
+        if position:
+            self._updates = position["updates"]
+            for state in self._optimizer.state.values():
+                state["step"] = torch.tensor(float(position["steps"]))
 
 
 def toy_engines(*_: Any) -> Any:

@@ -22,7 +22,7 @@ from tests.models.checkpoints import example_sequences
 def test_parameters_are_those_of_the_weight_map(checkpoints, four_ranks):
     for results in (rank["shapes"] for rank in four_ranks):
         assert len(results) == len(SHAPE_CASES) * len(SHAPE_LAYOUTS) * 2
-        for case, (tp, pp, sp), critic, tp_rank, stage, facts, keys in results:
+        for case, (tp, pp, sp), critic, tp_rank, stage, facts in results:
             arch = read_arch(checkpoints / case)
             mine, whole = (local_shapes(arch, *place(n, pp, r, stage), critic) for n, r in ((tp, tp_rank), (1, 0)))
             assert {name: fact[0] for name, fact in facts.items()} == mine
@@ -30,10 +30,6 @@ def test_parameters_are_those_of_the_weight_map(checkpoints, four_ranks):
                 assert dtype == torch.float32
                 assert sharded == (shape != whole[name]) or tp == 1, name
                 assert sequence_parallel == (sp and ("norm" in name or name == "value_head.weight")), name
-            checkpointed = {name for name in facts if "linear_fc1" not in name}  # fc1 is split into gate and up by a factory
-            assert checkpointed <= keys.keys()
-            if arch.tied_embeddings and pp == 2 and stage == 1 and not critic:
-                assert keys["output_layer.weight"] == "embedding.word_embeddings.weight"
 
 
 def hf_gradients(folder, case, critic):

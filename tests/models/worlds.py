@@ -144,10 +144,7 @@ def built_shapes(rank, folder, cases, layouts):
                     name: (tuple(p.shape), p.dtype, *(getattr(p, mark, False) for mark in marks))
                     for name, p in named_parameters([model]).items()
                 }
-                state = model.sharded_state_dict(metadata={"dp_cp_group": groups.dp})
-                canonical = dict(zip((name for name, _ in model.named_parameters()), facts))
-                keys = {canonical.get(name, name): entry.key for name, entry in state.items() if hasattr(entry, "global_shape")}
-                out.append((case, layout, critic, groups.coordinates.tp, groups.coordinates.pp, facts, keys))
+                out.append((case, layout, critic, groups.coordinates.tp, groups.coordinates.pp, facts))
     return out
 
 

@@ -34,7 +34,7 @@ from megappo.runtime.sections import AwakeClock, Sections
 from megappo.runtime.signals import StopRequest
 from megappo.trainer import checkpoints as module
 from megappo.trainer import main, ppo, updates
-from megappo.trainer.checkpoints import Checkpoints
+from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround
 from megappo.trainer.roles import Critic, Policy
 from megappo.trainer.state import TrainerState
 from tests.trainer.small_run import run_many, small_config
@@ -343,18 +343,11 @@ class Disk:
 def policy(disk: Disk, *, background: bool = False, **keys: Any) -> tuple[Checkpoints, StopRequest]:
     stop = StopRequest()
     log: Any = SimpleNamespace(note=lambda text: disk.events.append(text), resume_after=lambda step: None)
+    run = RunAround(
+        stop, log, Sections(TimeoutsConfig(), AwakeClock(1.0)), lambda: disk.step * 10 // 25
+    )  # 10 of 25 prompts in a step
     made = Checkpoints(
-        cast(Any, disk),
-        CheckpointConfig(asynchronous=background, **keys),
-        {},
-        {},
-        TrainerState(),
-        {},
-        layouts={},
-        stop=stop,
-        log=log,
-        sections=Sections(TimeoutsConfig(), AwakeClock(1.0)),
-        epochs_done=lambda: disk.step * 10 // 25,  # 10 of 25 prompts in a step
+        cast(Any, disk), CheckpointConfig(asynchronous=background, **keys), {}, Contents({}, TrainerState(), {}, {}), run
     )
     return made, stop
 

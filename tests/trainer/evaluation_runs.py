@@ -21,7 +21,7 @@ from megappo.rewards.compose import Scored
 from megappo.runtime.sections import AwakeClock, Sections
 from megappo.runtime.signals import StopRequest
 from megappo.trainer.best import BestCheckpoint
-from megappo.trainer.checkpoints import Checkpoints
+from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround
 from megappo.trainer.evaluation import Evaluation, Evaluator
 from megappo.trainer.experience.collect import make_requests
 from megappo.trainer.prepare.evaluate import plan_evaluation
@@ -154,20 +154,8 @@ def best_of_failed_saves() -> list[tuple[int, Any, Any]]:
     settings = CheckpointConfig(asynchronous=False, save_every=0)
     sections = Sections(TimeoutsConfig(), AwakeClock(1.0))
     best = BestCheckpoint("eval/a", "max", state)
-    checkpoints = Checkpoints(
-        cast(Any, Disk()),
-        settings,
-        {},
-        {},
-        state,
-        {},
-        layouts={},
-        stop=StopRequest(),
-        log=log,
-        sections=sections,
-        epochs_done=lambda: 0,
-        best=best,
-    )
+    contents, run = Contents({}, state, {}, {}), RunAround(StopRequest(), log, sections, lambda: 0)
+    checkpoints = Checkpoints(cast(Any, Disk()), settings, {}, contents, run, best=best)
     for step, value in enumerate([9.0, 2.0, 7.0, 5.0, 4.0], start=1):
         state.step = step
         checkpoints.end_of_step(step, is_last=step == 5, evaluated={"eval/a": value})

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megappo.algo.objectives import steered
-from megappo.checkpoint.stored import StoredBox, StoredTensors
+from megappo.checkpoint.shards import StoredTensors
+from megappo.checkpoint.state import StateBox
 from megappo.commands.export.export import export_checkpoint
 from megappo.commands.plan.memory import count_parameters, role_memory, with_average
 from megappo.models.hf_config import read_arch
@@ -200,9 +201,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def stored(folder: Path, run: str, step: int, role: str) -> dict[str, Tensor]:
     """Tensors of a model in a checkpoint as its files have them, as matrices."""
-    tensors = StoredTensors(folder / "runs" / run / "checkpoints" / f"step-{step}" / "megatron" / role)
-    found = {name: torch.empty((*shape, 1)[:2]) for name, shape in tensors.shapes.items() if not name.startswith("optimizer.")}
-    tensors.fill(StoredBox(name, 0, 0, values) for name, values in found.items())
+    tensors = StoredTensors(folder / "runs" / run / "checkpoints" / f"step-{step}" / "models" / role)
+    found = {name: torch.empty(shape) for name, shape in tensors.shapes.items() if not name.startswith("optimizer.")}
+    tensors.fill(StateBox(name, 0, 0, values) for name, values in found.items())
     return found
 
 

@@ -68,12 +68,6 @@ def test_what_does_not_count_any_more_is_said_once(metric, mode, steps, says):
     assert says in line and state.best is None
 
 
-def test_a_state_from_before_keep_best_loads():
-    state = TrainerState()
-    state.load_state_dict({"step": 3, "episodes": 1, "tokens": 2, "policy_updates": 0, "critic_updates": 0})
-    assert (state.step, state.best) == (3, None)
-
-
 def complete(folder: Path, *steps: int) -> CheckpointDirectory:
     for step in steps:
         (folder / f"step-{step}").mkdir(parents=True)

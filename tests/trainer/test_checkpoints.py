@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
-from megappo.checkpoint.safe_load import load_index
+from megappo.checkpoint.shards import StoredTensors
 from tests.trainer.checkpoint_runs import FULL_AT, PHASES, STEPS, files, rows, run_all
 from tests.trainer.small_run import write_small_task
 from tests.worlds import spawn_world
@@ -44,8 +43,8 @@ def differing(folder: Path, name: str) -> list[str]:
     """Files of a run's last checkpoint that are not the clean one's, bit for bit: weights, optimizer, generators, cursor, KL."""
     mine, clean = (files(place(folder, one) / f"step-{STEPS}") for one in (name, "clean"))
     assert mine.keys() == clean.keys()
-    # The manifest holds the configuration, and the index of the shards a random id.
-    return sorted(file for file in mine if mine[file] != clean[file] and not file.endswith(("manifest.json", ".metadata")))
+    # The manifest holds the configuration.
+    return sorted(file for file in mine if mine[file] != clean[file] and file != "manifest.json")
 
 
 # --------------------------------------------------------------------------------------------------------- emergency checkpoints
@@ -254,15 +253,13 @@ def test_a_checkpoint_holds_the_inventory(folder: Path, world: list[dict[str, An
     facts = manifest(folder, "clean", STEPS)["facts"]
     assert {"config", "data", "layouts", "reference", "reward", "tokenizer", "versions"} <= set(facts)
     assert set(facts["versions"]) == {"megappo", "torch", "megatron-core"}
-    for role, head in (("policy", "output_layer.weight"), ("critic", "value_head.weight")):
-        index = load_index((saved / "megatron" / role / ".metadata").read_bytes())
-        names = set(index.state_dict_metadata)
-        weights = {name for name in names if not name.startswith("optimizer.") and "._extra_state" not in name}
+    for role, head in (("policy", "lm_head.weight"), ("critic", "score.weight")):
+        stored = StoredTensors(saved / "models" / role)
+        weights = {name for name in stored.shapes if not name.startswith("optimizer.")}
         moments = {f"optimizer.state.{moment}.{name}" for moment in ("exp_avg", "exp_avg_sq") for name in weights}
-        assert {head, "embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc2.weight"} <= weights
-        assert moments <= names, "of fp32 weights, which are their own main parameters"
-        plain = torch.load(saved / "megatron" / role / "common.pt", weights_only=True)
-        assert plain == {"optimizer": {"optimizers": {"0": {"step": STEPS}}, "schedule_steps": STEPS}}
+        assert {head, "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= weights
+        assert moments <= stored.shapes.keys(), "of fp32 weights, which are their own main parameters"
+        assert stored.position == {"updates": STEPS, "schedule_steps": STEPS}
 
 
 def test_a_copy_elsewhere_is_the_checkpoint_to_the_byte(folder: Path, world: list[dict[str, Any]]) -> None:

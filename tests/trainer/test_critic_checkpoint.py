@@ -130,10 +130,9 @@ def steps_of(folder: Path, run: str) -> list[dict[str, Any]]:
 
 
 def roles_at(folder: Path, run: str, step: int) -> list[str]:
-    from megappo.checkpoint.manifest import read_manifest
-    from megappo.trainer.prepare.checkpoint_source import roles_of
+    from megappo.checkpoint.manifest import models_of, read_manifest
 
-    return roles_of(read_manifest(folder / "runs" / run / "checkpoints" / f"step-{step}"))
+    return sorted(models_of(read_manifest(folder / "runs" / run / "checkpoints" / f"step-{step}")))
 
 
 def test_a_run_that_pretrains_the_critic_has_no_optimizer_of_the_policy(weights, folder) -> None:

@@ -21,7 +21,7 @@ class Store:
 
     def restore(self, manifest: Any, *_: Any) -> int:
         if manifest.step == 7:
-            raise DamagedCheckpoint("a.distcp does not match its BLAKE3 hash")
+            raise DamagedCheckpoint("a.safetensors does not match its BLAKE3 hash")
         self.loaded.append(manifest.step)
         return manifest.step
 
@@ -60,7 +60,9 @@ def test_the_one_before_is_taken_but_none_that_was_not_to_be_taken(monkeypatch):
 
 def test_without_another_the_error_names_the_damage(monkeypatch):
     store = Store([])
-    with pytest.raises(ValueError, match=r"^step-7 is damaged \(a.distcp does not .*\), and run/checkpoints holds no checkpoint$"):
+    with pytest.raises(
+        ValueError, match=r"^step-7 is damaged \(a.safetensors does not .*\), and run/checkpoints holds no checkpoint$"
+    ):
         resumed(store, monkeypatch)
     assert store.loaded == []
 

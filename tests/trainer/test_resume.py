@@ -52,8 +52,8 @@ def test_metrics_of_every_step_are_equal_to_the_last_bit(runs: Path) -> None:
 def test_weights_optimizer_state_and_components_are_equal_to_the_last_bit(runs: Path) -> None:
     whole, halves = (runs / "runs" / name / "checkpoints" / f"step-{STEPS}" for name in ("whole", "halves"))
     assert json.loads((whole / "state.json").read_text()) == json.loads((halves / "state.json").read_text())
-    shards = sorted(p.relative_to(whole) for p in whole.rglob("*.distcp"))
-    assert shards and shards == sorted(p.relative_to(halves) for p in halves.rglob("*.distcp"))
+    shards = sorted(p.relative_to(whole) for p in whole.rglob("models/*/*.safetensors"))
+    assert shards and shards == sorted(p.relative_to(halves) for p in halves.rglob("models/*/*.safetensors"))
     for name in (*shards, "rng-00000.safetensors", "rng-00001.safetensors"):
         assert (whole / name).read_bytes() == (halves / name).read_bytes(), name
     exports = [(runs / "runs" / name / "export" / "model.safetensors") for name in ("whole", "halves")]

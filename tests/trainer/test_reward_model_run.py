@@ -178,6 +178,6 @@ def test_what_vllm_samples_is_scored_too_and_bf16_only_rounds(task: Path) -> Non
 
 def test_checkpoints_hold_the_trained_models_and_the_identity_of_this_one(task: Path) -> None:
     last = task / "runs" / "tp2" / "checkpoints" / f"step-{STEPS + 1}"
-    assert {path.name for path in (last / "megatron").iterdir()} == {"policy", "critic"}
+    assert {path.name for path in (last / "models").iterdir()} == {"policy", "critic"}
     facts = json.loads((last / "manifest.json").read_text())["facts"]["reward_model"]
     assert facts["model"]["path"] == str(task / "judge") and facts["center"] == 0.0 and facts["scale"] == SCALE

@@ -143,7 +143,9 @@ def test_a_full_disk_loses_records_and_nothing_of_the_training(done: tuple[Path,
     assert limited[1]["telemetry/lost_records"] >= 2 * len(FULL), "records and trajectories"
     same = [name for name in clean[3] if not name.startswith((*MEASURED, "telemetry/", "rollout/push"))]
     assert len(same) > 40 and {name: clean[3][name] for name in same} == {name: limited[1][name] for name in same}
-    shards = sorted(path.relative_to(root / "clean") for path in (root / "clean" / "checkpoints" / "step-4").rglob("*.distcp"))
+    shards = sorted(
+        path.relative_to(root / "clean") for path in (root / "clean" / "checkpoints" / "step-4").rglob("models/*/*.safetensors")
+    )
     assert shards
     for shard in shards:
         assert (root / "clean" / shard).read_bytes() == (root / "limited" / shard).read_bytes()

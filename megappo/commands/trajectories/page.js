@@ -75,8 +75,7 @@
   }
 
   // --------------------------------------------------------------------------------------------------------------- tokens
-  function tokenText(text, id) {
-    if (text == null) return ["‹" + id + "›"]; // a file without texts
+  function tokenText(text) {
     if (text === "") return [make("i", {}, "·")]; // part of a character that a later token completes
     const parts = text.split("\n");
     return parts.flatMap((part, i) => (i ? [make("i", {}, "↵"), "\n", part] : [part])).filter((part) => part !== "");
@@ -85,7 +84,7 @@
     const ids = inPrompt ? sample.prompt_tokens : sample.tokens, texts = inPrompt ? sample.prompt_texts : sample.texts;
     const given = !inPrompt && !sample.mask[place];
     const kind = ["t", inPrompt && "prompt", given && "given", sample.special.includes(ids[place]) && "special"].filter(Boolean).join(" ");
-    return make("span", { class: kind, "data-token": inPrompt ? "p" + place : place }, tokenText(texts && texts[place], ids[place]));
+    return make("span", { class: kind, "data-token": inPrompt ? "p" + place : place }, tokenText(texts[place]));
   }
   function paint() {
     const sample = data.samples[state.picked], numbers = sample.fields[state.field] || [], limit = scale(state.field, sample);
@@ -101,7 +100,7 @@
     const place = Number(inPrompt ? key.slice(1) : key), ids = inPrompt ? sample.prompt_tokens : sample.tokens;
     const texts = inPrompt ? sample.prompt_texts : sample.texts;
     const row = (name, value, now) => make("tr", { class: now ? "now" : null }, make("th", {}, name), make("td", {}, value));
-    const rows = [row("token", `${texts ? JSON.stringify(texts[place]) : "?"}  (${ids[place]})`), row("place", `${place + 1} of ${ids.length}${inPrompt ? ", prompt" : ""}`)];
+    const rows = [row("token", `${JSON.stringify(texts[place])}  (${ids[place]})`), row("place", `${place + 1} of ${ids.length}${inPrompt ? ", prompt" : ""}`)];
     if (!inPrompt && !sample.mask[place]) rows.push(row("given", "not sampled by the policy"));
     else if (!inPrompt) for (const [field, name] of FIELDS) if (sample.fields[field]) rows.push(row(name, exact(sample.fields[field][place]), field === state.field));
     tip.replaceChildren(make("table", {}, make("tbody", {}, rows)));

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megappo.checkpoint.state import ModelState, Shape, StateBox
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.models.arch import ModelArch
@@ -45,10 +46,6 @@ class DelegatingEngine:
     @property
     def value_head(self) -> bool:
         return self._engine.value_head
-
-    @property
-    def head_names(self) -> tuple[str, ...]:
-        return self._engine.head_names
 
     @property
     def shares(self) -> Shares:
@@ -110,22 +107,17 @@ class DelegatingEngine:
     def lr_scheduler_step(self) -> float:
         return self._engine.lr_scheduler_step()
 
-    def save_state(self, *, with_optimizer: bool) -> dict[str, Any]:
+    def save_state(self, *, with_optimizer: bool) -> ModelState:
         return self._engine.save_state(with_optimizer=with_optimizer)
 
     def release_state(self, read: Callable[[], None] | None = None) -> None:
         self._engine.release_state(read)
 
-    def state_to_load(self, *, with_optimizer: bool, with_head: bool = True) -> dict[str, Any]:
-        return self._engine.state_to_load(with_optimizer=with_optimizer, with_head=with_head)
+    def boxes_of(self, values: Mapping[str, Tensor], *, to_save: bool) -> Sequence[StateBox]:
+        return self._engine.boxes_of(values, to_save=to_save)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._engine.load_state(state)
-
-    def boxes_to_load(
-        self, stored: Mapping[str, tuple[int, ...]], *, with_optimizer: bool, with_head: bool = True
-    ) -> Sequence[Any] | None:
+    def boxes_to_load(self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True) -> Sequence[StateBox]:
         return self._engine.boxes_to_load(stored, with_optimizer=with_optimizer, with_head=with_head)
 
-    def boxes_loaded(self, saved: Mapping[str, Any]) -> None:
-        self._engine.boxes_loaded(saved)
+    def boxes_loaded(self, position: Mapping[str, int]) -> None:
+        self._engine.boxes_loaded(position)

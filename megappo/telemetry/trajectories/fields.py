@@ -1,14 +1,13 @@
 """Format of a run's trajectories: RUN/trajectories/step_000010.jsonl, one JSON object per sample; keys in docs/telemetry.md.
 
-`trainer/trajectories.py` writes it, `read.py` reads it. Format 1, before there was the key `format`, lacks the token texts, the
-mask and `finish`; its lists hold sampled tokens alone.
+`trainer/trajectories.py` writes it, `read.py` reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-FORMAT = 2
+FORMAT = 1
 FOLDER = "trajectories"  # below the run's directory
 # Lists with one number per token of the response, null where the policy did not sample it. A run without a reference lacks
 # ref_logprob.

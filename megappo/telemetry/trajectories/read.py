@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from megappo.telemetry.trajectories.files import files_by_step
 class Trajectory:
     """One sample. Arrays and lists have one entry per token of the response, from the first sampled token on.
 
-    sample: index in its step. score: NaN if it was not finite. tokens: int64. texts: None in files of format 1. mask: bool, true on
+    sample: index in its step. score: NaN if it was not finite. tokens: int64. mask: bool, true on
     sampled tokens. fields: name -> fp64, NaN where the mask is false; a run without a reference lacks ref_logprob. special: ids
-    that stand for no text. kl_coef: NaN in format 1.
+    that stand for no text.
     """
 
     step: int
@@ -39,9 +39,9 @@ class Trajectory:
     version: int
     kl_coef: float
     prompt_tokens: list[int]
-    prompt_texts: list[str] | None
+    prompt_texts: list[str]
     tokens: np.ndarray
-    texts: list[str] | None
+    texts: list[str]
     mask: np.ndarray
     fields: dict[str, np.ndarray]
     special: frozenset[int]
@@ -148,27 +148,24 @@ def _trajectory(record: Any, step: int, file: Path, line: int) -> Trajectory:
     try:
         if not isinstance(record, dict):
             raise _Faulty("not a JSON object")
-        version = record.get("format", 1)
-        if type(version) is not int or version < 1:
-            raise _Faulty(f"format is {str(version)[:40]}, not a number")
-        if version > FORMAT:
-            raise _Faulty(f"written by a newer megappo (format {version}); this one reads formats 1 to {FORMAT}")
-        return _of_record(record, step, line - 1)
+        if record.get("format") != FORMAT:
+            raise _Faulty(f"format is {str(record.get('format'))[:40]}, and this megappo reads {FORMAT}")
+        return _of_record(record, step)
     except _Faulty as fault:
         raise ConfigError(f"{file}, line {line}: {fault}") from None
 
 
-def _of_record(record: Mapping[str, Any], step: int, index: int) -> Trajectory:
+def _of_record(record: Mapping[str, Any], step: int) -> Trajectory:
     tokens = _ids(record, "response_tokens")
     prompt_tokens = _ids(record, "prompt_tokens").tolist()
-    mask = np.ones(len(tokens), bool) if "response_mask" not in record else _numbers(record, "response_mask", len(tokens)) == 1
+    mask = _numbers(record, "response_mask", len(tokens)) == 1
     parts = record.get("parts", {})
     if not isinstance(parts, dict):
         raise _Faulty("parts is not an object")
     fields = {name: _numbers(record, name, len(tokens)) for name in TOKEN_FIELDS if name in record}
     return Trajectory(
         step=step,
-        sample=_integer(record, "sample", index),
+        sample=_integer(record, "sample"),
         id=_text(record, "id"),
         prompt=_text(record, "prompt"),
         answer=_text(record, "answer"),
@@ -177,7 +174,7 @@ def _of_record(record: Mapping[str, Any], step: int, index: int) -> Trajectory:
         recipe=_text(record, "recipe"),
         parts={name: _number(parts, name) for name in parts},
         finish=_finish(record),
-        version=_integer(record, "version", -1),
+        version=_integer(record, "version"),
         kl_coef=_number(record, "kl_coef"),
         prompt_tokens=prompt_tokens,
         prompt_texts=_texts(record, "prompt_texts", len(prompt_tokens)),
@@ -185,12 +182,12 @@ def _of_record(record: Mapping[str, Any], step: int, index: int) -> Trajectory:
         texts=_texts(record, "response_texts", len(tokens)),
         mask=mask,
         fields={name: np.where(mask, numbers, np.nan) for name, numbers in fields.items()},
-        special=frozenset(_ids(record, "special_tokens").tolist() if "special_tokens" in record else ()),
+        special=frozenset(_ids(record, "special_tokens").tolist()),
     )
 
 
 def _finish(record: Mapping[str, Any]) -> str:
-    finish = record.get("finish", "length" if record.get("truncated") is True else "stop")
+    finish = record.get("finish")
     if finish not in ("stop", "length", "window"):
         raise _Faulty("finish is neither stop, length nor window")
     return finish
@@ -203,8 +200,8 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _integer(record: Mapping[str, Any], key: str, default: int) -> int:
-    value = record.get(key, default)
+def _integer(record: Mapping[str, Any], key: str) -> int:
+    value = record.get(key)
     if type(value) is not int:
         raise _Faulty(f"{key} is not an integer")
     return value
@@ -212,7 +209,7 @@ def _integer(record: Mapping[str, Any], key: str, default: int) -> int:
 
 def _number(record: Mapping[str, Any], key: str) -> float:
     value = record.get(key)
-    if value is None:  # not finite, or not in this format
+    if value is None:  # not finite
         return float("nan")
     if not isinstance(value, (int, float)):
         raise _Faulty(f"{key} is not a number")
@@ -233,7 +230,7 @@ def _ids(record: Mapping[str, Any], key: str) -> np.ndarray:
 
 
 def _numbers(record: Mapping[str, Any], key: str, count: int) -> np.ndarray:
-    value = record[key]
+    value = record.get(key)
     if not isinstance(value, list) or len(value) != count:
         what = f"{len(value)} numbers" if isinstance(value, list) else "no list"
         raise _Faulty(f"{key} has {what} for {count} tokens of the response")
@@ -245,10 +242,8 @@ def _numbers(record: Mapping[str, Any], key: str, count: int) -> np.ndarray:
         raise _Faulty(f"{key} holds a number that is larger than any of a run") from None
 
 
-def _texts(record: Mapping[str, Any], key: str, count: int) -> list[str] | None:
-    value: Sequence[Any] | None = record.get(key)
-    if value is None:
-        return None
+def _texts(record: Mapping[str, Any], key: str, count: int) -> list[str]:
+    value = record.get(key)
     if not isinstance(value, list) or len(value) != count or not set(map(type, value)) <= {str}:
         raise _Faulty(f"{key} is not a list of {count} texts, one per token")
     return list(map(sys.intern, value))  # millions of tokens, and a vocabulary of thousands

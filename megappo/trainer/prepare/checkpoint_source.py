@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
-from megappo.checkpoint.manifest import Manifest
+from megappo.checkpoint.manifest import Manifest, models_of
 from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import key_of_role
 from megappo.config.run_directory import CHECKPOINTS
@@ -47,11 +47,6 @@ def _find_readable(key: str, text: str) -> tuple[CheckpointDirectory, Manifest]:
     if newest is None:
         raise ConfigError(problem(key, text, f"holds no complete checkpoint; {FORMS}"))
     return directory, newest
-
-
-def roles_of(manifest: Manifest) -> list[str]:
-    """Roles whose weights a checkpoint holds."""
-    return sorted({name.split("/")[1] for name in manifest.files if name.startswith("megatron/")})
 
 
 def other_architecture(text: str, manifest: Manifest, role: str, arch: ModelArch) -> tuple[str, str] | None:
@@ -111,6 +106,6 @@ def policy_source(text: str) -> PolicySource:
         there = path / "export"
         hint = f"; its model lies in {there}" if (there / "config.json").is_file() else ", or a Hugging Face checkpoint"
         raise ConfigError(f"{error}{hint}") from None
-    if "policy" not in (held := roles_of(manifest)):
+    if "policy" not in (held := sorted(models_of(manifest))):
         raise ConfigError(problem(_KEY, text, f"step-{manifest.step} holds no policy (it has: {', '.join(held) or 'no weights'})"))
     return PolicySource(directory.path, manifest.step, None)

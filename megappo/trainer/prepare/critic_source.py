@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.identity import head_of, identity_of_model, other_adapters, other_head
+from megappo.checkpoint.manifest import models_of
 from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import AnyCriticConfig, key_of_role
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
-from megappo.trainer.prepare.checkpoint_source import find_checkpoint, other_architecture, roles_of
+from megappo.trainer.prepare.checkpoint_source import find_checkpoint, other_architecture
 from megappo.trainer.prepare.layouts import model_paths
 
 
@@ -42,9 +43,9 @@ def critic_source(critic: AnyCriticConfig, arch: ModelArch, model: str, name: st
         raise ConfigError(problem(key, text, f"is a Hugging Face checkpoint; set {name}.model to it instead"))
     directory, manifest = find_checkpoint(key, text)
     source = CriticSource(directory.path, manifest.step, critic.checkpoint_role)
-    if source.role not in (held := roles_of(manifest)):
+    if source.role not in (held := models_of(manifest)):
         there = directory.step_path(source.step)
-        fix = f"{there} holds no {source.role} (it has: {', '.join(held) or 'no weights'}); set {name}.checkpoint_role"
+        fix = f"{there} holds no {source.role} (it has: {', '.join(sorted(held)) or 'no weights'}); set {name}.checkpoint_role"
         raise ConfigError(problem(key, text, fix))
     if (change := _other_adapters(critic, model, source, manifest.facts.get("lora"), name)) is not None:
         raise ConfigError(problem(key, text, change))

@@ -89,8 +89,6 @@ def load_recorded_data(config: TrainConfig, archs: Mapping[str, ModelArch]) -> R
         fix = f"holds {count:,} trajectories, and a step takes {step.samples:,} ({each}); lower one of the two, or record more"
         raise ConfigError(problem(KEY, path, fix))
     notes = [f"{KEY}: {note}" for note in sampled.notes]
-    if any(one.texts is None for one in sampled.trajectories):
-        notes.append(f"{KEY}: records of format 1 have no texts of tokens, so they are not held against data.tokenizer")
     loader = PromptLoader(count, step.samples, config.data.shuffle, config.run.seed)
     return RecordedData(tokenizer, _packed(path, sampled.trajectories), loader, config.trainer.steps, tuple(notes))
 
@@ -113,7 +111,7 @@ def _faults(
             yield f"{name} has the token {last}, and the {role} knows {vocabulary}; use a model with the tokenizer of that run"
     for one in trajectories[:: -(-len(trajectories) // READ_AGAIN)]:
         ids = [*one.prompt_tokens, *one.tokens.tolist()]
-        if one.texts is None or one.prompt_texts is None or max(ids, default=0) >= tokenizer.vocab_size:
+        if max(ids, default=0) >= tokenizer.vocab_size:
             continue
         for number, (now, then) in enumerate(zip(token_texts(ids, tokenizer), [*one.prompt_texts, *one.texts])):
             if now != then:

@@ -204,7 +204,6 @@ def modes(arch: ModelArch, axes: dict, critic: bool, lengths: list[int]) -> dict
 def described(arch: ModelArch, axes: dict) -> tuple[int, int, int]:
     """Bytes that a checkpoint's description makes on this rank; the same if it copied what it describes; bytes of the optimizer."""
     from megappo.engine import megatron_optimizer_state as state
-    from megappo.engine.megatron import LastState
 
     role, _ = role_of(arch, axes, torch.bfloat16, "none", False, 64)
     engine = role.engine
@@ -212,7 +211,7 @@ def described(arch: ModelArch, axes: dict) -> tuple[int, int, int]:
     known = [*engine._optimizer.tensors(), *engine.named_parameters().values()]
 
     def describe() -> None:
-        engine._last_state = LastState()  # else it is that of the save before
+        engine._described = None  # else it is that of the save before
         engine.save_state(with_optimizer=True)
 
     made = peak_of(describe, known)

@@ -17,10 +17,8 @@ HOUR = 3600
 
 
 FILES = (
-    "megatron/policy/.metadata",
-    "megatron/policy/common.pt",
-    "megatron/policy/metadata.json",
-    "megatron/policy/__0_0.distcp",
+    "models/policy/position.json",
+    "models/policy/00000.safetensors",
     "state.json",
     "rng-00000.safetensors",
 )

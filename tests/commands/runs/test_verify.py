@@ -17,7 +17,7 @@ from megappo.commands.runs.verify import verify_checkpoint
 from tests.commands.runs.folders import FILES, save, write_lease
 from tests.commands.runs.test_table import snapshot
 
-SHARD = "megatron/policy/__0_0.distcp"
+SHARD = "models/policy/00000.safetensors"
 
 
 def flip(path: Path) -> None:
@@ -51,7 +51,7 @@ DAMAGE = [
     (truncate, SHARD, SHARD),
     (truncate, MANIFEST, MANIFEST),
     (delete, SHARD, SHARD),
-    (add, SHARD, "megatron/policy/added"),
+    (add, SHARD, "models/policy/added"),
 ]
 
 

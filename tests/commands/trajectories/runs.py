@@ -14,7 +14,7 @@ EOS = 2
 
 
 def record(tokens: Sequence[int] = (5, 6, EOS), **changes: Any) -> dict[str, Any]:
-    """A record of format 2 with these response tokens, whose log-probs are -1, -2, ... and whose reference gives each 0.25 less."""
+    """A record with these response tokens, whose log-probs are -1, -2, ... and whose reference gives each 0.25 less."""
     count = len(tokens)
     logprob = [-float(i + 1) for i in range(count)]
     row = {

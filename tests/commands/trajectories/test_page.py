@@ -296,12 +296,3 @@ def test_texts_as_markup_would_be_noticed(tmp_path):
     )
     html.write_text(script.replace(appended, parsing))
     assert not is_harmless(open_page(html, HOSTILE, tmp_path / "profile"))
-
-
-def test_a_page_of_files_without_texts_shows_ids(tmp_path):
-    row = {key: value for key, value in record().items() if not key.endswith("_texts") and key != "format"}
-    analysis = analyse(read_run(write_run(tmp_path / "run", {1: [row]})).trajectories, 3)
-    target = tmp_path / "page.html"
-    target.write_text(page(analysis, "run", 10, [])[0])
-    script = "return [...document.querySelectorAll('#tokens .t')].map((token) => token.textContent);"
-    assert open_page(target, script, tmp_path / "profile").result == ["‹1›", "‹4›", "‹5›", "‹6›", "‹2›"]

@@ -1,4 +1,4 @@
-"""Reading: both formats, torn lines, and one clear line for everything else."""
+"""Reading: torn lines, and one clear line for everything else."""
 
 from __future__ import annotations
 
@@ -27,18 +27,10 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     np.testing.assert_array_equal(one.fields["logprob"], [-1.0, math.nan, -3.0])  # not where the policy did not sample
 
 
-def test_format_1_is_read_with_what_it_has(tmp_path):
-    new = ("format", "sample", "recipe", "finish", "kl_coef", "prompt_texts", "response_texts", "special_tokens", "response_mask")
-    old = {key: value for key, value in record().items() if key not in new} | {"truncated": True}
-    first, second = read_run(write_run(tmp_path, {1: [old, old]})).trajectories
-    assert (first.sample, second.sample, first.finish, first.texts) == (0, 1, "length", None)
-    assert first.mask.all() and math.isnan(first.kl_coef) and first.kl is not None and first.kl.tolist() == [0.25] * 3
-
-
 def test_a_torn_last_line_is_left_out_and_told(tmp_path):
     write_run(tmp_path, {1: [record(), record(sample=1)]})
     with file_of(tmp_path).open("a") as file:
-        file.write('{"step": 1, "format": 2, "respon')
+        file.write('{"step": 1, "format": 1, "respon')
     sampled = read_run(tmp_path)
     assert len(sampled.trajectories) == 2
     assert sampled.notes == ["step_000001.jsonl: the last line is cut off (being written, or copied too early); it is left out"]
@@ -98,8 +90,8 @@ def test_no_run_at_all(tmp_path):
 
 
 BROKEN = [
-    ({"format": 3}, "written by a newer megappo (format 3); this one reads formats 1 to 2"),
-    ({"format": "x"}, "format is x, not a number"),
+    ({"format": 3}, "format is 3, and this megappo reads 1"),
+    ({"format": "x"}, "format is x, and this megappo reads 1"),
     ({"value": [0.1]}, "value has 1 numbers for 3 tokens of the response"),
     ({"value": "x"}, "value has no list for 3 tokens"),
     ({"value": [0.1, "0.2", 0.3]}, "value is not a list of numbers"),

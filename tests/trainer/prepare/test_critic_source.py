@@ -20,7 +20,7 @@ from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run
 def write_step(run, step, config, roles=("policy", "critic"), **facts):
     """A checkpoint directory as a run with this configuration writes it, with one small file for each role."""
     place = run / "checkpoints" / f"step-{step}"
-    names = [f"megatron/{role}/__0_0.distcp" for role in roles]
+    names = [f"models/{role}/00000.safetensors" for role in roles]
     for name in names:
         (place / name).parent.mkdir(parents=True)
         (place / name).write_bytes(b"weights")
@@ -61,7 +61,7 @@ def test_a_run_means_its_newest_checkpoint_and_a_step_itself(tmp_path, other_run
 
 def test_an_incomplete_newest_checkpoint_is_passed_over_and_refused_by_name(tmp_path, other_run):
     newest = other_run / "checkpoints" / "step-10"
-    (newest / "megatron" / "critic" / "__0_0.distcp").write_bytes(b"torn")
+    (newest / "models" / "critic" / "00000.safetensors").write_bytes(b"torn")
     assert source_of(tmp_path, f"critic.checkpoint={other_run}").step == 5
     text = refusal(tmp_path, f"critic.checkpoint={newest}")
     assert "damaged or incomplete" in text and "4 bytes instead of 7" in text and "use another step" in text

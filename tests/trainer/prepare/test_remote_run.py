@@ -66,15 +66,15 @@ def test_nothing_is_asked_without_a_resume_or_a_storage(config: TrainConfig, tmp
     assert find_copies(config.model_copy(update={"checkpoint": type(config.checkpoint)()}), resume=True) is None
 
 
-SHARD = "step-10/megatron/policy/__0_0.distcp"
+SHARD = "step-10/models/policy/00000.safetensors"
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
         (SHARD, b"x", "has 1 bytes instead of"),
-        (SHARD, b"megatron/policy/__0_0.distcp of 11" * 100, "does not match its BLAKE3 hash"),
-        (SHARD, None, "megatron/policy/__0_0.distcp is missing"),
+        (SHARD, b"models/policy/00000.safetensors of 11" * 100, "does not match its BLAKE3 hash"),
+        (SHARD, None, "models/policy/00000.safetensors is missing"),
         (f"step-10/{MANIFEST}", b"{", "is not JSON"),
     ],
 )
