@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from multiprocessing.connection import Pipe
+from typing import Any, Protocol
 
 from megappo.runtime.helper_process import deaf_to_stop
 
@@ -54,58 +53,55 @@ class ForkedProcesses:
     """
 
     def __init__(self, module: str, preload: Sequence[str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps messages apart
+        self._channel, theirs = Pipe()
         command = [sys.executable, "-m", "megappo.commands.launch.zygote", str(theirs.fileno()), str(os.getpid()), module, *preload]
-        with deaf_to_stop():
+        with theirs, deaf_to_stop():
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        theirs.close()
         self._codes: dict[int, int] = {}
         self._open = True
-        self.descriptors: Sequence[int] = (self._socket.fileno(),)
+        self.descriptors: Sequence[int] = (self._channel.fileno(),)
 
     def unfit(self) -> str | None:
         """Wait for the imports. Returns the reason why ranks must not be forked after them, None if they may be."""
-        answer = self._read()
-        return "it has ended" if answer is None else answer["unfit"]
+        reason = self._read()
+        return reason if self._open else "it has ended"
 
     def is_alive(self) -> bool:
         return self._open and self._process.poll() is None
 
     def start(self, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess:
-        request = {"environment": dict(environment), "arguments": list(arguments)}
-        self._socket.sendall(json.dumps(request).encode())
-        while True:
-            answer = self._read()
-            if answer is None:
-                raise RuntimeError("the process from which ranks are forked has ended; its message, if any, is above")
-            if "started" in answer:
-                return _Forked(self, answer["started"])
-            self._note(answer)
+        with contextlib.suppress(ConnectionError):  # it has ended: so says the answer
+            self._channel.send((dict(environment), list(arguments)))
+        while isinstance(answer := self._read(), tuple):
+            self._note(*answer)
+        if answer is None:
+            raise RuntimeError("the process from which ranks are forked has ended; its message, if any, is above")
+        return _Forked(self, answer)
 
     def close(self) -> None:
         """End the process from which ranks are forked. Its ranks have ended."""
-        self._socket.close()
+        self._channel.close()
         self._process.kill()  # it may be importing, where Ctrl-C has ended the wait for it
         self._process.wait()
 
     def code_of(self, pid: int) -> int | None:
         """Exit code of a rank that was started here; None while it runs."""
-        with contextlib.suppress(BlockingIOError):
-            while pid not in self._codes and (answer := self._read(socket.MSG_DONTWAIT)) is not None:
-                self._note(answer)
+        while pid not in self._codes and self._open and self._channel.poll():
+            if (answer := self._read()) is not None:
+                self._note(*answer)
         # Where their parent is gone, the kernel has killed the ranks.
         return self._codes.get(pid, None if self._open else -signal.SIGKILL)
 
-    def _note(self, answer: Mapping[str, int]) -> None:
-        self._codes[answer["pid"]] = answer["code"]
+    def _note(self, pid: int, code: int) -> None:
+        self._codes[pid] = code
 
-    def _read(self, flags: int = 0) -> dict | None:
+    def _read(self) -> Any:
         """Next message; None if the process has ended."""
-        message = b""
-        with contextlib.suppress(ConnectionError):
-            message = self._socket.recv(1 << 16, flags)
-        self._open = bool(message)
-        return json.loads(message) if message else None
+        try:
+            return self._channel.recv()
+        except (EOFError, ConnectionError):
+            self._open = False
+            return None
 
 
 class SharedImports:

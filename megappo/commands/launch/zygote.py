@@ -4,28 +4,24 @@ Started by `processes.ForkedProcesses`. It imports the modules once and then doe
 `python -m PROGRAM`; it starts in milliseconds with all imports done, also after a failure, where imports are what a restart waits
 for. It starts no thread and opens no GPU, as neither survives a fork; if an import has, it says so and forks nothing.
 
-Messages (JSON, one per packet): {"unfit": reason or null}; then for {"environment", "arguments"} {"started": pid}; and {"pid",
-"code"} at the end of each rank.
+Messages: a reason not to fork, or None; then for (environment, arguments) the process id of the rank; and (process id, exit code)
+at the end of each.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import runpy
-import select
 import signal
-import socket
 import sys
 from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from megappo.runtime.helper_process import end_with
 from megappo.runtime.libraries import freeze_imports, quiet_libraries
-
-LONGEST_REQUEST = 1 << 20  # bytes: a command line and a few variables
 
 
 def reason_not_to_fork() -> str | None:
@@ -39,7 +35,7 @@ def reason_not_to_fork() -> str | None:
     return None
 
 
-def serve(connection: socket.socket) -> list[str] | None:
+def serve(connection: Connection) -> list[str] | None:
     """Fork a rank for every request. Returns its arguments in the rank, and None here once the launcher is gone."""
     wake, write = os.pipe()
     for end in (wake, write):
@@ -47,33 +43,34 @@ def serve(connection: socket.socket) -> list[str] | None:
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        readable, _, _ = select.select([connection, wake], [], [])
+        readable = wait([connection, wake])
         with contextlib.suppress(BlockingIOError):
             os.read(wake, 4096)
         _report_ends(connection)
         if connection not in readable:
             continue
-        message = connection.recv(LONGEST_REQUEST)
-        if not message:
+        try:
+            environment, arguments = connection.recv()
+        except EOFError:
             return None
-        request = json.loads(message)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for descriptor in (wake, write, connection.detach()):
+            for descriptor in (wake, write):
                 os.close(descriptor)
-            os.environ.update(request["environment"])
-            return request["arguments"]
-        connection.send(json.dumps({"started": pid}).encode())
+            connection.close()
+            os.environ.update(environment)
+            return arguments
+        connection.send(pid)
 
 
-def _report_ends(connection: socket.socket) -> None:
+def _report_ends(connection: Connection) -> None:
     with contextlib.suppress(ChildProcessError):  # there is none
         while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
             pid, status = ended
             with contextlib.suppress(BrokenPipeError):  # the launcher is gone
-                connection.send(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+                connection.send((pid, os.waitstatus_to_exitcode(status)))
 
 
 def main(descriptor: int, launcher: int, program: str, modules: Sequence[str]) -> int:
@@ -83,9 +80,9 @@ def main(descriptor: int, launcher: int, program: str, modules: Sequence[str]) -
     for name in modules:
         importlib.import_module(name)
     freeze_imports()  # what a rank's collector does not visit, stays shared memory
-    connection = socket.socket(fileno=descriptor)
+    connection = Connection(descriptor)
     unfit = reason_not_to_fork()
-    connection.send(json.dumps({"unfit": unfit}).encode())
+    connection.send(unfit)
     arguments = serve(connection) if unfit is None else None
     if arguments is None:
         return 0
