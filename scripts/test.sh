@@ -16,22 +16,22 @@ if [ "${1:-}" = "--quick" ]; then
 fi
 scripts/setup_env.sh --test
 venv=${MEGAPPO_VENV:-.venv}
-# The tests of the launch submit jobs to a real Slurm of two nodes, which they start themselves; without it they fail and say so.
+# Installs packages of Debian, if this is root: without them tests are skipped, or fail, and say so.
+debian() {
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
+  echo "[test] installing $*"
+  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@"; } >/dev/null 2>&1 \
+    || echo "[test] $* could not be installed" >&2
+}
+# Programs of code rewards run in it.
+command -v bwrap >/dev/null || debian bubblewrap
+# The tests of the launch submit jobs to a real Slurm of two nodes, which they start themselves.
 slurm_is_here() {
   for program in slurmctld slurmd munged sbatch; do PATH=$PATH:/usr/sbin:/sbin command -v "$program" >/dev/null || return; done
 }
-if [ -z "$quick" ] && ! slurm_is_here && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  echo "[test] installing Slurm (slurm-wlm, munge)"
-  { apt-get -qq update \
-    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge; } >/dev/null \
-    || echo "[test] Slurm could not be installed" >&2
-fi
-# The page of `megappo trajectories` is opened in a browser (110 MB, half a minute); without one its tests are skipped and say so.
-if [ -z "$quick" ] && ! command -v chromium google-chrome >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-  echo "[test] installing chromium"
-  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium; } >/dev/null 2>&1 \
-    || echo "[test] chromium could not be installed" >&2
-fi
+[ -n "$quick" ] || slurm_is_here || debian slurm-wlm munge
+# The page of `megappo trajectories` is opened in a browser (110 MB, half a minute).
+[ -n "$quick" ] || command -v chromium google-chrome >/dev/null || debian chromium
 # The tests of the GPU stack and of whole runs on it need a CUDA build of torch (5 GB), on a machine without a GPU too. Where it
 # cannot be made they are skipped and say why.
 needs_cuda_torch() {

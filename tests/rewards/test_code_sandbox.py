@@ -12,11 +12,13 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megappo.rewards.sandbox import box
 from megappo.rewards.sandbox.box import OUTPUT_BYTES, Limits, Outcome, Sandbox, SandboxError, reason_against
 from tests.rewards.sandboxes import NAME, need_isolation, processes_named, run_code, watched
 
@@ -155,7 +157,8 @@ def test_a_daemon_does_not_survive_its_test(limits: Limits) -> None:
     name = f"daemon{os.getpid()}"
     with Sandbox(limits) as sandbox, watched(name) as seen:
         outcome = sandbox.run("", {"kind": "stdin", "setup": "", "source": DAEMON.format(name=NAME.format(name=name).strip())}, 20)
-        assert not processes_named(name)
+        left = processes_named(name)
+        assert not left or (not limits.isolated and [one.status() for one in left] == [psutil.STATUS_ZOMBIE])
     assert outcome == Outcome("exit 0", "done\n") and seen.processes == 1
 
 
@@ -170,21 +173,22 @@ def test_nothing_outlives_a_rank_that_is_killed() -> None:
     finally:
         rank.kill()
         rank.wait()
-    assert len(sandbox) >= 3, "the supervisor's two processes, and the program"
+    assert len(sandbox) >= 3, "bubblewrap's two processes, and the program"
     _wait_for(lambda: not processes_named(name) and not any(process.is_running() for process in sandbox))
 
 
 def test_a_request_to_stop_costs_no_score() -> None:
     with Sandbox(Limits()) as sandbox:
-        supervisors = [
-            process for process in psutil.Process().children(recursive=True) if "supervisor" in " ".join(process.cmdline())
-        ]
-        assert len(supervisors) == 2
-        for process in supervisors:
-            for request in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-                process.send_signal(request)
-        assert sandbox.run("", {"kind": "stdin", "setup": "", "source": "print(1)"}, 20.0) == Outcome("exit 0", "1\n")
-    assert not any(process.is_running() for process in supervisors)
+        task = {"kind": "stdin", "setup": "", "source": "import time; time.sleep(1); print(1)"}
+        with ThreadPoolExecutor(1) as pool:
+            outcome = pool.submit(sandbox.run, "", task, 20.0)
+            _wait_for(lambda: len(psutil.Process().children(recursive=True)) >= 3)
+            started = psutil.Process().children(recursive=True)
+            for process in started[:2]:  # bubblewrap's; the rank's group does not reach the program
+                for request in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+                    process.send_signal(request)
+            assert outcome.result() == Outcome("exit 0", "1\n")
+    assert not psutil.wait_procs(started, timeout=20)[1]
 
 
 ESCAPE = """
@@ -193,7 +197,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 def call(*arguments):
     return libc.syscall(*arguments)
 print(os.getuid(), os.geteuid(), os.getgroups() in ([], [65534]), os.getpid() != 1)
-for name, arguments in {{"unshare": (272, 0x10000000), "ptrace": (101, 16, 1, 0, 0), "shmget": (29, 0, 4096, 0o1600),
+for name, arguments in {{"unshare": (272, 0x10000000), "ptrace": (101, 16, 1, 0, 0),
                         "mount": (165, b"none", b"/sandbox", b"tmpfs", 0, 0), "io_uring": (425, 1, 0),
                         "clone": (56, 0x10000011, 0, 0, 0, 0)}}.items():
     print(name, call(*arguments))
@@ -208,7 +212,7 @@ for path in ("/usr/x", "/x", "{prefix}/x", "/lib/x"):
         print("written", path)
     except OSError:
         pass
-for fd in range(5, 300):
+for fd in range(3, 300):
     try:
         os.fstat(fd)
         print("open", fd)
@@ -224,7 +228,7 @@ def test_a_program_has_no_rights_to_use() -> None:
     assert outcome.status == "exit 0", "its signals to the first process reach nobody"
     first, *calls, devices = outcome.stdout.strip().split("\n")
     assert first == "1000 1000 True True"
-    assert calls == [f"{name} -1" for name in ("unshare", "ptrace", "shmget", "mount", "io_uring", "clone")]
+    assert calls == [f"{name} -1" for name in ("unshare", "ptrace", "mount", "io_uring", "clone")]
     assert sorted(ast.literal_eval(devices)) == ["null", "random", "urandom", "zero"], "no device of a GPU"
 
 
@@ -301,24 +305,22 @@ def test_without_isolation_limits_and_environment_still_hold() -> None:
         assert sandbox.run("", {"kind": "stdin", "setup": "", "source": "while True: pass"}, 0.5).status == "timeout"
 
 
-def test_without_isolation_a_machine_without_namespaces_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megappo.rewards.sandbox.box._START", _REFUSING)
-    reason = reason_against(Limits())
-    assert reason is not None and reason.startswith("unshare: No space left on device")
-    with pytest.raises(SandboxError, match="unshare"):
+def test_without_isolation_a_machine_that_has_none_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(box, "bwrap", lambda: None)
+    assert reason_against(Limits()) == "bubblewrap is not installed (Debian and Ubuntu: apt-get install bubblewrap)"
+    with pytest.raises(SandboxError, match="bubblewrap is not installed"):
         Sandbox(Limits())
+    refusing = tmp_path / "bwrap"
+    refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    refusing.chmod(0o755)
+    monkeypatch.setattr(box, "bwrap", lambda: str(refusing))
+    assert reason_against(Limits()) == "bwrap: No permissions to create new namespace"
     assert reason_against(OPEN) is None
 
 
-# `box._START`, where the kernel allows this user no more namespaces.
-_REFUSING = """
-import os, sys; sys.path.insert(0, sys.argv[1])
-from megappo.rewards.sandbox import kernel, supervisor
-def refuse(flags):
-    raise OSError(28, os.strerror(28), "unshare")
-kernel.unshare = refuse
-supervisor.main()
-"""
+def test_a_program_cannot_pretend_that_the_sandbox_failed() -> None:
+    source = "import os\nos.write(2, b'bwrap: no')\nfor fd in range(3, 99):\n  try: os.lseek(fd, 0, 0)\n  except OSError: pass\n"
+    assert run_code(source + "os._exit(1)") == Outcome("exit 1")
 
 
 def _wait_for(condition: object, limit_s: float = 30.0) -> None:

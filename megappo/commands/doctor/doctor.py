@@ -26,6 +26,7 @@ def device_lines(stack: Stack) -> list[str]:
     python = f"  Python {platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})"
     lines = [python, *stack.lines()]
     tools = {"g++": "compiling the C++ kernels, and layers with compile: true", "sbatch": "jobs of Slurm: megappo launch"}
+    tools["bwrap"] = "code rewards: apt-get install bubblewrap"
     for tool, purpose in tools.items():
         where = shutil.which(tool)
         lines.append(f"  {tool}: {where or f'not found (needed only for {purpose})'}")

@@ -1,6 +1,6 @@
 """Program inside a sandbox: run the code of one response against one test. Its source is passed to `python -c`; nothing imports it.
 
-It reads its task from file 3 and reports to file 4; the supervisor has prepared both. Standard library only.
+It reads its task from one file and reports to another, which `box.py` has prepared and names. Standard library only.
 
 This is the one place of megappo that runs text as code. What shares the process with the code can be forged by it: so what a test
 expects is not in the task where a comparison outside can do (`stdin`, `value`, `call`), and `assert` is the rest.
@@ -9,8 +9,11 @@ expects is not in the task where a comparison outside can do (`stdin`, `value`, 
 from __future__ import annotations
 
 import builtins
+import os
+import resource
 import sys
 import types
+from _signal import SIG_DFL, SIG_SETMASK, SIGINT, pthread_sigmask, signal  # pyright: ignore[reportMissingImports]  enum takes time
 from _sitebuiltins import Quitter
 from json import dumps, loads
 from os import _exit, close, write
@@ -22,15 +25,21 @@ if TYPE_CHECKING:
 
 # The code may replace what it finds in modules: the functions below keep the builtins of the start, as the names above.
 __builtins__ = dict(vars(builtins))
-TASK_FD, REPORT_FD = 3, 4
 
 
 def main() -> None:
-    with open(TASK_FD, "rb") as file:
+    asked, report_fd = map(int, sys.argv[1:])
+    del sys.argv[1:]
+    with open(asked, "rb") as file:  # that it was read tells the rank that the code has started
         task = loads(file.read())
+    os.closerange(3, report_fd)
+    os.closerange(report_fd + 1, 1 << 20)
+    if os.getpid() == 1:
+        _leave_first_process()
+    _confine(task["user"], task["limits"])
     builtins.exit, builtins.quit = Quitter("exit", "Ctrl-D"), Quitter("quit", "Ctrl-D")  # as the module site does
     if task["kind"] == "stdin":
-        close(REPORT_FD)
+        close(report_fd)
         _run(_module("__main__"), task["setup"], task["source"])
         return
     module = _module("solution")  # so that `if __name__ == "__main__":` is skipped
@@ -41,8 +50,37 @@ def main() -> None:
     else:
         _run(module, task["setup"], task["source"])
         report = dumps({"value": _tagged(_result(module, task))})
-    write(REPORT_FD, report.encode())
+    write(report_fd, report.encode())
     _exit(0)  # threads of the code do not matter any more
+
+
+def _confine(user: int | None, limits: list[tuple[int, int]]) -> None:
+    """Give up rights and the stream of errors, and take the limits (number, value), which then cannot be raised."""
+    nothing = os.open("/dev/null", os.O_WRONLY)
+    os.dup2(nothing, 2)
+    close(nothing)
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    for number, value in limits:
+        hard = resource.getrlimit(number)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (value, value))
+    pthread_sigmask(SIG_SETMASK, [])  # the rank starts it deaf to requests to stop
+
+
+def _leave_first_process() -> None:
+    """Return in a child. The first process of a namespace reaps the orphans and ends as the child does, and all others with it."""
+    child = os.fork()
+    if child == 0:
+        return
+    signal(SIGINT, SIG_DFL)  # it gets what it has a handler for, and Python has this one
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            _exit(code if code >= 0 else 128 - code)
 
 
 def _module(name: str) -> types.ModuleType:

@@ -42,7 +42,7 @@ def require_isolation(reward: RewardConfig) -> None:
             continue
         if not limits.isolated:
             raise ConfigError(problem(f"{key}.code", part.label, f"no program can be run: {reason}"))
-        fix = f"{reason}; let users of this machine make namespaces (docs/code_rewards.md), or set this to true"
+        fix = f"{reason}; docs/code_rewards.md has what a machine needs; or set this to true"
         raise ConfigError(problem(f"{key}.code.i_accept_no_isolation", False, f"no program can be isolated here: {fix}"))
 
 

@@ -16,6 +16,7 @@ from megappo.config.reward_checks import reward_problem
 from megappo.config.reward_sections import RewardConfig
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.rewards.base import RewardError, RewardInput
+from megappo.rewards.sandbox.box import PACKAGE, SandboxError
 from megappo.trainer.main import scorer_of
 from megappo.trainer.prepare import code_rewards
 from megappo.trainer.prepare.code_rewards import code_notes, require_isolation
@@ -93,21 +94,19 @@ def test_a_wrong_key_or_value_is_told_in_one_line(tmp_path: Path, code: str, mes
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_machine_without_namespaces_refuses_the_run_and_plans_it(
+def test_a_machine_without_bubblewrap_refuses_the_run_and_plans_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        code_rewards, "reason_against", lambda limits: "unshare: Operation not permitted" if limits.isolated else None
-    )
+    monkeypatch.setattr(code_rewards, "reason_against", lambda limits: PACKAGE if limits.isolated else None)
     path = write_run(tmp_path, "reward: {parts: [{code: {tests_key: prompt}}]}\n")
     assert cli.main(["train", str(path)]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert (
-        "reward.parts.0.code.i_accept_no_isolation = false: no program can be isolated here: unshare: Operation not permitted"
-        in line
+        "reward.parts.0.code.i_accept_no_isolation = false: no program can be isolated here: bubblewrap is not "
+        "installed (Debian and Ubuntu: apt-get install bubblewrap); docs/code_rewards.md" in line
     )
-    assert "let users of this machine make namespaces" in line and "set this to true" in line
+    assert "set this to true" in line
     assert cli.main(["plan", str(path)]) == 2, "the questions are no tests"
     assert "reward.parts.0.code.tests_key" in capsys.readouterr().err
 
@@ -140,7 +139,10 @@ def test_the_configured_part_scores_beside_rules() -> None:
 
 
 def test_a_sandbox_that_fails_during_the_run_stops_it_and_names_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megappo.rewards.sandbox.box._START", 'print(\'{"error": "unshare: No space left on device"}\')')
+    def fail(*_: object) -> None:
+        raise SandboxError("bwrap: No space left on device")
+
+    monkeypatch.setattr("megappo.rewards.sandbox.box.Sandbox.run", fail)
     reward = reward_of(CODE)
     scorer = scorer_of(reward, load_parts(reward))
     try:
