@@ -6,8 +6,7 @@ from functools import partial
 
 from megappo.config.reward_sections import RewardPart
 from megappo.rewards.base import PreparedPart
-from megappo.rewards.own import GROUP, load_rule
-from megappo.rewards.own_process import OwnProcess
+from megappo.rewards.own import GROUP, OwnProcess, load_rule
 from megappo.rewards.pool import PoolPart
 from megappo.runtime.own_code import OwnCode
 
