@@ -59,8 +59,8 @@ def difference(local: Shapes, te: Shapes) -> str:
 
 
 def _shapes(arch: Any, layout: Any, rank: int, value_head: bool, implementation: Any) -> Shapes:
-    from megappo.models.meta import meta_model
     from megappo.models.naming import named_parameters
+    from tests.models.meta import meta_model
 
     with meta_model(arch, layout, rank, value_head=value_head, implementation=implementation) as chunks:
         return {name: tuple(parameter.shape) for name, parameter in named_parameters(chunks).items()}
@@ -127,8 +127,8 @@ def switches(model: str) -> str:
     """The model as a GPU would have it, wrapped for training but for the buffers of gradients, which need memory."""
     arch = _arch_of(model)
     from megappo.models import build, fusion
-    from megappo.models.meta import meta_model
     from megappo.parallel.layout import ParallelLayout
+    from tests.models.meta import meta_model
 
     as_on_gpu = mock.patch.object(build, "fusion_config", lambda *args, **_: fusion.fusion_config(*args, on_gpu=True))
     with as_on_gpu, meta_model(arch, ParallelLayout(1), 0, implementation="transformer_engine") as (chunk,):

@@ -30,16 +30,13 @@ def main(args: argparse.Namespace) -> int:
 
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=args.shapes_only)
     check_inputs(config, resume=args.resume, shapes_only=args.shapes_only)
-    from megappo.commands.plan.counted import counter_of_built_models
     from megappo.commands.plan.plot import PICTURES, plot
     from megappo.commands.plan.run import plan_here
     from megappo.config.output_file import check_output_file
 
     target = None if args.plot is None else check_output_file("--plot", args.plot, PICTURES)
     ranks = args.world_size if args.world_size is not None else world_size(config.run)
-    planned = plan_here(
-        config, ranks, args.gpu_memory_gib, resume=args.resume, shapes_only=args.shapes_only, counter=counter_of_built_models()
-    )
+    planned = plan_here(config, ranks, args.gpu_memory_gib, resume=args.resume, shapes_only=args.shapes_only)
     print(planned.report(), end="")
     if planned.plan.device == "cpu" and config.run.device == "auto":
         print("\nplanned for CPUs: run.device is auto and this machine has no GPU; --gpu-memory-gib plans for GPUs")

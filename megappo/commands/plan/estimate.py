@@ -183,10 +183,9 @@ def make_plan(
     world_size: int,
     device: Device,
     device_memory: int | None = None,
-    counter: Counter = count_parameters,
 ) -> Plan:
     """Plan and check. ConfigError if the run cannot fit into `device_memory` (bytes) whatever its activations are."""
-    plan = work_out(config, archs, layouts, world_size, device, device_memory, counter)
+    plan = work_out(config, archs, layouts, world_size, device, device_memory)
     check_kv_cache(plan)
     plan = _check_fit(plan)
     check_rollout_start(plan)

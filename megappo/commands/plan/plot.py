@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.commands.plan.estimate import Plan
-from megappo.commands.plan.pipeline import pipeline_of
-from megappo.commands.plan.timeline import Pass, Timeline, padded_micro_batches
+from megappo.commands.plan.timeline import Pass, Timeline, padded_micro_batches, pipeline_of
 from megappo.config.layout_checks import trained_sections
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import Placement

@@ -8,11 +8,10 @@ from math import prod
 
 from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
 from megappo.commands.plan.estimate import Plan, samples_of_pass, sequences_at_once, work_out
-from megappo.commands.plan.host_report import host_lines
 from megappo.commands.plan.memory import RoleMemory
 from megappo.commands.plan.phases import phases, tightest
-from megappo.commands.plan.pipeline import bubble
 from megappo.commands.plan.remedies import remedies
+from megappo.commands.plan.timeline import bubble
 from megappo.config.batch import WHOLE, StepArithmetic, text_arithmetic, update_schedule
 from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of
 from megappo.config.rank_ranges import ranges_text
@@ -38,7 +37,6 @@ def report(plan: Plan, data: RunData | RecordedData | None = None, notes: Sequen
         ["ranks", *_rank_lines(plan)],
         _memory_lines(plan),
         phase_lines(plan),
-        host_lines(plan),
         ["batch", *_batch_lines(plan)],
         ["checkpoints", *_checkpoint_lines(plan)],
     ]

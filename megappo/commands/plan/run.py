@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from megappo.commands.plan.estimate import Plan, bytes_of_gib, make_plan
-from megappo.commands.plan.host_report import host_warnings
-from megappo.commands.plan.idle import idle_notes
-from megappo.commands.plan.memory import Counter, count_parameters
+from megappo.commands.plan.estimate import Plan, bytes_of_gib, make_plan, samples_of_pass
 from megappo.commands.plan.report import report
 from megappo.commands.prepared import device_of
+from megappo.config.batch import mini_batch_key
 from megappo.config.checks import Device
+from megappo.config.layout_checks import trained_sections
+from megappo.config.role_sections import key_of_role
 from megappo.config.schema import TrainConfig
 from megappo.trainer.prepare.checks import check_run
 from megappo.trainer.prepare.data import RunData
@@ -42,7 +43,6 @@ def plan_run(
     *,
     resume: bool = False,
     shapes_only: bool = False,
-    counter: Counter = count_parameters,
 ) -> PlannedRun:
     """Check a run completely without building anything. ValueError, one line, for the first mistake.
 
@@ -53,9 +53,8 @@ def plan_run(
     """
     config, train, fitted = fit_if_asked(config, world_size, shapes_only=shapes_only)
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
-    plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory, counter)
-    plan = replace(plan, warnings=(*plan.warnings, *host_warnings(plan)))
-    notes = (*fitted, *checked.notes, *idle_notes(plan))
+    plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory)
+    notes = (*fitted, *checked.notes, *_idle_notes(plan))
     if shapes_only:
         return PlannedRun(plan, None, (*notes, "only shapes were looked at: weights, tokenizer and data may be missing"))
     data = load_data(config, checked.archs, train)
@@ -70,13 +69,12 @@ def plan_here(
     resume: bool = False,
     shapes_only: bool = False,
     device: Device | None = None,
-    counter: Counter | None = None,
 ) -> PlannedRun:
     """Check and plan a run. `gpu_memory_gib` or `device` plans for GPUs of another machine.
 
-    shapes_only: see `plan_run`. counter: see `plan.memory.Counter`; None counts by shapes.
+    shapes_only: see `plan_run`.
     """
-    how = {"resume": resume, "shapes_only": shapes_only, "counter": counter or count_parameters}
+    how = {"resume": resume, "shapes_only": shapes_only}
     if gpu_memory_gib is not None:
         return plan_run(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), **how)
     device = device or device_of(config.run.device)
@@ -86,3 +84,24 @@ def plan_here(
 
         memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     return plan_run(config, ranks, device, memory, **how)
+
+
+def _idle_notes(plan: Plan) -> Iterator[str]:
+    """A line for each role, and for vLLM, that has more replicas than a pass has samples."""
+    trained = trained_sections(plan.config)
+    for role, layout in plan.layouts.items():
+        samples = samples_of_pass(plan.config, role, plan.step)
+        if samples < layout.dp:
+            key = mini_batch_key(plan.config, role) if role in trained else "data.prompts_per_step"
+            what = "a mini-batch" if role in trained else "a step"
+            fix = f"raise {key}, or {key_of_role(role)}.parallel.tp or .pp, or give it fewer ranks ({key_of_role(role)}.ranks)"
+            yield f"{role}: {what} of {_samples(samples)} leaves {layout.dp - samples} of {layout.dp} replicas without work; {fix}"
+    samples = plan.step.samples
+    if plan.rollout is not None and samples < plan.replicas:
+        fix = "raise data.prompts_per_step or rollout.tp, or give it fewer ranks (rollout.ranks)"
+        idle = f"{plan.replicas - samples} of {plan.replicas}"
+        yield f"rollout: a step of {_samples(samples)} leaves {idle} replicas without work; {fix}"
+
+
+def _samples(number: int) -> str:
+    return "1 sample" if number == 1 else f"{number:,} samples"

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megappo.commands.plan.estimate import Plan
+from megappo.config.role_sections import section_of
 from megappo.parallel.layout import ParallelLayout
 
 Kind = Literal["forward", "backward"]
@@ -118,3 +120,21 @@ def _needs(kind: Kind, stage: int, chunk: int, micro: int, pp: int, vpp: int) ->
     if stage < pp - 1:
         return "backward", stage + 1, chunk, micro
     return ("backward", 0, chunk + 1, micro) if chunk < vpp - 1 else ("forward", stage, chunk, micro)
+
+
+def pipeline_of(plan: Plan, role: str) -> Timeline:
+    """Schedule of an update's mini-batch of the longest sequences."""
+    layout, settings = plan.layouts[role], section_of(plan.config, role)
+    backward = BACKWARD + (settings.recompute == "full")  # recomputation adds a forward to every backward
+    work = chunk_work(layout, plan.archs[role].num_layers)
+    return timeline(layout, plan.micro_batches[role], backward=backward, work=work)
+
+
+def bubble(plan: Plan, role: str) -> float:
+    """Share of the time of such a mini-batch in which stages wait."""
+    layout = plan.layouts[role]
+    if layout.layers_per_stage:
+        return pipeline_of(plan, role).bubble
+    # The closed form of Narayanan et al. 2021, section 2.2, for an even split.
+    count = layout.vpp * padded_micro_batches(layout, plan.micro_batches[role])
+    return (layout.pp - 1) / (count + layout.pp - 1)

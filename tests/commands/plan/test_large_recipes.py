@@ -13,9 +13,9 @@ from megappo.commands.plan.memory import count_parameters
 from megappo.config.loading import load_config
 from megappo.config.role_sections import section_of
 from megappo.models.hf_config import read_arch
-from megappo.models.meta import parameters_of_rank
 from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout, layout_of
+from tests.models.meta import parameters_of_rank
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FACTS = CONFIGS / "models"

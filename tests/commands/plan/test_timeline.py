@@ -12,9 +12,8 @@ from matplotlib.text import Text
 from megappo.commands import cli
 from megappo.commands.plan import plot
 from megappo.commands.plan.estimate import work_out
-from megappo.commands.plan.pipeline import bubble, pipeline_of
 from megappo.commands.plan.report import report
-from megappo.commands.plan.timeline import chunk_work, timeline
+from megappo.commands.plan.timeline import bubble, chunk_work, pipeline_of, timeline
 from megappo.config.loading import load_config
 from megappo.parallel.layout import ParallelLayout
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
