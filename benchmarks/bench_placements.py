@@ -30,7 +30,7 @@ from benchmarks.harness.small_model import write_small_model
 from megappo.commands.tune.candidates import Choice, Machine
 from megappo.commands.tune.cost import workload_of
 from megappo.commands.tune.measure import phases_of, trial_of
-from megappo.commands.tune.placing_report import stage_seconds
+from megappo.commands.tune.placing import stage_seconds
 from megappo.commands.tune.probe import probe
 from megappo.commands.tune.search import Search
 from megappo.config.loading import load_config

@@ -1,9 +1,8 @@
-"""`megappo trajectories`: tables or JSON of a run's sampled trajectories, and a page of them."""
+"""`megappo trajectories`: tables of a run's sampled trajectories, and a page of them."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
@@ -17,7 +16,7 @@ def add_command(command: AddCommand) -> None:
     parser = command(
         "trajectories",
         main,
-        "Analyse a run's sampled trajectories: repetition, score against length, entropy and KL by position, worst samples.",
+        "Show a run's sampled trajectories: score, length, repetition and KL by step, and the worst samples.",
         "--html writes a page that shows their tokens coloured by log-prob, advantage, value and others. Reads the run's files "
         "alone, also beside a live run; docs/telemetry.md explains the tables.",
         config=None,
@@ -26,7 +25,6 @@ def add_command(command: AddCommand) -> None:
     add("run_dir", metavar="RUN", help="directory of a run (output_dir/name), or a folder with its step_*.jsonl")
     add("--steps", metavar="A..B", help="these steps alone: 10, 10..20, 10.. or ..20 (default: all that were written)")
     add("--worst", type=non_negative_int, default=WORST, metavar="N", help=f"worst samples of each kind to list (default: {WORST})")
-    add("--json", action="store_true", help="print all figures as JSON for scripts, those of every sample too")
     add("--html", metavar="OUT.html", help="write a page to look at in a browser: one file, no server and no network needed")
     add(
         "--max-samples",
@@ -37,9 +35,9 @@ def add_command(command: AddCommand) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the tables or JSON of a run, and write its page. ConfigError, one line, before anything is printed or written."""
+    """Print the tables of a run, and write its page. ConfigError, one line, before anything is printed or written."""
     from megappo.commands.trajectories.analyse import analyse
-    from megappo.commands.trajectories.report import LEGEND, as_json, report
+    from megappo.commands.trajectories.report import LEGEND, report
     from megappo.config.output_file import check_output_file
     from megappo.telemetry.tables import plain
     from megappo.telemetry.trajectories.read import parse_steps, read_run
@@ -57,9 +55,6 @@ def main(args: argparse.Namespace) -> int:
         text, more = page(analysis, folder.resolve().name, args.max_samples, notes)
         notes += more
         _write(target, text, sampled.mode)
-    if args.json:
-        print(json.dumps({"run": str(folder), "notes": notes, **as_json(analysis)}, indent=1))
-        return 0
     steps = [one.step for one in analysis.steps]
     span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps ({steps[0]} to {steps[-1]})"
     print(f"{plain(folder)}: {len(analysis.samples):,} samples of {span}\n")

@@ -1,21 +1,18 @@
-"""Figures of trajectories: per sample, per step, by length, by position in the response, and the worst samples of each kind."""
+"""Figures of trajectories: per sample, per step, by position in the response, and the worst samples of each kind."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
-from megappo.commands.trajectories.repetition import Loop, distinct, num_duplicates, repeated_share, tail_loop
+from megappo.commands.trajectories.repetition import Loop, repeated_share, tail_loop
 from megappo.telemetry.trajectories.read import Trajectory
 
-LENGTH_BUCKETS = 5
 POSITIONS = 10  # deciles; responses of at most as many tokens are shown token by token
-DISTINCT_N = 2
 
 
 @dataclass(frozen=True)
@@ -33,42 +30,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Means over the samples of a step. truncated, loops, duplicates: shares of its samples. duplicates: responses equal to an
-    earlier one to the same prompt. distinct: of 2-grams over all responses."""
+    """Means over the samples of a step. truncated: share of those that the length limit cut."""
 
     step: int
     samples: int
-    prompts: int
     score: float
     length: float
     truncated: float
     repetition: float
-    loops: float
-    distinct: float
-    duplicates: float
-    entropy: float
     kl: float
-
-
-@dataclass(frozen=True)
-class LengthFigures:
-    """Samples whose length is from `shortest` to `longest`."""
-
-    shortest: int
-    longest: int
-    samples: int
-    score: float
-    truncated: float
-    repetition: float
-
-
-@dataclass(frozen=True)
-class Correlation:
-    """Of score and length: Pearson's of values and Spearman's of ranks; NaN where one of them does not vary."""
-
-    samples: int
-    pearson: float
-    spearman: float
 
 
 @dataclass(frozen=True)
@@ -100,10 +70,6 @@ class Worst:
 class Analysis:
     samples: list[Sample]
     steps: list[StepFigures]
-    lengths: list[LengthFigures]
-    correlation: Correlation
-    correlation_whole: Correlation
-    """Of the responses that were not cut alone: a cut one is long and has no answer."""
     positions: list[PositionFigures]
     by_token: bool
     """True if positions are tokens, False if they are tenths of the response."""
@@ -118,9 +84,6 @@ def analyse(trajectories: Sequence[Trajectory], worst: int) -> Analysis:
     return Analysis(
         samples=samples,
         steps=[_step(step, list(members)) for step, members in by_step],
-        lengths=_by_length(samples),
-        correlation=_correlation(samples),
-        correlation_whole=_correlation([sample for sample in samples if not sample.trajectory.is_truncated]),
         positions=positions,
         by_token=by_token,
         worst=Worst(
@@ -135,7 +98,7 @@ def analyse(trajectories: Sequence[Trajectory], worst: int) -> Analysis:
     )
 
 
-def mean(values: Sequence[float] | np.ndarray) -> float:
+def _mean(values: Sequence[float] | np.ndarray) -> float:
     """Mean of the values that are numbers; NaN without one."""
     array = np.asarray(values, dtype=np.float64)
     array = array[~np.isnan(array)]
@@ -153,77 +116,20 @@ def _sample(trajectory: Trajectory) -> Sample:
         repetition=repetition,
         loop=tail_loop(written) if repetition else None,  # every loop repeats a 4-gram
         kl=math.nan if kl is None else float(kl[trajectory.mask].sum()),
-        entropy=math.nan if entropy is None else mean(entropy),
+        entropy=math.nan if entropy is None else _mean(entropy),
     )
 
 
 def _step(step: int, samples: Sequence[Sample]) -> StepFigures:
-    by_prompt: dict[tuple[str, tuple[int, ...]], list[list[int]]] = defaultdict(list)
-    for sample in samples:
-        trajectory = sample.trajectory
-        by_prompt[trajectory.id, tuple(trajectory.prompt_tokens)].append(trajectory.tokens.tolist())
-    responses = [tokens for group in by_prompt.values() for tokens in group]
     return StepFigures(
         step=step,
         samples=len(samples),
-        prompts=len(by_prompt),
-        score=mean([sample.trajectory.score for sample in samples]),
-        length=mean([sample.length for sample in samples]),
-        truncated=mean([sample.trajectory.is_truncated for sample in samples]),
-        repetition=mean([sample.repetition for sample in samples]),
-        loops=mean([sample.loop is not None for sample in samples]),
-        distinct=distinct(responses, DISTINCT_N),
-        duplicates=sum(num_duplicates(group) for group in by_prompt.values()) / len(samples),
-        entropy=_token_mean(samples, "entropy"),
-        kl=mean([sample.kl for sample in samples]),
+        score=_mean([sample.trajectory.score for sample in samples]),
+        length=_mean([sample.length for sample in samples]),
+        truncated=_mean([sample.trajectory.is_truncated for sample in samples]),
+        repetition=_mean([sample.repetition for sample in samples]),
+        kl=_mean([sample.kl for sample in samples]),
     )
-
-
-def _token_mean(samples: Sequence[Sample], field: str) -> float:
-    numbers = [sample.trajectory.fields[field] for sample in samples if field in sample.trajectory.fields]
-    return mean(np.concatenate(numbers)) if numbers else math.nan
-
-
-def _by_length(samples: Sequence[Sample]) -> list[LengthFigures]:
-    """Buckets between quantiles of the length, or one for each of few lengths; equal lengths share one, so there may be fewer."""
-    lengths = np.array([sample.length for sample in samples])
-    different = np.unique(lengths)
-    quantiles = np.quantile(lengths, np.linspace(0, 1, LENGTH_BUCKETS + 1)[1:], method="higher")
-    # A length belongs to the first bucket whose upper edge it does not exceed.
-    bucket = np.searchsorted(different if len(different) <= LENGTH_BUCKETS else np.unique(quantiles), lengths)
-    figures = []
-    for number in np.unique(bucket):
-        members = [samples[int(i)] for i in np.flatnonzero(bucket == number)]
-        figures.append(
-            LengthFigures(
-                shortest=min(sample.length for sample in members),
-                longest=max(sample.length for sample in members),
-                samples=len(members),
-                score=mean([sample.trajectory.score for sample in members]),
-                truncated=mean([sample.trajectory.is_truncated for sample in members]),
-                repetition=mean([sample.repetition for sample in members]),
-            )
-        )
-    return figures
-
-
-def _correlation(samples: Sequence[Sample]) -> Correlation:
-    pairs = [(sample.length, sample.trajectory.score) for sample in samples if not math.isnan(sample.trajectory.score)]
-    lengths, scores = (np.array([pair[i] for pair in pairs], dtype=np.float64) for i in (0, 1))
-    return Correlation(len(pairs), _pearson(lengths, scores), _pearson(_ranks(lengths), _ranks(scores)))
-
-
-def _pearson(x: np.ndarray, y: np.ndarray) -> float:
-    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return math.nan
-    return float(np.corrcoef(x, y)[0, 1])
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Rank of every value; equal values share the mean of theirs."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[inverse]
 
 
 def _by_position(trajectories: Sequence[Trajectory]) -> tuple[list[PositionFigures], bool]:
@@ -242,13 +148,13 @@ def _by_position(trajectories: Sequence[Trajectory]) -> tuple[list[PositionFigur
                 PositionFigures(
                     position=str(number + 1) if by_token else f"{number * 100 // POSITIONS}-{(number + 1) * 100 // POSITIONS} %",
                     tokens=int(here.sum()),
-                    logprob=mean(columns["logprob"][here]),
-                    entropy=mean(columns["entropy"][here]),
-                    kl=mean(kl[here]),
-                    value=mean(columns["value"][here]),
-                    returns=mean(columns["returns"][here]),
-                    value_bias=mean(error[here]),
-                    value_error=math.sqrt(mean(error[here] ** 2)),
+                    logprob=_mean(columns["logprob"][here]),
+                    entropy=_mean(columns["entropy"][here]),
+                    kl=_mean(kl[here]),
+                    value=_mean(columns["value"][here]),
+                    returns=_mean(columns["returns"][here]),
+                    value_bias=_mean(error[here]),
+                    value_error=math.sqrt(_mean(error[here] ** 2)),
                 )
             )
     return figures, by_token

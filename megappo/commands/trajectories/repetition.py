@@ -1,8 +1,8 @@
-"""Repetition within a response and among responses, on token ids."""
+"""Repetition within a response, on token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NGRAM = 4  # shorter ones repeat in any text, longer ones only in copies
@@ -26,17 +26,6 @@ def repeated_share(tokens: Sequence[int], n: int = NGRAM) -> float:
     """Share of the n-grams that occurred before in the same response (rep-n of Welleck et al. 2020); 0 if there are none."""
     all_of_them = ngrams(tokens, n)
     return 1 - len(set(all_of_them)) / len(all_of_them) if all_of_them else 0.0
-
-
-def distinct(responses: Iterable[Sequence[int]], n: int) -> float:
-    """Different n-grams over all n-grams of several responses (distinct-n of Li et al. 2016); NaN if there are none."""
-    seen: set[tuple[int, ...]] = set()
-    count = 0
-    for tokens in responses:
-        grams = ngrams(tokens, n)
-        seen.update(grams)
-        count += len(grams)
-    return len(seen) / count if count else float("nan")
 
 
 def tail_loop(tokens: Sequence[int]) -> Loop | None:
@@ -63,9 +52,3 @@ def _prefix_matches(items: Sequence[int]) -> list[int]:
         if i + length > right:
             left, right = i, i + length
     return matches
-
-
-def num_duplicates(responses: Iterable[Sequence[int]]) -> int:
-    """Responses that are equal to an earlier one."""
-    all_of_them = [tuple(tokens) for tokens in responses]
-    return len(all_of_them) - len(set(all_of_them))

@@ -17,7 +17,6 @@ from megappo.commands.plan.fsdp2 import count_own_unfrozen
 from megappo.commands.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, count_trained, count_unfrozen, sharded_bytes
 from megappo.commands.plan.timeline import padded_micro_batches
 from megappo.commands.tune.links import Axis, Links, span
-from megappo.commands.tune.sharded import exchange_s
 from megappo.commands.tune.work import Pass, stage_pass
 from megappo.config.batch import (
     TextArithmetic,
@@ -321,3 +320,23 @@ def _host_trip_s(memory: Mapping[int, RoleMemory] | None, hardware: Hardware) ->
     weights = max(one.offloaded_weights for one in memory.values())
     optimizer = max(one.offloaded_optimizer for one in memory.values())
     return weights / hardware.host_bytes_per_s, optimizer / hardware.host_bytes_per_s
+
+
+def exchange_s(weights: int, gradients: int, layout: ParallelLayout, layers: int, work: Pass, hardware: Hardware) -> float:
+    """Seconds that communication under engine fsdp2 adds to one micro-batch of a rank (Rajbhandari et al. 2020, section 7.2).
+
+    Every weight is gathered in the forward pass and again in the backward pass, where every gradient is reduced and scattered.
+    work: its arithmetic; without a backward pass, only forward.
+
+    weights, gradients: bytes of the whole model, or of what tp leaves of it; no gradients if they are not reduced after this one.
+    """
+    links, group = Links.of(hardware), span(layout, "gradients", hardware.gpus_per_node)
+    gather = links.gather_s(group, weights)
+    times = [(gather, work.forward_s)]
+    if work.backward:
+        reduce = links.gather_s(group, gradients) if gradients else 0.0
+        times.append((gather + reduce, work.total_s - work.forward_s))
+    if not hardware.is_gpu():
+        return sum(talk for talk, _ in times)  # the cores that send are those that compute
+    # The next layer is gathered while one computes: all that shows is the first layer, and what computation is too short to hide.
+    return sum(max(talk / layers, talk - compute) for talk, compute in times)

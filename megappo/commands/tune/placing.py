@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from megappo.commands.tune.candidates import ROLLOUT, Choice, Machine
+from megappo.commands.tune.report import aligned, idle_share
 from megappo.commands.tune.search import Search
 from megappo.config.keys import replaced
 from megappo.config.layout_checks import placements_in_use, roles_in_use, world_problems
@@ -18,10 +20,12 @@ from megappo.config.rank_ranges import ranges_text
 from megappo.config.role_sections import is_critic, key_of_role, section_of
 from megappo.config.schema import TrainConfig
 from megappo.parallel.placement import Placement, placement_of
+from megappo.telemetry.tables import GIB, figures
 
 QUARTERS = (1, 2, 3)  # of the nodes, for those apart
 ALONE_SHARE = 0.8  # of the memory, for vLLM without models beside it; the rest is for the reserve and the headroom
 COLOCATED = "colocated"
+UNSURE = 0.15  # of a step: of timed placements one predicted to be 14 % shorter was the longer one (docs/tuning.md)
 
 
 @dataclass(frozen=True)
@@ -131,3 +135,54 @@ def _with_consequences(placing: Placing, config: TrainConfig, world_size: int) -
 
 def _is_alone(name: str, where: Mapping[str, Placement]) -> bool:
     return not any(placement.overlaps(where[name]) for other, placement in where.items() if other != name)
+
+
+# ------------------------------------------------------------------------------------------------------------------ report
+
+
+def placement_lines(ranked: Sequence[Placed], top: int) -> list[str]:
+    """Table of the fastest placements, and the advice. ranked: the fastest first."""
+    fitting = [(one.placing.name, one.choice) for one in ranked if one.choice is not None]
+    rows = []
+    for place, (name, choice) in enumerate(fitting[:top], 1):
+        passes, updates = stage_seconds(choice)
+        seconds = map(figures, (choice.total_s, choice.generate_s, passes, updates, choice.push_s, choice.peak / GIB))
+        rows.append([str(place), name, *seconds, f"{idle_share(choice):.0%}"])
+    header = ["", "placement", "step s", "generate", "passes", "updates", "push", "GiB", "idle"]
+    table = aligned(header, rows, left=("placement",))
+    return [f"placements: in {len(fitting)} of {len(ranked)} the models fit", *table, f"  {advice(ranked)}"]
+
+
+def stage_seconds(choice: Choice) -> tuple[float, float]:
+    """Seconds of all passes without gradients, and of all updates, by the clock."""
+    works = choice.timetable.works({role: one.cost.phases for role, one in choice.roles.items()})
+    passes = max(work.end for work in works if work.phase == "forward")
+    return passes, max(work.end for work in works) - passes
+
+
+def advice(ranked: Sequence[Placed]) -> str:
+    """One line on the fastest placement against roles on all ranks. ranked: the fastest first, with a choice."""
+    seconds = {one.placing.name: one.choice.total_s for one in ranked if one.choice is not None}
+    (first, least), *others = seconds.items()
+    if first == COLOCATED and not others:
+        return f"{first}: no placement of roles on ranks of their own fits"
+    if first == COLOCATED:
+        return f"{first}: {others[0][0]} would take {others[0][1] / least - 1:.0%} longer"
+    if COLOCATED not in seconds:
+        return f"{first}: {COLOCATED} the models do not fit"
+    saved = seconds[COLOCATED] - least
+    unsure = ", which the model cannot tell apart" if saved < UNSURE * seconds[COLOCATED] else ""
+    return f"{first}: {figures(saved)} s ({saved / seconds[COLOCATED]:.0%}) less than {COLOCATED}{unsure}"
+
+
+def placement_facts(ranked: Sequence[Placed]) -> list[dict[str, Any]]:
+    """The ranking for other programs, in seconds and bytes."""
+    return [
+        {
+            "placement": one.placing.name,
+            "overrides": one.placing.overrides(),
+            "fits": one.choice is not None,
+            **({} if one.choice is None else {"step_seconds": one.choice.total_s, "peak_bytes": one.choice.peak}),
+        }
+        for one in ranked
+    ]

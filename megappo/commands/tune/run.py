@@ -12,8 +12,7 @@ from megappo.commands.tune import question as asked
 from megappo.commands.tune.candidates import Choice
 from megappo.commands.tune.job import job_for
 from megappo.commands.tune.measure import best_measured, check_measurable, measure
-from megappo.commands.tune.placing import Placed, rank_placements
-from megappo.commands.tune.placing_report import placement_facts, placement_lines
+from megappo.commands.tune.placing import Placed, placement_facts, placement_lines, rank_placements
 from megappo.commands.tune.probe import probe
 from megappo.commands.tune.report import overrides_of, report
 from megappo.commands.tune.search import Search

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +10,6 @@ from megappo.commands.trajectories.repetition import (
     LEAST_REPEATS,
     SHORTEST_LOOP,
     Loop,
-    distinct,
-    num_duplicates,
     repeated_share,
     tail_loop,
 )
@@ -27,11 +23,6 @@ few_ids = st.lists(st.integers(0, 2), max_size=40)
 )
 def test_repeated_share_counts_n_grams_that_came_before(tokens, share):
     assert repeated_share(tokens) == pytest.approx(share)
-
-
-def test_distinct_is_over_all_responses():
-    assert distinct([[1, 2, 3], [1, 2, 3]], 2) == 0.5 and distinct([[1, 2], [2, 3]], 2) == 1.0
-    assert math.isnan(distinct([[1], []], 2))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +63,3 @@ def test_the_loop_in_linear_time_is_that_of_the_definition(tokens):
 def test_a_loop_repeats_4_grams(tokens):
     """`analyse.py` looks for loops only where 4-grams repeat."""
     assert tail_loop(tokens) is None or repeated_share(tokens) > 0
-
-
-def test_duplicates_are_those_after_the_first():
-    assert num_duplicates([[1, 2], [1, 2], [3], [1, 2]]) == 2 and num_duplicates([]) == 0

@@ -21,10 +21,9 @@ from megappo.commands.tune.cost import workload_of
 from megappo.commands.tune.generation import push_s
 from megappo.commands.tune.links import ranks_together
 from megappo.commands.tune.measure import phases_of
-from megappo.commands.tune.placing import placings, rank_placements
-from megappo.commands.tune.placing_report import advice, stage_seconds
+from megappo.commands.tune.placing import advice, placings, rank_placements, stage_seconds
 from megappo.commands.tune.question import neutral_config
-from megappo.commands.tune.rank_use import idle_share, rank_uses
+from megappo.commands.tune.report import idle_share, rank_uses
 from megappo.commands.tune.search import Search
 from megappo.commands.tune.step import Timetable
 from megappo.commands.tune.trials import Measured, read_trial, write_outcome
