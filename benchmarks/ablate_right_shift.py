@@ -30,8 +30,7 @@ from benchmarks.experiments.picture import Panel, draw_bands
 from benchmarks.experiments.results import EXPLAINED, REWARD, mean
 from megappo.commands.compare.curves import Curve, curve_of
 from megappo.commands.launch.local import start_ranks
-from megappo.commands.runs.metrics import Rows, read_rows
-from megappo.commands.runs.read import read_run
+from megappo.commands.runs.read import Rows, read_rows, read_run
 from megappo.runtime.world import is_rank
 from megappo.telemetry.metrics import Metric
 

@@ -12,7 +12,7 @@ from benchmarks.experiments.arms import ARMS
 from benchmarks.experiments.runs import directory, is_finished
 from benchmarks.experiments.tasks import TASKS
 from megappo.commands.compare.curves import Curve, curve_of
-from megappo.commands.runs.metrics import Rows, read_rows
+from megappo.commands.runs.read import Rows, read_rows
 from megappo.telemetry.metrics import Metric
 
 REWARD, EXPLAINED = Metric.SCORE_MEAN.value, Metric.CRITIC_EXPLAINED_VARIANCE.value

@@ -23,8 +23,7 @@ from megappo.commands.compare.curves import (
     steps_to_show,
     usual_metrics,
 )
-from megappo.commands.runs.metrics import Rows, read_rows, value_text
-from megappo.commands.runs.read import Run, read_run
+from megappo.commands.runs.read import Rows, Run, read_rows, read_run, value_text
 from megappo.config.errors import ConfigError
 from megappo.config.output_file import check_output_file
 from megappo.telemetry.plot import picture_of

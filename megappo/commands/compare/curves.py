@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from megappo.commands.runs.metrics import Rows, finite, is_known, logged_names, nearest_hint
+from megappo.commands.runs.read import Rows, finite, is_known, logged_names, nearest_hint
 from megappo.config.errors import ConfigError
 from megappo.telemetry.metrics import Metric
 

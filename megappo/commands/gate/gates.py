@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megappo.commands.runs.metrics import Rows, finite, is_known, logged_names, nearest_hint, read_rows, value_text
-from megappo.commands.runs.read import METRICS
+from megappo.commands.runs.read import METRICS, Rows, finite, is_known, logged_names, nearest_hint, read_rows, value_text
 from megappo.config.errors import ConfigError, show
 from megappo.config.yaml_reader import parse_yaml
 from megappo.telemetry.tables import table

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megappo.commands.trajectories.analyse import Analysis, Sample
-from megappo.commands.trajectories.repetition import LEAST_REPEATS, NGRAM
+from megappo.commands.trajectories.analyse import LEAST_REPEATS, NGRAM, Analysis, Sample
 from megappo.telemetry.tables import plain, table
 
 MOST_STEPS = 24  # rows of a table that fits a screen

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.commands.trajectories.repetition import (
+from megappo.commands.trajectories.analyse import (
     LEAST_REPEATS,
     SHORTEST_LOOP,
     Loop,
