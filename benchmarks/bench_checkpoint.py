@@ -240,6 +240,7 @@ def _engine(hidden: int, layers: int, groups: Any = None) -> Any:
     from megappo.config.role_sections import OptimizerConfig
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
+    from megappo.engine.role_engine import EngineSettings
     from megappo.models.arch import ModelArch, Rope
     from megappo.models.build import build_model
     from megappo.parallel.groups import build_groups
@@ -250,7 +251,7 @@ def _engine(hidden: int, layers: int, groups: Any = None) -> Any:
     groups = groups or build_groups(ParallelLayout(dist.get_world_size()))
     wrapped = wrap_with_ddp(build_model(arch, groups, dtype=torch.bfloat16), groups, distributed_optimizer=True)
     optimizer = Optimizer(wrapped, groups, OptimizerConfig(), 1)
-    return MegatronEngine("policy", wrapped, groups, device=torch.device("cpu"), micro_batch_tokens=64, optimizer=optimizer)
+    return MegatronEngine("policy", wrapped, groups, EngineSettings(torch.device("cpu"), 64), optimizer=optimizer)
 
 
 def _cost(action: Callable[[], object]) -> Cost:

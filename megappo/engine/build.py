@@ -17,6 +17,7 @@ from megappo.engine.base import Engine
 from megappo.engine.factory import EngineSpec
 from megappo.engine.megatron import MegatronEngine
 from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
+from megappo.engine.role_engine import EngineSettings
 from megappo.models.build import build_model, freeze_chunks
 from megappo.models.freeze import frozen_on_rank
 from megappo.models.gpt import PackedModel
@@ -117,13 +118,10 @@ def build_trainable(
         spec.role,
         wrapped,
         groups,
-        device=device,
-        micro_batch_tokens=section.micro_batch_tokens,
+        EngineSettings(device, section.micro_batch_tokens, section.offload, frozen),
         optimizer=optimizer,
-        offload=section.offload,
         router_aux_coef=section.router_aux_coef,
         adapters=adapters,
-        frozen=frozen,
     )
     engine.offload_idle()
     return engine
@@ -148,15 +146,9 @@ def build_frozen(
     adapters = _adapt(chunks, spec, groups, lora)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    engine = MegatronEngine(
-        spec.role,
-        chunks,
-        groups,
-        device=device,
-        micro_batch_tokens=section.micro_batch_tokens,
-        offload=OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters),
-        adapters=adapters,
-    )
+    offload = OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters)
+    settings = EngineSettings(device, section.micro_batch_tokens, offload)
+    engine = MegatronEngine(spec.role, chunks, groups, settings, adapters=adapters)
     engine.offload_idle()
     return engine
 

@@ -7,7 +7,7 @@ every rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import cast
@@ -15,7 +15,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megappo.config.role_sections import OffloadConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, ValueLoss
 from megappo.engine.fsdp2_model import ShardedModel
@@ -23,7 +22,7 @@ from megappo.engine.fsdp2_optimizer import ShardedOptimizer
 from megappo.engine.linear_output import LinearOutput
 from megappo.engine.micro_batches import MicroBatch, MicroBatches
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
-from megappo.engine.role_engine import RoleEngine
+from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
 from megappo.models.arch import ModelArch, padded_vocab, vocab_shard
 from megappo.models.hf_export import export_pieces
@@ -40,7 +39,7 @@ from megappo.parallel.groups import ProcessGroups
 
 class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role. reduce_once:
-    gradients are reduced after the last micro-batch of a pass, not after each. frozen: see `RoleEngine`."""
+    gradients are reduced after the last micro-batch of a pass, not after each."""
 
     def __init__(
         self,
@@ -48,26 +47,13 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         model: ShardedModel,
         arch: ModelArch,
         groups: ProcessGroups,
+        settings: EngineSettings,
         *,
-        device: torch.device,
         dtype: torch.dtype,
-        micro_batch_tokens: int,
         optimizer: ShardedOptimizer | None = None,
-        offload: OffloadConfig = OffloadConfig(),
         reduce_once: bool = False,
-        frozen: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__(
-            name,
-            groups,
-            device=device,
-            micro_batch_tokens=micro_batch_tokens,
-            optimizer=optimizer,
-            offload=offload,
-            parameters=lambda: model.shards.values(),
-            optimizer_tensors=lambda: () if optimizer is None else optimizer.tensors(),
-            frozen=frozen,
-        )
+        super().__init__(name, groups, settings, optimizer)
         self._arch = arch
         self._model = model
         self._dtype = dtype
@@ -137,6 +123,12 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         return AdapterTensors(adapters.lora, self._model.shards, plain_piece_map(beside, cuts, self.groups.layout))
 
     # ------------------------------------------------------------------------------------------------ modes and memory
+
+    def _parameters(self) -> Iterable[Tensor]:
+        return self._model.shards.values()
+
+    def _optimizer_tensors(self) -> Iterable[Tensor]:
+        return () if self._optimizer is None else self._optimizer.tensors()
 
     def _enter(self, *, trains: bool) -> None:
         """Nothing: the mode of the modules makes no difference to these models."""

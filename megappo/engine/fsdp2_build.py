@@ -13,6 +13,7 @@ from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2 import Fsdp2Engine
 from megappo.engine.fsdp2_model import build_sharded
 from megappo.engine.fsdp2_optimizer import ShardedOptimizer
+from megappo.engine.role_engine import EngineSettings
 from megappo.parallel.device import DTYPES
 from megappo.parallel.groups import ProcessGroups
 
@@ -32,19 +33,8 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
         assert isinstance(section, TrainableConfig), f"{spec.role} has no optimizer to train with"
         optimizer = ShardedOptimizer(model.trained, model.copied, groups, section.optimizer, spec.total_updates, device)
         offload = section.offload
-    engine = Fsdp2Engine(
-        spec.role,
-        model,
-        spec.arch,
-        groups,
-        device=device,
-        dtype=dtype,
-        micro_batch_tokens=section.micro_batch_tokens,
-        optimizer=optimizer,
-        offload=offload,
-        reduce_once=reduce_once,
-        frozen=spec.frozen,
-    )
+    settings = EngineSettings(device, section.micro_batch_tokens, offload, spec.frozen)
+    engine = Fsdp2Engine(spec.role, model, spec.arch, groups, settings, dtype=dtype, optimizer=optimizer, reduce_once=reduce_once)
     engine.offload_idle()
     return engine
 

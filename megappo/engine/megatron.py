@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from megappo.config.role_sections import OffloadConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, ValueLoss
 from megappo.engine.linear_output import LinearOutput
@@ -26,7 +25,7 @@ from megappo.engine.megatron_schedule import run_schedule
 from megappo.engine.micro_batches import MicroBatch, MicroBatches
 from megappo.engine.offload import without_storages_of
 from megappo.engine.results import combined_metrics, detached, in_order, names_of
-from megappo.engine.role_engine import RoleEngine
+from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
 from megappo.models.arch import ModelArch, vocab_shard
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
@@ -47,7 +46,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
     """Engine (see base.py) of one role.
 
     chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. `optimizer` is None for a frozen role.
-    adapters: those of the chunks, if they have some. frozen: see `RoleEngine`.
+    adapters: those of the chunks, if they have some.
     """
 
     def __init__(
@@ -55,26 +54,13 @@ class MegatronEngine(RoleEngine[Optimizer]):
         name: str,
         chunks: Sequence[torch.nn.Module],
         groups: ProcessGroups,
+        settings: EngineSettings,
         *,
-        device: torch.device,
-        micro_batch_tokens: int,
         optimizer: Optimizer | None = None,
-        offload: OffloadConfig = OffloadConfig(),
         router_aux_coef: float = 0.0,
         adapters: ModelAdapters | None = None,
-        frozen: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__(
-            name,
-            groups,
-            device=device,
-            micro_batch_tokens=micro_batch_tokens,
-            optimizer=optimizer,
-            offload=offload,
-            parameters=self._parameters,
-            optimizer_tensors=self._optimizer_tensors,
-            frozen=frozen,
-        )
+        super().__init__(name, groups, settings, optimizer)
         self._wrapped = list(chunks)
         self._with_gradients = [c for c in chunks if isinstance(c, DistributedDataParallel)]  # all of a model that trains
         # DDP's `module` has the type of any module.

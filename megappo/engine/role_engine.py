@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Literal, Protocol, TypeVar
 
@@ -104,39 +105,44 @@ class Steps(Protocol):
 OptimizerT = TypeVar("OptimizerT", bound=Steps)
 
 
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of any engine. frozen: Hugging Face names of weights of a trained role that do not train."""
+
+    device: torch.device
+    micro_batch_tokens: int
+    offload: OffloadConfig = OffloadConfig()
+    frozen: frozenset[str] = frozenset()
+
+
 class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
     """Base of engines (see base.py) with offload by storages, and state as `state_boxes.py` has it.
 
-    optimizer: None for a frozen role. parameters, optimizer_tensors: what is offloaded as the model and as its optimizer. frozen:
-    Hugging Face names of weights of a trained role that do not train.
+    optimizer: None for a frozen role.
     """
 
-    def __init__(
-        self,
-        name: str,
-        groups: ProcessGroups,
-        *,
-        device: torch.device,
-        micro_batch_tokens: int,
-        optimizer: OptimizerT | None,
-        offload: OffloadConfig,
-        parameters: Callable[[], Iterable[Tensor]],
-        optimizer_tensors: Callable[[], Iterable[Tensor]],
-        frozen: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, name: str, groups: ProcessGroups, settings: EngineSettings, optimizer: OptimizerT | None) -> None:
         self.name = name
         self.groups = groups
-        self.device = device
-        self._micro_batch_tokens = micro_batch_tokens
+        self.device = settings.device
+        self._micro_batch_tokens = settings.micro_batch_tokens
         self._optimizer = optimizer
-        self._offload = offload
-        self._frozen, self._all_parameters = frozen, parameters
+        self._offload = settings.offload
+        self._frozen = settings.frozen
         self._passes = 0
         self._save = ReadGoingOn()
         self._described: tuple[_Tensors, Sequence[StateBox], Mapping[str, Tensor]] | None = None
         self._skipped_steps = SkippedSteps(name, groups)
-        self._parameter_storages = StorageOffload(parameters)
-        self._optimizer_storages = StorageOffload(optimizer_tensors)
+        self._parameter_storages = StorageOffload(self._parameters)
+        self._optimizer_storages = StorageOffload(self._optimizer_tensors)
+
+    @abstractmethod
+    def _parameters(self) -> Iterable[Tensor]:
+        """Parameters that this rank holds: what is offloaded as the model."""
+
+    @abstractmethod
+    def _optimizer_tensors(self) -> Iterable[Tensor]:
+        """Optimizer state that is no parameter itself: what is offloaded as the optimizer."""
 
     @property
     def placement(self) -> Placement:
@@ -235,7 +241,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
             storages.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
         # Describing takes a tenth of the time for which a save in the background holds training; nothing in it changes from save
         # to save while the tensors stay where they are.
-        tensors = (*self._all_parameters(), *(self._trained().tensors() if with_optimizer else ()))
+        tensors = (*self._parameters(), *(self._trained().tensors() if with_optimizer else ()))
         key = with_optimizer, places_of(tensors)
         if self._described is None or self._described[0] != key:
             saved = {piece.local for piece in self._saved_pieces[self.groups.position]}

@@ -102,6 +102,7 @@ def outputs(model: str, dtype: torch.dtype, value_head: bool) -> dict[str, Tenso
     """Stage 4's per-token results of one role, without data."""
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.micro_batches import MicroBatch
+    from megappo.engine.role_engine import EngineSettings
     from megappo.models.build import build_model
     from megappo.models.hf_config import read_arch
     from megappo.trainer.roles import Critic, LanguageModel
@@ -116,7 +117,7 @@ def outputs(model: str, dtype: torch.dtype, value_head: bool) -> dict[str, Tenso
         places = {parameter.device for chunk in chunks for parameter in chunk.parameters()}
         if places != {device}:
             raise Wrong(f"parameters lie on {', '.join(map(str, places))}, not {device}")
-        engine = MegatronEngine("role", chunks, groups, device=device, micro_batch_tokens=NUM_TOKENS)
+        engine = MegatronEngine("role", chunks, groups, EngineSettings(device, NUM_TOKENS))
         micro = MicroBatch.of(host_batch(), groups).to(device)
         raw = chunks[0](micro.batch.tokens, micro.cu_seqlens, micro.context, micro.real)
         if value_head:

@@ -86,6 +86,7 @@ def engine(
 ):
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
+    from megappo.engine.role_engine import EngineSettings
     from megappo.models.build import build_model
 
     chunks = build_model(arch(tied, num_layers, experts, hidden), groups, dtype=dtype, value_head=critic)
@@ -96,10 +97,8 @@ def engine(
         "critic" if critic else "policy",
         wrapped,
         groups,
-        device=torch.device("cpu"),
-        micro_batch_tokens=24,
+        EngineSettings(torch.device("cpu"), 24, OffloadConfig(parameters=offload, gradients=offload, optimizer=offload)),
         optimizer=Optimizer(wrapped, groups, config, total_steps=20),
-        offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
         router_aux_coef=0.01 if experts else 0.0,
     )
 

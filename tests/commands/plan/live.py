@@ -95,6 +95,7 @@ def role_of(
     from megappo.config.schema import AlgorithmConfig
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
+    from megappo.engine.role_engine import EngineSettings
     from megappo.models.build import build_model
     from megappo.models.lora_linear import attach_adapters
     from megappo.parallel.groups import build_groups
@@ -113,10 +114,8 @@ def role_of(
         "role",
         wrapped,
         groups,
-        device=torch.device(device),
-        micro_batch_tokens=budget,
+        EngineSettings(torch.device(device), budget, OffloadConfig(parameters=offload, gradients=offload, optimizer=offload)),
         optimizer=Optimizer(wrapped, groups, OptimizerConfig(), 1),
-        offload=OffloadConfig(parameters=offload, gradients=offload, optimizer=offload),
         adapters=adapters,
     )
     return Critic(engine, 0.2) if critic else Policy(engine, 1.0, AlgorithmConfig()), wrapped
