@@ -33,15 +33,15 @@ from megappo.engine.linear_output import LinearOutput
 from megappo.trainer.roles import NLL_WEIGHT, PTX_WEIGHT, Policy
 
 SEQUENCES = 8
-GSPO = {"objective": "gspo", "loss_aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4}
+GSPO = {"loss": {"type": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "loss_aggregation": "seq-mean-token-mean"}
 TERMS: dict[str, dict[str, Any]] = {
     "ppo": {},
-    "ppo, entropy bonus": {"entropy_coef": 0.01},
+    "ppo, entropy bonus": {"entropy": {"coef": 0.01}},
     "ppo, KL in the loss": {"kl": {"placement": "loss", "estimator": "k3", "coef": 0.001}},
-    "ppo, positive NLL": {"positive_nll_coef": 0.1},
+    "ppo, positive NLL": {"positive_nll": {"coef": 0.1}},
     "ppo, texts": {"ptx": {"coef": 0.05, "data": "none.jsonl"}},
-    "cispo": {"objective": "cispo"},
-    "dis": {"correction": {"kind": "dis", "low": 0.7, "high": 6.0}},
+    "cispo": {"loss": "cispo"},
+    "dis": {"loss": {"type": "dis", "low": 0.7, "high": 6.0}},
     "gspo": GSPO,
 }
 IN_STEPS = "ppo, in steps"
@@ -118,7 +118,7 @@ def problem(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devic
 
 def loss_calls(p: TermsProblem, changes: Mapping[str, Any], in_steps: bool = False) -> Calls:
     algorithm = validated(changes, AlgorithmConfig)
-    micro = p.micro_batch(algorithm.ptx.has_texts)
+    micro = p.micro_batch(algorithm.ptx is not None)
     policy = Policy(cast(Engine, None), 1.0, algorithm)
     output = _InSteps if in_steps else LinearOutput
     hidden = p.linear.hidden[: micro.num_tokens]

@@ -111,6 +111,7 @@ def inner_lines(name: str, cls: type[BaseModel], listed: set[type[BaseModel]]) -
 def choice_lines(name: str, choice: Choice, text: str, listed: set[type[BaseModel]]) -> Iterator[str]:
     """A heading, then the text and the table of each section that a word chooses, then the sections inside them."""
     words = ", ".join(f"`{word}`" for word in choice.sections)
+    text = text.replace("\n", " ")
     yield from (f"### {name}", "", f"{text} `{choice.key}` chooses among {words}; without it: `{choice.default}`.", "")
     for word, cls in choice.sections.items():
         yield from (f"**`{choice.key}: {word}`** {' '.join((cls.__doc__ or '').split())}".rstrip(), "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megappo.config.batch import nearest_divisors, step_arithmetic, update_schedule
 from megappo.config.errors import problem
 from megappo.config.role_sections import key_of_role
-from megappo.config.schema import CorrectionConfig, TrainConfig
+from megappo.config.schema import TrainConfig
 
 MAX_ADAPTIVE_STEP = 0.2  # clip of the error in the adaptive KL controller (Ziegler et al. 2019, section 2.2)
 _OF_FEWER_TOKENS = "the sampler's log-probs are of fewer tokens than the trainer's; set rollout.sampling.replay_kept_tokens to true"
@@ -44,14 +44,14 @@ def critics_problem(config: TrainConfig) -> str | None:
 def sequence_loss_problem(config: TrainConfig) -> str | None:
     """Settings of tokens under GSPO, whose loss is one number of a response."""
     a = config.algorithm
-    if a.objective != "gspo":
+    if a.loss.type != "gspo":
         return None
     if a.loss_aggregation != "seq-mean-token-mean":
-        fix = "gspo's loss is one number of each response; set it to seq-mean-token-mean, or algorithm.objective to ppo"
+        fix = "gspo's loss is one number of each response; set it to seq-mean-token-mean, or algorithm.loss to ppo"
         return problem("algorithm.loss_aggregation", a.loss_aggregation, fix)
     for key in ("high_entropy_token_ratio", "disagreement_mask_ratio"):
         if (ratio := getattr(a, key)) is not None:
-            fix = "it chooses tokens, and gspo's ratio is of whole responses; remove it, or set algorithm.objective to ppo or cispo"
+            fix = "it chooses tokens, and gspo's ratio is of whole responses; remove it, or set algorithm.loss to ppo or cispo"
             return problem(f"algorithm.{key}", ratio, fix)
     return None
 
@@ -60,38 +60,18 @@ def correction_problem(config: TrainConfig) -> str | None:
     """A correction without bounds that leave anything, made twice, or of log-probs of two different distributions."""
     a, sampling = config.algorithm, config.rollout.sampling
     c = a.correction
-    if c.has_low and (message := _bounds_problem(c)) is not None:
-        return message
-    if c.weighs and a.proximal == "behaviour":
-        fix = f"its ratio is against the sampler's policy already, and {c.kind} would weigh it twice; set kind to none, or dis"
-        return problem("algorithm.correction.kind", c.kind, f"algorithm.proximal is behaviour: {fix}")
-    reads_sampler = c.weighs or a.old_logprob == "rollout_logprob"
+    if c.type == "icepop" and c.low >= c.high:
+        return problem("algorithm.correction.low", c.low, f"leaves nothing below algorithm.correction.high = {c.high:g}; lower it")
+    if c.type != "none" and a.old_logprob == "rollout_logprob":
+        of = "dis" if a.loss.type == "dis" else "proximal behaviour"
+        fix = f"algorithm.loss ({of}) has the ratio to the sampler already, and {c.type} would weigh it twice; set it to none"
+        return problem("algorithm.correction.type", c.type, fix)
+    reads_sampler = c.type != "none" or a.old_logprob == "rollout_logprob"
     if reads_sampler and sampling.truncates and not sampling.replay_kept_tokens:
-        key, value = ("proximal", a.proximal) if c.kind == "none" else ("correction.kind", c.kind)
-        return problem(f"algorithm.{key}", value, _OF_FEWER_TOKENS)
-    return None
-
-
-def ptx_problem(config: TrainConfig) -> str | None:
-    """A language-modelling loss without texts."""
-    ptx = config.algorithm.ptx
-    if ptx.has_texts and ptx.data is None:
-        fix = "there are no texts to learn; set algorithm.ptx.data to a file of texts, or this to 0"
-        return problem("algorithm.ptx.coef", ptx.coef, fix)
-    return None
-
-
-def _bounds_problem(c: CorrectionConfig) -> str | None:
-    """Bounds of icepop or dis that leave no token, or none of the policy that sampled."""
-    key, start = "algorithm.correction.low", 0.5 if c.kind == "icepop" else 0.7
-    if c.low is None:
-        return problem(key, None, f"{c.kind} leaves out ratios below it; set it, for example to {start}")
-    if c.low >= c.high:
-        return problem(key, c.low, f"leaves nothing below algorithm.correction.high = {c.high:g}; lower it")
-    for name, bound, is_wrong, way in (("low", c.low, c.low >= 1, "lower"), ("high", c.high, c.high <= 1, "raise")):
-        if c.kind == "dis" and is_wrong:
-            fix = f"dis would leave out every token that is as likely as when it was sampled, of ratio 1; {way} it"
-            return problem(f"algorithm.correction.{name}", bound, fix)
+        if c.type != "none":
+            return problem("algorithm.correction.type", c.type, _OF_FEWER_TOKENS)
+        key, value = ("type", "dis") if a.loss.type == "dis" else ("proximal", "behaviour")
+        return problem(f"algorithm.loss.{key}", value, _OF_FEWER_TOKENS)
     return None
 
 
@@ -103,12 +83,13 @@ def vtrace_problem(config: TrainConfig) -> str | None:
     if a.vtrace.c_bar > a.vtrace.rho_bar:
         fix = f"is above algorithm.vtrace.rho_bar = {a.vtrace.rho_bar:g}, which V-trace's fixed point needs as its bound; lower it"
         return problem("algorithm.vtrace.c_bar", a.vtrace.c_bar, fix)
-    if a.correction.kind != "none":
+    if a.correction.type != "none":
         fix = "vtrace weighs advantages by the same ratio already; set it to none, or algorithm.estimator to gae"
-        return problem("algorithm.correction.kind", a.correction.kind, fix)
-    if a.proximal == "behaviour":
-        fix = "its ratio is against the sampler's policy, by which vtrace weighs advantages already; set it to recomputed"
-        return problem("algorithm.proximal", a.proximal, fix)
+        return problem("algorithm.correction.type", a.correction.type, fix)
+    if a.old_logprob == "rollout_logprob":
+        key, value, other = ("type", "dis", "ppo") if a.loss.type == "dis" else ("proximal", "behaviour", "recomputed")
+        fix = f"its ratio is against the sampler's policy, by which vtrace weighs advantages already; set it to {other}"
+        return problem(f"algorithm.loss.{key}", value, fix)
     if sampling.truncates and not sampling.replay_kept_tokens:
         return problem("algorithm.estimator", a.estimator, _OF_FEWER_TOKENS)
     return None
@@ -117,14 +98,14 @@ def vtrace_problem(config: TrainConfig) -> str | None:
 def dynamic_sampling_problem(config: TrainConfig) -> str | None:
     """Groups that cannot differ, differences that do not matter, or a part of the reward that is not there."""
     section, key = config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
-    if not section.enable:
+    if section is None:
         return None
     if config.rollout.samples_per_prompt == 1:
-        fix = "one response to a prompt has none to differ from; set rollout.samples_per_prompt to 2 or more, or this to false"
-        return problem(f"{key}.enable", True, fix)
+        fix = "one response to a prompt has none to differ from; set rollout.samples_per_prompt to 2 or more, or this to null"
+        return problem(key, section.model_dump(exclude_unset=True), fix)
     if config.algorithm.estimator == "remax":
-        fix = "remax compares with a greedy response, from which equal ones differ too; set this to false, or use grpo or rloo"
-        return problem(f"{key}.enable", True, fix)
+        fix = "remax compares with a greedy response, from which equal ones differ too; set this to null, or use grpo or rloo"
+        return problem(key, section.model_dump(exclude_unset=True), fix)
     labels = config.reward.all_parts
     if section.metric is not None and section.metric not in labels:
         return problem(f"{key}.metric", section.metric, f"no part of the reward has this label; name one of {', '.join(labels)}")

@@ -102,7 +102,7 @@ class TextArithmetic(NamedTuple):
 def text_arithmetic(config: TrainConfig, role: str) -> TextArithmetic:
     """Texts in the updates of a role: the policy's, if it trains."""
     ptx = config.algorithm.ptx
-    return TextArithmetic(ptx.batch_size, ptx.max_tokens) if role == "policy" and ptx.has_texts else TextArithmetic()
+    return TextArithmetic(ptx.batch_size, ptx.max_tokens) if role == "policy" and ptx is not None else TextArithmetic()
 
 
 def micro_batches_bound(sequences: int, sequence_tokens: int, budget_tokens: int) -> int:

@@ -18,7 +18,6 @@ from megappo.config.algorithm_checks import (
     dynamic_sampling_problem,
     group_problem,
     mini_batch_problem,
-    ptx_problem,
     sequence_loss_problem,
     vtrace_problem,
 )
@@ -80,7 +79,6 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     sequence_loss_problem,
     value_bins_problem,
     correction_problem,
-    ptx_problem,
     push_steps_problem,
     push_problem,
     average_problem,

@@ -101,8 +101,8 @@ TRAIN: tuple[Dead, ...] = (
     ),
     Dead(
         ("algorithm.disagreement_entropy_ratio",),
-        lambda c: c.algorithm.entropy_coef == 0 and c.algorithm.entropy_target is None,
-        "algorithm.entropy_coef is 0, so there is no entropy bonus; remove it, or set entropy_coef",
+        lambda c: c.algorithm.entropy.type == "bonus" and c.algorithm.entropy.coef == 0,
+        "algorithm.entropy.coef is 0, so there is no entropy bonus; remove it, or set it",
     ),
     Dead(
         ("algorithm.value_clip",),
@@ -120,64 +120,7 @@ TRAIN: tuple[Dead, ...] = (
         "algorithm.estimator is not grpo; remove it, or set algorithm.estimator to grpo",
     ),
     Dead(
-        ("algorithm.correction.level", "algorithm.correction.low", "algorithm.correction.high"),
-        lambda c: c.algorithm.correction.kind == "none",
-        "algorithm.correction.kind is none; remove it, or choose a correction",
-    ),
-    Dead(
-        ("algorithm.correction.low",),
-        lambda c: c.algorithm.correction.kind in ("tis", "mis"),
-        "it is the lower bound of icepop and dis; remove it, or set algorithm.correction.kind to one of them",
-    ),
-    Dead(
-        ("algorithm.correction.count_rejected",),
-        lambda c: c.algorithm.correction.kind not in ("mis", "icepop"),
-        "no token is left out before the updates; remove it, or set algorithm.correction.kind to mis or icepop",
-    ),
-    Dead(
-        (
-            "algorithm.correction.level",
-            "algorithm.objective",
-            "algorithm.proximal",
-            "algorithm.clip_low",
-            "algorithm.clip_high",
-            "algorithm.dual_clip",
-        ),
-        lambda c: c.algorithm.correction.kind == "dis",
-        "algorithm.correction.kind is dis, whose ratio of each token to the sampler's stands in place of them; remove it",
-    ),
-    Dead(
-        ("algorithm.entropy_step",),
-        lambda c: c.algorithm.entropy_target is None,
-        "algorithm.entropy_target is not set, so the factor stays; remove it, or set entropy_target",
-    ),
-    Dead(
-        ("algorithm.positive_score",),
-        lambda c: c.algorithm.positive_nll_coef == 0,
-        "algorithm.positive_nll_coef is 0; remove it, or set positive_nll_coef",
-    ),
-    Dead(
-        ("algorithm.ptx.data", "algorithm.ptx.text_key", "algorithm.ptx.max_tokens", "algorithm.ptx.batch_size"),
-        lambda c: c.algorithm.ptx.coef == 0,
-        "algorithm.ptx.coef is 0, so no text is read; remove it, or set coef",
-    ),
-    Dead(
-        ("algorithm.dynamic_sampling.metric", "algorithm.dynamic_sampling.max_rounds"),
-        lambda c: not c.algorithm.dynamic_sampling.enable,
-        "algorithm.dynamic_sampling.enable is false; remove it, or set enable to true",
-    ),
-    Dead(
-        ("algorithm.dual_clip",),
-        lambda c: c.algorithm.objective == "cispo",
-        "cispo bounds every weight by clip_high; remove it, or set algorithm.objective to ppo or gspo",
-    ),
-    Dead(
-        ("algorithm.sequence_advantages",),
-        lambda c: c.algorithm.objective != "gspo",
-        "algorithm.objective is not gspo; remove it, or set algorithm.objective to gspo",
-    ),
-    Dead(
-        ("algorithm.sequence_advantages",),
+        ("algorithm.loss.sequence_advantages",),
         lambda c: c.algorithm.compares_groups,
         "algorithm.estimator gives all tokens of a response one advantage already; remove it",
     ),

@@ -111,7 +111,7 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
         raise ConfigError(f"{COMMAND_LINE}: {key}: byte {ord(half) - 0xDC00:#x} is no character in this locale ({codec}); {fix}")
     data, _ = parse_yaml(value, f"{COMMAND_LINE}: {key}")
     for name in values:
-        if name.startswith(key + ".") and data is not None and not _is_choice(key, cls):  # `policy=null` takes it back
+        if name.startswith(key + ".") and data is not None and not _is_whole(key, data, cls):  # `policy=null` takes it back
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'is a section; set its keys, for example {name}=VALUE')}")
         if key.startswith(name + ".") and not _is_inside_mapping(key, name, cls):
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'{name} is set as a whole, for example {name}=VALUE')}")
@@ -207,8 +207,13 @@ def _sections_at(key: str, cls: type[BaseModel]) -> tuple[type[BaseModel], ...]:
     return found
 
 
-def _is_choice(key: str, cls: type[BaseModel]) -> bool:
-    return len(_sections_at(key, cls)) > 1
+def _is_whole(key: str, data: Any, cls: type[BaseModel]) -> bool:
+    """True for a value that stands for a section: the word of a choice, or the mapping of one or of a section that may be null."""
+    *around, last = key.split(".")
+    holders = _sections_at(".".join(around), cls) if around else (cls,)
+    fields = [field for holder in holders if (field := holder.model_fields.get(last)) is not None]
+    is_choice = len(_sections_at(key, cls)) > 1
+    return is_choice or isinstance(data, dict) and any(field.default is None for field in fields)
 
 
 def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[str, str], name: str) -> str:

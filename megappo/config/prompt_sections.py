@@ -20,9 +20,6 @@ class CurriculumConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    enable: bool = False
-    """Replace prompts whose responses all have the same score by others, in further rounds of generation and scoring (DAPO,
-    arXiv:2503.14476, section 3.2). A step keeps its size, and uses more prompts of an epoch."""
     metric: str | None = None
     """Label of the part of the reward that is compared, for example an accuracy beside a penalty for length; null compares the
     scores."""

@@ -71,19 +71,17 @@ def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]
         )
     if a.gae_level == "turn":
         yield "algorithm.gae_level", "turn", "a turn that goes on has its value at a token of an earlier step"
-    if a.dynamic_sampling.enable:
+    if a.dynamic_sampling is not None:
         yield (
-            "algorithm.dynamic_sampling.enable",
-            True,
+            "algorithm.dynamic_sampling",
+            a.dynamic_sampling.model_dump(exclude_unset=True),
             "it compares the scores of all responses to a prompt, which end in other steps",
         )
     if config.critics:
         yield "critics", list(config.critics), "critics share responses by their places in a step, which change as responses go on"
-    if a.objective == "gspo":
-        yield "algorithm.objective", "gspo", "its ratio is of a whole response, of which a step has some tokens"
-    if a.sequence_advantages:
-        yield "algorithm.sequence_advantages", True, "it is the mean over a whole response, of which a step has some tokens"
-    if a.correction.level != "token":
+    if a.loss.type == "gspo":
+        yield "algorithm.loss.type", "gspo", "its ratio is of a whole response, of which a step has some tokens"
+    if a.correction.type != "none" and a.correction.level != "token":
         yield "algorithm.correction.level", a.correction.level, "its ratio is of a whole response, of which a step has some tokens"
     if a.kl.placement == "reward" and a.kl.controller.type == "adaptive":
         yield "algorithm.kl.controller.type", "adaptive", "it steers by the KL of whole responses, of which a step has some tokens"
@@ -141,9 +139,9 @@ def _compaction_problem(key: str, compaction: CompactionConfig, config: TrainCon
     unset = f"set {key} to null"
     if not a.has_critic:
         return problem("algorithm.estimator", a.estimator, f"trajectories of several sequences need gae or vtrace; or {unset}")
-    if a.dynamic_sampling.enable:
-        fix = f"its rounds do not replace trajectories of several sequences; set it to false, or {unset}"
-        return problem("algorithm.dynamic_sampling.enable", True, fix)
+    if (rounds := a.dynamic_sampling) is not None:
+        fix = f"its rounds do not replace trajectories of several sequences; set it to null, or {unset}"
+        return problem("algorithm.dynamic_sampling", rounds.model_dump(exclude_unset=True), fix)
     if compaction.max_tokens <= prompt:
         fix = f"a new sequence may begin with data.max_prompt_tokens {prompt}, and would be compacted at once; use more"
         return problem(f"{key}.max_tokens", compaction.max_tokens, fix)

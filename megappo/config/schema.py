@@ -204,36 +204,133 @@ class NoKLConfig(Section):
 KLConfig = RewardKLConfig | LossKLConfig | NoKLConfig
 
 
-class CorrectionConfig(Section):
-    kind: Literal["none", "tis", "mis", "icepop", "dis"] = "none"
-    """Weight of the policy gradient by the ratio of the trainer's probability before the update to the sampler's recorded one: tis
-    bounds it by `high`, mis leaves out what is above `high`, icepop also what is below `low`. dis takes the ratio of the updated
-    policy to the sampler's and leaves out tokens that are not between `low` and `high`, in place of weight and clip
-    (docs/algorithms.md)."""
+class RatioLossConfig(Section):
+    """A loss of the ratio of the updated policy to another."""
+
+    clip_low: PositiveFloat = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    proximal: Literal["recomputed", "behaviour"] = "recomputed"
+    """Policy that the ratio of the update is against, and clipped around: recomputed is the policy before the step's updates, by
+    log-probs computed then (the decoupled objective, arXiv:2110.00641, arXiv:2505.24298); behaviour is the sampler's, by the
+    log-probs that it recorded (docs/algorithms.md)."""
+
+
+class PPOLossConfig(RatioLossConfig):
+    """Clips the ratio of every token."""
+
+    type: Literal["ppo"] = "ppo"
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """Bound the loss at this ratio for negative advantages (Ye et al. 2020); null turns it off."""
+
+
+class GSPOLossConfig(RatioLossConfig):
+    """Clips the ratio of the response (arXiv:2507.18071). Needs `loss_aggregation: seq-mean-token-mean` and far smaller clip
+    ranges, 3e-4 and 4e-4 in the paper."""
+
+    type: Literal["gspo"] = "gspo"
+    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
+    """As of ppo."""
+    sequence_advantages: bool = False
+    """Give every token of a response the mean of its advantages, one number as GSPO's objective has it; for estimators whose
+    advantages differ between the tokens of a response. false is GSPO-token (arXiv:2507.18071, eq. 13)."""
+
+
+class CISPOLossConfig(RatioLossConfig):
+    """Clips the importance weight of REINFORCE (arXiv:2506.13585); `clip_low` of 1 or more leaves the weight unbounded below."""
+
+    type: Literal["cispo"] = "cispo"
+
+
+class DISLossConfig(Section):
+    """REINFORCE weighed by the ratio of the updated policy to the sampler's, without the tokens whose ratio is not between `low`
+    and `high` (SAO, arXiv:2607.07508; docs/algorithms.md)."""
+
+    type: Literal["dis"] = "dis"
+    low: Annotated[float, Field(gt=0.0, lt=1.0)]
+    """Lower bound (0.7 or 0.2 in SAO's paper)."""
+    high: Annotated[float, Field(gt=1.0)] = 2.0
+    """Upper bound (6 or 4 there)."""
+
+
+LossConfig = PPOLossConfig | GSPOLossConfig | CISPOLossConfig | DISLossConfig
+
+
+class NoCorrectionConfig(Section):
+    """Advantages are not weighed."""
+
+    type: Literal["none"] = "none"
+
+
+class TISConfig(Section):
+    """Truncated importance sampling: the weight is at most `high`."""
+
+    type: Literal["tis"] = "tis"
     level: Literal["token", "sequence", "geometric"] = "token"
     """The ratio is of each token, of the whole response, or the geometric mean over the response's tokens."""
-    low: PositiveFloat | None = None
-    """Lower bound of icepop (0.5 in its paper) and dis (0.7 or 0.2 in SAO's)."""
     high: PositiveFloat = 2.0
-    """Upper bound (icepop's paper has 5, SAO's for dis 6 or 4)."""
+    """Upper bound of the ratio."""
+
+
+class MISConfig(Section):
+    """Masked importance sampling: leaves out what is above `high`."""
+
+    type: Literal["mis"] = "mis"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """As of tis."""
+    high: PositiveFloat = 2.0
+    """Upper bound of the ratio."""
     count_rejected: bool = True
-    """mis and icepop: count the tokens that they leave out in the denominator of the policy's loss. false takes them out of the
-    loss altogether, of its entropy bonus and KL too."""
+    """Count the tokens that are left out in the denominator of the policy's loss. false takes them out of the loss altogether, of
+    its entropy bonus and KL too."""
 
-    @property
-    def weighs(self) -> bool:
-        """True if advantages are weighed once, before the updates."""
-        return self.kind not in ("none", "dis")
 
-    @property
-    def drops(self) -> bool:
-        """True if tokens that are left out count nowhere in the policy's loss."""
-        return self.kind in ("mis", "icepop") and not self.count_rejected
+class IcePopConfig(Section):
+    """Leaves out what is above `high` or below `low`."""
 
-    @property
-    def has_low(self) -> bool:
-        """True if `low` bounds the ratio too."""
-        return self.kind in ("icepop", "dis")
+    type: Literal["icepop"] = "icepop"
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """As of tis."""
+    low: PositiveFloat
+    """Lower bound of the ratio (0.5 in its paper)."""
+    high: PositiveFloat = 2.0
+    """Upper bound (5 there)."""
+    count_rejected: bool = True
+    """As of mis."""
+
+
+CorrectionConfig = NoCorrectionConfig | TISConfig | MISConfig | IcePopConfig
+
+
+class EntropyBonusConfig(Section):
+    """The factor stays."""
+
+    type: Literal["bonus"] = "bonus"
+    coef: NonNegativeFloat = 0.0
+    """Factor of the entropy bonus; 0 leaves it out."""
+
+
+class EntropyTargetConfig(Section):
+    """The bonus acts while a step's entropy is at most `target`, and its factor rises by `step` in each step below it and falls in
+    each other (Skywork-OR1, arXiv:2505.22312)."""
+
+    type: Literal["target"] = "target"
+    target: PositiveFloat
+    """Entropy per sampled token, in nats, that the bonus aims at."""
+    coef: NonNegativeFloat = 0.0
+    """Factor of the first step."""
+    step: PositiveFloat = 0.005
+    """Change of the factor in a step."""
+
+
+class PositiveNLLConfig(Section):
+    """Likelihood of the sampled tokens of correct responses, beside the policy's loss (VAPO, arXiv:2504.05118)."""
+
+    coef: PositiveFloat = 0.1
+    """Factor of their mean negative log-likelihood (the paper's is 0.1)."""
+    score: float = 1.0
+    """Least score of a correct response."""
 
 
 class VTraceConfig(Section):
@@ -245,11 +342,12 @@ class VTraceConfig(Section):
 
 
 class PtxConfig(Section):
-    coef: NonNegativeFloat = 0.0
-    """Factor of the mean negative log-likelihood of the texts of `data`, added to the policy's loss in each of its updates
-    (InstructGPT, arXiv:2203.02155, eq. 2); 0 leaves it out."""
-    data: PathText | None = None
+    """Language-modelling loss of the policy on a second data set (InstructGPT, arXiv:2203.02155, eq. 2)."""
+
+    data: PathText
     """Texts, for example a sample of the pretraining data: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
+    coef: PositiveFloat = 0.05
+    """Factor of the mean negative log-likelihood of the texts of `data`, added to the policy's loss in each of its updates."""
     text_key: str = "text"
     """Field of a record that holds the text; `a.b` reaches into a nested object. The loss covers all its tokens but the first, and
     the end-of-sequence token."""
@@ -257,11 +355,6 @@ class PtxConfig(Section):
     """Longest sequence; a longer text is cut into several."""
     batch_size: Positive = 64
     """Sequences in each update of the policy, over all data-parallel ranks."""
-
-    @property
-    def has_texts(self) -> bool:
-        """True if the policy's updates hold texts."""
-        return self.coef > 0
 
 
 class AlgorithmConfig(Section):
@@ -285,19 +378,11 @@ class AlgorithmConfig(Section):
     """GAE lambda of the critic's returns; null means `lam`."""
     lam_length_alpha: PositiveFloat | None = None
     """Length-adaptive policy lambda 1 - 1/(alpha * length) (VAPO, 2025); replaces `lam`."""
-    objective: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """Surrogate of the policy's loss (docs/algorithms.md): ppo clips the ratio of every token, gspo that of the response
-    (arXiv:2507.18071; it needs `loss_aggregation: seq-mean-token-mean` and far smaller clip ranges, 3e-4 and 4e-4 in the paper),
-    cispo the importance weight of REINFORCE (arXiv:2506.13585; `clip_low` of 1 or more leaves the weight unbounded below)."""
-    proximal: Literal["recomputed", "behaviour"] = "recomputed"
-    """Policy that the ratio of the update is against, and clipped around: recomputed is the policy before the step's updates, by
-    log-probs computed then (the decoupled objective, arXiv:2110.00641, arXiv:2505.24298); behaviour is the sampler's, by the
-    log-probs that it recorded (docs/algorithms.md)."""
-    sequence_advantages: bool = False
-    """Give every token of a response the mean of its advantages, one number as GSPO's objective has it; for estimators whose
-    advantages differ between the tokens of a response. false is GSPO-token (arXiv:2507.18071, eq. 13)."""
-    correction: CorrectionConfig = CorrectionConfig()
-    """Correction of the difference between the sampler's policy and the trainer's."""
+    loss: Annotated[LossConfig, Field(discriminator="type")] = PPOLossConfig()
+    """Surrogate of the policy's loss (docs/algorithms.md)."""
+    correction: Annotated[CorrectionConfig, Field(discriminator="type")] = NoCorrectionConfig()
+    """Weight of the policy gradient by the ratio of the trainer's probability before the update to the sampler's recorded one
+    (docs/algorithms.md)."""
     high_entropy_token_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Train on this share of the sampled tokens of a step, those with the highest entropy (arXiv:2506.01939 has 0.2): the others
     have advantage 0. null trains on all."""
@@ -312,30 +397,18 @@ class AlgorithmConfig(Section):
     mask_truncated: bool = False
     """Leave responses cut by the length limit out of the policy's loss (DAPO, arXiv:2503.14476, overlong filtering). Their rewards
     still count in the advantages of others, and the critic learns from them."""
-    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
-    """Rounds of a step that replace what teaches nothing."""
-    clip_low: PositiveFloat = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Bound the loss at this ratio for negative advantages (Ye et al. 2020); null turns it off."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Replace prompts whose responses all have the same score by others, in further rounds of generation and scoring (DAPO,
+    arXiv:2503.14476, section 3.2). A step keeps its size, and uses more prompts of an epoch. `{}` takes the defaults, null draws
+    one round."""
     value_clip: PositiveFloat | None = 0.2
     """Clip new values to this distance from the old ones in the value loss; null turns it off."""
-    entropy_coef: NonNegativeFloat = 0.0
-    """Factor of the entropy bonus; with `entropy_target` that of the first step."""
-    entropy_target: PositiveFloat | None = None
-    """Entropy per sampled token, in nats, that the bonus aims at: it acts while a step's entropy is at most this, and its factor
-    rises by `entropy_step` in each step below it and falls in each other (Skywork-OR1, arXiv:2505.22312). null keeps the factor."""
-    entropy_step: PositiveFloat = 0.005
-    """Change of the factor in a step (with `entropy_target`)."""
-    positive_nll_coef: NonNegativeFloat = 0.0
-    """Factor of the mean negative log-likelihood of the sampled tokens of correct responses, added to the policy's loss (VAPO,
-    arXiv:2504.05118, has 0.1); 0 leaves it out."""
-    positive_score: float = 1.0
-    """Least score of a correct response (with `positive_nll_coef`)."""
-    ptx: PtxConfig = PtxConfig()
-    """Language-modelling loss of the policy on a second data set."""
+    entropy: Annotated[EntropyBonusConfig | EntropyTargetConfig, Field(discriminator="type")] = EntropyBonusConfig()
+    """Bonus of the policy's entropy."""
+    positive_nll: PositiveNLLConfig | None = None
+    """Likelihood of correct responses, added to the policy's loss. `{}` takes the defaults, null leaves it out."""
+    ptx: PtxConfig | None = None
+    """Language-modelling loss of the policy on a second data set; null leaves it out."""
     whiten_advantages: bool | None = None
     """Normalise advantages by mean and standard deviation of the global batch; null means true for the estimators gae, vtrace
     and reinforce_plus_plus, false for the others, whose advantages have mean 0 or a baseline already."""
@@ -368,13 +441,23 @@ class AlgorithmConfig(Section):
     @property
     def old_logprob(self) -> Literal["logprob", "rollout_logprob"]:
         """Field of the log-probs that the ratio of the update is against."""
-        return "rollout_logprob" if self.proximal == "behaviour" or self.correction.kind == "dis" else "logprob"
+        return "rollout_logprob" if self.loss.type == "dis" or self.loss.proximal == "behaviour" else "logprob"
 
     @property
     def reweights(self) -> bool:
         """True if tokens of a response count differently, or their advantages are averaged."""
         chosen = self.high_entropy_token_ratio is not None or self.disagreement_mask_ratio is not None
-        return chosen or self.sequence_advantages or self.correction.weighs
+        return chosen or self.sequence_advantages or self.correction.type != "none"
+
+    @property
+    def sequence_advantages(self) -> bool:
+        """True if all tokens of a response have the mean of their advantages."""
+        return self.loss.type == "gspo" and self.loss.sequence_advantages
+
+    @property
+    def drops_rejected(self) -> bool:
+        """True if tokens that the correction leaves out count nowhere in the policy's loss."""
+        return isinstance(self.correction, MISConfig | IcePopConfig) and not self.correction.count_rejected
 
     @property
     def whitens(self) -> bool:

@@ -114,7 +114,10 @@ class Metric(_Named):
     POLICY_LOSS = "policy/loss", "clipped surrogate loss, mean over the step's updates"
     POLICY_KL_LOSS = "policy/kl_loss", "KL to the reference in the loss per token, before its factor (kl.placement: loss), nats"
     POLICY_ENTROPY = "policy/entropy", "mean entropy of the next-token distribution at sampled tokens, nats"
-    POLICY_ENTROPY_COEF = "policy/entropy_coef", "factor of the entropy bonus in this step's updates (algorithm.entropy_target)"
+    POLICY_ENTROPY_COEF = (
+        "policy/entropy_coef",
+        "factor of the entropy bonus in this step's updates (algorithm.entropy: target)",
+    )
     POLICY_POSITIVE_NLL = "policy/positive_nll", "mean negative log-likelihood of the tokens of correct responses, nats"
     POLICY_PTX_LOSS = "policy/ptx_loss", "mean negative log-likelihood of the texts of algorithm.ptx, before its factor, nats"
     POLICY_CLIP_LOW = "policy/clip_low", "share of tokens whose gradient the lower clip cut"

@@ -67,7 +67,7 @@ class StepSamples:
     open: [number of prompts to draw in the next round] int64, their places; empty once the step is whole.
     """
 
-    def __init__(self, settings: DynamicSamplingConfig, num_prompts: int, n: int) -> None:
+    def __init__(self, settings: DynamicSamplingConfig | None, num_prompts: int, n: int) -> None:
         self._settings, self._n = settings, n
         self.rows = [-1] * num_prompts
         self.open = torch.arange(num_prompts)
@@ -91,13 +91,11 @@ class StepSamples:
         self._rounds, self._prompts = self._rounds + 1, self._prompts + len(rows)
         for place, row in zip(self.open.tolist(), rows, strict=True):
             self.rows[place] = row
-        if not self._settings.enable:
+        if self._settings is None:
             self._finish(experience, scored)
             return
         if experience.table.has_chains:
-            raise ValueError(
-                "algorithm.dynamic_sampling: trajectories of several sequences cannot be replaced; set enable to false"
-            )
+            raise ValueError("algorithm.dynamic_sampling: trajectories of several sequences cannot be replaced; set it to null")
         equal = are_equal(experience.column(self._compared(scored)), experience.table.group)
         is_last = self._rounds == self._settings.max_rounds
         self._equal_left = int(equal.sum()) if is_last else 0
@@ -134,7 +132,7 @@ class StepSamples:
 
     def rounds(self) -> Rounds | None:
         """Figures of the rounds; None without dynamic sampling."""
-        if not self._settings.enable:
+        if self._settings is None:
             return None
         length, sampled = (
             torch.cat([torch.empty(0, dtype=torch.int32), *(getattr(one, name) for one in self._replaced)])
@@ -145,9 +143,10 @@ class StepSamples:
     def _compared(self, scored: Scored) -> Tensor:
         """[B] fp64: the part of the reward that decides, or the score of a sample without it."""
         total = torch.tensor(scored.total, dtype=torch.float64)
-        if self._settings.metric is None:
+        metric = None if self._settings is None else self._settings.metric
+        if metric is None:
             return total
-        part = torch.tensor(scored.parts[self._settings.metric], dtype=torch.float64)
+        part = torch.tensor(scored.parts[metric], dtype=torch.float64)
         return torch.where(part.isnan(), total, part)
 
     def _keep(self, experience: Experience, scored: Scored, chosen: Tensor) -> None:

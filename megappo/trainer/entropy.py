@@ -1,4 +1,4 @@
-"""Coefficient of the entropy bonus in each step: fixed, or steered towards `algorithm.entropy_target`."""
+"""Coefficient of the entropy bonus in each step: fixed, or steered towards the `target` of `algorithm.entropy`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class EntropyBonus:
     def coef_of(self, experience: Experience) -> float:
         """Coefficient of the updates on a step's experience, with the field entropy; steers that of the next. Collective over the
         world; once a step."""
-        a = self._algorithm
-        if a.entropy_target is None:
-            return a.entropy_coef
-        before = a.entropy_coef if self._state.entropy_coef is None else self._state.entropy_coef
+        bonus = self._algorithm.entropy
+        if bonus.type == "bonus":
+            return bonus.coef
+        before = bonus.coef if self._state.entropy_coef is None else self._state.entropy_coef
         mask = experience.batch["response_mask"]
         sums = total(torch.stack((experience.batch["entropy"][mask].sum(dtype=torch.float64), mask.sum(dtype=torch.float64))))
         entropy, tokens = sums.tolist()
-        acting, self._state.entropy_coef = steered(before, entropy / max(1.0, tokens), a.entropy_target, a.entropy_step)
+        acting, self._state.entropy_coef = steered(before, entropy / max(1.0, tokens), bonus.target, bonus.step)
         return acting

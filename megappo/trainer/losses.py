@@ -1,5 +1,5 @@
 """The losses of policy and critic over the tokens of a micro-batch, as their sections choose them: PPO's surrogate, GSPO's, CISPO's
-(`algorithm.objective`) or that of DIS; squared or Huber's error of values, or the cross-entropy of a categorical head.
+(`algorithm.loss`) or that of DIS; squared or Huber's error of values, or the cross-entropy of a categorical head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEQUENCE_RATIO = "sequence_log_ratio"
 
 def separates(algorithm: AlgorithmConfig) -> bool:
     """True if the loss of a token depends on no other token: then it is computed while the logits of a chunk exist."""
-    return algorithm.objective != "gspo"
+    return algorithm.loss.type != "gspo"
 
 
 def fields_of_sequences(
@@ -37,15 +37,14 @@ def surrogate(algorithm: AlgorithmConfig, fields: Mapping[str, Tensor], logprob:
 
     fields: of the same tokens, `algorithm.old_logprob`, advantage, weight; for GSPO those of `fields_of_sequences` too.
     """
-    a, advantage, weight = algorithm, fields["advantage"], fields["weight"]
-    old = fields[a.old_logprob]
-    if a.correction.kind == "dis":
-        assert a.correction.low is not None, "dis has a lower bound"
-        return dis_loss(logprob, old, advantage, weight, a.correction.low, a.correction.high)
-    if a.objective == "cispo":
+    a, advantage, weight = algorithm.loss, fields["advantage"], fields["weight"]
+    old = fields[algorithm.old_logprob]
+    if a.type == "dis":
+        return dis_loss(logprob, old, advantage, weight, a.low, a.high)
+    if a.type == "cispo":
         return cispo_loss(logprob, old, advantage, weight, a.clip_low, a.clip_high)
     clip = {"clip_low": a.clip_low, "clip_high": a.clip_high, "dual_clip": a.dual_clip}
-    if a.objective == "ppo":
+    if a.type == "ppo":
         return policy_loss(logprob, old, advantage, weight, **clip)
     # The value of the sequence's ratio with the gradient of the token's own (arXiv:2507.18071, eq. 14). Against zeros, so that all
     # tokens of a sequence have the same bits: GSPO's clip ranges are of 1e-4.

@@ -161,7 +161,7 @@ class PPO:
         experience, scored = samples.result()
         prompt_of = partial(prompt_of_sample, self.prompts, samples.rows, n)
         of_windows = {} if self.windows is None else self.windows.end(experience)
-        num_scored = samples.num_drawn if config.algorithm.dynamic_sampling.enable else None
+        num_scored = samples.num_drawn if config.algorithm.dynamic_sampling is not None else None
         if reason := nothing_to_learn(experience.table, scored, num_scored):
             self.log.note(f"step {step}: no model is updated: {reason}")
 
@@ -244,7 +244,7 @@ class PPO:
         coef = self.entropy_bonus.coef_of(experience)
         if self.roles.policy is not None:
             self.roles.policy.entropy_coef = coef
-        return {} if self.config.algorithm.entropy_target is None else {Metric.POLICY_ENTROPY_COEF.value: coef}
+        return {} if self.config.algorithm.entropy.type == "bonus" else {Metric.POLICY_ENTROPY_COEF.value: coef}
 
     def draw_texts(self, experience: Experience) -> DrawnTexts | None:
         """Texts of this step's updates of the policy; None without `algorithm.ptx`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.correction import Correction, behaviour_ratio, correction_weights, kth_largest
-from megappo.config.schema import AlgorithmConfig, CorrectionConfig
+from megappo.config.schema import AlgorithmConfig, IcePopConfig, MISConfig, TISConfig
 from megappo.data.packing import PackedBatch
 from megappo.parallel.totals import largest, total
 from megappo.telemetry.metrics import Metric
@@ -33,8 +33,8 @@ def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experi
     metrics: dict[str, float] = {}
     if algorithm.sequence_advantages:
         experience = experience.with_fields({"advantage": _means_of_sequences(experience.batch)})
-    if algorithm.correction.weighs:
-        fields, figures = _corrected(experience.batch, algorithm.correction)
+    if algorithm.correction.type != "none":
+        fields, figures = _corrected(experience.batch, algorithm.correction, algorithm.drops_rejected)
         experience, metrics = experience.with_fields(fields), metrics | figures
     if algorithm.high_entropy_token_ratio is not None:
         advantage, figures = _of_high_entropy(experience, algorithm.high_entropy_token_ratio)
@@ -62,13 +62,16 @@ def _means_of_sequences(batch: PackedBatch) -> Tensor:
     return on_sampled(sums / counts.clamp(min=1), batch)
 
 
-def _corrected(batch: PackedBatch, correction: CorrectionConfig) -> tuple[dict[str, Tensor], dict[str, float]]:
+def _corrected(
+    batch: PackedBatch, correction: TISConfig | MISConfig | IcePopConfig, drops: bool
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """(fields, figures over all ranks): advantage [T] times the weights of the correction, and REJECTED [T] bool if it drops."""
     mask = batch["response_mask"]
     ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, correction.level)
-    found = correction_weights(ratio, mask, correction.kind, correction.low, correction.high)
+    low = correction.low if correction.type == "icepop" else None
+    found = correction_weights(ratio, mask, correction.type, low, correction.high)
     advantage = torch.where(mask, batch["advantage"] * found.weight, 0.0).float()
-    fields = {"advantage": advantage} | ({REJECTED: found.cut} if correction.drops else {})
+    fields = {"advantage": advantage} | ({REJECTED: found.cut} if drops else {})
     return fields, correction_figures(ratio, found, mask)
 
 

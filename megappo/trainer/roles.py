@@ -107,9 +107,9 @@ def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
     reads = [algorithm.old_logprob, "advantage", "weight"]
     if loss_kl_coef(algorithm) > 0:
         reads.append("ref_logprob")
-    if algorithm.positive_nll_coef > 0:
+    if algorithm.positive_nll is not None:
         reads.append(NLL_WEIGHT)
-    if algorithm.ptx.has_texts:
+    if algorithm.ptx is not None:
         reads.append(PTX_WEIGHT)
     if algorithm.disagreement_entropy_ratio is not None:
         reads.append(BONUS)
@@ -130,7 +130,7 @@ class Policy(LanguageModel):
         self._kl_coef = loss_kl_coef(algorithm)
         self._reads = policy_reads(algorithm)
         self.counts_ratios = False
-        self.entropy_coef = algorithm.entropy_coef
+        self.entropy_coef = algorithm.entropy.coef
 
     def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
         """logprob and entropy [T], on the rank that reports them."""
@@ -190,11 +190,11 @@ class Policy(LanguageModel):
             penalty, kl_metrics = kl_loss(logprob, fields["ref_logprob"], weight, a.kl.estimator)
             loss = loss + self._kl_coef * penalty
             metrics = {**metrics, **kl_metrics}
-        if a.positive_nll_coef > 0:
+        if a.positive_nll is not None:
             nll, nll_metrics = nll_loss(logprob, fields[NLL_WEIGHT])
-            loss = loss + a.positive_nll_coef * nll
+            loss = loss + a.positive_nll.coef * nll
             metrics = {**metrics, **nll_metrics}
-        if a.ptx.has_texts:
+        if a.ptx is not None:
             nll, ptx_metrics = nll_loss(logprob, fields[PTX_WEIGHT])
             loss = loss + a.ptx.coef * nll
             metrics |= {"ptx_sum": ptx_metrics["nll_sum"], "ptx_tokens_sum": ptx_metrics["nll_tokens_sum"]}

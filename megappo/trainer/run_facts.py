@@ -136,9 +136,9 @@ def _recorded_facts(data: RecordedData) -> dict[str, Any]:
 
 def _text_facts(config: TrainConfig, data: RunData) -> dict[str, Any] | None:
     """Facts of the texts of `algorithm.ptx`, by which its cursor counts; None without."""
-    if data.ptx is None:
-        return None
     ptx = config.algorithm.ptx
+    if data.ptx is None or ptx is None:
+        return None
     return {"path": ptx.data, "sha256": data.ptx.texts.source_sha256, "text_key": ptx.text_key, "max_tokens": ptx.max_tokens}
 
 

@@ -149,7 +149,7 @@ def update_reads(role: str, algorithm: AlgorithmConfig, *, in_windows: bool = Fa
     `rollout.window_tokens`."""
     if is_critic(role):
         return (*critic_reads(role), *(["value_mask"] if algorithm.gae_level == "turn" or in_windows else []))
-    rejected = (REJECTED,) if algorithm.correction.drops else ()
+    rejected = (REJECTED,) if algorithm.drops_rejected else ()
     return (*LanguageModel.sampling_fields, *policy_reads(algorithm), *rejected)
 
 
@@ -173,13 +173,13 @@ def targets_of(role: str, experience: Experience) -> Targets | None:
 
 
 def positive_samples(experience: Experience, score: Tensor, algorithm: AlgorithmConfig) -> Tensor | None:
-    """[N] bool, samples that end here with a score of at least `algorithm.positive_score`; None if the loss does not ask for them.
+    """[N] bool, samples that end here with a score of at least `algorithm.positive_nll.score`; None without that section.
 
     score: [B] of this rank's samples. Collective over the world.
     """
-    if algorithm.positive_nll_coef == 0:
+    if algorithm.positive_nll is None:
         return None
-    is_positive = experience.column(score).float() >= algorithm.positive_score  # in fp32, as which scores are added up
+    is_positive = experience.column(score).float() >= algorithm.positive_nll.score  # in fp32, as which scores are added up
     return is_positive & experience.table.ends
 
 
@@ -299,7 +299,7 @@ class Updates:
         self._targets = {name: targets_of(name, experience) for name in names}
         self._summaries = {name: UpdateSummary() for name in roles.trained}
         self._table = experience.table
-        drops = "policy" in names and config.algorithm.correction.drops
+        drops = "policy" in names and config.algorithm.drops_rejected
         self._rejected = {"policy": rejected_of(experience)} if drops else {}
 
     def run(self, name: str) -> None:

@@ -16,7 +16,6 @@ from tests.config.examples import SFT, TRAIN, sft_config, train_config, write
 EVAL, ADAPTIVE, NONE = "data.eval=e.jsonl", "algorithm.kl.controller=adaptive", "algorithm.kl.placement=none"
 MEGATRON, LORA = "rollout.engine=megatron", "policy.lora.rank=8"
 GRPO, GAE = ["algorithm.estimator=grpo", "rollout.samples_per_prompt=2"], "algorithm.estimator=gae"
-TEXTS = ["algorithm.ptx.data=t.jsonl"]
 HL_GAUSS = ["critic.loss=hl_gauss", "critic.value_low=-1", "critic.value_high=1"]
 # overrides that set the scene, the key that is dead there (with a value), an override that brings it to life
 DEAD = [
@@ -50,27 +49,7 @@ DEAD = [
     ([], "algorithm.vtrace.c_bar=0.5", "algorithm.estimator=vtrace"),
     (GRPO, "algorithm.bootstrap_truncated=last", "algorithm.estimator=vtrace"),
     ([], "algorithm.divide_by_group_std=false", "algorithm.estimator=grpo"),
-    (["algorithm.objective=cispo"], "algorithm.dual_clip=3.0", "algorithm.objective=ppo"),
-    ([], "algorithm.sequence_advantages=true", "algorithm.objective=gspo"),
-    ([*GRPO, "algorithm.objective=gspo"], "algorithm.sequence_advantages=true", GAE),
-    ([], "algorithm.correction.level=sequence", "algorithm.correction.kind=mis"),
-    ([], "algorithm.correction.low=0.5", "algorithm.correction.kind=icepop"),
-    ([], "algorithm.correction.high=3.0", "algorithm.correction.kind=tis"),
-    (["algorithm.correction.kind=tis"], "algorithm.correction.low=0.5", "algorithm.correction.kind=icepop"),
-    (["algorithm.correction.kind=tis"], "algorithm.correction.count_rejected=false", "algorithm.correction.kind=mis"),
-    *(
-        (["algorithm.correction.kind=dis", "algorithm.correction.low=0.7"], key, "algorithm.correction.kind=icepop")
-        for key in (
-            "algorithm.correction.level=token",
-            "algorithm.objective=ppo",
-            "algorithm.proximal=recomputed",
-            "algorithm.clip_low=0.1",
-            "algorithm.clip_high=0.1",
-            "algorithm.dual_clip=3.0",
-        )
-    ),
-    ([], "algorithm.dynamic_sampling.metric=exact_match", "algorithm.dynamic_sampling.enable=true"),
-    ([], "algorithm.dynamic_sampling.max_rounds=4", "algorithm.dynamic_sampling.enable=true"),
+    ([*GRPO, "algorithm.loss.type=gspo"], "algorithm.loss.sequence_advantages=true", GAE),
     ([], "data.curriculum.pass_score=1.0", "data.curriculum.kind=pass_rate"),
     ([], "data.curriculum.min_chance=0.2", "data.curriculum.kind=pass_rate"),
     ([], "algorithm.target_kl=0.1", "algorithm.ppo_epochs=2"),
@@ -117,7 +96,7 @@ DEAD = [
     (["critics.b.checkpoint=runs/other"], "critics.b.value_head=normal", "critics.b.checkpoint_role=policy"),
     ([], "algorithm.value_of_critics=min", "critics.b.dtype=bf16"),
     ([], "algorithm.disagreement_mask_ratio=0.2", "critics.b.dtype=bf16"),
-    (["critics.b.dtype=bf16"], "algorithm.disagreement_entropy_ratio=0.2", "algorithm.entropy_coef=0.01"),
+    (["critics.b.dtype=bf16"], "algorithm.disagreement_entropy_ratio=0.2", "algorithm.entropy.coef=0.01"),
     ([], "critic.checkpoint_role=critic", "critic.checkpoint=runs/other"),
     (["critic.checkpoint=runs/other"], "critic.value_head=normal", "critic.checkpoint_role=policy"),
     (["checkpoint.save_strategy=epoch"], "checkpoint.save_every=5", "checkpoint.save_strategy=steps"),
@@ -128,13 +107,7 @@ DEAD = [
     (["checkpoint.save_every=0"], "checkpoint.asynchronous=false", "checkpoint.save_every=5"),
     (["telemetry.trajectories_every=0"], "telemetry.trajectories_per_step=4", "telemetry.trajectories_every=5"),
     (["policy.ema.decay=0.9"], "reference.refresh_from=ema", "reference.refresh_every=2"),
-    ([], "algorithm.entropy_step=0.01", "algorithm.entropy_target=0.2"),
-    ([], "algorithm.positive_score=0.5", "algorithm.positive_nll_coef=0.1"),
-    ([], "algorithm.ptx.data=t.jsonl", "algorithm.ptx.coef=0.1"),
-    (TEXTS, "algorithm.ptx.text_key=body", "algorithm.ptx.coef=0.1"),
-    (TEXTS, "algorithm.ptx.max_tokens=64", "algorithm.ptx.coef=0.1"),
-    (TEXTS, "algorithm.ptx.batch_size=4", "algorithm.ptx.coef=0.1"),
-    ([*TEXTS, "trainer.steps=4", "critic.warmup_steps=4"], "algorithm.ptx.coef=0.1", "critic.warmup_steps=2"),
+    (["trainer.steps=4", "critic.warmup_steps=4"], "algorithm.ptx.data=t.jsonl", "critic.warmup_steps=2"),
     (["policy.ema.decay=0.9"], "trainer.evaluate_with=ema", EVAL),
     (["trainer.steps=4", "critic.warmup_steps=4"], "policy.ema.decay=0.9", "critic.warmup_steps=2"),
     ([], "telemetry.mode=offline", "telemetry.trackers=[wandb]"),

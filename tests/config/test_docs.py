@@ -38,7 +38,7 @@ def test_every_key_has_a_text_and_stands_on_the_page():
         ("run.num_ranks", "| `num_ranks` | integer >= 1 or null | `null` |"),
         ("policy.model", "| `model` | text | **required** |"),
         ("rollout.memory_share", "| `memory_share` | number > 0, < 1 | `0.4` |"),
-        ("algorithm.dual_clip", "| `dual_clip` | number > 1 or null | `null` |"),
+        ("algorithm.loss.dual_clip", "| `dual_clip` | number > 1 or null | `null` |"),
         ("rollout.stop", "| `stop` | list of text | `[]` |"),
         ("reward.parts", '| `parts` | list of sections | `[{"name": "exact_match", "weight": 1.0}]` |'),
         ("algorithm.kl", "`placement` chooses among `reward`, `loss`, `none`; without it: `reward`."),

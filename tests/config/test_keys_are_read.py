@@ -17,7 +17,7 @@ READ_THROUGH = {
     "checkpoint_role": "prepare.critic_source.critic_source",
     "fit_batch": "prepare.fit.fit_if_asked, whose configuration is the one that is trained",
     "whiten_advantages": "config.schema.AlgorithmConfig.whitens",
-    "count_rejected": "config.schema.CorrectionConfig.drops",
+    "count_rejected": "config.schema.AlgorithmConfig.drops_rejected",
     "proximal": "config.schema.AlgorithmConfig.old_logprob",
     "histograms_every": "config.run_sections.TelemetryConfig.histogram_interval",
 }

@@ -240,7 +240,7 @@ def both_ways_to_a_loss_give_its_gradient(world: World) -> None:
     kept = torch.full((batch.num_tokens, 3), NO_ID, dtype=torch.int32)
     kept[:, 0], kept[: batch.num_tokens // 2, 1] = batch.tokens.int(), 7
     batch = batch.with_fields(ragged_fields={"kept": Ragged.of_table(kept)})
-    policy = Policy(engine, 0.7, AlgorithmConfig(entropy_coef=0.01), "bf16")
+    policy = Policy(engine, 0.7, AlgorithmConfig(entropy={"type": "bonus", "coef": 0.01}), "bf16")
     batch = batch.with_fields({"logprob": policy.logprobs(batch)[0]})
 
     class TwoSteps:

@@ -126,7 +126,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "critic__value_low": -2.0,
         "critic__value_high": 1.5,
         "algorithm__ppo_epochs": 2,
-        "algorithm__correction": {"kind": "dis", "low": 0.3, "high": 4.0},
+        "algorithm__loss": {"type": "dis", "low": 0.3, "high": 4.0},
         "algorithm__gae_level": "turn",
         "algorithm__bootstrap_truncated": "last",
         "algorithm__loss_aggregation": "seq-mean-token-mean",
@@ -135,14 +135,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "fixed length, dual clip, no whitening, icepop out of the loss, huber critic": {
         "critic__loss": "huber",
         "critic__huber_delta": 0.3,
-        "algorithm__correction": {"kind": "icepop", "low": 0.3, "high": 4.0, "count_rejected": False},
+        "algorithm__correction": {"type": "icepop", "low": 0.3, "high": 4.0, "count_rejected": False},
         "algorithm__loss_aggregation": "fixed-length",
-        "algorithm__dual_clip": 2.0,
+        "algorithm__loss__dual_clip": 2.0,
         "algorithm__whiten_advantages": False,
         "algorithm__lam_length_alpha": 0.05,
         "algorithm__value_clip": None,
-        "algorithm__positive_nll_coef": 0.1,
-        "algorithm__positive_score": 0.0,  # scores are drawn around it
+        "algorithm__positive_nll__coef": 0.1,
+        "algorithm__positive_nll__score": 0.0,  # scores are drawn around it
         **PTX,
     },
     "two critics, the lower value, masks where they differ, vtrace, top-k and top-p": {
@@ -156,17 +156,17 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         **PTX,  # texts have no kept ids
     },
     "grpo, gspo, no cut responses, mis of responses": {
-        "algorithm__correction": {"kind": "mis", "level": "sequence", "high": 1.5},
+        "algorithm__correction": {"type": "mis", "level": "sequence", "high": 1.5},
         "algorithm__estimator": "grpo",
-        "algorithm__objective": "gspo",
+        "algorithm__loss__type": "gspo",
         "algorithm__loss_aggregation": "seq-mean-token-mean",
         "algorithm__mask_truncated": True,
         **PTX,
     },
     "reinforce++, cispo, high entropy, tis of responses": {
-        "algorithm__correction": {"kind": "tis", "level": "geometric", "high": 1.2},
+        "algorithm__correction": {"type": "tis", "level": "geometric", "high": 1.2},
         "algorithm__estimator": "reinforce_plus_plus",
-        "algorithm__objective": "cispo",
+        "algorithm__loss__type": "cispo",
         "algorithm__high_entropy_token_ratio": 0.4,
     },
     "rloo, sums of sequences, KL k2 in the loss": {
@@ -176,7 +176,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     },
     "remax": {"algorithm__estimator": "remax"},
     "hl_gauss critic, frozen parts, against the behaviour policy": {
-        "algorithm__proximal": "behaviour",
+        "algorithm__loss__proximal": "behaviour",
         "critic__loss": "hl_gauss",
         "critic__bins": 9,
         "critic__value_low": -2.0,
@@ -266,7 +266,7 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
         "rollout": {"sampling": {"temperature": 0.7}, "max_response_tokens": 64},
         "data": {"train": "none.jsonl", "prompts_per_step": SEQUENCES},
         "algorithm": {
-            "entropy_coef": 0.01,
+            "entropy": {"coef": 0.01},
             "mini_batch_size": SEQUENCES // 2,
             "ppo_epochs": 1,
             "kl": {"coef": 0.05},

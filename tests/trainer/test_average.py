@@ -107,10 +107,11 @@ PTX = {
     "algorithm.ptx.batch_size": 3,
 }
 STEERED = {
-    "algorithm.entropy_target": 3.0,  # between the entropies of the first steps, of 32 tokens
-    "algorithm.entropy_step": 0.25,
-    "algorithm.positive_nll_coef": 0.5,
-    "algorithm.positive_score": 0.5,
+    "algorithm.entropy.type": "target",
+    "algorithm.entropy.target": 3.0,  # between the entropies of the first steps, of 32 tokens
+    "algorithm.entropy.step": 0.25,
+    "algorithm.positive_nll.coef": 0.5,
+    "algorithm.positive_nll.score": 0.5,
     **PTX,
 }
 

@@ -198,7 +198,7 @@ class Leaves:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_tokens_without_bonus_have_no_gradient_of_their_entropy(fused: bool) -> None:
-    algorithm = asked(entropy_coef=0.5, disagreement_entropy_ratio=0.2)
+    algorithm = asked(entropy={"type": "bonus", "coef": 0.5}, disagreement_entropy_ratio=0.2)
     ones = torch.ones(5)
     bonus = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0])
     fields = {"logprob": -ones, "advantage": ones, "weight": torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0]), BONUS: bonus}

@@ -24,7 +24,7 @@ ASKED = {
     "critics.b.dtype": "fp32",
     "critics.b.optimizer.lr": 5e-4,
     "critics.b.value_head": "normal",
-    "algorithm.entropy_coef": 0.01,
+    "algorithm.entropy.coef": 0.01,
     "algorithm.disagreement_mask_ratio": 0.2,
     "algorithm.disagreement_entropy_ratio": 0.2,
     "rollout.engine": "megatron",

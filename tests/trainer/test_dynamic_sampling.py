@@ -35,7 +35,7 @@ def config_of(folder: Path, name: str, steps: int = STEPS) -> dict[str, Any]:
         "rollout.samples_per_prompt": n,
         "data.prompts_per_step": PLACES,
         "algorithm.mini_batch_size": PLACES * n,
-        "algorithm.dynamic_sampling": {"enable": True, "max_rounds": ROUNDS[name]},
+        "algorithm.dynamic_sampling": {"max_rounds": ROUNDS[name]},
         "telemetry": {"trajectories_every": 1, "trajectories_per_step": PLACES * n},
         "checkpoint.save_every": 0,
     }

@@ -33,14 +33,14 @@ RUNS: dict[str, dict[str, Any]] = {
     # Everything else that the policy's loss can be, without a critic.
     "gspo": {
         "algorithm.estimator": "grpo",
-        "algorithm.objective": "gspo",
+        "algorithm.loss.type": "gspo",
         "algorithm.loss_aggregation": "seq-mean-token-mean",
-        "algorithm.clip_low": 0.01,
-        "algorithm.clip_high": 0.01,
+        "algorithm.loss.clip_low": 0.01,
+        "algorithm.loss.clip_high": 0.01,
         "algorithm.mask_truncated": True,
-        "algorithm.correction": {"kind": "icepop", "low": 0.5, "high": 2.0, "count_rejected": False},
+        "algorithm.correction": {"type": "icepop", "low": 0.5, "high": 2.0, "count_rejected": False},
     },
-    "cispo": {"algorithm.estimator": "rloo", "algorithm.objective": "cispo", "algorithm.high_entropy_token_ratio": 0.3},
+    "cispo": {"algorithm.estimator": "rloo", "algorithm.loss.type": "cispo", "algorithm.high_entropy_token_ratio": 0.3},
 }
 
 

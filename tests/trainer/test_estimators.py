@@ -124,7 +124,7 @@ def responses():
 
 
 def test_advantages_of_sequences_are_means_over_sampled_tokens():
-    found, _ = plain_advantages(objective="gspo", sequence_advantages=True)
+    found, _ = plain_advantages(loss={"type": "gspo", "sequence_advantages": True})
     plain, _ = plain_advantages()
     want = torch.zeros_like(plain["advantage"])
     for places in responses():
@@ -137,7 +137,7 @@ def test_advantages_of_sequences_are_means_over_sampled_tokens():
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_a_correction_weighs_the_gradient_by_the_samplers_log_probs(level):
     batch = whole_batch()
-    found, metrics = plain_advantages(correction={"kind": "mis", "level": level, "high": 1.2})
+    found, metrics = plain_advantages(correction={"type": "mis", "level": level, "high": 1.2})
     plain, _ = plain_advantages()
     want, weights = torch.zeros_like(plain["advantage"]), []
     for places in responses():
@@ -193,7 +193,7 @@ def test_cut_responses_count_neither_in_the_loss_nor_in_its_denominator(mode):
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"])
 def test_rejected_tokens_leave_the_denominator_if_asked(mode, mask_truncated):
     """icepop by loops: weights of the kept tokens alone, counts of them alone. With `count_rejected` they stay in both."""
-    batch, bounds = whole_batch(), {"kind": "icepop", "low": 0.8, "high": 1.2}
+    batch, bounds = whole_batch(), {"type": "icepop", "low": 0.8, "high": 1.2}
     ratio = [math.exp(float(new) - float(old)) for new, old in zip(batch["logprob"], batch["rollout_logprob"])]
     sampled = [len(places) for places in responses()]
     kept = [sum(bounds["low"] <= ratio[t] <= bounds["high"] for t in places) for places in responses()]
@@ -225,8 +225,8 @@ def test_rejected_tokens_leave_the_denominator_if_asked(mode, mask_truncated):
 ON_THREE_RANKS = [
     *(algorithm(name) for name in ESTIMATORS),
     algorithm("rloo", high_entropy_token_ratio=0.3),
-    algorithm("grpo", correction={"kind": "icepop", "low": 0.8, "high": 1.2, "count_rejected": False}),
-    algorithm("remax", correction={"kind": "tis", "level": "geometric"}, objective="gspo", sequence_advantages=True),
+    algorithm("grpo", correction={"type": "icepop", "low": 0.8, "high": 1.2, "count_rejected": False}),
+    algorithm("remax", correction={"type": "tis", "level": "geometric"}, loss={"type": "gspo", "sequence_advantages": True}),
     # with a critic: oracles in test_critic_estimators.py
     algorithm("vtrace", gamma=GAMMA, bootstrap_truncated=True),
     algorithm("gae", gamma=GAMMA, gae_level="turn", lam_length_alpha=0.5, bootstrap_truncated="last"),

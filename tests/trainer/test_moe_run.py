@@ -95,7 +95,7 @@ def runs(tmp_path_factory) -> Path:
     runs = [(config_of(folder, "moe", "moe", **moe), False), (config_of(folder, "window", "window", **window), False)]
     # One update a step, so that every ratio is of the policy to itself.
     cut = {"rollout.sampling": {"temperature": 0.7, "top_p": 0.8, "top_k": 5}, "algorithm.mini_batch_size": 32}
-    cut |= {"algorithm.entropy_coef": 0.01}
+    cut |= {"algorithm.entropy.coef": 0.01}
     by_trainer = {**cut, "rollout.engine": "megatron", "trainer.steps": 2}
     whole = {**by_trainer, "rollout.sampling": {**cut["rollout.sampling"], "replay_kept_tokens": False}}
     runs += [

@@ -44,12 +44,12 @@ def config_of(folder: Path, name: str, steps: int, **changes: Any) -> dict[str, 
 
 def tis(folder: Path, name: str) -> dict[str, Any]:
     keep = {"checkpoint.save_every": 2, "checkpoint.keep_last": 5}
-    return config_of(folder, name, STEPS, **{"rollout.push_every": PUSH_EVERY, "algorithm.correction.kind": "tis", **keep})
+    return config_of(folder, name, STEPS, **{"rollout.push_every": PUSH_EVERY, "algorithm.correction.type": "tis", **keep})
 
 
 def dis(folder: Path) -> dict[str, Any]:
     """Two more steps after those of `tis`."""
-    bounds = {"algorithm.correction": {"kind": "dis", "low": 0.9, "high": 1.1}}
+    bounds = {"algorithm.loss": {"type": "dis", "low": 0.9, "high": 1.1}}
     return config_of(folder, "dis", STEPS + 2, **{"rollout.push_every": PUSH_EVERY, "checkpoint.save_every": 0, **bounds})
 
 

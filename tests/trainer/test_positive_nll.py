@@ -20,7 +20,7 @@ MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-lengt
 
 
 def asked(mode: str, coef: float = COEF) -> Any:
-    return algorithm("rloo", loss_aggregation=mode, mini_batch_size=4, positive_nll_coef=coef, positive_score=0.9)
+    return algorithm("rloo", loss_aggregation=mode, mini_batch_size=4, positive_nll={"coef": coef, "score": 0.9} if coef else None)
 
 
 def minis_of(mode: str) -> tuple[list[Tensor], list[Any], Tensor]:

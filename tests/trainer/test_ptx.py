@@ -44,10 +44,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def algorithm(objective: str, coef: float) -> AlgorithmConfig:
-    ptx: dict[str, Any] = {"coef": coef, "data": "none.jsonl"} if coef else {}
+    ptx = {"coef": coef, "data": "none.jsonl"} if coef else None
     aggregation = {"loss_aggregation": "seq-mean-token-mean"} if objective == "gspo" else {}
     return validated(
-        {"estimator": "rloo", "objective": objective, "entropy_coef": 0.01, "ptx": ptx, **aggregation}, AlgorithmConfig
+        {"estimator": "rloo", "loss": objective, "entropy": {"coef": 0.01}, "ptx": ptx, **aggregation}, AlgorithmConfig
     )
 
 

@@ -15,7 +15,7 @@ from megappo.commands.generate.answer import answer
 from megappo.config.batch import UpdateSchedule
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.role_sections import CriticConfig, PolicyConfig
-from megappo.config.schema import AlgorithmConfig, CorrectionConfig, DataConfig, TrainConfig
+from megappo.config.schema import AlgorithmConfig, DataConfig, MISConfig, NoCorrectionConfig, TrainConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.data.ragged import Ragged
@@ -337,7 +337,7 @@ class Recording(Counting):
         return super().update(mini, denominator)
 
 
-def updated(correction=CorrectionConfig(), rejected=None, **critic):
+def updated(correction=NoCorrectionConfig(), rejected=None, **critic):
     """Policy and critic after the updates of a step of 12 samples, 6 a mini-batch and one epoch but for the critic's own keys.
 
     rejected: [T] bool, the field of that name.
@@ -376,11 +376,11 @@ def test_the_critics_loss_is_aggregated_in_its_own_way():
 def test_rejected_tokens_count_nowhere_in_the_policys_loss_and_as_ever_in_the_critics():
     mask = numbered(12)["response_mask"]
     rejected = mask & (torch.arange(len(mask)) % 3 == 0)
-    asked = CorrectionConfig(kind="mis", count_rejected=False)
+    asked = MISConfig(count_rejected=False)
     policy, critic, _ = updated(asked, rejected)
     assert policy.seen == critic.seen and policy.weights == critic.weights == pytest.approx([1.0, 1.0])
     assert sum(policy.denominators) == int((mask & ~rejected).sum()) < sum(critic.denominators) == int(mask.sum())
-    counting, _, _ = updated(CorrectionConfig(kind="mis"), rejected)
+    counting, _, _ = updated(MISConfig(), rejected)
     assert counting.denominators == critic.denominators
 
 

@@ -129,7 +129,7 @@ def sequence_parallel_of_tp(key: str, settings: Settings) -> tuple[Any, str] | N
 
 def both_clips(rule: Rule, value: Any, settings: Settings) -> Values:
     """verl's clip_ratio holds where clip_ratio_low and clip_ratio_high are not written."""
-    own = {"algorithm.clip_low": "clip_ratio_low", "algorithm.clip_high": "clip_ratio_high"}
+    own = {"algorithm.loss.clip_low": "clip_ratio_low", "algorithm.loss.clip_high": "clip_ratio_high"}
     return {key: value for key in rule.keys if f"actor_rollout_ref.actor.{own[key]}" not in settings.written}
 
 
@@ -170,6 +170,13 @@ def openrlhf_kl(rule: Rule, value: Any, settings: Settings) -> Values:
     if not coef:
         return {"algorithm.kl.placement": "none"}
     return {"algorithm.kl.placement": "loss" if settings.foreign.get("use_kl_loss") else "reward", "algorithm.kl.coef": coef}
+
+
+def rounds(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Dynamic sampling with the default number of rounds."""
+    if not value:
+        raise implied("dynamic sampling is off")
+    return same(rule.keys, 10)
 
 
 def adaptive_kl(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -267,6 +274,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
         kl_in_loss,
         nemo_kl,
         openrlhf_kl,
+        rounds,
         adaptive_kl,
         adapter_rank,
         average_decay,

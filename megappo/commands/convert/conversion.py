@@ -79,6 +79,7 @@ def convert(source: Source) -> Conversion:
         if key not in settings.ours:
             settings.ours[key], comments[key] = placeholder, NOT_NAMED
     _drop(rows, settings.ours, _misplaced(settings.ours))
+    _drop(rows, settings.ours, _incomplete(settings.ours))
     config = _load(settings.ours)
     assert isinstance(config, TrainConfig), config  # every value has been tried alone
     _drop(rows, settings.ours, dead_keys(config))
@@ -217,7 +218,8 @@ def _refusal(key: str, value: Any) -> str | None:
     if isinstance(value, int | float) and not abs(value) < LARGEST_NUMBER:  # the reader of YAML refuses it
         return f"{key}: too large a number"
     found = _load(PLACEHOLDERS | {key: value})
-    return None if isinstance(found, TrainConfig) else f"{key}: {found.errors(include_url=False)[0]['msg'].lower()}"
+    errors = [] if isinstance(found, TrainConfig) else [e for e in found.errors(include_url=False) if e["type"] != "missing"]
+    return f"{key}: {errors[0]['msg'].lower()}" if errors else None
 
 
 def _word_of(section: Written) -> str:
@@ -236,6 +238,13 @@ def _misplaced(values: Values) -> dict[str, str]:
         if section.choice is not None
         for name in section.data.keys() - section.cls.model_fields.keys()
     }
+
+
+def _incomplete(values: Values) -> dict[str, str]:
+    """Key -> reason, for keys of a section whose required key the source does not say (a factor without its data)."""
+    found = _load(values)
+    absent = [] if isinstance(found, TrainConfig) else [".".join(map(str, e["loc"])) for e in found.errors(include_url=False)]
+    return {key: f"{name} is missing" for name in absent for key in values if key.startswith(name.rpartition(".")[0] + ".")}
 
 
 def _drop(rows: list[Row], values: Values, dead: Mapping[str, str]) -> None:

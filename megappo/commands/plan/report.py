@@ -420,9 +420,9 @@ def _data_lines(plan: Plan, data: RunData | RecordedData) -> list[str]:
         f"  run: {_count(data.total_steps, 'step')} = {epochs:.3g} epochs, {data.total_steps * plan.step.samples:,} samples, "
         f"{data.total_steps * schedule.optimizer_steps(plan.step.samples):,} optimizer steps of the {role}",
     ]
-    if data.ptx is not None:
+    if data.ptx is not None and (texts := plan.config.algorithm.ptx) is not None:
         drawn = data.total_steps * update_schedule(plan.config, "policy").optimizer_steps(plan.step.samples)
-        drawn *= plan.config.algorithm.ptx.batch_size
+        drawn *= texts.batch_size
         passes = f"{drawn:,} drawn = {figures(drawn / len(data.ptx.texts))} passes"
         lines.append(f"  algorithm.ptx: {data.ptx.texts.summary()}; {passes}")
     for one in data.evaluations:

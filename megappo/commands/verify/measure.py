@@ -125,9 +125,10 @@ def _of_first_rank(measures: RoleMeasures, placement: Placement) -> RoleMeasures
 
 def _texts(config: TrainConfig, roles: Roles, step: int, num_samples: int) -> DrawnTexts | None:
     """Recorded texts of a step, other ones in every update; None without `algorithm.ptx`, and on ranks without the policy."""
-    size, updates = config.algorithm.ptx.batch_size, update_schedule(config, "policy").optimizer_steps(num_samples)
-    if not config.algorithm.ptx.has_texts or roles.policy is None:
+    ptx = config.algorithm.ptx
+    if ptx is None or roles.policy is None:
         return None
+    size, updates = ptx.batch_size, update_schedule(config, "policy").optimizer_steps(num_samples)
     first = (step - 1) * updates * size
     numbers = [range(first + update * size, first + (update + 1) * size) for update in range(updates)]
     return DrawnTexts(RecordedTexts(roles.policy.engine.arch.vocab_size), numbers)

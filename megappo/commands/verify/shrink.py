@@ -101,7 +101,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
         sections[role] = section.model_copy(update=changes)
     # Without warm-ups and target KL every step updates both models.
     epochs = min(config.algorithm.ppo_epochs, MOST_EPOCHS)
-    ptx = config.algorithm.ptx.model_copy(update={"batch_size": TEXTS})
+    ptx = config.algorithm.ptx and config.algorithm.ptx.model_copy(update={"batch_size": TEXTS})
     algorithm = {"mini_batch_size": MINI_BATCH, "ppo_epochs": epochs, "target_kl": None, "ptx": ptx}
     small = with_sections(
         config,

@@ -173,7 +173,7 @@ _RUN = {
     "ppo.seed": take("run.seed"),
     "ppo.max_rollout_turns": missing("one turn a prompt", off=(None, 1)),
     "ppo.overlong_filtering": take("algorithm.mask_truncated"),
-    "ppo.use_dynamic_sampling": take("algorithm.dynamic_sampling.enable"),
+    "ppo.use_dynamic_sampling": take("algorithm.dynamic_sampling.max_rounds", by="rounds"),
     "ppo.dynamic_sampling_max_gen_batches": unneeded(
         "rounds are smaller than its batches", "algorithm.dynamic_sampling.max_rounds"
     ),
@@ -203,15 +203,15 @@ _RUN = {
     "loss_fn.reference_policy_kl_type": take("algorithm.kl.estimator", values=KL_ESTIMATORS),
     "loss_fn.kl_input_clamp_value": missing("the KL is not clamped", off=(None, 20, 20.0)),
     "loss_fn.kl_output_clamp_value": missing("the KL is not clamped", off=(None, 10, 10.0)),
-    "loss_fn.ratio_clip_min": take("algorithm.clip_low"),
-    "loss_fn.ratio_clip_max": take("algorithm.clip_high"),
-    "loss_fn.ratio_clip_c": take("algorithm.dual_clip"),
+    "loss_fn.ratio_clip_min": take("algorithm.loss.clip_low"),
+    "loss_fn.ratio_clip_max": take("algorithm.loss.clip_high"),
+    "loss_fn.ratio_clip_c": take("algorithm.loss.dual_clip"),
     "loss_fn.token_level_loss": take("algorithm.loss_aggregation", values={True: "token-mean", False: "seq-mean-token-mean"}),
     "loss_fn.disable_ppo_ratio": missing("PPO's clipped loss"),
     "loss_fn.use_on_policy_kl_approximation": missing("the KL is over samples of the policy"),
     "loss_fn.use_importance_sampling_correction": missing("a difference stops the run", "rollout.max_prob_diff"),
     "loss_fn.sequence_level_importance_ratios": missing(
-        "set algorithm.objective to gspo by hand, with seq-mean-token-mean", "algorithm.objective"
+        "set algorithm.loss.type to gspo by hand, with seq-mean-token-mean", "algorithm.loss.type"
     ),
     "loss_fn.force_on_policy_ratio": missing("PPO's clipped loss"),
     "loss_fn.positive_example_nll_weight": missing("PPO's loss alone", off=(None, 0, 0.0)),

@@ -96,9 +96,8 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
 def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextData | None:
     """Texts of `algorithm.ptx`, None without. ValueError as `load_run_data`."""
     ptx = config.algorithm.ptx
-    if not ptx.has_texts:
+    if ptx is None:
         return None
-    assert ptx.data is not None, "`ptx_problem` has refused it"
     try:
         texts = texts_of(open_source(ptx.data), tokenizer, TextRules(ptx.text_key, ptx.max_tokens), cache)
     except ValueError as error:

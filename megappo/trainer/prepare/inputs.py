@@ -66,7 +66,7 @@ def _find_trajectories(path: str) -> None:
 
 def _check_files(config: TrainConfig, trains: bool) -> None:
     """ConfigError for evaluation data, texts and reward code that is missing."""
-    if trains and (texts := config.algorithm.ptx).has_texts and texts.data is not None:
+    if trains and (texts := config.algorithm.ptx) is not None:
         _find("algorithm.ptx.data", texts.data)
     sets = evaluations.evaluation_sets(config)
     for name, one in sets.items():

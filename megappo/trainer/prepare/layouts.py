@@ -230,7 +230,7 @@ def _check_lengths(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:
             raise ConfigError(problem("rollout.max_response_tokens", config.rollout.max_response_tokens, fix))
     if "policy" not in archs:
         return
-    if (ptx := config.algorithm.ptx).has_texts and ptx.max_tokens > archs["policy"].max_positions:
+    if (ptx := config.algorithm.ptx) is not None and ptx.max_tokens > archs["policy"].max_positions:
         _too_long("algorithm.ptx.max_tokens", ptx.max_tokens, "policy", archs["policy"])
     room = archs["policy"].max_positions - config.data.max_prompt_tokens  # the others see no evaluation
     for name, one in config.evaluations.items():

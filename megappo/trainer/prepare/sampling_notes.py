@@ -30,7 +30,7 @@ def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
                 f"rollout.environment.compaction: a trajectory is up to {environment.max_turns} sequences and as many samples; "
                 f"memory, optimizer steps and the learning-rate schedule are planned for one each, {step.samples:,} in a step"
             )
-    if dynamic.enable:
+    if dynamic is not None:
         yield (
             "algorithm.dynamic_sampling: a share q of prompts with equal scores costs 1 / (1 - q) times the generation and scoring "
             f"of {step.samples:,} responses (2 times at q = 0.5), at most {dynamic.max_rounds} times in {dynamic.max_rounds} rounds"

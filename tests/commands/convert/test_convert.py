@@ -68,7 +68,7 @@ DEEPSEEK_KEYS = {
 # verl's defaults that this script relies on, where megappo's are others.
 DEEPSEEK_DEFAULTS = {
     "algorithm.lam": 1.0,
-    "algorithm.dual_clip": 3.0,
+    "algorithm.loss.dual_clip": 3.0,
     "algorithm.value_clip": 0.5,
     "policy.optimizer.weight_decay": 0.01,
     "policy.optimizer.beta2": 0.999,
@@ -129,7 +129,7 @@ OTHERS = {
             "policy.parallel.pp": 2,
             "policy.optimizer.min_lr_ratio": 0.1,
             "critic.warmup_steps": 5,
-            "algorithm.clip_high": 0.28,
+            "algorithm.loss.clip_high": 0.28,
             "algorithm.lam_value": 1.0,
             "algorithm.kl.placement": "none",
             "policy.recompute": "full",
@@ -143,8 +143,8 @@ OTHERS = {
             "algorithm.mini_batch_size": 128,
             "algorithm.ppo_epochs": 2,
             "trainer.epochs": 1,
-            "algorithm.clip_low": 0.2,
-            "algorithm.clip_high": 0.28,
+            "algorithm.loss.clip_low": 0.2,
+            "algorithm.loss.clip_high": 0.28,
             "algorithm.kl.coef": 0.01,
             "policy.micro_batch_tokens": 8 * 2048,
             "critic.optimizer.lr": 9e-6,
@@ -241,7 +241,7 @@ ARITHMETIC = [
     ),
     (
         {f"{AOR}.actor.clip_ratio": 0.1, f"{AOR}.actor.clip_ratio_high": 0.3},
-        {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3},
+        {"algorithm.loss.clip_low": 0.1, "algorithm.loss.clip_high": 0.3},
     ),
     ({f"{AOR}.actor.optim.lr_warmup_steps": 10}, {"policy.optimizer.warmup_steps": 40}),
     ({f"{AOR}.actor.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 100}, {"policy.optimizer.warmup_steps": 40}),

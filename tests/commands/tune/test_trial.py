@@ -32,8 +32,8 @@ TERMS = [
     "algorithm.ptx.data=none",
     "algorithm.ptx.batch_size=5",
     "algorithm.ptx.max_tokens=24",
-    "algorithm.positive_nll_coef=0.1",
-    "algorithm.proximal=behaviour",
+    "algorithm.positive_nll.coef=0.1",
+    "algorithm.loss.proximal=behaviour",
 ]
 
 
