@@ -170,7 +170,6 @@ def test_every_other_text_is_none_that_a_script_or_a_file_system_sees(tmp_path):
     texts = {key for key, _ in value_keys(TrainConfig) if takes(key, "a")}
     assert texts - {key for key in texts if takes(key, r"a\nb")} == PATHS | {"run.name", *TRACKER_NAMES}
     assert {key for key in texts if takes(key, r"a\nb")} == {
-        "algorithm.ptx.text_key",
         "data.prompt_key",
         "data.answer_key",
         "data.weight_key",
