@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megappo.commands.parser import positive_int
-from megappo.rewards.sandbox.box import Limits, Sandbox, python
+from megappo.rewards.sandbox.box import Limits, Sandbox
+from megappo.rewards.sandbox.bubblewrap import python
 from megappo.telemetry.tables import table
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megappo.rewards.sandbox import box
-from megappo.rewards.sandbox.box import OUTPUT_BYTES, Limits, Outcome, Sandbox, SandboxError, reason_against
+from megappo.rewards.sandbox import bubblewrap
+from megappo.rewards.sandbox.box import OUTPUT_BYTES, Limits, Outcome, Sandbox, reason_against
+from megappo.rewards.sandbox.bubblewrap import SandboxError
 from tests.rewards.sandboxes import NAME, need_isolation, processes_named, run_code, watched
 
 OPEN = Limits(isolated=False)
@@ -306,14 +307,14 @@ def test_without_isolation_limits_and_environment_still_hold() -> None:
 
 
 def test_without_isolation_a_machine_that_has_none_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(box, "bwrap", lambda: None)
+    monkeypatch.setattr(bubblewrap, "bwrap", lambda: None)
     assert reason_against(Limits()) == "bubblewrap is not installed (Debian and Ubuntu: apt-get install bubblewrap)"
     with pytest.raises(SandboxError, match="bubblewrap is not installed"):
         Sandbox(Limits())
     refusing = tmp_path / "bwrap"
     refusing.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     refusing.chmod(0o755)
-    monkeypatch.setattr(box, "bwrap", lambda: str(refusing))
+    monkeypatch.setattr(bubblewrap, "bwrap", lambda: str(refusing))
     assert reason_against(Limits()) == "bwrap: No permissions to create new namespace"
     assert reason_against(OPEN) is None
 

@@ -15,38 +15,28 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from megappo.rewards.sandbox import bubblewrap
+from megappo.rewards.sandbox.bubblewrap import INSIDE, PACKAGE, WORK, SandboxError, is_root_with_nobody, isolated, python
 from megappo.runtime.helper_process import deaf_to_stop
 
 OUTPUT_BYTES = 1 << 20  # of stdout, and of any file that the code writes
-WORK = "/sandbox"  # working directory and HOME of the code; no interpreter lies below it, as may be of /tmp
-PACKAGE = "bubblewrap is not installed (Debian and Ubuntu: apt-get install bubblewrap)"
-_WORK_BYTES = 16 << 20
 _RUNNER = Path(__file__).with_name("runner.py")
 _START_S = 60.0  # an idle machine takes 0.03 s
-_SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-_INSIDE, _NOBODY = 1000, 65534  # user and group of the code as it sees them, and as the machine does if root runs this
 _OPEN_FILES = 64
 _THREADS_OF_OTHERS = 32  # that may start meanwhile: without a namespace, the limit counts all processes of the user
 _RLIMIT_MSGQUEUE = 12  # Python has no name for it
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _MARK = "MEGAPPO_SANDBOX"
-
-
-class SandboxError(RuntimeError):
-    """A sandbox could not be made, or a program not be started in it: a fault of the machine, not of the code."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +74,13 @@ class Sandbox:
         self._folder = None if limits.isolated else tempfile.mkdtemp(prefix="megappo-code-")
         self._first: int | None = None  # process whose end is the end of the test
         self._killed = False
-        if limits.isolated and bwrap() is None:
+        if limits.isolated and bubblewrap.bwrap() is None:
             raise SandboxError(PACKAGE)
 
     def run(self, stdin: str, task: Mapping[str, Any], limit_s: float) -> Outcome:
         """Run one test. task: what `runner.py` reads. SandboxError: nothing could be started."""
         end = time.monotonic() + limit_s
-        user = _INSIDE if self._limits.isolated and _is_root_with_nobody() else None
+        user = INSIDE if self._limits.isolated and is_root_with_nobody() else None
         text = json.dumps({**task, "user": user, "limits": self._resources(limit_s)})
         with ExitStack() as stack:
             given, stdout, errors, asked, report = (stack.enter_context(_file(t)) for t in (stdin, "", "", text, ""))
@@ -101,6 +91,8 @@ class Sandbox:
             command = [python(), "-s", "-S", "-P", "-X", "utf8", "-c", _RUNNER.read_text(encoding="utf-8"), *map(str, fds)]
             try:
                 process = self._start(command, {_MARK: mark}, (given, stdout, errors), (*fds, written))
+            except OSError as error:  # no user namespace, or no memory for another process
+                raise SandboxError(f"{error.filename or 'the sandbox'}: {error.strerror}") from error
             finally:
                 os.close(written)
             status = self._wait(process, read, end)
@@ -118,7 +110,7 @@ class Sandbox:
     ) -> subprocess.Popen[bytes]:
         """Start a command in the sandbox. passed: the last one is for bubblewrap, to say which process is the first."""
         if self._folder is None:
-            command, more = _isolated(command, self._limits, passed[-1])
+            command, more = isolated(command, _packages() if self._limits.packages else (), passed[-1])
             passed = (*passed, *more)
         given, stdout, errors = streams
         with deaf_to_stop():  # a request to stop is the rank's business: its step still needs this score
@@ -149,7 +141,7 @@ class Sandbox:
     def _processes_beside(self) -> int:
         """Processes that the limit of the user counts with those of the code."""
         if self._limits.isolated:
-            return 0 if _is_root_with_nobody() else 1  # the first one
+            return 0 if is_root_with_nobody() else 1  # the first one
         return _processes_of_user()
 
     def _wait(self, process: subprocess.Popen[bytes], said: int, end: float) -> str:
@@ -211,75 +203,6 @@ def reason_against(limits: Limits) -> str | None:
     if outcome != Outcome("exit 0", "works\n"):
         return f"the interpreter does not run in it ({outcome.status}); is {python()} readable for every user?"
     return None
-
-
-def python() -> str:
-    """Interpreter of the code: the one behind the virtual environment."""
-    return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-
-
-def bwrap() -> str | None:
-    """Path of bubblewrap; None if it is not installed."""
-    return shutil.which("bwrap")
-
-
-def _isolated(command: list[str], limits: Limits, info: int) -> tuple[list[str], tuple[int, ...]]:
-    """(the command in bubblewrap, files that it needs open). info: file for the number of its first process."""
-    program = bwrap()
-    assert program is not None, "a sandbox has it"
-    options = [program, "--die-with-parent", "--as-pid-1", "--new-session", "--info-fd", str(info), "--hostname", "sandbox"]
-    options += ["--cap-drop", "ALL", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    users: tuple[int, ...] = ()
-    if _is_root_with_nobody():
-        # Root prepares the folders, whose parents nobody may enter; processes of root have no limit, so the runner
-        # becomes nobody. Its first process stays root: bubblewrap, when it dies, may not end a process of another user.
-        users = (_user_namespace(),)
-        options += ["--userns", str(users[0]), "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    else:
-        options += ["--unshare-user", "--disable-userns", "--uid", str(_INSIDE), "--gid", str(_INSIDE)]
-    packages = _packages() if limits.packages else []
-    shown = [python(), os.path.realpath(sys.base_prefix), os.path.realpath(sysconfig.get_path("stdlib")), *packages]
-    paths = [path for path in [*_SYSTEM, *shown] if os.path.exists(path)]
-    parents = {str(parent) for path in [*paths, *_DEVICES] for parent in Path(path).parents}
-    for folder in sorted(parents - {"/", *paths}):  # bubblewrap would make them for its own user
-        if not any(folder.startswith(f"{path}/") for path in paths):
-            options += ["--perms", "0755", "--dir", folder]
-    for path in sorted(set(paths)):
-        options += ["--ro-bind", path, path]
-    for device in _DEVICES:
-        options += ["--dev-bind", device, device]
-    options += ["--perms", "1777", "--size", str(_WORK_BYTES), "--tmpfs", WORK, "--remount-ro", "/", "--chdir", WORK]
-    return [*options, "--", *command], users
-
-
-@lru_cache
-def _is_root_with_nobody() -> bool:
-    """True if this is root, and the user nobody exists: in a namespace of one user it does not, and root is an ordinary user."""
-    found = 0
-    for name in ("uid_map", "gid_map"):
-        ranges = [tuple(map(int, line.split())) for line in Path("/proc/self", name).read_text().splitlines()]
-        found += any(first <= _NOBODY < first + count for first, _, count in ranges)  # first inside, first outside, number
-    return os.geteuid() == 0 and found == 2
-
-
-@lru_cache
-def _user_namespace() -> int:
-    """File of a user namespace of root and nobody, in which no other can be made. Bubblewrap itself maps one user. SandboxError."""
-    close = 'sh -c "echo 0 >/proc/sys/user/max_user_namespaces"'  # by a shell that is started as root of the namespace
-    script = f"echo; read go; {close} 2>/dev/null; echo; read end"
-    helper = subprocess.Popen(
-        ["unshare", "--user", "sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert helper.stdin is not None and helper.stdout is not None
-    with helper:
-        if not helper.stdout.readline():
-            raise SandboxError(helper.communicate()[1].decode().strip() or "no user namespace can be made")
-        for name in ("uid_map", "gid_map"):
-            Path(f"/proc/{helper.pid}", name).write_text(f"0 0 1\n{_INSIDE} {_NOBODY} 1\n")
-        helper.stdin.write(b"go\n")
-        helper.stdin.flush()
-        helper.stdout.readline()
-        return os.open(f"/proc/{helper.pid}/ns/user", os.O_RDONLY)
 
 
 def _environment(limits: Limits, home: str) -> dict[str, str]:

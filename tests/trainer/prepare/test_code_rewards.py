@@ -16,7 +16,7 @@ from megappo.config.reward_checks import reward_problem
 from megappo.config.reward_sections import RewardConfig
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.rewards.base import RewardError, RewardInput
-from megappo.rewards.sandbox.box import PACKAGE, SandboxError
+from megappo.rewards.sandbox.bubblewrap import PACKAGE, SandboxError
 from megappo.trainer.main import scorer_of
 from megappo.trainer.prepare import code_rewards
 from megappo.trainer.prepare.code_rewards import code_notes, require_isolation
