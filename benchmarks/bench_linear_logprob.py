@@ -27,7 +27,7 @@ from benchmarks.harness.cli import run
 from benchmarks.harness.model import Benchmark, Calls, Candidate, Difference, Mistake, worst, worst_row
 from benchmarks.harness.peers import linear_peers
 from benchmarks.harness.vocab import log_softmax_logprob, logsumexp_logprob, numbers, oracle_rows, row_chunks
-from megappo.ops.linear_logprob import linear_logprob
+from megappo.ops.linear_logprob import LinearOptions, linear_logprob
 
 FORM = "tokens x hidden x vocabulary like 1024x512x32000, or one shard of it like 8192x4096x151936/8"
 ROW_OPS = ("vocab_stats", "vocab_stats_merge", "vocab_logits_backward", "vocab_logits_backward_")
@@ -157,7 +157,8 @@ def candidates(p: LinearProblem) -> Sequence[Candidate]:
 
     def megappo(**options: Any) -> Callable[[], Calls]:
         def function(hidden: Tensor, weight: Tensor) -> Sequence[Tensor]:
-            return linear_logprob(hidden, weight, p.target, None, vocab_start=0, num_valid=p.weight.shape[0], **options)
+            chosen = LinearOptions(vocab_start=0, num_valid=p.weight.shape[0], **options)
+            return linear_logprob(hidden, weight, p.target, None, chosen)
 
         return lambda: calls(function)
 

@@ -25,7 +25,7 @@ from benchmarks.harness.cli import run
 from benchmarks.harness.model import Benchmark, Calls, Candidate, Difference, worst, worst_row
 from benchmarks.harness.vocab import log_softmax_logprob, oracle_rows, row_chunks
 from megappo.algo.losses import entropy_loss
-from megappo.ops.linear_logprob import linear_logprob
+from megappo.ops.linear_logprob import LinearOptions, linear_logprob
 from megappo.ops.linear_loss import linear_token_loss
 from megappo.ops.losses import policy_loss
 
@@ -119,7 +119,7 @@ def candidates(p: LinearLossProblem) -> Sequence[Candidate]:
     linear = p.linear
     device, target = linear.hidden.device, linear.target
     fields = (p.old_logprob, p.advantage, p.token_weight)
-    where: dict[str, Any] = {"vocab_start": 0, "num_valid": linear.weight.shape[0]}
+    options = LinearOptions(vocab_start=0, num_valid=linear.weight.shape[0])
     clip = {"clip_low": CLIP, "clip_high": CLIP}
 
     def calls(function: Callable[[Tensor, Tensor], Tensor]) -> Calls:
@@ -132,10 +132,10 @@ def candidates(p: LinearLossProblem) -> Sequence[Candidate]:
         return loss + ENTROPY_COEF * entropy_loss(entropy, p.token_weight[tokens]), metrics
 
     def fused(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_token_loss(hidden, weight, target, token_loss, None, **where).loss
+        return linear_token_loss(hidden, weight, target, None, options, token_loss).loss
 
     def in_steps(hidden: Tensor, weight: Tensor) -> Tensor:
-        logprob, entropy = linear_logprob(hidden, weight, target, None, **where)
+        logprob, entropy = linear_logprob(hidden, weight, target, None, options)
         assert entropy is not None
         return policy_loss(logprob, *fields, **clip)[0] + ENTROPY_COEF * entropy_loss(entropy, p.token_weight)
 

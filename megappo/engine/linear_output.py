@@ -6,7 +6,6 @@ Vocabulary rows may be sharded over a tensor-parallel group and tokens over a co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megappo.engine.base import FusedLoss, LogitsDtype, LogprobQuery
-from megappo.ops.linear_logprob import has_main_grad, linear_logprob
+from megappo.ops.linear_logprob import LinearOptions, has_main_grad, linear_logprob
 from megappo.ops.linear_loss import TokenLoss, linear_token_loss
 from megappo.parallel.context import ContextShard
 
@@ -46,7 +45,7 @@ class LinearOutput:
 
     def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
         """See `LanguageOutput`. Collective over both groups."""
-        logprob, entropy = linear_logprob(**self._arguments(query))
+        logprob, entropy = linear_logprob(*self._arguments(query))
         return self.all_tokens(logprob), None if entropy is None else self.all_tokens(entropy)
 
     def logits(self, rows: Tensor, logits_dtype: LogitsDtype) -> Tensor:
@@ -60,26 +59,23 @@ class LinearOutput:
         return self._gathered(local.t().contiguous()).t()
 
     def _fused_loss(self, query: LogprobQuery, token_loss: TokenLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        result = linear_token_loss(**self._arguments(query), token_loss=token_loss)
+        result = linear_token_loss(*self._arguments(query), token_loss)
         return result.loss, result.metrics
 
-    def _arguments(self, query: LogprobQuery) -> dict[str, Any]:
+    def _arguments(self, query: LogprobQuery) -> tuple[Tensor, Tensor, Tensor, dist.ProcessGroup | None, LinearOptions]:
         """Arguments of the linear ops for the rows of this context-parallel rank."""
         temperature = query.temperature
-        return dict(
-            hidden=self.hidden,
-            weight=self.weight,
-            target=self.own_tokens(query.target),
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
+        options = LinearOptions(
             vocab_start=self.vocab_start,
             num_valid=self.num_valid,
+            sequence_parallel=self.sequence_parallel,
             temperature=(self.own_tokens(temperature) if isinstance(temperature, Tensor) else temperature) / self.logit_scale,
             want_entropy=query.want_entropy,
             logits_dtype=query.logits_dtype,
             kept=None if query.kept is None else self.own_tokens(query.kept),
             into_main_grad=has_main_grad(self.weight),
         )
+        return self.hidden, self.weight, self.own_tokens(query.target), self.group, options
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """Take this context-parallel rank's tokens: [T, ...] -> [T / cp, ...]."""

@@ -29,6 +29,40 @@ MODES = ("fast", "invariant")
 
 
 @dataclass(frozen=True)
+class LinearOptions:
+    """Arguments of `linear_logprob` and of `linear_token_loss` beside the hidden states, weight, target and group."""
+
+    vocab_start: int
+    """Id of the whole vocabulary of the weight's first row."""
+    num_valid: int
+    """Rows of the weight that are vocabulary entries; the rest is padding."""
+    sequence_parallel: bool = False
+    """hidden is this rank's T/tp consecutive rows; its gradient is reduce-scattered, so each rank gets its own rows."""
+    temperature: float | Tensor = 1.0
+    """Divides the logits: a positive number, or [T]."""
+    chunk_tokens: int | None = None
+    """Tokens in a block of logits at most. None: 8 MB of logits on the CPU, 256 MB on a GPU; in `linear_token_loss` 512 tokens on
+    the CPU and 4096 on a GPU."""
+    want_entropy: bool = True
+    """False saves a pass."""
+    ignore_index: int = IGNORE_INDEX
+    """Where the target is this, log-prob, entropy and gradient are 0."""
+    logits_dtype: Literal["fp32", "bf16"] = "fp32"
+    """"bf16" rounds the logits to bf16 before temperature and softmax, where an inference engine in bf16 does; the gradient passes
+    straight through the rounding."""
+    kept: Tensor | None = None
+    """[T, K] ids that the target of each row was drawn from (`kept_ids.py`); all other logits count as -inf."""
+    into_main_grad: bool = False
+    """See `main_grad_of`."""
+    mode: Literal["fast", "invariant"] = "fast"
+    """"invariant": the bits of a token's log-prob and entropy, and of its row of hidden's gradient, do not depend on the tokens
+    around it, for up to 128 (GPU: 1024) rows of wasted work; chunk_tokens has no effect. Of `linear_logprob` alone."""
+    keep_logits: bool = False
+    """Spend [T, Vl] of memory (2 bytes a logit with bf16 logits of bf16 weights, else 4) instead of the fourth matrix product. Of
+    `linear_logprob` alone."""
+
+
+@dataclass(frozen=True)
 class LinearCall:
     """Arguments of one call besides its tensors."""
 
@@ -73,116 +107,60 @@ class LinearCall:
 
 
 def linear_logprob(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    sequence_parallel: bool = False,
-    vocab_start: int,
-    num_valid: int,
-    temperature: float | Tensor = 1.0,
-    chunk_tokens: int | None = None,
-    want_entropy: bool = True,
-    ignore_index: int = IGNORE_INDEX,
-    logits_dtype: Literal["fp32", "bf16"] = "fp32",
-    kept: Tensor | None = None,
-    mode: Literal["fast", "invariant"] = "fast",
-    keep_logits: bool = False,
-    into_main_grad: bool = False,
+    hidden: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, options: LinearOptions
 ) -> tuple[Tensor, Tensor | None]:
     """(logprob [T], entropy [T] or None) of softmax(hidden @ weight.T / temperature), fp32, the same on every rank of the group.
 
     The [T, Vl] logits never exist: blocks of them are computed, and computed again in the backward.
-    hidden: [T, H], the same on all ranks, or with sequence_parallel this rank's T/tp consecutive rows. weight: [Vl, H] of
-    hidden's dtype; the first `num_valid` rows are vocabulary entries vocab_start.., the rest padding. target: [T] ids of the whole
-    vocabulary; where it is `ignore_index`, log-prob, entropy and gradient are 0. temperature: a positive number, or [T].
-    want_entropy false saves a pass. kept: [T, K] ids that the target of each row was drawn from (`kept_ids.py`); all other logits
-    count as -inf.
+    hidden: [T, H], the same on all ranks unless `sequence_parallel`. weight: [Vl, H] of hidden's dtype. target: [T] ids of the
+    whole vocabulary.
 
     Raises ValueError for shapes that do not fit and, on the CPU, for a target outside the vocabulary or its `kept` (or with logit
     -inf), naming the token. A GPU would synchronise for that check; there such a target gives logprob -inf, and the engine's finite
     vote skips the step.
 
-    The gradient of `hidden` is summed over the group (sequence_parallel: reduce-scattered, so each
-    rank gets its own rows), that of `weight` is this shard's, summed over tokens in fp32 and rounded to weight's dtype once.
-
-    chunk_tokens: tokens in a block of logits at most, None for the device's default (8 MB of logits on the CPU, 256 MB on a
-    GPU). logits_dtype "bf16" rounds the logits to bf16 before temperature and softmax, where an inference engine in bf16
-    does; the gradient passes straight through the rounding. mode "invariant": the bits of a token's log-prob and entropy, and
-    of its row of hidden's gradient, do not depend on the tokens around it, for up to 128 (GPU: 1024) rows of wasted work;
-    chunk_tokens has no effect. keep_logits: spend [T, Vl] of memory (2 bytes a logit with bf16 logits of bf16 weights, else
-    4) instead of the fourth matrix product. into_main_grad: see `main_grad_of`.
+    The gradient of `hidden` is summed over the group, that of `weight` is this shard's, summed over tokens in fp32 and rounded to
+    weight's dtype once.
     """
-    call = linear_call(
-        hidden,
-        weight,
-        target,
-        group,
-        sequence_parallel,
-        vocab_start,
-        num_valid,
-        temperature,
-        chunk_tokens,
-        ignore_index,
-        logits_dtype,
-        kept,
-        into_main_grad,
-        mode,
-        keep_logits,
-    )
-    _, row_inv_temp = inverse_temperature(temperature, target)
-    return _LinearLogprob.apply(hidden, weight, target.long(), row_inv_temp, kept, call, want_entropy)
+    call = linear_call(hidden, weight, target, group, options)
+    _, row_inv_temp = inverse_temperature(options.temperature, target)
+    return _LinearLogprob.apply(hidden, weight, target.long(), row_inv_temp, options.kept, call, options.want_entropy)
 
 
 def linear_call(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    group: dist.ProcessGroup | None,
-    sequence_parallel: bool,
-    vocab_start: int,
-    num_valid: int,
-    temperature: float | Tensor,
-    chunk_tokens: int | None,
-    ignore_index: int,
-    logits_dtype: str,
-    kept: Tensor | None,
-    into_main_grad: bool,
-    mode: str = "fast",
-    keep_logits: bool = False,
+    hidden: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, options: LinearOptions
 ) -> LinearCall:
     """Check the arguments of `linear_logprob` and collect all but the tensors. Raises ValueError for those that do not fit."""
     tp = 1 if group is None else dist.get_world_size(group)
-    num_tokens = hidden.shape[0] * (tp if sequence_parallel else 1)
+    num_tokens = hidden.shape[0] * (tp if options.sequence_parallel else 1)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1] or target.shape != (num_tokens,):
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, target {tuple(target.shape)}: "
-            f"want [T, H], [vocabulary, H], [T] (sequence_parallel={sequence_parallel}, tp {tp})"
+            f"want [T, H], [vocabulary, H], [T] (sequence_parallel={options.sequence_parallel}, tp {tp})"
         )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}: cast one of them")
-    if not 0 <= num_valid <= weight.shape[0]:
-        raise ValueError(f"num_valid {num_valid} is not within the {weight.shape[0]} rows of this shard")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens must be at least 1, not {chunk_tokens}")
-    if logits_dtype not in LOGITS_DTYPES:
-        raise ValueError(f"logits_dtype {logits_dtype!r} is not one of {', '.join(LOGITS_DTYPES)}")
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
-    if into_main_grad:
+    if not 0 <= options.num_valid <= weight.shape[0]:
+        raise ValueError(f"num_valid {options.num_valid} is not within the {weight.shape[0]} rows of this shard")
+    if options.chunk_tokens is not None and options.chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, not {options.chunk_tokens}")
+    if options.logits_dtype not in LOGITS_DTYPES:
+        raise ValueError(f"logits_dtype {options.logits_dtype!r} is not one of {', '.join(LOGITS_DTYPES)}")
+    if options.mode not in MODES:
+        raise ValueError(f"mode {options.mode!r} is not one of {', '.join(MODES)}")
+    if options.into_main_grad:
         main_grad_of(weight)
-    check_kept(kept, target)
-    inv_temp, _ = inverse_temperature(temperature, target)
-    shard = VocabShard(vocab_start, num_valid, inv_temp, ignore_index, group)
+    check_kept(options.kept, target)
+    inv_temp, _ = inverse_temperature(options.temperature, target)
+    shard = VocabShard(options.vocab_start, options.num_valid, inv_temp, options.ignore_index, group)
     return LinearCall(
         shard,
-        logits_dtype == "bf16",
-        chunk_tokens or 0,  # the op's schema has an int: 0 is the device's default
-        sequence_parallel and tp > 1,
-        into_main_grad,
-        mode == "invariant",
-        keep_logits,
+        options.logits_dtype == "bf16",
+        options.chunk_tokens or 0,  # the op's schema has an int: 0 is the device's default
+        options.sequence_parallel and tp > 1,
+        options.into_main_grad,
+        options.mode == "invariant",
+        options.keep_logits,
     )
 
 

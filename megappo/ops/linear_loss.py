@@ -13,17 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megappo.algo.alignment import IGNORE_INDEX
 from megappo.ops.gemm import add_mm_, compute_dtype
 from megappo.ops.linear_blocks import LinearLogits, cut
-from megappo.ops.linear_logprob import LinearCall, handed_over, linear_call, main_grad_of
+from megappo.ops.linear_logprob import LinearCall, LinearOptions, handed_over, linear_call, main_grad_of
 from megappo.ops.vocab_shard import inverse_temperature, merge_shards
 
 # Tokens. Fixed by the device, not by the shard: ranks with uneven shards must make the same collectives.
@@ -48,51 +47,29 @@ def linear_token_loss(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
-    token_loss: TokenLoss,
     group: dist.ProcessGroup | None,
-    *,
-    sequence_parallel: bool = False,
-    vocab_start: int,
-    num_valid: int,
-    temperature: float | Tensor = 1.0,
-    chunk_tokens: int | None = None,
-    want_entropy: bool = True,
-    ignore_index: int = IGNORE_INDEX,
-    logits_dtype: Literal["fp32", "bf16"] = "fp32",
-    kept: Tensor | None = None,
-    into_main_grad: bool = False,
+    options: LinearOptions,
+    token_loss: TokenLoss,
 ) -> LinearLoss:
     """Sum of token_loss over chunks of `linear_logprob`'s results, with its gradients; arguments as there.
 
-    chunk_tokens: tokens whose logits exist at a time, None for 512 on the CPU and 4096 on a GPU, so [4096, Vl] fp32. The group
-    gathers statistics once per chunk and reduces dhidden once, in the forward. Raises ValueError as `linear_logprob`.
+    Logits of one chunk exist at a time, so [4096, Vl] fp32 on a GPU. The group gathers statistics once per chunk and reduces
+    dhidden once, in the forward. Raises ValueError as `linear_logprob`.
     """
-    call = linear_call(
-        hidden,
-        weight,
-        target,
-        group,
-        sequence_parallel,
-        vocab_start,
-        num_valid,
-        temperature,
-        chunk_tokens,
-        ignore_index,
-        logits_dtype,
-        kept,
-        into_main_grad,
-    )
-    _, row_inv_temp = inverse_temperature(temperature, target)
+    assert options.mode == "fast" and not options.keep_logits, "options of linear_logprob"
+    call = linear_call(hidden, weight, target, group, options)
+    _, row_inv_temp = inverse_temperature(options.temperature, target)
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.no_grad():
         rows = call.all_rows(hidden)
-        chunks = _Chunks(call, call.problem(rows, weight, target.long(), row_inv_temp, kept), token_loss, want_entropy, wanted)
+        problem = call.problem(rows, weight, target.long(), row_inv_temp, options.kept)
+        chunks = _Chunks(call, problem, token_loss, options.want_entropy, wanted)
         result = chunks.run()
     if not wanted:
         return result
     dhidden = call.sum_over_shards(chunks.dhidden)
     return LinearLoss(
-        _WithGradients.apply(hidden, weight, result.loss, dhidden, chunks.dweight, into_main_grad),
+        _WithGradients.apply(hidden, weight, result.loss, dhidden, chunks.dweight, options.into_main_grad),
         result.logprob,
         result.entropy,
         result.metrics,

@@ -24,7 +24,7 @@ from megappo.algo.alignment import IGNORE_INDEX
 from megappo.ops import dispatch
 from megappo.ops.advantages import token_advantages
 from megappo.ops.implementations import ORDER, interpreted, missing
-from megappo.ops.linear_logprob import linear_logprob
+from megappo.ops.linear_logprob import LinearOptions, linear_logprob
 from megappo.ops.losses import policy_loss, value_loss
 from megappo.runtime.messages import first_line
 
@@ -125,9 +125,8 @@ def _from_hidden(numbers: Numbers, dtype: torch.dtype, keep_logits: bool) -> Res
     weight = numbers.normal(NUM_COLUMNS, HIDDEN, scale=HIDDEN**-0.5, dtype=dtype).requires_grad_()
     num_valid = NUM_COLUMNS - PADDING
     target = numbers.integers(NUM_ROWS, below=num_valid)
-    logprob, entropy = linear_logprob(
-        hidden, weight, target, None, vocab_start=0, num_valid=num_valid, temperature=0.7, keep_logits=keep_logits
-    )
+    options = LinearOptions(vocab_start=0, num_valid=num_valid, temperature=0.7, keep_logits=keep_logits)
+    logprob, entropy = linear_logprob(hidden, weight, target, None, options)
     assert entropy is not None
     yield "logprob", logprob
     yield "entropy", entropy
@@ -143,7 +142,7 @@ def _without_gradient(numbers: Numbers, num_tokens: int, num_columns: int) -> Re
     weight = numbers.normal(num_columns, 600, scale=600**-0.5, dtype=torch.bfloat16)
     target = numbers.integers(num_tokens, below=num_columns - 9)
     with torch.no_grad():
-        logprob, entropy = linear_logprob(hidden, weight, target, None, vocab_start=0, num_valid=num_columns - 9)
+        logprob, entropy = linear_logprob(hidden, weight, target, None, LinearOptions(vocab_start=0, num_valid=num_columns - 9))
     assert entropy is not None
     yield "logprob", logprob
     yield "entropy", entropy

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megappo.ops.linear_logprob import linear_logprob
+from tests.ops.linear_calls import linear_logprob
 from tests.ops.test_linear_logprob import problem
 from tests.ops.vocab_oracle import IGNORE, forward_tolerance, oracle
 

@@ -7,7 +7,7 @@ import torch
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megappo.ops.linear_logprob import linear_logprob
+from tests.ops.linear_calls import linear_logprob
 from tests.ops.vocab_oracle import IGNORE, forward_tolerance, oracle
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.ops.linear_logprob import linear_logprob
+from tests.ops.linear_calls import linear_logprob
 from tests.ops.test_kept_ids import keep_some
 from tests.ops.test_linear_logprob import linear_oracle, problem
 from tests.ops.test_linear_loss import clipped_linear_loss, fields, two_steps

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megappo.ops.linear_logprob import linear_logprob
+from tests.ops.linear_calls import linear_logprob
 from tests.ops.test_linear_loss import clipped_linear_loss
 from tests.worlds import spawn_world
 

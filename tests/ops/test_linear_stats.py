@@ -11,7 +11,7 @@ from torch.library import opcheck
 
 from megappo.ops import dispatch
 from megappo.ops.linear_blocks import LinearLogits, merge_blocks
-from megappo.ops.linear_logprob import linear_logprob
+from tests.ops.linear_calls import linear_logprob
 from tests.ops.test_linear_logprob import linear_oracle, problem
 from tests.ops.vocab_oracle import IGNORE, forward_tolerance
 

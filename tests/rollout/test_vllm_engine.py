@@ -27,13 +27,13 @@ from megappo.commands.plan.memory import rollout_memory
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.models.hf_config import read_arch
 from megappo.models.weight_map import hf_tensors
-from megappo.ops.linear_logprob import linear_logprob
 from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from tests.bridge.engines import HeldPolicy, layout_mistakes, policy_tensors
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.models.checkpoints import write_checkpoint
+from tests.ops.linear_calls import linear_logprob
 from tests.rollout.engines import make_engine
 from tests.rollout.responses import generate_all, going_on, plain, sequence
 from tests.worlds import spawn_world
