@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from megappo.checkpoint import shards
 from megappo.checkpoint.shards import StoredTensors
+from megappo.commands.plan.activations import RoleWork
 from megappo.commands.plan.memory import role_memory
 from megappo.engine import state_boxes
 from megappo.parallel.layout import ParallelLayout
@@ -124,7 +125,10 @@ def memory_main(rank, folder):
     written = places(Path(folder, f"step-{manifest.step}/models/model"))["bytes"][rank]
     layout = ParallelLayout(dist.get_world_size())
     planned = role_memory(
-        runs.arch(hidden=HIDDEN, num_layers=2), layout, 0, dtype="bf16", trained=True, micro_batch_tokens=1, num_micro_batches=1
+        runs.arch(hidden=HIDDEN, num_layers=2),
+        layout,
+        0,
+        RoleWork(dtype="bf16", trained=True, micro_batch_tokens=1, num_micro_batches=1),
     )
     return {
         **found,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megappo.commands.plan.activations import RoleWork
 from megappo.commands.plan.fsdp2 import sharded_memory
 from megappo.commands.plan.memory import role_memory
 from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
@@ -282,8 +283,9 @@ def test_the_plan_counts_what_a_trained_model_holds(world, tmp_path, dtype: Any,
     write_checkpoint(tmp_path, "llama")
     arch, sizes = read_arch(tmp_path), {"trained": True, "value_head": value_head}
     layout = ParallelLayout(2, tp=tp)
-    megatron = role_memory(arch, layout, 0, dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)
-    planned = sharded_memory(megatron, arch, layout, 2 if dtype == "bf16" else 4, offload=(False, False, False), **sizes)
+    work = RoleWork(dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)
+    megatron = role_memory(arch, layout, 0, work)
+    planned = sharded_memory(megatron, arch, layout, work)
     assert world[0]["bytes"][dtype, value_head, tp] == (planned.weights, planned.gradients, planned.optimizer)
     assert planned.gradients == pytest.approx(megatron.gradients / layout.dp, rel=0.01), "over dp a half, unlike Megatron's"
 
@@ -329,9 +331,9 @@ def test_the_plan_counts_gradients_that_wait_for_the_last_micro_batch(world, tmp
     write_checkpoint(tmp_path, "llama")
     arch, sizes = read_arch(tmp_path), {"trained": True, "value_head": False}
     layout = ParallelLayout(2)
-    plain = role_memory(arch, layout, 0, dtype="fp32", micro_batch_tokens=1, num_micro_batches=3, **sizes)
-    how = {"offload": (False, False, False), **sizes}
-    planned = [sharded_memory(plain, arch, layout, 4, accumulates=one, **how).activations for one in (False, True)]
+    work = RoleWork(dtype="fp32", micro_batch_tokens=1, num_micro_batches=3, **sizes)
+    plain = role_memory(arch, layout, 0, work)
+    planned = [sharded_memory(plain, arch, layout, work, accumulates=one).activations for one in (False, True)]
     assert planned[1] - planned[0] == 4 * sum(shape.numel() for shape in map(torch.Size, hf_tensors(arch).values()))
     for found in world:
         grown = found["reductions", True].peak - found["reductions", False].peak

@@ -5,6 +5,7 @@ A world of two ranks and one of four; `ENGINES` says which engines and layouts.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from megappo.commands.plan.activations import RoleWork
 from megappo.commands.plan.fsdp2 import sharded_memory
 from megappo.commands.plan.memory import role_memory
 from megappo.config.role_sections import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig, PolicyConfig
@@ -502,8 +504,9 @@ def test_a_base_in_8_bits_takes_a_byte_and_scales_of_two(two, folder, dtype: str
     assert weights == linear + 2 * scales + others * (2 if dtype == "bf16" else 4) + 4 * beside
     arch, layout = read_arch(folder / "llama"), ParallelLayout(2)
     sizes: Any = {"trained": True, "value_head": value_head}
-    plain = role_memory(arch, layout, 0, dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
-    planned = sharded_memory(plain, arch, layout, 2 if dtype == "bf16" else 4, offload=(False, False, False), lora=INT8, **sizes)
+    work = RoleWork(dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
+    plain = role_memory(arch, layout, 0, work)
+    planned = sharded_memory(plain, arch, layout, dataclasses.replace(work, lora=INT8))
     assert (planned.weights, planned.gradients, planned.optimizer) == two[0]["int8 bytes", dtype, value_head]
 
 
@@ -511,8 +514,9 @@ def test_a_base_in_8_bits_over_tp_takes_what_the_plan_says_of_its_fullest_rank(t
     """The 96 columns of down_proj are cut in a block: the first rank has scales of one block, the second of two. Of 131 tokens the
     first has 66, and the plan the most of both."""
     arch, layout, sizes = read_arch(folder / "llama"), ParallelLayout(2, tp=2), {"trained": True, "value_head": False}
-    plain = role_memory(arch, layout, 0, dtype="fp32", micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
-    planned = sharded_memory(plain, arch, layout, 4, offload=(False, False, False), lora=INT8, **sizes)
+    work = RoleWork(dtype="fp32", micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
+    plain = role_memory(arch, layout, 0, work)
+    planned = sharded_memory(plain, arch, layout, dataclasses.replace(work, lora=INT8))
     first, second = (ranks["int8 bytes", "fsdp2 tp2"] for ranks in two)
     scales, rows = 2 * 64 * 2, 2 * 64 * 4  # of down_proj in two layers; of the embedding and the output projection
     assert first == (planned.weights - scales, planned.gradients, planned.optimizer)
@@ -532,10 +536,9 @@ def test_only_adapters_and_head_have_gradients_and_moments(two, folder, dtype: s
     assert gradients == 4 * beside and optimizer == 8 * beside
     assert weights == base * (2 if dtype == "bf16" else 4) + 4 * beside
     arch, sizes = read_arch(folder / "llama"), {"trained": True, "value_head": value_head}
-    megatron = role_memory(arch, ParallelLayout(2), 0, dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
-    planned = sharded_memory(
-        megatron, arch, ParallelLayout(2), 2 if dtype == "bf16" else 4, offload=(False, False, False), lora=LORA, **sizes
-    )
+    work = RoleWork(dtype=dtype, micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
+    plain = role_memory(arch, ParallelLayout(2), 0, work)
+    planned = sharded_memory(plain, arch, ParallelLayout(2), dataclasses.replace(work, lora=LORA))
     assert (planned.weights, planned.gradients, planned.optimizer) == two[0]["bytes", dtype, value_head], "the plan's"
 
 
@@ -547,8 +550,9 @@ def test_adapters_over_tp_take_what_the_plan_says(two, folder) -> None:
     weights, gradients, optimizer = two[0]["bytes over tp"]
     assert (gradients, optimizer) == (4 * adapters, 8 * adapters)
     arch, sizes = read_arch(folder / "llama"), {"trained": True, "value_head": False}
-    megatron = role_memory(arch, cut, 0, dtype="fp32", micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
-    planned = sharded_memory(megatron, arch, cut, 4, offload=(False, False, False), lora=LORA, **sizes)
+    work = RoleWork(dtype="fp32", micro_batch_tokens=1, num_micro_batches=1, **sizes)  # type: ignore[arg-type]
+    plain = role_memory(arch, cut, 0, work)
+    planned = sharded_memory(plain, arch, cut, dataclasses.replace(work, lora=LORA))
     assert (planned.weights, planned.gradients, planned.optimizer) == (weights, gradients, optimizer)
 
 

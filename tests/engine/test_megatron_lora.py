@@ -12,6 +12,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
+from megappo.commands.plan.activations import RoleWork
 from megappo.commands.plan.memory import role_memory
 from megappo.config.role_sections import LoraConfig, ModelConfig
 from megappo.config.run_sections import TimeoutsConfig
@@ -285,12 +286,9 @@ def test_a_base_in_8_bits_takes_what_the_plan_says(two, folder, layout: str) -> 
                     arch,
                     axes,
                     axes.coordinates(rank).pp,
-                    dtype="fp32",
-                    trained=True,
-                    micro_batch_tokens=1,
-                    num_micro_batches=1,
-                    value_head=value_head,
-                    lora=lora,
+                    RoleWork(
+                        dtype="fp32", trained=True, micro_batch_tokens=1, num_micro_batches=1, value_head=value_head, lora=lora
+                    ),
                 )
                 for lora in (INT8, LORA)
             )

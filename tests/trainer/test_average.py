@@ -20,6 +20,7 @@ from megappo.algo.objectives import steered
 from megappo.checkpoint.shards import StoredTensors
 from megappo.checkpoint.state import StateBox
 from megappo.commands.export.export import export_checkpoint
+from megappo.commands.plan.activations import RoleWork
 from megappo.commands.plan.memory import count_parameters, role_memory, with_average
 from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout
@@ -64,7 +65,7 @@ def test_the_plan_counts_its_bytes(models: Path, found: dict[str, Found], name: 
     layout = ParallelLayout(2, **POLICIES[name].get("parallel", {}))
     stage = layout.coordinates(0).pp
     sizes = {"dtype": POLICIES[name].get("dtype", "fp32"), "trained": True, "micro_batch_tokens": 1, "num_micro_batches": 1}
-    bare, count = role_memory(arch, layout, stage, **sizes), count_parameters(arch, layout, stage)
+    bare, count = role_memory(arch, layout, stage, RoleWork(**sizes)), count_parameters(arch, layout, stage)
     device, host = (with_average(bare, count, layout, on_device=on, swaps=False) for on in (True, False))
     assert device.average == host.average_on_host == found[name].num_bytes
     assert device.held - bare.held == device.resident - bare.resident == found[name].num_bytes and host.held == bare.held

@@ -7,12 +7,15 @@ Temporary buffers of kernels and allocators are not counted. Weights and optimiz
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch, MoeArch
 from megappo.parallel.layout import ParallelLayout
 
 FP32 = 4
+ITEMSIZE = {"bf16": 2, "fp32": 4}
 # Logits that the ops hold; a test compares these with ops/linear_loss.py and ops/linear_blocks.py, which need torch.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}  # tokens whose logits over a whole shard exist at once while the policy trains
 BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # logits that exist at once in a pass without gradients
@@ -21,26 +24,44 @@ BLOCK_WEIGHTS = 1 << 22  # weights of a block on the CPU, which widens those in 
 Recompute = Literal["none", "selective", "full"]
 
 
-def activation_bytes(
-    arch: ModelArch,
-    layout: ParallelLayout,
-    stage: int,
-    tokens: int,
-    num_micro_batches: int,
-    itemsize: int,
-    recompute: Recompute,
-    *,
-    value_head: bool = False,
-    fused: bool = False,
-    adapter_width: int = 0,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class RoleWork:
+    """Settings and sizes of a role that decide what a rank of it holds."""
+
+    dtype: Literal["bf16", "fp32"]
+    trained: bool
+    micro_batch_tokens: int
+    """At most, over all cp ranks."""
+    num_micro_batches: int
+    forward_tokens: int | None = None
+    """As micro_batch_tokens, of passes without gradients; None if equal."""
+    value_head: bool = False
+    distributed_optimizer: bool = True
+    recompute: Recompute = "none"
+    offload: tuple[bool, bool, bool] = (False, False, False)
+    """Of parameters, gradients, optimizer."""
+    adam_buffers: bool = False
+    """The optimizer is torch's AdamW on a GPU, which Megatron-core takes without TransformerEngine and Apex."""
+    fused: bool = False
+    """SwiGLU is one kernel (`models/fusion.py`), as on a GPU."""
+    steps: int = 1
+    """Optimizer steps of a phase."""
+    values: tuple[int, int] | None = None
+    """Numbers per token that a pass without gradients and a training pass read: bytes of micro-batches, which None leaves out."""
+    lora: LoraConfig | None = None
+    """Of adapters that train, with a value head, on a frozen base."""
+    frozen: frozenset[str] = frozenset()
+    """Hugging Face names of weights that do not train; their activations are counted as if they did."""
+
+
+def activation_bytes(arch: ModelArch, layout: ParallelLayout, stage: int, work: RoleWork, adapter_width: int = 0) -> int:
     """Peak bytes of a stage in a training pass: activations of the micro-batches in flight, plus the larger working set of a
     layer's backward pass and of the model's output.
 
-    tokens: of a micro-batch on this rank (its part under context parallel). recompute: selective counts like none; full keeps the
-    input of every layer, and all activations of the layer being recomputed. fused: SwiGLU is one kernel (`models/fusion.py`).
-    adapter_width: numbers per token and layer between A and B of adapters; 0 if all weights train.
+    Recomputation: selective counts like none; full keeps the input of every layer, and all activations of the layer being
+    recomputed. adapter_width: numbers per token and layer between A and B of adapters; 0 if all weights train.
     """
+    itemsize, fused, tokens = ITEMSIZE[work.dtype], work.fused, -(-work.micro_batch_tokens // layout.cp)
     boundary = arch.hidden_size // sequence_shards(layout)
     sparse = _sparse_layers(arch, layout, stage)
     kept = {kind: layer_elements_per_token(arch, layout, itemsize, kind, fused) for kind in {*sum(sparse, [])}}
@@ -48,17 +69,19 @@ def activation_bytes(
         kept = {kind: elements + adapter_width - 2 * boundary for kind, elements in kept.items()}
     backward = max(backward_elements(arch, layout, kind, fused) for kind in kept)
     # Pipeline messages, in and out, outlive their pass; under full recomputation the input is already the first layer's.
-    messages = 0 if layout.pp == 1 else boundary * (1 if recompute == "full" else 2)
-    if recompute == "full":
+    messages = 0 if layout.pp == 1 else boundary * (1 if work.recompute == "full" else 2)
+    if work.recompute == "full":
         chunks = [messages + boundary * len(layers) for layers in sparse]
         backward += max(kept.values())
     else:  # selective too: our attention stores no scores that recomputation could save
         chunks = [messages + sum(kept[kind] for kind in layers) for layers in sparse]
     output = 0
     if stage == layout.pp - 1:
-        output = tokens * _final_norm_elements(arch, layout, itemsize, value_head) * itemsize
-        output += 0 if value_head else output_bytes(arch, layout, tokens, itemsize, fused, trained=True, frozen=adapter_width > 0)
-    in_flight = peak_in_flight(layout, stage, num_micro_batches, chunks)
+        output = tokens * _final_norm_elements(arch, layout, itemsize, work.value_head) * itemsize
+        output += (
+            0 if work.value_head else output_bytes(arch, layout, tokens, itemsize, fused, trained=True, frozen=adapter_width > 0)
+        )
+    in_flight = peak_in_flight(layout, stage, work.num_micro_batches, chunks)
     return tokens * in_flight * itemsize + max(tokens * backward * itemsize, output)
 
 

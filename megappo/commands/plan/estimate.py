@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, floor
-from typing import Literal
+from typing import Any, Literal
 
-from megappo.commands.plan.activations import micro_batch_bytes
+from megappo.commands.plan.activations import ITEMSIZE, RoleWork, micro_batch_bytes
 from megappo.commands.plan.fsdp2 import count_own_parameters, inputs_away, score_bytes, sharded_memory
 from megappo.commands.plan.memory import (
     GIB,
-    ITEMSIZE,
     Counter,
     Moment,
     ParameterCount,
@@ -294,45 +293,38 @@ def _stage_memory(
     tokens = full(_sequences(config, role, layout, step), longest, _each(texts.count, layout) * texts.max_tokens)
     forward_tokens = full(_each(step.samples, layout), step.max_sequence_tokens)
     count = counter if settings.engine == "megatron" else count_own_parameters
-    common = {
-        "dtype": settings.dtype,
-        "micro_batch_tokens": tokens,
-        "forward_tokens": forward_tokens,
-        "num_micro_batches": micro_batches,
-        "value_head": value_head_of(settings) is not None,
-        "fused": device == "cuda",
-        "values": values_read(config, role),
-        "counter": count,
-    }
-    trained = isinstance(settings, TrainableConfig)
-    frozen = frozen_of(settings, arch, value_head=value_head_of(settings) is not None)
-    away = (settings.offload.parameters and device == "cuda", False, False)
+    value_head, of_megatron = value_head_of(settings) is not None, settings.engine == "megatron"
+    frozen = frozen_of(settings, arch, value_head=value_head)
+    work = RoleWork(
+        dtype=settings.dtype,
+        trained=False,
+        micro_batch_tokens=tokens,
+        forward_tokens=forward_tokens,
+        num_micro_batches=micro_batches,
+        value_head=value_head,
+        fused=device == "cuda",
+        values=values_read(config, role),
+        offload=(settings.offload.parameters and device == "cuda", False, False),
+    )
     if isinstance(settings, TrainableConfig):
-        away = (away[0], settings.offload.gradients, settings.offload.optimizer and device == "cuda")
-        memory = role_memory(
-            arch,
-            layout,
-            stage,
+        work = replace(
+            work,
             trained=True,
             distributed_optimizer=settings.optimizer.distributed,
             recompute=settings.recompute,
-            offload=away,
+            offload=(work.offload[0], settings.offload.gradients, settings.offload.optimizer and device == "cuda"),
             steps=update_schedule(config, role).optimizer_steps(step.samples),
             adam_buffers=device == "cuda" and config.model.impl == "local",
             lora=settings.lora,
-            frozen=frozen if settings.engine == "megatron" else frozenset(),  # sharded below, by transformers' parameters
-            **common,
+            frozen=frozen if of_megatron else frozenset(),  # sharded below, by transformers' parameters
         )
-    else:
-        memory = role_memory(arch, layout, stage, trained=False, offload=away, **common)
-    if settings.engine == "megatron":
+    memory = role_memory(arch, layout, stage, work, count)
+    if of_megatron:
         return _with_average(config, role, memory, count(arch, layout, stage), layout, device)
-    itemsize, value_head = ITEMSIZE[settings.dtype], value_head_of(settings) is not None
-    lora = settings.lora if isinstance(settings, TrainableConfig) else None
-    recompute = settings.recompute if isinstance(settings, TrainableConfig) else "none"
+    itemsize, lora, recompute = ITEMSIZE[settings.dtype], work.lora, work.recompute
     forward = score_bytes(arch, forward_tokens, step.max_sequence_tokens, itemsize, recompute)
     training = score_bytes(arch, tokens, longest, itemsize, recompute)
-    how = {"trained": trained, "value_head": value_head, "offload": away, "lora": lora, "frozen": frozen}
+    how: dict[str, Any] = {}
     if isinstance(settings, TrainableConfig):
         how["accumulates"] = settings.reduce_once and micro_batches > 1
         if settings.offload_activations and device == "cuda":
@@ -354,7 +346,7 @@ def _stage_memory(
             adapted=adapted,
             rank=0 if lora is None else lora.rank,
         )
-    memory = sharded_memory(memory, arch, layout, itemsize, scores=(forward[0], training[1]), **how)
+    memory = sharded_memory(memory, arch, layout, replace(work, frozen=frozen), scores=(forward[0], training[1]), **how)
     return _with_average(config, role, memory, None, layout, device)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from megappo.commands.plan.activations import FP32, Recompute, sequence_shards
+from megappo.commands.plan.activations import FP32, ITEMSIZE, Recompute, RoleWork, sequence_shards
 from megappo.commands.plan.memory import ParameterCount, RoleMemory
 from megappo.commands.plan.own_activations import Gathered, OwnPasses, forward_peak, training_peak
 from megappo.config.role_sections import LoraConfig
@@ -82,18 +82,9 @@ class _Shards:
     moving_gathered: Mapping[str, int]
 
 
-def _shards_of(
-    arch: ModelArch,
-    layout: ParallelLayout,
-    itemsize: int,
-    *,
-    trained: bool,
-    value_head: bool,
-    lora: LoraConfig | None,
-    frozen: frozenset[str],
-) -> _Shards:
-    """Arguments as of `sharded_memory`."""
-    still = frozen_whole(arch, frozen, value_head=value_head)
+def _shards_of(arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> _Shards:
+    value_head, lora, itemsize = work.value_head, work.lora, ITEMSIZE[work.dtype]
+    still = frozen_whole(arch, work.frozen, value_head=value_head)
     of_adapters = {} if lora is None else shapes_beside_base(arch, lora, value_head)
     cuts = adapter_cuts(arch, adapted_of(of_adapters))
 
@@ -104,7 +95,7 @@ def _shards_of(
         beside = {name: box.area for name, box in boxes.items() if box is not None}
         everything = {**base, **beside}
         trains = beside if lora is not None else {name: size for name, size in everything.items() if name not in still}
-        return everything, trains if trained else {}
+        return everything, trains if work.trained else {}
 
     int8 = _rows_in_8_bits(arch, layout, lora)
 
@@ -151,15 +142,14 @@ def _peaks(
     unsharded: RoleMemory,
     arch: ModelArch,
     layout: ParallelLayout,
-    itemsize: int,
+    work: RoleWork,
     shards: _Shards,
     scores: tuple[int, int],
     passes: OwnPasses | None,
-    trained: bool,
-    value_head: bool,
 ) -> tuple[int, int]:
     """Bytes of activations with what is gathered beside them: in a pass without gradients, and in a training pass if it is
     trained. Arguments as of `sharded_memory`."""
+    itemsize = ITEMSIZE[work.dtype]
     moving_root, moving_layer = _in_groups(shards.moving_gathered)
     if passes is None:
         # The root's group stays gathered, and of the layers the one at work and the next.
@@ -173,27 +163,22 @@ def _peaks(
         shards.root,
         shards.layer,
         moving_root * itemsize,
-        0 if value_head else shards.moving_gathered.get(projection, 0) * itemsize,
+        0 if work.value_head else shards.moving_gathered.get(projection, 0) * itemsize,
         max(in_layers, default=0) * itemsize,
         moving_root * FP32,
         moving_layer * FP32,
         layout.dp * layout.cp,
     )
     forward = forward_peak(arch, layout, itemsize, passes, whole)
-    return forward, training_peak(arch, layout, itemsize, passes, whole) if trained else forward
+    return forward, training_peak(arch, layout, itemsize, passes, whole) if work.trained else forward
 
 
 def sharded_memory(
     unsharded: RoleMemory,
     arch: ModelArch,
     layout: ParallelLayout,
-    itemsize: int,
+    work: RoleWork,
     *,
-    trained: bool,
-    value_head: bool,
-    offload: tuple[bool, bool, bool],
-    lora: LoraConfig | None = None,
-    frozen: frozenset[str] = frozenset(),
     scores: tuple[int, int] = (0, 0),
     accumulates: bool = False,
     inputs_on_host: int = 0,
@@ -201,19 +186,17 @@ def sharded_memory(
 ) -> RoleMemory:
     """The memory of a rank with whole weights (`role_memory`), with the shards of the fullest rank of `layout` in their place.
 
-    itemsize: bytes of a number in computation. offload: parameters, gradients, optimizer. lora: adapters on a frozen base. frozen:
-    Hugging Face names of weights that do not train. scores: of `score_bytes`.
-    accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
+    scores: of `score_bytes`. accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
     inputs_on_host: of `inputs_away`. passes: of a dense model of a family, whose activations are then those of
     `own_activations.py`, in place of Megatron's in `unsharded`.
     """
-    shards = _shards_of(arch, layout, itemsize, trained=trained, value_head=value_head, lora=lora, frozen=frozen)
-    forward, activations = _peaks(unsharded, arch, layout, itemsize, shards, scores, passes, trained, value_head)
+    shards = _shards_of(arch, layout, work)
+    forward, activations = _peaks(unsharded, arch, layout, work, shards, scores, passes)
     waiting = sum(shards.moving_gathered.values()) * FP32 if accumulates else 0
     weights, moving = shards.weights, shards.moving
     gradients, optimizer = moving * FP32, 2 * moving * FP32
-    saved = weights if frozen else moving * FP32  # of adapters not their base
-    parameters_away, gradients_away, optimizer_away = offload
+    saved = weights if work.frozen else moving * FP32  # of adapters not their base
+    parameters_away, gradients_away, optimizer_away = work.offload
     return replace(
         unsharded,
         parameters=shards.held,

@@ -12,7 +12,7 @@ from functools import cache
 from math import prod
 from typing import Literal, Protocol
 
-from megappo.commands.plan.activations import FP32, Recompute, activation_bytes, forward_bytes, micro_batch_bytes
+from megappo.commands.plan.activations import FP32, ITEMSIZE, RoleWork, activation_bytes, forward_bytes, micro_batch_bytes
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_on_rank
@@ -24,7 +24,6 @@ from megappo.models.weight_map import LOCAL_VALUE_HEAD, hf_tensors, local_shapes
 from megappo.parallel.layout import ParallelLayout
 
 GIB = 1 << 30
-ITEMSIZE = {"bf16": 2, "fp32": 4}
 VLLM_VOCAB_MULTIPLE = 64  # rows of its embeddings; vLLM's DEFAULT_VOCAB_PADDING_SIZE
 EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
 
@@ -132,39 +131,13 @@ def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_
 
 
 def role_memory(
-    arch: ModelArch,
-    layout: ParallelLayout,
-    stage: int,
-    *,
-    dtype: Literal["bf16", "fp32"],
-    trained: bool,
-    micro_batch_tokens: int,
-    num_micro_batches: int,
-    forward_tokens: int | None = None,
-    value_head: bool = False,
-    distributed_optimizer: bool = True,
-    recompute: Recompute = "none",
-    offload: tuple[bool, bool, bool] = (False, False, False),
-    adam_buffers: bool = False,
-    fused: bool = False,
-    steps: int = 1,
-    values: tuple[int, int] | None = None,
-    lora: LoraConfig | None = None,
-    frozen: frozenset[str] = frozenset(),
-    counter: Counter = count_parameters,
+    arch: ModelArch, layout: ParallelLayout, stage: int, work: RoleWork, counter: Counter = count_parameters
 ) -> RoleMemory:
-    """Memory of a rank of `stage`.
-
-    offload: parameters, gradients, optimizer. micro_batch_tokens: at most, over all cp ranks; forward_tokens: the same for passes
-    without gradients, None if equal. adam_buffers: the optimizer is torch's AdamW on a GPU, which Megatron-core takes without
-    TransformerEngine and Apex. fused: SwiGLU is one kernel, as on a GPU. steps: optimizer steps of a phase. values: numbers per
-    token that a pass without gradients and a training pass read, for the bytes of the micro-batches; None leaves these out. lora:
-    of adapters that train, with a value head, on a frozen base. frozen: Hugging Face names of weights that do not train; their
-    activations are counted as if they did.
-    """
-    count = trains = counter(arch, layout, stage, value_head)
+    """Memory of a rank of `stage`."""
+    lora, frozen = work.lora, work.frozen
+    count = trains = counter(arch, layout, stage, work.value_head)
     read = 0
-    itemsize = ITEMSIZE[dtype]
+    itemsize = ITEMSIZE[work.dtype]
     weights = saved = _weight_bytes(count, itemsize)
     if lora is not None:
         trains = count_trained(arch, layout, stage, lora, count)
@@ -174,31 +147,21 @@ def role_memory(
         weights -= sum(numbers * (itemsize - 1) - scales * SCALE_BYTES for numbers, scales in in_8_bits)
         read = max((numbers for numbers, _ in in_8_bits), default=0) * itemsize  # the weight that a product makes
     elif frozen:
-        trains = count_unfrozen(arch, layout, stage, frozen, count, value_head)
-    gradients = trains.total * FP32 if trained else 0
-    optimizer = _optimizer_bytes(trains, itemsize, layout, distributed_optimizer) if trained else 0
-    tokens = -(-micro_batch_tokens // layout.cp)
-    pass_tokens = tokens if forward_tokens is None else -(-forward_tokens // layout.cp)
-    forward = forward_bytes(arch, layout, stage, pass_tokens, itemsize, value_head=value_head, fused=fused)
-    if values is not None:
-        forward += micro_batch_bytes(layout, forward_tokens or micro_batch_tokens, values[0])
+        trains = count_unfrozen(arch, layout, stage, frozen, count, work.value_head)
+    gradients = trains.total * FP32 if work.trained else 0
+    optimizer = _optimizer_bytes(trains, itemsize, layout, work.distributed_optimizer) if work.trained else 0
+    tokens = -(-work.micro_batch_tokens // layout.cp)
+    pass_tokens = tokens if work.forward_tokens is None else -(-work.forward_tokens // layout.cp)
+    forward = forward_bytes(arch, layout, stage, pass_tokens, itemsize, value_head=work.value_head, fused=work.fused)
+    if work.values is not None:
+        forward += micro_batch_bytes(layout, work.forward_tokens or work.micro_batch_tokens, work.values[0])
     forward += read
     activations = forward
-    if trained:
-        activations = activation_bytes(
-            arch,
-            layout,
-            stage,
-            tokens,
-            num_micro_batches,
-            itemsize,
-            recompute,
-            value_head=value_head,
-            fused=fused,
-            adapter_width=0 if lora is None else lora.rank * _adapters_in_layer(arch, lora.targets),
-        )
-        activations += read + (0 if values is None else micro_batch_bytes(layout, micro_batch_tokens, values[1]))
-    parameters_away, gradients_away, optimizer_away = offload
+    if work.trained:
+        width = 0 if lora is None else lora.rank * _adapters_in_layer(arch, lora.targets)
+        activations = activation_bytes(arch, layout, stage, work, width)
+        activations += read + (0 if work.values is None else micro_batch_bytes(layout, work.micro_batch_tokens, work.values[1]))
+    parameters_away, gradients_away, optimizer_away = work.offload
     written = count if frozen else trains  # a checkpoint holds frozen weights too, but not the base of adapters
     return RoleMemory(
         count.total + trains.total - count.fp32 if lora is not None else count.total,
@@ -211,12 +174,13 @@ def role_memory(
         offloaded_weights=weights * parameters_away,
         offloaded_optimizer=optimizer * optimizer_away,
         # Its foreach updates all parameters at once, so the roots of all second moments exist together.
-        step_buffers=sharded_bytes(trains, 1, 1, layout, distributed_optimizer) if trained and adam_buffers else 0,
-        steps=steps,
-        written=_each_writes(written, saved + optimizer * (not distributed_optimizer), layout) + optimizer * distributed_optimizer
-        if trained
+        step_buffers=sharded_bytes(trains, 1, 1, layout, work.distributed_optimizer) if work.trained and work.adam_buffers else 0,
+        steps=work.steps,
+        written=_each_writes(written, saved + optimizer * (not work.distributed_optimizer), layout)
+        + optimizer * work.distributed_optimizer
+        if work.trained
         else 0,
-        written_weights=_each_writes(written, saved, layout) if trained else 0,
+        written_weights=_each_writes(written, saved, layout) if work.trained else 0,
     )
 
 

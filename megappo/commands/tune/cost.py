@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
+from megappo.commands.plan.activations import ITEMSIZE
 from megappo.commands.plan.fsdp2 import count_own_unfrozen
-from megappo.commands.plan.memory import FP32, ITEMSIZE, ParameterCount, RoleMemory, count_trained, count_unfrozen, sharded_bytes
+from megappo.commands.plan.memory import FP32, ParameterCount, RoleMemory, count_trained, count_unfrozen, sharded_bytes
 from megappo.commands.plan.timeline import padded_micro_batches
 from megappo.commands.tune.links import Axis, Links, span
 from megappo.commands.tune.work import Pass, stage_pass
@@ -178,21 +179,7 @@ def role_cost(
         count = num_micro_batches(settings.micro_batch_tokens, sequences, workload, layout)
         tokens = sequences * _padded(workload.length, layout) / count
         if tokens not in passes:
-            passes[tokens] = [
-                stage_pass(
-                    arch,
-                    layout,
-                    stage,
-                    dtype=settings.dtype,
-                    tokens=tokens,
-                    length=workload.length,
-                    recompute=getattr(settings, "recompute", "none"),
-                    value_head=value_head_of(settings) is not None,
-                    hardware=hardware,
-                    frozen=lora is not None,
-                )
-                for stage in kinds
-            ]
+            passes[tokens] = [stage_pass(arch, layout, stage, settings, tokens, workload.length, hardware) for stage in kinds]
         stages = passes[tokens] if trained else [Pass(one.forward) for one in passes[tokens]]
         for part, seconds in pipeline_parts(list(zip(stages, kinds.values())), layout, count).items():
             parts[part] += seconds

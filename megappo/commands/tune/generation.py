@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from megappo.commands.plan.activations import ITEMSIZE
 from megappo.commands.plan.estimate import sequences_of_replica
-from megappo.commands.plan.memory import ITEMSIZE, ParameterCount, RolloutMemory
+from megappo.commands.plan.memory import ParameterCount, RolloutMemory
 from megappo.commands.tune.cost import Workload, role_cost
 from megappo.commands.tune.links import Links, Span, ranks_together
 from megappo.config.role_sections import PolicyConfig

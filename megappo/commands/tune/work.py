@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from megappo.commands.plan.activations import layer_elements_per_token
-from megappo.commands.plan.memory import FP32, ITEMSIZE
+from megappo.commands.plan.activations import ITEMSIZE, layer_elements_per_token
+from megappo.commands.plan.memory import FP32
 from megappo.commands.tune.links import Links, span
+from megappo.config.layout_checks import value_head_of
+from megappo.config.role_sections import RoleConfig
 from megappo.models.arch import ModelArch
 from megappo.models.flops import BACKWARD, MULTIPLY_ADD, SCORES_AND_VALUES, keys_seen
 from megappo.parallel.layout import ParallelLayout
-from megappo.telemetry.hardware import Dtype, Hardware
+from megappo.telemetry.hardware import Hardware
 
 Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp"]
 _WITH_WEIGHTS: tuple[Part, ...] = ("matmul", "head")
@@ -84,28 +86,19 @@ def product_s(product: Product, itemsize: int, rate: float, hardware: Hardware) 
 
 
 def stage_pass(
-    arch: ModelArch,
-    layout: ParallelLayout,
-    stage: int,
-    *,
-    dtype: Dtype,
-    tokens: float,
-    length: float,
-    recompute: str,
-    value_head: bool,
-    hardware: Hardware,
-    frozen: bool = False,
+    arch: ModelArch, layout: ParallelLayout, stage: int, settings: RoleConfig, tokens: float, length: float, hardware: Hardware
 ) -> Pass:
     """Seconds of one micro-batch on one rank of `stage`.
 
     tokens: of the micro-batch, over its cp ranks; length: of a sequence. Matrix products take 2 FLOPs for each weight and token,
     attention 4 for each channel of a head and key that it sees (Narayanan et al. 2021, appendix; half of it under a causal mask).
     Elementwise kernels write and read a layer's stored activations (`commands/plan/activations.py`).
-    Backward: twice the products and traffic; full recomputation adds a forward, selective that of attention. frozen: the weights
-    have no gradients (adapters train, whose products are left out).
+    Backward: twice the products and traffic; full recomputation adds a forward, selective that of attention. With adapters the
+    weights have no gradients, and the products of the adapters are left out.
     """
     mine = tokens / layout.cp
-    itemsize, rate = ITEMSIZE[dtype], hardware.flops_per_s(dtype)
+    itemsize, rate = ITEMSIZE[settings.dtype], hardware.flops_per_s(settings.dtype)
+    recompute, frozen = getattr(settings, "recompute", "none"), getattr(settings, "lora", None) is not None
     layers = list(layout.stage_layers(arch.num_layers, stage))
     times: dict[Part, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0, "head": 0.0}
     weights_bytes = 0.0
@@ -120,7 +113,7 @@ def stage_pass(
         # 2: each stored activation is written once and read once.
         times["memory"] += count * 2 * mine * kept / hardware.memory_bytes_per_s
         weights_bytes += count * held
-    if stage == layout.pp - 1 and not value_head:
+    if stage == layout.pp - 1 and value_head_of(settings) is None:
         times["head"] = _head_s(arch, layout, mine, rate, hardware)  # the last stage alone has the vocabulary
     # One layer more for each chunk: embedding or head, and messages.
     times["host"] = (len(layers) + layout.vpp) * hardware.layer_overhead_s

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megappo.commands.plan.activations import RoleWork
 from megappo.commands.plan.memory import RoleMemory, role_memory
 from megappo.config.loading import validated
 from megappo.config.role_sections import section_of
@@ -229,13 +230,15 @@ def planned_on_one_gpu(arch: ModelArch, budget: int, recompute: str, critic: boo
         arch,
         ParallelLayout(1),
         0,
-        dtype="bf16",
-        trained=True,
-        micro_batch_tokens=budget,
-        num_micro_batches=2,
-        value_head=critic,
-        recompute=recompute,
-        adam_buffers=adam_buffers,
+        RoleWork(
+            dtype="bf16",
+            trained=True,
+            micro_batch_tokens=budget,
+            num_micro_batches=2,
+            value_head=critic,
+            recompute=recompute,
+            adam_buffers=adam_buffers,
+        ),
     )
 
 

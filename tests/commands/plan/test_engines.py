@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megappo.commands.plan.activations import layer_elements_per_token
+from megappo.commands.plan.activations import RoleWork, layer_elements_per_token
 from megappo.commands.plan.memory import count_parameters, role_memory
 from megappo.models.arch import MoeArch
 from megappo.parallel.layout import ParallelLayout
@@ -168,7 +168,7 @@ def test_what_is_counted_is_what_a_trained_model_allocates(measured):
         layout = ParallelLayout(2, **axes)
         sizes = {"dtype": "bf16" if dtype == BF16 else "fp32", "trained": True, "micro_batch_tokens": 1, "num_micro_batches": 1}
         sizes |= {"value_head": value_head, "distributed_optimizer": distributed}
-        planned = [role_memory(arch, layout, layout.coordinates(rank).pp, **sizes) for rank in (0, 1)]
+        planned = [role_memory(arch, layout, layout.coordinates(rank).pp, RoleWork(**sizes)) for rank in (0, 1)]
         for rank, plan in enumerate(planned):
             assert measured[rank][1][index][:3] == (plan.parameters, plan.weights, plan.gradients), (BUILT[index], rank)
         # The ranks that share a buffer share its state, at the borders of its buckets and not exactly in halves.
@@ -196,12 +196,14 @@ def test_the_peak_of_a_pass_is_the_estimate_within_a_tenth(measured):
                     arch,
                     layout,
                     stage,
-                    dtype="bf16" if dtype == BF16 else "fp32",
-                    trained=True,
-                    micro_batch_tokens=BUDGET,
-                    num_micro_batches=micro_batches,
-                    value_head=critic,
-                    recompute=how,
+                    RoleWork(
+                        dtype="bf16" if dtype == BF16 else "fp32",
+                        trained=True,
+                        micro_batch_tokens=BUDGET,
+                        num_micro_batches=micro_batches,
+                        value_head=critic,
+                        recompute=how,
+                    ),
                 )
 
             forward, trained = measured[rank][2][index]
@@ -234,12 +236,14 @@ def test_what_is_on_the_device_in_every_mode_of_an_engine_is_what_the_phases_say
                 arch,
                 layout,
                 layout.coordinates(rank).pp,
-                dtype="bf16",
-                trained=True,
-                micro_batch_tokens=128,
-                num_micro_batches=1,
-                value_head=critic,
-                offload=(True, True, True),
+                RoleWork(
+                    dtype="bf16",
+                    trained=True,
+                    micro_batch_tokens=128,
+                    num_micro_batches=1,
+                    value_head=critic,
+                    offload=(True, True, True),
+                ),
             )
             found = {mode: sum(sizes) for mode, sizes in measured[rank][3][index].items()}
             update = memory.updating - memory.activations

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megappo.commands.plan.activations import RoleWork
 from megappo.commands.plan.memory import role_memory
 from megappo.config.role_sections import LoraConfig
 from megappo.parallel.layout import ParallelLayout
@@ -58,7 +59,7 @@ def measured():
 def planned(arch, axes, rank, **sizes):
     layout = ParallelLayout(2, **axes)
     how = {"trained": True, "micro_batch_tokens": 1, "num_micro_batches": 1} | sizes
-    return role_memory(arch, layout, layout.coordinates(rank).pp, **how)
+    return role_memory(arch, layout, layout.coordinates(rank).pp, RoleWork(**how))
 
 
 def test_what_is_counted_is_what_a_model_with_adapters_allocates(measured):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megappo.commands.plan import activations
-from megappo.commands.plan.activations import layer_elements_per_token, output_bytes, peak_in_flight
+from megappo.commands.plan.activations import RoleWork, layer_elements_per_token, output_bytes, peak_in_flight
 from megappo.commands.plan.memory import GIB, count_parameters, role_memory, rollout_memory
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.parallel.layout import ParallelLayout
@@ -79,11 +79,7 @@ def test_bytes_per_parameter(dtype, trained, distributed, dp, expected):
         LLAMA_7B,
         ParallelLayout(8 * dp, 8),
         0,
-        dtype=dtype,
-        trained=trained,
-        micro_batch_tokens=1,
-        num_micro_batches=1,
-        distributed_optimizer=distributed,
+        RoleWork(dtype=dtype, trained=trained, micro_batch_tokens=1, num_micro_batches=1, distributed_optimizer=distributed),
     )
     parameters = (6_738_415_616 - 65 * 4096) // 8 + 65 * 4096
     assert (memory.weights, memory.gradients, memory.optimizer) == tuple(parameters * size for size in expected)
@@ -91,26 +87,24 @@ def test_bytes_per_parameter(dtype, trained, distributed, dp, expected):
 
 def test_the_value_head_stays_fp32():
     sizes = {"dtype": "bf16", "trained": True, "micro_batch_tokens": 1, "num_micro_batches": 1, "value_head": True}
-    memory = role_memory(llama(), ParallelLayout(2, 1, 2), 1, **sizes)
+    memory = role_memory(llama(), ParallelLayout(2, 1, 2), 1, RoleWork(**sizes))
     body = (QUICKSTART - 2 * 64 * 128 - 128) // 2 + 128
     assert memory.weights == 2 * body + 4 * 128
     assert memory.optimizer == 12 * body + 8 * 128  # fp32 weights need no copy
-    assert role_memory(llama(), ParallelLayout(2, 1, 2), 0, **sizes).weights == 2 * (
+    assert role_memory(llama(), ParallelLayout(2, 1, 2), 0, RoleWork(**sizes)).weights == 2 * (
         (QUICKSTART - 2 * 64 * 128 - 128) // 2 + 64 * 128
     )
 
 
 def test_offloaded_parts_are_there_only_while_the_role_works():
-    kept = role_memory(llama(), ParallelLayout(1), 0, dtype="bf16", trained=True, micro_batch_tokens=64, num_micro_batches=1)
+    kept = role_memory(
+        llama(), ParallelLayout(1), 0, RoleWork(dtype="bf16", trained=True, micro_batch_tokens=64, num_micro_batches=1)
+    )
     away = role_memory(
         llama(),
         ParallelLayout(1),
         0,
-        dtype="bf16",
-        trained=True,
-        micro_batch_tokens=64,
-        num_micro_batches=1,
-        offload=(True, False, True),
+        RoleWork(dtype="bf16", trained=True, micro_batch_tokens=64, num_micro_batches=1, offload=(True, False, True)),
     )
     assert kept.resident == QUICKSTART * (2 + 4 + 12) and away.resident == QUICKSTART * 4
     assert kept.active == kept.activations
@@ -121,11 +115,21 @@ def test_offloaded_parts_are_there_only_while_the_role_works():
 def test_pipeline_stages_hold_as_many_micro_batches_as_1f1b_needs():
     layout = ParallelLayout(4, 1, 4)
     one = [
-        role_memory(llama(), layout, stage, dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=1, value_head=True)
+        role_memory(
+            llama(),
+            layout,
+            stage,
+            RoleWork(dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=1, value_head=True),
+        )
         for stage in range(4)
     ]
     many = [
-        role_memory(llama(), layout, stage, dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=9, value_head=True)
+        role_memory(
+            llama(),
+            layout,
+            stage,
+            RoleWork(dtype="fp32", trained=True, micro_batch_tokens=64, num_micro_batches=9, value_head=True),
+        )
         for stage in range(4)
     ]
     # A micro-batch keeps its layer and, from stage to stage, the input and the output.
@@ -173,7 +177,7 @@ def test_an_uneven_split_is_counted_stage_by_stage():
     layer = (QUICKSTART - 2 * 64 * 128 - 128) // 4
     assert [count_parameters(llama(), layout, stage).total for stage in (0, 1)] == [3 * layer + 8192, layer + 8192 + 128]
     sizes = {"dtype": "fp32", "trained": True, "micro_batch_tokens": 64, "num_micro_batches": 1, "value_head": True}
-    first, last = (role_memory(llama(), layout, stage, **sizes).activations for stage in (0, 1))
+    first, last = (role_memory(llama(), layout, stage, RoleWork(**sizes)).activations for stage in (0, 1))
     one = 64 * 4 * layer_elements_per_token(llama(), layout, 4)
     messages = 64 * 4 * 2 * 128
     # Beside them, the gradients of an MLP (two of 384 columns) and of the residual and a norm; at the end, the norm and its
@@ -186,8 +190,8 @@ def test_an_uneven_split_is_counted_stage_by_stage():
 
 def test_context_parallel_shares_tokens_and_optimizer_state():
     sizes = {"dtype": "bf16", "trained": True, "micro_batch_tokens": 64, "num_micro_batches": 1, "value_head": True}
-    whole = role_memory(llama(), ParallelLayout(2), 0, **sizes)
-    shared = role_memory(llama(), ParallelLayout(4, cp=2), 0, **sizes)
+    whole = role_memory(llama(), ParallelLayout(2), 0, RoleWork(**sizes))
+    shared = role_memory(llama(), ParallelLayout(4, cp=2), 0, RoleWork(**sizes))
     assert (shared.weights, shared.gradients) == (whole.weights, whole.gradients)
     assert shared.optimizer * 2 == whole.optimizer  # ZeRO-1 over dp x cp: 4 ranks instead of 2
     assert shared.activations * 2 == whole.activations
@@ -196,7 +200,7 @@ def test_context_parallel_shares_tokens_and_optimizer_state():
 def test_recomputation_holds_one_whole_layer_besides_the_boundaries():
     layout, sizes = ParallelLayout(4, pp=4), {"dtype": "fp32", "trained": True, "micro_batch_tokens": 10, "value_head": True}
     per_layer = layer_elements_per_token(llama(), ParallelLayout(1), 4)
-    full = role_memory(llama(), layout, 0, num_micro_batches=9, recompute="full", **sizes)
+    full = role_memory(llama(), layout, 0, RoleWork(num_micro_batches=9, recompute="full", **sizes))
     # 4 micro-batches with the input and the output of the one layer; that layer, and what its backward pass takes
     assert full.activations == 10 * 4 * (4 * 2 * 128 + per_layer + 2 * 384 + 2 * 128)
 
@@ -204,7 +208,7 @@ def test_recomputation_holds_one_whole_layer_besides_the_boundaries():
 def test_the_step_of_torchs_adam_takes_another_moment_on_a_gpu():
     sizes = {"dtype": "bf16", "trained": True, "micro_batch_tokens": 10, "num_micro_batches": 1, "offload": (True, True, True)}
     layout = ParallelLayout(4, tp=2)
-    fused, each = (role_memory(llama(), layout, 0, adam_buffers=it, **sizes) for it in (False, True))
+    fused, each = (role_memory(llama(), layout, 0, RoleWork(adam_buffers=it, **sizes)) for it in (False, True))
     assert each.step_buffers * 3 == each.optimizer and each.stepping - fused.stepping == each.step_buffers
     assert (each.inferring, each.updating, each.saving) == (fused.inferring, fused.updating, fused.saving)
 
@@ -284,8 +288,8 @@ def test_the_state_of_experts_is_cut_over_the_ranks_that_hold_them():
     for axes, expert_shards in cases:
         layout = ParallelLayout(8, **axes)
         count = count_parameters(sparse_arch(), layout, 0)
-        whole = role_memory(sparse_arch(), layout, 0, distributed_optimizer=False, **sizes)
-        cut = role_memory(sparse_arch(), layout, 0, **sizes)
+        whole = role_memory(sparse_arch(), layout, 0, RoleWork(distributed_optimizer=False, **sizes))
+        cut = role_memory(sparse_arch(), layout, 0, RoleWork(**sizes))
         assert whole.optimizer == 12 * (count.dense + count.experts)
         assert cut.optimizer == 12 * count.dense // 8 + 12 * count.experts // expert_shards
         assert cut.weights == 2 * count.total and cut.gradients == 4 * count.total
@@ -297,7 +301,7 @@ def test_layers_without_experts_are_counted_as_such():
     dense, sparse = (layer_elements_per_token(mixed, layout, 4, kind) for kind in (False, True))
     assert dense != sparse
     messages, backward = 2 * 128, max(activations.backward_elements(mixed, layout, kind) for kind in (False, True))
-    assert role_memory(mixed, layout, 0, **sizes).activations == 10 * 4 * (dense + sparse + messages + backward)
+    assert role_memory(mixed, layout, 0, RoleWork(**sizes)).activations == 10 * 4 * (dense + sparse + messages + backward)
     assert count_parameters(mixed, layout, 0).experts == 8 * EXPERT
 
 

@@ -22,7 +22,7 @@ from megappo.commands.tune.trials import Measured
 from megappo.commands.tune.work import Pass, layer_products, stage_pass
 from megappo.config.batch import TextArithmetic, UpdateSchedule
 from megappo.config.loading import validated
-from megappo.config.role_sections import section_of
+from megappo.config.role_sections import CriticConfig, PolicyConfig, section_of
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.flops import keys_seen, layer_weights
@@ -334,7 +334,7 @@ def test_adapters_save_the_products_and_the_reduction_of_the_weights_gradients()
 
 def test_a_stage_without_the_head_is_cheaper():
     layout = ParallelLayout(2, pp=2)
-    common = dict(dtype="bf16", tokens=4096.0, length=1024.0, recompute="none", hardware=H100)
-    first, last = (stage_pass(ARCH, layout, stage, value_head=False, **common) for stage in (0, 1))
-    critic = stage_pass(ARCH, layout, 1, value_head=True, **common)
+    policy = PolicyConfig(model="none")
+    first, last = (stage_pass(ARCH, layout, stage, policy, 4096.0, 1024.0, H100) for stage in (0, 1))
+    critic = stage_pass(ARCH, layout, 1, CriticConfig(), 4096.0, 1024.0, H100)
     assert first.total_s < last.total_s and critic.total_s == pytest.approx(first.total_s)
