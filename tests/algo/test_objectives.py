@@ -15,7 +15,7 @@ import torch
 from megappo.algo.aggregation import token_weights
 from megappo.algo.correction import kth_largest
 from megappo.algo.objectives import cispo_loss, dis_loss, sequence_log_ratio
-from megappo.config.schema import AlgorithmConfig, CorrectionConfig
+from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.trainer.losses import fields_of_sequences, surrogate
 
@@ -71,7 +71,6 @@ def cispo_by_hand(logprob, old, advantage, mask, clip_low, clip_high):
 
 
 BOUNDS = {"low": 0.8, "high": 1.25}
-DIS = {"correction": CorrectionConfig(kind="dis", **BOUNDS)}
 
 
 def dis_by_hand(logprob, rollout, advantage, mask, low, high):
@@ -90,7 +89,8 @@ def dis_by_hand(logprob, rollout, advantage, mask, low, high):
 def found(objective, batch, aggregation, **changes):
     """(loss, gradient, metrics) of the trainer's surrogate; the field of log-probs that it does not read is NaN."""
     logprob, old, advantage, mask, cu = batch
-    algorithm = AlgorithmConfig(objective=objective, **{**CLIP, **changes})
+    settings = BOUNDS if objective == "dis" else CLIP
+    algorithm = AlgorithmConfig(loss={"type": objective, **settings, **changes})
     weight, count = token_weights(aggregation, mask, cu)
     leaf = logprob.clone().requires_grad_()
     nan = torch.full_like(old, torch.nan)
@@ -135,7 +135,7 @@ def test_cispo_is_the_papers(seed, clip_low):
 @pytest.mark.parametrize("seed", range(4))
 def test_dis_is_the_papers(seed):
     batch = case(seed, per_token_advantages=True)
-    loss, gradient, metrics = found("ppo", batch, "token-mean", **DIS)
+    loss, gradient, metrics = found("dis", batch, "token-mean")
     want, wanted = dis_by_hand(*batch[:4], **BOUNDS)
     assert loss == pytest.approx(want, abs=1e-5)
     torch.testing.assert_close(gradient, torch.tensor(wanted), rtol=1e-4, atol=1e-6)
@@ -157,7 +157,7 @@ def test_dis_leaves_out_tokens_on_both_sides_whatever_the_advantage():
     assert kinds == {(below, positive) for below in (True, False) for positive in (True, False)}, "every case is there"
     clipped = {"clip_low": 1 - BOUNDS["low"], "clip_high": BOUNDS["high"] - 1, "proximal": "behaviour"}
     for batch in batches:
-        masked, ppo = (found("ppo", batch, "token-mean", **changes)[1][batch[3]] for changes in (DIS, clipped))
+        masked, ppo = (found(kind, batch, "token-mean", **more)[1][batch[3]] for kind, more in (("dis", {}), ("ppo", clipped)))
         assert int((masked == 0).sum()) > int((ppo == 0).sum()), "the same ratio, more tokens left out"
         both = (masked != 0) & (ppo != 0)
         torch.testing.assert_close(masked[both], ppo[both])  # inside the bounds it is the importance-weighted gradient
@@ -175,7 +175,7 @@ def test_the_bounds_themselves_are_outside():
 
 
 @pytest.mark.parametrize(
-    "objective, changes", [*((name, {"proximal": "behaviour"}) for name in ("ppo", "gspo", "cispo")), ("ppo", DIS)]
+    "objective, changes", [*((name, {"proximal": "behaviour"}) for name in ("ppo", "gspo", "cispo")), ("dis", {})]
 )
 def test_a_ratio_to_the_proximal_policy_in_place_of_the_samplers_is_noticed(objective, changes):
     """Negative control: the other field of log-probs is NaN in `found`, and another policy's gives another gradient."""
@@ -193,7 +193,7 @@ def test_at_the_sampling_policy_all_objectives_have_one_gradient():
     """The ratio is 1 there: minus weight times advantage, whatever the clip."""
     logprob, old, advantage, mask, cu = case(0)
     on_policy = (old, old, advantage, mask, cu)
-    asked = [("ppo", {}), ("gspo", {}), ("cispo", {}), ("ppo", DIS), ("ppo", {"proximal": "behaviour"})]
+    asked = [("ppo", {}), ("gspo", {}), ("cispo", {}), ("dis", {}), ("ppo", {"proximal": "behaviour"})]
     gradients = [found(name, on_policy, "seq-mean-token-mean", **changes)[1] for name, changes in asked]
     assert all(torch.allclose(gradients[0], other, atol=1e-7) for other in gradients[1:])
     assert gradients[0][mask].abs().min() > 0 and not gradients[0][~mask].any()
