@@ -152,7 +152,7 @@ def _step(config: Any, roles: Any, experience: Any, timers: Any) -> None:
     with timers.stage("logprobs"):
         full = add_model_outputs(experience, roles)
     names = ("critic", "policy")
-    updates = Updates(full, roles, names, config, seed=0, counts_ratios=False)
+    updates = Updates(full, roles, names, config, seed=0)
     for name in names:
         with timers.stage(f"update_{name}"):
             updates.run(name)

@@ -21,8 +21,8 @@ from megappo.parallel.device import select_device, start_alone
 from megappo.rollout.generation import generate
 from megappo.trainer.build_roles import build_roles
 from megappo.trainer.experience.collect import collect, requests_of_step
-from megappo.trainer.main import rollout_of, sampling_params, scorer_of
 from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.sampling import rollout_of, sampling_params, scorer_of
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates
@@ -62,7 +62,7 @@ def main(path: str, overrides: list[str]) -> None:
     experience = shape_experience(experience, score, kl_coef, config.algorithm, scored.per_token).experience
     batch = experience.batch
     # 6 updates: the same mini-batches for critic and policy
-    updates = Updates(experience, roles, ("critic", "policy"), config, seed=1, counts_ratios=False)
+    updates = Updates(experience, roles, ("critic", "policy"), config, seed=1)
     for name in ("critic", "policy"):
         updates.run(name)
         summary = updates.summary(name)

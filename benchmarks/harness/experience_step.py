@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megappo.config.batch import shared_schedule
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
+from megappo.data.prompts import Prompt
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
 from megappo.rewards.compose import Scored
@@ -33,9 +34,10 @@ from megappo.trainer.experience.table import SampleTable
 from megappo.trainer.finite_outputs import num_not_finite
 from megappo.trainer.model_outputs import results_of
 from megappo.trainer.report import StepRecord
+from megappo.trainer.rounds import Rollout
 from megappo.trainer.sampler_check import Agreement, compare_with_sampler
 from megappo.trainer.shaping import shape_advantages
-from megappo.trainer.updates import READS, UpdateSummary, first_epoch, mini_batches, owners_of_epoch, update_reads
+from megappo.trainer.updates import READS, first_epoch, mini_batches, owners_of_epoch, update_reads
 
 MINI_BATCHES = 8  # of an epoch
 ROLES = ("policy", "critic", "reference")
@@ -282,9 +284,14 @@ def _outputs(share: PackedBatch) -> dict[str, Tensor]:
     return {**dict.fromkeys(names, values), "bootstrap": torch.zeros(share.num_sequences)}
 
 
+def _no_prompt(sample: int) -> Prompt:
+    raise AssertionError(f"nothing asks for the prompt of sample {sample}")
+
+
 def _record(experience: Experience, agreement: Agreement, score: Tensor) -> StepRecord:
     scored = Scored([], score.tolist(), {"exact_match": score.tolist()}, 0)
-    return StepRecord(1, experience, scored, agreement, "k1", 0.1, UpdateSummary(), UpdateSummary(), {})
+    rollout = Rollout(step=1, experience=experience, scored=scored, prompt_of=_no_prompt)
+    return StepRecord(rollout=rollout, kl_coef=0.1, agreement=agreement)
 
 
 def warm_up() -> None:

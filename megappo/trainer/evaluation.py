@@ -6,8 +6,10 @@ is kept. `megappo eval` runs the same code without a training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -27,10 +29,12 @@ from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
+from megappo.trainer.average import PolicyAverage
 from megappo.trainer.experience.collect import collect, evaluation_requests
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.owners import Owners
 from megappo.trainer.prepare.evaluations import EvaluationSet
+from megappo.trainer.sampler_check import average_version
 from megappo.trainer.scoring import begin_rewards, score_responses
 from megappo.trainer.step_totals import Totals
 from megappo.trainer.turn_report import Turns, moments_of_turns
@@ -185,23 +189,27 @@ def _majorities(rule: str, experience: Experience, texts: Sequence[str], right: 
 
 
 class Evaluations:
-    """The sets of a run, evaluated where they are due."""
+    """The sets of a run, evaluated where they are due. weights: with which, as a context of a step; by default those that the
+    rollout engine holds."""
 
     def __init__(
-        self, evaluators: Sequence[Evaluator], rollout: RolloutEngine, tokenizer: Tokenizer, log: RunLog, total_steps: int
+        self,
+        evaluators: Sequence[Evaluator],
+        rollout: RolloutEngine,
+        tokenizer: Tokenizer,
+        log: RunLog,
+        total_steps: int,
+        weights: Callable[[int], AbstractContextManager] = nullcontext,
     ) -> None:
-        self._evaluators, self._total_steps = evaluators, total_steps
+        self._evaluators, self._total_steps, self._weights = evaluators, total_steps, weights
         self._rollout, self._tokenizer, self._log = rollout, tokenizer, log
-
-    def any_due(self, step: int) -> bool:
-        """True if a set is due after `step`."""
-        return any(one.is_due(step, self._total_steps) for one in self._evaluators)
 
     def after(self, step: int, timers: StageTimers) -> list[Evaluation]:
         """Evaluate the sets that are due after `step` (0: before training), log and return their results. Collective."""
-        results = []
-        for one in self._evaluators:
-            if one.is_due(step, self._total_steps):
+        due = [one for one in self._evaluators if one.is_due(step, self._total_steps)]
+        results: list[Evaluation] = []
+        with self._weights(step) if due else nullcontext():
+            for one in due:
                 # A stage for each set: limits are learned from a stage's times, and a large set is no hang of a small one.
                 with timers.stage(f"evaluate_{one.name}" if one.name else "evaluate"):
                     results.append(one.run(self._rollout, self._tokenizer))
@@ -212,6 +220,18 @@ class Evaluations:
         """End the workers of the sets' rewards."""
         for one in self._evaluators:
             one.scorer.close()
+
+
+@contextmanager
+def average_in_sampler(average: PolicyAverage | None, push_weights: Callable[[int], Any], step: int) -> Iterator[None]:
+    """Inside, the sampler has the average of the policy's weights after `step`; then the policy's again. Collective.
+
+    average: None on ranks without the policy.
+    """
+    with nullcontext() if average is None else average.in_place():
+        push_weights(average_version(step))
+        yield
+    push_weights(step)
 
 
 def metrics_of(results: Sequence[Evaluation]) -> dict[str, float]:

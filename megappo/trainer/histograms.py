@@ -40,7 +40,7 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
         for name, field in ((Distribution.VALUE, fields.value), (Distribution.RETURN, fields.returns))
     }
     if "ref_logprob" in batch:
-        values[Distribution.KL] = kl_estimate(batch["logprob"], batch["ref_logprob"], record.kl_estimator)[mask]
+        values[Distribution.KL] = kl_estimate(batch["logprob"], batch["ref_logprob"], record.kl)[mask]
     found = even_histograms({name.value: x for name, x in values.items()} | of_critics)
     if (ratios := ratio_histogram(record.policy.sums)) is not None:
         found[Distribution.RATIO.value] = Histogram(tuple(ratios[0]), tuple(ratios[1]))

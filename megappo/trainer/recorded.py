@@ -6,7 +6,7 @@ no reference and no rollout engine are there. The reader of the files is `traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,23 +18,20 @@ from megappo.config.schema import AlgorithmConfig, NoKLConfig, TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch
 from megappo.telemetry.metrics import Metric
-from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.build_roles import Roles
-from megappo.trainer.checkpoints import Checkpoints
 from megappo.trainer.critic_report import critic_metrics, least_explained_variance, targets_in
 from megappo.trainer.experience.collect import sample_seed
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.instruments import Instruments
+from megappo.trainer.extras import Extra
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.prepare.recorded import RecordedSamples
 from megappo.trainer.report import length_metrics
+from megappo.trainer.run import Run
 from megappo.trainer.shaping import shape_advantages
-from megappo.trainer.state import TrainerState
 from megappo.trainer.step_totals import Totals, moments_of_tokens
 from megappo.trainer.token_scans import PerToken
 from megappo.trainer.updates import Updates, UpdateSummary
-from megappo.trainer.warmup import CriticWarmup
 
 COLUMNS = (
     Metric.CRITIC_LOSS.value,
@@ -49,32 +46,19 @@ COLUMNS = (
 
 
 class RecordedPretraining:
-    """The loop, built in `main.py`; arguments and `stopped` as of `ppo.PPO`. loader: of the order of the trajectories."""
+    """The loop, built by `assembly.py`; `stopped` as of `ppo.PPO`. loader: of the order of the trajectories. replicas: checks of
+    the copies of weights."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        total_steps: int,
-        *,
-        roles: Roles,
-        samples: RecordedSamples,
-        loader: PromptLoader,
-        state: TrainerState,
-        log: RunLog,
-        checkpoints: Checkpoints,
-        settle: Callable[[], None],
-        check_replicas: Callable[[], None],
-        instruments: Instruments,
+        self, config: TrainConfig, run: Run, roles: Roles, samples: RecordedSamples, loader: PromptLoader, replicas: Extra
     ) -> None:
-        self.config, self.total_steps, self.warmup = _without_sampler(config), total_steps, CriticWarmup(config, state)
-        self.roles, self.samples, self.loader, self.state = roles, samples, loader, state
-        self.log, self.checkpoints = log, checkpoints
-        self.settle, self.stopped = settle, False
-        self.check_replicas, self.instruments = check_replicas, instruments
+        self.config, self.roles, self.samples, self.loader = config, roles, samples, loader
+        self.steps, self.state, self.log, self.settle = run.steps, run.state, run.log, run.settle
+        self.checkpoints, self.instruments, self.replicas, self.stopped = run.checkpoints, run.instruments, replicas, False
 
     def run(self) -> None:
         """Run all remaining steps, those until the values fit, or those until a stop."""
-        while self.state.step < self.warmup.last_step(self.total_steps) and not self.stopped:
+        while self.state.step < self.steps.last and not self.stopped:
             with self.instruments.step(self.state.step + 1), self.checkpoints.guard_step():
                 self.step()
             self.settle()
@@ -98,36 +82,25 @@ class RecordedPretraining:
         critics = self.roles.critics
         with timers.stage("update_critic"):  # 6
             self.checkpoints.begin_updates()
-            updates = Updates(experience, self.roles, critics, config, sample_seed(config.run.seed, step, -1), counts_ratios=False)
+            updates = Updates(experience, self.roles, critics, config, sample_seed(config.run.seed, step, -1))
             for name in critics:
                 updates.run(name)
         record = RecordedStep(experience, {name: updates.summary(name) for name in critics})
 
-        every = config.run.replica_check_every
-        if every and (step % every == 0 or step == self.warmup.last_step(self.total_steps)):
-            with timers.stage("check_replicas"):
-                self.check_replicas()
+        self.replicas.before_push(step, timers)
 
         self.instruments.settle_times(timers)  # 8
-        self.count(record)
-        if self.warmup.end_if_fitted(step, record.explained_variance):
+        self.state.count(experience.table, record.critics.values())
+        if self.steps.end_warm_up_if_fitted(step, record.explained_variance):
             self.log.note(f"critic: explains {record.explained_variance:.3f} of the returns; the run ends after step {step}")
-        self.log.step({**record.metrics(timers), **self.checkpoints.metrics()}, step, self.total_steps)
-        self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.warmup.last_step(self.total_steps))
+        self.log.step({**record.metrics(timers), **self.checkpoints.metrics()}, step, self.steps.total)
+        self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.steps.last)
 
     def algorithm(self, step: int) -> AlgorithmConfig:
         """Settings of the returns of a step, without what the recorded rewards hold already, and what is of advantages alone."""
-        algorithm = self.warmup.algorithm(step)
+        algorithm = self.steps.algorithm(step)
         # Where nothing but the critic changes, V-trace has ratios of 1 and the returns of GAE.
         return algorithm.model_copy(update={"kl": NoKLConfig(), "estimator": "gae"})
-
-    def count(self, record: RecordedStep) -> None:
-        table, critics = record.experience.table, record.critics.values()
-        self.state.step += 1
-        self.state.episodes += table.num_samples
-        self.state.tokens += int(table.sampled.sum())
-        self.state.critic_updates += sum(critic.num_updates for critic in critics)
-        self.state.critic_skipped += sum(critic.skipped for critic in critics)
 
 
 def with_returns(batch: PackedBatch, algorithm: AlgorithmConfig) -> PackedBatch:
@@ -140,11 +113,6 @@ def with_returns(batch: PackedBatch, algorithm: AlgorithmConfig) -> PackedBatch:
     # Log-probs enter a KL alone, which the rewards hold already.
     batch = batch.with_fields({"logprob": torch.zeros_like(batch["token_reward"])})
     return shape_advantages(batch, torch.zeros(batch.num_sequences), 0.0, algorithm, per_token)
-
-
-def _without_sampler(config: TrainConfig) -> TrainConfig:
-    """Without windows: the file of a step has those of its responses that ended, each as one trajectory."""
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"window_tokens": None})})
 
 
 @dataclass(frozen=True)

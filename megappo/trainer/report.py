@@ -5,7 +5,7 @@ Each rank adds up its own samples; one exchange of sums and one of maxima make t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,40 +16,52 @@ from megappo.algo.aggregation import sums_per_sequence
 from megappo.algo.summaries import Moments, masked_moments, summarise
 from megappo.data.packing import PackedBatch
 from megappo.rewards.compose import Scored
-from megappo.rollout.types import Played
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.critic_report import critic_metrics, least_explained_variance, targets_in
-from megappo.trainer.dynamic_sampling import Rounds
-from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.table import SampleTable
 from megappo.trainer.expert_report import expert_metrics
+from megappo.trainer.rounds import Rollout
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.step_totals import Totals, moments_of_tokens
 from megappo.trainer.turn_report import Turns, moments_of_turns
 from megappo.trainer.updates import UpdateSummary
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class StepRecord:
-    """Results of one PPO step. experience, scored: of this rank's samples. All else is the same on every rank; critics (by role)
-    and policy on the ranks of the role."""
+    """Results of one PPO step, as far as its stages are done.
 
-    step: int
-    experience: Experience
-    scored: Scored
-    agreement: Agreement
-    kl_estimator: str
-    kl_coef: float
-    critics: Mapping[str, UpdateSummary]
-    policy: UpdateSummary
-    pushed: dict[str, float]
-    shaping: Mapping[str, float] = field(default_factory=dict)
-    """Figures of stage 5 by metric."""
-    rounds: Rounds | None = None
-    """Of dynamic sampling."""
-    played: Sequence[Played] = ()
-    """Trajectories that this rank drew in an environment."""
+    rollout: of stages 1 to 3. updated: roles that the step updates. kl: estimator of the KL to the reference. kl_coef: its
+    coefficient in the step. agreement: of stage 4. experience: of this rank's samples, with the fields of every stage so far.
+    figures: of stage 5 by metric. critics (by role), policy: updates of stage 6. pushed: figures of stage 7.
+    """
+
+    rollout: Rollout
+    updated: Collection[str] = ()
+    kl: str = "k1"
+    kl_coef: float = 0.0
+    agreement: Agreement = Agreement(0.0, 0.0)
+    figures: dict[str, float] = field(default_factory=dict)
+    critics: Mapping[str, UpdateSummary] = field(default_factory=dict)
+    policy: UpdateSummary = field(default_factory=UpdateSummary)
+    pushed: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.experience = self.rollout.experience
+
+    @property
+    def step(self) -> int:
+        return self.rollout.step
+
+    @property
+    def scored(self) -> Scored:
+        return self.rollout.scored
+
+    @property
+    def updates_policy(self) -> bool:
+        """True if the step updates the policy: there is something to learn, and not for the critics alone."""
+        return "policy" in self.updated
 
     @property
     def batch(self) -> PackedBatch:
@@ -60,7 +72,7 @@ class StepRecord:
         """Moments over all ranks. Collective over the world when first read."""
         with torch.inference_mode():  # a sixth less for each of some hundred calls on a few numbers
             of_samples = {name: masked_moments(x, mask) for name, (x, mask) in self._of_samples().items()}
-            moments = {**self._of_tokens(), **of_samples, **moments_of_turns(self.played)}
+            moments = {**self._of_tokens(), **of_samples, **moments_of_turns(self.rollout.played)}
             further = {
                 "retries": torch.tensor(list(self.scored.retries.values()), dtype=torch.float64),
                 "unscored": torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64),
@@ -69,7 +81,7 @@ class StepRecord:
 
     def _of_tokens(self) -> dict[str, Moments]:
         """Name -> moments over the sampled tokens, of value and returns over those with a target."""
-        kinds = {self.kl_estimator, "k1", "k3"}
+        kinds = {self.kl, "k1", "k3"}
         return moments_of_tokens(self.batch, targets_in(self.batch), ["raw_advantage"], ["entropy"], kinds)
 
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -110,11 +122,11 @@ class StepRecord:
             **self._policy(),
             **critic_metrics(self.totals, self.batch, self.critics),
             **self._kl_metrics(),
-            **self.shaping,
+            **self.figures,
             **length_metrics(self.experience.table),
             **self._rollout(),
             **self._costs(timers),
-            **({} if self.rounds is None else self.rounds.metrics()),
+            **({} if self.rollout.rounds is None else self.rollout.rounds.metrics()),
         }
 
     def _reward(self) -> dict[str, float]:
@@ -196,7 +208,7 @@ class StepRecord:
         if "kl k1" not in self.totals:
             return {}
         return {
-            Metric.KL_TOKEN.value: self.totals.mean(f"kl {self.kl_estimator}"),
+            Metric.KL_TOKEN.value: self.totals.mean(f"kl {self.kl}"),
             Metric.KL_TOKEN_K3.value: self.totals.mean("kl k3"),
             Metric.KL_RESPONSE.value: self.kl_per_response(),
             Metric.KL_COEF.value: self.kl_coef,
@@ -253,10 +265,10 @@ class StepRecord:
     @property
     def generated(self) -> tuple[Tensor, Tensor]:
         """[M] int32 each: tokens of every generated sample of all ranks, and those of its response; the replaced ones included."""
-        table = self.experience.table
-        if self.rounds is None:
+        table, rounds = self.experience.table, self.rollout.rounds
+        if rounds is None:
             return table.length, table.sampled
-        return torch.cat([table.length, self.rounds.length]), torch.cat([table.sampled, self.rounds.sampled])
+        return torch.cat([table.length, rounds.length]), torch.cat([table.sampled, rounds.sampled])
 
     def _summary(self, name: str, prefix: str) -> dict[str, float]:
         return {f"{prefix}_{key}": value for key, value in self.totals.summary(name)._asdict().items()}

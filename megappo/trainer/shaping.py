@@ -35,6 +35,9 @@ from megappo.trainer.token_scans import (
     whole_responses,
 )
 
+GREEDY = "greedy"
+"""Field of a batch: [B] fp64 score of the greedy response to the prompt of each sample, for the estimator remax."""
+
 # Ops of stage 5, which run where the experience is: on the host.
 HOST_OPS = ("token_advantages",)
 
@@ -52,13 +55,11 @@ def shape_experience(
     kl_coef: float,
     algorithm: AlgorithmConfig,
     per_token: PerToken | None = None,
-    greedy: Tensor | None = None,
 ) -> Shaped:
     """Stage 5 with the estimator of `algorithm`: fields as `shape_advantages`, without a critic no returns. Collective over the
     world.
 
-    score, kl_coef, per_token: as there, of this rank's samples. greedy: [B] score of the greedy response to the prompt of each
-    sample, for the estimator remax.
+    score, kl_coef, per_token: as there, of this rank's samples. The estimator remax reads the field GREEDY.
     """
     if algorithm.has_critic:
         batch, figures = _in_chains(experience, score, kl_coef, algorithm, per_token)
@@ -70,7 +71,7 @@ def shape_experience(
             f"algorithm.estimator {algorithm.estimator}: trajectories of several sequences need a critic, gae or vtrace"
         )
     else:
-        shaped = _without_critic(experience, score, kl_coef, algorithm, per_token, greedy)
+        shaped = _without_critic(experience, score, kl_coef, algorithm, per_token)
     reweighted, metrics = reweight(shaped.experience, algorithm)
     return Shaped(reweighted, {**shaped.metrics, **metrics})
 
@@ -161,7 +162,6 @@ def _without_critic(
     kl_coef: float,
     algorithm: AlgorithmConfig,
     per_token: PerToken | None,
-    greedy: Tensor | None,
 ) -> Shaped:
     """Advantages from returns alone. The rewards of a response are those of its tokens, KL included if it is placed there."""
     batch, metrics = experience.batch, {}
@@ -182,7 +182,7 @@ def _without_critic(
         advantage = on_sampled(compared[experience.numbers], batch)
         metrics[Metric.EQUAL_GROUPS.value] = equal_groups(experience.column(score), group)
     elif algorithm.estimator == "remax":
-        assert greedy is not None, "remax compares with greedy responses"
+        greedy = batch[GREEDY]
         advantage = torch.where(mask, advantage - on_sampled(greedy, batch), 0.0)
         metrics[Metric.GREEDY_SCORE.value] = float(experience.column(greedy).mean())
     whitened = whiten_apply(advantage, mask, total(whitening_moments(advantage, mask))) if algorithm.whitens else advantage

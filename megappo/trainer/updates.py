@@ -44,6 +44,23 @@ class Targets(NamedTuple):
     passes_all: bool = True
 
 
+class Counting(NamedTuple):
+    """Tokens that count in a role's loss: of the mini-batches' samples all sampled ones, but for these.
+
+    left_out: [N] bool, samples whose tokens count nowhere; None for none. rejected: [N], sampled tokens of each sample that count
+    nowhere, those of its field REJECTED; None for none. targets: None for all sampled tokens. positive: [N] bool, samples whose
+    tokens have a field `roles.NLL_WEIGHT` that makes their loss the mean over such tokens of the mini-batch; None without it.
+    """
+
+    left_out: Tensor | None = None
+    rejected: Tensor | None = None
+    targets: Targets | None = None
+    positive: Tensor | None = None
+
+
+ALL_SAMPLED = Counting()
+
+
 class MiniBatch(NamedTuple):
     """One optimizer step of a role. share: this rank's samples, with the field `weight`. denominator: count of the loss over all
     ranks. lengths: [M] tokens of all samples of the mini-batch."""
@@ -76,20 +93,14 @@ def mini_batches(
     schedule: UpdateSchedule,
     max_tokens: int,
     seed: int,
-    left_out: Tensor | None = None,
-    rejected: Tensor | None = None,
-    targets: Targets | None = None,
-    positive: Tensor | None = None,
+    counting: Counting = ALL_SAMPLED,
 ) -> Iterator[MiniBatch]:
     """Optimizer steps of a role by its schedule; each epoch is in a new seeded order.
 
     experience: sent to the owners of the first epoch (`first_epoch`). shares, group: of the role, which is collective over the
     group: later epochs exchange samples there. max_tokens: the length that `loss_aggregation: fixed-length` divides by.
-    left_out: [N] bool, samples whose tokens count nowhere in the loss; None for none. rejected: [N], sampled tokens of each sample
-    that count nowhere, those of its field REJECTED; None for none. targets: None for all sampled tokens. positive: [N] bool,
-    samples whose tokens have a field `roles.NLL_WEIGHT` that makes their loss the mean over such tokens of the mini-batch; None
-    without the field.
     """
+    left_out, rejected, targets, positive = counting
     table, mode, size, part = experience.table, schedule.loss_aggregation, schedule.mini_batch_size, schedule.part
     field, counted, passes_all = targets or Targets("response_mask", table.sampled)
     counted = counted if rejected is None else counted - rejected
@@ -144,11 +155,10 @@ def first_epoch(
     return experience.redistribute(owners, {*fields, *READS})
 
 
-def update_reads(role: str, algorithm: AlgorithmConfig, *, in_windows: bool = False) -> tuple[str, ...]:
-    """Fields of the experience that the updates of policy or a critic read, if there are. in_windows: with
-    `rollout.window_tokens`."""
+def update_reads(role: str, algorithm: AlgorithmConfig) -> tuple[str, ...]:
+    """Fields of the experience that the updates of policy or a critic read, those of them that there are."""
     if is_critic(role):
-        return (*critic_reads(role), *(["value_mask"] if algorithm.gae_level == "turn" or in_windows else []))
+        return (*critic_reads(role), "value_mask")
     rejected = (REJECTED,) if algorithm.drops_rejected else ()
     return (*LanguageModel.sampling_fields, *policy_reads(algorithm), *rejected)
 
@@ -264,7 +274,7 @@ def run_updates(role: Trainable, minis: Iterable[MiniBatch]) -> UpdateSummary:
 class Updates:
     """Stage 6 of a step, for some of the trained roles: each is sent its data once, before any of them starts.
 
-    Roles on other ranks then wait for each other no more until the summaries. counts_ratios: as `Policy.counts_ratios`.
+    Roles on other ranks then wait for each other no more until the summaries.
     """
 
     def __init__(
@@ -274,18 +284,15 @@ class Updates:
         names: Collection[str],
         config: TrainConfig,
         seed: int,
-        counts_ratios: bool,
         positive: Tensor | None = None,
         texts: DrawnTexts | None = None,
     ) -> None:
         """Collective over the world. names: of the roles to update, of policy and critics. positive: of `positive_samples`. texts:
         that join the policy's mini-batches, None without `algorithm.ptx`."""
         self._roles, self._config, self._seed, self._positive, self._texts = roles, config, seed, positive, texts
-        if roles.policy is not None:
-            roles.policy.counts_ratios = counts_ratios
         # Once for roles that divide a batch, and an epoch, alike.
         schedules = {name: update_schedule(config, name) for name in names}
-        asked = partial(update_reads, algorithm=config.algorithm, in_windows=config.rollout.window_tokens is not None)
+        asked = partial(update_reads, algorithm=config.algorithm)
         division = {name: (roles.shares[name], one.mini_batch_size, one.part) for name, one in schedules.items()}
         reads: dict[tuple[Shares, int, Part], set[str]] = {}
         for name in names:
@@ -316,10 +323,12 @@ class Updates:
             update_schedule(self._config, name),
             self._config.rollout.max_response_tokens,
             self._seed,
-            left_out_of(name, self._table, self._config.algorithm),
-            self._rejected.get(name),
-            self._targets[name],
-            self._positive if name == "policy" else None,
+            Counting(
+                left_out_of(name, self._table, self._config.algorithm),
+                self._rejected.get(name),
+                self._targets[name],
+                self._positive if name == "policy" else None,
+            ),
         )
         if name == "policy" and self._texts is not None:
             minis = mixed(minis, self._texts, self._roles.shares[name], data.rank)

@@ -29,6 +29,7 @@ from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.experience.collect import sample_seed
 from megappo.trainer.experience.experience import Experience
+from megappo.trainer.prompt_source import PromptSource
 from megappo.trainer.state import TrainerState
 
 
@@ -78,18 +79,18 @@ class Unfinished(NamedTuple):
         return cls(tuple(begun), state["row"], state["left"])
 
 
-class Windows:
-    """Requests of the steps of a run with `rollout.window_tokens`, and what is left unfinished, in `state.unfinished`.
+class Windows(PromptSource):
+    """Source of a run with `rollout.window_tokens`; what is left unfinished is in `state.unfinished`.
 
-    num_samples: of a step.
+    A row is a sample, as those of a prompt end apart. num_samples: of a step.
     """
 
     def __init__(self, config: TrainConfig, prompts: Sequence[Prompt], loader: PromptLoader, state: TrainerState) -> None:
         assert config.rollout.window_tokens is not None
+        super().__init__(prompts, loader, 1, config.run.seed)
         self._window, self._longest = config.rollout.window_tokens, config.rollout.max_response_tokens
-        self._n, self._seed = config.rollout.samples_per_prompt, config.run.seed
-        self._prompts, self._loader, self._state = prompts, loader, state
-        self.num_samples = config.data.prompts_per_step * self._n
+        self._n, self._state = config.rollout.samples_per_prompt, state
+        self.num_samples = self.rows_per_step = config.data.prompts_per_step * self._n
         self._known: tuple[dict[str, Any] | None, Unfinished] = (None, Unfinished())
         self._begun: list[Begun] = []
         self._waiting: tuple[Begun, ...] = ()
@@ -102,8 +103,8 @@ class Windows:
             self._known = self._state.unfinished, Unfinished.decoded(self._state.unfinished)
         return self._known[1]
 
-    def begin(self, step: int) -> tuple[list[int], list[Request]]:
-        """Row of the prompt of every sample of a step, and their requests. Advances the loader's cursor, alike on every rank."""
+    def draw(self, step: int, num_rows: int = 0, num_before: int = 0) -> tuple[list[int], list[Request]]:
+        """Row of the prompt of every sample of a step, which has one round, and their requests."""
         left = self.unfinished
         # More than a step has samples only after a resume with fewer: the others wait.
         going_on, self._waiting = left.begun[: self.num_samples], left.begun[self.num_samples :]
@@ -111,11 +112,11 @@ class Windows:
         requests = [self._request(number, one, step) for number, one in enumerate(self._begun)]
         return [one.row for one in self._begun], requests
 
-    def end(self, experience: Experience) -> dict[str, float]:
-        """Keep what goes on in the next step; returns figures by metric. Collective over the world.
+    def predicted_lengths(self, rows: Sequence[int]) -> None:
+        """None: a window limits all alike."""
 
-        experience: of the requests of `begin`.
-        """
+    def end(self, experience: Experience) -> dict[str, float]:
+        """Keep what goes on in the next step."""
         table = experience.table
         numbers = table.unfinished.nonzero().flatten()
         tokens, logprobs = _of_all_ranks(experience, numbers)
@@ -134,7 +135,7 @@ class Windows:
         rows = [left.row] * min(left.left, count)
         still_open = left.left - len(rows)
         missing = count - len(rows)
-        fresh = self._loader.next_step(-(-missing // self._n)) if missing else []
+        fresh = self.loader.next_step(-(-missing // self._n)) if missing else []
         self._num_prompts = len(fresh)
         rows += [row for row in fresh for _ in range(self._n)][:missing]
         if fresh:
@@ -147,8 +148,8 @@ class Windows:
         limit = min(self._window, room)
         return Request(
             number,
-            self._prompts[one.row].tokens,
-            sample_seed(self._seed, step, number),
+            self.prompts[one.row].tokens,
+            sample_seed(self.seed, step, number),
             before=one.segments,
             max_tokens=limit,
             goes_on=limit < room,
@@ -169,6 +170,13 @@ class Windows:
             Metric.TOKEN_AGE_MEAN.value: float((ages * counts).sum() / counts.sum().clamp(min=1.0)),
             Metric.TOKEN_AGE_MAX.value: int(ages[counts > 0].max()) if bool((counts > 0).any()) else 0,
         }
+
+
+def prompt_source_of(config: TrainConfig, prompts: Sequence[Prompt], loader: PromptLoader, state: TrainerState) -> PromptSource:
+    """Source of a run's requests."""
+    if config.rollout.window_tokens is not None:
+        return Windows(config, prompts, loader, state)
+    return PromptSource(prompts, loader, config.rollout.samples_per_prompt, config.run.seed, config.algorithm.dynamic_sampling)
 
 
 def resume_windows(config: TrainConfig, state: TrainerState, log: RunLog) -> None:

@@ -109,9 +109,9 @@ def train_by_phases(rank: int, config: dict[str, Any]) -> dict[str, tuple[int, i
 
     class WatchedPPO(PPO):
         def run(self) -> Any:
-            policy, critic, reference = (self.roles.by_name[name] for name in ("policy", "critic", "reference"))
+            policy, critic, reference = (self.training.roles.by_name[name] for name in ("policy", "critic", "reference"))
             for owner, method, phase in (
-                (self.rollout, "poll", "generate"),
+                (self.rollout.engine, "poll", "generate"),
                 (policy, "logprobs", "log-probs"),
                 (critic, "values", "values"),
                 (reference, "logprobs", "reference log-probs"),
@@ -119,7 +119,7 @@ def train_by_phases(rank: int, config: dict[str, Any]) -> dict[str, tuple[int, i
                 (critic.engine, "optimizer_step", "critic optimizer step"),
                 (policy.engine, "forward_backward", "policy update"),
                 (policy.engine, "optimizer_step", "policy optimizer step"),
-                (self, "push_weights", "push weights"),
+                (self.rollout, "push_weights", "push weights"),
             ):
                 setattr(owner, method, watched(phase, getattr(owner, method)))
             return super().run()
@@ -141,13 +141,13 @@ def _train(rank: int, config: dict[str, Any], loop: type, resume: bool = False) 
 
     from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
-    from megappo.trainer import main
+    from megappo.trainer import assembly, main
 
     path = Path(config["run"]["output_dir"]).parent / f"{config['run']['name']}.{rank}.yaml"
     path.write_text(yaml.safe_dump(config))
     loaded = load_config(str(path), [])
     prepared = plan_run(loaded, dist.get_world_size(), config["run"]["device"], resume=resume)
-    with mock.patch.object(main, "PPO", loop):
+    with mock.patch.object(assembly, "PPO", loop):
         main.train(loaded, prepared.data, resume=resume)
     return prepared.plan
 

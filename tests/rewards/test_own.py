@@ -16,8 +16,8 @@ from megappo.rewards.base import PreparedPart, RewardError
 from megappo.rewards.compose import Scored
 from megappo.rewards.own import OwnRule
 from megappo.rewards.scorer import Scorer
-from megappo.trainer.main import scorer_of
 from megappo.trainer.prepare.reward_parts import check_requirements, load_parts
+from megappo.trainer.sampling import scorer_of
 from tests.rewards.samples import sample, scores
 
 SAMPLES = [sample("a b", "a", sample_id="t#0"), sample("c", "c", sample_id="t#1"), sample("", "x", sample_id="t#2")]

@@ -15,8 +15,8 @@ from megappo.config.loading import validated
 from megappo.config.reward_sections import RewardConfig
 from megappo.rewards.base import RewardError
 from megappo.rewards.scorer import Scorer
-from megappo.trainer.main import scorer_of
 from megappo.trainer.prepare.reward_parts import load_parts
+from megappo.trainer.sampling import scorer_of
 from tests.rewards.samples import sample, scores
 
 CODE = """

@@ -37,8 +37,8 @@ def scored(rank: int, url: str, answers: list[str]) -> tuple[str, float, float]:
     from megappo.config.reward_sections import RemoteConfig, RewardConfig, RewardPart
     from megappo.data.prompts import Prompt
     from megappo.rewards.base import RewardError
-    from megappo.trainer.main import scorer_of
     from megappo.trainer.prepare.reward_parts import load_parts
+    from megappo.trainer.sampling import scorer_of
     from tests.rollout.responses import answered
     from tests.trainer.experiences import score
     from tests.trainer.test_shaping_and_updates import LETTERS

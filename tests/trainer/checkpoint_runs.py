@@ -33,7 +33,7 @@ from megappo.runtime.ending import Ended, Unrecoverable, read_end, record_end
 from megappo.runtime.sections import AwakeClock, Sections
 from megappo.runtime.signals import StopRequest
 from megappo.trainer import checkpoints as module
-from megappo.trainer import main, ppo, updates
+from megappo.trainer import main, rollout_side, updates
 from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround
 from megappo.trainer.roles import Critic, Policy
 from megappo.trainer.state import TrainerState
@@ -118,8 +118,8 @@ def nan_once(role: type, result: str) -> Iterator[None]:
 
 # Work of a step, in its order, to which a request to stop comes on rank 1; the last one is the save.
 PHASES: tuple[tuple[Any, str], ...] = (
-    (ppo, "generate"),
-    (ppo, "score_responses"),
+    (rollout_side, "generate"),
+    (rollout_side, "score_responses"),
     (Critic, "values"),
     (Critic, "_loss_of"),
     (MegatronEngine, "optimizer_step"),
@@ -304,7 +304,9 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
     record_end(folder / "runs" / "hopeless", Ended("stopped", 1))
     results["hopeless"] = outcome(hopeless, resume=True)
     results["hopeless end"] = read_end(folder / "runs" / "hopeless")
-    other_data = mock.patch("megappo.trainer.main.require_equal_data", side_effect=ValueError("data.train: rank 1 reads another"))
+    other_data = mock.patch(
+        "megappo.trainer.surroundings.require_equal_data", side_effect=ValueError("data.train: rank 1 reads another")
+    )
     results["other data"] = outcome(config(folder, "other"), other_data)
     results.update({name: case(folder) for name, case in CASES.items()})
     return results

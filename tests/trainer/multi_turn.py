@@ -51,13 +51,13 @@ def shaped(asked, on_own_ranks=None, per_token=None):
         owners = Owners(torch.tensor(on_own_ranks), Shares.of_ranks(range(world_size)))
         experience = Experience(experience.table, owners, batch.select(owners.numbers(rank)), rank, experience.wire)
     mine = experience.numbers.tolist()
+    greedy = torch.tensor([GREEDY[GROUP[i]] for i in mine], dtype=torch.float64)
     result = shape_experience(
-        experience,
+        experience.with_fields({}, {"greedy": greedy}),
         torch.tensor([SCORE[i] for i in mine]),
         KL,
         asked,
         None if per_token is None else [per_token[i] for i in mine],
-        greedy=torch.tensor([GREEDY[GROUP[i]] for i in mine], dtype=torch.float64),
     )
     names = [name for name in ("reward", "raw_advantage", "advantage", "returns", "value_mask") if name in result.experience.batch]
     found, targets = result.experience.everywhere(names), targets_of("critic", result.experience)

@@ -13,7 +13,7 @@ from megappo.commands.plan.run import plan_run
 from megappo.config.loading import load_config
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.rollout import vllm_options
-from megappo.trainer import main
+from megappo.trainer import assembly, main
 from megappo.trainer.evaluation import Evaluation
 from megappo.trainer.ppo import PPO
 from tests.engine.whole import on_whole_batches
@@ -34,7 +34,7 @@ class ProbedPPO(PPO):
 
     def run(self) -> Evaluation | None:
         result = super().run()
-        type(self).said = on_whole_batches(self.roles.policy).logprobs(self.probe)
+        type(self).said = on_whole_batches(self.training.roles.policy).logprobs(self.probe)
         return result
 
 
@@ -43,7 +43,7 @@ def run_recipes(rank: int, jobs: Sequence[tuple[str, Path, list[str]]], vocab_si
     sequences = probe_sequences(vocab_size)
     tokens = torch.tensor([token for sequence in sequences for token in sequence])
     ProbedPPO.probe = PackedBatch(tokens, cu_seqlens_of([len(sequence) for sequence in sequences]))
-    main.PPO = ProbedPPO
+    assembly.PPO = ProbedPPO
     vllm_options.CPU_KV_CACHE_GIB = 0.03  # recipes set a share of a GPU's memory, beside which no key may say so
     said = {}
     for name, recipe, overrides in jobs:

@@ -25,8 +25,8 @@ from megappo.commands.plan.memory import count_parameters, role_memory, with_ave
 from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout
 from megappo.rewards.compose import Scored
-from megappo.trainer import ppo
-from megappo.trainer.usable import nothing_to_learn
+from megappo.trainer import rollout_side
+from megappo.trainer.rounds import nothing_to_learn
 from tests.trainer.averages import POLICIES, REFERENCES, Found, averages, write_models
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
@@ -150,14 +150,14 @@ def config_of(folder: Path, name: str, engine: str, steps: int = STEPS, **change
 @contextmanager
 def unscored_step(step: int) -> Iterator[None]:
     """The rules decide nothing about the responses of this step."""
-    plain, calls = ppo.score_responses, []
+    plain, calls = rollout_side.score_responses, []
 
     def scored(*arguments: Any) -> Scored:
         found = plain(*arguments)
         calls.append(None)
         return replace(found, num_undecided=len(found.total)) if len(calls) == step else found
 
-    with mock.patch.object(ppo, "score_responses", scored):
+    with mock.patch.object(rollout_side, "score_responses", scored):
         yield
 
 
@@ -181,12 +181,12 @@ def run_all(rank: int, folder: Path) -> str:
     # A checkpoint without an average, and under the other engine.
     run_many(rank, [(config_of(folder, "late", "megatron", 1, **WITHOUT), False)])
     run_many(rank, [(config_of(folder, "late", "fsdp2", 2), True)])
-    plain = ppo.PPO.push_weights
+    plain = rollout_side.RolloutSide.push_weights
 
-    def push(self: ppo.PPO, version: int) -> dict[str, float]:
+    def push(self: rollout_side.RolloutSide, version: int) -> dict[str, float]:
         return {} if version == 1 else plain(self, version)  # neither after the updates of step 1 nor after its evaluation
 
-    with mock.patch.object(ppo.PPO, "push_weights", push):
+    with mock.patch.object(rollout_side.RolloutSide, "push_weights", push):
         try:
             run_many(rank, [(config_of(folder, "faulty", "megatron"), False)])
         except RuntimeError as error:

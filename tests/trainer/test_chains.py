@@ -31,7 +31,7 @@ from megappo.parallel.totals import place_in_world
 from megappo.rollout.turn import Turn
 from megappo.rollout.turns import Compaction, TurnsRollout, keep_ends
 from megappo.rollout.types import Context, EnvironmentFault, Request, Response, RolloutEngine, SamplingParams, Segment
-from megappo.trainer import evaluation, main, ppo
+from megappo.trainer import assembly, evaluation, main, training_side
 from megappo.trainer.evaluation import metrics_of
 from megappo.trainer.experience.collect import collect
 from megappo.trainer.experience.experience import Experience
@@ -311,7 +311,7 @@ def run_turns(
     path = folder / f"{name}.{rank}.yaml"
     path.write_text(yaml.safe_dump(set_keys(config, {**usual, **changes})))
     loaded, found = load_config(str(path), []), []
-    plain = ppo.shape_experience
+    plain = training_side.shape_experience
 
     def shape(experience: Experience, score: torch.Tensor, *rest: Any) -> Any:
         if len(found) + 1 == killed_in:
@@ -333,12 +333,16 @@ def run_turns(
         )
         return result
 
-    stops = main.sampling_params
+    stops = assembly.sampling_params
 
     def ending(*given: Any) -> SamplingParams:
         return replace(stops(*given), stop_token_ids=tuple(ENDS))
 
-    with mock.patch.object(ppo, "shape_experience", shape), mock.patch.object(main, "sampling_params", ending), suppress(Killed):
+    with (
+        mock.patch.object(training_side, "shape_experience", shape),
+        mock.patch.object(assembly, "sampling_params", ending),
+        suppress(Killed),
+    ):
         main.train(loaded, plan_run(loaded, 2, "cpu", resume=resume).data, resume=resume, wrap_rollout=wrap)
     return found
 
@@ -379,7 +383,7 @@ def killed_and_resumed(rank: int, folder: Path) -> dict[str, Any]:
 def evaluated_again(rank: int, folder: Path) -> tuple[dict[str, float], list[tuple[int, bool]]]:
     """Metrics of `megappo eval` on the last checkpoint of the example's run, by its configuration; and of each trajectory that this
     rank drew its turns, counted in its tokens, and if it was cut."""
-    config, stops = load_config(str(folder / f"guesses.{rank}.yaml"), []), main.sampling_params
+    config, stops = load_config(str(folder / f"guesses.{rank}.yaml"), []), assembly.sampling_params
     plain, drawn = evaluation.generate, list[tuple[int, bool]]()
 
     def ending(*given: Any) -> SamplingParams:

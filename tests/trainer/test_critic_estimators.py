@@ -12,7 +12,7 @@ from megappo.config.schema import AlgorithmConfig
 from megappo.parallel.shares import Shares
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.shaping import shape_experience
-from megappo.trainer.updates import mini_batches, order_of_epoch, targets_of, update_reads
+from megappo.trainer.updates import Counting, mini_batches, order_of_epoch, targets_of, update_reads
 from tests.trainer.multi_turn import GAMMA, KL, PER_TOKEN, SCORE, TURNS, shaped, whole_batch
 
 
@@ -159,7 +159,7 @@ def test_the_critic_learns_at_the_first_tokens_of_turns_and_the_policy_at_all(mo
     assert targets_of("policy", experience) is None and "value_mask" not in update_reads("policy", asked)
     targets, schedule = targets_of("critic", experience), UpdateSchedule(1, 4, mode)
     assert targets is not None and targets.field in update_reads("critic", asked)
-    minis = mini_batches(experience, Shares.of_ranks([0]), None, schedule, 9, 7, targets=targets)
+    minis = mini_batches(experience, Shares.of_ranks([0]), None, schedule, 9, 7, Counting(targets=targets))
     for chosen, mini in zip(order_of_epoch(experience.table.num_samples, 7).split(4), minis, strict=True):
         samples = [turns()[i] for i in chosen.tolist()]
         learning = sum(bool(sample) for sample in samples)

@@ -165,7 +165,7 @@ def test_critics_learn_from_disjoint_samples_that_share_every_prompt() -> None:
     models = {name: Recording() for name in ("policy", "critic", "critic_b")}
     roles = Roles(models, {}, tuple(models), dict.fromkeys(models, Shares.of_ranks([0])))
     assert roles.update_order == ("critic", "critic_b", "policy")
-    updates = Updates(Experience.of_whole(batch), roles, tuple(models), config, 5, counts_ratios=False)
+    updates = Updates(Experience.of_whole(batch), roles, tuple(models), config, 5)
     for name in roles.update_order:
         updates.run(name)
     seen = {name: [sorted(mini) for mini in model.seen] for name, model in models.items()}

@@ -12,7 +12,7 @@ from megappo.config.schema import AlgorithmConfig
 from megappo.parallel.shares import Shares
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.shaping import shape_experience
-from megappo.trainer.updates import left_out_of, mini_batches, order_of_epoch, rejected_of, update_reads
+from megappo.trainer.updates import Counting, left_out_of, mini_batches, order_of_epoch, rejected_of, update_reads
 from tests.trainer.multi_turn import GAMMA, GREEDY, GROUP, KL, ON_RANKS, PER_TOKEN, SCORE, TURNS, shaped, whole_batch
 from tests.worlds import spawn_world
 
@@ -175,7 +175,7 @@ def test_cut_responses_count_neither_in_the_loss_nor_in_its_denominator(mode):
     left_out = left_out_of("policy", experience.table, asked)
     counts = {tokens: sum(s for _, s in turns) for tokens, turns in zip(range(len(TURNS)), TURNS)}
     seen = 0
-    minis = mini_batches(experience, alone, None, shared_schedule(asked), 9, 7, left_out)
+    minis = mini_batches(experience, alone, None, shared_schedule(asked), 9, 7, Counting(left_out))
     for chosen, mini in zip(order_of_epoch(experience.table.num_samples, 7).split(4), minis, strict=True):
         lengths = [0 if i % 2 else counts[i] for i in chosen.tolist()]  # every other response is cut
         sequences = sum(n > 0 for n in lengths)
@@ -205,7 +205,7 @@ def test_rejected_tokens_leave_the_denominator_if_asked(mode, mask_truncated):
         rejected, left_out = (None if counts_all else rejected_of(experience)), left_out_of("policy", experience.table, asked)
         assert ("rejected" in update_reads("policy", asked)) == (not counts_all) and "rejected" not in update_reads("critic", asked)
         denominators[counts_all] = []
-        minis = mini_batches(experience, Shares.of_ranks([0]), None, shared_schedule(asked), 9, 7, left_out, rejected)
+        minis = mini_batches(experience, Shares.of_ranks([0]), None, shared_schedule(asked), 9, 7, Counting(left_out, rejected))
         for chosen, mini in zip(order_of_epoch(experience.table.num_samples, 7).split(4), minis, strict=True):
             counted = sampled if counts_all else kept
             sizes = [0 if mask_truncated and i % 2 else counted[i] for i in chosen.tolist()]

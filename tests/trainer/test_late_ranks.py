@@ -30,7 +30,7 @@ def one_run(
     from megappo.engine import build
     from megappo.parallel.groups import ProcessGroups
     from megappo.rewards.scorer import Scorer
-    from megappo.trainer import ppo, roles, updates
+    from megappo.trainer import roles, rollout_side, updates
 
     dist.destroy_process_group()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -54,7 +54,7 @@ def one_run(
 
     build.settle = record
     places = {
-        "generation": (ppo, "generate"),
+        "generation": (rollout_side, "generate"),
         "reward": (Scorer, "submit"),
         "between passes": (updates, "run_updates"),
         "save": (store, "encode_rng"),

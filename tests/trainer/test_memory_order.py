@@ -25,7 +25,7 @@ def seen_by_the_rollout(rank: int, folder: Path, offload: bool) -> dict[str, Any
 
     from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
-    from megappo.trainer import main
+    from megappo.trainer import main, sampling
 
     found: dict[str, Any] = {}
 
@@ -42,7 +42,7 @@ def seen_by_the_rollout(rank: int, folder: Path, offload: bool) -> dict[str, Any
     path = folder / f"config.{offload}.{rank}.yaml"
     path.write_text(yaml.safe_dump(config))
     loaded = load_config(str(path), [])
-    with mock.patch.object(main, "build_rollout", build_rollout), pytest.raises(Started):
+    with mock.patch.object(sampling, "build_rollout", build_rollout), pytest.raises(Started):
         main.train(loaded, plan_run(loaded, 2, "cpu", resume=False).data, resume=False)
     return found
 

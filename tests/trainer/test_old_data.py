@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from benchmarks.reliability.compare import MEASURED
 from megappo.engine.base import Engine
-from megappo.trainer import ppo
+from megappo.trainer import ppo, rollout_side, training_side
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.experience import Experience
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
@@ -56,10 +56,15 @@ def dis(folder: Path) -> dict[str, Any]:
 @contextmanager
 def values_compared(found: list[Values]) -> Iterator[None]:
     """Runs the passes of stage 4 twice more in every step: as they are, and with the critic's weights at the last push."""
-    passes, push, at_push = ppo.add_model_outputs, ppo.PPO.push_weights, {}
+    passes, push, at_push = training_side.add_model_outputs, rollout_side.RolloutSide.push_weights, {}
+    run, critics = ppo.PPO.run, []
 
-    def pushed(self: ppo.PPO, version: int) -> dict[str, float]:
-        at_push.update({name: weight.detach().clone() for name, weight in critic_of(self.roles).named_parameters().items()})
+    def running(self: ppo.PPO) -> Any:
+        critics.append(critic_of(self.training.roles))
+        return run(self)
+
+    def pushed(self: rollout_side.RolloutSide, version: int) -> dict[str, float]:
+        at_push.update({name: weight.detach().clone() for name, weight in critics[-1].named_parameters().items()})
         return push(self, version)
 
     def compared(experience: Experience, roles: Roles) -> Experience:
@@ -73,7 +78,8 @@ def values_compared(found: list[Values]) -> Iterator[None]:
         found.append(Values(float((again - now).abs().max()), float((old - now).abs().max())))
         return result
 
-    with mock.patch.object(ppo, "add_model_outputs", compared), mock.patch.object(ppo.PPO, "push_weights", pushed):
+    watched = mock.patch.object(rollout_side.RolloutSide, "push_weights", pushed), mock.patch.object(ppo.PPO, "run", running)
+    with mock.patch.object(training_side, "add_model_outputs", compared), watched[0], watched[1]:
         yield
 
 

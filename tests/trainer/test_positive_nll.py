@@ -12,7 +12,7 @@ from megappo.engine.base import Engine
 from megappo.parallel.shares import Shares
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.roles import NLL_WEIGHT, Policy, policy_reads
-from megappo.trainer.updates import mini_batches, order_of_epoch, positive_samples
+from megappo.trainer.updates import Counting, mini_batches, order_of_epoch, positive_samples
 from tests.trainer.test_estimators import algorithm, shared_schedule, whole_batch
 
 COEF, SCORES = 0.3, (1.0, 0.9, 0.0, 1.0, 0.9, 0.0, 0.89)
@@ -28,7 +28,9 @@ def minis_of(mode: str) -> tuple[list[Tensor], list[Any], Tensor]:
     experience = Experience.of_whole(whole_batch())
     positive = positive_samples(experience, torch.tensor(SCORES), asked(mode))
     assert positive is not None
-    minis = list(mini_batches(experience, Shares.of_ranks([0]), None, shared_schedule(asked(mode)), 9, 7, positive=positive))
+    minis = list(
+        mini_batches(experience, Shares.of_ranks([0]), None, shared_schedule(asked(mode)), 9, 7, Counting(positive=positive))
+    )
     return list(order_of_epoch(experience.table.num_samples, 7).split(4)), minis, positive
 
 
@@ -67,6 +69,8 @@ def test_it_adds_the_mean_over_the_tokens_of_correct_responses(mode: str) -> Non
 def test_a_mini_batch_without_a_correct_response_is_as_if_it_were_off() -> None:
     experience = Experience.of_whole(whole_batch())
     none = torch.zeros(len(SCORES), dtype=torch.bool)
-    for mini in mini_batches(experience, Shares.of_ranks([0]), None, shared_schedule(asked("token-mean")), 9, 7, positive=none):
+    for mini in mini_batches(
+        experience, Shares.of_ranks([0]), None, shared_schedule(asked("token-mean")), 9, 7, Counting(positive=none)
+    ):
         assert not mini.share[NLL_WEIGHT].any()
     assert positive_samples(experience, torch.tensor(SCORES), asked("token-mean", 0.0)) is None

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megappo.engine.base import PassResult, StepResult
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.report import StepRecord
 from megappo.trainer.roles import UpdateResult
+from megappo.trainer.rounds import Rollout
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.scoring import Scored
 from megappo.trainer.updates import UpdateSummary
@@ -52,8 +54,18 @@ def record(policy_sums=None, fields=FIELDS, kl_estimator="k1"):
     policy = UpdateSummary() if policy_sums is None else updates(policy_sums)
     critic = updates({"tokens_sum": 5.0, "loss_sum": 4.0})
     return StepRecord(
-        3, dealt(batch, version=2), scored, Agreement(0.001, 0.01), kl_estimator, 0.02, {"critic": critic}, policy, {"seconds": 0.5}
+        rollout=Rollout(step=3, experience=dealt(batch, version=2), scored=scored, prompt_of=PROMPTS.__getitem__),
+        kl=kl_estimator,
+        kl_coef=0.02,
+        agreement=Agreement(0.001, 0.01),
+        critics={"critic": critic},
+        policy=policy,
+        pushed={"seconds": 0.5},
     )
+
+
+def changed(record: StepRecord, **rollout: Any) -> StepRecord:
+    return replace(record, rollout=replace(record.rollout, **rollout))
 
 
 def metrics_of(step_record):
@@ -127,7 +139,7 @@ def test_ages_count_steps_from_the_oldest_weights_of_a_response():
     """Step 3 starts with the weights of step 2; the first response was begun by those of step 0 and ended by those of step 1."""
     made = record()
     table = replace(made.experience.table, oldest=torch.tensor([0, 1], dtype=torch.int32), newest=torch.tensor([1, 1]))
-    metrics = metrics_of(replace(made, experience=replace(made.experience, table=table)))
+    metrics = metrics_of(changed(made, experience=replace(made.experience, table=table)))
     assert (metrics["rollout/age_mean"], metrics["rollout/age_max"]) == (1.5, 2)
 
 
@@ -168,7 +180,7 @@ def test_every_name_is_in_the_catalogue_and_every_value_finite():
 def test_a_step_without_a_sampled_token_has_no_loss_and_only_moments_of_nothing_are_nan():
     whole = record(dict.fromkeys(POLICY_SUMS, 0.0))
     fields = whole.batch.token_fields | {"response_mask": torch.zeros(8, dtype=torch.bool)}
-    metrics = metrics_of(replace(whole, experience=dealt(replace(whole.batch, token_fields=fields))))
+    metrics = metrics_of(changed(whole, experience=dealt(replace(whole.batch, token_fields=fields))))
     undefined = {name for name, value in metrics.items() if not math.isfinite(value)}  # logged as null
     moments = {
         f"{name}_{what}" for name in ("policy/advantage", "critic/value", "critic/return") for what in ("mean", "std", "min", "max")
@@ -209,7 +221,7 @@ def test_the_logged_kl_is_capped_as_the_trained_one_is():
 def test_a_part_counts_over_the_samples_that_have_it_and_models_beside_the_rest():
     whole = record()
     scored = replace(whole.scored, parts={"rule": [0.5, math.nan], "absent": [math.nan] * 2}, model_total=[0.25, 0.5])
-    metrics = metrics_of(replace(whole, scored=scored))
+    metrics = metrics_of(changed(whole, scored=scored))
     assert (metrics["reward/rule"], metrics["reward/rule/min"], metrics["reward/rule/share"]) == (0.5, 0.5, 0.5)
     assert not [name for name in metrics if "absent" in name]
     assert (metrics["reward/models_mean"], metrics["reward/models_max"]) == (0.375, 0.5)

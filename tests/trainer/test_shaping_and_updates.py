@@ -27,10 +27,10 @@ from megappo.rollout.megatron_engine import truncated_logprobs
 from megappo.rollout.types import Response, SamplingParams
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.collect import make_requests, pack_experience, sample_seed
-from megappo.trainer.main import scorer_of
 from megappo.trainer.prepare.reward_parts import load_parts
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
+from megappo.trainer.sampling import scorer_of
 from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import UpdateResult, Updates, first_epoch, mini_batches, run_updates
 from tests.rewards.samples import scorer_with, scores

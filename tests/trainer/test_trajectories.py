@@ -18,7 +18,7 @@ from megappo.telemetry.trajectories.fields import FORMAT, TOKEN_FIELDS
 from megappo.trainer.trajectories import draw_samples, trajectories_of
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.trainer.experiences import dealt
-from tests.trainer.test_report import PROMPTS, record
+from tests.trainer.test_report import PROMPTS, changed, record
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_texts_join_to_the_text(tokenizer):
         {"response_mask": torch.arange(len(ids)) > 5, "logprob": torch.full((len(ids),), -1 / 3)},
         {"truncated": torch.tensor([False])},
     )
-    one = replace(one, experience=dealt(batch), scored=Scored(["né 😀\n"], [1.0], {}, 0))
+    one = changed(one, experience=dealt(batch), scored=Scored(["né 😀\n"], [1.0], {}, 0))
     (row,) = trajectories_of(one, PROMPTS.__getitem__, [0], tokenizer)
     assert "".join(row["prompt_texts"] + row["response_texts"]) == "<s>2+2 = né 😀\n</s>"
     assert len(row["response_texts"]) == len(row["response_tokens"]) and row["response_texts"][-1] == "</s>"
@@ -83,7 +83,7 @@ def test_tokens_that_the_policy_did_not_sample_have_no_numbers(tokenizer):
     whole = record()
     mask = torch.tensor([False, True, False, True, False, True, True, True])
     batch = replace(whole.batch, token_fields=whole.batch.token_fields | {"response_mask": mask})
-    row = trajectories_of(replace(whole, experience=dealt(batch, 2)), PROMPTS.__getitem__, [0], tokenizer)[0]
+    row = trajectories_of(changed(whole, experience=dealt(batch, 2)), PROMPTS.__getitem__, [0], tokenizer)[0]
     assert (row["prompt_tokens"], row["response_tokens"], row["response_mask"]) == ([0], [1, 2, 3], [1, 0, 1])
     assert row["logprob"][0] == 99.0 and math.isnan(row["logprob"][1]) and row["logprob"][2] == -2.0
     assert json.loads(dump_line(row))["value"] == [99.0, None, 0.2]
@@ -91,12 +91,12 @@ def test_tokens_that_the_policy_did_not_sample_have_no_numbers(tokenizer):
 
 def test_a_record_has_the_parts_of_its_recipe_alone(tokenizer):
     scored = Scored(["r0", "r1"], [1.0, 0.5], {"math": [1.0, math.nan], "code": [math.nan, 0.5]}, 0, labels=["gsm8k", "apps"])
-    first, second = trajectories_of(replace(record(), scored=scored), PROMPTS.__getitem__, [0, 1], tokenizer)
+    first, second = trajectories_of(changed(record(), scored=scored), PROMPTS.__getitem__, [0, 1], tokenizer)
     assert (first["recipe"], first["parts"], second["recipe"], second["parts"]) == ("gsm8k", {"math": 1.0}, "apps", {"code": 0.5})
 
 
 def test_a_response_without_a_sampled_token_is_a_record(tokenizer):
     whole = record()
     batch = replace(whole.batch, token_fields=whole.batch.token_fields | {"response_mask": torch.zeros(8, dtype=torch.bool)})
-    row = trajectories_of(replace(whole, experience=dealt(batch, 2)), PROMPTS.__getitem__, [1], tokenizer)[0]
+    row = trajectories_of(changed(whole, experience=dealt(batch, 2)), PROMPTS.__getitem__, [1], tokenizer)[0]
     assert row["prompt_tokens"] == [4, 5, 6, 7] and row["response_tokens"] == row["value"] == []

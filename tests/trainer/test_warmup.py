@@ -11,8 +11,8 @@ from megappo.config.loading import validated
 from megappo.config.role_sections import CriticConfig, PolicyConfig
 from megappo.config.run_sections import TrainerConfig
 from megappo.config.schema import AlgorithmConfig, DataConfig, TrainConfig
+from megappo.trainer.run import Steps
 from megappo.trainer.state import TrainerState
-from megappo.trainer.warmup import CriticWarmup
 
 
 def config_of(steps: int | None = 10, **critic: object) -> TrainConfig:
@@ -25,39 +25,39 @@ def config_of(steps: int | None = 10, **critic: object) -> TrainConfig:
     )
 
 
-def covered(warmup: CriticWarmup) -> list[int]:
-    return [step for step in range(1, 11) if warmup.covers(step)]
+def covered(warmup: Steps) -> list[int]:
+    return [step for step in range(1, 11) if warmup.warm_up(step)]
 
 
 def test_its_steps_are_the_first():
-    assert covered(CriticWarmup(config_of(), TrainerState())) == []
-    assert covered(CriticWarmup(config_of(warmup_steps=3), TrainerState())) == [1, 2, 3]
-    assert covered(CriticWarmup(config_of(warmup_steps=3), TrainerState(warmup_ended=2))) == [1, 2]
+    assert covered(Steps(config_of(), TrainerState(), 10)) == []
+    assert covered(Steps(config_of(warmup_steps=3), TrainerState(), 10)) == [1, 2, 3]
+    assert covered(Steps(config_of(warmup_steps=3), TrainerState(warmup_ended=2), 10)) == [1, 2]
 
 
 def test_its_lambda_is_of_the_critics_returns_alone():
-    warmup = CriticWarmup(config_of(warmup_steps=3, warmup_lam=1.0), TrainerState())
+    warmup = Steps(config_of(warmup_steps=3, warmup_lam=1.0), TrainerState(), 10)
     assert [warmup.algorithm(step).lam_value for step in (1, 3, 4)] == [1.0, 1.0, 0.8]
     assert {warmup.algorithm(step).lam for step in (1, 4)} == {0.9}
-    same = CriticWarmup(config_of(warmup_steps=3), TrainerState())
+    same = Steps(config_of(warmup_steps=3), TrainerState(), 10)
     assert same.algorithm(1).lam_value == 0.8
 
 
 @pytest.mark.parametrize("explained, ends", [(0.79, False), (0.8, True), (math.nan, False), (-3.0, False)])
 def test_it_ends_once_the_values_explain_enough(explained, ends):
     state = TrainerState()
-    warmup = CriticWarmup(config_of(warmup_steps=5, warmup_explained_variance=0.8), state)
-    assert warmup.end_if_fitted(2, explained) is ends and state.warmup_ended == 2 * ends
+    warmup = Steps(config_of(warmup_steps=5, warmup_explained_variance=0.8), state, 10)
+    assert warmup.end_warm_up_if_fitted(2, explained) is ends and state.warmup_ended == 2 * ends
     assert covered(warmup) == ([1, 2] if ends else [1, 2, 3, 4, 5])
-    assert not warmup.end_if_fitted(6, 0.99), "later steps end nothing"
+    assert not warmup.end_warm_up_if_fitted(6, 0.99), "later steps end nothing"
 
 
 def test_a_run_that_is_warm_up_alone_ends_with_it():
     pretraining = config_of(steps=5, warmup_steps=5)
     assert only_pretrains(pretraining) and list(trained_sections(pretraining)) == ["critic"]
-    assert CriticWarmup(pretraining, TrainerState()).last_step(5) == 5
-    assert CriticWarmup(pretraining, TrainerState(warmup_ended=2)).last_step(5) == 2
+    assert Steps(pretraining, TrainerState(), 5).last == 5
+    assert Steps(pretraining, TrainerState(warmup_ended=2), 5).last == 2
     longer = config_of(steps=6, warmup_steps=5)
     assert not only_pretrains(longer) and list(trained_sections(longer)) == ["policy", "critic"]
-    assert CriticWarmup(longer, TrainerState(warmup_ended=2)).last_step(6) == 6
+    assert Steps(longer, TrainerState(warmup_ended=2), 6).last == 6
     assert not only_pretrains(config_of(steps=None, warmup_steps=5)), "the number of steps depends on the data"

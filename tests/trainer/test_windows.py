@@ -28,12 +28,12 @@ from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.parallel.shares import Shares
 from megappo.rollout.types import Segment
-from megappo.trainer import ppo
+from megappo.trainer import rollout_side
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.prepare.sampling_notes import sampling_notes
 from megappo.trainer.shaping import shape_experience
 from megappo.trainer.state import TrainerState
-from megappo.trainer.updates import mini_batches, targets_of
+from megappo.trainer.updates import Counting, mini_batches, targets_of
 from megappo.trainer.windows import Begun, Unfinished, Windows, resume_windows
 from tests.config.examples import train_config
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
@@ -146,10 +146,10 @@ def test_the_critic_passes_what_ends_and_the_policy_all():
     assert table.ends.tolist() == [how != "goes on" for *_, how in RESPONSES]
     assert table.truncated.tolist() == [how == "cut" for *_, how in RESPONSES]
     schedule = UpdateSchedule(1, 1, "token-mean")
-    minis = list(mini_batches(experience, alone, None, schedule, 9, 7, targets=targets_of("critic", experience)))
+    minis = list(mini_batches(experience, alone, None, schedule, 9, 7, Counting(targets=targets_of("critic", experience))))
     assert sorted(int(mini.denominator) for mini in minis) == sorted(e + s for _, e, s, how in RESPONSES if how != "goes on")
     assert all(int(mini.share["weight"].sum()) == mini.denominator for mini in minis)
-    minis = list(mini_batches(experience, alone, None, schedule, 9, 7, targets=targets_of("policy", experience)))
+    minis = list(mini_batches(experience, alone, None, schedule, 9, 7, Counting(targets=targets_of("policy", experience))))
     assert sorted(int(mini.denominator) for mini in minis) == sorted(s for _, _, s, _ in RESPONSES)
 
 
@@ -185,7 +185,7 @@ def settings(**rollout: Any) -> Any:
 def test_a_step_with_fewer_places_than_responses_lets_the_others_wait():
     prompts = [SimpleNamespace(tokens=[row]) for row in range(20)]
     windows = Windows(settings(), prompts, PromptLoader(20, 2, shuffle=False, seed=1), state_with([1, 2, 3, 9, 4, 5, 6, 7]))
-    rows, requests = windows.begin(2)
+    rows, requests = windows.draw(2)
     assert rows == [0, 1, 2, 3, 4, 5] and [one.max_tokens for one in requests] == [4, 4, 4, 1, 4, 4]
     assert [one.goes_on for one in requests] == [True, True, True, False, True, True]
     assert [one.row for one in windows._waiting] == [6, 7]
@@ -195,11 +195,11 @@ def test_responses_to_a_prompt_begin_in_several_steps():
     prompts = [SimpleNamespace(tokens=[row]) for row in range(20)]
     loader = PromptLoader(20, 2, shuffle=False, seed=1)
     windows = Windows(settings(), prompts, loader, state_with([1, 1], left=2))
-    rows, requests = windows.begin(2)
+    rows, requests = windows.draw(2)
     assert rows == [0, 1, 9, 9, 0, 0] and windows._open == (0, 1) and loader.index == 1, "the loader's first prompt has one to come"
     assert [len(one.before) for one in requests] == [1, 1, 0, 0, 0, 0]
     windows = Windows(settings(), prompts, loader, state_with([1] * 5, left=2))
-    assert windows.begin(2)[0][5:] == [9] and windows._open == (9, 1) and loader.index == 1, "and none is drawn while one is open"
+    assert windows.draw(2)[0][5:] == [9] and windows._open == (9, 1) and loader.index == 1, "and none is drawn while one is open"
 
 
 def test_the_plan_says_how_many_steps_a_response_takes(tmp_path):
@@ -283,7 +283,7 @@ def small_recipe(config: dict[str, Any], name: str) -> dict[str, Any]:
 @contextmanager
 def recorded(steps: list[dict[str, Any]]) -> Iterator[None]:
     """Requests of every step, and the answers that this rank has."""
-    plain = ppo.collect
+    plain = rollout_side.collect
 
     def collect(requests: Sequence[Any], responses: Sequence[Any], **how: Any) -> Experience:
         asked = [
@@ -294,7 +294,7 @@ def recorded(steps: list[dict[str, Any]]) -> Iterator[None]:
         steps.append({"asked": asked, "answers": answers})
         return plain(requests, responses, **how)
 
-    with mock.patch.object(ppo, "collect", collect):
+    with mock.patch.object(rollout_side, "collect", collect):
         yield
 
 

@@ -26,11 +26,11 @@ from megappo.telemetry.metrics import finite_or_none
 from megappo.telemetry.tables import table
 from megappo.trainer.build_roles import build_role, spec_of_role
 from megappo.trainer.evaluation import Evaluation, Evaluator
-from megappo.trainer.main import evaluators_of_run, rollout_of, sampling_params, scorer_of
 from megappo.trainer.prepare.checkpoint_source import PolicySource
 from megappo.trainer.prepare.evaluate import PlannedEvaluation
 from megappo.trainer.reward_model import ModelScorer, model_scorer
 from megappo.trainer.roles import RewardModel
+from megappo.trainer.sampling import evaluators_of_run, rollout_of, sampling_params, scorer_of
 from megappo.trainer.surroundings import require_surroundings
 
 

@@ -94,8 +94,7 @@ def measure(
         if REWARD_MODEL in roles.shares:
             measured[REWARD_MODEL].add("scores", _scores(rollout, roles))
         score = experience.batch["score"]
-        greedy = experience.batch["greedy"] if algorithm.estimator == "remax" else None
-        shaped = shape_experience(experience, score, algorithm.kl.coef, algorithm, greedy=greedy)
+        shaped = shape_experience(experience, score, algorithm.kl.coef, algorithm)
         experience = shaped.experience
         batch = experience.everywhere()
         for role, quantity, name in _fields_in(batch):
@@ -103,7 +102,7 @@ def measure(
                 measured[role].add(quantity, batch[name])
         seed, positive = sample_seed(config.run.seed, step, -1), positive_samples(experience, score, algorithm)
         texts = _texts(config, roles, step, experience.table.num_samples)
-        updates = Updates(experience, roles, roles.trained, config, seed, counts_ratios=False, positive=positive, texts=texts)
+        updates = Updates(experience, roles, roles.trained, config, seed, positive=positive, texts=texts)
         for name in roles.update_order:
             updates.run(name)
             if name in recording.recorders:

@@ -91,17 +91,17 @@ def prompt_of_sample(prompts: Sequence[Prompt], rows: Sequence[int], n: int, sam
     return prompts[rows[sample // n]]
 
 
-def collect(
-    requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False, in_windows: bool = False
-) -> Experience:
+def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False) -> Experience:
     """Experience of all ranks' responses, spread over all ranks. Collective over the world.
 
-    requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_kept,
-    in_windows: as in `pack_experience`. The last sequence of a trajectory has the number of its request; those before it, of all
+    requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_kept: as in
+    `pack_experience`. The last sequence of a trajectory has the number of its request; those before it, of all
     trajectories in their order, have the numbers from len(requests) on. EnvironmentFault on all ranks if an environment failed.
     """
     asked, responses, previous, num_samples = _sequences(requests, responses)
     numbers = [response.number for response in responses]
+    # Responses that may go on have a limit of their own, all of them: ranks that drew none have the same fields.
+    in_windows = len(requests) > 0 and requests[0].max_tokens is not None
     drawn = pack_experience(asked, responses, with_kept=with_kept, in_windows=in_windows)
     oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
     versions = torch.tensor([oldest, newest], dtype=torch.int32)

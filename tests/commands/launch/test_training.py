@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def broken(folder: Path) -> Trained:
     """A ValueError in step 3, a kill while the checkpoint of step 6 gets its name, three crashes over that of step 4, and a kill
     in the policy's first update after them."""
-    faults = ["error=1:megappo.trainer.ppo:score_responses:3:value_error"]
+    faults = ["error=1:megappo.trainer.rollout_side:score_responses:3:value_error"]
     faults += ["kill=0:megappo.checkpoint.directory:CheckpointDirectory.publish:2:kill"]
     # Of the first load of a process, in the third attempt and later: the second one is the first to load.
     faults += [f"load{n}=1:megappo.checkpoint.store:CheckpointStore.restore:1:kill:kill" for n in range(3)]
@@ -152,11 +152,11 @@ RAISED = ("data", "loss", "save")
 def ended_twice(folder: Path) -> Trained:
     """Rank 1 is stopped in step 3, raises in the data of step 5, in a loss of step 5 and in the save of step 6. Then a request to
     stop comes in step 5, and another one while its checkpoint gets its name."""
-    faults = "stop=1:megappo.trainer.ppo:score_responses:3:stop"
+    faults = "stop=1:megappo.trainer.rollout_side:score_responses:3:stop"
     faults += " data=1:megappo.data.loader:PromptLoader.next_step:3:assertion_error:stop"
     faults += " loss=1:megappo.trainer.roles:Policy._loss_of:1:assertion_error:data"
     faults += " save=1:megappo.checkpoint.store:encode_rng:1:assertion_error:loss"
-    faults += " ask=0:megappo.trainer.ppo:score_responses:1:term:save"
+    faults += " ask=0:megappo.trainer.rollout_side:score_responses:1:term:save"
     faults += " insist=0:megappo.checkpoint.directory:CheckpointDirectory.publish:1:insist:ask"
     return train(folder, "ended_twice", faults, "--max-restarts", "9", **WATCHED)
 
@@ -210,7 +210,7 @@ def test_the_end_is_that_of_a_run_without_faults_to_the_last_bit(folder: Path, r
 
 def test_a_request_to_stop_of_the_whole_process_group_saves_also_with_helpers(folder: Path) -> None:
     """The worker of math_verify is in the group too, and the step in which the signal comes needs it."""
-    faults = "stop=0:megappo.trainer.ppo:score_responses:2:term"
+    faults = "stop=0:megappo.trainer.rollout_side:score_responses:2:term"
     reward: Mapping[str, object] = {"reward.parts": [{"name": "math_verify"}], "checkpoint.save_every": 0}
     stopped = train(folder, "stopped", faults, "--max-restarts", "1", **ONE_RANK, **reward)
     assert stopped.code == 75, stopped.said

@@ -17,10 +17,10 @@ from megappo.config.reward_sections import RewardConfig
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.sandbox.bubblewrap import PACKAGE, SandboxError
-from megappo.trainer.main import scorer_of
 from megappo.trainer.prepare import code_rewards
 from megappo.trainer.prepare.code_rewards import code_notes, require_isolation
 from megappo.trainer.prepare.reward_parts import check_requirements, load_parts
+from megappo.trainer.sampling import scorer_of
 from tests.commands.plan.checkpoints import write_run
 from tests.rewards.samples import sample
 from tests.rewards.sandboxes import need_isolation

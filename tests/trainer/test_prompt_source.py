@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megappo.trainer.experience.table import SampleTable
-from megappo.trainer.response_lengths import MOST_PROMPTS, ResponseLengths
+from megappo.trainer.prompt_source import MOST_PROMPTS, ResponseLengths
 
 
 def table(sampled, group, earlier=0):

@@ -1,14 +1,15 @@
-"""Rounds of stages 1 to 3: prompts whose responses all have the same score are replaced by others (DAPO, Yu et al. 2025,
-arXiv:2503.14476, section 3.2).
+"""Samples of a step: the rounds of stages 1 to 3 that draw them, and what the rollout side hands to the training side.
 
-Each prompt of a step has a place, 0..P-1, whose samples are `place * n .. place * n + n - 1`. A round draws a prompt for every
-place that is open; a place stays open while its responses score alike. Every rank decides from the scores of all. Samples stay on
-the rank that scored them. Without `algorithm.dynamic_sampling` there is one round, whose samples are the step's.
+With `algorithm.dynamic_sampling` prompts whose responses all have the same score are replaced by others (DAPO, Yu et al. 2025,
+arXiv:2503.14476, section 3.2). Each prompt of a step has a place, 0..P-1, whose samples are `place * n .. place * n + n - 1`. A
+round draws a prompt for every place that is open; a place stays open while its responses score alike. Every rank decides from the
+scores of all. Samples stay on the rank that scored them. Otherwise there is one round, whose samples are the step's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -16,12 +17,52 @@ from torch import Tensor
 from megappo.algo.groups import are_equal
 from megappo.config.prompt_sections import DynamicSamplingConfig
 from megappo.data.packing import PackedBatch, joined
+from megappo.data.prompts import Prompt
+from megappo.parallel.totals import total
 from megappo.rewards import compose
 from megappo.rewards.compose import Scored
+from megappo.rollout.types import Played, Request
 from megappo.telemetry.metrics import Metric
+from megappo.trainer.experience.collect import prompt_of_sample
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.owners import Owners
 from megappo.trainer.experience.table import SampleTable
+
+
+@dataclass(frozen=True)
+class Round:
+    """Prompts of a round, and the requests of their samples, `len(requests) / len(rows)` each. rows: of the prompts in the data.
+    is_first: the first round of its step."""
+
+    step: int
+    rows: Sequence[int]
+    requests: Sequence[Request]
+    prompts: Sequence[Prompt]
+    is_first: bool = True
+
+    def prompt_of(self, sample: int) -> Prompt:
+        """Prompt of a sample of this round."""
+        return prompt_of_sample(self.prompts, self.rows, len(self.requests) // len(self.rows), sample)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Scored samples of a step, which the training side learns from.
+
+    experience, scored: of this rank's samples. prompt_of: prompt of a sample's number. sampler: name of the engine that drew them.
+    nothing_to_learn: reason why no model can be updated on them, empty if one can. figures: by metric. rounds: None without dynamic
+    sampling. played: trajectories that this rank drew in an environment.
+    """
+
+    step: int
+    experience: Experience
+    scored: Scored
+    prompt_of: Callable[[int], Prompt]
+    sampler: str = ""
+    nothing_to_learn: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    rounds: Rounds | None = None
+    played: Sequence[Played] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +103,8 @@ class _Kept:
 
 
 class StepSamples:
-    """Samples of one step, from its rounds. rows: of the prompt of each place. n: samples of a prompt.
+    """Samples of one step, from its rounds. rows: of the prompt of each place. n: samples of a prompt. played: of all rounds, as of
+    a `Rollout`.
 
     open: [number of prompts to draw in the next round] int64, their places; empty once the step is whole.
     """
@@ -70,6 +112,7 @@ class StepSamples:
     def __init__(self, settings: DynamicSamplingConfig | None, num_prompts: int, n: int) -> None:
         self._settings, self._n = settings, n
         self.rows = [-1] * num_prompts
+        self.played: list[Played] = []
         self.open = torch.arange(num_prompts)
         self._rounds = self._prompts = self._equal_left = 0
         self._like: Experience
@@ -86,7 +129,12 @@ class StepSamples:
         """Samples of the rounds so far: the number of the next one, for its seed."""
         return self._prompts * self._n
 
-    def add(self, rows: list[int], experience: Experience, scored: Scored) -> None:
+    @property
+    def num_scored(self) -> int | None:
+        """Samples that were scored, the replaced ones included; None without dynamic sampling."""
+        return None if self._settings is None else self.num_drawn
+
+    def add(self, rows: Sequence[int], experience: Experience, scored: Scored) -> None:
         """Add a round: one row for each open place, and the samples of these prompts, in their order. Collective over the world."""
         self._rounds, self._prompts = self._rounds + 1, self._prompts + len(rows)
         for place, row in zip(self.open.tolist(), rows, strict=True):
@@ -118,7 +166,7 @@ class StepSamples:
         """The kept samples of all rounds under their numbers in the step, each where it was scored."""
         order = torch.cat([one.numbers for one in self._kept]).argsort()
         columns = {
-            field.name: torch.cat([getattr(one.table, field.name) for one in self._kept])[order] for field in fields(SampleTable)
+            column.name: torch.cat([getattr(one.table, column.name) for one in self._kept])[order] for column in fields(SampleTable)
         }
         columns["group"] = (torch.arange(len(order)) // self._n).int()
         own = torch.cat([one.own for one in self._kept]).argsort()
@@ -164,3 +212,24 @@ class StepSamples:
         batch, share = experience.batch.select(mine), experience.owners.share[kept]
         table = experience.table.rows(kept)
         self._kept.append(_Kept(number_in_step(kept), table, share, own, batch, scored.select(mine.tolist())))
+
+
+def nothing_to_learn(table: SampleTable, scored: Scored, num_scored: int | None = None) -> str:
+    """Reason why no model can be updated on a step's responses, the same on every rank; empty if one can.
+
+    Faults end a run (`rewards.base.RewardError`, `finite_outputs.NonFiniteOutput`); here everything has worked. table: of all
+    samples. scored: this rank's. num_scored: samples of all ranks that its counts are of, by default those of the table that end.
+    Collective over the world.
+    """
+    undecided, unusable = total(torch.tensor([scored.num_undecided, scored.num_unusable])).tolist()
+    if not int(table.sampled.sum()):
+        return f"none of the {table.num_samples} responses has a sampled token"
+    scored_in_all = int(table.ends.sum()) if num_scored is None else num_scored
+    if not scored_in_all:  # what goes on has its advantages from the critic
+        return ""
+    if undecided + unusable >= scored_in_all:
+        return (
+            f"none of the {scored_in_all} responses has a reward: {undecided} undecided, {unusable} with a reference answer "
+            "that a rule cannot read"
+        )
+    return ""

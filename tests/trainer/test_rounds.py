@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.reliability.compare import MEASURED
 from megappo.data.loader import PassRates, PromptLoader
-from megappo.trainer.dynamic_sampling import StepSamples
+from megappo.trainer.rounds import StepSamples
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
 

@@ -1,0 +1,195 @@
+"""The loop of a run, built from its configuration and models: PPO, or the pretraining of critics on recorded trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config.batch import step_arithmetic, update_schedule
+from megappo.config.evaluations import best_metric
+from megappo.config.layout_checks import roles_in_use, trained_sections
+from megappo.config.role_sections import key_of_role
+from megappo.config.schema import KLConfig, TrainConfig
+from megappo.engine.factory import EngineFactory
+from megappo.parallel.layout import layout_of
+from megappo.rollout.types import RolloutEngine
+from megappo.runtime.signals import StopRequest
+from megappo.runtime.watchdog import Watchdog
+from megappo.telemetry.runlog import RunLog
+from megappo.trainer.average import AVERAGE, PolicyAverage, average_of
+from megappo.trainer.best import BestCheckpoint
+from megappo.trainer.build_roles import Roles, build_roles
+from megappo.trainer.checkpoints import Checkpoints, Contents, PlacedModel, RunAround
+from megappo.trainer.evaluation import Evaluations, average_in_sampler
+from megappo.trainer.extras import (
+    AverageOfPolicy,
+    EntropyTarget,
+    Extra,
+    GreedyBaseline,
+    Histograms,
+    RefreshedReference,
+    ReplicaChecks,
+    Trajectories,
+)
+from megappo.trainer.ppo import PPO
+from megappo.trainer.prepare.data import RunData
+from megappo.trainer.prepare.recorded import RecordedData
+from megappo.trainer.recorded import RecordedPretraining
+from megappo.trainer.refresh import REFERENCE, FrozenModel, ReferenceRefresh, refresh_sync
+from megappo.trainer.reward_model import model_scorer
+from megappo.trainer.rollout_side import RolloutSide
+from megappo.trainer.run import Run
+from megappo.trainer.rundir import RunDir
+from megappo.trainer.sampling import evaluators_of_run, place_of_policy, sampling_params, scorer_of
+from megappo.trainer.scoring import ScoringProgress
+from megappo.trainer.state import TrainerState
+from megappo.trainer.training_side import TrainingSide
+from megappo.trainer.windows import prompt_source_of
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A run directory that this process has claimed, and what watches over the run. facts: of its data and models."""
+
+    run_dir: RunDir
+    store: CheckpointStore
+    facts: Mapping[str, Any]
+    watchdog: Watchdog
+    stop: StopRequest
+
+
+@dataclass(frozen=True)
+class Models:
+    """Models of a run on this rank. average: of the policy, None without one and on ranks without the policy."""
+
+    roles: Roles
+    average: PolicyAverage | None
+    device: torch.device
+
+
+def build_models(config: TrainConfig, factory: EngineFactory, total_steps: int, device: torch.device) -> Models:
+    """Build the models of all roles. Collective over the world."""
+    roles = build_roles(config, factory, updates_of_run(config, total_steps))
+    return Models(roles, average_of(config.policy.ema, roles.engines.get("policy")), device)
+
+
+def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
+    """Trained role -> optimizer steps of the whole run; the policy takes none in a critic's warm-up of fixed length."""
+    steps = dict.fromkeys(trained_sections(config), total_steps)
+    if "policy" in steps and config.critic.warmup_explained_variance is None:
+        steps["policy"] = max(1, total_steps - config.critic.warmup_steps)
+    samples = step_arithmetic(config).samples
+    return {role: number * update_schedule(config, role).optimizer_steps(samples) for role, number in steps.items()}
+
+
+# -------------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _extra_models(config: TrainConfig, models: Models) -> dict[str, PlacedModel | None]:
+    """Models of a checkpoint beside those that train: the average, and a reference that changes; None where they do not live."""
+    found: dict[str, PlacedModel | None] = {} if config.policy.ema is None else {AVERAGE: models.average}
+    if config.reference.refreshes and REFERENCE in models.roles.placements:
+        reference = models.roles.reference
+        found[REFERENCE] = None if reference is None else FrozenModel(reference.engine)
+    return found
+
+
+def kl_controller(kl: KLConfig) -> KLController:
+    if kl.placement == "reward" and kl.controller.type == "adaptive":
+        return AdaptiveKL(kl.coef, kl.controller.target, kl.controller.horizon)
+    return FixedKL(kl.coef)
+
+
+def checkpoints_of(
+    config: TrainConfig,
+    data: RunData | RecordedData,
+    models: Models,
+    state: TrainerState,
+    kl: KLController,
+    claimed: Claimed,
+    log: RunLog,
+) -> Checkpoints:
+    """Checkpoints of the run: what they hold, and when they are made."""
+    roles = models.roles
+    layouts = {role: layout_of(sizes, len(roles.placements[role])) for role, sizes in roles_in_use(config).items()}
+    if "policy" in layouts:
+        layouts[AVERAGE] = layouts["policy"]
+    texts = {} if data.ptx is None else {"ptx": data.ptx.loader}
+    components = {"loader": data.loader, "kl_controller": kl, **texts}
+    return Checkpoints(
+        claimed.store,
+        config.checkpoint,
+        claimed.facts,
+        Contents(roles.trained_engines, state, components, layouts, _extra_models(config, models)),
+        RunAround(claimed.stop, log, claimed.watchdog.sections, lambda: data.loader.epochs_done),
+        best=BestCheckpoint(best_metric(config), config.trainer.keep_best_mode, state),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------------- loops
+
+
+def refresh_of(config: TrainConfig, models: Models) -> ReferenceRefresh:
+    """Refreshes of the run's reference. Collective over the world, if it lies otherwise than the policy."""
+    section, roles, average = config.reference, models.roles, models.average
+    policy = roles.engines.get("policy")
+    reference = None if roles.reference is None else roles.reference.engine
+    alike = all(getattr(section, part) == getattr(config.policy, part) for part in ("engine", "parallel", "ranks"))
+    if REFERENCE not in roles.placements or alike:
+        return ReferenceRefresh(section, policy, reference, average)
+    copied = average if section.refresh_from == "ema" else None
+    sync = refresh_sync(place_of_policy(config), policy, copied, reference, roles.placements[REFERENCE], models.device)
+    return ReferenceRefresh(section, policy, reference, average, sync)
+
+
+def build_ppo(
+    config: TrainConfig, data: RunData, models: Models, rollout: RolloutEngine, run: Run, kl_controller: KLController
+) -> PPO:
+    """PPO with what the configuration adds to it. Collective over the world, if the reference is refreshed."""
+    refresh = refresh_of(config, models) if config.reference.refreshes else None
+    roles, log, sampling = models.roles, run.log, sampling_params(config.rollout, data.tokenizer)
+    score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
+    scorer = scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, run.instruments.sections), score_model)
+    source = prompt_source_of(config, data.train.prompts, data.loader, run.state)
+    greedy = [GreedyBaseline(rollout, sampling, data.tokenizer, scorer)] if config.algorithm.estimator == "remax" else []
+    sampled_by = {"sampling": sampling, "tokenizer": data.tokenizer, "scorer": scorer}
+    rollout_side = RolloutSide(config.rollout, rollout, roles.policy, source, **sampled_by, extras=greedy)
+    extras = extras_of_updates(config, models, refresh, run)
+    if config.telemetry.trajectories_every:
+        extras.append(Trajectories(config, source.samples_per_row, data.tokenizer, log))
+    if config.telemetry.histogram_interval:
+        extras.append(Histograms(roles, run.steps, config.telemetry.histogram_interval, log))
+    training_side = TrainingSide(config, run, roles, kl_controller, sampling=sampling, texts=data.ptx, extras=extras)
+    with_average = config.trainer.evaluate_with != "policy"
+    weights = partial(average_in_sampler, models.average, rollout_side.push_weights) if with_average else nullcontext
+    evaluators = evaluators_of_run(config, data.evaluations, sampling, scorer, score_model)
+    evaluations = Evaluations(evaluators, rollout, data.tokenizer, log, data.total_steps, weights)
+    every = {"push_every": config.rollout.push_every, "summary_every": config.telemetry.summary_every}
+    return PPO(run, rollout_side, training_side, evaluations, **every)
+
+
+def extras_of_updates(config: TrainConfig, models: Models, refresh: ReferenceRefresh | None, run: Run) -> list[Extra]:
+    """What is done with the models beside their updates, in its order."""
+    found: list[Extra] = []
+    if config.algorithm.entropy.type == "target":
+        found.append(EntropyTarget(config.algorithm.entropy, models.roles, run.state))
+    if config.policy.ema is not None:
+        found.append(AverageOfPolicy(models.average))
+    if config.run.replica_check_every:
+        found.append(ReplicaChecks(models.roles, run.steps, config.run.replica_check_every))
+    if refresh is not None:
+        found.append(RefreshedReference(refresh, config.reference.refresh_from, run.log))
+    return found
+
+
+def build_pretraining(config: TrainConfig, data: RecordedData, models: Models, run: Run) -> RecordedPretraining:
+    """The pretraining of critics on recorded trajectories."""
+    replicas = ReplicaChecks(models.roles, run.steps, config.run.replica_check_every)
+    return RecordedPretraining(config, run, models.roles, data.samples, data.loader, replicas)

@@ -1,0 +1,188 @@
+"""What a run has beside the eight stages of a step, where its configuration asks for it: each attaches itself to them by hooks.
+
+`extras_of` builds those that are on; one that is off is no object and costs nothing. All ranks have the same ones in the same
+order, so that hooks may be collective over the world.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megappo.algo.objectives import steered
+from megappo.config.schema import EntropyTargetConfig, TrainConfig
+from megappo.data.tokenizers import Tokenizer
+from megappo.parallel.totals import total
+from megappo.rewards.scorer import Scorer
+from megappo.rollout.generation import generate
+from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.telemetry.metrics import Metric
+from megappo.telemetry.runlog import RunLog
+from megappo.telemetry.timers import StageTimers
+from megappo.trainer.average import PolicyAverage
+from megappo.trainer.build_roles import Roles
+from megappo.trainer.experience.collect import SampleRequests, collect
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.histograms import histograms_of
+from megappo.trainer.refresh import ReferenceRefresh
+from megappo.trainer.replicas import ReplicaCheck
+from megappo.trainer.report import StepRecord
+from megappo.trainer.rounds import Round
+from megappo.trainer.run import Steps
+from megappo.trainer.scoring import score_responses
+from megappo.trainer.shaping import GREEDY
+from megappo.trainer.state import TrainerState
+from megappo.trainer.trajectories import draw_samples, trajectories_of
+from megappo.trainer.updates import Updates
+
+
+class Extra:
+    """Hooks in the order of a step: the first two on the rollout side, the others on the training side. None does anything here."""
+
+    def after_generate(self, drawn: Round) -> None:
+        """In stage 2, before the engine sleeps."""
+
+    def after_score(self, drawn: Round, experience: Experience) -> Experience:
+        """In stage 3; returns the experience of the round, with fields of its own."""
+        return experience
+
+    def before_updates(self, record: StepRecord) -> None:
+        """At the end of stage 5."""
+
+    def after_updates(self, updates: Updates) -> None:
+        """At the end of stage 6."""
+
+    def before_push(self, step: int, timers: StageTimers) -> None:
+        """Between stages 6 and 7."""
+
+    def after_step(self, record: StepRecord) -> None:
+        """In stage 8, after the coefficient of the KL has moved; only after steps that update the policy."""
+
+    def after_log(self, record: StepRecord) -> None:
+        """In stage 8, after the step's line in the log."""
+
+
+class GreedyBaseline(Extra):
+    """Baseline of the estimator remax (Li et al. 2024, arXiv:2310.10505): scores of one greedy response to each prompt.
+
+    They are drawn in stage 2 and scored in stage 3 beside the sampled ones, and not trained on. sampling: of the run, for the
+    length limit and the stops.
+    """
+
+    def __init__(self, rollout: RolloutEngine, sampling: SamplingParams, tokenizer: Tokenizer, scorer: Scorer) -> None:
+        self._rollout, self._tokenizer, self._scorer = rollout, tokenizer, scorer
+        self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, record_kept=False)
+        self._greedy: Experience
+
+    def after_generate(self, drawn: Round) -> None:
+        """Draw one response to each prompt, numbered as the groups of the samples. Collective over the world."""
+        assert isinstance(drawn.requests, SampleRequests), "responses that go on have no greedy one"
+        once = replace(drawn.requests, samples_per_prompt=1, seed_of=lambda prompt: prompt)  # nothing is drawn: any seed will do
+        self._greedy = collect(once, generate(self._rollout, once, self._sampling))
+
+    def after_score(self, drawn: Round, experience: Experience) -> Experience:
+        """Add the field GREEDY, [B] fp64. Collective over the world; errors as `score_responses`."""
+        prompt_of, stop = (lambda group: drawn.prompts[drawn.rows[group]]), self._sampling.stop
+        scored = score_responses(self._greedy, prompt_of, self._tokenizer, self._scorer, stop)
+        scores = self._greedy.column(torch.tensor(scored.total, dtype=torch.float64))
+        return experience.with_fields({}, {GREEDY: scores[experience.table.group[experience.numbers].long()]})
+
+
+class EntropyTarget(Extra):
+    """Coefficient of the entropy bonus, steered towards the target of `algorithm.entropy`; the state keeps that of the next step."""
+
+    def __init__(self, bonus: EntropyTargetConfig, roles: Roles, state: TrainerState) -> None:
+        self._bonus, self._roles, self._state = bonus, roles, state
+
+    def before_updates(self, record: StepRecord) -> None:
+        """Set the coefficient of this step's updates of the policy. Collective over the world."""
+        if not record.updates_policy:
+            return
+        coef = self.coef_of(record.experience)
+        if self._roles.policy is not None:
+            self._roles.policy.entropy_coef = coef
+        record.figures[Metric.POLICY_ENTROPY_COEF.value] = coef
+
+    def coef_of(self, experience: Experience) -> float:
+        """Coefficient of the updates on a step's experience, with the field entropy; steers that of the next. Collective over the
+        world; once a step."""
+        bonus = self._bonus
+        before = bonus.coef if self._state.entropy_coef is None else self._state.entropy_coef
+        mask = experience.batch["response_mask"]
+        sums = total(torch.stack((experience.batch["entropy"][mask].sum(dtype=torch.float64), mask.sum(dtype=torch.float64))))
+        entropy, tokens = sums.tolist()
+        acting, self._state.entropy_coef = steered(before, entropy / max(1.0, tokens), bonus.target, bonus.step)
+        return acting
+
+
+class AverageOfPolicy(Extra):
+    """`policy.ema`. average: None on ranks without the policy."""
+
+    def __init__(self, average: PolicyAverage | None) -> None:
+        self._average = average
+
+    def after_updates(self, updates: Updates) -> None:
+        """Collective over the policy's ranks."""
+        if self._average is not None and updates.changed("policy"):
+            self._average.update()
+
+
+class ReplicaChecks(Extra):
+    """`run.replica_check_every`: before wrong weights reach the sampler or a checkpoint."""
+
+    def __init__(self, roles: Roles, steps: Steps, every: int) -> None:
+        self._check, self._steps, self._every = ReplicaCheck(roles.engines), steps, every
+
+    def before_push(self, step: int, timers: StageTimers) -> None:
+        """Raise if ranks hold different copies of a weight. Collective over the world."""
+        if self._steps.is_due(step, self._every):
+            with timers.stage("check_replicas"):
+                self._check()
+
+
+class RefreshedReference(Extra):
+    """`reference.refresh_every` and `reference.refresh_above_kl`."""
+
+    def __init__(self, refresh: ReferenceRefresh, source: str, log: RunLog) -> None:
+        self._refresh, self._source, self._log = refresh, source, log
+
+    def after_step(self, record: StepRecord) -> None:
+        """Collective over the world."""
+        if self._refresh.is_due(record.step, record.kl_per_response()):
+            self._refresh.copy(record.step)
+            self._log.note(f"reference: refreshed from the {self._source} after step {record.step}")
+
+
+class Trajectories(Extra):
+    """`telemetry.trajectories_every`: some samples in full. n: samples that stand together, those of a prompt."""
+
+    def __init__(self, config: TrainConfig, n: int, tokenizer: Tokenizer, log: RunLog) -> None:
+        self._settings, self._seed, self._n = config.telemetry, config.run.seed, n
+        self._tokenizer, self._log = tokenizer, log
+
+    def after_log(self, record: StepRecord) -> None:
+        """Collective over the world."""
+        step, settings = record.step, self._settings
+        if step % settings.trajectories_every == 0:
+            num_samples = record.experience.table.num_trajectories
+            drawn = draw_samples(num_samples, self._n, settings.trajectories_per_step, self._seed, step)
+            self._log.trajectories(step, trajectories_of(record, record.rollout.prompt_of, drawn, self._tokenizer))
+
+
+class Histograms(Extra):
+    """`telemetry.histogram_interval`."""
+
+    def __init__(self, roles: Roles, steps: Steps, interval: int, log: RunLog) -> None:
+        self._roles, self._steps, self._interval, self._log, self._is_due = roles, steps, interval, log, False
+
+    def before_updates(self, record: StepRecord) -> None:
+        """Count ratios in the updates of a step that is due."""
+        self._is_due = self._steps.is_due(record.step, self._interval)
+        if self._roles.policy is not None:
+            self._roles.policy.counts_ratios = self._is_due
+
+    def after_log(self, record: StepRecord) -> None:
+        """Collective over the world."""
+        if self._is_due:
+            self._log.histograms(record.step, histograms_of(record))

@@ -1,0 +1,110 @@
+"""Stage 1: the prompts of a step's rounds and the requests of their samples; what a run has seen of each prompt before.
+
+The loader chooses prompts, by their pass rates if `data.curriculum` asks for it; their last responses predict the lengths of those
+to come. `windows.py` has the source of responses that are drawn over several steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+import torch
+
+from megappo.config.prompt_sections import DynamicSamplingConfig
+from megappo.data.loader import PromptLoader
+from megappo.data.prompts import Prompt
+from megappo.rewards.compose import Scored
+from megappo.rollout.types import Request
+from megappo.telemetry.metrics import Metric
+from megappo.trainer.experience.collect import requests_of_step
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.experience.table import SampleTable
+from megappo.trainer.rounds import StepSamples
+
+MOST_PROMPTS = 1 << 18  # 2 MiB a rank; data with more prompts are hardly visited twice
+
+
+class PromptSource:
+    """Source of a run's requests. n: samples of a prompt. seed: of the run. rounds: of a step; None for one.
+
+    samples_per_row, rows_per_step: samples of each row that `draw` returns, and rows of a step.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], loader: PromptLoader, n: int, seed: int, rounds: DynamicSamplingConfig | None = None
+    ) -> None:
+        self.prompts, self.loader, self.seed = prompts, loader, seed
+        self._rounds = rounds
+        self.samples_per_row, self.rows_per_step = n, loader.prompts_per_step
+        self._lengths = ResponseLengths(len(prompts))
+
+    def begin_step(self) -> StepSamples:
+        """The samples of a new step, of which there are none yet."""
+        return StepSamples(self._rounds, self.rows_per_step, self.samples_per_row)
+
+    def draw(self, step: int, num_rows: int, num_before: int) -> tuple[Sequence[int], Sequence[Request]]:
+        """Rows of prompts and the requests of their samples. Advances the loader's cursor, alike on every rank.
+
+        num_before: samples that the step drew in earlier rounds.
+        """
+        rows = self.loader.next_step(num_rows)
+        return rows, requests_of_step(self.prompts, rows, self.samples_per_row, self.seed, step, num_before)
+
+    def predicted_lengths(self, rows: Sequence[int]) -> list[float] | None:
+        """Lengths of the responses to these prompts, as of `ResponseLengths.predict`."""
+        return self._lengths.predict(rows, self.samples_per_row)
+
+    def observe(self, rows: Sequence[int], experience: Experience, scored: Scored) -> None:
+        """Learn from a round's responses, as many to each of these prompts. Collective over the world, with pass rates."""
+        self._lengths.observe(rows, experience.table)
+        if self.loader.pass_rates is not None:
+            count = experience.table.num_trajectories  # behind them come the sequences that trajectories went on from
+            scores = experience.column(torch.tensor(scored.total, dtype=torch.float64))[:count].view(len(rows), -1)
+            ends = experience.table.ends[:count].view(len(rows), -1)  # those that go on are counted when they end
+            self.loader.pass_rates.observe(rows, [found[ended].tolist() for found, ended in zip(scores, ends)])
+
+    def end(self, experience: Experience) -> dict[str, float]:
+        """Take note of the samples of a whole step; returns figures by metric. Collective over the world."""
+        return {}
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the pass rates so far; empty without."""
+        rates = self.loader.pass_rates
+        return {} if rates is None else {Metric.PROMPTS_SEEN.value: rates.num_seen, Metric.PROMPTS_SKIPPED.value: rates.skipped}
+
+
+class ResponseLengths:
+    """Mean tokens of the last responses to each prompt, by its row in the data; equal on all ranks, as the table is.
+
+    Not part of a checkpoint: it decides who draws a response and when, and nothing of it. A resumed run learns it anew. Memory of a
+    rank does not grow with the data: of more than MOST_PROMPTS prompts some of those seen last are known.
+    """
+
+    def __init__(self, num_prompts: int) -> None:
+        self._size = min(num_prompts, MOST_PROMPTS)
+        # A prompt has one place, which it shares with others of large data: the last one seen is there.
+        self._prompt = numpy.zeros(self._size, numpy.int32)  # its row + 1
+        self._mean = numpy.zeros(self._size, numpy.float32)
+
+    def observe(self, rows: Sequence[int], table: SampleTable) -> None:
+        """Note a round's responses; samples of group i answer the prompt of `rows[i]`."""
+        of_prompt = table.group >= 0
+        group, tokens = table.group[of_prompt].long(), table.response[of_prompt].double()
+        count = torch.bincount(group, minlength=len(rows))
+        mean = torch.bincount(group, tokens, minlength=len(rows)) / count
+        answered = (count > 0).numpy()
+        seen = numpy.asarray(rows)[answered]
+        self._prompt[seen % self._size] = seen + 1
+        self._mean[seen % self._size] = mean.numpy()[answered]
+
+    def predict(self, rows: Sequence[int], samples_per_prompt: int) -> list[float] | None:
+        """Lengths [rows * samples_per_prompt] of the responses to these prompts; None before any of them was seen.
+
+        A prompt that was not seen counts with the mean of those of its round that were.
+        """
+        asked = numpy.asarray(rows)
+        mean, seen = self._mean[asked % self._size], self._prompt[asked % self._size] == asked + 1
+        if not seen.any():
+            return None
+        return numpy.where(seen, mean, mean[seen].mean()).repeat(samples_per_prompt).tolist()

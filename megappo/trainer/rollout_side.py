@@ -1,0 +1,104 @@
+"""The rollout side of a step, stages 1 to 3: prompts, responses of the rollout engine, and their scores.
+
+It needs no model but the sampler's, and hands a `rounds.Rollout` to the training side (`training_side.py`), whose weights it gets
+in stage 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+
+from megappo.config.schema import RolloutConfig
+from megappo.data.tokenizers import Tokenizer
+from megappo.rewards.scorer import Scorer
+from megappo.rollout.generation import generate
+from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.trainer.experience.collect import collect, prompt_of_sample
+from megappo.trainer.experience.experience import Experience
+from megappo.trainer.extras import Extra
+from megappo.trainer.prompt_source import PromptSource
+from megappo.trainer.roles import Policy
+from megappo.trainer.rounds import Rollout, Round, StepSamples, nothing_to_learn
+from megappo.trainer.sampler_check import require_version
+from megappo.trainer.scoring import begin_rewards, score_responses
+
+
+class RolloutSide:
+    """Stages 1 to 3 of a run; every method but `push_weights` is one of a step, and collective over the world.
+
+    engine: samples. policy: whose weights are pushed, None on ranks that it does not live on. source: of the requests.
+    """
+
+    def __init__(
+        self,
+        settings: RolloutConfig,
+        engine: RolloutEngine,
+        policy: Policy | None,
+        source: PromptSource,
+        *,
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+        scorer: Scorer,
+        extras: Sequence[Extra] = (),
+    ) -> None:
+        self.engine, self.policy, self.source, self.scorer = engine, policy, source, scorer
+        self._settings, self._sampling, self._tokenizer, self._extras = settings, sampling, tokenizer, extras
+
+    def begin(self) -> StepSamples:
+        """The samples of a new step, of which there are none yet."""
+        return self.source.begin_step()
+
+    def draw_prompts(self, step: int, samples: StepSamples) -> Round:
+        """Stage 1: prompts of the step's next round, and the requests of their samples."""
+        rows, requests = self.source.draw(step, samples.num_open, samples.num_drawn)
+        return Round(step, rows, requests, self.source.prompts, is_first=not samples.num_drawn)
+
+    def generate(self, asked: Round, samples: StepSamples) -> Experience:
+        """Stage 2: the experience of the responses. SamplerMismatch if other weights drew them than those of the last push."""
+        step, requests, settings = asked.step, asked.requests, self._settings
+        if not asked.is_first and settings.sleep == "all":
+            self.push_weights(step - 1)  # they were released for the scoring of the round before
+        begin = begin_rewards(asked.prompt_of, self._tokenizer, self.scorer, self._sampling.stop, requests)
+        responses = generate(self.engine, requests, self._sampling, begin, self.source.predicted_lengths(asked.rows))
+        for extra in self._extras:
+            extra.after_generate(asked)
+        self.engine.sleep()
+        drawn = collect(requests, responses, with_kept=self._sampling.kept_width > 0)
+        samples.played += [one.played for one in responses if one.played is not None]
+        require_version(drawn.table, step, settings.push_every, self.engine.name)
+        return drawn
+
+    def score(self, asked: Round, drawn: Experience, samples: StepSamples) -> None:
+        """Stage 3: the rewards of the responses. Adds the round to the samples of the step."""
+        scored = score_responses(drawn, asked.prompt_of, self._tokenizer, self.scorer, self._sampling.stop)
+        for extra in self._extras:
+            drawn = extra.after_score(asked, drawn)
+        samples.add(asked.rows, drawn, scored)
+        self.source.observe(asked.rows, drawn, scored)
+
+    def end(self, step: int, samples: StepSamples) -> Rollout:
+        """What the training side learns from."""
+        experience, scored = samples.result()
+        figures = self.source.end(experience)
+        return Rollout(
+            step=step,
+            experience=experience,
+            scored=scored,
+            prompt_of=partial(prompt_of_sample, self.source.prompts, samples.rows, self.source.samples_per_row),
+            sampler=self.engine.name,
+            nothing_to_learn=nothing_to_learn(experience.table, scored, samples.num_scored),
+            figures=figures,
+            rounds=samples.rounds(),
+            played=samples.played,
+        )
+
+    def push_weights(self, version: int) -> dict[str, float]:
+        """Stage 7: push the policy's current weights into the engine; they must be resident. Returns figures of the push."""
+        with nullcontext() if self.policy is None else self.policy.engine.eval_mode():
+            return self.engine.push_weights(version)
+
+    def close(self) -> None:
+        """End the workers of the rewards."""
+        self.scorer.close()

@@ -1,0 +1,108 @@
+"""What a run samples and scores with, built from its configuration: rollout engine, settings of sampling, scorers, evaluators.
+
+`megappo eval` and scripts that sample without a training build theirs here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megappo.config.evaluations import config_of_set, longest_sequence_tokens
+from megappo.config.rank_ranges import ALL
+from megappo.config.reward_sections import RewardConfig
+from megappo.config.schema import RolloutConfig, TrainConfig
+from megappo.data.tokenizers import Tokenizer
+from megappo.engine.base import Engine
+from megappo.parallel.layout import layout_of
+from megappo.parallel.placement import placement_of
+from megappo.rewards.base import PreparedPart
+from megappo.rewards.compose import Composition
+from megappo.rewards.scorer import Scorer
+from megappo.rollout.build import PolicyPlace, build_rollout
+from megappo.rollout.environment import with_environment
+from megappo.rollout.types import RolloutEngine, SamplingParams
+from megappo.trainer.build_roles import spec_of_role
+from megappo.trainer.evaluation import Evaluator, evaluators_of
+from megappo.trainer.prepare.data import EvaluationData, RunData
+from megappo.trainer.prepare.evaluations import EvaluationSet
+from megappo.trainer.prepare.reward_routes import recipe_of
+from megappo.trainer.reward_model import ModelScorer
+
+
+def rollout_of(config: TrainConfig, data: RunData | EvaluationData, policy: Engine | None, device: torch.device) -> RolloutEngine:
+    """The rollout engine of a run, connected to the policy's engine, in its environment if it has one. Collective over the world;
+    errors as `build_rollout`.
+
+    policy: None on ranks that it does not live on.
+    """
+    engine = build_rollout(
+        config.rollout,
+        policy,
+        model=config.policy.model,
+        tokenizer=data.tokenizer,
+        max_sequence_tokens=longest_sequence_tokens(config),
+        policy_dtype=config.policy.dtype,
+        logits_dtype=config.policy.logits_dtype,
+        seed=config.run.seed,
+        device=device,
+        timeouts=config.run.timeouts,
+        place=_place_if_apart(config),
+        lora=config.policy.lora,
+    )
+    return engine if data.environment is None else with_environment(engine, data.environment, config, data.tokenizer)
+
+
+def _place_if_apart(config: TrainConfig) -> PolicyPlace | None:
+    """Place of the policy; None if it and the rollout live on all ranks."""
+    return None if config.policy.ranks == config.rollout.ranks == ALL else place_of_policy(config)
+
+
+def place_of_policy(config: TrainConfig) -> PolicyPlace:
+    """Ranks, layout and engine of the policy."""
+    placement = placement_of(config.policy.ranks, dist.get_world_size())
+    arch = spec_of_role(config, "policy", None).arch
+    return PolicyPlace(arch, layout_of(config.policy.parallel, len(placement)), placement, config.policy.engine)
+
+
+def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:
+    s = rollout.sampling
+    return SamplingParams(
+        rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, rollout.stop, tokenizer.eos_ids, s.replay_kept_tokens
+    )
+
+
+def scorer_of(
+    reward: RewardConfig,
+    parts: Mapping[str, PreparedPart],
+    on_progress: Callable[[int, int], None] = lambda found, of: None,
+    score_model: ModelScorer | None = None,
+) -> Scorer:
+    """The scorer of a run on this rank: its parts (as `RunData` has them), and the penalties for a missing end and for length."""
+    recipes = {label: {part.label: part.weight for part in parts} for label, parts in reward.recipes.items()}
+    penalties = (reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
+    made = {name: part.make() for name, part in parts.items() if part.make is not None}
+    return Scorer(made, Composition(recipes, *penalties), partial(recipe_of, reward), on_progress, score_model)
+
+
+def evaluators_of_run(
+    config: TrainConfig,
+    sets: Sequence[EvaluationSet],
+    sampling: SamplingParams,
+    scorer: Scorer | None,
+    score_model: ModelScorer | None,
+) -> list[Evaluator]:
+    """Evaluators of the sets, as `evaluators_of`; sets with a reward of their own get a scorer of their own."""
+
+    def scorer_of_set(one: EvaluationSet) -> Scorer:
+        view = config_of_set(config, one.settings)
+        model = None if score_model is None else score_model.of_prompts(view.data)
+        if one.reward is not None:
+            return scorer_of(view.reward, one.reward_parts, score_model=model)
+        assert scorer is not None, "a set without a reward shares the training's"
+        return scorer if model is score_model or model is None else scorer.with_model(model)
+
+    return evaluators_of(sets, sampling, config.run.seed, scorer_of_set)
