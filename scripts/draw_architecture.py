@@ -3,8 +3,9 @@
     python scripts/draw_architecture.py            # writes the picture
     python scripts/draw_architecture.py --check    # exit code 1 if the picture is not the code's
 
-A row is a stage of `PPO.step`: the name of its timer, the functions that it calls with the module they live in, and the names that
-it leaves for later stages. Nothing but the widths is written here, so the picture changes when the loop does.
+A row is a stage of `PPO.step`: the name of its timer, the functions that it calls with the module they live in, those of its
+rollout side and training side too, and the names that it leaves for later stages. Nothing but the widths is written here, so the
+picture changes when the loop does.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOP = ROOT / "megappo" / "trainer" / "ppo.py"
 PICTURE = ROOT / "docs" / "images" / "architecture.svg"
+
+SIDES = ("RolloutSide", "TrainingSide")  # parts of the loop whose methods are read too
 
 LINE = 17  # px between two lines of text
 STAGE_X, CALLS_X, LEFT_X, WIDTH = 16, 210, 640, 940
@@ -36,23 +39,74 @@ class Stage:
     leaves: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Source:
+    """A class of the trainer in its file. modules: imported name -> module. parts: attribute -> the class that it is of."""
+
+    modules: dict[str, str]
+    parts: dict[str, str]
+    methods: dict[str, ast.FunctionDef]
+    fields: dict[str, str]
+
+    @classmethod
+    def of(cls, source: str, name: str) -> Source:
+        tree = ast.parse(source)
+        modules = {
+            alias.asname or alias.name: node.module.removeprefix("megappo.")
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("megappo.")
+            for alias in node.names
+        }
+        body = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == name).body
+        methods = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+        fields = dict(_annotated((node.target.id, node.annotation) for node in body if _is_field(node)))  # type: ignore[union-attr]
+        start = methods.get("__init__")
+        given = [] if start is None else [*start.args.args, *start.args.kwonlyargs]
+        parts = dict(_annotated((one.arg, one.annotation) for one in given if one.annotation is not None))
+        if parts.get("run") == "Run":  # its parts are those of the class too
+            run = source_of(modules["Run"], "Run")
+            modules, parts = {**run.modules, "Steps": modules["Run"], **modules}, {**run.fields, **parts}
+        return cls(modules, {key: found for key, found in parts.items() if found in modules}, methods, fields)
+
+    def part(self, owner: ast.expr) -> str | None:
+        """Class of a part: of `self.rollout`, `rollout` or one of `self._extras`."""
+        match owner:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name) | ast.Name(id=name):
+                return self.parts.get(name.removeprefix("_")) or self.parts.get(f"{name}s")
+        return None
+
+    def within(self, method: str) -> Source:
+        """The same class inside of a method, whose arguments are parts too."""
+        arguments = self.methods[method].args.args
+        given = dict(_annotated((one.arg, one.annotation) for one in arguments if one.annotation is not None))
+        return replace(self, parts={**self.parts, **{key: found for key, found in given.items() if found in self.modules}})
+
+
+def _is_field(node: ast.stmt) -> bool:
+    return isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+
+
+def _annotated(pairs: Iterable[tuple[str, ast.expr]]) -> Iterator[tuple[str, str]]:
+    """(name, class) of annotated names, of `Sequence[Extra]` the class Extra."""
+    for name, annotation in pairs:
+        found = [node.id for node in ast.walk(annotation) if isinstance(node, ast.Name) and node.id[0].isupper()]
+        if found:
+            yield name, found[-1]
+
+
+def source_of(module: str, name: str) -> Source:
+    return Source.of((ROOT / "megappo" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"), name)
+
+
 def stages_of(source: str) -> list[Stage]:
     """Read the stages of `PPO.step`: statements between two comments that are a number."""
-    lines, tree = source.splitlines(), ast.parse(source)
-    modules = {
-        alias.asname or alias.name: node.module.removeprefix("megappo.")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("megappo.")
-        for alias in node.names
-    }
-    loop = next(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "PPO")
-    parts = _parts(loop, modules)
-    methods = {node.name: node for node in loop.body if isinstance(node, ast.FunctionDef)}
-    step = methods["step"]
+    lines, loop = source.splitlines(), Source.of(source, "PPO")
     found: dict[int, list[ast.stmt]] = {}
     number = 0
     # A loop repeats the stages in it.
-    for statement in (one for outer in step.body for one in (outer.body if isinstance(outer, ast.While) else [outer])):
+    for statement in (
+        one for outer in loop.methods["step"].body for one in (outer.body if isinstance(outer, ast.While) else [outer])
+    ):
         comment = lines[statement.lineno - 1].rpartition("#")[2].strip()
         number = int(comment) if comment.isdigit() else number
         if number:
@@ -61,8 +115,11 @@ def stages_of(source: str) -> list[Stage]:
         Stage(
             number,
             tuple(name for s in statements if (name := _timer(s)) is not None),
-            tuple(dict.fromkeys(call for s in statements for call in _calls(s, modules, parts, methods))),
-            tuple(name for name in _names(statements, ast.Store) if name in _names(_after(found, number), ast.Load)),
+            tuple(dict.fromkeys(call for s in statements for call in _calls(s, loop))),
+            (
+                *(name for name in _names(statements, ast.Store) if name in _names(_after(found, number), ast.Load)),
+                *dict.fromkeys(field for s in statements for field in _recorded(s, loop) if field.startswith("record.")),
+            ),
         )
         for number, statements in found.items()
     ]
@@ -80,41 +137,49 @@ def _names(statements: list[ast.stmt], context: type[ast.expr_context]) -> tuple
     return tuple(dict.fromkeys(node.id for node in sorted(wanted, key=lambda node: (node.lineno, node.col_offset))))
 
 
-def _parts(loop: ast.ClassDef, modules: dict[str, str]) -> dict[str, str]:
-    """Attribute of the loop -> the class that it is of, from the annotated arguments of `__init__`."""
-    start = next(node for node in loop.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    arguments = [*start.args.args, *start.args.kwonlyargs]
-    parts = {}
-    for argument in arguments:
-        annotation = argument.annotation or ast.Constant(None)
-        classes = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} & modules.keys()
-        if classes:
-            parts[argument.arg] = sorted(classes)[0]
-    return parts
-
-
 def _timer(statement: ast.stmt) -> str | None:
     if isinstance(statement, ast.With) and isinstance(call := statement.items[0].context_expr, ast.Call) and call.args:
         name = call.args[0]
-        # Of a choice the first: the stage of a run with a critic.
-        return ast.literal_eval(name.body if isinstance(name, ast.IfExp) else name)
+        # A stage that a part names is, with a critic, its update.
+        return name.value if isinstance(name, ast.Constant) else "update_critic"
     return None
 
 
-def _calls(
-    statement: ast.stmt, modules: dict[str, str], parts: dict[str, str], methods: dict[str, ast.FunctionDef]
-) -> Iterator[tuple[str, str]]:
-    """Calls of imported functions and of methods of the loop's parts, in the order of the text; its own methods are entered."""
+def _entered(statement: ast.AST, where: Source) -> Iterator[tuple[ast.Call, tuple[str, str] | None, list[ast.stmt], Source]]:
+    """Calls in the order of the text: (call, its name and module or None, statements that it enters, the class of these)."""
     calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
     for call in sorted(calls, key=lambda node: (node.end_lineno or 0, node.end_col_offset or 0)):
         match call.func:
-            case ast.Name(id=name) if name in modules and not modules[name].startswith("telemetry.timers"):
-                yield name, modules[name]
-            case ast.Attribute(value=ast.Attribute(attr=owner), attr=name) if owner in parts:
-                yield f"{parts[owner]}.{name}", modules[parts[owner]]
-            case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in methods:
-                for inner in methods[name].body:
-                    yield from _calls(inner, modules, parts, methods)
+            case ast.Name(id=name) if name in where.modules and not where.modules[name].startswith("telemetry.timers"):
+                yield call, (name, where.modules[name]), [], where
+            case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in where.methods:
+                yield call, None, where.methods[name].body, where.within(name)
+            case ast.Attribute(value=owner, attr=name) if (part := where.part(owner)) is not None:
+                if part in SIDES:
+                    side = source_of(where.modules[part], part)
+                    yield call, None, side.methods[name].body, side.within(name)
+                else:
+                    yield call, (f"{part}.{name}", where.modules[part]), [], where
+
+
+def _calls(statement: ast.AST, where: Source) -> Iterator[tuple[str, str]]:
+    """Calls of imported functions and of methods of the parts, in the order of the text; methods of the loop and of its sides are
+    entered."""
+    for _, named, inner, source in _entered(statement, where):
+        if named is not None:
+            yield named
+        for one in inner:
+            yield from _calls(one, source)
+
+
+def _recorded(statement: ast.AST, where: Source) -> Iterator[str]:
+    """Fields of the step's record that are set, also by methods that are entered."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}"
+    for _, _, inner, source in _entered(statement, where):
+        for one in inner:
+            yield from _recorded(one, source)
 
 
 def draw(stages: list[Stage]) -> str:

@@ -89,8 +89,8 @@ class PPO:
             training.update_policy(updates)
         training.end_updates(record, updates, timers)
 
-        pushes = self.steps.is_due(step, self.push_every)
         with timers.stage("push_weights"):  # 7
+            pushes = self.steps.is_due(step, self.push_every)
             record.pushed = rollout.push_weights(step) if pushes else {}
 
         self.instruments.settle_times(timers)  # 8

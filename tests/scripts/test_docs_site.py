@@ -21,9 +21,9 @@ def test_the_picture_of_a_step_is_the_code_s():
 def test_the_stages_are_the_designs_eight():
     stages = stages_of(LOOP.read_text(encoding="utf-8"))
     assert [stage.number for stage in stages] == list(range(1, 9))
-    assert ("requests_of_step", "trainer.experience") in stages[0].calls
-    assert ("RolloutEngine.push_weights", "rollout.types") in stages[6].calls, "the loop's own methods are followed"
-    assert "drawn" in stages[1].leaves and "experience" in stages[2].leaves and "experience" in stages[4].leaves
+    assert ("PromptSource.draw", "trainer.prompt_source") in stages[0].calls
+    assert ("RolloutEngine.push_weights", "rollout.types") in stages[6].calls, "methods of the loop's sides are followed"
+    assert "drawn" in stages[1].leaves and "record" in stages[2].leaves and "record.experience" in stages[4].leaves
 
 
 def test_a_changed_loop_changes_the_picture():
