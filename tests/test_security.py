@@ -52,7 +52,7 @@ ALLOWED = {
     # A pipe between the rank and a worker that runs the user's own code with the user's rights: neither side gains any.
     "megappo/runtime/helper_process.py": {"unpickles"},
     # Verdicts between the ranks of a job, as torch's exchange of objects sends them, which cannot address one rank each.
-    "megappo/trainer/experience/parcels.py": {"unpickles"},
+    "megappo/trainer/scoring.py": {"unpickles"},
     "megappo/rewards/sandbox/runner.py": {"runs text as code"},  # a program inside the sandbox, which nothing imports
     # The exchange of experience as it was, by pickled objects, and results of its own processes.
     "benchmarks/bench_experience.py": {"unpickles"},

@@ -15,7 +15,6 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.evaluations import best_metric
 from megappo.config.layout_checks import roles_in_use, trained_sections
-from megappo.config.role_sections import key_of_role
 from megappo.config.schema import KLConfig, TrainConfig
 from megappo.engine.factory import EngineFactory
 from megappo.parallel.layout import layout_of
@@ -24,7 +23,6 @@ from megappo.runtime.signals import StopRequest
 from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.average import AVERAGE, PolicyAverage, average_of
-from megappo.trainer.best import BestCheckpoint
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.checkpoints import Checkpoints, Contents, PlacedModel, RunAround
 from megappo.trainer.evaluation import Evaluations, average_in_sampler
@@ -48,6 +46,7 @@ from megappo.trainer.rollout_side import RolloutSide
 from megappo.trainer.run import Run
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.sampling import evaluators_of_run, place_of_policy, sampling_params, scorer_of
+from megappo.trainer.save_schedule import BestCheckpoint
 from megappo.trainer.scoring import ScoringProgress
 from megappo.trainer.state import TrainerState
 from megappo.trainer.training_side import TrainingSide

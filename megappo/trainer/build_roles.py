@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch.distributed as dist
 
+from megappo.checkpoint.store import CheckpointStore
 from megappo.config.layout_checks import head_rows_of, reference_is_base, roles_in_use, value_head_of
 from megappo.config.role_sections import RoleConfig, is_critic, section_of
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.role_arch import arch_for
+from megappo.parallel.consensus import on_rank_zero
 from megappo.parallel.layout import layout_of
 from megappo.parallel.placement import Placement, placement_of
 from megappo.parallel.shares import Shares, shares_of
+from megappo.telemetry.runlog import RunLog
+from megappo.trainer.prepare.critic_source import critic_source
 from megappo.trainer.prepare.layouts import model_paths
 from megappo.trainer.roles import BaseOfPolicy, Critic, LanguageModel, Policy, RewardModel
 
@@ -161,3 +166,18 @@ def spec_of_role(config: TrainConfig | SftConfig, name: str, total_updates: int 
         total_updates=total_updates,
         seed=config.run.seed,
     )
+
+
+def load_critics(config: TrainConfig, engines: Mapping[str, Engine], log: RunLog) -> None:
+    """Load the weights of `critic.checkpoint`, if set, in place of those of `critic.model`, and so for every critic. engines: by
+    role, of those that live here."""
+    for role, critic in config.critics.items():
+        # Another run may be writing there: rank 0 decides which of its checkpoints all ranks read.
+        spec = spec_of_role(config, role, None)
+        find = partial(critic_source, critic, spec.arch, spec.model, role)
+        source = on_rank_zero(f"finding {role}.checkpoint", find)
+        if source is None:
+            continue
+        store = CheckpointStore(source.directory, keep_last=1)
+        store.load_weights(source.role, engines.get(role), source.step, with_head=source.role != "policy")
+        log.note(f"{role}: starts from the {source.role} of step {source.step} in {source.directory}")

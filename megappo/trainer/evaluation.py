@@ -36,8 +36,7 @@ from megappo.trainer.experience.owners import Owners
 from megappo.trainer.prepare.evaluations import EvaluationSet
 from megappo.trainer.sampler_check import average_version
 from megappo.trainer.scoring import begin_rewards, score_responses
-from megappo.trainer.step_totals import Totals
-from megappo.trainer.turn_report import Turns, moments_of_turns
+from megappo.trainer.step_totals import Totals, Turns, moments_of_turns
 
 # The catalogue's names of the set of `data.eval`.
 _OF_DEFAULT = {

@@ -35,6 +35,7 @@ from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.trackers.group import make_trackers
 from megappo.trainer.assembly import Claimed, Models, build_models, build_ppo, build_pretraining, checkpoints_of, kl_controller
 from megappo.trainer.average import AVERAGE
+from megappo.trainer.build_roles import load_critics
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.ppo import PPO
@@ -43,13 +44,11 @@ from megappo.trainer.prepare.recorded import RecordedData
 from megappo.trainer.recorded import COLUMNS, RecordedPretraining
 from megappo.trainer.run import Run, Steps
 from megappo.trainer.run_facts import require_same_models, require_same_order, warn_of_changes
-from megappo.trainer.rundir import RunDir
+from megappo.trainer.rundir import RunDir, export_policy
 from megappo.trainer.sampling import rollout_of
 from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
-from megappo.trainer.surroundings import facts_of_ranks, fetch_on_rank_0
-from megappo.trainer.watch import watched
-from megappo.trainer.weights import export_policy, load_critics
+from megappo.trainer.surroundings import facts_of_ranks, fetch_on_rank_0, watched
 from megappo.trainer.windows import resume_windows
 
 

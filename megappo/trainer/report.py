@@ -18,13 +18,11 @@ from megappo.data.packing import PackedBatch
 from megappo.rewards.compose import Scored
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.critic_report import critic_metrics, least_explained_variance, targets_in
+from megappo.trainer.critic_report import critic_metrics, expert_metrics, least_explained_variance, targets_in
 from megappo.trainer.experience.table import SampleTable
-from megappo.trainer.expert_report import expert_metrics
 from megappo.trainer.rounds import Rollout
 from megappo.trainer.sampler_check import Agreement
-from megappo.trainer.step_totals import Totals, moments_of_tokens
-from megappo.trainer.turn_report import Turns, moments_of_turns
+from megappo.trainer.step_totals import Totals, Turns, moments_of_tokens, moments_of_turns
 from megappo.trainer.updates import UpdateSummary
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megappo.config.run_directory import CHECKPOINTS, check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
-from megappo.parallel.consensus import gathered, raised_by_all, told_by
+from megappo.engine.base import Engine
+from megappo.parallel.consensus import RankFault, gathered, raised_by_all, told_by
 from megappo.runtime.ending import CONFIG, ENDED, Ended, record_end
 from megappo.runtime.lease import LEASE_VARIABLE, Lease
 from megappo.telemetry.jsonl import replace_file
@@ -120,3 +121,14 @@ def _on_rank_0(action: Callable[[], Result]) -> Result:
     mine = raised_by_all(attempt, ValueError)
     told = told_by(0, mine)
     return cast(Result, mine if dist.get_rank() == 0 else told)
+
+
+def export_policy(engine: Engine | None, run_dir: RunDir, source: Path) -> None:
+    """Write the policy for transformers and vLLM; an export that a resumed run replaces is renamed. Collective over the world.
+
+    engine: None on ranks that it does not live on.
+    """
+    if dist.get_rank() == 0 and run_dir.export.exists():
+        run_dir.export.rename(run_dir.export_replaced())
+    dist.barrier()
+    raised_by_all(lambda: None if engine is None else engine.export(run_dir.export, source), ValueError, OSError, RankFault)

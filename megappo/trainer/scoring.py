@@ -6,13 +6,15 @@ and starts itself what has not begun, so that samples drawn by few ranks do not 
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import TypeVar
 
+import numpy
 import torch
 
 from megappo.data.prompts import Prompt
@@ -28,8 +30,36 @@ from megappo.rollout.generation import OnFinished
 from megappo.rollout.types import Request, Response
 from megappo.runtime.sections import Sections
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.experience.parcels import to_owners
 from megappo.trainer.token_scans import whole_responses
+
+Parcel = TypeVar("Parcel")
+
+
+def to_owners(experience: Experience, parcels: Mapping[int, Parcel]) -> dict[int, Parcel]:
+    """Parcels of this rank's samples, by number, from any ranks that had some. Collective over the wire of the experience.
+
+    parcels: by number of the sample, small and picklable. A sample has one sender.
+    """
+    owners, ranks, places = experience.owners, experience.wire.ranks, experience.wire.places
+    bags: list[dict[int, Parcel]] = [{} for _ in ranks]
+    for number, parcel in parcels.items():
+        bags[int(places[owners.shares.reporters[int(owners.share[number])]])][number] = parcel
+    packed = [pickle.dumps(bag) if bag else b"" for bag in bags]
+    sent = [len(one) for one in packed]
+    sizes, ones = torch.empty(len(ranks), dtype=torch.long), [1] * len(ranks)
+    experience.wire.all_to_all(sizes, torch.tensor(sent), ones, ones)
+    received = sizes.tolist()
+    arrived = torch.empty(sum(received), dtype=torch.uint8)
+    # A copy: torch takes no memory that it may not write to.
+    experience.wire.all_to_all(
+        arrived, torch.from_numpy(numpy.frombuffer(bytearray(b"".join(packed)), numpy.uint8)), received, sent
+    )
+    found: dict[int, Parcel] = {}
+    for one in arrived.split(received):
+        if len(one):
+            found |= pickle.loads(one.numpy().tobytes())
+    return found
+
 
 Result = TypeVar("Result")
 

@@ -18,11 +18,11 @@ from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
 from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric
-from megappo.trainer.chains import Chains
 from megappo.trainer.critics import critics_in, of_critic, of_critics, with_disagreement
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.reweighting import correction_figures, on_sampled, reweight
 from megappo.trainer.token_scans import (
+    Chains,
     Discount,
     PerToken,
     Rewards,

@@ -2,19 +2,82 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from pydantic import BaseModel
 
 from megappo.config.errors import ConfigError
+from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import TrainConfig
-from megappo.parallel.consensus import on_rank_zero, raised_by_all
+from megappo.parallel.consensus import gathered, on_rank_zero, raised_by_all, told_by
+from megappo.runtime.failure import ATTEMPT_DIR
+from megappo.runtime.life import LAUNCHER_LISTENS, SignOfLife
+from megappo.runtime.verdict import Member
+from megappo.runtime.watchdog import EXCHANGE_S, Watchdog
 from megappo.trainer.prepare.data import EvaluationData, RunData
+from megappo.trainer.prepare.hub import pinned_names, with_local_models, with_values
 from megappo.trainer.prepare.recorded import RecordedData
 from megappo.trainer.prepare.remote_run import fetch, find_copies
 from megappo.trainer.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
 from megappo.trainer.run_facts import require_equal_data, run_facts
+
+
+@contextmanager
+def watched(timeouts: TimeoutsConfig, run_dir: Path) -> Iterator[Watchdog]:
+    """Watch this rank inside. Collective. Stacks and verdict go to the attempt's folder, or to `stacks` below `run_dir`."""
+    rank = dist.get_rank()
+    ranks = gathered((uuid.uuid4().hex, Member.of_process(rank, os.getpid())))
+    store = None
+    if len(ranks) > 1:
+        # A connection of its own: another thread's request may wait for minutes. Rank 0's name, as one world may run many times.
+        default: Any = dist.distributed_c10d._get_default_store()  # the method is missing in torch's stub
+        store = dist.PrefixStore(f"megappo.watchdog.{ranks[0][0]}", default.clone())
+    folder = Path(os.environ.get(ATTEMPT_DIR) or run_dir / "stacks")
+    folder.mkdir(parents=True, exist_ok=True)
+    sign = _sign_of_life(rank, len(ranks), timeouts) if LAUNCHER_LISTENS in os.environ else None
+    with Watchdog(rank, [member for _, member in ranks], store, timeouts, folder, sign) as watchdog:
+        yield watchdog
+    if folder.parent == run_dir:
+        with contextlib.suppress(OSError):  # not empty: another rank is still there, or an earlier attempt left its stacks
+            folder.rmdir()
+
+
+def _sign_of_life(rank: int, world_size: int, timeouts: TimeoutsConfig) -> SignOfLife:
+    """Sign of this rank to the launcher, on a connection of its own."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    # The ranks watch each other first: they know more.
+    head_start_s = 2 * EXCHANGE_S if world_size > 1 else 0.0
+    return SignOfLife(store.clone(), rank, timeouts.heartbeat_s + head_start_s)
+
+
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def local_models_of_ranks(config: Config) -> Config:
+    """`with_local_models` on every rank, with the commits that rank 0 finds. ConfigError on all ranks. Collective.
+
+    A rank whose cache holds the commit, as that of a shared file system does, asks nothing; others download it.
+    """
+    rank = dist.get_rank()
+    first = raised_by_all(lambda: with_local_models(config) if rank == 0 else None, ConfigError)
+    pins = told_by(0, None if first is None else pinned_names(config, first))
+
+    def with_pins() -> Config:
+        try:
+            return with_local_models(with_values(config, pins or {}))
+        except ConfigError as error:
+            raise ConfigError(f"rank {rank}: {error}") from error
+
+    return raised_by_all(lambda: with_pins() if first is None else first, ConfigError)
 
 
 def facts_of_ranks(config: TrainConfig, data: RunData | RecordedData, *, resume: bool) -> dict[str, Any]:

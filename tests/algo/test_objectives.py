@@ -17,7 +17,7 @@ from megappo.algo.correction import kth_largest
 from megappo.algo.objectives import cispo_loss, dis_loss, sequence_log_ratio
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.trainer.losses import fields_of_sequences, surrogate
+from megappo.trainer.roles import fields_of_sequences, surrogate
 
 # Lengths of the sequences, one empty and one without a sampled token; gaps in the masks.
 LENGTHS = [5, 0, 7, 2, 9, 3]

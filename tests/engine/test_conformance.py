@@ -504,8 +504,7 @@ def frozen_weights_stay_and_the_rest_trains_as_without(world: World) -> None:
 def a_categorical_head_trains_as_transformers_own_model(world: World) -> None:
     """Values, loss and gradients of a head of seven bins, by autograd in transformers' model of the export."""
     from megappo.algo.value_losses import categorical_loss
-    from megappo.trainer.losses import bins_of
-    from megappo.trainer.roles import Critic
+    from megappo.trainer.roles import Critic, bins_of
 
     section = CriticConfig(**world.settings(), loss="hl_gauss", bins=7, value_low=-1.0, value_high=1.5)
     spec, bins, batch = world.spec("critic", section, value_head="normal"), bins_of(section), recorded_batch()

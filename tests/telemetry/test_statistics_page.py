@@ -10,7 +10,7 @@ import torch
 from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.memory import DevicePeak, HostPeak
 from megappo.telemetry.metrics import MODEL_STAGES, STAGES, Metric
-from megappo.trainer.step_work import RoleModel, peak_note, peak_tflops
+from megappo.trainer.instruments import RoleModel, peak_note, peak_tflops
 from tests.models.test_flops import LLAMA_7B
 
 PAGE = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()

@@ -20,11 +20,11 @@ from megappo.config.run_sections import CheckpointConfig, TimeoutsConfig
 from megappo.rewards.compose import Scored
 from megappo.runtime.sections import AwakeClock, Sections
 from megappo.runtime.signals import StopRequest
-from megappo.trainer.best import BestCheckpoint
 from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround
 from megappo.trainer.evaluation import Evaluation, Evaluator
 from megappo.trainer.experience.collect import make_requests
 from megappo.trainer.prepare.evaluate import plan_evaluation
+from megappo.trainer.save_schedule import BestCheckpoint
 from megappo.trainer.state import TrainerState
 from tests.rollout.responses import generate_all
 from tests.trainer.experiences import part_means, score

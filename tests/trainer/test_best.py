@@ -10,7 +10,7 @@ import pytest
 
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import Manifest, write_manifest
-from megappo.trainer.best import BestCheckpoint
+from megappo.trainer.save_schedule import BestCheckpoint
 from megappo.trainer.state import TrainerState
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megappo.commands.eval.evaluate import results_table
 from megappo.trainer.evaluation import Evaluation
-from megappo.trainer.turn_report import Turns
+from megappo.trainer.step_totals import Turns
 
 
 def evaluation(turns: Turns | None = None, num_parts: int = 0) -> Evaluation:

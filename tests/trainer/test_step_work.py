@@ -12,8 +12,8 @@ from megappo.config.run_sections import TelemetryConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.engine.base import PassResult, StepResult
 from megappo.models.flops import forward_flops, generation_flops
+from megappo.trainer.instruments import RoleModel, StepWork, peak_note, peak_tflops
 from megappo.trainer.roles import UpdateResult
-from megappo.trainer.step_work import RoleModel, StepWork, peak_note, peak_tflops
 from megappo.trainer.updates import MiniBatch, UpdateSummary, run_updates
 from tests.models.test_flops import LLAMA_7B
 
