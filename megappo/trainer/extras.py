@@ -153,7 +153,7 @@ class GreedyBaseline(Extra):
 
 
 class EntropyTarget(Extra):
-    """Coefficient of the entropy bonus, steered towards the target of `algorithm.entropy`. The state keeps that of the next step."""
+    """Coefficient of the entropy bonus, steered towards the target of `algorithm.entropy`; the state keeps the next step's."""
 
     def __init__(self, bonus: EntropyTargetConfig, roles: Roles, state: TrainerState) -> None:
         self._bonus, self._roles, self._state = bonus, roles, state
