@@ -73,7 +73,9 @@ def start_holder(run_dir: Path) -> subprocess.Popen[str]:
 def rewrite(run_dir: Path, age_s: float = 0.0, **changes: object) -> None:
     """Change fields of the record, as another host would have written it, `age_s` seconds ago."""
     path = run_dir / LEASE
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    before = path.read_text()
+    with path.open("r+") as file:  # in one write, which a reader that looks meanwhile sees whole
+        file.write(json.dumps(json.loads(before) | changes).ljust(len(before)))
     written = time.time() - age_s
     os.utime(path, (written, written))
 
