@@ -67,6 +67,7 @@ from megappo.config.run_checks import (
     weight_problem,
 )
 from megappo.config.schema import SftConfig, TrainConfig
+from megappo.config.vllm_args import vllm_args_problem
 
 Device = Literal["cpu", "cuda"]
 TrainRule = Callable[[TrainConfig], str | None]
@@ -94,6 +95,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     adapter_problem,
     seed_problem,
     stop_problem,
+    vllm_args_problem,
     adaptive_kl_problem,
     critic_head_problem,
     critic_warmup_problem,
@@ -121,12 +123,7 @@ LENGTH_RULES: tuple[TrainRule, ...] = (
 """Rules about the number of steps."""
 
 # Keys that only a GPU needs. One file serves both devices, so on the CPU they are named in a note and not refused.
-GPU_KEYS = (
-    "rollout.memory_share",
-    "rollout.enforce_eager",
-    "rollout.model_runner",
-    "rollout.async_scheduling",
-)
+GPU_KEYS = ("rollout.memory_share",)
 GPU_KEYS_OF_ROLE = ("offload.parameters", "offload.optimizer", "offload_activations")
 
 

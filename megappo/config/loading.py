@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -21,7 +21,6 @@ from megappo.config.keys import (
     Written,
     choice_of,
     hint,
-    is_mapping,
     item_class,
     section_class,
     section_classes,
@@ -121,8 +120,8 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
 
 
 def _is_inside_mapping(key: str, name: str, cls: type[BaseModel]) -> bool:
-    """True if `key` is `name.X` or further inside, and `name` maps names X to sections; pydantic checks what is further inside."""
-    return key.startswith(name + ".") and is_mapping(dict(value_keys(cls))[name])
+    """True if `key` is `name.X` or further inside, and `name` maps names X to sections or values. Pydantic checks the rest."""
+    return key.startswith(name + ".") and get_origin(dict(value_keys(cls))[name].annotation) is dict
 
 
 def _assign(data: dict[str, Any], key: str, value: Any, name: str) -> None:

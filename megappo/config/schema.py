@@ -83,12 +83,9 @@ class RolloutConfig(Section):
     """KV cache of one vLLM rank in GiB; null means the rest of `memory_share` on a GPU and 0.25 on the CPU."""
     sleep: Literal["none", "cache", "all"] = "none"
     """Memory that vLLM releases between generations: nothing, its KV cache, or also its weights while the models train."""
-    enforce_eager: bool = False
-    """Run vLLM's model without compilation and CUDA graphs."""
-    model_runner: Literal["auto", "v1", "v2"] = "auto"
-    """Model runner of vLLM; auto leaves the choice to vLLM, which takes v2 if it can."""
-    async_scheduling: bool | None = None
-    """Let vLLM prepare a step while the previous one runs; null leaves the choice to vLLM, which does so if it can."""
+    vllm_args: dict[str, Any] = {}
+    """Further arguments of vLLM's engine (`vllm.EngineArgs`) by their names there, for example
+    `{enforce_eager: true, async_scheduling: false}`."""
     adapter: Literal["merged", "separate"] = "merged"
     """How a policy with `policy.lora` reaches vLLM: merged into its weights at every push; or separate, its frozen weights once and
     then its adapter alone, which vLLM's own LoRA layers apply at every token."""

@@ -104,7 +104,7 @@ class VllmEngine:
         with self.in_world():
             self._identity = new_identity()
             peers_visible = sees_peers(config.tp, device)
-        self._environment = vllm_environment(config, device.type, peers_visible)
+        self._environment = vllm_environment(device.type, peers_visible)
         self._own = EngineState(device)
         with self._running():
             from vllm import LLM

@@ -68,8 +68,6 @@ def vllm_options(
         # With a cache of a given size vLLM uses the share only to refuse a start if it is not free.
         gpu_memory_utilization=config.memory_share if config.kv_cache_gib is None or on_cpu else LEAST_SHARE,
         kv_cache_memory_bytes=None if cache_gib is None else int(cache_gib * 2**30),
-        enforce_eager=config.enforce_eager or on_cpu,  # compiling takes minutes on a CPU
-        async_scheduling=config.async_scheduling,
         enable_sleep_mode=config.sleep != "none" and not on_cpu,
         # After temperature, top-k and top-p, with -inf for tokens cut off. (vLLM's return_sampling_mask needs its second model
         # runner, which has no CPU support, and refuses the greedy requests of an evaluation.)
@@ -77,9 +75,11 @@ def vllm_options(
         max_logprobs=arch.vocab_size,
         seed=seed,
     )
+    options |= config.vllm_args
     if lora is not None:
         options |= adapter_options(lora)
     if on_cpu:
+        options["enforce_eager"] = True  # compiling takes minutes on a CPU
         # With a chunked prompt a seeded request raises "CPU Generator does not use offset": vLLM rewinds the generator after every
         # chunk. Whole prompts fit: vLLM then takes at least max_model_len tokens at once.
         options["enable_chunked_prefill"] = False
@@ -88,18 +88,17 @@ def vllm_options(
     if not peers_visible:
         # Both map the devices of all ranks over this process's CUDA_VISIBLE_DEVICES and fail; NCCL reduces instead.
         options["disable_custom_all_reduce"] = True
-        options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+        options["compilation_config"] = {**options.get("compilation_config", {}), "pass_config": {"fuse_allreduce_rms": False}}
     return options
 
 
-def vllm_environment(config: RolloutConfig, device_type: str, peers_visible: bool = True) -> dict[str, str]:
+def vllm_environment(device_type: str, peers_visible: bool = True) -> dict[str, str]:
     """Environment variables that vLLM reads while it runs; all others stay as the user set them."""
-    if device_type == "cpu":
+    if device_type == "cpu" or peers_visible:
         return {}
-    runner = {} if config.model_runner == "auto" else {"VLLM_USE_V2_MODEL_RUNNER": str(int(config.model_runner == "v2"))}
     # Their buffers are shared between GPUs by handles, which a process can open only for GPUs that it sees.
     names = ("VLLM_ALLREDUCE_USE_SYMM_MEM", "VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC")
-    return {**runner, **({} if peers_visible else dict.fromkeys(names, "0"))}
+    return dict.fromkeys(names, "0")
 
 
 def see_each_other(tp: int, places: Sequence[tuple[str, int | None]]) -> bool:

@@ -105,10 +105,9 @@ def known_options() -> str:
 def known_variables() -> str:
     from vllm import envs
 
-    from megappo.config.schema import RolloutConfig
     from megappo.rollout.vllm_options import vllm_environment
 
-    names = vllm_environment(RolloutConfig(model_runner="v1"), "cuda", peers_visible=False)
+    names = vllm_environment("cuda", peers_visible=False)
     lost = unknown(names, envs.environment_variables)
     if lost:
         raise Wrong(f"vLLM does not read {lost}")
@@ -120,10 +119,9 @@ def configuration(peers_visible: bool = True, model: Model = BF16, **rollout: An
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from megappo.config.schema import RolloutConfig
     from megappo.rollout.vllm_options import vllm_environment
 
-    os.environ.update(vllm_environment(RolloutConfig.model_validate(rollout), "cuda", peers_visible))
+    os.environ.update(vllm_environment("cuda", peers_visible))
     return EngineArgs(**options_of(peers_visible, model, **rollout)).create_engine_config(UsageContext.LLM_CLASS)
 
 
@@ -200,10 +198,8 @@ CHECKS: Sequence[Check] = (
     ("defaults", case(DEFAULTS)),
     # FlashAttention does not support fp32.
     ("fp32, heads of 32", case({"attention": "TRITON_ATTN"}, model=Model(torch.float32, 32))),
-    ("enforce_eager", case({"compile": "NONE", "CUDA graphs": "NONE", "sizes": "none"}, enforce_eager=True)),
-    ("model_runner: v1", case({"runner": "v1"}, model_runner="v1")),
-    ("model_runner: v2", case({"runner": "v2"}, model_runner="v2")),
-    ("async_scheduling: false", case({"async scheduling": False}, async_scheduling=False)),
+    ("enforce_eager", case({"compile": "NONE", "CUDA graphs": "NONE", "sizes": "none"}, vllm_args={"enforce_eager": True})),
+    ("async_scheduling: false", case({"async scheduling": False}, vllm_args={"async_scheduling": False})),
     ("sleep: all", case({"sleep": True}, sleep="all")),
     ("tp 2", case({"custom all-reduce": True}, tp=2)),
     ("tp 2, one GPU visible", case({"custom all-reduce": False}, peers_visible=False, tp=2)),

@@ -67,7 +67,7 @@ DEAD = [
     ([MEGATRON], "rollout.max_num_seqs=8", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.memory_share=0.5", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.kv_cache_gib=1.0", "rollout.engine=vllm"),
-    ([MEGATRON], "rollout.enforce_eager=true", "rollout.engine=vllm"),
+    ([MEGATRON], "rollout.vllm_args.enforce_eager=true", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.push_every=2", "rollout.engine=vllm"),
     (["rollout.kv_cache_gib=1.0"], "rollout.memory_share=0.5", "rollout.kv_cache_gib=null"),
     ([], "rollout.sampling.replay_kept_tokens=true", "rollout.sampling.top_k=5"),

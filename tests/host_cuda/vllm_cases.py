@@ -82,7 +82,8 @@ def embedded(ids: Tensor, weight: Tensor, first: int, end: int, *rest: int) -> T
 
 def engine_of(rank: int, path: str, tp: int, runner: str) -> VllmEngine:
     """fp32, asynchronous scheduling as vLLM chooses. Collective."""
-    config = RolloutConfig(tp=tp, max_num_seqs=4, kv_cache_gib=1 / 512, enforce_eager=True, model_runner=runner)
+    config = RolloutConfig(tp=tp, max_num_seqs=4, kv_cache_gib=1 / 512, vllm_args={"enforce_eager": True})
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
     return VllmEngine(
         path, config, dtype=torch.float32, max_model_len=64, eos_token_ids=(), seed=0, device=torch.device("cuda", rank)
     )

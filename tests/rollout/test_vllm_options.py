@@ -5,6 +5,7 @@ That vLLM makes of it what is meant on a GPU is checked with its own GPU wheel (
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
+from megappo.config.vllm_args import NAMES, OWN
 from megappo.rollout.vllm_options import see_each_other, vllm_environment, vllm_options
 from megappo.rollout.vllm_process import require_vllm
 from tests.commands.plan.checkpoints import write_checkpoint
@@ -46,9 +48,8 @@ def options(tmp_path):
 @pytest.mark.parametrize(
     "settings, expected",
     [
-        ({}, dict(enforce_eager=False, async_scheduling=None, enable_sleep_mode=False, kv_cache_memory_bytes=None)),
-        (dict(enforce_eager=True), dict(enforce_eager=True)),
-        (dict(async_scheduling=False), dict(async_scheduling=False)),
+        ({}, dict(enable_sleep_mode=False, kv_cache_memory_bytes=None)),
+        (dict(vllm_args=dict(enforce_eager=True, async_scheduling=False)), dict(enforce_eager=True, async_scheduling=False)),
         (dict(sleep="cache"), dict(enable_sleep_mode=True)),
         (dict(sleep="all"), dict(enable_sleep_mode=True)),
         (dict(tp=4, max_num_seqs=7, memory_share=0.6), dict(tensor_parallel_size=4, max_num_seqs=7, gpu_memory_utilization=0.6)),
@@ -74,16 +75,16 @@ def test_a_cpu_runs_eagerly_whole_prompts_and_sleeps_by_a_worker_of_our_own(opti
     assert "worker_cls" not in options("cpu")
 
 
-@pytest.mark.parametrize(
-    "runner, expected", [("auto", {}), ("v1", {"VLLM_USE_V2_MODEL_RUNNER": "0"}), ("v2", {"VLLM_USE_V2_MODEL_RUNNER": "1"})]
-)
-def test_the_model_runner_is_chosen_by_vllms_variable(runner, expected):
-    assert vllm_environment(RolloutConfig(model_runner=runner), "cuda") == expected
-    assert vllm_environment(RolloutConfig(model_runner=runner), "cpu") == {}
+@pytest.mark.slow
+def test_the_names_of_vllms_arguments_are_those_of_the_tested_version(options):
+    from vllm.engine.arg_utils import EngineArgs
+
+    assert {field.name for field in fields(EngineArgs) if not field.name.startswith("_")} == NAMES
+    assert options().keys() <= OWN.keys() <= NAMES
 
 
 def test_ranks_that_do_not_see_each_others_gpus_reduce_by_nccl(options):
-    told, variables = options(peers_visible=False, tp=2), vllm_environment(RolloutConfig(tp=2), "cuda", peers_visible=False)
+    told, variables = options(peers_visible=False, tp=2), vllm_environment("cuda", peers_visible=False)
     assert told["disable_custom_all_reduce"] and told["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
     assert variables[SYMMETRIC] == "0" and set(variables.values()) == {"0"} and len(variables) == 3
 

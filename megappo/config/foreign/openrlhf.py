@@ -5,6 +5,7 @@ from __future__ import annotations
 from megappo.config.foreign.rule import (
     ALWAYS_PACKED,
     CHECKPOINTING,
+    EAGER,
     KL_ESTIMATORS,
     NO_FP16,
     ONE_SCHEDULE,
@@ -116,7 +117,7 @@ _RULES = {
     "enable_vllm_is_correction": missing("a difference of sampler and trainer stops the run", "rollout.max_prob_diff"),
     "vllm_is_truncated_threshold": unneeded("a difference of sampler and trainer stops the run", "rollout.max_prob_diff"),
     "enable_prefix_caching": unneeded("vLLM's default", "rollout.engine"),
-    "enforce_eager": take("rollout.enforce_eager"),
+    "enforce_eager": take("rollout.vllm_args", values=EAGER),
     "rollout_tasks_per_gpu": unneeded(RAY, "rollout.max_num_seqs"),
     "async_train": missing("a step trains on its own responses"),
     "async_queue_size": unneeded("a step trains on its own responses"),
