@@ -16,9 +16,9 @@ HARDWARE_GPU_HOURS = 64 * 5 * 24
 """GPU-hours between hardware faults, the low end of what is published: a job of 64 GPUs meets one every 5 to 33 days."""
 
 
-def expected_mtbf_hours(num_ranks: int, given: float | None) -> float:
-    """Mean time between failures of a job, in hours: `given`, or what its number of ranks lets expect."""
-    return given if given is not None else 1 / (1 / SOFTWARE_HOURS + num_ranks / HARDWARE_GPU_HOURS)
+def expected_mtbf_hours(num_ranks: int) -> float:
+    """Mean time between failures, in hours, that the number of ranks of a job lets expect."""
+    return 1 / (1 / SOFTWARE_HOURS + num_ranks / HARDWARE_GPU_HOURS)
 
 
 def best_interval_s(save_s: float, mtbf_hours: float) -> float:

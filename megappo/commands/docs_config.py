@@ -1,6 +1,6 @@
-"""Write docs/config.md and the editors' JSON schemas from `schema.py`: `python -m megappo.commands.docs_config [repository root]`.
+"""Write docs/config.md from `schema.py`: `python -m megappo.commands.docs_config [repository root]`.
 
-Nothing here describes a key: text, types, ranges and defaults all come from the models. A test asserts that the written files are
+Nothing here describes a key: text, types, ranges and defaults all come from the models. A test asserts that the written file is
 current.
 """
 
@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megappo.config.keys import Choice, choice_of, is_mapping, item_class, section_class, section_classes
-from megappo.config.loading import json_schema
 from megappo.config.schema import SftConfig, TrainConfig
 
 HEAD = """# Configuration
@@ -31,8 +30,8 @@ itself cannot be null. A choice is written as the word that chooses, or as a sec
 `megappo config recipe.yaml` prints the resolved configuration. Unknown keys, keys of the wrong type
 (`"2"` is not 2) and keys without effect under the other keys are errors.
 
-For completion in an editor, start a file with
-`# yaml-language-server: $schema=train.schema.json` (fine-tuning: `sft.schema.json`).
+For completion in an editor, write `megappo config --schema > train.schema.json` (fine-tuning: `--sft --schema`) and start a file
+with `# yaml-language-server: $schema=train.schema.json`.
 """
 
 BOUNDS = (("minimum", ">= {}"), ("exclusiveMinimum", "> {}"), ("maximum", "<= {}"), ("exclusiveMaximum", "< {}"))
@@ -142,21 +141,11 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def generated_files() -> dict[str, str]:
-    """Path from the repository root -> text of every generated file."""
-    return {
-        "docs/config.md": page(),
-        "configs/train.schema.json": json.dumps(json_schema(TrainConfig), indent=1) + "\n",
-        "configs/sft.schema.json": json.dumps(json_schema(SftConfig), indent=1) + "\n",
-    }
-
-
 def main(root: Path) -> None:
-    for name, text in generated_files().items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        print(path)
+    path = root / "docs" / "config.md"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(), encoding="utf-8")
+    print(path)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ TRAIN: tuple[Dead, ...] = (
         "reward.length_penalty is 0; remove it, or set a penalty",
     ),
     Dead(
-        ("checkpoint.save_every", "checkpoint.mtbf_hours"),
+        ("checkpoint.save_every",),
         lambda c: c.checkpoint.save_strategy != "steps",
         "it counts under checkpoint.save_strategy = steps; remove one of the two",
     ),
@@ -239,11 +239,6 @@ TRAIN: tuple[Dead, ...] = (
         "checkpoint.save_every is 0, so there is one checkpoint, at the end; remove it, or set save_every",
     ),
     Dead(
-        ("checkpoint.mtbf_hours",),
-        lambda c: c.checkpoint.save_every != "auto",
-        "only checkpoint.save_every = auto counts with it; remove it, or set save_every to auto",
-    ),
-    Dead(
         ("checkpoint.asynchronous",),
         lambda c: c.checkpoint.save_every == 0 and c.trainer.keep_best is None,
         "checkpoint.save_every is 0, so nothing is trained after the one save at the end; remove it, or set save_every",
@@ -254,7 +249,7 @@ TRAIN: tuple[Dead, ...] = (
         "telemetry.trajectories_every is 0; remove it, or set trajectories_every",
     ),
     Dead(
-        ("telemetry.mode", "telemetry.project", "telemetry.experiment", "telemetry.group", "telemetry.tags"),
+        ("telemetry.mode",),
         lambda c: not {"wandb", "mlflow"} & set(c.telemetry.trackers),
         "telemetry.trackers names neither wandb nor mlflow; remove it, or add one of them",
     ),

@@ -10,9 +10,6 @@ from pydantic import Field
 from megappo.config.paths import PathText
 from megappo.config.section import NonNegative, Positive, PositiveFloat, Section
 
-# Of a server: MLflow's may be paths with the name of a user.
-TrackerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_/][A-Za-z0-9@/._-]{0,127}$")]
-
 
 class TimeoutsConfig(Section):
     """Seconds that a rank waits for the others before it ends the run."""
@@ -84,10 +81,7 @@ class CheckpointConfig(Section):
     stop and at an error that leaves the state whole."""
     save_every: Literal["auto"] | NonNegative = "auto"
     """Steps between checkpoints; 0 saves at the end only. auto saves after the first step and then at the interval at which saving
-    and work lost in failures cost least, sqrt(2 x seconds that a save holds training x `mtbf_hours`), at least every 30 minutes."""
-    mtbf_hours: PositiveFloat | None = None
-    """Mean time between failures of this job in hours, for `save_every: auto`; null counts with one software fault a day, however
-    large the job, and one hardware fault of 64 GPUs every 5 days: 1 / (1/24 + ranks/7680)."""
+    and work lost in failures cost least (docs/checkpoints.md), at least every 30 minutes."""
     keep_last: Positive = 3
     """Checkpoints kept; older ones are removed after a newer one is complete."""
     save_only_model: bool = False
@@ -105,18 +99,11 @@ class CheckpointConfig(Section):
 
 class TelemetryConfig(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """Places besides metrics.jsonl that show the run: event files of TensorBoard, Weights & Biases, MLflow. Keys and addresses come
-    from the environment or the library's own login (docs/telemetry.md). A tracker that fails costs records, never the run."""
+    """Places besides metrics.jsonl that show the run: event files of TensorBoard, Weights & Biases, MLflow. Keys, addresses,
+    project and group come from these libraries' own environment variables (docs/telemetry.md). A tracker that fails costs records,
+    never the run."""
     mode: Literal["online", "offline"] = "online"
     """offline: W&B and MLflow write into the run directory and need no account and no network."""
-    project: TrackerName = "megappo"
-    """Project of W&B, experiment of MLflow."""
-    experiment: TrackerName | None = None
-    """Name of the run in W&B and MLflow; null means `run.name`."""
-    group: TrackerName | None = None
-    """Group of runs in W&B, a tag in MLflow."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run in W&B and MLflow."""
     histograms_every: NonNegative = 10
     """Steps between histograms of advantages, returns, values, KL, ratios and lengths in the trackers, the last step among them; 0
     makes none."""

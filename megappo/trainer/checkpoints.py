@@ -109,7 +109,7 @@ class Checkpoints:
         self._stop, self._log, self._sections, self._epochs_done = run
         self._best = best or BestCheckpoint(None, "max", contents.state)
         self._best_of_save: dict[int, dict[str, Any] | None] = {}  # step -> best of the state that the save holds
-        self._mtbf_hours = expected_mtbf_hours(dist.get_world_size(), settings.mtbf_hours)
+        self._mtbf_hours = expected_mtbf_hours(dist.get_world_size())
         self._schedule, self._clock = SaveSchedule(settings, self._mtbf_hours, clock), clock
         self._chooses = settings.save_strategy == "steps" and settings.save_every == "auto"
         self._saves_end = settings.save_strategy != "no"
@@ -285,7 +285,7 @@ class Checkpoints:
             minutes = self._schedule.interval_s / 60
             self._log.note(
                 f"checkpoint.save_every is auto: a save holds training for {self._schedule.save_s:.2f} s and a failure is expected "
-                f"every {self._mtbf_hours:.3g} h (checkpoint.mtbf_hours), so there is a checkpoint about every {minutes:.3g} min"
+                f"every {self._mtbf_hours:.3g} h, so there is a checkpoint about every {minutes:.3g} min"
             )
 
     def _newest(self) -> str:

@@ -67,7 +67,7 @@ DEAD = [
     ([MEGATRON], "rollout.max_num_seqs=8", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.memory_share=0.5", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.kv_cache_gib=1.0", "rollout.engine=vllm"),
-    ([MEGATRON], "rollout.vllm_args.enforce_eager=true", "rollout.engine=vllm"),
+    ([MEGATRON], "rollout.vllm_args={enforce_eager: true}", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.push_every=2", "rollout.engine=vllm"),
     (["rollout.kv_cache_gib=1.0"], "rollout.memory_share=0.5", "rollout.kv_cache_gib=null"),
     ([], "rollout.sampling.replay_kept_tokens=true", "rollout.sampling.top_k=5"),
@@ -103,7 +103,6 @@ DEAD = [
     (["checkpoint.save_strategy=no"], "checkpoint.asynchronous=false", "checkpoint.save_strategy=epoch"),
     (["checkpoint.save_every=0"], "checkpoint.keep_last=3", "checkpoint.save_every=5"),
     (["checkpoint.save_every=0"], "checkpoint.keep_last=3", "checkpoint.save_every=auto"),
-    (["checkpoint.save_every=5"], "checkpoint.mtbf_hours=2.0", "checkpoint.save_every=auto"),
     (["checkpoint.save_every=0"], "checkpoint.asynchronous=false", "checkpoint.save_every=5"),
     (["telemetry.trajectories_every=0"], "telemetry.trajectories_per_step=4", "telemetry.trajectories_every=5"),
     (["policy.ema.decay=0.9"], "reference.refresh_from=ema", "reference.refresh_every=2"),
@@ -111,10 +110,6 @@ DEAD = [
     (["policy.ema.decay=0.9"], "trainer.evaluate_with=ema", EVAL),
     (["trainer.steps=4", "critic.warmup_steps=4"], "policy.ema.decay=0.9", "critic.warmup_steps=2"),
     ([], "telemetry.mode=offline", "telemetry.trackers=[wandb]"),
-    ([], "telemetry.project=mine", "telemetry.trackers=[mlflow]"),
-    ([], "telemetry.experiment=first", "telemetry.trackers=[wandb]"),
-    ([], "telemetry.group=pair", "telemetry.trackers=[wandb]"),
-    ([], "telemetry.tags=[a]", "telemetry.trackers=[mlflow]"),
     (["telemetry.trackers=[]"], "telemetry.histograms_every=5", "telemetry.trackers=[tensorboard]"),
 ]
 ALL_FSDP2 = [f"{role}.engine=fsdp2" for role in ("policy", "critic", "reference")]

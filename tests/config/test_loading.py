@@ -145,9 +145,6 @@ PATHS = {
 }
 
 
-TRACKER_NAMES = {"telemetry.project", "telemetry.experiment", "telemetry.group"}
-
-
 def test_a_control_character_in_a_path_is_refused(tmp_path):
     """It would be a line of a job script, or an error of the system in the middle of a run."""
     for key, escape in itertools.product(sorted({*PATHS, "critics.b.model"}), r"\n \0 \r \t \e \L \N \x7f".split()):
@@ -168,7 +165,7 @@ def test_every_other_text_is_none_that_a_script_or_a_file_system_sees(tmp_path):
             return False
 
     texts = {key for key, _ in value_keys(TrainConfig) if takes(key, "a")}
-    assert texts - {key for key in texts if takes(key, r"a\nb")} == PATHS | {"run.name", *TRACKER_NAMES}
+    assert texts - {key for key in texts if takes(key, r"a\nb")} == PATHS | {"run.name"}
     assert {key for key in texts if takes(key, r"a\nb")} == {
         "data.prompt_key",
         "data.answer_key",

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def steps_of(log: RunLog, first: int, last: int) -> None:
 
 def run(root: Path, name: str, first: int, last: int, *, resume: int | None = None, status: Any = "finished") -> RunLog:
     root.mkdir(exist_ok=True)
-    values = {"trackers": [name], "mode": "offline", "project": "ours", "group": "pair", "tags": ["a", "b"]}
+    values = {"trackers": [name], "mode": "offline"}
     telemetry = TelemetryConfig.model_validate(values)
     log = RunLog(root, make_trackers(telemetry, "first", root), CONFIG, stream=io.StringIO())
     if resume is not None:
@@ -95,8 +96,9 @@ def wandb_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
         for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
             patch.delenv(name, raising=False)
         patch.setenv("NETRC", str(root / "absent"))
-        run(root, "wandb", 1, 4)
-        run(root, "wandb", 3, 6, resume=2, status="stopped")
+        with mock.patch.dict(os.environ, {"WANDB_RUN_GROUP": "pair", "WANDB_TAGS": "a,b"}):
+            run(root, "wandb", 1, 4)
+            run(root, "wandb", 3, 6, resume=2, status="stopped")
     yield root, watch
 
 
@@ -107,7 +109,7 @@ def test_an_offline_run_of_wandb_is_continued_by_a_resumed_one(wandb_runs: tuple
     (first, early), (second, late) = (read_wandb(file) for file in files)
     tracked = json.loads((root / "trackers" / "wandb.json").read_text())
     assert first.run_id == second.run_id == tracked["id"] and tracked["step"] == 6
-    assert (first.project, first.display_name, first.run_group, list(first.tags)) == ("ours", "first", "pair", ["a", "b"])
+    assert (first.project, first.display_name, first.run_group, list(first.tags)) == ("megappo", "first", "pair", ["a", "b"])
     assert sorted(early) == [1, 2, 3, 4] and sorted(late) == [5, 6], "no step back: 3 and 4 are there"
     assert early[2]["reward/score_mean"] == 0.2 and "policy/grad_norm" not in early[2] and early[2][LOST] == 0
     assert {name: value for name, value in early[2].items() if name.startswith("policy/ratio")} == {
@@ -188,9 +190,8 @@ def test_a_run_of_mlflow_is_continued_by_a_resumed_one(tmp_path: Path) -> None:
     run(root, "mlflow", 1, 4)
     run(root, "mlflow", 3, 6, resume=2, status="stopped")
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{root / 'mlflow' / 'mlflow.db'}")
-    (found,) = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
+    (found,) = client.search_runs([client.get_experiment_by_name("megappo").experiment_id])
     assert found.info.status == "KILLED" and found.info.run_name == "first"
-    assert found.data.tags["group"] == "pair" and found.data.tags["b"] == "true"
     assert found.data.params["policy.lr"] == "1e-06" and found.data.params["reward.args.api_key"] == "(hidden)"
     history = client.get_metric_history(found.info.run_id, "reward/score_mean")
     assert [(m.step, m.value) for m in history] == [(step, step / 10) for step in range(1, 7)]

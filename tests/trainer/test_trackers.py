@@ -30,7 +30,7 @@ KEYS: dict[str, Any] = {
     "algorithm.ppo_epochs": 2,
 }
 REPLICAS = {"policy.parallel.tp": 1, "critic.parallel.pp": 1}
-WANDB = {"telemetry.trackers": ["tensorboard", "wandb"], "telemetry.mode": "offline", "telemetry.project": "small"}
+WANDB = {"telemetry.trackers": ["tensorboard", "wandb"], "telemetry.mode": "offline"}
 
 
 def runs(rank: int, folder: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_resumed_run_is_one_run_of_wandb(done: Path) -> None:
     root = done / "cut"
     files = sorted((root / "wandb").glob("offline-run-*/*.wandb"))
     (first, early), (second, late) = (read_wandb(file) for file in files)
-    assert first.run_id == second.run_id and first.project == "small" and first.display_name == "cut"
+    assert first.run_id == second.run_id and first.project == "megappo" and first.display_name == "cut"
     assert sorted(early) == [1, 2] and sorted(late) == [3, 4]
     logged = {**early, **late}
     for row in rows(root):

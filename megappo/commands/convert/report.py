@@ -76,7 +76,7 @@ def _reason(row: Row) -> str:
 def _yaml(data: dict[str, Any], prefix: str, comments: dict[str, str], depth: int) -> Iterator[str]:
     for name, value in data.items():
         key, indent = f"{prefix}{name}", "  " * depth
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key not in comments:  # a key of ours may be a mapping itself
             yield f"{indent}{name}:"
             yield from _yaml(value, f"{key}.", comments, depth + 1)
         else:

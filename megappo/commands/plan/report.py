@@ -397,9 +397,9 @@ def _checkpoint_lines(plan: Plan) -> Iterator[str]:
         at_once = settings.keep_last + 2  # and the best
     yield f"  about {gib(size)} GiB each: {held} of {' and '.join(trained_sections(plan.config))}; at most {at_once} at once"
     if settings.save_every == "auto":
-        hours = expected_mtbf_hours(plan.world_size, settings.mtbf_hours)
+        hours = expected_mtbf_hours(plan.world_size)
         every = ", ".join(f"{figures(best_interval_s(s, hours) / 60)} min if {s} s" for s in (1, 10, 60))
-        yield f"  one failure in {figures(hours)} h is expected (checkpoint.mtbf_hours), so the interval is"
+        yield f"  one failure in {figures(hours)} h is expected, so the interval is"
         yield f"  {every} is what a save holds training"
     else:
         yield f"  one every {_count(settings.save_every, 'step')}" if settings.save_every else "  one at the end"

@@ -90,7 +90,7 @@ DTYPES = {
     "fp32": "fp32",
 }
 CHECKPOINTING = {True: "full", False: "none"}
-EAGER = {True: {"enforce_eager": True}, False: {}}
+EAGER = {value: {"enforce_eager": value} for value in (True, False)}
 ENGINES = {"vllm": "vllm"}
 NO_FP16 = "megappo trains in bf16 or fp32, which need no loss scaling"
 OWN_SAMPLING = "the set of data.eval is greedy, one answer a prompt; a set in evaluations has its own n, temperature and top_p"

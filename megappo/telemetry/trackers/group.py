@@ -65,10 +65,9 @@ def make_trackers(telemetry: TelemetryConfig, run_name: str, root: Path) -> dict
     """The trackers that a configuration names, not started, for the run in `root`."""
     from megappo.telemetry.trackers.tensorboard import TensorBoard  # torch's writer is slow to import
 
-    named = telemetry.model_copy(update={"experiment": telemetry.experiment or run_name})
     makers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoard(root / "tensorboard"),  # its library has a thread of its own
-        "wandb": lambda: BackgroundTracker("wandb", Wandb(root, named, logger.info), end_service),
-        "mlflow": lambda: BackgroundTracker("mlflow", Mlflow(root, named, logger.info)),
+        "wandb": lambda: BackgroundTracker("wandb", Wandb(root, run_name, telemetry, logger.info), end_service),
+        "mlflow": lambda: BackgroundTracker("mlflow", Mlflow(root, run_name, telemetry, logger.info)),
     }
     return {name: makers[name]() for name in telemetry.trackers}

@@ -31,10 +31,13 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")  # of metrics
 
 
 class Mlflow:
-    """A run of the experiment `telemetry.project`. Histograms become JSON artifacts and trajectories text artifacts."""
+    """A run of the experiment `MLFLOW_EXPERIMENT_NAME` (megappo).
 
-    def __init__(self, root: Path, telemetry: TelemetryConfig, note: Callable[[str], None]) -> None:
-        self._root, self._telemetry, self._note = root, telemetry, note
+    Histograms become JSON artifacts and trajectories text artifacts.
+    """
+
+    def __init__(self, root: Path, run_name: str, telemetry: TelemetryConfig, note: Callable[[str], None]) -> None:
+        self._root, self._name, self._telemetry, self._note = root, run_name, telemetry, note
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -86,11 +89,10 @@ class Mlflow:
 
     def _begin(self, client: Any, artifacts: str | None) -> None:
         """Create the run, and its experiment where it is missing. artifacts: URI of the folder for a new experiment's files."""
-        project, group = self._telemetry.project, self._telemetry.group
-        experiment = client.get_experiment_by_name(project)
-        experiment_id = client.create_experiment(project, artifacts) if experiment is None else experiment.experiment_id
-        tags = {**({} if group is None else {"group": group}), **dict.fromkeys(self._telemetry.tags, "true")}
-        run = client.create_run(experiment_id, run_name=self._telemetry.experiment, tags=tags)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megappo")
+        experiment = client.get_experiment_by_name(name)
+        experiment_id = client.create_experiment(name, artifacts) if experiment is None else experiment.experiment_id
+        run = client.create_run(experiment_id, run_name=self._name)
         self._tracked.begin(run.info.run_id)
 
 

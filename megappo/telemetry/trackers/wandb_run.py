@@ -22,10 +22,11 @@ INIT_S = 60.0  # wandb's own limit on the first answer of its server
 
 
 class Wandb:
-    """A run of `telemetry.project`; offline it is written to `wandb/` of the run directory, for `wandb sync`."""
+    """A run of the project `WANDB_PROJECT` (megappo); offline it is written to `wandb/` of the run
+    directory, for `wandb sync`. W&B reads its other variables itself, such as WANDB_RUN_GROUP."""
 
-    def __init__(self, root: Path, telemetry: TelemetryConfig, note: Callable[[str], None]) -> None:
-        self._root, self._telemetry, self._note = root, telemetry, note
+    def __init__(self, root: Path, run_name: str, telemetry: TelemetryConfig, note: Callable[[str], None]) -> None:
+        self._root, self._name, self._telemetry, self._note = root, run_name, telemetry, note
         self._run: wandb.Run | None = None
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
@@ -37,10 +38,8 @@ class Wandb:
         if self._tracked.id is None:
             self._tracked.begin(uuid.uuid4().hex[:12])
         self._run = wandb.init(
-            project=telemetry.project,
-            name=telemetry.experiment,
-            group=telemetry.group,
-            tags=list(telemetry.tags),
+            project=os.environ.get("WANDB_PROJECT", "megappo"),
+            name=os.environ.get("WANDB_NAME", self._name),
             id=self._tracked.id,
             resume="allow",
             reinit="create_new",  # and not a run that the user's own code has opened
