@@ -313,7 +313,7 @@ PROMISES = (
     ),
     Promise(
         "S7",
-        "Code written by the model reaches no network, no secret and no memory or time beyond its limits, and leaves no process",
+        "Code written by the model reaches no network and no secret, has limits of address space and time, and leaves no process",
         (
             "tests/rewards/test_code_sandbox.py::test_the_network_is_out_of_reach",
             "tests/rewards/test_code_sandbox.py::test_home_and_environment_hold_no_secret",
