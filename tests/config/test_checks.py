@@ -561,6 +561,18 @@ BROKEN = [
         "telemetry.trajectories_per_step=256",
     ),
     (
+        "vllm_args_problem",
+        ["rollout.vllm_args.enforce_eagre=true"],
+        ["rollout.vllm_args.enforce_eagre = true: vLLM has no such argument; did you mean enforce_eager?"],
+        "rollout.vllm_args=null",
+    ),
+    (
+        "vllm_args_problem",
+        ["rollout.vllm_args={max_num_seqs: 4}"],
+        ["rollout.vllm_args.max_num_seqs = 4: megappo sets it; use rollout.max_num_seqs"],
+        "rollout.vllm_args=null",
+    ),
+    (
         "tracker_names_problem",
         ["telemetry.trackers=[wandb, tensorboard, wandb]"],
         ["telemetry.trackers", "wandb is there twice"],
