@@ -80,8 +80,8 @@ def _rank_main(rank: int, folder: str, port: int, rounds: int, prompts: int, idl
     from megappo.parallel.groups import AgreedPass, ProcessGroups
     from megappo.telemetry.timers import StageTimers
     from megappo.trainer.build_roles import build_roles
+    from megappo.trainer.preflight import watched
     from megappo.trainer.replicas import ReplicaCheck
-    from megappo.trainer.surroundings import watched
 
     sizes = [f"data.prompts_per_step={prompts}", f"algorithm.mini_batch_size={prompts}"]
     config = load_config(str(ROOT / "configs/quickstart.yaml"), [f"policy.model={folder}", *sizes])

@@ -24,7 +24,7 @@ from benchmarks.bench_linear_logprob import problem as linear_problem
 from benchmarks.harness.candidates import differentiable, ours
 from benchmarks.harness.cli import run
 from benchmarks.harness.model import Benchmark, Calls, Candidate, Difference, worst_row
-from megappo.algo.correction import behaviour_ratio, correction_weights
+from megappo.algo.importance_sampling import behaviour_ratio, importance_weights
 from megappo.config.loading import validated
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
@@ -141,7 +141,7 @@ def correction_calls(p: TermsProblem, level: str) -> Calls:
 
     def weights() -> Tensor:
         ratio = behaviour_ratio(logprob, rollout, mask, cu_seqlens, cast(Any, level))
-        return correction_weights(ratio, mask, "tis", None, 2.0)
+        return importance_weights(ratio, mask, "tis", None, 2.0)
 
     return Calls(weights, lambda found: {"weights": found})
 

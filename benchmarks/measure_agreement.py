@@ -84,12 +84,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     highest = arguments.highest_id or arch.vocab_size - 1
     prompts = [[rng.randrange(3, highest) for _ in range(rng.randint(4, 19))] for _ in range(arguments.responses)]
     requests = list(make_requests(prompts, samples_per_prompt=1, run_seed=0, step=1))
-    sampling = SamplingParams(arguments.tokens, arguments.temperature, arguments.top_p, arguments.top_k, record_kept=True)
+    sampling = SamplingParams(arguments.tokens, arguments.temperature, arguments.top_p, arguments.top_k, record_top_k_ids=True)
     generate(engine, requests[:1], sampling)
     start = time.perf_counter()
     responses = generate(engine, requests, sampling)
     seconds = time.perf_counter() - start
-    batch = pack_experience(requests, responses, with_kept=sampling.kept_width > 0)
+    batch = pack_experience(requests, responses, with_top_k_ids=sampling.top_k_width > 0)
     mask = batch["response_mask"]
     print(f"{int(mask.sum())} tokens, {seconds / int(mask.sum()) * 1e6:.0f} us each")
     found = {}

@@ -19,12 +19,12 @@ from megappo.engine.build import RoleEngines
 from megappo.ops import dispatch
 from megappo.parallel.device import select_device, start_alone
 from megappo.rollout.generation import generate
+from megappo.trainer.advantages import add_advantages
 from megappo.trainer.build_roles import build_roles
 from megappo.trainer.experience.collect import collect, requests_of_step
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.sampling import rollout_of, sampling_params, scorer_of
 from megappo.trainer.scoring import score_responses
-from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates
 
 # One rank, and the policy's own model generates: slower than vLLM, and nothing to start.
@@ -59,7 +59,7 @@ def main(path: str, overrides: list[str]) -> None:
     experience = add_model_outputs(experience, roles)
     # 5 KL-shaped rewards, GAE, whitening
     score, kl_coef = torch.tensor(scored.total), config.algorithm.kl.coef
-    experience = shape_experience(experience, score, kl_coef, config.algorithm, scored.per_token).experience
+    experience = add_advantages(experience, score, kl_coef, config.algorithm, scored.per_token).experience
     batch = experience.batch
     # 6 updates: the same mini-batches for critic and policy
     updates = Updates(experience, roles, ("critic", "policy"), config, seed=1)

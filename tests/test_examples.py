@@ -50,7 +50,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, server) -> Path:
-    """The directory of a run of two steps with a copy of `own_reward.py` in a fresh folder, on one rank, without vLLM."""
+    """The directory of a run of two steps with a copy of `user_reward.py` in a fresh folder, on one rank, without vLLM."""
     folder = tmp_path_factory.mktemp("examples")
     write_small_task(folder)
     config = small_config(
@@ -75,7 +75,7 @@ def trained(tmp_path_factory, server) -> Path:
     )
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     (folder / "rewards").mkdir()
-    (folder / "rewards" / "mine.py").write_text((EXAMPLES / "own_reward.py").read_text())
+    (folder / "rewards" / "mine.py").write_text((EXAMPLES / "user_reward.py").read_text())
     said_by(run_command("train", "run.yaml", cwd=folder))
     return folder / "runs" / "mine"
 

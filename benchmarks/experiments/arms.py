@@ -44,9 +44,9 @@ ARMS: Mapping[str, Arm] = {
         {"algorithm.estimator": "grpo", **NO_CRITIC, "algorithm.kl.placement": "loss", "algorithm.kl.estimator": "k3"},
     ),
     "age2": Arm("age 0 to 2", {"rollout.push_every": 3}),
-    "age2_tis": Arm("age 0 to 2, tis", {"rollout.push_every": 3, "algorithm.correction.type": "tis"}),
+    "age2_tis": Arm("age 0 to 2, tis", {"rollout.push_every": 3, "algorithm.importance_sampling.type": "tis"}),
     "age4": Arm("age 0 to 4", {"rollout.push_every": 5}),
-    "age4_tis": Arm("age 0 to 4, tis", {"rollout.push_every": 5, "algorithm.correction.type": "tis"}),
+    "age4_tis": Arm("age 0 to 4, tis", {"rollout.push_every": 5, "algorithm.importance_sampling.type": "tis"}),
 }
 BASELINE = "baseline"
 

@@ -26,6 +26,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
 from megappo.rewards.compose import Scored
 from megappo.rollout.types import Request, Response, SamplingParams, Segment
+from megappo.trainer.advantages import advantages_of
 from megappo.trainer.experience.collect import pack_experience
 from megappo.trainer.experience.experience import Experience, rows_of
 from megappo.trainer.experience.owners import Owners
@@ -36,7 +37,6 @@ from megappo.trainer.model_outputs import results_of
 from megappo.trainer.report import StepRecord
 from megappo.trainer.rounds import Rollout
 from megappo.trainer.sampler_check import Agreement, compare_with_sampler
-from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import READS, first_epoch, mini_batches, owners_of_epoch, update_reads
 
 MINI_BATCHES = 8  # of an epoch
@@ -234,7 +234,7 @@ def _step(shape: Shape, rank: int, inner: Wire | None, seed: int) -> Cost:
         assert not agreement.num_bad, "random numbers are finite"
     with meter.phase("advantages"):
         score = torch.rand(experience.batch.num_sequences)
-        experience = experience.with_batch(shape_advantages(experience.batch, score, 0.1, algorithm))
+        experience = experience.with_batch(advantages_of(experience.batch, score, 0.1, algorithm))
     with meter.phase("to updates"):
         reads = {*update_reads("policy", algorithm), *update_reads("critic", algorithm)}
         sent = first_epoch(experience, shares, reads, algorithm.mini_batch_size, seed)

@@ -218,7 +218,7 @@ PROMISES = (
         (
             "tests/test_bad_input.py::test_train_refuses_what_its_keys_name",
             "tests/test_bad_input.py::test_data_that_is_too_short_is_refused_within_a_second",
-            "tests/trainer/test_shaping_and_updates.py::test_a_step_without_a_sampled_token_is_zero_and_not_nan",
+            "tests/trainer/test_advantages_and_updates.py::test_a_step_without_a_sampled_token_is_zero_and_not_nan",
         ),
     ),
     Promise(

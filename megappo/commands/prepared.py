@@ -19,7 +19,7 @@ def local_models(config: Config) -> Config:
     if not is_rank() or not names_models(config):  # ranks that megappo starts are told directories
         return with_local_models(config)
     from megappo.parallel.device import select_device, start_distributed
-    from megappo.trainer.surroundings import local_models_of_ranks
+    from megappo.trainer.preflight import local_models_of_ranks
 
     start_distributed(select_device(config.run.device), config.run.timeouts)
     return local_models_of_ranks(config)

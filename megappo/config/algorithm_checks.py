@@ -8,7 +8,7 @@ from megappo.config.role_sections import key_of_role
 from megappo.config.schema import TrainConfig
 
 MAX_ADAPTIVE_STEP = 0.2  # clip of the error in the adaptive KL controller (Ziegler et al. 2019, section 2.2)
-_OF_FEWER_TOKENS = "the sampler's log-probs are of fewer tokens than the trainer's; set rollout.sampling.replay_kept_tokens to true"
+_OF_FEWER_TOKENS = "the sampler's log-probs are of fewer tokens than the trainer's; set rollout.sampling.replay_top_k_ids to true"
 
 
 def group_problem(config: TrainConfig) -> str | None:
@@ -56,20 +56,24 @@ def sequence_loss_problem(config: TrainConfig) -> str | None:
     return None
 
 
-def correction_problem(config: TrainConfig) -> str | None:
+def importance_sampling_problem(config: TrainConfig) -> str | None:
     """A correction without bounds that leave anything, made twice, or of log-probs of two different distributions."""
     a, sampling = config.algorithm, config.rollout.sampling
-    c = a.correction
+    c = a.importance_sampling
     if c.type == "icepop" and c.low >= c.high:
-        return problem("algorithm.correction.low", c.low, f"leaves nothing below algorithm.correction.high = {c.high:g}; lower it")
+        return problem(
+            "algorithm.importance_sampling.low",
+            c.low,
+            f"leaves nothing below algorithm.importance_sampling.high = {c.high:g}; lower it",
+        )
     if c.type != "none" and a.old_logprob == "rollout_logprob":
         of = "dis" if a.loss.type == "dis" else "proximal behaviour"
         fix = f"algorithm.loss ({of}) has the ratio to the sampler already, and {c.type} would weigh it twice; set it to none"
-        return problem("algorithm.correction.type", c.type, fix)
+        return problem("algorithm.importance_sampling.type", c.type, fix)
     reads_sampler = c.type != "none" or a.old_logprob == "rollout_logprob"
-    if reads_sampler and sampling.truncates and not sampling.replay_kept_tokens:
+    if reads_sampler and sampling.truncates and not sampling.replay_top_k_ids:
         if c.type != "none":
-            return problem("algorithm.correction.type", c.type, _OF_FEWER_TOKENS)
+            return problem("algorithm.importance_sampling.type", c.type, _OF_FEWER_TOKENS)
         key, value = ("type", "dis") if a.loss.type == "dis" else ("proximal", "behaviour")
         return problem(f"algorithm.loss.{key}", value, _OF_FEWER_TOKENS)
     return None
@@ -83,14 +87,14 @@ def vtrace_problem(config: TrainConfig) -> str | None:
     if a.vtrace.c_bar > a.vtrace.rho_bar:
         fix = f"is above algorithm.vtrace.rho_bar = {a.vtrace.rho_bar:g}, which V-trace's fixed point needs as its bound; lower it"
         return problem("algorithm.vtrace.c_bar", a.vtrace.c_bar, fix)
-    if a.correction.type != "none":
+    if a.importance_sampling.type != "none":
         fix = "vtrace weighs advantages by the same ratio already; set it to none, or algorithm.estimator to gae"
-        return problem("algorithm.correction.type", a.correction.type, fix)
+        return problem("algorithm.importance_sampling.type", a.importance_sampling.type, fix)
     if a.old_logprob == "rollout_logprob":
         key, value, other = ("type", "dis", "ppo") if a.loss.type == "dis" else ("proximal", "behaviour", "recomputed")
         fix = f"its ratio is against the sampler's policy, by which vtrace weighs advantages already; set it to {other}"
         return problem(f"algorithm.loss.{key}", value, fix)
-    if sampling.truncates and not sampling.replay_kept_tokens:
+    if sampling.truncates and not sampling.replay_top_k_ids:
         return problem("algorithm.estimator", a.estimator, _OF_FEWER_TOKENS)
     return None
 

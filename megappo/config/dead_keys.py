@@ -46,7 +46,7 @@ SEVERAL_CRITICS = (
 TRAIN: tuple[Dead, ...] = (
     _IMPL,
     Dead(
-        ("rollout.sampling.replay_kept_tokens",),
+        ("rollout.sampling.replay_top_k_ids",),
         lambda c: not c.rollout.sampling.truncates,
         "neither top_p nor top_k cuts anything; remove it, or set top_k",
     ),

@@ -1,6 +1,6 @@
 """Rules about how a run samples: what vLLM can take, steps in which the sampler holds older weights than the policy
-(`rollout.push_every`), responses that are drawn over several steps (`rollout.window_tokens`), trajectories of several turns
-(`rollout.environment`). Imports no torch. See `checks.py`.
+(`rollout.push_every`), responses that are drawn over several steps (`rollout.partial_rollout_tokens`), trajectories of several
+turns (`rollout.environment`). Imports no torch. See `checks.py`.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def push_steps_problem(config: TrainConfig) -> str | None:
     return None
 
 
-def window_problem(config: TrainConfig) -> str | None:
-    """Windows that cut nothing, or beside what needs whole responses, complete groups or all turns of a response."""
-    window, longest = config.rollout.window_tokens, config.rollout.max_response_tokens
+def partial_rollout_problem(config: TrainConfig) -> str | None:
+    """Partial rollouts that cut nothing, or beside what needs whole responses, complete groups or all turns of a response."""
+    window, longest = config.rollout.partial_rollout_tokens, config.rollout.max_response_tokens
     if window is None:
         return None
     if window >= longest:
         fix = f"every response ends within a step: none has more than rollout.max_response_tokens {longest}; lower it, or use null"
-        return problem("rollout.window_tokens", window, fix)
+        return problem("rollout.partial_rollout_tokens", window, fix)
     for key, value, because in _needs_whole_responses(config):
-        return problem(key, value, f"{because}; change it, or set rollout.window_tokens to null")
+        return problem(key, value, f"{because}; change it, or set rollout.partial_rollout_tokens to null")
     return None
 
 
@@ -81,8 +81,12 @@ def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]
         yield "critics", list(config.critics), "critics share responses by their places in a step, which change as responses go on"
     if a.loss.type == "gspo":
         yield "algorithm.loss.type", "gspo", "its ratio is of a whole response, of which a step has some tokens"
-    if a.correction.type != "none" and a.correction.level != "token":
-        yield "algorithm.correction.level", a.correction.level, "its ratio is of a whole response, of which a step has some tokens"
+    if a.importance_sampling.type != "none" and a.importance_sampling.level != "token":
+        yield (
+            "algorithm.importance_sampling.level",
+            a.importance_sampling.level,
+            "its ratio is of a whole response, of which a step has some tokens",
+        )
     if a.kl.placement == "reward" and a.kl.controller.type == "adaptive":
         yield "algorithm.kl.controller.type", "adaptive", "it steers by the KL of whole responses, of which a step has some tokens"
     if config.reference.refresh_above_kl is not None:
@@ -184,12 +188,12 @@ def top_k_problem(config: TrainConfig) -> str | None:
     )
 
 
-def kept_tokens_problem(config: TrainConfig) -> str | None:
+def top_k_ids_problem(config: TrainConfig) -> str | None:
     """More ids to record for replay than a sampled token should cost."""
     sampling = config.rollout.sampling
-    if not (sampling.replay_kept_tokens and sampling.truncates):
+    if not (sampling.replay_top_k_ids and sampling.truncates):
         return None
-    without = "or rollout.sampling.replay_kept_tokens: false to train on log-probs of the whole vocabulary"
+    without = "or rollout.sampling.replay_top_k_ids: false to train on log-probs of the whole vocabulary"
     if sampling.top_k < 1:  # top_p alone: the nucleus of a flat distribution is most of the vocabulary
         return problem(
             "rollout.sampling.top_p",

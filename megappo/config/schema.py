@@ -40,7 +40,7 @@ class SamplingConfig(Section):
     """Nucleus sampling: smallest set of tokens with this much probability."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among this many best tokens; -1 means all."""
-    replay_kept_tokens: bool = True
+    replay_top_k_ids: bool = True
     """With top_p or top_k: record the ids that every token was sampled from, and compute the log-probs of policy and reference
     over the same ids. Needs top_k. If false, log-probs are over the whole vocabulary, and PPO's ratios belong to another
     distribution than the sampled one (docs/agreement.md)."""
@@ -65,7 +65,7 @@ class RolloutConfig(Section):
     """Responses drawn for every prompt of a training step."""
     max_response_tokens: Positive = 512
     """Responses are cut here; a cut response has no end-of-sequence token."""
-    window_tokens: Positive | None = None
+    partial_rollout_tokens: Positive | None = None
     """Most tokens of a response that a step draws (T-PPO, arXiv:2506.15050). A longer response goes on in the next steps, in the
     place of a new one: the policy trains on the tokens of the step, with the value of their end as what follows, the critic on
     whole responses once they end, and only then they are scored (docs/algorithms.md). null draws whole responses."""
@@ -99,7 +99,7 @@ class RolloutConfig(Section):
     @property
     def drawn_tokens(self) -> int:
         """Most tokens of a response that a step draws."""
-        return min(self.max_response_tokens, self.window_tokens or self.max_response_tokens)
+        return min(self.max_response_tokens, self.partial_rollout_tokens or self.max_response_tokens)
 
     @property
     def windows(self) -> int:
@@ -254,7 +254,7 @@ class DISLossConfig(Section):
 LossConfig = PPOLossConfig | GSPOLossConfig | CISPOLossConfig | DISLossConfig
 
 
-class NoCorrectionConfig(Section):
+class NoImportanceSamplingConfig(Section):
     """Advantages are not weighed."""
 
     type: Literal["none"] = "none"
@@ -297,7 +297,7 @@ class IcePopConfig(Section):
     """As of mis."""
 
 
-CorrectionConfig = NoCorrectionConfig | TISConfig | MISConfig | IcePopConfig
+ImportanceSamplingConfig = NoImportanceSamplingConfig | TISConfig | MISConfig | IcePopConfig
 
 
 class EntropyBonusConfig(Section):
@@ -377,7 +377,7 @@ class AlgorithmConfig(Section):
     """Length-adaptive policy lambda 1 - 1/(alpha * length) (VAPO, 2025); replaces `lam`."""
     loss: Annotated[LossConfig, Field(discriminator="type")] = PPOLossConfig()
     """Surrogate of the policy's loss (docs/algorithms.md)."""
-    correction: Annotated[CorrectionConfig, Field(discriminator="type")] = NoCorrectionConfig()
+    importance_sampling: Annotated[ImportanceSamplingConfig, Field(discriminator="type")] = NoImportanceSamplingConfig()
     """Weight of the policy gradient by the ratio of the trainer's probability before the update to the sampler's recorded one
     (docs/algorithms.md)."""
     high_entropy_token_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
@@ -423,7 +423,7 @@ class AlgorithmConfig(Section):
     bootstrap_truncated: bool | Literal["last"] = False
     """Bootstrap responses cut by the length limit instead of ending them with 0: true with the critic's value after the last token,
     last with that of the last step itself (the last sampled token, or turn), the EGAE of T-PPO (arXiv:2506.15050). Responses that
-    go on in a later step (`rollout.window_tokens`) are bootstrapped in any case, by last unless this is true."""
+    go on in a later step (`rollout.partial_rollout_tokens`) are bootstrapped in any case, by last unless this is true."""
 
     @property
     def has_critic(self) -> bool:
@@ -444,7 +444,7 @@ class AlgorithmConfig(Section):
     def reweights(self) -> bool:
         """True if tokens of a response count differently, or their advantages are averaged."""
         chosen = self.high_entropy_token_ratio is not None or self.disagreement_mask_ratio is not None
-        return chosen or self.sequence_advantages or self.correction.type != "none"
+        return chosen or self.sequence_advantages or self.importance_sampling.type != "none"
 
     @property
     def sequence_advantages(self) -> bool:
@@ -454,7 +454,7 @@ class AlgorithmConfig(Section):
     @property
     def drops_rejected(self) -> bool:
         """True if tokens that the correction leaves out count nowhere in the policy's loss."""
-        return isinstance(self.correction, MISConfig | IcePopConfig) and not self.correction.count_rejected
+        return isinstance(self.importance_sampling, MISConfig | IcePopConfig) and not self.importance_sampling.count_rejected
 
     @property
     def whitens(self) -> bool:

@@ -183,7 +183,7 @@ class PromptLoader:
         if self._cache is None or self.num_prompts < KEPT_ORDER:
             return self._made(epoch)
         key = {"order": [self.num_prompts, self.seed, epoch, self._weights_sha256]}
-        return _kept_array(self._cache, key, lambda: numpy.frombuffer(self._made(epoch), numpy.int32))
+        return _top_k_array(self._cache, key, lambda: numpy.frombuffer(self._made(epoch), numpy.int32))
 
     def _made(self, epoch: int) -> array:
         if self._weights is None:
@@ -232,7 +232,7 @@ def weights_of(prompts: PromptSet, key: str, cache: Cache) -> numpy.ndarray:
 
     if not prompts.fingerprint:
         return read()
-    return _kept_array(cache, {"weights": key, "prompts": prompts.fingerprint}, read)
+    return _top_k_array(cache, {"weights": key, "prompts": prompts.fingerprint}, read)
 
 
 def _weight(prompt: Prompt, key: str) -> float:
@@ -242,7 +242,7 @@ def _weight(prompt: Prompt, key: str) -> float:
     return float(value)
 
 
-def _kept_array(cache: Cache, key: Key, make: Callable[[], numpy.ndarray]) -> numpy.ndarray:
+def _top_k_array(cache: Cache, key: Key, make: Callable[[], numpy.ndarray]) -> numpy.ndarray:
     """The array of this key, mapped; `make` gives it if the cache has none."""
     folder = cache.folder(key, lambda folder: numpy.save(folder / "array.npy", make()))
     return numpy.load(folder / "array.npy", mmap_mode="r")

@@ -22,11 +22,7 @@ from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2_lora import Adapters
 from megappo.models.expert_slots import constants_of
 from megappo.models.freeze import frozen_whole
-from megappo.models.hf_import import check_tied, fill_value_head, read_box, read_int8
-from megappo.models.hf_tensors import CheckpointReader
-from megappo.models.int8_linear import BLOCK, SCALE, Int8Linear, Quantised, fill_randomly
-from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, Weights, int8_modules, is_adapter, is_beside_base
-from megappo.models.own_classes import (
+from megappo.models.hf_classes import (
     HIDDEN_METHOD,
     OUTPUT_METHOD,
     ValueModel,
@@ -38,6 +34,10 @@ from megappo.models.own_classes import (
     output_weight,
     tokens_of_all_tp_ranks,
 )
+from megappo.models.hf_import import check_tied, fill_value_head, read_box, read_int8
+from megappo.models.hf_tensors import CheckpointReader
+from megappo.models.int8_linear import BLOCK, SCALE, Int8Linear, Quantised, fill_randomly
+from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, Weights, int8_modules, is_adapter, is_beside_base
 from megappo.models.pieces import rectangle
 from megappo.models.row_shards import own_parameters, shard_box, shard_piece_map, shards_of
 from megappo.models.tensor_parallel import copied_names, cut_over_tp, partial_names

@@ -1,7 +1,7 @@
 """Architecture of any causal language model of transformers: read from its config and its class on the meta device.
 
 For engine fsdp2, which runs transformers' own classes. Weights are known by the names of the checkpoint, so that no family has to
-say them. What packed sequences would change is refused here, in one line; the start-up check (`own_classes.check_packing`) judges
+say them. What packed sequences would change is refused here, in one line; the start-up check (`hf_classes.check_packing`) judges
 the rest. Imports transformers, which takes seconds.
 """
 

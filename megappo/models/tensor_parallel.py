@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from megappo.models.arch import ModelArch
-from megappo.models.own_classes import decoder_of
+from megappo.models.hf_classes import decoder_of
 from megappo.models.weight_map import hf_cuts, layer_rules
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megappo.ops.gemm import mm_wide, operand
-from megappo.ops.kept_ids import restrict_
+from megappo.ops.top_k_ids import restrict_
 from megappo.ops.vocab_stats import compute_dtype
 
 # Logits of a block. CPU: 8 MB of fp32 stay near the cores between the product and the row operation (products of [1024 x 512 x

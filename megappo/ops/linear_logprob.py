@@ -19,9 +19,9 @@ from torch.autograd.function import once_differentiable
 import megappo.ops.linear_stats  # noqa: F401  registers torch.ops.megappo.linear_*
 from megappo.algo.alignment import IGNORE_INDEX
 from megappo.ops.gemm import compute_dtype
-from megappo.ops.kept_ids import check_kept
 from megappo.ops.linear_blocks import LinearLogits
 from megappo.ops.linear_stats import backward_in_blocks
+from megappo.ops.top_k_ids import check_top_k_ids
 from megappo.ops.vocab_shard import VocabShard, gather_rows, inverse_temperature, merge_shards, reduce_scatter_rows
 
 LOGITS_DTYPES = ("fp32", "bf16")
@@ -51,7 +51,7 @@ class LinearOptions:
     """"bf16" rounds the logits to bf16 before temperature and softmax, where an inference engine in bf16 does; the gradient passes
     straight through the rounding."""
     kept: Tensor | None = None
-    """[T, K] ids that the target of each row was drawn from (`kept_ids.py`); all other logits count as -inf."""
+    """[T, K] ids that the target of each row was drawn from (`top_k_ids.py`); all other logits count as -inf."""
     into_main_grad: bool = False
     """See `main_grad_of`."""
     mode: Literal["fast", "invariant"] = "fast"
@@ -150,7 +150,7 @@ def linear_call(
         raise ValueError(f"mode {options.mode!r} is not one of {', '.join(MODES)}")
     if options.into_main_grad:
         main_grad_of(weight)
-    check_kept(options.kept, target)
+    check_top_k_ids(options.kept, target)
     inv_temp, _ = inverse_temperature(options.temperature, target)
     shard = VocabShard(options.vocab_start, options.num_valid, inv_temp, options.ignore_index, group)
     return LinearCall(

@@ -65,7 +65,7 @@ def linear_stats(
 ) -> tuple[Tensor, Tensor]:
     """(stats [T, 4] of hidden @ weight.T as `vocab_stats` defines them, logits).
 
-    hidden: [T, H], weight: [Vl, H] of one dtype, rows from `num_valid` on are padding. kept: see `kept_ids.py`; bf16_logits:
+    hidden: [T, H], weight: [Vl, H] of one dtype, rows from `num_valid` on are padding. kept: see `top_k_ids.py`; bf16_logits:
     see `linear_blocks.py`. keep_logits: also return logits [T, num_valid] for `linear_backward`, rounded and restricted,
     before temperature; else [0, 0]. chunk_tokens: tokens in a block at most, 0 for the device's default. invariant: the bits
     of a row do not depend on the other rows or on T. Other arguments as `vocab_stats`.

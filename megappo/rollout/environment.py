@@ -25,7 +25,7 @@ from megappo.rollout.turn import TextTurn, Turn, answer_turn, answering, state_o
 from megappo.rollout.turns import Answer, Asked, Compaction, Left, TurnsRollout
 from megappo.rollout.types import EnvironmentFault, RolloutEngine
 from megappo.runtime.helper_process import FAILED, CannotSend, HelperDied, HelperProcess
-from megappo.runtime.own_code import OwnCode, OwnFunction
+from megappo.runtime.user_code import OwnCode, OwnFunction
 from megappo.runtime.worker_pool import Timed, WorkerPool
 
 logger = logging.getLogger(__name__)

@@ -147,7 +147,7 @@ class _Growing:
         self._tokens = numpy.empty(self._start + self.limit, numpy.int32)
         self._tokens[: self._start] = given
         self._logprobs = numpy.empty(self.limit, numpy.float32)
-        self._kept = numpy.empty((self.limit, sampling.kept_width), numpy.int32)
+        self._kept = numpy.empty((self.limit, sampling.top_k_width), numpy.int32)
 
     @property
     def tokens(self) -> NDArray[numpy.int32]:
@@ -162,7 +162,7 @@ class _Growing:
         """Add a token. kept: [K] ids that it was drawn from, then NO_ID."""
         self._tokens[self._start + self.num_sampled] = token
         self._logprobs[self.num_sampled] = logprob
-        # Fewer than `kept_width` if the vocabulary is smaller.
+        # Fewer than `top_k_width` if the vocabulary is smaller.
         self._kept[self.num_sampled, : len(kept)], self._kept[self.num_sampled, len(kept) :] = kept, NO_ID
         self.num_sampled += 1
 
@@ -195,12 +195,12 @@ def _sample_next(sampling: SamplingParams, logits_dtype: LogitsDtype, output: La
         logprobs = torch.log_softmax(logits, -1)
         token = logits.argmax(-1)
     found = {"token": token, "logprob": logprobs.gather(1, token[:, None])[:, 0]}
-    kept = _kept_ids(logprobs, token, min(sampling.kept_width, logprobs.shape[1]))
+    kept = _top_k_ids(logprobs, token, min(sampling.top_k_width, logprobs.shape[1]))
     found |= {f"{_KEPT}{place}": ids for place, ids in enumerate(kept.unbind(1))}
     return LossOutput(tokens={name: _at(values, ends, micro.num_tokens) for name, values in found.items()})
 
 
-def _kept_ids(logprobs: Tensor, token: Tensor, width: int) -> Tensor:
+def _top_k_ids(logprobs: Tensor, token: Tensor, width: int) -> Tensor:
     """[B, width] most likely ids with finite log-prob, the sampled one included, padded by NO_ID."""
     if width == 0:
         return token.new_empty(token.shape[0], 0)

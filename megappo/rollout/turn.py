@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megappo.runtime.helper_process import FAILED, Answerer, CannotSend, packed
-from megappo.runtime.own_code import OwnCode, OwnFunction, Use
+from megappo.runtime.user_code import OwnCode, OwnFunction, Use
 
 if TYPE_CHECKING:
     from megappo.data.prompts import Prompt

@@ -199,7 +199,7 @@ class TurnsRollout:
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         """See `rollout.types.RolloutEngine`."""
         if any(request.goes_on for request in requests):
-            raise ValueError("rollout.window_tokens: trajectories of several turns do not go on in later steps; use null")
+            raise ValueError("rollout.partial_rollout_tokens: trajectories of several turns do not go on in later steps; use null")
         self._sampling = sampling
         for request in requests:
             self._open[request.number] = _Trajectory(request, numpy.asarray(request.prompt, numpy.int32))

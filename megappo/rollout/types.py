@@ -29,8 +29,8 @@ class EnvironmentFault(RuntimeError):
 class SamplingParams:
     """Sampling settings. temperature 0 is greedy. stop: strings. stop_token_ids: ids that end a response and are part of it.
 
-    record_kept: record the ids that top-k and top-p left for each token. ValueError for top_p without top_k, which leaves up to
-    the whole vocabulary.
+    record_top_k_ids: record the ids that top-k and top-p left for each token. ValueError for top_p without top_k, which leaves up
+    to the whole vocabulary.
     """
 
     max_tokens: int
@@ -39,10 +39,10 @@ class SamplingParams:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    record_kept: bool = False
+    record_top_k_ids: bool = False
 
     def __post_init__(self) -> None:
-        if self.record_kept and self.truncates and self.top_k < 1:
+        if self.record_top_k_ids and self.truncates and self.top_k < 1:
             raise ValueError(f"top_p {self.top_p} leaves any number of ids to record; set top_k too, or do not record them")
 
     @property
@@ -51,12 +51,12 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
 
     @property
-    def kept_width(self) -> int:
+    def top_k_width(self) -> int:
         """Maximal number of ids recorded for a token; 0 if none are. `trainer/sampler_check.py` counts overflows."""
         # vLLM on a CPU keeps all ties with the k-th best logit, and bf16 logits tie: from 16 to 32 they are 1/8 apart, and near
         # the k-th best there are about k / 1.5 in an interval of 1, so that k / 12 are equal. The margin is several standard
         # deviations above that.
-        return self.top_k + 16 + self.top_k // 8 if self.record_kept and self.truncates else 0
+        return self.top_k + 16 + self.top_k // 8 if self.record_top_k_ids and self.truncates else 0
 
 
 # Arrays have no truth value: the values below compare by identity, not by their fields.
@@ -156,7 +156,7 @@ class Response:
     """Answer to a request: one segment, or more if tokens were given in between or the weights changed.
 
     number: of the request. finish: "stop" (end of sequence, which is then the last token, or stop string) or "length" (cut). kept:
-    ids that the sampled tokens were drawn from, if `SamplingParams.record_kept` is set and top-k or top-p cut the vocabulary.
+    ids that the sampled tokens were drawn from, if `SamplingParams.record_top_k_ids` is set and top-k or top-p cut the vocabulary.
 
     contexts: sequences of the same trajectory before this one, in their order; the trajectory is scored by this one. prompt: ids
     that this one begins with, the compacted context; None: those of the request. fault: of the environment, which ended the

@@ -322,7 +322,7 @@ class VllmEngine:
 
     def _best(self, sampling: SamplingParams) -> int:
         """Number of most likely ids that vLLM reports for every token."""
-        return min(sampling.kept_width, self._vocab_size)
+        return min(sampling.top_k_width, self._vocab_size)
 
 
 def _replica_of(config: RolloutConfig, limit_s: float) -> Replica:

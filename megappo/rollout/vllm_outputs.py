@@ -73,7 +73,7 @@ def response_of(
     tokens = ids[:, 0].copy()
     sampled = numpy.fromiter(output.token_ids, numpy.int32, len(output.token_ids))
     assert numpy.array_equal(tokens, sampled), "vLLM gives the sampled token first"
-    kept = kept_ids(ids, logprobs) if ids.shape[1] > 1 else None
+    kept = top_k_ids(ids, logprobs) if ids.shape[1] > 1 else None
     finish, end = output.finish_reason, len(tokens)
     if stop:
         assert detokenize is not None
@@ -83,7 +83,7 @@ def response_of(
     return Response(number, (Segment(tokens[:end], logprobs[:end, 0].copy(), version),), finish, kept)
 
 
-def kept_ids(ids: Ids, logprobs: Logprobs) -> KeptIds:
+def top_k_ids(ids: Ids, logprobs: Logprobs) -> KeptIds:
     """Ids that were not cut, of tables [tokens, 1 + best] whose first column is the sampled id."""
     kept = logprobs > -numpy.inf
     # The sampled id appears again among the best; if more ids tie than were requested, it may be missing and replaces the last.

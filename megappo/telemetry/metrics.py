@@ -137,7 +137,7 @@ class Metric(_Named):
     ADVANTAGE = "policy/advantage_*", "mean, std, min, max of the advantages before whitening"
     CORRECTION_MEAN = (
         "policy/correction_mean",
-        "mean importance weight of a sampled token (algorithm.correction, vtrace), after its bounds",
+        "mean importance weight of a sampled token (algorithm.importance_sampling, vtrace), after its bounds",
     )
     CORRECTION_CUT = "policy/correction_cut", "share of the sampled tokens whose ratio was out of the correction's bounds"
     CORRECTION_MAX = "policy/correction_max", "largest ratio of trainer and sampler at a sampled token, before the bounds"
@@ -192,8 +192,8 @@ class Metric(_Named):
     PROB_DIFF_MAX = "rollout/prob_diff_max", "largest such difference"
     AGE_MEAN = "rollout/age_mean", "mean age of the weights that drew a response: steps since they were the policy's"
     AGE_MAX = "rollout/age_max", "age of the oldest such weights, steps"
-    KEPT_IDS = "rollout/kept_ids", "mean number of ids that top-k and top-p left to draw a token from"
-    KEPT_OVERFLOW = "rollout/kept_overflow", "share of tokens with more such ids, all tied with the last, than are recorded"
+    KEPT_IDS = "rollout/top_k_ids", "mean number of ids that top-k and top-p left to draw a token from"
+    KEPT_OVERFLOW = "rollout/top_k_overflow", "share of tokens with more such ids, all tied with the last, than are recorded"
     ROUNDS = "rollout/rounds", "rounds of generation and scoring of the step (algorithm.dynamic_sampling)"
     PROMPTS_DRAWN = "rollout/prompts_drawn", "prompts that the rounds generated responses to"
     PROMPTS_REPLACED = "rollout/prompts_replaced", "those of them whose responses scored alike, and were not trained on"
@@ -201,7 +201,7 @@ class Metric(_Named):
     TOKENS_REPLACED = "rollout/tokens_replaced", "response tokens that were generated and not trained on"
     PROMPTS_SEEN = "rollout/prompts_seen", "prompts of the data with a pass rate so far (data.curriculum)"
     PROMPTS_SKIPPED = "rollout/prompts_skipped", "prompts passed over at their turn so far, by their pass rate"
-    GOING_ON = "rollout/going_on", "share of the step's responses that were begun in earlier steps (rollout.window_tokens)"
+    GOING_ON = "rollout/going_on", "share of the step's responses that were begun in earlier steps (rollout.partial_rollout_tokens)"
     UNFINISHED = "rollout/unfinished", "share of the step's responses that the next step goes on with"
     PROMPTS_BEGUN = "rollout/prompts_begun", "prompts whose first response began in the step"
     WINDOWS_MEAN = "rollout/windows_mean", "mean number of steps that drew a response that ended in the step; null if none did"

@@ -65,7 +65,7 @@ class Pooled:
 def _moments(rows: Sequence[Row]) -> list[str]:
     """Table of what responses and sampled tokens have: every step has as many responses, but not as many tokens."""
     per_response = [1.0] * len(rows)
-    # No response may end in a step (rollout.window_tokens), which has no mean length then.
+    # No response may end in a step (rollout.partial_rollout_tokens), which has no mean length then.
     per_token = [mean if _finite(mean := row.get(Metric.RESPONSE_MEAN)) else 0.0 for row in rows]
     parts = dict.fromkeys(name.removesuffix("/std") for row in rows for name in row if _is_part(name))
     lines = [

@@ -36,6 +36,7 @@ from megappo.trainer.extras import (
     ReplicaChecks,
     Trajectories,
 )
+from megappo.trainer.partial_rollouts import prompt_source_of
 from megappo.trainer.ppo import PPO
 from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.recorded import RecordedData
@@ -50,7 +51,6 @@ from megappo.trainer.save_schedule import BestCheckpoint
 from megappo.trainer.scoring import ScoringProgress
 from megappo.trainer.state import TrainerState
 from megappo.trainer.training_side import TrainingSide
-from megappo.trainer.windows import prompt_source_of
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from megappo.telemetry.metrics import Distribution, Metric, of_critic
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.telemetry.trackers.base import Histogram
+from megappo.trainer.advantages import GREEDY
 from megappo.trainer.average import PolicyAverage
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.critic_report import targets_in
@@ -38,7 +39,6 @@ from megappo.trainer.report import StepRecord
 from megappo.trainer.rounds import Round
 from megappo.trainer.run import Steps
 from megappo.trainer.scoring import score_responses
-from megappo.trainer.shaping import GREEDY
 from megappo.trainer.state import TrainerState
 from megappo.trainer.trajectories import draw_samples, trajectories_of
 from megappo.trainer.updates import Updates
@@ -135,7 +135,7 @@ class GreedyBaseline(Extra):
 
     def __init__(self, rollout: RolloutEngine, sampling: SamplingParams, tokenizer: Tokenizer, scorer: Scorer) -> None:
         self._rollout, self._tokenizer, self._scorer = rollout, tokenizer, scorer
-        self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, record_kept=False)
+        self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, record_top_k_ids=False)
         self._greedy: Experience
 
     def after_generate(self, drawn: Round) -> None:

@@ -33,12 +33,15 @@ from megappo.telemetry.log import configure_logging
 from megappo.telemetry.progress import columns_without_critic
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.trackers.group import make_trackers
+from megappo.trainer.advantages import HOST_OPS
 from megappo.trainer.assembly import Claimed, Models, build_models, build_ppo, build_pretraining, checkpoints_of, kl_controller
 from megappo.trainer.average import AVERAGE
 from megappo.trainer.build_roles import load_critics
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
+from megappo.trainer.partial_rollouts import resume_partial_rollouts
 from megappo.trainer.ppo import PPO
+from megappo.trainer.preflight import facts_of_ranks, fetch_on_rank_0, watched
 from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.recorded import RecordedData
 from megappo.trainer.recorded import COLUMNS, RecordedPretraining
@@ -46,10 +49,7 @@ from megappo.trainer.run import Run, Steps
 from megappo.trainer.run_facts import require_same_models, require_same_order, warn_of_changes
 from megappo.trainer.rundir import RunDir, export_policy
 from megappo.trainer.sampling import rollout_of
-from megappo.trainer.shaping import HOST_OPS
 from megappo.trainer.state import TrainerState
-from megappo.trainer.surroundings import facts_of_ranks, fetch_on_rank_0, watched
-from megappo.trainer.windows import resume_windows
 
 
 def train(
@@ -153,7 +153,7 @@ def _resumable(config: TrainConfig, claimed: Claimed, skip: Collection[int]) -> 
 def _restore(config: TrainConfig, models: Models, run: Run, manifest: Manifest, skip: Collection[int]) -> None:
     """Go on from this checkpoint, or from an older one if it is damaged. Collective over the world."""
     absent = run.checkpoints.resume(manifest, skip)
-    resume_windows(config, run.state, run.log)
+    resume_partial_rollouts(config, run.state, run.log)
     if AVERAGE in absent:
         run.log.note("policy.ema: the checkpoint has no average; it starts from the policy's weights there")
         if models.average is not None:

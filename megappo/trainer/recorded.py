@@ -19,6 +19,7 @@ from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.timers import StageTimers
+from megappo.trainer.advantages import advantages_of
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.critic_report import critic_metrics, least_explained_variance, targets_in
 from megappo.trainer.experience.collect import sample_seed
@@ -28,7 +29,6 @@ from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.prepare.recorded import RecordedSamples
 from megappo.trainer.report import length_metrics
 from megappo.trainer.run import Run
-from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.step_totals import Totals, moments_of_tokens
 from megappo.trainer.token_scans import PerToken
 from megappo.trainer.updates import Updates, UpdateSummary
@@ -104,7 +104,7 @@ class RecordedPretraining:
 
 
 def with_returns(batch: PackedBatch, algorithm: AlgorithmConfig) -> PackedBatch:
-    """The batch of some trajectories with the fields of `shaping.shape_advantages`, from the recorded reward of each token.
+    """The batch of some trajectories with the fields of `advantages.advantages_of`, from the recorded reward of each token.
 
     batch: with token_reward, response_mask, truncated, and value and bootstrap of every critic. Collective over the world.
     """
@@ -112,7 +112,7 @@ def with_returns(batch: PackedBatch, algorithm: AlgorithmConfig) -> PackedBatch:
     per_token: PerToken = [one.tolist() for one in batch["token_reward"][batch["response_mask"]].split(counts)]
     # Log-probs enter a KL alone, which the rewards hold already.
     batch = batch.with_fields({"logprob": torch.zeros_like(batch["token_reward"])})
-    return shape_advantages(batch, torch.zeros(batch.num_sequences), 0.0, algorithm, per_token)
+    return advantages_of(batch, torch.zeros(batch.num_sequences), 0.0, algorithm, per_token)
 
 
 @dataclass(frozen=True)

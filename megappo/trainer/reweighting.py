@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
-from megappo.algo.correction import Correction, behaviour_ratio, correction_weights, kth_largest
+from megappo.algo.importance_sampling import Correction, behaviour_ratio, importance_weights, kth_largest
 from megappo.config.schema import AlgorithmConfig, IcePopConfig, MISConfig, TISConfig
 from megappo.data.packing import PackedBatch
 from megappo.parallel.totals import largest, total
@@ -33,8 +33,8 @@ def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experi
     metrics: dict[str, float] = {}
     if algorithm.sequence_advantages:
         experience = experience.with_fields({"advantage": _means_of_sequences(experience.batch)})
-    if algorithm.correction.type != "none":
-        fields, figures = _corrected(experience.batch, algorithm.correction, algorithm.drops_rejected)
+    if algorithm.importance_sampling.type != "none":
+        fields, figures = _corrected(experience.batch, algorithm.importance_sampling, algorithm.drops_rejected)
         experience, metrics = experience.with_fields(fields), metrics | figures
     if algorithm.high_entropy_token_ratio is not None:
         advantage, figures = _of_high_entropy(experience, algorithm.high_entropy_token_ratio)
@@ -69,13 +69,13 @@ def _corrected(
     mask = batch["response_mask"]
     ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, correction.level)
     low = correction.low if correction.type == "icepop" else None
-    found = correction_weights(ratio, mask, correction.type, low, correction.high)
+    found = importance_weights(ratio, mask, correction.type, low, correction.high)
     advantage = torch.where(mask, batch["advantage"] * found.weight, 0.0).float()
     fields = {"advantage": advantage} | ({REJECTED: found.cut} if drops else {})
-    return fields, correction_figures(ratio, found, mask)
+    return fields, importance_figures(ratio, found, mask)
 
 
-def correction_figures(ratio: Tensor, found: Correction, mask: Tensor) -> dict[str, float]:
+def importance_figures(ratio: Tensor, found: Correction, mask: Tensor) -> dict[str, float]:
     """Figures of the weights of a correction [T] over the sampled tokens of all ranks. Collective over the world."""
     count, weights, cut = total(torch.stack([x.sum(dtype=torch.float64) for x in (mask, found.weight, found.cut)])).tolist()
     most = float(largest(torch.cat((ratio, ratio.new_zeros(1))).amax()))

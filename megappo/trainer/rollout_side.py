@@ -65,7 +65,7 @@ class RolloutSide:
         for extra in self._extras:
             extra.after_generate(asked)
         self.engine.sleep()
-        drawn = collect(requests, responses, with_kept=self._sampling.kept_width > 0)
+        drawn = collect(requests, responses, with_top_k_ids=self._sampling.top_k_width > 0)
         samples.played += [one.played for one in responses if one.played is not None]
         require_version(drawn.table, step, settings.push_every, self.engine.name)
         return drawn

@@ -77,7 +77,7 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: 
     most = torch.stack([largest_of_chunk for _, largest_of_chunk in parts]).amax()
     # Only tokens that were sampled have ids.
     counts = batch.ragged("kept").counts if is_kept else torch.zeros(0, dtype=torch.int32)
-    overflow = (counts >= sampling.kept_width).sum()
+    overflow = (counts >= sampling.top_k_width).sum()
     # NaN, which a maximum over ranks may lose, is in the sum.
     own = torch.stack([count, difference, counts.sum(), overflow, count.new_tensor(num_bad)])
     sums, highest = total_and_largest(own, most[None])

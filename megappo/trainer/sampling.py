@@ -71,7 +71,7 @@ def place_of_policy(config: TrainConfig) -> PolicyPlace:
 def sampling_params(rollout: RolloutConfig, tokenizer: Tokenizer) -> SamplingParams:
     s = rollout.sampling
     return SamplingParams(
-        rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, rollout.stop, tokenizer.eos_ids, s.replay_kept_tokens
+        rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, rollout.stop, tokenizer.eos_ids, s.replay_top_k_ids
     )
 
 

@@ -56,7 +56,7 @@ class Rewards:
     def of(
         cls, batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
     ) -> Rewards:
-        """Arguments as `shaping.shape_advantages`."""
+        """Arguments as `advantages.advantages_of`."""
         kl_in_reward = algorithm.kl.placement == "reward"
         kl = {"kl_estimator": algorithm.kl.estimator, "kl_coef": kl_coef if kl_in_reward else 0.0}
         of_tokens = None if per_token is None else _rewards_of_tokens(per_token, batch)
@@ -87,7 +87,7 @@ def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstr
     return Scanned(scanned.reward, advantage, returns, whitening_moments(advantage, mask))
 
 
-def gae_over_windows(batch: PackedBatch, rewards: Rewards, bootstrap: Tensor | None, discount: Discount) -> Scanned:
+def gae_over_partial_rollouts(batch: PackedBatch, rewards: Rewards, bootstrap: Tensor | None, discount: Discount) -> Scanned:
     """GAE of responses that are sampled over several steps: advantages at the tokens of this step, rewards and returns at those of
     the whole response. An advantage reads what follows its token, so that it is that of a scan over the step's tokens alone."""
     scanned = rewards.scan(whole_responses(batch), batch["value"], bootstrap, discount)

@@ -14,6 +14,7 @@ from megappo.config.batch import update_schedule
 from megappo.config.schema import TrainConfig
 from megappo.rollout.types import SamplingParams
 from megappo.telemetry.timers import StageTimers
+from megappo.trainer.advantages import add_advantages
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.collect import sample_seed
 from megappo.trainer.extras import Extra
@@ -25,7 +26,6 @@ from megappo.trainer.report import StepRecord
 from megappo.trainer.rounds import Rollout
 from megappo.trainer.run import Run
 from megappo.trainer.sampler_check import compare_with_sampler, require_agreement
-from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates, positive_samples
 
 
@@ -75,7 +75,7 @@ class TrainingSide:
     def add_advantages(self, record: StepRecord) -> None:
         """Stage 5: KL-shaped rewards, advantages and returns."""
         scored, algorithm = record.scored, self._steps.algorithm(record.step)
-        shaped = shape_experience(record.experience, torch.tensor(scored.total), record.kl_coef, algorithm, scored.per_token)
+        shaped = add_advantages(record.experience, torch.tensor(scored.total), record.kl_coef, algorithm, scored.per_token)
         record.experience = shaped.experience
         record.figures = {**shaped.metrics, **record.rollout.figures}
         for extra in self._extras:

@@ -151,11 +151,11 @@ def stage_5(kernels: Any) -> Callable[[], str]:
     def check() -> str:
         from megappo.config.schema import AlgorithmConfig
         from megappo.ops import dispatch
-        from megappo.trainer.shaping import shape_advantages
+        from megappo.trainer.advantages import advantages_of
 
         algorithm = AlgorithmConfig(gamma=0.99, lam=0.95, lam_value=1.0, bootstrap_truncated=True)
         dispatch.select(kernels, "cuda")
-        shaped = shape_advantages(host_batch(), torch.ones(len(LENGTHS)), 0.05, algorithm)
+        shaped = advantages_of(host_batch(), torch.ones(len(LENGTHS)), 0.05, algorithm)
         return _described({name: shaped[name] for name in ("reward", "advantage", "raw_advantage", "returns")}, "cpu")
 
     return check

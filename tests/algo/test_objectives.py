@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megappo.algo.aggregation import token_weights
-from megappo.algo.correction import kth_largest
+from megappo.algo.importance_sampling import kth_largest
 from megappo.algo.objectives import cispo_loss, dis_loss, sequence_log_ratio
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of

@@ -28,9 +28,9 @@ DIFFERENT = {
     "unshifted": {},
     "n1": {"rollout.samples_per_prompt": 1, "data.prompts_per_step": None},  # four times as many
     "age2": {"rollout.push_every": 3},
-    "age2_tis": {"rollout.push_every": 3, "algorithm.correction.type": "tis"},
+    "age2_tis": {"rollout.push_every": 3, "algorithm.importance_sampling.type": "tis"},
     "age4": {"rollout.push_every": 5},
-    "age4_tis": {"rollout.push_every": 5, "algorithm.correction.type": "tis"},
+    "age4_tis": {"rollout.push_every": 5, "algorithm.importance_sampling.type": "tis"},
 }
 
 

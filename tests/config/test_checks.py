@@ -25,7 +25,7 @@ ADAPTIVE = "algorithm.kl.controller=adaptive"
 ROUTE = "reward.route.map={a: [{name: a}], b: [{name: a, weight: 2}, {name: b}]}"
 ROUTED = ["reward.route.key=s", ROUTE]
 SMALL_CLIPS = ["algorithm.loss.type=gspo", "algorithm.loss_aggregation=seq-mean-token-mean"]
-# beside rollout.window_tokens: overrides that need whole responses, what the message must contain, what mends it
+# beside rollout.partial_rollout_tokens: overrides that need whole responses, what the message must contain, what mends it
 WINDOWED = [
     (["algorithm.estimator=reinforce_plus_plus"], "responses that go on have no reward yet", "algorithm.estimator=gae"),
     (["algorithm.estimator=vtrace"], 'algorithm.estimator = "vtrace"', "algorithm.estimator=gae"),
@@ -39,9 +39,9 @@ WINDOWED = [
     (["critics.b.engine=megatron"], "by their places in a step", "critics=null"),
     (SMALL_CLIPS, 'algorithm.loss.type = "gspo"', "algorithm.loss.type=ppo"),
     (
-        ["algorithm.correction.type=tis", "algorithm.correction.level=sequence"],
-        'algorithm.correction.level = "sequence"',
-        "algorithm.correction.level=token",
+        ["algorithm.importance_sampling.type=tis", "algorithm.importance_sampling.level=sequence"],
+        'algorithm.importance_sampling.level = "sequence"',
+        "algorithm.importance_sampling.level=token",
     ),
     (["algorithm.kl.controller=adaptive"], "it steers by the KL of whole responses", "algorithm.kl.controller=fixed"),
     (["reference.refresh_above_kl=0.5"], "reference.refresh_above_kl = 0.5", "reference.refresh_above_kl=null"),
@@ -168,28 +168,28 @@ BROKEN = [
         "algorithm.loss.type=cispo",
     ),
     (
-        "correction_problem",
-        ["algorithm.correction.type=icepop", "algorithm.correction.low=2.0"],
-        ["algorithm.correction.low = 2.0", "algorithm.correction.high = 2"],
-        "algorithm.correction.high=5.0",
+        "importance_sampling_problem",
+        ["algorithm.importance_sampling.type=icepop", "algorithm.importance_sampling.low=2.0"],
+        ["algorithm.importance_sampling.low = 2.0", "algorithm.importance_sampling.high = 2"],
+        "algorithm.importance_sampling.high=5.0",
     ),
     (
-        "correction_problem",
-        ["algorithm.correction.type=tis", "rollout.sampling.top_k=5", "rollout.sampling.replay_kept_tokens=false"],
-        ['algorithm.correction.type = "tis"', "set rollout.sampling.replay_kept_tokens to true"],
-        "rollout.sampling.replay_kept_tokens=true",
+        "importance_sampling_problem",
+        ["algorithm.importance_sampling.type=tis", "rollout.sampling.top_k=5", "rollout.sampling.replay_top_k_ids=false"],
+        ['algorithm.importance_sampling.type = "tis"', "set rollout.sampling.replay_top_k_ids to true"],
+        "rollout.sampling.replay_top_k_ids=true",
     ),
     (
-        "correction_problem",
-        ["algorithm.correction.type=tis", "algorithm.loss.proximal=behaviour"],
-        ['algorithm.correction.type = "tis"', "would weigh it twice; set it to none"],
+        "importance_sampling_problem",
+        ["algorithm.importance_sampling.type=tis", "algorithm.loss.proximal=behaviour"],
+        ['algorithm.importance_sampling.type = "tis"', "would weigh it twice; set it to none"],
         "algorithm.loss.proximal=recomputed",
     ),
     (
-        "correction_problem",
-        ["algorithm.loss.proximal=behaviour", "rollout.sampling.top_k=5", "rollout.sampling.replay_kept_tokens=false"],
-        ['algorithm.loss.proximal = "behaviour"', "set rollout.sampling.replay_kept_tokens to true"],
-        "rollout.sampling.replay_kept_tokens=true",
+        "importance_sampling_problem",
+        ["algorithm.loss.proximal=behaviour", "rollout.sampling.top_k=5", "rollout.sampling.replay_top_k_ids=false"],
+        ['algorithm.loss.proximal = "behaviour"', "set rollout.sampling.replay_top_k_ids to true"],
+        "rollout.sampling.replay_top_k_ids=true",
     ),
     (
         "push_problem",
@@ -229,8 +229,8 @@ BROKEN = [
     ),
     (
         "vtrace_problem",
-        ["algorithm.estimator=vtrace", "algorithm.correction.type=tis"],
-        ['algorithm.correction.type = "tis"', "vtrace weighs advantages by the same ratio already"],
+        ["algorithm.estimator=vtrace", "algorithm.importance_sampling.type=tis"],
+        ['algorithm.importance_sampling.type = "tis"', "vtrace weighs advantages by the same ratio already"],
         "algorithm.estimator=gae",
     ),
     (
@@ -241,9 +241,9 @@ BROKEN = [
     ),
     (
         "vtrace_problem",
-        ["algorithm.estimator=vtrace", "rollout.sampling.top_k=5", "rollout.sampling.replay_kept_tokens=false"],
-        ['algorithm.estimator = "vtrace"', "set rollout.sampling.replay_kept_tokens to true"],
-        "rollout.sampling.replay_kept_tokens=true",
+        ["algorithm.estimator=vtrace", "rollout.sampling.top_k=5", "rollout.sampling.replay_top_k_ids=false"],
+        ['algorithm.estimator = "vtrace"', "set rollout.sampling.replay_top_k_ids to true"],
+        "rollout.sampling.replay_top_k_ids=true",
     ),
     (
         "dynamic_sampling_problem",
@@ -267,13 +267,18 @@ BROKEN = [
         "algorithm.dynamic_sampling.metric=exact_match",
     ),
     (
-        "window_problem",
-        ["rollout.window_tokens=512"],
-        ["rollout.window_tokens = 512", "none has more than rollout.max_response_tokens 512; lower it, or use null"],
-        "rollout.window_tokens=511",
+        "partial_rollout_problem",
+        ["rollout.partial_rollout_tokens=512"],
+        ["rollout.partial_rollout_tokens = 512", "none has more than rollout.max_response_tokens 512; lower it, or use null"],
+        "rollout.partial_rollout_tokens=511",
     ),
     *(
-        ("window_problem", ["rollout.window_tokens=64", *broken], [said, "or set rollout.window_tokens to null"], mend)
+        (
+            "partial_rollout_problem",
+            ["rollout.partial_rollout_tokens=64", *broken],
+            [said, "or set rollout.partial_rollout_tokens to null"],
+            mend,
+        )
         for broken, said, mend in WINDOWED
     ),
     *(("environment_problem", broken, [said], mend) for broken, said, mend in OF_ENVIRONMENTS),
@@ -373,16 +378,16 @@ BROKEN = [
     ),
     ("top_k_problem", ["rollout.sampling.top_k=0"], ["rollout.sampling.top_k = 0", "-1 for all"], "rollout.sampling.top_k=-1"),
     (
-        "kept_tokens_problem",
+        "top_k_ids_problem",
         ["rollout.sampling.top_p=0.9"],
-        ["rollout.sampling.top_p = 0.9", "set top_k too (1 to 128)", "replay_kept_tokens: false"],
+        ["rollout.sampling.top_p = 0.9", "set top_k too (1 to 128)", "replay_top_k_ids: false"],
         "rollout.sampling.top_k=128",
     ),
     (
-        "kept_tokens_problem",
+        "top_k_ids_problem",
         ["rollout.sampling.top_k=129"],
         ["rollout.sampling.top_k = 129", "at most 128"],
-        "rollout.sampling.replay_kept_tokens=false",
+        "rollout.sampling.replay_top_k_ids=false",
     ),
     (
         "logits_problem",

@@ -70,7 +70,7 @@ DEAD = [
     ([MEGATRON], "rollout.vllm_args={enforce_eager: true}", "rollout.engine=vllm"),
     ([MEGATRON], "rollout.push_every=2", "rollout.engine=vllm"),
     (["rollout.kv_cache_gib=1.0"], "rollout.memory_share=0.5", "rollout.kv_cache_gib=null"),
-    ([], "rollout.sampling.replay_kept_tokens=true", "rollout.sampling.top_k=5"),
+    ([], "rollout.sampling.replay_top_k_ids=true", "rollout.sampling.top_k=5"),
     ([], "trainer.eval_every=5", EVAL),
     ([], "trainer.eval_before=false", EVAL),
     ([], "data.eval_prompts=5", EVAL),

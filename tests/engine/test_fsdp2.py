@@ -232,15 +232,15 @@ def weights_are_seen(engine: Any) -> bool:
 
 def with_one_long_sequence(engines: Any, path: str, section: PolicyConfig) -> None:
     """Build with attention to whatever stands before a token, of other sequences too."""
-    from megappo.models import own_classes
+    from megappo.models import hf_classes
 
-    real = own_classes.PackedSequences
+    real = hf_classes.PackedSequences
 
     def one_sequence(**settings: Any) -> Any:
         settings["offsets"] = settings["offsets"][[0, -1]]
         return real(**settings)
 
-    with mock.patch.object(own_classes, "PackedSequences", one_sequence):
+    with mock.patch.object(hf_classes, "PackedSequences", one_sequence):
         engine_of(engines, path, section)
 
 

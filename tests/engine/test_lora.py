@@ -292,11 +292,11 @@ def of_compiled_layers(bench: Bench) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
     from megappo.engine import fsdp2_build
-    from megappo.models import own_classes
+    from megappo.models import hf_classes
 
     keys = {**LAYOUTS["fsdp2 dp1"].keys, "recompute": "full", "compile": True}
     counters.clear()
-    with mock.patch.object(own_classes, "COMPILER", "eager"):
+    with mock.patch.object(hf_classes, "COMPILER", "eager"):
         engine = bench.engine(LORA, keys)
         if engine is None:
             return {}

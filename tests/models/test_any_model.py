@@ -117,7 +117,7 @@ def test_what_packed_sequences_would_change_is_refused_in_one_line(tmp_path, nam
 
 def start_up_checks(rank: int, folder: str) -> dict[str, Any]:
     """Name of a config -> scale of its logits, or the refusal, of a random model."""
-    from megappo.models.own_classes import build_on_meta, check_packing, fill_buffers
+    from megappo.models.hf_classes import build_on_meta, check_packing, fill_buffers
     from megappo.parallel.groups import build_groups
 
     groups, found = build_groups(ParallelLayout(1)), {}

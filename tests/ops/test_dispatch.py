@@ -55,7 +55,7 @@ def test_the_advantages_of_a_run_on_a_gpu_are_computed_on_the_host(monkeypatch):
     """Stage 5 as the trainer calls it, under the selection of a run on a GPU; `kernels: triton` stopped there."""
     from megappo.config.schema import AlgorithmConfig
     from megappo.data.packing import PackedBatch, cu_seqlens_of
-    from megappo.trainer.shaping import HOST_OPS, shape_advantages
+    from megappo.trainer.advantages import HOST_OPS, advantages_of
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     token_fields = {name: torch.rand(7) for name in ("logprob", "ref_logprob", "value")}
@@ -72,7 +72,7 @@ def test_the_advantages_of_a_run_on_a_gpu_are_computed_on_the_host(monkeypatch):
         for name in ("triton", "cuda"):
             dispatch.select(name, "cuda")
             for per_token in (None, [[1.0, 0.0], None]):
-                shape_advantages(batch, torch.ones(2), 0.1, AlgorithmConfig(), per_token)
+                advantages_of(batch, torch.ones(2), 0.1, AlgorithmConfig(), per_token)
     assert ran == dict.fromkeys(HOST_OPS, "cpp")
 
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from tests.ops.linear_calls import linear_logprob
-from tests.ops.test_kept_ids import keep_some
 from tests.ops.test_linear_logprob import linear_oracle, problem
 from tests.ops.test_linear_loss import clipped_linear_loss, fields, two_steps
+from tests.ops.test_top_k_ids import keep_some
 from tests.ops.vocab_oracle import cut, oracle, shard_columns
 from tests.worlds import spawn_world
 

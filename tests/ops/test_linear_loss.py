@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megappo.algo.losses import entropy_loss
 from megappo.ops.losses import policy_loss
 from tests.ops.linear_calls import linear_logprob, linear_token_loss
-from tests.ops.test_kept_ids import keep_some
 from tests.ops.test_linear_logprob import LargestTensor, problem
+from tests.ops.test_top_k_ids import keep_some
 from tests.ops.vocab_oracle import IGNORE
 
 VOCAB = 50

@@ -96,9 +96,9 @@ def normalised_per_micro_batch() -> Iterator[None]:
 @contextmanager
 def whitened_on_each_rank() -> Iterator[None]:
     """Every rank takes mean and deviation of its own share of the sequences."""
-    from megappo.trainer import shaping
+    from megappo.trainer import advantages
 
-    with mock.patch.object(shaping, "total", lambda moments: moments):
+    with mock.patch.object(advantages, "total", lambda moments: moments):
         yield
 
 

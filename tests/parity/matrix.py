@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.commands.verify.recording import num_kept, record_rollouts
+from megappo.commands.verify.recording import num_top_k_ids, record_rollouts
 from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
 from megappo.parallel.layout import ParallelLayout
@@ -135,7 +135,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "fixed length, dual clip, no whitening, icepop out of the loss, huber critic": {
         "critic__loss": "huber",
         "critic__huber_delta": 0.3,
-        "algorithm__correction": {"type": "icepop", "low": 0.3, "high": 4.0, "count_rejected": False},
+        "algorithm__importance_sampling": {"type": "icepop", "low": 0.3, "high": 4.0, "count_rejected": False},
         "algorithm__loss_aggregation": "fixed-length",
         "algorithm__loss__dual_clip": 2.0,
         "algorithm__whiten_advantages": False,
@@ -156,7 +156,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         **PTX,  # texts have no kept ids
     },
     "grpo, gspo, no cut responses, mis of responses": {
-        "algorithm__correction": {"type": "mis", "level": "sequence", "high": 1.5},
+        "algorithm__importance_sampling": {"type": "mis", "level": "sequence", "high": 1.5},
         "algorithm__estimator": "grpo",
         "algorithm__loss__type": "gspo",
         "algorithm__loss_aggregation": "seq-mean-token-mean",
@@ -164,7 +164,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         **PTX,
     },
     "reinforce++, cispo, high entropy, tis of responses": {
-        "algorithm__correction": {"type": "tis", "level": "geometric", "high": 1.2},
+        "algorithm__importance_sampling": {"type": "tis", "level": "geometric", "high": 1.2},
         "algorithm__estimator": "reinforce_plus_plus",
         "algorithm__loss__type": "cispo",
         "algorithm__high_entropy_token_ratio": 0.4,
@@ -356,7 +356,7 @@ def measure_case(
     from megappo.commands.verify.measure import measure
 
     config = config_of(Path(folder), **changes)
-    kept = num_kept(config.rollout.sampling)
+    kept = num_top_k_ids(config.rollout.sampling)
     rollouts = rollouts or record_rollouts(1, sequences=SEQUENCES, vocab_size=VOCABULARY, kept=kept)
     return measure(config, rollouts, engines_in(roles, torch.device("cpu")), **{"gradients": True, "parameters": True, **wanted})
 

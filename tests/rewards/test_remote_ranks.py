@@ -41,7 +41,7 @@ def scored(rank: int, url: str, answers: list[str]) -> tuple[str, float, float]:
     from megappo.trainer.sampling import scorer_of
     from tests.rollout.responses import answered
     from tests.trainer.experiences import score
-    from tests.trainer.test_shaping_and_updates import LETTERS
+    from tests.trainer.test_advantages_and_updates import LETTERS
 
     remote = RemoteConfig(batch_size=1, retry_budget_s=BUDGET_S, timeout_s=60.0)
     reward = RewardConfig(parts=(RewardPart(name="rm", url=url, remote=remote),))

@@ -34,7 +34,7 @@ COUNT = 21
 MAX_RUNNING = 4
 # Some of the 131 ids end a response, so that responses end at different steps; the longest outgrow a collector's first rows.
 PLAIN = SamplingParams(max_tokens=90, temperature=0.9, stop_token_ids=(17, 42, 99))
-KEPT = dataclasses.replace(PLAIN, max_tokens=20, top_k=6, top_p=0.9, record_kept=True)
+KEPT = dataclasses.replace(PLAIN, max_tokens=20, top_k=6, top_p=0.9, record_top_k_ids=True)
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
 UNENDING = SamplingParams(max_tokens=6)  # ranks that draw other tokens end together all the same
 SAMPLINGS = {"plain": PLAIN, "kept": KEPT, "greedy": GREEDY}
@@ -72,7 +72,7 @@ def by_vllm(engine: VllmEngine, sampling: SamplingParams) -> list[dict[str, Any]
                 "tokens": list(output.token_ids),
                 "logprobs": [numpy.float32(row[token]).item() for row, token in zip(rows, output.token_ids, strict=True)],
                 "finish": output.finish_reason,
-                "kept": kept if sampling.kept_width else None,
+                "kept": kept if sampling.top_k_width else None,
             }
         )
     return answers

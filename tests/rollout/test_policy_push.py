@@ -332,6 +332,6 @@ def test_more_ties_than_can_be_recorded_are_counted_and_show_in_the_agreement(wo
     """All 131 ids are drawn with the same probability and 21 are recorded."""
     for result in world:
         found = result[TIED]["ties"]["equal"][how]
-        assert set(found["counts"]) == {truncated.TOP_K.kept_width} == {21} and found["own"] == 1.0
+        assert set(found["counts"]) == {truncated.TOP_K.top_k_width} == {21} and found["own"] == 1.0
         assert found["agreement"].kept.overflow == 1.0
         assert found["agreement"].mean == pytest.approx(1 / 21 - 1 / 131, rel=1e-4)

@@ -141,7 +141,7 @@ def test_the_policy_writes_the_summary_that_it_goes_on_from():
 def test_what_has_no_meaning_is_refused():
     with pytest.raises(ValueError, match="compaction: a prompt of 21 tokens, not of 1 to 20"):
         answers(Rule(), observe, 1, compaction=Compaction(6, lambda left: [7] * 21))
-    with pytest.raises(ValueError, match="rollout.window_tokens: trajectories of several turns do not go on"):
+    with pytest.raises(ValueError, match="rollout.partial_rollout_tokens: trajectories of several turns do not go on"):
         TurnsRollout(Rule(), observe, max_turns=2, turn_tokens=2, max_prompt_tokens=9).submit(
             [Request(0, [1], 0, goes_on=True)], SAMPLING
         )

@@ -21,7 +21,7 @@ from megappo.trainer.roles import LanguageModel
 from megappo.trainer.sampler_check import compare_with_sampler
 from tests.rollout.responses import generate_all
 
-SAMPLING = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.8, top_k=5, record_kept=True)
+SAMPLING = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.8, top_k=5, record_top_k_ids=True)
 TOP_K = dataclasses.replace(SAMPLING, top_p=1.0)
 
 
@@ -33,7 +33,7 @@ def differences(
     counts: ids that each token was drawn from. own, others: share of tokens that stand among their own ids, and among those of
     the token before.
     """
-    batch = pack_experience(requests, responses, with_kept=True)
+    batch = pack_experience(requests, responses, with_top_k_ids=True)
     mask, kept = batch["response_mask"], batch.ragged("kept").padded()
     whole = dataclasses.replace(batch, ragged_fields={})
     with_ids = of_trainer(policy, batch, sampling)

@@ -103,7 +103,7 @@ def rank_main(
 
     from megappo.parallel.device import start_distributed
     from megappo.telemetry.timers import StageTimers
-    from megappo.trainer.surroundings import watched
+    from megappo.trainer.preflight import watched
 
     start_distributed(torch.device("cpu"), timeouts(fault))
     child = subprocess.Popen([sys.executable, "-S", "-c", GRANDCHILD]) if hangs and fault != "raising" else None

@@ -305,7 +305,7 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
     results["hopeless"] = outcome(hopeless, resume=True)
     results["hopeless end"] = read_end(folder / "runs" / "hopeless")
     other_data = mock.patch(
-        "megappo.trainer.surroundings.require_equal_data", side_effect=ValueError("data.train: rank 1 reads another")
+        "megappo.trainer.preflight.require_equal_data", side_effect=ValueError("data.train: rank 1 reads another")
     )
     results["other data"] = outcome(config(folder, "other"), other_data)
     results.update({name: case(folder) for name, case in CASES.items()})

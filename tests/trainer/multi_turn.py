@@ -5,9 +5,9 @@ import torch
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
+from megappo.trainer.advantages import add_advantages
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.owners import Owners
-from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import targets_of
 
 # Responses of one to three turns: (given, sampled) tokens of each. The third has no sampled token.
@@ -52,7 +52,7 @@ def shaped(asked, on_own_ranks=None, per_token=None):
         experience = Experience(experience.table, owners, batch.select(owners.numbers(rank)), rank, experience.wire)
     mine = experience.numbers.tolist()
     greedy = torch.tensor([GREEDY[GROUP[i]] for i in mine], dtype=torch.float64)
-    result = shape_experience(
+    result = add_advantages(
         experience.with_fields({}, {"greedy": greedy}),
         torch.tensor([SCORE[i] for i in mine]),
         KL,

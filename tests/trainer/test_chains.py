@@ -32,11 +32,11 @@ from megappo.rollout.turn import Turn
 from megappo.rollout.turns import Compaction, TurnsRollout, keep_ends
 from megappo.rollout.types import Context, EnvironmentFault, Request, Response, RolloutEngine, SamplingParams, Segment
 from megappo.trainer import assembly, evaluation, main, training_side
+from megappo.trainer.advantages import add_advantages
 from megappo.trainer.evaluation import metrics_of
 from megappo.trainer.experience.collect import collect
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.prepare.evaluate import plan_evaluation
-from megappo.trainer.shaping import shape_experience
 from tests.rollout.test_turns import asked_of_replica
 from tests.trainer.small_run import set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
@@ -131,7 +131,7 @@ def of_samples(values: dict[int, Any], numbers: list[int], absent: Any) -> list[
 def shaped(a: AlgorithmConfig, experience: Experience, per_token: dict[int, list[float]] | None = None) -> Experience:
     numbers = experience.numbers.tolist()
     score = torch.tensor(of_samples(SCORE, numbers, 0.0))
-    return shape_experience(experience, score, KL, a, of_samples(per_token, numbers, None) if per_token else None).experience
+    return add_advantages(experience, score, KL, a, of_samples(per_token, numbers, None) if per_token else None).experience
 
 
 def error(batch: PackedBatch, wanted: dict[str, list[float]]) -> float:
@@ -160,7 +160,7 @@ def test_sequences_by_themselves_or_in_another_order_are_noticed():
     for previous in ([-1] * len(PREVIOUS), [-1, 5, -1, 1, 6, -1, -1]):
         batch = whole_batch().with_fields({}, {"previous": torch.tensor(previous, dtype=torch.int32)})
         score = torch.tensor(of_samples(SCORE, list(range(len(SEQUENCES))), 0.0))
-        found = shape_experience(Experience.of_whole(batch), score, KL, a).experience.batch
+        found = add_advantages(Experience.of_whole(batch), score, KL, a).experience.batch
         assert error(found, by_hand(a)) > 1e-2
 
 
@@ -203,7 +203,7 @@ def collected() -> dict[str, Any]:
     fields = {name: -(batch.tokens % 7).float() / 7 - k for k, name in enumerate(("logprob", "ref_logprob", "value"))}
     given = experience.with_fields(fields, {"bootstrap": torch.zeros(batch.num_sequences)})
     score = torch.tensor([float(i) if i < 4 else 0.0 for i in experience.numbers.tolist()])
-    found = shape_experience(given, score, KL, AlgorithmConfig(gamma=0.9)).experience.everywhere(
+    found = add_advantages(given, score, KL, AlgorithmConfig(gamma=0.9)).experience.everywhere(
         ["raw_advantage", "advantage", "returns"]
     )
     return {
@@ -311,7 +311,7 @@ def run_turns(
     path = folder / f"{name}.{rank}.yaml"
     path.write_text(yaml.safe_dump(set_keys(config, {**usual, **changes})))
     loaded, found = load_config(str(path), []), []
-    plain = training_side.shape_experience
+    plain = training_side.add_advantages
 
     def shape(experience: Experience, score: torch.Tensor, *rest: Any) -> Any:
         if len(found) + 1 == killed_in:
@@ -339,7 +339,7 @@ def run_turns(
         return replace(stops(*given), stop_token_ids=tuple(ENDS))
 
     with (
-        mock.patch.object(training_side, "shape_experience", shape),
+        mock.patch.object(training_side, "add_advantages", shape),
         mock.patch.object(assembly, "sampling_params", ending),
         suppress(Killed),
     ):

@@ -10,8 +10,8 @@ import torch
 from megappo.config.batch import UpdateSchedule
 from megappo.config.schema import AlgorithmConfig
 from megappo.parallel.shares import Shares
+from megappo.trainer.advantages import add_advantages
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Counting, mini_batches, order_of_epoch, targets_of, update_reads
 from tests.trainer.multi_turn import GAMMA, KL, PER_TOKEN, SCORE, TURNS, shaped, whole_batch
 
@@ -145,7 +145,7 @@ def test_figures_of_the_ratios_of_vtrace():
 def test_a_step_without_a_sampled_token_is_zero_and_not_nan(changes):
     batch = whole_batch()
     batch = batch.with_fields({"response_mask": torch.zeros_like(batch["response_mask"])})
-    found = shape_experience(Experience.of_whole(batch), torch.tensor(SCORE), KL, algorithm(**changes)).experience.batch
+    found = add_advantages(Experience.of_whole(batch), torch.tensor(SCORE), KL, algorithm(**changes)).experience.batch
     assert all(not found[name].any() for name in ("reward", "advantage", "raw_advantage", "returns"))
 
 
@@ -155,7 +155,7 @@ def test_a_step_without_a_sampled_token_is_zero_and_not_nan(changes):
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"])
 def test_the_critic_learns_at_the_first_tokens_of_turns_and_the_policy_at_all(mode):
     asked = algorithm(gae_level="turn")
-    experience = shape_experience(Experience.of_whole(whole_batch()), torch.tensor(SCORE), KL, asked).experience
+    experience = add_advantages(Experience.of_whole(whole_batch()), torch.tensor(SCORE), KL, asked).experience
     assert targets_of("policy", experience) is None and "value_mask" not in update_reads("policy", asked)
     targets, schedule = targets_of("critic", experience), UpdateSchedule(1, 4, mode)
     assert targets is not None and targets.field in update_reads("critic", asked)
@@ -177,5 +177,5 @@ def test_the_critic_learns_at_the_first_tokens_of_turns_and_the_policy_at_all(mo
 
 
 def test_without_turns_the_critic_learns_at_every_sampled_token():
-    experience = shape_experience(Experience.of_whole(whole_batch()), torch.tensor(SCORE), KL, algorithm()).experience
+    experience = add_advantages(Experience.of_whole(whole_batch()), torch.tensor(SCORE), KL, algorithm()).experience
     assert targets_of("critic", experience) is None and "value_mask" not in experience.batch

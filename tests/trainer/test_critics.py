@@ -14,13 +14,13 @@ from megappo.config.role_sections import AnyCriticConfig, PolicyConfig
 from megappo.config.schema import AlgorithmConfig, DataConfig, TrainConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.parallel.shares import Shares
+from megappo.trainer.advantages import add_advantages
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.critics import BONUS, DISAGREEMENT
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.roles import Policy
-from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates
-from tests.trainer.test_shaping_and_updates import Recording
+from tests.trainer.test_advantages_and_updates import Recording
 
 # (given, sampled) tokens of each turn of a response; the third has no sampled token.
 TURNS = [[(2, 3), (2, 1)], [(1, 1)], [(3, 0)], [(1, 2), (1, 2), (2, 3)], [(2, 4)], [(1, 3)]]
@@ -55,7 +55,7 @@ def asked(**changes: Any) -> AlgorithmConfig:
 
 
 def shaped(batch: PackedBatch, algorithm: AlgorithmConfig) -> tuple[PackedBatch, dict[str, float]]:
-    result = shape_experience(Experience.of_whole(batch), torch.tensor(SCORE), 0.0, algorithm)
+    result = add_advantages(Experience.of_whole(batch), torch.tensor(SCORE), 0.0, algorithm)
     return result.experience.batch, result.metrics
 
 

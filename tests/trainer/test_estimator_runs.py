@@ -38,7 +38,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm.loss.clip_low": 0.01,
         "algorithm.loss.clip_high": 0.01,
         "algorithm.mask_truncated": True,
-        "algorithm.correction": {"type": "icepop", "low": 0.5, "high": 2.0, "count_rejected": False},
+        "algorithm.importance_sampling": {"type": "icepop", "low": 0.5, "high": 2.0, "count_rejected": False},
     },
     "cispo": {"algorithm.estimator": "rloo", "algorithm.loss.type": "cispo", "algorithm.high_entropy_token_ratio": 0.3},
 }

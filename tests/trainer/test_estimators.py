@@ -10,8 +10,8 @@ import torch
 from megappo.config.batch import shared_schedule
 from megappo.config.schema import AlgorithmConfig
 from megappo.parallel.shares import Shares
+from megappo.trainer.advantages import add_advantages
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Counting, left_out_of, mini_batches, order_of_epoch, rejected_of, update_reads
 from tests.trainer.multi_turn import GAMMA, GREEDY, GROUP, KL, ON_RANKS, PER_TOKEN, SCORE, TURNS, shaped, whole_batch
 from tests.worlds import spawn_world
@@ -94,7 +94,7 @@ def test_metrics_of_the_comparison():
     batch = whole_batch()
     assert shaped(algorithm("grpo"))[1] == {"reward/equal_groups": 0.0}
     same = torch.tensor([1.0 if name == 0 else float(i) for i, name in enumerate(GROUP)])
-    assert shape_experience(Experience.of_whole(batch), same, KL, algorithm("rloo")).metrics == {"reward/equal_groups": 0.5}
+    assert add_advantages(Experience.of_whole(batch), same, KL, algorithm("rloo")).metrics == {"reward/equal_groups": 0.5}
     greedy = sum(GREEDY[name] for name in GROUP) / len(GROUP)
     assert shaped(algorithm("remax"))[1] == {"reward/greedy_score": pytest.approx(greedy)}
     assert shaped(algorithm("reinforce_plus_plus"))[1] == {}
@@ -105,7 +105,7 @@ def test_a_sample_without_a_group_is_refused(estimator):
     batch = whole_batch()
     alone = replace(batch, sequence_fields={"truncated": batch["truncated"]})
     with pytest.raises(AssertionError, match="without a group"):
-        shape_experience(Experience.of_whole(alone), torch.tensor(SCORE), KL, algorithm(estimator))
+        add_advantages(Experience.of_whole(alone), torch.tensor(SCORE), KL, algorithm(estimator))
 
 
 # ------------------------------------------------------------------------------------------------------- tokens reweighted
@@ -137,7 +137,7 @@ def test_advantages_of_sequences_are_means_over_sampled_tokens():
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_a_correction_weighs_the_gradient_by_the_samplers_log_probs(level):
     batch = whole_batch()
-    found, metrics = plain_advantages(correction={"type": "mis", "level": level, "high": 1.2})
+    found, metrics = plain_advantages(importance_sampling={"type": "mis", "level": level, "high": 1.2})
     plain, _ = plain_advantages()
     want, weights = torch.zeros_like(plain["advantage"]), []
     for places in responses():
@@ -200,8 +200,8 @@ def test_rejected_tokens_leave_the_denominator_if_asked(mode, mask_truncated):
     changes = {"mask_truncated": mask_truncated, "loss_aggregation": mode, "mini_batch_size": 4}
     denominators: dict[bool, list[float]] = {}
     for counts_all in (False, True):
-        asked = algorithm("rloo", correction={**bounds, "count_rejected": counts_all}, **changes)
-        experience = shape_experience(Experience.of_whole(batch), torch.tensor(SCORE), KL, asked).experience
+        asked = algorithm("rloo", importance_sampling={**bounds, "count_rejected": counts_all}, **changes)
+        experience = add_advantages(Experience.of_whole(batch), torch.tensor(SCORE), KL, asked).experience
         rejected, left_out = (None if counts_all else rejected_of(experience)), left_out_of("policy", experience.table, asked)
         assert ("rejected" in update_reads("policy", asked)) == (not counts_all) and "rejected" not in update_reads("critic", asked)
         denominators[counts_all] = []
@@ -225,9 +225,10 @@ def test_rejected_tokens_leave_the_denominator_if_asked(mode, mask_truncated):
 ON_THREE_RANKS = [
     *(algorithm(name) for name in ESTIMATORS),
     algorithm("rloo", high_entropy_token_ratio=0.3),
-    algorithm("grpo", correction={"type": "icepop", "low": 0.8, "high": 1.2, "count_rejected": False}),
-    algorithm("remax", correction={"type": "tis", "level": "geometric"}, loss={"type": "gspo", "sequence_advantages": True}),
-    # with a critic: oracles in test_critic_estimators.py
+    algorithm("grpo", importance_sampling={"type": "icepop", "low": 0.8, "high": 1.2, "count_rejected": False}),
+    algorithm(
+        "remax", importance_sampling={"type": "tis", "level": "geometric"}, loss={"type": "gspo", "sequence_advantages": True}
+    ),  # with a critic: oracles in test_critic_estimators.py
     algorithm("vtrace", gamma=GAMMA, bootstrap_truncated=True),
     algorithm("gae", gamma=GAMMA, gae_level="turn", lam_length_alpha=0.5, bootstrap_truncated="last"),
 ]

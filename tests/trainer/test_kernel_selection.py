@@ -8,7 +8,7 @@ import torch
 
 from megappo.ops import dispatch, selfcheck
 from megappo.trainer import kernel_selection
-from megappo.trainer.shaping import HOST_OPS
+from megappo.trainer.advantages import HOST_OPS
 from tests.worlds import spawn_world
 
 

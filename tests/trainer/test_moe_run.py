@@ -97,7 +97,7 @@ def runs(tmp_path_factory) -> Path:
     cut = {"rollout.sampling": {"temperature": 0.7, "top_p": 0.8, "top_k": 5}, "algorithm.mini_batch_size": 32}
     cut |= {"algorithm.entropy.coef": 0.01}
     by_trainer = {**cut, "rollout.engine": "megatron", "trainer.steps": 2}
-    whole = {**by_trainer, "rollout.sampling": {**cut["rollout.sampling"], "replay_kept_tokens": False}}
+    whole = {**by_trainer, "rollout.sampling": {**cut["rollout.sampling"], "replay_top_k_ids": False}}
     runs += [
         (config_of(folder, "truncated", "window", **{**window, **cut, "rollout.tp": 1}), False),
         (config_of(folder, "truncated_megatron", "moe", **moe, **by_trainer), False),
@@ -148,8 +148,8 @@ def test_the_trainer_computes_the_probabilities_of_truncated_sampling(runs: Path
     rows = steps_of(runs, name)
     assert len(rows) == steps
     for row in rows:
-        assert row["rollout/prob_diff_max"] < AGREEMENT and row["rollout/kept_overflow"] == 0.0
-        assert 1.0 < row["rollout/kept_ids"] < 5.0
+        assert row["rollout/prob_diff_max"] < AGREEMENT and row["rollout/top_k_overflow"] == 0.0
+        assert 1.0 < row["rollout/top_k_ids"] < 5.0
         assert row["policy/ratio_max"] == pytest.approx(1.0, abs=1e-6), "the updates are over the same ids"
         assert row["policy/entropy"] < torch.log(torch.tensor(5.0)), "of at most five ids"
         assert row["policy/grad_norm"] > 0 and row["policy/skipped_updates"] == 0
@@ -160,7 +160,7 @@ def test_the_trainer_computes_the_probabilities_of_truncated_sampling(runs: Path
 def test_without_replay_the_probabilities_are_of_the_whole_vocabulary(runs: Path) -> None:
     """Half of the comparison is all that there is then, and the responses are the same."""
     for row, replayed in zip(steps_of(runs, "not_replayed")[:1], steps_of(runs, "truncated_megatron")):
-        assert row["rollout/prob_diff_max"] < AGREEMENT and "rollout/kept_ids" not in row
+        assert row["rollout/prob_diff_max"] < AGREEMENT and "rollout/top_k_ids" not in row
         assert row["reward/score_mean"] == replayed["reward/score_mean"]
         assert row["policy/entropy"] > 1.5 * replayed["policy/entropy"]
         assert row["policy/ratio_max"] == pytest.approx(1.0, abs=1e-6)

@@ -44,7 +44,7 @@ def config_of(folder: Path, name: str, steps: int, **changes: Any) -> dict[str, 
 
 def tis(folder: Path, name: str) -> dict[str, Any]:
     keep = {"checkpoint.save_every": 2, "checkpoint.keep_last": 5}
-    return config_of(folder, name, STEPS, **{"rollout.push_every": PUSH_EVERY, "algorithm.correction.type": "tis", **keep})
+    return config_of(folder, name, STEPS, **{"rollout.push_every": PUSH_EVERY, "algorithm.importance_sampling.type": "tis", **keep})
 
 
 def dis(folder: Path) -> dict[str, Any]:

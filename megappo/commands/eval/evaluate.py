@@ -26,12 +26,12 @@ from megappo.telemetry.metrics import finite_or_none
 from megappo.telemetry.tables import table
 from megappo.trainer.build_roles import build_role, spec_of_role
 from megappo.trainer.evaluation import Evaluation, Evaluator
+from megappo.trainer.preflight import require_preflight
 from megappo.trainer.prepare.checkpoint_source import PolicySource
 from megappo.trainer.prepare.evaluate import PlannedEvaluation
 from megappo.trainer.reward_model import ModelScorer, model_scorer
 from megappo.trainer.roles import RewardModel
 from megappo.trainer.sampling import evaluators_of_run, rollout_of, sampling_params, scorer_of
-from megappo.trainer.surroundings import require_surroundings
 
 
 def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = RoleEngines) -> list[Evaluation]:
@@ -45,7 +45,7 @@ def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = Rol
     start_distributed(device, config.run.timeouts)
     configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
-    require_surroundings(config, data, resume=False)
+    require_preflight(config, data, resume=False)
     policy, score_model = _load_models(planned, engines, device)
     rollout = rollout_of(config, data, policy, device)
     evaluators = _evaluators(planned, score_model)

@@ -1,4 +1,4 @@
-"""Processes of the ranks of this machine: started anew, or forked from one that has imported everything (`zygote.py`)."""
+"""Processes of the ranks of this machine: started anew, or forked from one that has imported everything (`fork server.py`)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,15 @@ class ForkedProcesses:
 
     def __init__(self, module: str, preload: Sequence[str]) -> None:
         self._channel, theirs = Pipe()
-        command = [sys.executable, "-m", "megappo.commands.launch.zygote", str(theirs.fileno()), str(os.getpid()), module, *preload]
+        command = [
+            sys.executable,
+            "-m",
+            "megappo.commands.launch.fork_server",
+            str(theirs.fileno()),
+            str(os.getpid()),
+            module,
+            *preload,
+        ]
         with theirs, deaf_to_stop():
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self._codes: dict[int, int] = {}

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from megappo.commands.plan.activations import ITEMSIZE, RoleWork, micro_batch_bytes
 from megappo.commands.plan.fsdp2 import count_own_parameters, inputs_away, score_bytes, sharded_memory
+from megappo.commands.plan.hf_activations import OwnPasses
 from megappo.commands.plan.memory import (
     GIB,
     Counter,
@@ -27,7 +28,6 @@ from megappo.commands.plan.memory import (
     rollout_memory,
     with_average,
 )
-from megappo.commands.plan.own_activations import OwnPasses
 from megappo.commands.plan.reserve import reserve_bytes
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic, text_arithmetic, update_schedule
 from megappo.config.checks import Device
@@ -365,8 +365,10 @@ def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
     if value_head_of(section_of(config, role)) is not None:
         return 0, len(critic_reads(role))
     s = config.rollout.sampling
-    sampling = SamplingParams(config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_kept=s.replay_kept_tokens)
-    return sampling.kept_width, sampling.kept_width + len(policy_reads(config.algorithm))
+    sampling = SamplingParams(
+        config.rollout.max_response_tokens, s.temperature, s.top_p, s.top_k, record_top_k_ids=s.replay_top_k_ids
+    )
+    return sampling.top_k_width, sampling.top_k_width + len(policy_reads(config.algorithm))
 
 
 def rollout_dtype(config: TrainConfig) -> Literal["bf16", "fp32"]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megappo.commands.plan.activations import FP32, ITEMSIZE, Recompute, RoleWork, sequence_shards
+from megappo.commands.plan.hf_activations import Gathered, OwnPasses, forward_peak, training_peak
 from megappo.commands.plan.memory import ParameterCount, RoleMemory
-from megappo.commands.plan.own_activations import Gathered, OwnPasses, forward_peak, training_peak
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_whole
@@ -49,7 +49,7 @@ def _sizes(arch: ModelArch, layout: ParallelLayout, value_head: bool) -> dict[st
 def score_bytes(arch: ModelArch, tokens: int, longest: int, itemsize: int, recompute: Recompute) -> tuple[int, int]:
     """(bytes in a pass without gradients, in a training pass) of attention whose scores are in memory; (0, 0) for other models.
 
-    tokens: of a micro-batch, in sequences of `longest` tokens. Windows save nothing: the scores are of all pairs.
+    tokens: of a micro-batch, in sequences of `longest` tokens. Sliding windows save nothing: the scores are of all pairs.
     """
     if not arch.keeps_scores:
         return 0, 0
@@ -188,7 +188,7 @@ def sharded_memory(
 
     scores: of `score_bytes`. accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
     inputs_on_host: of `inputs_away`. passes: of a dense model of a family, whose activations are then those of
-    `own_activations.py`, in place of Megatron's in `unsharded`.
+    `hf_activations.py`, in place of Megatron's in `unsharded`.
     """
     shards = _shards_of(arch, layout, work)
     forward, activations = _peaks(unsharded, arch, layout, work, shards, scores, passes)

@@ -23,9 +23,9 @@ from fastapi.responses import JSONResponse
 from megappo.config.errors import ConfigError
 from megappo.config.urls import is_loopback
 from megappo.rewards.base import RewardInput, UnusableAnswer
-from megappo.rewards.own import GROUP, load_rule
+from megappo.rewards.user import GROUP, load_rule
 from megappo.rewards.wire import answer_body, samples_of
-from megappo.runtime.own_code import OwnCode
+from megappo.runtime.user_code import OwnCode
 
 MIB = 2**20
 

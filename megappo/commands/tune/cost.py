@@ -52,7 +52,8 @@ class Workload:
     """Size of a PPO step. schedules: of the roles that train. Tokens are means of a sequence; if unknown, the longest allowed.
     texts: in each update of the policy, all of the longest length.
 
-    windows: steps that a response takes under `rollout.window_tokens`, whose places hold responses in any of their windows alike.
+    windows: steps that a response takes under `rollout.partial_rollout_tokens`, whose places hold responses in any of their
+    windows alike.
     Then response_tokens is what a step draws, prompt_tokens what stands before it, and `whole` is of the responses that end, from
     which critics learn. decoded: tokens that the sampler draws one after the other; a window's are as many for nearly all.
     """
@@ -104,7 +105,7 @@ class Workload:
 
 def workload_of(config: TrainConfig, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
     """Workload of a configuration; the means are those given, or the longest."""
-    step, window = step_arithmetic(config), config.rollout.window_tokens
+    step, window = step_arithmetic(config), config.rollout.partial_rollout_tokens
     prompt = float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens)
     response = float(config.rollout.max_response_tokens if response_tokens is None else response_tokens)
     plain = Workload(

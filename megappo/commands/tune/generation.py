@@ -2,7 +2,8 @@
 
 Decoding is bound by memory: every token of a batch reads the weights once and its own KV cache (Pope et al. 2022, "Efficiently
 scaling transformer inference", section 2). Not counted: sampling, scheduling beyond a fixed time per token, imbalance of response
-lengths, reuse of prefixes. Of responses that go on (`rollout.window_tokens`) what earlier steps drew is read again as a prompt.
+lengths, reuse of prefixes. Of responses that go on (`rollout.partial_rollout_tokens`) what earlier steps drew is read again as a
+prompt.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.parallel.consensus import told_by
 from megappo.parallel.placement import Placement
+from megappo.trainer.advantages import add_advantages
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.critics import critics_in
 from megappo.trainer.experience.collect import sample_seed
@@ -33,7 +34,6 @@ from megappo.trainer.experience.experience import Experience
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.ptx import DrawnTexts
 from megappo.trainer.roles import Critic, Policy
-from megappo.trainer.shaping import shape_experience
 from megappo.trainer.updates import Updates, positive_samples
 
 REWARD_MODEL = "reward_model"
@@ -94,7 +94,7 @@ def measure(
         if REWARD_MODEL in roles.shares:
             measured[REWARD_MODEL].add("scores", _scores(rollout, roles))
         score = experience.batch["score"]
-        shaped = shape_experience(experience, score, algorithm.kl.coef, algorithm)
+        shaped = add_advantages(experience, score, algorithm.kl.coef, algorithm)
         experience = shaped.experience
         batch = experience.everywhere()
         for role, quantity, name in _fields_in(batch):

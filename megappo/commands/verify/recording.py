@@ -46,7 +46,7 @@ def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed:
     """
     generator = torch.Generator().manual_seed(seed)
     rollouts = [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]
-    return rollouts if not kept else [_with_kept(batch, kept, vocab_size, generator) for batch in rollouts]
+    return rollouts if not kept else [_with_top_k_ids(batch, kept, vocab_size, generator) for batch in rollouts]
 
 
 class RecordedTexts:
@@ -64,9 +64,9 @@ class RecordedTexts:
         return pack([_integers(0, self._vocab_size, size, generator) for size, generator in zip(lengths, drawn)])
 
 
-def num_kept(sampling: SamplingConfig) -> int:
+def num_top_k_ids(sampling: SamplingConfig) -> int:
     """`kept` of `record_rollouts` for a run with this sampling."""
-    return min(sampling.top_k, _MOST_KEPT) if sampling.truncates and sampling.replay_kept_tokens else 0
+    return min(sampling.top_k, _MOST_KEPT) if sampling.truncates and sampling.replay_top_k_ids else 0
 
 
 def _record(sequences: int, vocab_size: int, version: int, generator: Generator) -> PackedBatch:
@@ -92,7 +92,7 @@ def _groups(sequences: int) -> dict[str, Tensor]:
     return {"group": group, "greedy": torch.cos(group.float())}
 
 
-def _with_kept(batch: PackedBatch, most: int, vocab_size: int, generator: Generator) -> PackedBatch:
+def _with_top_k_ids(batch: PackedBatch, most: int, vocab_size: int, generator: Generator) -> PackedBatch:
     """Add `kept`: the sampled token and up to most - 1 other ids; none if the token was not sampled."""
     ids = torch.randint(0, vocab_size, (batch.num_tokens, most), generator=generator, dtype=torch.int32)
     ids[:, 0] = batch.tokens

@@ -1,8 +1,8 @@
 """A tiny model with every feature of a user's: a config.json derived from theirs, and random weights in a checkpoint directory.
 
 Keeps the family, rotary embedding, biases, norms of heads, tied embeddings, kinds of layers and the distribution of heads and
-experts over ranks. Widths are the smallest that the layouts divide. Windows and scaled positions are shrunk below the recorded
-lengths, so that they take effect. Reads and writes JSON and safetensors only.
+experts over ranks. Widths are the smallest that the layouts divide. Sliding windows and scaled positions are shrunk below the
+recorded lengths, so that they take effect. Reads and writes JSON and safetensors only.
 """
 
 from __future__ import annotations

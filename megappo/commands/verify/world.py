@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megappo.commands.verify.gather import Gathered
 from megappo.commands.verify.measure import Measured, RoleMeasures, measure
-from megappo.commands.verify.recording import num_kept, record_rollouts
+from megappo.commands.verify.recording import num_top_k_ids, record_rollouts
 from megappo.commands.verify.shrink import SAMPLES, STEPS
 from megappo.commands.verify.shrink_model import VOCAB_SIZE
 from megappo.config.layout_checks import trained_sections
@@ -57,7 +57,7 @@ def main(folder: str, names: Sequence[str], backend: EngineBackend = RoleEngines
 
 
 def _measure(config: TrainConfig, engines: EngineFactory) -> Results:
-    kept = num_kept(config.rollout.sampling)
+    kept = num_top_k_ids(config.rollout.sampling)
     rollouts = record_rollouts(STEPS, sequences=SAMPLES, vocab_size=VOCAB_SIZE, seed=config.run.seed, kept=kept)
     plain = {
         role: section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"distributed": False})})

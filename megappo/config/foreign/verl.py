@@ -337,7 +337,9 @@ REST = {
     "algorithm.kl_ctrl.horizon": take("algorithm.kl.controller.horizon"),
     "algorithm.norm_adv_by_std_in_grpo": unneeded("for GRPO alone", "algorithm.divide_by_group_std"),
     "algorithm.use_pf_ppo": missing("every sample has the same weight"),
-    "algorithm.rollout_correction.rollout_is": missing("set the correction by hand, with its bounds", "algorithm.correction.type"),
+    "algorithm.rollout_correction.rollout_is": missing(
+        "set the correction by hand, with its bounds", "algorithm.importance_sampling.type"
+    ),
     "reward_model.enable": implied("a reward model is a part of the reward", "reward_model.model"),
     "reward_model.model.path": take("reward_model.model", by="reward_model"),
     "reward_model.reward_manager": missing("scores come from rules", "reward.parts", off=(None, "naive")),

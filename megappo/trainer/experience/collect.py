@@ -91,18 +91,18 @@ def prompt_of_sample(prompts: Sequence[Prompt], rows: Sequence[int], n: int, sam
     return prompts[rows[sample // n]]
 
 
-def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False) -> Experience:
+def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_top_k_ids: bool = False) -> Experience:
     """Experience of all ranks' responses, spread over all ranks. Collective over the world.
 
-    requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_kept: as in
-    `pack_experience`. The last sequence of a trajectory has the number of its request; those before it, of all
+    requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_top_k_ids:
+    as in `pack_experience`. The last sequence of a trajectory has the number of its request; those before it, of all
     trajectories in their order, have the numbers from len(requests) on. EnvironmentFault on all ranks if an environment failed.
     """
     asked, responses, previous, num_samples = _sequences(requests, responses)
     numbers = [response.number for response in responses]
     # Responses that may go on have a limit of their own, all of them: ranks that drew none have the same fields.
-    in_windows = len(requests) > 0 and requests[0].max_tokens is not None
-    drawn = pack_experience(asked, responses, with_kept=with_kept, in_windows=in_windows)
+    is_partial = len(requests) > 0 and requests[0].max_tokens is not None
+    drawn = pack_experience(asked, responses, with_top_k_ids=with_top_k_ids, is_partial=is_partial)
     oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
     versions = torch.tensor([oldest, newest], dtype=torch.int32)
     groups = torch.tensor([request.group for request in asked], dtype=torch.int32)
@@ -138,13 +138,14 @@ def _sequences(requests: Sequence[Request], responses: Sequence[Response]) -> tu
 
 
 def pack_experience(
-    requests: Sequence[Request], responses: Sequence[Response], *, with_kept: bool = False, in_windows: bool = False
+    requests: Sequence[Request], responses: Sequence[Response], *, with_top_k_ids: bool = False, is_partial: bool = False
 ) -> PackedBatch:
     """Pack prompt and response of some samples; responses[i] answers requests[i].
 
     Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere). Sequence fields: truncated
-    (cut by the length limit). Ragged fields: if `with_kept` kept (the ids that the token was drawn from; none at tokens that were
-    not sampled). If `in_windows`, responses go on over several steps: then whole_mask [T] is true on the tokens that were sampled
+    (cut by the length limit). Ragged fields: if `with_top_k_ids` kept (the ids that the token was drawn from; none at tokens that
+    were
+    not sampled). If `is_partial`, responses go on over several steps: then whole_mask [T] is true on the tokens that were sampled
     in any step, response_mask on those of this one, and unfinished [B] of responses that a later step goes on with, which are not
     truncated.
     """
@@ -164,7 +165,7 @@ def pack_experience(
     fields = {"response_mask": sampled, "rollout_logprob": torch.from_numpy(_joined(logprobs, numpy.float32))}
     cut = torch.tensor([response.finish == "length" for response in responses], dtype=torch.bool)
     of_sequences = {"truncated": cut}
-    if in_windows:
+    if is_partial:
         prompts = torch.tensor([len(request.prompt) for request in requests], dtype=torch.long)
         fields["whole_mask"] = _behind(prompts, torch.tensor(lengths, dtype=torch.long))
         goes_on = torch.tensor([request.goes_on for request in requests], dtype=torch.bool)
@@ -175,7 +176,7 @@ def pack_experience(
         cu_seqlens=cu_seqlens_of(torch.tensor(lengths, dtype=torch.long)),
         token_fields=fields,
         sequence_fields=of_sequences,
-        ragged_fields={"kept": _kept_field(kept, sampled)} if with_kept else {},  # also of a rank that drew nothing
+        ragged_fields={"kept": _kept_field(kept, sampled)} if with_top_k_ids else {},  # also of a rank that drew nothing
     )
 
 

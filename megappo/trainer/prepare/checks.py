@@ -88,7 +88,7 @@ def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
 
 
 def _check_remote(url: str) -> None:
-    """ConfigError if no storage has such URLs, or its package is missing. `surroundings.py` asks the storage itself."""
+    """ConfigError if no storage has such URLs, or its package is missing. `preflight.py` asks the storage itself."""
     try:
         require_protocol(url)
     except ValueError as error:

@@ -8,7 +8,7 @@ from megappo.data.conversation import Conversation
 from megappo.data.tokenizers import Tokenizer
 from megappo.rollout.environment import PreparedEnvironment
 from megappo.rollout.turn import USE
-from megappo.runtime.own_code import OwnCode
+from megappo.runtime.user_code import OwnCode
 
 GROUP = "megappo.environments"
 KEY = "rollout.environment"

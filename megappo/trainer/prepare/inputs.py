@@ -18,7 +18,7 @@ from megappo.data.sources import find_file
 from megappo.data.tokenizers import find_tokenizer
 from megappo.rewards.rules import RULES, make_rule
 from megappo.runtime.installed import missing_package
-from megappo.runtime.own_code import read_code
+from megappo.runtime.user_code import read_code
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
 from megappo.telemetry.trackers.available import tracker_problem

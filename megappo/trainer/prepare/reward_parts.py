@@ -18,9 +18,9 @@ from megappo.rewards.compose import LENGTH, MISSING_EOS
 from megappo.rewards.rules import RULES, hash_of_code, make_part
 from megappo.telemetry.metrics import Metric
 from megappo.trainer.prepare.code_rewards import load_code
-from megappo.trainer.prepare.own_rewards import load_own
 from megappo.trainer.prepare.remote_rewards import load_remote
 from megappo.trainer.prepare.reward_routes import places, scored_by
+from megappo.trainer.prepare.user_rewards import load_own
 
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 # A part is logged as reward/LABEL and eval/LABEL.

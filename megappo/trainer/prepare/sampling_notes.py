@@ -12,11 +12,11 @@ from megappo.data.loader import PromptLoader
 def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
     """Lines on windows, environments, dynamic sampling, weights and the curriculum; none without them."""
     dynamic, step, rollout = config.algorithm.dynamic_sampling, step_arithmetic(config), config.rollout
-    if rollout.window_tokens is not None:
+    if rollout.partial_rollout_tokens is not None:
         yield (
-            f"rollout.window_tokens = {rollout.window_tokens}: a response takes up to {rollout.windows} steps in one of the "
-            f"{step.samples:,} places of a step, so the run visits fewer prompts than steps x places; what is unfinished at its "
-            "end is dropped"
+            f"rollout.partial_rollout_tokens = {rollout.partial_rollout_tokens}: a response takes up to {rollout.windows} steps in "
+            f"one of the {step.samples:,} places of a step, so the run visits fewer prompts than steps x places; what is "
+            "unfinished at its end is dropped"
         )
     if (environment := rollout.environment) is not None:
         longest = config.data.max_prompt_tokens + rollout.max_response_tokens

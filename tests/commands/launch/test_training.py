@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megappo.commands.launch.fork_server import reason_not_to_fork
 from megappo.commands.launch.restart import read_starts
-from megappo.commands.launch.zygote import reason_not_to_fork
 from megappo.commands.runs.verify import checkpoints_of, verify_checkpoint
 from megappo.runtime.ending import read_end
 from tests.commands.launch import fault_injection

@@ -57,7 +57,7 @@ def test_the_time_of_a_pipeline_is_that_of_its_timeline():
 @pytest.mark.parametrize("window, prompt, response", [(100, 40, 100), (100, 40, 250), (64, 10, 512), (1000, 40, 250)])
 def test_windows_are_the_mean_of_a_run_whose_places_are_out_of_step(window, prompt, response):
     """Places that begin a response one step after the other, each drawn and replaced for many steps, by a loop."""
-    keys = {"rollout": {"window_tokens": window, "max_response_tokens": 1024}, "algorithm": {"mini_batch_size": 128}}
+    keys = {"rollout": {"partial_rollout_tokens": window, "max_response_tokens": 1024}, "algorithm": {"mini_batch_size": 128}}
     config = validated({"policy": {"model": "none"}, "data": {"train": "none", "prompts_per_step": 256}, **keys}, TrainConfig)
     work = workload_of(config, prompt, response)
     per_response, lengths, drawn, ended = -(-response // window), [], [], 0
@@ -84,7 +84,7 @@ def test_windows_are_the_mean_of_a_run_whose_places_are_out_of_step(window, prom
 def test_windows_shorten_generation_and_the_critics_updates():
     keys = {"policy": {"model": "none"}, "data": {"train": "none"}, "rollout": {"max_response_tokens": 4096}}
     whole = workload_of(validated(keys, TrainConfig), 256, 4096)
-    keys["rollout"]["window_tokens"] = 1024
+    keys["rollout"]["partial_rollout_tokens"] = 1024
     cut = workload_of(validated(keys, TrainConfig), 256, 4096)
     times = {
         name: {role: cost(ParallelLayout(8, tp=8), role=role, work=work) for role in ("policy", "critic")}

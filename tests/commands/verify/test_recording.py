@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megappo.algo.aggregation import tokens_per_sequence
-from megappo.commands.verify.recording import LONGEST_RESPONSE, LONGEST_SEQUENCE, num_kept, record_rollouts
+from megappo.commands.verify.recording import LONGEST_RESPONSE, LONGEST_SEQUENCE, num_top_k_ids, record_rollouts
 from megappo.config.schema import SamplingConfig
 
 
@@ -45,5 +45,5 @@ def test_every_sampled_token_is_among_the_ids_it_was_drawn_from() -> None:
 
 
 def test_rollouts_are_recorded_as_the_run_samples() -> None:
-    cases = [({}, 0), ({"top_k": 5}, 5), ({"top_k": 50, "top_p": 0.9}, 8), ({"top_p": 0.9, "replay_kept_tokens": False}, 0)]
-    assert [num_kept(SamplingConfig(**keys)) for keys, _ in cases] == [want for _, want in cases]
+    cases = [({}, 0), ({"top_k": 5}, 5), ({"top_k": 50, "top_p": 0.9}, 8), ({"top_p": 0.9, "replay_top_k_ids": False}, 0)]
+    assert [num_top_k_ids(SamplingConfig(**keys)) for keys, _ in cases] == [want for _, want in cases]

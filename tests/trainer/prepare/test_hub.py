@@ -186,7 +186,7 @@ from megappo.config.errors import ConfigError
 from megappo.commands.cli import main
 from megappo.config.loading import load_config
 from megappo.trainer.prepare.hub import with_local_models
-from megappo.trainer.surroundings import local_models_of_ranks
+from megappo.trainer.preflight import local_models_of_ranks
 dist.init_process_group("gloo")
 rank, (path, *names) = dist.get_rank(), sys.argv[1:]
 for name in names:

@@ -13,7 +13,7 @@ from torch import Tensor
 NO_ENTRY = -1
 
 
-def check_kept(kept: Tensor | None, target: Tensor) -> None:
+def check_top_k_ids(kept: Tensor | None, target: Tensor) -> None:
     """Raise ValueError unless `kept` has a row of ids for each target."""
     if kept is None:
         return

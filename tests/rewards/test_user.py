@@ -14,8 +14,8 @@ from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.rewards.base import PreparedPart, RewardError
 from megappo.rewards.compose import Scored
-from megappo.rewards.own import OwnRule
 from megappo.rewards.scorer import Scorer
+from megappo.rewards.user import OwnRule
 from megappo.trainer.prepare.reward_parts import check_requirements, load_parts
 from megappo.trainer.sampling import scorer_of
 from tests.rewards.samples import sample, scores

@@ -23,9 +23,9 @@ from megappo.runtime.verdict import Member
 from megappo.runtime.watchdog import EXCHANGE_S, Watchdog
 from megappo.trainer.prepare.data import EvaluationData, RunData
 from megappo.trainer.prepare.hub import pinned_names, with_local_models, with_values
+from megappo.trainer.prepare.preflight import require_isolation_here, require_servers_here, require_storage
 from megappo.trainer.prepare.recorded import RecordedData
 from megappo.trainer.prepare.remote_run import fetch, find_copies
-from megappo.trainer.prepare.surroundings import require_isolation_here, require_servers_here, require_storage
 from megappo.trainer.run_facts import require_equal_data, run_facts
 
 
@@ -87,7 +87,7 @@ def facts_of_ranks(config: TrainConfig, data: RunData | RecordedData, *, resume:
     """
     facts = run_facts(config, data)
     require_equal_data(facts)
-    require_surroundings(config, data, resume=resume)
+    require_preflight(config, data, resume=resume)
     return facts
 
 
@@ -106,7 +106,7 @@ def fetch_on_rank_0(config: TrainConfig, run_dir: Path, *, resume: bool) -> None
         raise ConfigError(fault)
 
 
-def require_surroundings(config: TrainConfig, data: RunData | RecordedData | EvaluationData, *, resume: bool) -> None:
+def require_preflight(config: TrainConfig, data: RunData | RecordedData | EvaluationData, *, resume: bool) -> None:
     """ConfigError on all ranks, naming the first such rank, if one of them cannot isolate programs or reach a reward server.
 
     Rank 0 also opens the storage for copies of checkpoints, which it alone makes. Collective.

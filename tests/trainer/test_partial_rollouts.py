@@ -29,12 +29,12 @@ from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.parallel.shares import Shares
 from megappo.rollout.types import Segment
 from megappo.trainer import rollout_side
+from megappo.trainer.advantages import add_advantages
 from megappo.trainer.experience.experience import Experience
+from megappo.trainer.partial_rollouts import Begun, PartialRollouts, Unfinished, resume_partial_rollouts
 from megappo.trainer.prepare.sampling_notes import sampling_notes
-from megappo.trainer.shaping import shape_experience
 from megappo.trainer.state import TrainerState
 from megappo.trainer.updates import Counting, mini_batches, targets_of
-from megappo.trainer.windows import Begun, Unfinished, Windows, resume_windows
 from tests.config.examples import train_config
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
@@ -101,7 +101,7 @@ def by_hand(a: AlgorithmConfig, per_token: list[list[float] | None] | None) -> d
 
 def shaped(a: AlgorithmConfig, per_token: list[list[float] | None] | None = None) -> Experience:
     experience = Experience.of_whole(batch_of_windows())
-    return shape_experience(experience, torch.tensor(SCORE), KL, a, per_token).experience
+    return add_advantages(experience, torch.tensor(SCORE), KL, a, per_token).experience
 
 
 def error(experience: Experience, wanted: dict[str, list[float]]) -> float:
@@ -176,7 +176,7 @@ def state_with(lengths: Sequence[int], left: int = 0) -> TrainerState:
 
 def settings(**rollout: Any) -> Any:
     """The keys that windows read."""
-    usual = {"window_tokens": 4, "max_response_tokens": 10, "samples_per_prompt": 3}
+    usual = {"partial_rollout_tokens": 4, "max_response_tokens": 10, "samples_per_prompt": 3}
     return SimpleNamespace(
         rollout=SimpleNamespace(**{**usual, **rollout}), run=SimpleNamespace(seed=1), data=SimpleNamespace(prompts_per_step=2)
     )
@@ -184,7 +184,7 @@ def settings(**rollout: Any) -> Any:
 
 def test_a_step_with_fewer_places_than_responses_lets_the_others_wait():
     prompts = [SimpleNamespace(tokens=[row]) for row in range(20)]
-    windows = Windows(settings(), prompts, PromptLoader(20, 2, shuffle=False, seed=1), state_with([1, 2, 3, 9, 4, 5, 6, 7]))
+    windows = PartialRollouts(settings(), prompts, PromptLoader(20, 2, shuffle=False, seed=1), state_with([1, 2, 3, 9, 4, 5, 6, 7]))
     rows, requests = windows.draw(2)
     assert rows == [0, 1, 2, 3, 4, 5] and [one.max_tokens for one in requests] == [4, 4, 4, 1, 4, 4]
     assert [one.goes_on for one in requests] == [True, True, True, False, True, True]
@@ -194,32 +194,34 @@ def test_a_step_with_fewer_places_than_responses_lets_the_others_wait():
 def test_responses_to_a_prompt_begin_in_several_steps():
     prompts = [SimpleNamespace(tokens=[row]) for row in range(20)]
     loader = PromptLoader(20, 2, shuffle=False, seed=1)
-    windows = Windows(settings(), prompts, loader, state_with([1, 1], left=2))
+    windows = PartialRollouts(settings(), prompts, loader, state_with([1, 1], left=2))
     rows, requests = windows.draw(2)
     assert rows == [0, 1, 9, 9, 0, 0] and windows._open == (0, 1) and loader.index == 1, "the loader's first prompt has one to come"
     assert [len(one.before) for one in requests] == [1, 1, 0, 0, 0, 0]
-    windows = Windows(settings(), prompts, loader, state_with([1] * 5, left=2))
+    windows = PartialRollouts(settings(), prompts, loader, state_with([1] * 5, left=2))
     assert windows.draw(2)[0][5:] == [9] and windows._open == (9, 1) and loader.index == 1, "and none is drawn while one is open"
 
 
 def test_the_plan_says_how_many_steps_a_response_takes(tmp_path):
-    config = train_config(tmp_path, ["rollout.window_tokens=200"])
+    config = train_config(tmp_path, ["rollout.partial_rollout_tokens=200"])
     (note,) = sampling_notes(config, PromptLoader(600, 256, shuffle=False, seed=1))
-    assert "rollout.window_tokens = 200: a response takes up to 3 steps in one of the 256 places" in note, "ceil(512 / 200)"
+    assert "rollout.partial_rollout_tokens = 200: a response takes up to 3 steps in one of the 256 places" in note, (
+        "ceil(512 / 200)"
+    )
 
 
 def test_a_resume_with_shorter_responses_is_refused_and_one_without_windows_drops_them():
     notes: list[str] = []
     log: Any = SimpleNamespace(note=notes.append)
     with pytest.raises(ConfigError, match="rollout.max_response_tokens = 10: .* unfinished response of 12 tokens; use at least 13"):
-        resume_windows(settings(), state_with([2, 12]), log)
-    resume_windows(settings(), state_with([2, 9]), log)
-    resume_windows(settings(), TrainerState(), log)
+        resume_partial_rollouts(settings(), state_with([2, 12]), log)
+    resume_partial_rollouts(settings(), state_with([2, 9]), log)
+    resume_partial_rollouts(settings(), TrainerState(), log)
     assert notes == []
     state = state_with([2, 12])
-    resume_windows(settings(window_tokens=None), state, log)
+    resume_partial_rollouts(settings(partial_rollout_tokens=None), state, log)
     assert state.unfinished is None
-    assert notes == ["rollout.window_tokens is null: 2 responses that the checkpoint left unfinished are dropped"]
+    assert notes == ["rollout.partial_rollout_tokens is null: 2 responses that the checkpoint left unfinished are dropped"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- whole runs
@@ -235,7 +237,7 @@ def config_of(folder: Path, name: str, steps: int = STEPS) -> dict[str, Any]:
         return set_keys(small_recipe(config, name), {"telemetry": {"trajectories_every": 1, "trajectories_per_step": SAMPLES}})
     usual = {
         "rollout": {"engine": "megatron", "samples_per_prompt": N, "max_response_tokens": LONGEST},
-        "rollout.window_tokens": WINDOW,
+        "rollout.partial_rollout_tokens": WINDOW,
         "data.prompts_per_step": PROMPTS_PER_STEP,
         "algorithm": {"mini_batch_size": SAMPLES // 2, "lam_value": 1.0, "kl": {"coef": 0.01}},
         "telemetry": {"trajectories_every": 1, "trajectories_per_step": SAMPLES},
@@ -267,7 +269,7 @@ def small_recipe(config: dict[str, Any], name: str) -> dict[str, Any]:
         changes |= {f"{role}.model": config["policy"]["model"], f"{role}.dtype": "fp32", f"{role}.micro_batch_tokens": 64}
         recipe[role]["optimizer"].pop("warmup_steps", None)
     if name == "t_ppo":  # with vLLM, as it is
-        changes |= {"rollout.window_tokens": WINDOW, "critic.warmup_steps": 2}
+        changes |= {"rollout.partial_rollout_tokens": WINDOW, "critic.warmup_steps": 2}
     else:
         changes["rollout.engine"] = "megatron"
         recipe["trainer"].pop("evaluate_with", None)

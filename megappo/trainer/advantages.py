@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.chains import turn_starts
-from megappo.algo.correction import behaviour_ratio, correction_weights
 from megappo.algo.gae import length_adaptive_lambda
 from megappo.algo.groups import equal_groups, grpo_advantages, rloo_advantages
+from megappo.algo.importance_sampling import behaviour_ratio, importance_weights
 from megappo.algo.whitening import whiten_apply, whitening_moments
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
@@ -20,16 +20,16 @@ from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric
 from megappo.trainer.critics import critics_in, of_critic, of_critics, with_disagreement
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.reweighting import correction_figures, on_sampled, reweight
+from megappo.trainer.reweighting import importance_figures, on_sampled, reweight
 from megappo.trainer.token_scans import (
     Chains,
     Discount,
     PerToken,
     Rewards,
     Scanned,
+    gae_over_partial_rollouts,
     gae_over_tokens,
     gae_over_turns,
-    gae_over_windows,
     value_after,
     vtrace_over_tokens,
     whole_responses,
@@ -49,14 +49,14 @@ class Shaped(NamedTuple):
     metrics: dict[str, float]
 
 
-def shape_experience(
+def add_advantages(
     experience: Experience,
     score: Tensor,
     kl_coef: float,
     algorithm: AlgorithmConfig,
     per_token: PerToken | None = None,
 ) -> Shaped:
-    """Stage 5 with the estimator of `algorithm`: fields as `shape_advantages`, without a critic no returns. Collective over the
+    """Stage 5 with the estimator of `algorithm`: fields as `advantages_of`, without a critic no returns. Collective over the
     world.
 
     score, kl_coef, per_token: as there, of this rank's samples. The estimator remax reads the field GREEDY.
@@ -76,7 +76,7 @@ def shape_experience(
     return Shaped(reweighted, {**shaped.metrics, **metrics})
 
 
-def shape_advantages(
+def advantages_of(
     batch: PackedBatch,
     score: Tensor,
     kl_coef: float,
@@ -114,16 +114,16 @@ def _in_chains(
 def _with_critic(
     batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
 ) -> tuple[PackedBatch, dict[str, float]]:
-    """(the batch of `shape_advantages`, figures of the estimator)."""
+    """(the batch of `advantages_of`, figures of the estimator)."""
     mask, by_turns, metrics = batch["response_mask"], algorithm.gae_level == "turn", {}
     responses = whole_responses(batch)
-    whole, in_windows = responses["response_mask"], responses is not batch
+    whole, is_partial = responses["response_mask"], responses is not batch
     steps = turn_starts(mask, batch.cu_seqlens) if by_turns else whole
     rewards, discount = Rewards.of(responses, score, kl_coef, algorithm, per_token), _discount(batch, steps, algorithm)
     ratio = None
     if algorithm.estimator == "vtrace":
         ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, "token")
-        metrics = correction_figures(ratio, correction_weights(ratio, mask, "tis", None, algorithm.vtrace.rho_bar), mask)
+        metrics = importance_figures(ratio, importance_weights(ratio, mask, "tis", None, algorithm.vtrace.rho_bar), mask)
 
     def scan(view: PackedBatch) -> Scanned:
         bootstrap = value_after(view, steps, algorithm.bootstrap_truncated)
@@ -131,8 +131,8 @@ def _with_critic(
             return vtrace_over_tokens(view, rewards, ratio, algorithm.vtrace, bootstrap, discount)
         if by_turns:
             return gae_over_turns(view, rewards, steps, bootstrap, discount)
-        if in_windows:
-            return gae_over_windows(view, rewards, bootstrap, discount)
+        if is_partial:
+            return gae_over_partial_rollouts(view, rewards, bootstrap, discount)
         return gae_over_tokens(view, rewards, view["value"], bootstrap, discount)
 
     critics, scanned = critics_in(batch), scan(of_critics(batch, algorithm.value_of_critics))
@@ -143,7 +143,7 @@ def _with_critic(
     fields = {"reward": scanned.reward, "advantage": whitened, "raw_advantage": scanned.advantage, **returns}
     if by_turns:
         fields["value_mask"] = steps
-    elif in_windows:  # returns of a response that goes on are not known yet
+    elif is_partial:  # returns of a response that goes on are not known yet
         fields["value_mask"] = whole & ~batch["unfinished"].repeat_interleave(batch.lengths, output_size=batch.num_tokens)
     return batch.with_fields(fields), metrics
 

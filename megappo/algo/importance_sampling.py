@@ -62,7 +62,7 @@ def behaviour_ratio(logprob: Tensor, rollout_logprob: Tensor, mask: Tensor, cu_s
     return torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
 
 
-def correction_weights(ratio: Tensor, mask: Tensor, kind: str, low: float | None, high: float) -> Correction:
+def importance_weights(ratio: Tensor, mask: Tensor, kind: str, low: float | None, high: float) -> Correction:
     """Weights [T] from ratios of `behaviour_ratio`.
 
     tis: min(ratio, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). mis: the

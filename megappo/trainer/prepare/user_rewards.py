@@ -6,9 +6,9 @@ from functools import partial
 
 from megappo.config.reward_sections import RewardPart
 from megappo.rewards.base import PreparedPart
-from megappo.rewards.own import GROUP, OwnProcess, load_rule
 from megappo.rewards.pool import PoolPart
-from megappo.runtime.own_code import OwnCode
+from megappo.rewards.user import GROUP, OwnProcess, load_rule
+from megappo.runtime.user_code import OwnCode
 
 
 def load_own(part: RewardPart) -> PreparedPart:

@@ -10,10 +10,10 @@ from tests.ops.vocab_oracle import IGNORE, forward_tolerance, oracle
 VOCAB = 50
 
 
-def keep_some(target, num_kept=7, seed=3):
+def keep_some(target, num_top_k_ids=7, seed=3):
     """[T, K + 2]: distinct ids with the target among them, gaps of -1, and every fifth row unrestricted."""
     generator = torch.Generator().manual_seed(seed)
-    kept = torch.rand(target.shape[0], VOCAB, generator=generator).argsort(1)[:, :num_kept]
+    kept = torch.rand(target.shape[0], VOCAB, generator=generator).argsort(1)[:, :num_top_k_ids]
     kept[:, 2] = torch.where(target == IGNORE, kept[:, 2], target)
     kept = torch.cat((kept[:, :3], torch.full((target.shape[0], 2), -1), kept[:, 3:]), 1)
     kept[::5] = -1

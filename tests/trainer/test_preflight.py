@@ -14,8 +14,8 @@ from megappo.commands import cli
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.rewards.base import PreparedPart, RewardError
-from megappo.trainer.prepare import code_rewards, surroundings
-from megappo.trainer.surroundings import require_surroundings
+from megappo.trainer.preflight import require_preflight
+from megappo.trainer.prepare import code_rewards, preflight
 from tests.commands.plan.checkpoints import write_run
 from tests.worlds import spawn_world
 
@@ -41,15 +41,15 @@ def cases(rank: int, path: str, elsewhere: str) -> dict[str, Any]:
         sets = (SimpleNamespace(reward_parts=server(set_down)),)
         data: Any = SimpleNamespace(reward_parts=server(data_down), evaluations=sets)
         reason = None if isolated else "unshare: Operation not permitted"
-        opens = mock.patch.object(surroundings, "open_storage", side_effect=lambda url: (opened.append(url), plain_open(url)))
+        opens = mock.patch.object(preflight, "open_storage", side_effect=lambda url: (opened.append(url), plain_open(url)))
         with mock.patch.object(code_rewards, "reason_against", lambda limits: reason), opens:
             try:
-                require_surroundings(config, data, resume=False)
+                require_preflight(config, data, resume=False)
             except ConfigError as error:
                 return str(error)
         return "ready"
 
-    plain_open = surroundings.open_storage
+    plain_open = preflight.open_storage
     return {
         "nothing lacks": outcome(plain),
         "isolation": outcome(code, isolated=rank == 0),

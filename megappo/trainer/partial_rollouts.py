@@ -79,16 +79,16 @@ class Unfinished(NamedTuple):
         return cls(tuple(begun), state["row"], state["left"])
 
 
-class Windows(PromptSource):
-    """Source of a run with `rollout.window_tokens`; what is left unfinished is in `state.unfinished`.
+class PartialRollouts(PromptSource):
+    """Source of a run with `rollout.partial_rollout_tokens`; what is left unfinished is in `state.unfinished`.
 
     A row is a sample, as those of a prompt end apart. num_samples: of a step.
     """
 
     def __init__(self, config: TrainConfig, prompts: Sequence[Prompt], loader: PromptLoader, state: TrainerState) -> None:
-        assert config.rollout.window_tokens is not None
+        assert config.rollout.partial_rollout_tokens is not None
         super().__init__(prompts, loader, 1, config.run.seed)
-        self._window, self._longest = config.rollout.window_tokens, config.rollout.max_response_tokens
+        self._window, self._longest = config.rollout.partial_rollout_tokens, config.rollout.max_response_tokens
         self._n, self._state = config.rollout.samples_per_prompt, state
         self.num_samples = self.rows_per_step = config.data.prompts_per_step * self._n
         self._known: tuple[dict[str, Any] | None, Unfinished] = (None, Unfinished())
@@ -174,21 +174,24 @@ class Windows(PromptSource):
 
 def prompt_source_of(config: TrainConfig, prompts: Sequence[Prompt], loader: PromptLoader, state: TrainerState) -> PromptSource:
     """Source of a run's requests."""
-    if config.rollout.window_tokens is not None:
-        return Windows(config, prompts, loader, state)
+    if config.rollout.partial_rollout_tokens is not None:
+        return PartialRollouts(config, prompts, loader, state)
     return PromptSource(prompts, loader, config.rollout.samples_per_prompt, config.run.seed, config.algorithm.dynamic_sampling)
 
 
-def resume_windows(config: TrainConfig, state: TrainerState, log: RunLog) -> None:
-    """Hold what a checkpoint left unfinished against the configuration; without `rollout.window_tokens` it is dropped, with a note.
+def resume_partial_rollouts(config: TrainConfig, state: TrainerState, log: RunLog) -> None:
+    """Hold what a checkpoint left unfinished against the configuration; without `rollout.partial_rollout_tokens` it is dropped,
+    with a note.
 
     ConfigError, on every rank, if a response has as many tokens as a response may have, or more.
     """
     begun = Unfinished.decoded(state.unfinished).begun
     longest = max((one.num_tokens for one in begun), default=0)
-    if config.rollout.window_tokens is None:
+    if config.rollout.partial_rollout_tokens is None:
         if begun:
-            log.note(f"rollout.window_tokens is null: {len(begun)} responses that the checkpoint left unfinished are dropped")
+            log.note(
+                f"rollout.partial_rollout_tokens is null: {len(begun)} responses that the checkpoint left unfinished are dropped"
+            )
         state.unfinished = None
     elif longest >= config.rollout.max_response_tokens:
         fix = f"the checkpoint has an unfinished response of {longest} tokens; use at least {longest + 1}"

@@ -15,7 +15,7 @@ from megappo.commands.generate.answer import answer
 from megappo.config.batch import UpdateSchedule
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.config.role_sections import CriticConfig, PolicyConfig
-from megappo.config.schema import AlgorithmConfig, DataConfig, MISConfig, NoCorrectionConfig, TrainConfig
+from megappo.config.schema import AlgorithmConfig, DataConfig, MISConfig, NoImportanceSamplingConfig, TrainConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.data.ragged import Ragged
@@ -25,13 +25,13 @@ from megappo.parallel.shares import Shares
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rollout.megatron_engine import truncated_logprobs
 from megappo.rollout.types import Response, SamplingParams
+from megappo.trainer.advantages import advantages_of
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.collect import make_requests, pack_experience, sample_seed
 from megappo.trainer.prepare.reward_parts import load_parts
 from megappo.trainer.roles import UpdateResult
 from megappo.trainer.sampler_check import Agreement, SamplerMismatch, compare_with_sampler, require_agreement
 from megappo.trainer.sampling import scorer_of
-from megappo.trainer.shaping import shape_advantages
 from megappo.trainer.updates import UpdateResult, Updates, first_epoch, mini_batches, run_updates
 from tests.rewards.samples import scorer_with, scores
 from tests.rollout.responses import answered, kept_of, segment
@@ -117,7 +117,7 @@ def differs_by_hand(batch, algorithm, shaped, kl_coef=0.3, per_token=None):
 @pytest.mark.parametrize("changes", SHAPINGS, ids=range(len(SHAPINGS)))
 def test_rewards_advantages_and_returns_follow_the_recurrences(changes):
     batch, asked = experience(), algorithm(**changes)
-    assert not differs_by_hand(batch, asked, shape_advantages(batch, SCORE, 0.3, asked))
+    assert not differs_by_hand(batch, asked, advantages_of(batch, SCORE, 0.3, asked))
 
 
 # Rewards of tokens in the middle, at the first and at the last; None for samples without.
@@ -127,7 +127,7 @@ PER_TOKEN = [None if b % 3 == 2 else [(-1) ** b * (t + 1) / 4 for t in range(sam
 @pytest.mark.parametrize("changes", SHAPINGS, ids=range(len(SHAPINGS)))
 def test_rewards_of_tokens_enter_where_they_stand(changes):
     batch, asked = experience(), algorithm(**changes)
-    shaped = shape_advantages(batch, SCORE, 0.3, asked, PER_TOKEN)
+    shaped = advantages_of(batch, SCORE, 0.3, asked, PER_TOKEN)
     assert not differs_by_hand(batch, asked, shaped, per_token=PER_TOKEN)
     assert differs_by_hand(batch, asked, shaped), "they count"
 
@@ -136,9 +136,7 @@ def test_rewards_of_tokens_enter_where_they_stand(changes):
 def test_a_score_on_the_last_token_is_the_score_bit_for_bit(changes):
     batch, asked = experience(), algorithm(**changes, whiten_advantages=True)
     at_end = [[0.0] * (sampled - 1) + [float(score)] if sampled else [] for (_, sampled, _), score in zip(SAMPLES, SCORE)]
-    want, found = (
-        shape_advantages(batch, *given) for given in ((SCORE, 0.3, asked), (torch.zeros_like(SCORE), 0.3, asked, at_end))
-    )
+    want, found = (advantages_of(batch, *given) for given in ((SCORE, 0.3, asked), (torch.zeros_like(SCORE), 0.3, asked, at_end)))
     assert all(torch.equal(want[name], found[name]) for name in ("reward", "advantage", "raw_advantage", "returns"))
 
 
@@ -154,13 +152,13 @@ def test_a_score_on_the_last_token_is_the_score_bit_for_bit(changes):
 )
 def test_shaping_that_ignores_a_setting_is_noticed(broken):
     batch, wanted = experience(), SHAPINGS[-1]
-    shaped = shape_advantages(batch, SCORE, 0.3, algorithm(**(wanted | broken)))
+    shaped = advantages_of(batch, SCORE, 0.3, algorithm(**(wanted | broken)))
     assert differs_by_hand(batch, algorithm(**wanted), shaped)
 
 
 def test_bootstrap_touches_cut_responses_only():
     batch = experience()
-    without, bootstrapped = (shape_advantages(batch, SCORE, 0.0, algorithm(bootstrap_truncated=on)) for on in (False, True))
+    without, bootstrapped = (advantages_of(batch, SCORE, 0.0, algorithm(bootstrap_truncated=on)) for on in (False, True))
     changed = [bool((without["returns"] != bootstrapped["returns"])[batch.token_index([b])].any()) for b in range(5)]
     assert changed == [cut for _, _, cut in SAMPLES]
 
@@ -169,22 +167,22 @@ def test_the_reference_is_not_asked_for_where_the_kl_is_not_in_the_reward():
     batch = experience()
     fields = {name: values for name, values in batch.token_fields.items() if name != "ref_logprob"}
     without = replace(batch, token_fields=fields)
-    want = shape_advantages(batch, SCORE, 0.0, algorithm())["reward"]
-    assert torch.equal(shape_advantages(without, SCORE, 5.0, algorithm())["reward"], want)
+    want = advantages_of(batch, SCORE, 0.0, algorithm())["reward"]
+    assert torch.equal(advantages_of(without, SCORE, 5.0, algorithm())["reward"], want)
     with pytest.raises(KeyError):
-        shape_advantages(without, SCORE, 5.0, algorithm("reward"))
+        advantages_of(without, SCORE, 5.0, algorithm("reward"))
 
 
 def test_whitening_takes_the_moments_of_the_sampled_tokens():
     batch = experience()
-    shaped = shape_advantages(batch, SCORE, 0.0, algorithm(whiten_advantages=True))
+    shaped = advantages_of(batch, SCORE, 0.0, algorithm(whiten_advantages=True))
     mask, raw = batch["response_mask"], shaped["raw_advantage"]
     want = (raw[mask].double() - raw[mask].double().mean()) / raw[mask].double().std()
     torch.testing.assert_close(shaped["advantage"][mask].double(), want, rtol=1e-5, atol=1e-6)
     assert not shaped["advantage"][~mask].any()
     everywhere = (raw - raw.mean()) / raw.std()
     assert (everywhere[mask] - want).abs().max() > 1e-2, "moments over prompt tokens too would be noticed"
-    plain = shape_advantages(batch, SCORE, 0.0, algorithm())
+    plain = advantages_of(batch, SCORE, 0.0, algorithm())
     assert torch.equal(shaped["returns"], plain["returns"]), "the critic's returns are not whitened"
 
 
@@ -193,7 +191,7 @@ def test_a_step_without_a_sampled_token_is_zero_and_not_nan(placement):
     """Every response is empty: the model ended each at once, and the end was cut off as a stop string."""
     batch = experience()
     fields = batch.token_fields | {"response_mask": torch.zeros_like(batch["response_mask"])}
-    shaped = shape_advantages(replace(batch, token_fields=fields), SCORE, 0.1, algorithm(placement, whiten_advantages=True))
+    shaped = advantages_of(replace(batch, token_fields=fields), SCORE, 0.1, algorithm(placement, whiten_advantages=True))
     assert all(not shaped[name].any() for name in ("reward", "advantage", "raw_advantage", "returns"))
 
 
@@ -337,7 +335,7 @@ class Recording(Counting):
         return super().update(mini, denominator)
 
 
-def updated(correction=NoCorrectionConfig(), rejected=None, **critic):
+def updated(correction=NoImportanceSamplingConfig(), rejected=None, **critic):
     """Policy and critic after the updates of a step of 12 samples, 6 a mini-batch and one epoch but for the critic's own keys.
 
     rejected: [T] bool, the field of that name.
@@ -348,11 +346,11 @@ def updated(correction=NoCorrectionConfig(), rejected=None, **critic):
         policy=PolicyConfig(model="m"),
         critic=CriticConfig(**critic),
         data=DataConfig(train="t"),
-        algorithm=AlgorithmConfig(mini_batch_size=6, correction=correction),
+        algorithm=AlgorithmConfig(mini_batch_size=6, importance_sampling=correction),
     )
     models, shares = {"policy": Recording(), "critic": Recording()}, Shares.of_ranks([0])
     roles = Roles(models, {}, tuple(models), dict.fromkeys(models, shares))
-    updates = Updates(dealt(numbered(12).with_fields(fields)), roles, tuple(models), config, 5, counts_ratios=False)
+    updates = Updates(dealt(numbered(12).with_fields(fields)), roles, tuple(models), config, 5)
     for name in models:
         updates.run(name)
     return models["policy"], models["critic"], updates.summary("critic").num_updates
@@ -397,13 +395,13 @@ def sampled(trainer, sampler):
 
 WHOLE = SamplingParams(8)
 UNREPLAYED = SamplingParams(8, top_p=0.5)
-REPLAYED = SamplingParams(8, top_k=2, record_kept=True)
+REPLAYED = SamplingParams(8, top_k=2, record_top_k_ids=True)
 SAMPLINGS = [WHOLE, UNREPLAYED, REPLAYED]
 
 
 def drawn_with(sampling, batch):
     """The batch as the trainer has it after this sampling: what was recorded stands beside the log-probs."""
-    if not sampling.record_kept:
+    if not sampling.record_top_k_ids:
         return batch
     kept = torch.tensor([[-1] * 3] + [[0, 5, 7], [0, -1, -1]][: batch.num_tokens - 1], dtype=torch.int32)
     return batch.with_fields(ragged_fields={"kept": Ragged.of_table(kept)})
@@ -424,7 +422,7 @@ def drawn_with(sampling, batch):
 def test_agreement_is_the_difference_of_probabilities(trainer, sampler, sampling, mean, maximum):
     got = compare_with_sampler(drawn_with(sampling, sampled(trainer, sampler)), sampling)
     assert (got.mean, got.max) == pytest.approx((mean, maximum), abs=1e-7)
-    assert (got.kept is None) == (not sampling.record_kept)
+    assert (got.kept is None) == (not sampling.record_top_k_ids)
 
 
 def test_the_limit_holds_for_new_data_alone_and_nothing_that_is_not_finite_passes():
@@ -442,8 +440,8 @@ def test_the_limit_holds_for_new_data_alone_and_nothing_that_is_not_finite_passe
 @pytest.mark.parametrize("width, ids, overflow", [(1, 1.0, 1.0), (17, 17.0, 0.0), (18, 9.5, 0.5), (20, 10.5, 0.5)])
 def test_tokens_with_as_many_ids_as_are_recorded_are_counted(width, ids, overflow):
     """The first token was drawn from `width` ids, the second from 1 (from `width` where all rows are equal); 18 are recorded."""
-    sampling = SamplingParams(8, top_k=2, record_kept=True)
-    assert sampling.kept_width == 18
+    sampling = SamplingParams(8, top_k=2, record_top_k_ids=True)
+    assert sampling.top_k_width == 18
     batch = sampled([0.5, 0.5], [0.5, 0.5])
     kept = torch.full((3, width), -1, dtype=torch.int32)
     kept[1], kept[2, 0] = torch.arange(width, dtype=torch.int32), 3
@@ -505,19 +503,19 @@ def test_experience_holds_the_ids_that_each_token_was_drawn_from():
         answered((), number=1, kept=[]),
         answered((7,), number=2, kept=[[5, 6, 7]]),
     ]
-    kept = pack_experience(requests, responses, with_kept=True).ragged("kept")
+    kept = pack_experience(requests, responses, with_top_k_ids=True).ragged("kept")
     none = [-1, -1, -1]
     assert kept.ids.dtype == kept.counts.dtype == torch.int32 and kept.ids.tolist() == [8, 1, 9, 5, 6, 7]
     assert kept.padded().tolist() == [none, none, [8, 1, -1], [9, -1, -1], none, none, [5, 6, 7]]
-    assert pack_experience([requests[1]], responses[1:2], with_kept=True).ragged("kept").padded().shape == (1, 0)
-    assert pack_experience([], [], with_kept=True).ragged("kept").padded().shape == (0, 0), "a rank that drew nothing"
+    assert pack_experience([requests[1]], responses[1:2], with_top_k_ids=True).ragged("kept").padded().shape == (1, 0)
+    assert pack_experience([], [], with_top_k_ids=True).ragged("kept").padded().shape == (0, 0), "a rank that drew nothing"
 
 
 def test_given_tokens_are_of_the_sample_and_not_of_the_policy():
     """The output of a tool between two sampled parts, of which the second is by newer weights."""
     parts = (segment((8, 9), (-0.5, -1.5), 3), segment((4, 5, 6), None, 3), segment((7,), (-2.5,), 4))
     answer = Response(0, parts, "stop", kept_of([[8, 1], [9], [7, 2]]))
-    batch = pack_experience(list(make_requests([[1, 2]], 1, 0, 1)), [answer], with_kept=True)
+    batch = pack_experience(list(make_requests([[1, 2]], 1, 0, 1)), [answer], with_top_k_ids=True)
     assert batch.tokens.tolist() == [1, 2, 8, 9, 4, 5, 6, 7]
     assert batch["response_mask"].tolist() == [False] * 2 + [True] * 2 + [False] * 3 + [True]
     assert batch["rollout_logprob"].tolist() == [0.0, 0.0, -0.5, -1.5, 0.0, 0.0, 0.0, -2.5]
@@ -528,12 +526,12 @@ def test_given_tokens_are_of_the_sample_and_not_of_the_policy():
 
 def test_ids_can_be_recorded_only_where_their_number_is_bounded():
     assert [
-        SamplingParams(8, temperature, p, k, record_kept=True).kept_width
+        SamplingParams(8, temperature, p, k, record_top_k_ids=True).top_k_width
         for temperature, p, k in ((1.0, 1.0, -1), (0.0, 0.9, 5), (1.0, 1.0, 8), (0.5, 0.9, 50), (1.0, 0.9, 128))
     ] == [0, 0, 25, 72, 160]
-    assert SamplingParams(8, top_p=0.9).kept_width == 0
+    assert SamplingParams(8, top_p=0.9).top_k_width == 0
     with pytest.raises(ValueError, match="top_p 0.9 .*set top_k too"):
-        SamplingParams(8, top_p=0.9, record_kept=True)
+        SamplingParams(8, top_p=0.9, record_top_k_ids=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- scoring

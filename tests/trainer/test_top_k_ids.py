@@ -112,7 +112,7 @@ def test_the_megatron_engine_draws_from_the_trainers_logits(alone, dtype, bf16):
     """Whatever the type of the model is, its logits are rounded only where the trainer rounds them."""
     output = output_of()
     output = dataclasses.replace(output, hidden=output.hidden.detach().to(dtype), weight=output.weight.to(dtype))
-    sampling = SamplingParams(1, TEMPERATURE, top_p=0.9, top_k=4, record_kept=True)
+    sampling = SamplingParams(1, TEMPERATURE, top_p=0.9, top_k=4, record_top_k_ids=True)
     batch = pack(SEQUENCES)
     drawing = batch.with_fields(sequence_fields={"draw": torch.tensor([0.1, 0.5, 0.9]), "length": batch.lengths})
     drawn = _sample_next(sampling, "bf16" if bf16 else "fp32", output, drawing).tokens

@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from megappo.algo.correction import behaviour_ratio, correction_weights
+from megappo.algo.importance_sampling import behaviour_ratio, importance_weights
 from megappo.data.packing import cu_seqlens_of
 
 LENGTHS = [4, 0, 6, 2, 3]
@@ -52,7 +52,7 @@ def test_weights_are_those_of_the_loops():
                 want = ratios_by_hand(logprob, rollout, level)
                 ratio = behaviour_ratio(logprob, rollout, mask, cu, level)
                 torch.testing.assert_close(ratio, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=1e-7)
-                found = correction_weights(ratio, mask, kind, 0.7, 1.4)
+                found = importance_weights(ratio, mask, kind, 0.7, 1.4)
                 wanted = [BOUNDS[kind](r, 0.7, 1.4) if m else 0.0 for r, m in zip(want, MASK)]
                 torch.testing.assert_close(found.weight, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-7)
                 assert found.cut.tolist() == [bool(m) and (r > 1.4 or (kind == "icepop" and r < 0.7)) for r, m in zip(want, MASK)]
@@ -76,7 +76,7 @@ def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="token, sequence, geometric"):
         behaviour_ratio(logprob, rollout, mask, cu, "turn")
     with pytest.raises(ValueError, match="tis, mis, icepop"):
-        correction_weights(rollout.double(), mask, "dis", None, 2.0)
+        importance_weights(rollout.double(), mask, "dis", None, 2.0)
 
 
 def test_no_tokens():

@@ -11,7 +11,7 @@ from typing import Any
 from megappo.rewards.base import RewardError, RewardInput, UnusableAnswer, describe
 from megappo.rewards.inline import InlinePart
 from megappo.runtime.helper_process import FAILED, Answerer, HelperDied, HelperProcess
-from megappo.runtime.own_code import OwnCode, OwnFunction, Use
+from megappo.runtime.user_code import OwnCode, OwnFunction, Use
 
 GROUP = "megappo.rewards"
 _SCORED, _UNUSABLE = "scored", "unusable"

@@ -1,4 +1,4 @@
-"""The process from which ranks are forked: `python -m megappo.commands.launch.zygote SOCKET LAUNCHER PROGRAM MODULE...`.
+"""The process from which ranks are forked: `python -m megappo.commands.launch.fork_server SOCKET LAUNCHER PROGRAM MODULE...`.
 
 Started by `processes.ForkedProcesses`. It imports the modules once and then does nothing but fork and report. A rank of it runs
 `python -m PROGRAM`; it starts in milliseconds with all imports done, also after a failure, where imports are what a restart waits

@@ -1,8 +1,8 @@
 """A reward of your own: functions of a file that the configuration names. Nothing of megappo needs to change.
 
     scripts/quickstart.sh        # once: makes the model and the data that configs/quickstart.yaml names
-    megappo train configs/quickstart.yaml run.name=own_reward \\
-        'reward.parts=[{name: exact_match}, {path: examples/own_reward.py, function: close, weight: 0.5}]'
+    megappo train configs/quickstart.yaml run.name=user_reward \\
+        'reward.parts=[{name: exact_match}, {path: examples/user_reward.py, function: close, weight: 0.5}]'
 
 docs/rewards.md has everything that a reward sees and may return.
 """
