@@ -5,7 +5,7 @@ Two ranks of this machine, a random llama of 8 layers, vLLM. Each placement is t
 and the fastest step of all counts, as in the tuner's trials: what disturbs a step makes it slower, never faster. Beside it are two
 predictions: that of the model alone, with the rates that `megappo tune --probe` finds here, and that with the passes and updates of
 each role tried alone, which leaves to the model how roles share the clock, generation and the push. Trials count processor time, as
-if nothing else ran here. Prints the table of docs/tuning.md.
+if nothing else ran here. Prints the table that docs/layouts.md sums up.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def keep_freed_memory() -> bool:
     """Let malloc keep up to 128 MiB of freed memory for later blocks of less than 32 MiB. False if the C library has no such rule.
 
     By its own rule glibc returns it to the system, which clears each page anew: a seventh of a rank's work on experience, whose
-    buffers of some MiB come and go in every exchange of a step (docs/scale.md).
+    buffers of some MiB come and go in every exchange of a step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(*rule) for rule in ((_MMAP_THRESHOLD, _MAPPED_FROM), (_TRIM_THRESHOLD, _KEPT_BYTES)))

@@ -28,7 +28,7 @@ def add_command(command: AddCommand) -> None:
         "tune",
         main,
         "Rank the parallel layouts of a run on given GPUs by a model of its step time, and print the best as overrides.",
-        "docs/tuning.md explains the tables. Without CONFIG, --probe measures this machine and prints its profile.",
+        "docs/layouts.md explains the tables. Without CONFIG, --probe measures this machine and prints its profile.",
         config="[CONFIG]",
     )
     add = parser.add_argument

@@ -25,7 +25,7 @@ from megappo.telemetry.tables import GIB, figures
 QUARTERS = (1, 2, 3)  # of the nodes, for those apart
 ALONE_SHARE = 0.8  # of the memory, for vLLM without models beside it; the rest is for the reserve and the headroom
 COLOCATED = "colocated"
-UNSURE = 0.15  # of a step: of timed placements one predicted to be 14 % shorter was the longer one (docs/tuning.md)
+UNSURE = 0.15  # of a step: of timed placements one predicted to be 14 % shorter was the longer one (benchmarks/bench_placements.py)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Megatron-Bridge's recipes for the h100 are for FP8, whose activations take less memory than ours: they are looked up with the
 memory of the h200, whose arithmetic and links are the same. Batch and sequence length are those of the source; so is the
-optimizer, which Megatron-LM did not distribute in 2021. docs/tuning.md names the published layouts that are not among them.
+optimizer, which Megatron-LM did not distribute in 2021. docs/layouts.md names the published layouts that are not among them.
 """
 
 from __future__ import annotations

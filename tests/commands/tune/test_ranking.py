@@ -79,5 +79,5 @@ def test_bubbles_paid_to_the_wrong_layouts_lose_the_best(tmp_path):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_predictions_are_of_the_measured_size(tmp_path, name):
-    """Docs/tuning.md names the range: contention and gloo's waits make trials slower than the model, never faster."""
+    """Docs/layouts.md names the range: contention and gloo's waits make trials slower than the model, never faster."""
     assert 1.0 < sum(measured()[name]) / sum(predictions(tmp_path)[name]) < 3.5
