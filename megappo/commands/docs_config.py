@@ -77,20 +77,25 @@ def default_text(field: FieldInfo) -> str:
     return f"`{json.dumps(value)}`"
 
 
-def section_lines(name: str, cls: type[BaseModel], text: str, listed: set[type[BaseModel]]) -> Iterator[str]:
-    """A heading, the table of the section's own values, then its sections and the items of its lists, those of each class once.
+class Listed:
+    """What the page has already: classes of items and choices, and rows of tables with the section where they stand."""
 
-    listed: the classes that have been.
-    """
+    def __init__(self) -> None:
+        self.classes: set[type[BaseModel]] = set()
+        self.rows: dict[str, str] = {}
+
+
+def section_lines(name: str, cls: type[BaseModel], text: str, listed: Listed) -> Iterator[str]:
+    """A heading, the table of the section's own values, then its sections and the items of its lists, those of each class once."""
     properties = cls.model_json_schema()["properties"]
     values = [(key, field) for key, field in cls.model_fields.items() if not section_classes(field) or field.default is None]
     if name:
         yield from (f"### {name}", "", text, "")
-    yield from table_lines(values, properties)
+    yield from table_lines(name, values, properties, listed)
     yield from inner_lines(name, cls, listed)
 
 
-def inner_lines(name: str, cls: type[BaseModel], listed: set[type[BaseModel]]) -> Iterator[str]:
+def inner_lines(name: str, cls: type[BaseModel], listed: Listed) -> Iterator[str]:
     """The sections of a section, its choices and the items of its lists."""
     for key, field in cls.model_fields.items():
         dotted = f"{name}.{key}" if name else key
@@ -101,13 +106,13 @@ def inner_lines(name: str, cls: type[BaseModel], listed: set[type[BaseModel]]) -
             yield from choice_lines(dotted, choice, field.description or "", listed)
         elif inner is not None:
             yield from section_lines(dotted, inner, field.description or "", listed)
-        elif items is not None and items not in listed:
-            listed.add(items)
+        elif items is not None and items not in listed.classes:
+            listed.classes.add(items)
             name_of_item = f"{dotted}.NAME" if is_mapping(field) else f"{dotted}[]"
             yield from section_lines(name_of_item, items, f"One item of `{dotted}`.", listed)
 
 
-def choice_lines(name: str, choice: Choice, text: str, listed: set[type[BaseModel]]) -> Iterator[str]:
+def choice_lines(name: str, choice: Choice, text: str, listed: Listed) -> Iterator[str]:
     """A heading, then the text and the table of each section that a word chooses, then the sections inside them."""
     words = ", ".join(f"`{word}`" for word in choice.sections)
     text = text.replace("\n", " ")
@@ -116,28 +121,39 @@ def choice_lines(name: str, choice: Choice, text: str, listed: set[type[BaseMode
         yield from (f"**`{choice.key}: {word}`** {' '.join((cls.__doc__ or '').split())}".rstrip(), "")
         properties = cls.model_json_schema()["properties"]
         fields = [(key, field) for key, field in cls.model_fields.items() if key != choice.key and not section_classes(field)]
-        yield from table_lines(fields, properties)
+        yield from table_lines(name, fields, properties, listed)
     for cls in choice.sections.values():
-        if cls not in listed:
-            listed.add(cls)
+        if cls not in listed.classes:
+            listed.classes.add(cls)
             yield from inner_lines(name, cls, listed)
 
 
-def table_lines(values: Sequence[tuple[str, FieldInfo]], properties: Mapping[str, Any]) -> Iterator[str]:
-    if values:
-        yield from ("| key | type | default | meaning |", "|---|---|---|---|")
-        for key, field in values:
-            cells = (f"`{key}`", type_text(properties[key]), default_text(field), field.description or "")
-            # A bar would end the cell, a line break the table.
-            yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
-        yield ""
+def table_lines(name: str, values: Sequence[tuple[str, FieldInfo]], properties: Mapping[str, Any], listed: Listed) -> Iterator[str]:
+    """The table of a section's values. Keys that another section has with the same row are named with that section: roles share
+    most of theirs."""
+    rows = {key: _row(key, field, properties[key]) for key, field in values}
+    elsewhere: dict[str, list[str]] = {}
+    for key, row in rows.items():
+        if (place := listed.rows.setdefault(row, name)) != name:
+            elsewhere.setdefault(place, []).append(key)
+    shared = {key for keys in elsewhere.values() for key in keys}
+    if new := [row for key, row in rows.items() if key not in shared]:
+        yield from ("| key | type | default | meaning |", "|---|---|---|---|", *new, "")
+    for place, keys in elsewhere.items():
+        yield from (f"As in `{place}`: {', '.join(f'`{key}`' for key in keys)}.", "")
+
+
+def _row(key: str, field: FieldInfo, schema: Mapping[str, Any]) -> str:
+    cells = (f"`{key}`", type_text(schema), default_text(field), field.description or "")
+    # A bar would end the cell, a line break the table.
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def page() -> str:
     """The text of docs/config.md."""
-    lines = [HEAD]
+    lines, listed = [HEAD], Listed()
     for title, cls in (("`megappo train`", TrainConfig), ("`megappo sft`", SftConfig)):
-        lines += [f"## {title}", "", *section_lines("", cls, "", set())]
+        lines += [f"## {title}", "", *section_lines("", cls, "", listed)]
     return "\n".join(lines).rstrip() + "\n"
 
 
