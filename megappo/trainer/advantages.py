@@ -1,5 +1,4 @@
-"""Stage 5: KL-shaped rewards and advantages. GAE or V-trace with separate lambdas for policy and critic, or an estimator without a
-critic; whitening over the whole global batch. The scans are in `token_scans.py`."""
+"""Stage 5: KL-shaped rewards and advantages by GAE, V-trace or an estimator without critic. The scans are in `token_scans.py`."""
 
 from __future__ import annotations
 
@@ -36,14 +35,14 @@ from megappo.trainer.token_scans import (
 )
 
 GREEDY = "greedy"
-"""Field of a batch: [B] fp64 score of the greedy response to the prompt of each sample, for the estimator remax."""
+"""Batch field of the estimator remax: [B] fp64, score of the greedy response to each sample's prompt."""
 
 # Ops of stage 5, which run where the experience is: on the host.
 HOST_OPS = ("token_advantages",)
 
 
 class Shaped(NamedTuple):
-    """experience: with the fields of stage 5. metrics: figures of the estimator, the same on every rank."""
+    """Experience with the fields of stage 5, and the estimator's metrics, which are the same on every rank."""
 
     experience: Experience
     metrics: dict[str, float]
@@ -56,11 +55,8 @@ def add_advantages(
     algorithm: AlgorithmConfig,
     per_token: PerToken | None = None,
 ) -> Shaped:
-    """Stage 5 with the estimator of `algorithm`: fields as `advantages_of`, without a critic no returns. Collective over the
-    world.
-
-    score, kl_coef, per_token: as there, of this rank's samples. The estimator remax reads the field GREEDY.
-    """
+    """Add the fields of `advantages_of` with the estimator of `algorithm`; an estimator without a critic adds no returns.
+    remax reads the field GREEDY. ValueError for trajectories of several sequences without a critic. Collective over the world."""
     if algorithm.has_critic:
         batch, figures = _in_chains(experience, score, kl_coef, algorithm, per_token)
         batch, of_disagreement = with_disagreement(batch)
@@ -83,17 +79,16 @@ def advantages_of(
     algorithm: AlgorithmConfig,
     per_token: PerToken | None = None,
 ) -> PackedBatch:
-    """Add reward, advantage (whitened if asked), raw_advantage and the returns of every critic, all [T] fp32 and 0 outside the
-    response mask. Of several critics the joint value makes the advantages, and its own values each critic's returns. With
-    `gae_level: turn` also value_mask, [T] bool: the tokens that the critics learn at.
+    """Add reward, advantage (whitened if configured), raw_advantage and the returns of each critic: [T] fp32, 0 outside
+    response_mask.
 
-    With whole_mask and unfinished (`experience.pack_experience`) value_mask is true on the whole responses that end in this step,
-    at which reward and returns are then, and the lambda of a length is of the response so far.
-
-    batch: this rank's samples; whitening takes the moments of all ranks'. Collective over the world. It has logprob, response_mask,
-    truncated, value and bootstrap of every critic (and ref_logprob with the KL in the reward, rollout_logprob with V-trace);
-    score: [B]. kl_coef: the controller's current coefficient, used only with the KL in the reward. per_token: [B] rewards of the
-    sampled tokens, one for each, or None for a sample without; they add to KL and score.
+    With several critics, the advantages come from their joint value and each critic's returns from its own value. `gae_level: turn`
+    also adds value_mask, [T] bool: the tokens that the critics learn from. With partial rollouts (fields whole_mask and unfinished
+    of `pack_experience`), value_mask, reward and returns cover the whole responses that end in this step, and a length-adaptive
+    lambda uses the length so far. Collective over the world: whitening uses the moments of all ranks.
+    batch: this rank's samples with logprob, response_mask, truncated, and value and bootstrap of every critic; also ref_logprob if
+    the KL is in the reward, rollout_logprob for V-trace. score: [B]. kl_coef: the controller's current coefficient. per_token: [B]
+    rewards of each sampled token, or None for a sample without; they are added to KL and score.
     """
     return _with_critic(batch, score, kl_coef, algorithm, per_token)[0]
 
@@ -101,7 +96,7 @@ def advantages_of(
 def _in_chains(
     experience: Experience, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
 ) -> tuple[PackedBatch, dict[str, float]]:
-    """`_with_critic`, in which the sequences of a trajectory are one, and its score that of the last one."""
+    """Run `_with_critic` with the sequences of a trajectory merged into one, scored by its last sequence."""
     batch, chains = experience.batch, Chains.of(experience)
     if chains is None:
         return _with_critic(batch, score, kl_coef, algorithm, per_token)
@@ -114,7 +109,7 @@ def _in_chains(
 def _with_critic(
     batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
 ) -> tuple[PackedBatch, dict[str, float]]:
-    """(the batch of `advantages_of`, figures of the estimator)."""
+    """Return the batch of `advantages_of` and the estimator's figures."""
     mask, by_turns, metrics = batch["response_mask"], algorithm.gae_level == "turn", {}
     responses = whole_responses(batch)
     whole, is_partial = responses["response_mask"], responses is not batch
@@ -149,7 +144,6 @@ def _with_critic(
 
 
 def _discount(batch: PackedBatch, steps: Tensor, algorithm: AlgorithmConfig) -> Discount:
-    """gamma and lambdas. steps: [T] bool, tokens that are time steps."""
     lam_policy: float | Tensor = algorithm.lam
     if algorithm.lam_length_alpha is not None:
         lam_policy = length_adaptive_lambda(tokens_per_sequence(steps, batch.cu_seqlens), algorithm.lam_length_alpha)
@@ -163,7 +157,7 @@ def _without_critic(
     algorithm: AlgorithmConfig,
     per_token: PerToken | None,
 ) -> Shaped:
-    """Advantages from returns alone. The rewards of a response are those of its tokens, KL included if it is placed there."""
+    """Compute advantages from returns alone."""
     batch, metrics = experience.batch, {}
     mask, group = batch["response_mask"], experience.table.group
     # GAE of a value of 0 with lambda 1: the discounted sum of the rewards from a token on.
@@ -191,8 +185,8 @@ def _without_critic(
 
 
 def _of_responses(returns: Tensor, score: Tensor, batch: PackedBatch) -> Tensor:
-    """[B] rewards of whole responses: the return [T] at the first sampled token, or the score of a response without any."""
+    """Return [B] rewards of whole responses: the return [T] at the first sampled token, or the score if no token was sampled."""
     counts = tokens_per_sequence(batch["response_mask"], batch.cu_seqlens)
-    # Place of each sequence's first among all sampled tokens; one number more stands for those without any.
+    # Index of each sequence's first sampled token; the extra zero at the end serves sequences without one.
     sampled = torch.cat((returns[batch["response_mask"]], returns.new_zeros(1)))
     return torch.where(counts > 0, sampled[counts.cumsum(0) - counts], score.float())

@@ -1,4 +1,4 @@
-"""The loop of a run, built from its configuration and models: PPO, or the pretraining of critics on recorded trajectories."""
+"""Builds the loop of a run from its configuration and models: PPO, or the pretraining of critics on recorded trajectories."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from megappo.trainer.training_side import TrainingSide
 
 @dataclass(frozen=True)
 class Claimed:
-    """A run directory that this process has claimed, and what watches over the run. facts: of its data and models."""
+    """A run directory claimed by this process, with the facts of its data and models and the watchdog of the run."""
 
     run_dir: RunDir
     store: CheckpointStore
@@ -66,7 +66,7 @@ class Claimed:
 
 @dataclass(frozen=True)
 class Models:
-    """Models of a run on this rank. average: of the policy, None without one and on ranks without the policy."""
+    """Models of a run on this rank. average: of the policy; None if not configured and on ranks without the policy."""
 
     roles: Roles
     average: PolicyAverage | None
@@ -80,8 +80,9 @@ def build_models(config: TrainConfig, factory: EngineFactory, total_steps: int, 
 
 
 def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
-    """Trained role -> optimizer steps of the whole run; the policy takes none in a critic's warm-up of fixed length."""
+    """Return trained role -> optimizer steps of the whole run."""
     steps = dict.fromkeys(trained_sections(config), total_steps)
+    # The policy is not updated during a critic warm-up of fixed length.
     if "policy" in steps and config.critic.warmup_explained_variance is None:
         steps["policy"] = max(1, total_steps - config.critic.warmup_steps)
     samples = step_arithmetic(config).samples
@@ -92,7 +93,7 @@ def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
 
 
 def _extra_models(config: TrainConfig, models: Models) -> dict[str, PlacedModel | None]:
-    """Models of a checkpoint beside those that train: the average, and a reference that changes; None where they do not live."""
+    """Return the models saved beside the trained ones, None where they do not live: the average and a refreshed reference."""
     found: dict[str, PlacedModel | None] = {} if config.policy.ema is None else {AVERAGE: models.average}
     if config.reference.refreshes and REFERENCE in models.roles.placements:
         reference = models.roles.reference
@@ -115,7 +116,7 @@ def checkpoints_of(
     claimed: Claimed,
     log: RunLog,
 ) -> Checkpoints:
-    """Checkpoints of the run: what they hold, and when they are made."""
+    """Build the checkpoints of the run: what they hold and when they are made."""
     roles = models.roles
     layouts = {role: layout_of(sizes, len(roles.placements[role])) for role, sizes in roles_in_use(config).items()}
     if "policy" in layouts:
@@ -136,7 +137,7 @@ def checkpoints_of(
 
 
 def refresh_of(config: TrainConfig, models: Models) -> ReferenceRefresh:
-    """Refreshes of the run's reference. Collective over the world, if it lies otherwise than the policy."""
+    """Build the refresh of the reference. Collective over the world if its layout differs from the policy's."""
     section, roles, average = config.reference, models.roles, models.average
     policy = roles.engines.get("policy")
     reference = None if roles.reference is None else roles.reference.engine
@@ -151,7 +152,7 @@ def refresh_of(config: TrainConfig, models: Models) -> ReferenceRefresh:
 def build_ppo(
     config: TrainConfig, data: RunData, models: Models, rollout: RolloutEngine, run: Run, kl_controller: KLController
 ) -> PPO:
-    """PPO with what the configuration adds to it. Collective over the world, if the reference is refreshed."""
+    """Build the PPO loop with the extras of the configuration. Collective over the world if the reference is refreshed."""
     refresh = refresh_of(config, models) if config.reference.refreshes else None
     roles, log, sampling = models.roles, run.log, sampling_params(config.rollout, data.tokenizer)
     score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
@@ -175,7 +176,7 @@ def build_ppo(
 
 
 def extras_of_updates(config: TrainConfig, models: Models, refresh: ReferenceRefresh | None, run: Run) -> list[Extra]:
-    """What is done with the models beside their updates, in its order."""
+    """Build the extras that act on models around their updates, in the order in which they run."""
     found: list[Extra] = []
     if config.algorithm.entropy.type == "target":
         found.append(EntropyTarget(config.algorithm.entropy, models.roles, run.state))
@@ -189,6 +190,5 @@ def extras_of_updates(config: TrainConfig, models: Models, refresh: ReferenceRef
 
 
 def build_pretraining(config: TrainConfig, data: RecordedData, models: Models, run: Run) -> RecordedPretraining:
-    """The pretraining of critics on recorded trajectories."""
     replicas = ReplicaChecks(models.roles, run.steps, config.run.replica_check_every)
     return RecordedPretraining(config, run, models.roles, data.samples, data.loader, replicas)

@@ -1,8 +1,5 @@
-"""Exponential moving average of the policy's weights: kept in fp32, saved with the run, put in the policy's place for a while.
-
-Independent of engine and layout: the average lies like the parameters of `Engine.named_parameters`, and a checkpoint holds it as
-rectangles of Hugging Face tensors, which any other layout or engine reads.
-"""
+"""Exponential moving average (EMA) of the policy's weights, in fp32. It is sharded like `Engine.named_parameters`; a checkpoint
+holds it as rectangles of Hugging Face tensors, which any layout or engine can read."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ AVERAGE = "ema"
 
 class PolicyAverage:
     """Average of one engine's weights, a `checkpoint.state.StatefulModel` without optimizer. Methods are collective over its ranks.
-
-    decay: average = decay * average + (1 - decay) * weights at every `update`. keep_on: memory of the average. It starts as the
-    weights of the engine at construction.
-    """
+    It starts as the engine's weights. decay: average = decay * average + (1 - decay) * weights at every `update`."""
 
     def __init__(self, engine: Engine, decay: float, keep_on: Literal["host", "device"]) -> None:
         self._engine, self._decay, self._on_host = engine, decay, keep_on == "host"
@@ -37,7 +31,7 @@ class PolicyAverage:
         self.start()
 
     def start(self) -> None:
-        """Start anew from the engine's weights."""
+        """Restart from the engine's current weights."""
         self._boxes: Sequence[StateBox] | None = None  # of the values, from the first save on
         with self._engine.eval_mode():
             for name, weights in self._engine.fp32_weights():
@@ -45,7 +39,7 @@ class PolicyAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move towards the engine's weights of now."""
+        """Move towards the engine's current weights."""
         self._save.finish()
         with self._engine.eval_mode():
             for name, weights in self._engine.fp32_weights():
@@ -54,12 +48,12 @@ class PolicyAverage:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The average under the names of the engine's parameters, fp32, in the memory of `keep_on`."""
+        """Parameter name -> average, fp32, in the memory of `keep_on`."""
         return self._values
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the engine's parameters are the average, rounded to their type; then they are what they were, to the bit."""
+        """Put the average, rounded to the parameters' dtype, into the engine; restore the weights bit for bit on exit."""
         weights = self._swap(self._values)
         try:
             yield
@@ -67,7 +61,7 @@ class PolicyAverage:
             self._swap(weights)
 
     def _swap(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Put `values` into the parameters; returns what was there."""
+        """Put `values` into the parameters and return what was there."""
         before = {}
         with parameters_to_change(self._engine) as parameters:
             for name, parameter in parameters.items():
@@ -76,7 +70,6 @@ class PolicyAverage:
         return before
 
     def _placed(self, tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A copy in the memory of the average."""
         return tensor.detach().to("cpu" if self._on_host else tensor.device, dtype, copy=True)
 
     # ------------------------------------------------------------------------------------------------------ checkpoint
@@ -102,17 +95,17 @@ class PolicyAverage:
         return self._engine.boxes_of(self._values, to_save=False)
 
     def boxes_loaded(self, position: Mapping[str, int]) -> None:
-        """Nothing: the values are read in place."""
+        """Do nothing: the values are read in place."""
 
 
 @contextmanager
 def parameters_to_change(engine: Engine) -> Iterator[Mapping[str, torch.nn.Parameter]]:
-    """Inside, the engine's parameters are resident and may be overwritten. Collective over its ranks."""
+    """Give the engine's parameters, resident on the device and writable. Collective over its ranks."""
     with torch.no_grad(), engine.eval_mode():
         engine.to("device", optimizer=False)  # what an offload left on the host will not be theirs any more
         yield engine.named_parameters()
 
 
 def average_of(ema: EmaConfig | None, policy: Engine | None) -> PolicyAverage | None:
-    """The average that `policy.ema` asks for; None without it, and on ranks without the policy."""
+    """Build the average for `policy.ema`; None if it is not set and on ranks without the policy."""
     return None if ema is None or policy is None else PolicyAverage(policy, ema.decay, ema.keep_on)

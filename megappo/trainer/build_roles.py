@@ -1,7 +1,4 @@
-"""Build of a run's models from its configuration: one table of roles, one way to build them.
-
-The trainer, `verify` and `tune` build their roles here; the factory supplies the engine.
-"""
+"""Builds a run's models from its configuration, for the trainer, `verify` and `tune`; the factory supplies the engine."""
 
 from __future__ import annotations
 
@@ -54,17 +51,15 @@ ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
     "reference": _language_model,
     "reward_model": _reward_model,
 }
-"""Role -> constructor from (configuration, engine). A role is an entry here and a section of the configuration (a `RoleConfig`,
-`section_of`) with the model's directory and, if it trains, its optimizer."""
+"""Role -> constructor from (configuration, engine). A new role needs an entry here and a section of the configuration
+(`RoleConfig`, `section_of`) with the model's directory and, if it trains, its optimizer."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Roles of one run.
-
-    by_name: those that live on this rank. placements: ranks of all that have a model of their own. Both are in the run's order of
-    roles, the same on every rank, so that work role by role never waits in a circle. trained: names of those that have an
-    optimizer. shares: of every role, how it divides a batch.
+    """Roles of one run, in the run's order, which is the same on every rank: work done role by role cannot deadlock.
+    by_name: roles on this rank. placements: ranks of every role that has a model of its own. trained: roles with an optimizer.
+    shares: how each role divides a batch.
     """
 
     by_name: Mapping[str, Role]
@@ -73,32 +68,32 @@ class Roles:
     shares: Mapping[str, Shares]
 
     def trains(self, name: str) -> bool:
-        """True if the run has this role and it has an optimizer, here or on other ranks."""
+        """Return True if the run trains this role, on this rank or others."""
         return name in self.trained
 
     @property
     def critics(self) -> tuple[str, ...]:
-        """Names of the critics, here or on other ranks; empty if the estimator needs none."""
+        """Names of the critics on any rank; empty if the estimator needs none."""
         return tuple(name for name in self.trained if is_critic(name))
 
     @property
     def update_order(self) -> tuple[str, ...]:
-        """Names of the trained roles in the order of their updates, stage 6."""
+        """Names of the trained roles in the order of their updates (stage 6)."""
         return (*self.critics, *(name for name in self.trained if not is_critic(name)))
 
     @property
     def policy(self) -> Policy | None:
-        """The policy; None on ranks that it does not live on, as every role."""
+        """The policy, or None on ranks where it does not live."""
         return cast("Policy | None", self.by_name.get("policy"))
 
     @property
     def reference(self) -> LanguageModel | None:
-        """The reference model; None on every rank if no KL is measured."""
+        """The reference model, or None on ranks where it does not live; None on all ranks if no KL is measured."""
         return cast("LanguageModel | None", self.by_name.get("reference"))
 
     @property
     def reward_model(self) -> RewardModel | None:
-        """The reward model; None on every rank if no part of the reward is one."""
+        """The reward model, or None on ranks where it does not live; None on all ranks if the reward uses none."""
         return cast("RewardModel | None", self.by_name.get("reward_model"))
 
     @property
@@ -115,11 +110,8 @@ class Roles:
 def build_roles(
     config: TrainConfig, engines: EngineFactory, total_updates: Mapping[str, int], *, random_weights: bool = False
 ) -> Roles:
-    """Build all roles that `config` uses, in their order. Collective over the world.
-
-    total_updates: trained role -> optimizer steps of the whole run, for its schedule. random_weights: see `EngineSpec`.
-    ValueError if a model cannot be built.
-    """
+    """Build all roles that `config` uses, in their order. Collective over the world. ValueError if a model cannot be built.
+    total_updates: trained role -> optimizer steps of the whole run, for its schedule. random_weights: see `EngineSpec`."""
     sections: dict[str, RoleConfig] = {name: section_of(config, name) for name in roles_in_use(config)}
     engines.connect(sections.values())
     built = {name: build_role(config, name, engines, total_updates.get(name), random_weights=random_weights) for name in sections}
@@ -135,7 +127,7 @@ def build_roles(
 
 
 def _shares_of(role: Role | None, section: RoleConfig, placement: Placement) -> Shares:
-    """Shares of a batch among the replicas of a role: its engine knows them, and ranks without it those of its section."""
+    """Return how the replicas of a role divide a batch: from its engine, or from its section on ranks without it."""
     if role is not None:
         return role.engine.shares
     return shares_of(layout_of(section.parallel, len(placement)), placement.ranks)
@@ -144,17 +136,15 @@ def _shares_of(role: Role | None, section: RoleConfig, placement: Placement) -> 
 def build_role(
     config: TrainConfig, name: str, engines: EngineFactory, total_updates: int | None, *, random_weights: bool = False
 ) -> Role | None:
-    """Build one role; None on ranks that it does not live on. Collective over the world.
-
-    total_updates: None for a frozen role. random_weights: see `EngineSpec`.
-    """
+    """Build one role; None on ranks where it does not live. Collective over the world.
+    total_updates: None for a frozen role. random_weights: see `EngineSpec`."""
     spec = replace(spec_of_role(config, name, total_updates), random_weights=random_weights)
     engine = engines.build(spec)
     return None if engine is None else ROLES["critic" if is_critic(name) else name](config, engine)
 
 
 def spec_of_role(config: TrainConfig | SftConfig, name: str, total_updates: int | None) -> EngineSpec:
-    """Engine of a role that `config` uses. total_updates: None for a frozen role. Reads the architecture from its checkpoint."""
+    """Describe the engine of a role, with the architecture read from its checkpoint. total_updates: None for a frozen role."""
     section: RoleConfig = section_of(config, name)
     _, path = model_paths(config)[name]
     return EngineSpec(
@@ -169,8 +159,8 @@ def spec_of_role(config: TrainConfig | SftConfig, name: str, total_updates: int 
 
 
 def load_critics(config: TrainConfig, engines: Mapping[str, Engine], log: RunLog) -> None:
-    """Load the weights of `critic.checkpoint`, if set, in place of those of `critic.model`, and so for every critic. engines: by
-    role, of those that live here."""
+    """Load the weights of `critic.checkpoint`, where set, over those of `critic.model`, for every critic. engines: role -> engine
+    here."""
     for role, critic in config.critics.items():
         # Another run may be writing there: rank 0 decides which of its checkpoints all ranks read.
         spec = spec_of_role(config, role, None)

@@ -1,7 +1,6 @@
-"""Policy of a run's checkpoints: when one is due, saves that fail, errors that end the run, and where a resumed run starts.
-
-How a checkpoint is written and read is `checkpoint/`'s business. Every public method is collective: all ranks call it, and all
-raise or none.
+"""When a run makes checkpoints, what it does after failed saves and fatal errors, and where it resumes. `checkpoint/` does the
+reading and writing. Public methods are collective over the world unless they say otherwise: all ranks call them, and all raise or
+none.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ from megappo.trainer.state import TrainerState
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_SAVES = 3
-"""Failed saves in a row that end a run: what it computes then would be lost anyway."""
+"""Failed saves in a row that end a run: it would lose its work anyway."""
 SAVE_S = "save_s"
-"""Fact of a checkpoint: seconds that a save of its run held training, 0 if it is the first."""
+"""Fact of a checkpoint: seconds that a save of its run blocked training, 0 for the first save."""
 RAISED_BY_ALL = (RewardError, EnvironmentFault, NonFiniteOutput, SamplerMismatch)
-"""Errors of a step that every rank raises at the same place, so that the ranks can still save together."""
+"""Errors that every rank raises at the same point of a step, so the ranks can still save together."""
 
 
 class NonFiniteWeights(Unrecoverable):
-    """A weight or the optimizer's state is NaN or infinite. The message names role, rank, stage and tensor."""
+    """A weight or optimizer state is NaN or infinite. The message names role, rank, stage and tensor."""
 
 
 class PlacedModel(StatefulModel, Protocol):
-    """A model of a checkpoint and the ranks that it lives on."""
+    """A model of a checkpoint and the ranks where it lives."""
 
     @property
     def placement(self) -> Placement: ...
@@ -63,8 +62,9 @@ class PlacedModel(StatefulModel, Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """State of a run. models: trained role -> engine, None on ranks that it does not live on. components: small state beside them
-    and `state`. extras: further models with state of their own, which a checkpoint may lack. layouts: of all models, for messages.
+    """State of a run. models: trained role -> engine, None on ranks where it does not live. components: small state beside the
+    models and `state`. extras: more models with state of their own, which a checkpoint may lack. layouts: of all models, for
+    messages.
     """
 
     models: Mapping[str, Engine | None]
@@ -75,7 +75,7 @@ class Contents:
 
 
 class RunAround(NamedTuple):
-    """The run that checkpoints are made of. epochs_done: whole passes over the prompts so far, for `save_strategy: epoch`."""
+    """What the checkpoints need of the run. epochs_done: whole passes over the prompts so far, for `save_strategy: epoch`."""
 
     stop: StopRequest
     log: RunLog
@@ -84,11 +84,7 @@ class RunAround(NamedTuple):
 
 
 class Checkpoints:
-    """Checkpoints of one run.
-
-    failed_saves: of this process. The checkpoints that are due are written while training goes on, unless
-    `checkpoint.asynchronous` is false; the last one is waited for.
-    """
+    """Checkpoints of one run, written during training unless `checkpoint.asynchronous` is false. The run waits for the last."""
 
     def __init__(
         self,
@@ -124,7 +120,7 @@ class Checkpoints:
 
     @contextmanager
     def guard_step(self) -> Iterator[None]:
-        """Around one step: if an error ends it that all ranks raise, save what is still good, and pass the error on."""
+        """Wrap one step: on an error that all ranks raise, save the last good state and re-raise."""
         states = {name: component.state_dict() for name, component in self._components.items()}
         before, rng, self._updating = self._state.step, read_rng(), False
         try:
@@ -143,24 +139,23 @@ class Checkpoints:
             raise
 
     def begin_updates(self) -> None:
-        """From here to the end of the step's updates its state cannot be saved. Not collective."""
+        """Mark the start of the step's updates, until whose end the state cannot be saved. Not collective."""
         self._updating = True
 
     def end_of_step(
         self, step: int, *, is_last: bool, evaluated: Mapping[str, float] = MappingProxyType({}), is_pushed: bool = True
     ) -> bool:
-        """Make the checkpoint that is due after `step`; returns True if the run has to stop, because a rank was asked to.
-
-        evaluated: metrics of the evaluations after this step, equal on all ranks; the best so far is a reason for a checkpoint.
-        is_pushed: the sampler holds the weights of this step. If not, a checkpoint that is due waits for the next push: a resumed
-        run pushes its weights first, and would sample from others than this one does.
-        SaveFailed if the last checkpoint of a run that ends or stops cannot be written, or MAX_FAILED_SAVES in a row could not.
-        NonFiniteWeights if there is no state worth saving.
+        """Make the checkpoint that is due after `step`; return True if the run must stop because a rank was asked to.
+        evaluated: metrics of the evaluations after this step, equal on all ranks; a new best causes a checkpoint.
+        is_pushed: the sampler holds this step's weights.
+        SaveFailed if the last checkpoint of the run cannot be written, or after MAX_FAILED_SAVES failures in a row.
+        NonFiniteWeights if the state is not finite.
         """
         self._held_s = 0.0
         pending = self._store.pending
         writing = pending is not None and not pending.done()
         is_best = self._best.observe(step, evaluated)
+        # A due checkpoint waits for the next push. A resumed run pushes first, and must sample from the same weights as this run.
         self._awaits_push |= self._schedule.is_due(step, self._epochs_done()) and not (self._chooses and pending is not None)
         is_due = is_best or (self._awaits_push and is_pushed)
         self._awaits_push &= not is_pushed
@@ -177,12 +172,12 @@ class Checkpoints:
         return stopped
 
     def metrics(self) -> dict[str, float]:
-        """Figures for the log of the step after a save. Not collective."""
+        """Return the figures of saving, logged with the step after a save. Not collective."""
         return {Metric.FAILED_SAVES.value: self.failed_saves, Metric.SAVE_SECONDS.value: self._held_s}
 
     @property
     def way_on(self) -> str:
-        """Way to continue from a checkpoint of this run, for messages. Not collective."""
+        """How to continue from a checkpoint of this run, for messages. Not collective."""
         if self._with_optimizer:
             return "--resume goes on from there"
         return "it holds weights only (checkpoint.save_only_model), so --resume cannot go on from there"
@@ -215,14 +210,14 @@ class Checkpoints:
             self._save(step)
 
     def _drain(self) -> None:
-        """Wait for the save that is being written, if any, and complete it."""
+        """Wait for the pending save, if any, and complete it."""
         pending = self._store.pending
         if pending is not None:
             self._store.drain()
             self._count_success(pending.step)
 
     def _drained(self) -> str:
-        """Complete the save that is being written, of an earlier state; returns the newest checkpoint as a line of a message."""
+        """Complete the pending save and return a line of a message that names the newest checkpoint."""
         try:
             self._drain()
         except (SaveFailed, RankFault) as failure:
@@ -230,7 +225,7 @@ class Checkpoints:
         return self._newest()
 
     def _save_last(self, step: int) -> None:
-        """Save and wait for it. SaveFailed if the second attempt fails too."""
+        """Save and wait. SaveFailed if the second attempt fails too."""
         try:
             self._save_and_wait(step)
         except (SaveFailed, RankFault) as error:
@@ -253,7 +248,7 @@ class Checkpoints:
         return {**self._facts, SAVE_S: round(self._schedule.save_s, 3), **best}
 
     def _save_emergency(self, error: Exception, *, is_whole: bool) -> str:
-        """Save the state after the last whole step, unless that is saved. Returns the outcome as a line of the error's message."""
+        """Save the state after the last whole step unless it is saved; return the outcome as a line of the error's message."""
         step = self._state.step
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         newest = self._drained()
@@ -279,7 +274,7 @@ class Checkpoints:
         self._schedule.failed()
 
     def _announce(self) -> None:
-        """Say once how often checkpoints are made, if the run chooses that itself."""
+        """Log once how often checkpoints are made, if the run chooses that itself."""
         if self._chooses and not self._announced and self._schedule.save_s:
             self._announced = True
             minutes = self._schedule.interval_s / 60
@@ -294,10 +289,9 @@ class Checkpoints:
     # ------------------------------------------------------------------------------------------------------------- resume
 
     def resume(self, manifest: Manifest, skip: Collection[int] = ()) -> list[str]:
-        """Restore the checkpoint that `CheckpointStore.find_resumable` found; if it is damaged or not finite, the next older one.
-
-        skip: steps that were not to be taken. Returns the names of the extra models that it lacks, which stay as they are.
-        NonFiniteWeights if there is no other; ValueError if all are damaged.
+        """Restore the checkpoint of `CheckpointStore.find_resumable`, or the next older one if it is damaged or not finite.
+        skip: steps to pass over. Returns the names of the extra models that the checkpoint lacks; they stay as they are.
+        NonFiniteWeights if no other checkpoint is left; ValueError if all are damaged.
         """
         not_finite: list[int] = []
         while (fault := self._restore(manifest)) is not None:
@@ -320,7 +314,7 @@ class Checkpoints:
         return sorted(self._models.keys() - self._held_in(manifest).keys())
 
     def _restore(self, manifest: Manifest) -> DamagedCheckpoint | NonFiniteWeights | None:
-        """Restore a checkpoint; returns its fault if it is no state to go on from."""
+        """Restore a checkpoint; return its fault if the run cannot go on from it."""
         try:
             self._store.restore(manifest, self._held_in(manifest), self._components)
         except DamagedCheckpoint as damage:  # found by the hashes, which were made while the models were built; nothing was loaded
@@ -329,7 +323,7 @@ class Checkpoints:
         return NonFiniteWeights(fault) if fault else None
 
     def _held_in(self, manifest: Manifest) -> dict[str, PlacedModel | None]:
-        """The models, without extra ones that a checkpoint lacks."""
+        """Return the models without the extras that this checkpoint lacks."""
         there = models_of(manifest)
         return {name: model for name, model in self._models.items() if name in there or name not in self._extras}
 
@@ -341,7 +335,7 @@ class Checkpoints:
             raise NonFiniteWeights(f"the state after step {step} is not saved: {fault}")
 
     def _non_finite(self) -> str:
-        """First value on any rank that is NaN or infinite, the same text on all ranks; empty if there is none."""
+        """Describe the first NaN or infinite value on any rank, the same text on all ranks; empty if there is none."""
         here = {role: model for role, model in self._models.items() if model is not None}
         mine = {role: non_finite_tensors(model, with_optimizer=self._with_optimizer) for role, model in here.items()}
         faults = [self._describe(role, here[role], tensors) for role, tensors in mine.items() if tensors]

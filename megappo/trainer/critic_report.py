@@ -1,4 +1,4 @@
-"""Critics in the report of a step: how well their values fit the returns, and their updates. And the experts of any role."""
+"""Metrics of the critics in the report of a step, and of the experts of any role."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _EXPERT_METRICS = {
 
 
 def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Tensor | None, balance_loss: float) -> dict[str, float]:
-    """Metrics of the experts; empty for a dense model. tokens: [layers, experts] sent to each expert, None for a dense model."""
+    """Return the metrics of a role's experts. tokens: [layers, experts] sent to each expert; None for a dense model, which has no
+    metrics."""
     if tokens is None:
         return {}
     load = expert_load(tokens)
@@ -32,19 +33,20 @@ def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Tensor | No
 
 
 def targets_in(batch: PackedBatch) -> Tensor:
-    """[T] bool, tokens at which the critics have a target: all sampled ones, unless a field says which (`gae_level: turn`)."""
+    """Return [T] bool, the tokens with a critic target: all sampled ones, or the field value_mask (`gae_level: turn`, partial
+    rollouts)."""
     return batch["value_mask"] if "value_mask" in batch else batch["response_mask"]
 
 
 def least_explained_variance(totals: Totals, batch: PackedBatch) -> float:
-    """Share of the variance of the returns that the values explain, before the updates: the least of the critics'. NaN if the
-    returns of one are all alike."""
+    """Return the least explained variance of the returns among the critics, before the updates; NaN if one critic's returns are all
+    equal."""
     found = [_explained_variance(totals, fields) for fields in critics_in(batch).values()]
     return min(found, key=lambda one: (not math.isnan(one), one))
 
 
 def critic_metrics(totals: Totals, batch: PackedBatch, updates: Mapping[str, UpdateSummary]) -> dict[str, float]:
-    """Metrics of every critic; empty without one. totals: with `moments_of_tokens`."""
+    """Return the metrics of every critic; empty without one. totals: with `moments_of_tokens`."""
     found: dict[str, float] = {}
     for role, fields in critics_in(batch).items():
         found |= {of_critic(name, role): value for name, value in _of_one(totals, fields, updates[role]).items()}
@@ -56,7 +58,7 @@ def _explained_variance(totals: Totals, fields: CriticFields) -> float:
 
 
 def _of_one(totals: Totals, fields: CriticFields, c: UpdateSummary) -> dict[str, float]:
-    """Metrics of one critic under the names of the first."""
+    """Return one critic's metrics under the names of the first critic."""
     metrics = {
         Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
         Metric.CRITIC_EXPLAINED_VARIANCE.value: _explained_variance(totals, fields),

@@ -1,4 +1,4 @@
-"""Fields of each critic in a batch, and what several critics say together: their value of a prefix, and how far they disagree."""
+"""Batch fields of each critic, the joint value of several critics, and their disagreement."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric
 
 DISAGREEMENT = "disagreement"
-"""Field of a batch: deviation of the critics' values [T], 0 at tokens that were not sampled."""
+"""Batch field: standard deviation of the critics' values, [T], 0 at tokens that were not sampled."""
 
 
 BONUS = "entropy_bonus"
-"""Field of the policy's loss: 1 at tokens that the entropy bonus counts, 0 at others; without it all count."""
+"""Field of the policy's loss: 1 at tokens with an entropy bonus, 0 at others; without the field all tokens have it."""
 
 
 class CriticFields(NamedTuple):
-    """Names of a critic's own fields: value [T], bootstrap [B] (value after the last token), returns [T] (its targets)."""
+    """Names of one critic's fields: value [T], bootstrap [B] (value after the last token), returns [T] (targets)."""
 
     value: str
     bootstrap: str
@@ -28,25 +28,26 @@ class CriticFields(NamedTuple):
 
 
 def fields_of(role: str) -> CriticFields:
-    """Fields of a critic: `value` of the role `critic`, `value.b` of `critic_b`."""
+    """Return the field names of a critic: `value` for the role `critic`, `value.b` for `critic_b`."""
     end = role.removeprefix("critic").replace("_", ".")
     return CriticFields(f"value{end}", f"bootstrap{end}", f"returns{end}")
 
 
 def critics_in(batch: PackedBatch) -> dict[str, CriticFields]:
-    """Role -> fields of the critics whose values are in the batch."""
+    """Return role -> field names of the critics with values in the batch."""
     # Sorted, so that every rank adds them up in one order, whichever critic answered first.
     ends = sorted(name.removeprefix("value") for name in batch.token_fields if name == "value" or name.startswith("value."))
     return {role: fields_of(role) for role in (f"critic{end.replace('.', '_')}" for end in ends)}
 
 
 def of_critic(batch: PackedBatch, fields: CriticFields) -> PackedBatch:
-    """The batch with a critic's own value [T] and bootstrap [B] as the fields value and bootstrap."""
+    """Return the batch with one critic's value [T] and bootstrap [B] as the fields value and bootstrap."""
     return batch.with_fields({"value": batch[fields.value]}, {"bootstrap": batch[fields.bootstrap]})
 
 
 def of_critics(batch: PackedBatch, how: Literal["mean", "min"]) -> PackedBatch:
-    """The batch with the aggregate of several critics' value and bootstrap in these fields; of one critic the batch itself."""
+    """Return the batch with the mean or minimum of the critics' value and bootstrap as these fields; unchanged for fewer than two
+    critics."""
     critics = list(critics_in(batch).values())
     if len(critics) < 2:
         return batch
@@ -55,8 +56,8 @@ def of_critics(batch: PackedBatch, how: Literal["mean", "min"]) -> PackedBatch:
 
 
 def with_disagreement(batch: PackedBatch) -> tuple[PackedBatch, dict[str, float]]:
-    """(the batch with the field disagreement, its mean over the tokens with a target, of all ranks, by metric); with one critic
-    the batch itself. Collective over the world."""
+    """Add the field disagreement and return the batch with the metric of its mean over the target tokens of all ranks; with fewer
+    than two critics, the batch unchanged and no metric. Collective over the world."""
     critics, mask = critics_in(batch), batch["response_mask"]
     if len(critics) < 2:
         return batch, {}

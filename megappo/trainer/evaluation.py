@@ -1,8 +1,5 @@
-"""Evaluation: responses to held-out prompts, scored and reduced to mean@N, pass@K and maj@N.
-
-Nothing drawn here touches the training: seeds are a function of the run's seed, the set, the prompt and the sample, and no state
-is kept. `megappo eval` runs the same code without a training.
-"""
+"""Evaluation: responses to held-out prompts, scored and reduced to mean@N, pass@K and maj@N. `megappo eval` runs the same code.
+It does not disturb training: seeds depend only on the run's seed, the set, the prompt and the sample, and no state is kept."""
 
 from __future__ import annotations
 
@@ -48,8 +45,8 @@ _OF_DEFAULT = {
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of one set: figure -> value (`config.evaluations`), in the order in which they are shown. name: "" of `data.eval`.
-    parts: of the reward. turns: None without an environment."""
+    """Result of one set. name: "" for `data.eval`. figures: figure -> value (`config.evaluations`), in the order shown. parts:
+    means of the reward's parts. turns: None without an environment."""
 
     name: str
     num_prompts: int
@@ -59,14 +56,14 @@ class Evaluation:
     turns: Turns | None = None
 
     def all_figures(self) -> dict[str, float]:
-        """Figure -> value, the reward's parts and those of turns among them."""
+        """Return figure -> value, with the reward's parts and the turns."""
         if self.turns is None:
             return {**self.figures, **self.parts}
         *of_turns, _ = self.turns
         return {**self.figures, **self.parts, **dict(zip(names.TURNS, of_turns, strict=True))}
 
     def metrics(self) -> dict[str, float]:
-        """Metric -> value of all figures, and the times of the environment's answers."""
+        """Return metric -> value of all figures and of the environment's answer times."""
         answers = None if self.turns is None else self.turns.answers
         times = {} if answers is None else answers._asdict()
         return self._figures() | {
@@ -78,7 +75,7 @@ class Evaluation:
         return {_OF_DEFAULT.get((self.name, one), names.metric_name(self.name, one)): value for one, value in figures.items()}
 
     def describe(self) -> str:
-        """One line for the console."""
+        """Return one line for the console."""
         f = dict(self.figures)
         length, cut = f.pop(names.LENGTH), f.pop(names.TRUNCATED)
         unscored = {figure: value for figure in (names.UNDECIDED, names.UNUSABLE) if (value := f.pop(figure, 0.0))}
@@ -107,18 +104,18 @@ class Evaluator:
 
     @classmethod
     def of(cls, one: EvaluationSet, sampling: SamplingParams, scorer: Scorer, seed: int) -> Evaluator:
-        """sampling: of the set. scorer: of its reward. seed: of the run."""
+        """Build from a set. sampling, scorer: of this set. seed: of the run."""
         return cls(one.name, one.settings, one.prompts.prompts, sampling, scorer, one.votes, seed)
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """True if the weights after `step` are evaluated; step 0 is before training."""
+        """Return True if the weights after `step` are evaluated; step 0 is before training."""
         every = self.settings.every or 0
         if step == 0:
             return bool(self.settings.before)
         return every > 0 and (step % every == 0 or step == total_steps)
 
     def run(self, rollout: RolloutEngine, tokenizer: Tokenizer) -> Evaluation:
-        """Evaluate the weights that the rollout engine holds. Collective; the same result on every rank."""
+        """Evaluate the weights in the rollout engine; the result is the same on every rank. Collective over the world."""
         n = self.settings.n
         requests = evaluation_requests(self.prompts, n, self.seed, self.name)
 
@@ -158,23 +155,20 @@ class Evaluator:
 
 
 def _part_means(scored: Scored) -> dict[str, float]:
-    """Name -> mean over the samples of all ranks that the part scored; parts that scored none are left out. Collective."""
+    """Return name -> mean over all samples that the part scored; a part that scored none is left out. Collective over the world."""
     columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in scored.parts.items()}
     sums = totals({name: masked_moments(x, ~x.isnan())[0] for name, x in columns.items()})
     return {name: float(moments[1] / moments[0]) for name, moments in sums.items() if moments[0]}
 
 
 def _grouped(values: Sequence, n: int) -> list:
-    """Values of the n samples of each prompt."""
     return [values[start : start + n] for start in range(0, len(values), n)]
 
 
 def _majorities(rule: str, experience: Experience, texts: Sequence[str], right: Sequence[Sequence[bool]]) -> list[float]:
-    """`majority` of each prompt; right: of its n samples, of all prompts. Collective over the world.
-
-    Answers are equal by the rule, which needs the texts of a prompt together: they go to one rank, which counts its votes.
-    """
+    """Return `majority` of each prompt. right: per prompt, whether each of its n samples is correct. Collective over the world."""
     n, (rank, world_size) = len(right[0]), place_in_world()
+    # The rule compares all answers of a prompt, so its texts go to one rank, which counts its votes.
     owners = Owners.of_prompts(experience.table, n, world_size)
     groups = _grouped(experience.texts(texts, owners), n)
     mine = (owners.numbers(rank)[::n] // n).tolist()
@@ -188,8 +182,7 @@ def _majorities(rule: str, experience: Experience, texts: Sequence[str], right: 
 
 
 class Evaluations:
-    """The sets of a run, evaluated where they are due. weights: with which, as a context of a step; by default those that the
-    rollout engine holds."""
+    """Runs the evaluation sets when they are due. weights: step -> context with other weights than the sampler's."""
 
     def __init__(
         self,
@@ -204,7 +197,7 @@ class Evaluations:
         self._rollout, self._tokenizer, self._log = rollout, tokenizer, log
 
     def after(self, step: int, timers: StageTimers) -> list[Evaluation]:
-        """Evaluate the sets that are due after `step` (0: before training), log and return their results. Collective."""
+        """Evaluate the sets due after `step` (0: before training), log and return their results. Collective over the world."""
         due = [one for one in self._evaluators if one.is_due(step, self._total_steps)]
         results: list[Evaluation] = []
         with self._weights(step) if due else nullcontext():
@@ -216,17 +209,15 @@ class Evaluations:
         return results
 
     def close(self) -> None:
-        """End the workers of the sets' rewards."""
+        """Close the scorers of the sets."""
         for one in self._evaluators:
             one.scorer.close()
 
 
 @contextmanager
 def average_in_sampler(average: PolicyAverage | None, push_weights: Callable[[int], Any], step: int) -> Iterator[None]:
-    """Inside, the sampler has the average of the policy's weights after `step`; then the policy's again. Collective.
-
-    average: None on ranks without the policy.
-    """
+    """Hold the policy's average after `step` in the sampler, then push the policy's weights again. Collective over the world.
+    average: None on ranks without the policy."""
     with nullcontext() if average is None else average.in_place():
         push_weights(average_version(step))
         yield
@@ -234,7 +225,7 @@ def average_in_sampler(average: PolicyAverage | None, push_weights: Callable[[in
 
 
 def metrics_of(results: Sequence[Evaluation]) -> dict[str, float]:
-    """Metrics of several sets."""
+    """Merge the metrics of several sets."""
     return {name: value for result in results for name, value in result.metrics().items()}
 
 
@@ -244,7 +235,8 @@ def evaluators_of(
     seed: int,
     scorer_of: Callable[[EvaluationSet], Scorer],
 ) -> list[Evaluator]:
-    """Evaluators of the sets. sampling: of the training, for stop strings and ends. scorer_of: makes or shares that of a set."""
+    """Build the evaluators of the sets. sampling: of training, for its stop strings and ids. scorer_of: makes or shares a set's
+    scorer."""
     made = []
     for one in sets:
         s = one.settings

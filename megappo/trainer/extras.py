@@ -1,8 +1,5 @@
-"""What a run has beside the eight stages of a step, where its configuration asks for it: each attaches itself to them by hooks.
-
-`extras_of` builds those that are on; one that is off is no object and costs nothing. All ranks have the same ones in the same
-order, so that hooks may be collective over the world.
-"""
+"""Optional features of a run beside the eight stages of a step, each attached through hooks of `Extra`. All ranks have the same
+extras in the same order, so hooks may be collective over the world."""
 
 from __future__ import annotations
 
@@ -47,11 +44,8 @@ NUM_BINS = 64  # TensorBoard shows about 30
 
 
 def histograms_of(record: StepRecord) -> dict[str, Histogram]:
-    """Name -> histogram. Ratios are those of all updates of the step, if the policy counted them. KL needs a reference, values
-    and returns a critic.
-
-    Collective over the world.
-    """
+    """Return name -> histogram of a step. Collective over the world.
+    Ratios cover all updates of the step, if the policy counted them. KL needs a reference; values and returns need a critic."""
     batch = record.batch
     mask, table, numbers = batch["response_mask"], record.experience.table, record.experience.numbers
     ends = table.ends[numbers]
@@ -74,8 +68,8 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
 
 
 def even_histograms(values: Mapping[str, Tensor]) -> dict[str, Histogram]:
-    """Histograms of the finite values [n] of all ranks, in even bins from the smallest to the largest; a single value gets one bin
-    around it, and names without any value are left out. Collective over the world."""
+    """Build histograms of the finite values [n] of all ranks, with even bins from minimum to maximum. Collective over the world.
+    A single distinct value gets one bin around it; a name without values is left out."""
     exact = {name: x.detach().double().cpu() for name, x in values.items()}
     none = torch.full((1,), -math.inf, dtype=torch.float64)
     ends = maxima({name: torch.stack([torch.cat([-x, none]).max(), torch.cat([x, none]).max()]) for name, x in exact.items()})
@@ -101,37 +95,35 @@ def _histogram(counts: Tensor, ends: tuple[float, float]) -> Histogram:
 
 
 class Extra:
-    """Hooks in the order of a step: the first two on the rollout side, the others on the training side. None does anything here."""
+    """Hooks in the order of a step, which do nothing by default: the first two run on the rollout side, the others on the training
+    side."""
 
     def after_generate(self, drawn: Round) -> None:
-        """In stage 2, before the engine sleeps."""
+        """Run in stage 2, before the engine sleeps."""
 
     def after_score(self, drawn: Round, experience: Experience) -> Experience:
-        """In stage 3; returns the experience of the round, with fields of its own."""
+        """Run in stage 3; return the experience of the round, with added fields if any."""
         return experience
 
     def before_updates(self, record: StepRecord) -> None:
-        """At the end of stage 5."""
+        """Run at the end of stage 5."""
 
     def after_updates(self, updates: Updates) -> None:
-        """At the end of stage 6."""
+        """Run at the end of stage 6."""
 
     def before_push(self, step: int, timers: StageTimers) -> None:
-        """Between stages 6 and 7."""
+        """Run between stages 6 and 7."""
 
     def after_step(self, record: StepRecord) -> None:
-        """In stage 8, after the coefficient of the KL has moved; only after steps that update the policy."""
+        """Run in stage 8 after the KL coefficient has moved, only after steps that update the policy."""
 
     def after_log(self, record: StepRecord) -> None:
-        """In stage 8, after the step's line in the log."""
+        """Run in stage 8, after the step is logged."""
 
 
 class GreedyBaseline(Extra):
-    """Baseline of the estimator remax (Li et al. 2024, arXiv:2310.10505): scores of one greedy response to each prompt.
-
-    They are drawn in stage 2 and scored in stage 3 beside the sampled ones, and not trained on. sampling: of the run, for the
-    length limit and the stops.
-    """
+    """Baseline of the estimator remax (Li et al. 2024, arXiv:2310.10505): the score of one greedy response to each prompt.
+    Greedy responses are drawn in stage 2 and scored in stage 3 beside the samples, and not trained on."""
 
     def __init__(self, rollout: RolloutEngine, sampling: SamplingParams, tokenizer: Tokenizer, scorer: Scorer) -> None:
         self._rollout, self._tokenizer, self._scorer = rollout, tokenizer, scorer
@@ -139,7 +131,7 @@ class GreedyBaseline(Extra):
         self._greedy: Experience
 
     def after_generate(self, drawn: Round) -> None:
-        """Draw one response to each prompt, numbered as the groups of the samples. Collective over the world."""
+        """Draw one greedy response per prompt, numbered like the groups of the samples. Collective over the world."""
         assert isinstance(drawn.requests, SampleRequests), "responses that go on have no greedy one"
         once = replace(drawn.requests, samples_per_prompt=1, seed_of=lambda prompt: prompt)  # nothing is drawn: any seed will do
         self._greedy = collect(once, generate(self._rollout, once, self._sampling))
@@ -153,13 +145,14 @@ class GreedyBaseline(Extra):
 
 
 class EntropyTarget(Extra):
-    """Coefficient of the entropy bonus, steered towards the target of `algorithm.entropy`; the state keeps the next step's."""
+    """Steers the coefficient of the entropy bonus towards the target of `algorithm.entropy`; the state keeps the next step's
+    coefficient."""
 
     def __init__(self, bonus: EntropyTargetConfig, roles: Roles, state: TrainerState) -> None:
         self._bonus, self._roles, self._state = bonus, roles, state
 
     def before_updates(self, record: StepRecord) -> None:
-        """Set the coefficient of this step's updates of the policy. Collective over the world."""
+        """Set the coefficient for this step's updates of the policy. Collective over the world."""
         if not record.updates_policy:
             return
         coef = self.coef_of(record.experience)
@@ -168,8 +161,8 @@ class EntropyTarget(Extra):
         record.figures[Metric.POLICY_ENTROPY_COEF.value] = coef
 
     def coef_of(self, experience: Experience) -> float:
-        """Coefficient of the updates on a step's experience, with the field entropy; steers that of the next. Collective over the
-        world; once a step."""
+        """Return the coefficient for this step's updates and steer the next one; call once a step. Collective over the world.
+        experience: with the field entropy."""
         bonus = self._bonus
         before = bonus.coef if self._state.entropy_coef is None else self._state.entropy_coef
         mask = experience.batch["response_mask"]
@@ -180,19 +173,19 @@ class EntropyTarget(Extra):
 
 
 class AverageOfPolicy(Extra):
-    """`policy.ema`. average: None on ranks without the policy."""
+    """Updates the average of `policy.ema`. average: None on ranks without the policy."""
 
     def __init__(self, average: PolicyAverage | None) -> None:
         self._average = average
 
     def after_updates(self, updates: Updates) -> None:
-        """Collective over the policy's ranks."""
+        """Update the average if the policy changed. Collective over the policy's ranks."""
         if self._average is not None and updates.changed("policy"):
             self._average.update()
 
 
 class ReplicaChecks(Extra):
-    """`run.replica_check_every`: before wrong weights reach the sampler or a checkpoint."""
+    """Compares replicas every `run.replica_check_every` steps, before wrong weights reach the sampler or a checkpoint."""
 
     def __init__(self, roles: Roles, steps: Steps, every: int) -> None:
         self._check, self._steps, self._every = ReplicaCheck(roles.engines), steps, every
@@ -205,27 +198,27 @@ class ReplicaChecks(Extra):
 
 
 class RefreshedReference(Extra):
-    """`reference.refresh_every` and `reference.refresh_above_kl`."""
+    """Refreshes the reference by `reference.refresh_every` and `reference.refresh_above_kl`."""
 
     def __init__(self, refresh: ReferenceRefresh, source: str, log: RunLog) -> None:
         self._refresh, self._source, self._log = refresh, source, log
 
     def after_step(self, record: StepRecord) -> None:
-        """Collective over the world."""
+        """Copy the weights into the reference if due. Collective over the world."""
         if self._refresh.is_due(record.step, record.kl_per_response()):
             self._refresh.copy(record.step)
             self._log.note(f"reference: refreshed from the {self._source} after step {record.step}")
 
 
 class Trajectories(Extra):
-    """`telemetry.trajectories_every`: some samples in full. n: samples that stand together, those of a prompt."""
+    """Logs some samples in full every `telemetry.trajectories_every` steps. n: samples per prompt, which are drawn together."""
 
     def __init__(self, config: TrainConfig, n: int, tokenizer: Tokenizer, log: RunLog) -> None:
         self._settings, self._seed, self._n = config.telemetry, config.run.seed, n
         self._tokenizer, self._log = tokenizer, log
 
     def after_log(self, record: StepRecord) -> None:
-        """Collective over the world."""
+        """Log the drawn samples if due. Collective over the world."""
         step, settings = record.step, self._settings
         if step % settings.trajectories_every == 0:
             num_samples = record.experience.table.num_trajectories
@@ -234,18 +227,18 @@ class Trajectories(Extra):
 
 
 class Histograms(Extra):
-    """`telemetry.histogram_interval`."""
+    """Logs histograms every `telemetry.histogram_interval` steps."""
 
     def __init__(self, roles: Roles, steps: Steps, interval: int, log: RunLog) -> None:
         self._roles, self._steps, self._interval, self._log, self._is_due = roles, steps, interval, log, False
 
     def before_updates(self, record: StepRecord) -> None:
-        """Count ratios in the updates of a step that is due."""
+        """Have the policy count ratios in the updates of a step that is due."""
         self._is_due = self._steps.is_due(record.step, self._interval)
         if self._roles.policy is not None:
             self._roles.policy.counts_ratios = self._is_due
 
     def after_log(self, record: StepRecord) -> None:
-        """Collective over the world."""
+        """Log the histograms if due. Collective over the world."""
         if self._is_due:
             self._log.histograms(record.step, histograms_of(record))

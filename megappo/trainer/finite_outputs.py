@@ -1,8 +1,5 @@
-"""Stage 4 looks for NaN and infinities in what models and sampler say of the sampled tokens, before anything is computed from it.
-
-A NaN in one logit would otherwise become NaN advantages of the whole batch, be told as a disagreement with the sampler, or end the
-run three updates later by its gradients.
-"""
+"""Checks in stage 4 that the outputs of models and sampler are finite at sampled tokens. Otherwise one NaN logit would spread to
+the advantages of the whole batch, or look like a sampler mismatch, or surface only in the gradients of a later update."""
 
 from __future__ import annotations
 
@@ -21,30 +18,26 @@ from megappo.trainer.token_scans import whole_responses
 
 
 def _tokens(batch: PackedBatch) -> dict[str, str | None]:
-    """Field per token -> role that computes it, None for the sampler. Not the entropy, which is only measured."""
+    """Return field per token -> role that computes it, None for the sampler."""
     values = {fields.value: role for role, fields in critics_in(batch).items()}
+    # Not the entropy, which is only measured.
     return {"rollout_logprob": None, "logprob": "policy", **values, "ref_logprob": "reference"}
 
 
 def _ends(batch: PackedBatch) -> dict[str, str]:
-    """Field per sample -> critic that computes it."""
+    """Return field per sample -> critic that computes it."""
     return {fields.bootstrap: role for role, fields in critics_in(batch).items()}
 
 
 class NonFiniteOutput(RuntimeError):
-    """A log-prob or a value of a sampled token is NaN or infinite. The same message on every rank: tensor, role, rank and stage.
-
-    Another start may get over it (an overflow of one batch, memory that lost a bit); weights that are not finite do not
-    (`checkpoints.NonFiniteWeights`).
-    """
+    """A log-prob or value of a sampled token is NaN or infinite. The message, the same on every rank, names field, role and ranks.
+    A restart may get over it (an overflow in one batch, a memory error), unlike `checkpoints.NonFiniteWeights`."""
 
 
 def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares], sampler: str, step: int) -> None:
-    """Raise NonFiniteOutput, on every rank, if a field that training reads is not finite at a sampled token of any rank's samples.
-    Collective over the world.
-
-    shares: role -> its division of a batch. sampler: name of the rollout engine. The step's fields: logprob, rollout_logprob, value
-    and bootstrap (of cut responses) of every critic, ref_logprob if there is a reference.
+    """Raise NonFiniteOutput on every rank if a field that training reads is not finite at a sampled token. Collective over the
+    world. Checks logprob, rollout_logprob, ref_logprob, and value and bootstrap (of cut responses) of every critic.
+    shares: role -> how it divides a batch. sampler: name of the rollout engine.
     """
     bad = _bad_samples(experience)
     counts = total(torch.tensor([len(samples) for samples in bad.values()]))
@@ -68,12 +61,12 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
 
 
 def num_not_finite(experience: Experience) -> int:
-    """Number of those values in this rank's samples. If any rank has some, `require_finite_outputs` names them."""
+    """Count the non-finite values in this rank's samples; `require_finite_outputs` names them."""
     return sum(map(len, _bad_samples(experience).values()))
 
 
 def _bad_samples(experience: Experience) -> dict[str, Tensor]:
-    """Field -> number of the sample of each of its values that is not finite, of this rank's."""
+    """Return field -> sample number of each non-finite value, for this rank's samples."""
     batch, numbers = experience.batch, experience.numbers
     sampled = whole_responses(batch)["response_mask"]
     ends = batch.cu_seqlens[1:].long()
@@ -87,8 +80,9 @@ def _bad_samples(experience: Experience) -> dict[str, Tensor]:
 
 
 def _bad(values: Tensor, counts: Tensor) -> Tensor:
-    """Positions of the elements of `values` that count and are not finite."""
-    # In a tenth of the time the sum tells that there is none; of large numbers it may be infinite without.
+    """Return the positions where `counts` is true and `values` is not finite."""
+    # A finite sum rules out bad values in a tenth of the time; a sum of large finite values may overflow, so check those one by
+    # one.
     if values.sum().isfinite():
         return counts.new_empty(0, dtype=torch.long)
     return (counts & ~values.isfinite()).nonzero().flatten()

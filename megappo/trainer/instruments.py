@@ -1,4 +1,4 @@
-"""Instruments of a run: what is measured of its steps beside their results - time, memory, FLOPs, profiles."""
+"""Measurements of a run's steps: time, memory, FLOPs and profiles."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megappo.trainer.rundir import RunDir
 from megappo.trainer.updates import UpdateSummary
 
 Span = tuple[float, float]
-"""Begin and end, seconds since the step's start."""
+"""Begin and end in seconds since the step's start."""
 
 STAGES_OF_ROLE: Mapping[str, Sequence[str]] = {
     "rollout": ("generate", "push_weights"),
@@ -41,17 +41,15 @@ STAGES_OF_ROLE: Mapping[str, Sequence[str]] = {
     "reference": ("logprobs",),
     "critic": ("logprobs", "update_critic"),
 }
-"""Role -> stages in which its ranks work for it, a further critic's as the first one's. In the others they work for another role,
-exchange, or wait."""
+"""Role -> stages in which its ranks work for it; further critics use the entry of `critic`. In other stages these ranks work for
+another role, exchange data or wait."""
 SHARED = ("score", "advantages", "check_replicas", "evaluate")
 """Stages in which all ranks work, whatever their roles."""
 
 
 def spans_of_ranks(timers: StageTimers) -> list[dict[str, Span]]:
-    """Stage -> span on every rank, by rank, since the step's start on rank 0. Collective over the world.
-
-    Clocks of machines differ: the end of one exchange is taken for the same moment on all ranks.
-    """
+    """Return stage -> span for every rank, in seconds since rank 0 started the step. Collective over the world."""
+    # Clocks of machines differ: the end of this exchange counts as the same moment on all ranks.
     dist.all_reduce(torch.zeros(1))
     met = timers.total_s
     mine = torch.full((len(STAGES) * 2 + 1,), torch.nan, dtype=torch.float64)
@@ -69,10 +67,8 @@ def spans_of_ranks(timers: StageTimers) -> list[dict[str, Span]]:
 
 
 def timeline(spans: Sequence[Mapping[str, Span]], places: Mapping[str, Placement], step: int) -> list[str]:
-    """Lines of a table: a row for each role, a column for each stage, from the first begin on a rank of the role to the last end.
-
-    spans: of every rank (`spans_of_ranks`). places: of the roles.
-    """
+    """Format a table with a row per role and a column per stage: from the first begin on a rank of the role to the last end.
+    spans: of every rank (`spans_of_ranks`). places: placements of the roles."""
     order = list(STAGES_OF_ROLE)
     kinds = sorted(((order.index("critic" if is_critic(role) else role), role) for role in places), key=lambda one: one[0])
     rows = [(f"{role} {places[role]}", STAGES_OF_ROLE[order[kind]], places[role].ranks) for kind, role in kinds]
@@ -93,15 +89,15 @@ def _cell(spans: Sequence[Mapping[str, Span]], ranks: Sequence[int], stage: str)
 
 TERA = 1e12
 REWARD_MODEL = "reward_model"
-"""It reads texts of its own; the other roles pass over the step's samples as they were generated."""
+"""Role that reads texts of its own; the other roles pass over the step's samples as generated."""
 DECODING = "generate"
-"""The stage without MFU: it reads weights and cache for every token, and arithmetic does not bound it."""
+"""Stage without MFU: decoding reads weights and cache for every token, so arithmetic does not bound it."""
 
 
 @dataclass(frozen=True)
 class RoleModel:
-    """Facts of a role's model that its FLOPs depend on. peak_tflops: of one rank in the role's dtype, None if unknown. ranks: of
-    the world, that share its work. frozen: adapters alone train."""
+    """Facts of a role's model that determine its FLOPs. peak_tflops: of one rank in the role's dtype, None if unknown. ranks: world
+    ranks that share the work. frozen: only adapters train."""
 
     arch: ModelArch
     value_head: bool
@@ -124,8 +120,8 @@ class RoleModel:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a role in a stage, over all ranks. flops: of the model; recomputed: FLOPs on top, for activations not kept; tokens:
-    those of its passes."""
+    """Work of a role in a stage, over all ranks. flops: of the model. recomputed: extra FLOPs of activation recomputation. tokens:
+    passed."""
 
     flops: int
     recomputed: int
@@ -134,7 +130,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StepWork:
-    """Stage -> role -> work of one step. models: of the roles; generating: ranks that share the work of generation."""
+    """Stage -> role -> work of one step. models: of the roles. generating: ranks that share the generation."""
 
     by_stage: Mapping[str, Mapping[str, Work]]
     models: Mapping[str, RoleModel]
@@ -151,9 +147,10 @@ class StepWork:
         generating: Sequence[int],
         scoring: Work | None = None,
     ) -> StepWork:
-        """Work of a step from the lengths [N] of all its samples; an update that `target_kl` ended early has done what it has done.
-        generated: [M] each, tokens of the prompts and of the responses that were generated, which may be more than those N.
-        scoring: work of the reward model, None without one."""
+        """Compute the work of a step from the lengths [N] of all its samples; updates count only the mini-batches that they took.
+        generated: tokens of the prompts and responses generated, [M] each, M >= N. scoring: work of the reward model, None without
+        one.
+        """
         by_critic = {role: models[role].training(torch.cat(one.lengths)) for role, one in critics.items() if one.lengths}
         by_policy = {"policy": models["policy"].training(torch.cat(policy.lengths))} if policy.lengths else {}
         by_stage = {
@@ -165,13 +162,13 @@ class StepWork:
         return cls(by_stage, models, generating)
 
     def metrics(self, seconds: Mapping[str, float], step_s: float) -> dict[str, float]:
-        """Figures by stage. seconds: stage -> wall time; step_s: of the whole step."""
+        """Return the figures by stage. seconds: stage -> wall time. step_s: seconds of the whole step."""
         found: dict[str, float] = {}
         for stage, roles in self.by_stage.items():
             rank_s = max(seconds[stage], 1e-9) * len(self._ranks(stage, roles))
             found |= {Metric.TFLOP.of(f"{stage}/{role}"): work.flops / TERA for role, work in roles.items()}
             found[Metric.TFLOPS.of(stage)] = sum(work.flops for work in roles.values()) / TERA / rank_s
-            # Roles of one stage pass the same tokens, but for updates of critics, each of which has its own.
+            # Roles of one stage pass the same tokens, except in critic updates, where each critic has its own.
             together = sum if stage == "update_critic" else max
             found[Metric.STAGE_TOKENS.of(stage)] = together(work.tokens for work in roles.values()) / rank_s
             found |= dict(self._shares_of_peak(stage, roles, rank_s))
@@ -180,11 +177,10 @@ class StepWork:
         return found | {Metric.TFLOPS.of("step"): whole / TERA / (step_s * len(ranks))}
 
     def _ranks(self, stage: str, roles: Mapping[str, Work]) -> set[int]:
-        """Ranks that share the work of a stage."""
         return set(self.generating) if stage == DECODING else {rank for role in roles for rank in self.models[role].ranks}
 
     def _shares_of_peak(self, stage: str, roles: Mapping[str, Work], rank_s: float) -> Iterator[tuple[str, float]]:
-        """MFU, and HFU where work is repeated: seconds that the work takes at the peak over those that it took."""
+        """Yield MFU, and HFU with recomputation: time of the work at peak over the time taken."""
         if stage == DECODING:
             return
         model_s = hardware_s = 0.0
@@ -200,7 +196,7 @@ class StepWork:
 
 
 def role_models(config: TrainConfig, placements: Mapping[str, Placement], device: torch.device) -> dict[str, RoleModel]:
-    """Role -> model."""
+    """Return role -> model facts."""
     models: dict[str, RoleModel] = {}
     for role, placement in placements.items():
         section: RoleConfig = section_of(config, role)
@@ -215,7 +211,7 @@ def role_models(config: TrainConfig, placements: Mapping[str, Placement], device
 
 
 def peak_tflops(telemetry: TelemetryConfig, device: torch.device, dtype: Dtype) -> float | None:
-    """Peak TFLOP/s of one rank: `telemetry.peak_tflops`, or that of the GPU's profile; None on a CPU or an unknown GPU."""
+    """Return the peak TFLOP/s of one rank: `telemetry.peak_tflops`, or the GPU profile's; None on a CPU or an unknown GPU."""
     if telemetry.peak_tflops is not None or device.type != "cuda":
         return telemetry.peak_tflops
     profile = hardware_of_gpu(torch.cuda.get_device_name(device))
@@ -223,7 +219,7 @@ def peak_tflops(telemetry: TelemetryConfig, device: torch.device, dtype: Dtype) 
 
 
 def peak_note(telemetry: TelemetryConfig, device: torch.device, models: Mapping[str, RoleModel]) -> str:
-    """A line on the peak that MFU is measured against, or on why there is none."""
+    """Return a log line on the peak that MFU refers to, or on why there is no MFU."""
     peaks = sorted({model.peak_tflops for model in models.values() if model.peak_tflops is not None})
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if peaks:
@@ -235,7 +231,7 @@ def peak_note(telemetry: TelemetryConfig, device: torch.device, models: Mapping[
 
 
 class Instruments:
-    """Instruments of this rank. sections: marks of the watchdog, which are told of every stage."""
+    """Instruments of this rank. sections: of the watchdog, which is told of every stage."""
 
     def __init__(self, config: TrainConfig, roles: Roles, run_dir: RunDir, device: torch.device, sections: Sections) -> None:
         self.sections, self._on_gpu = sections, device.type == "cuda"
@@ -250,11 +246,11 @@ class Instruments:
         """Meaning of the figures on this machine, in one line."""
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """Around one step: profiles it if it is to be."""
+        """Wrap one step and profile it if configured."""
         return self._profiler.step(step)
 
     def timers(self, step: int | None = None) -> StageTimers:
-        """Timers of a step from here on, or of work outside of steps."""
+        """Start the timers of a step, or of work outside of steps."""
         if step is not None:
             self.sections.of_step(step)
         return StageTimers(observer=self, memory=self._memory)
@@ -266,16 +262,18 @@ class Instruments:
             yield
 
     def settle_times(self, timers: StageTimers) -> None:
-        """Make the seconds of every stage those of the rank that took longest, if ranks have different roles. Collective then."""
+        """Replace each stage's seconds by the slowest rank's. Collective over the world if ranks have different roles; else nothing
+        changes."""
         if self._split:
             timers.seconds.update(largest_over_ranks(timers.seconds))
 
     def timeline(self, timers: StageTimers, step: int) -> list[str]:
-        """Lines on when each role's ranks were in which stage; none if all roles live on all ranks. Collective if not."""
+        """Return lines on when each role's ranks were in which stage. Collective over the world if ranks have different roles; else
+        empty."""
         return timeline(spans_of_ranks(timers), self._places, step) if self._split else []
 
     def costs(self, record: StepRecord, timers: StageTimers) -> dict[str, float]:
-        """FLOPs, their rates, and memory of a step. Collective: memory is the largest over all ranks."""
+        """Return FLOPs, their rates, and memory (largest over all ranks) of a step. Collective over the world."""
         lengths, (generated, sampled) = record.experience.table.length.long(), record.generated
         prompts = (generated - sampled).long()
         work = StepWork.of_step(
@@ -284,7 +282,7 @@ class Instruments:
         return {**work.metrics(timers.seconds, timers.total_s), **largest_over_ranks(self._memory_of(timers))}
 
     def _scoring(self, record: StepRecord) -> Work | None:
-        """Work of the reward model over the texts of all ranks; None without one. Collective then."""
+        """Return the reward model's work over the texts of all ranks; None without one. Collective over the world with one."""
         model = self._models.get(REWARD_MODEL)
         if model is None:
             return None
@@ -302,7 +300,7 @@ class Instruments:
 
 
 def largest_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
-    """Largest value of any rank under each name. Collective over the world, on the host; all ranks have the same names."""
+    """Return the largest value of any rank under each name. Collective over the world on the host, with equal names."""
     largest = torch.tensor(list(values.values()), dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return dict(zip(values, largest.tolist()))

@@ -1,4 +1,4 @@
-"""Selection of the ops' implementations for a run, with their check on a GPU, and its lines in the log."""
+"""Selects the ops' implementations for a run, checks them on a GPU and logs the choice."""
 
 from __future__ import annotations
 
@@ -15,21 +15,17 @@ from megappo.telemetry.runlog import RunLog
 
 
 def select_kernels(kernels: Kernels, device: torch.device, log: RunLog, host_ops: Sequence[str] = ()) -> None:
-    """Select the kernels before the first op of a run and log the choice for each op, with reasons for those left out. Collective.
-
-    host_ops: ops that the run calls on host tensors, on any device. Errors as `choose_kernels`.
-    """
+    """Select the kernels and log the choice for each op, with reasons for those left out. Collective over the world.
+    host_ops: ops that the run calls on host tensors on any device. Errors as `choose_kernels`."""
     choose_kernels(kernels, device)
     for line in described(device, host_ops):
         log.note(line)
 
 
 def choose_kernels(kernels: Kernels, device: torch.device) -> None:
-    """Select the kernels in this process and, on a GPU, check that they agree with their references. Collective.
-
-    ValueError, one line, if a kernel that the user named is missing, if one is wrong or raises, or if ranks take different ones.
-    """
-    # Only a GPU's kernels are checked: they depend on the GPU, its driver and Triton's compiler. Those of the CPU depend on the
+    """Select the kernels in this process and, on a GPU, compare them with their references. Collective over the world.
+    ValueError, one line, if a kernel named by the user is missing, one is wrong or raises, or ranks choose different ones."""
+    # Only GPU kernels are checked: they depend on the GPU, its driver and Triton's compiler. CPU kernels depend on the
     # build alone, which the tests cover.
     dispatch.select(kernels, device.type)
     if device.type != "cuda" or kernels == "reference":
@@ -42,8 +38,8 @@ def choose_kernels(kernels: Kernels, device: torch.device) -> None:
 
 
 def require_same(choices: Sequence[Mapping[str, str]]) -> None:
-    """ValueError if a rank takes another implementation than rank 0 (another library or GPU on one node): roles must compute the
-    same numbers. choices: by rank, op -> implementation."""
+    """Check that all ranks chose the implementations of rank 0, as roles must compute the same numbers; ValueError if not.
+    choices: by rank, op -> implementation."""
     for rank, choice in enumerate(choices):
         for op, implementation in choice.items():
             if implementation != choices[0][op]:
@@ -54,7 +50,7 @@ def require_same(choices: Sequence[Mapping[str, str]]) -> None:
 
 
 def described(device: torch.device, host_ops: Sequence[str]) -> list[str]:
-    """Lines for the log: `kernels on cuda: triton: policy_loss, ...`, then reasons why `auto` could not take better ones."""
+    """Return the log lines: `kernels on cuda: triton: policy_loss, ...`, then reasons why `auto` left out better ones."""
     on_host = set(host_ops) if device.type != "cpu" else set()
     lines = [_line(device.type, [op for op in dispatch.selected(device.type) if op not in on_host])]
     if on_host:

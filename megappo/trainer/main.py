@@ -61,13 +61,12 @@ def train(
     engines: EngineBackend = RoleEngines,
     wrap_rollout: Callable[[RolloutEngine], RolloutEngine] | None = None,
 ) -> bool:
-    """Run PPO, or the pretraining of critics on recorded trajectories, on this rank of the world. `config` and `data` have been
-    checked by `plan.run.plan_run`.
+    """Run PPO, or the pretraining of critics on recorded trajectories, on this rank. Collective over the world.
 
-    engines: builds the models of all roles. wrap_rollout: what samples, around the rollout engine of the configuration, on every
-    rank, as `rollout.environment` has `rollout.turns.TurnsRollout` there. Returns True if the run reached its end, False if a rank
-    was asked to `stop`: it can be resumed then. `ended.json` says so either way. An existing world is used and left to the caller;
-    otherwise the launcher's is joined and left again.
+    config, data: checked by `plan.run.plan_run`. engines: builds the models of all roles. wrap_rollout: wraps the rollout engine on
+    every rank. Returns True if the run reached its end, False if a rank was asked to `stop`; the run can then be resumed.
+    `ended.json` records either. An existing process group is used and kept; otherwise the launcher's is joined and destroyed at the
+    end.
     """
     apply_permissions(config.run.permissions)
     owns_world = not dist.is_initialized()
@@ -75,7 +74,7 @@ def train(
     start_distributed(device, config.run.timeouts)
     configure_logging(dist.get_rank(), dist.get_world_size())
     torch.manual_seed(config.run.seed)
-    # Rewards may draw from these; they start anew in every process, and a checkpoint keeps them too.
+    # Rewards may use these generators. Seed them in every process; a checkpoint keeps their state.
     random.seed(config.run.seed)
     numpy.random.seed(config.run.seed % 2**32)
     run_dir, facts = RunDir.of(config.run), facts_of_ranks(config, data, resume=resume)
@@ -98,7 +97,7 @@ def _train(
     resume: bool,
     wrap_rollout: Callable[[RolloutEngine], RolloutEngine] | None,
 ) -> bool:
-    """Run in the claimed directory; returns True at the run's end, False after a stop."""
+    """Run in the claimed directory; return True at the run's end, False after a stop."""
     # A checkpoint that cannot be resumed is refused before any model is built; its bytes are hashed meanwhile.
     skip = steps_to_skip() if resume else ()
     manifest = _resumable(config, claimed, skip) if resume else None
@@ -141,7 +140,7 @@ def _train(
 
 
 def _resumable(config: TrainConfig, claimed: Claimed, skip: Collection[int]) -> Manifest | None:
-    """The checkpoint to go on from; None if the run has none. ConfigError if it is of another run."""
+    """Find the checkpoint to resume from; None if the run has none. ConfigError if it is of another run."""
     manifest = claimed.store.find_resumable(claimed.facts, skip, wait=False)
     if manifest is not None:
         require_same_models(models_of(manifest), config, f"step-{manifest.step}")
@@ -151,7 +150,7 @@ def _resumable(config: TrainConfig, claimed: Claimed, skip: Collection[int]) -> 
 
 
 def _restore(config: TrainConfig, models: Models, run: Run, manifest: Manifest, skip: Collection[int]) -> None:
-    """Go on from this checkpoint, or from an older one if it is damaged. Collective over the world."""
+    """Resume from this checkpoint, or from an older one if it is damaged. Collective over the world."""
     absent = run.checkpoints.resume(manifest, skip)
     resume_partial_rollouts(config, run.state, run.log)
     if AVERAGE in absent:
@@ -164,7 +163,7 @@ def _restore(config: TrainConfig, models: Models, run: Run, manifest: Manifest, 
 
 
 def _run_to_its_end(config: TrainConfig, claimed: Claimed, models: Models, run: Run, loop: PPO | RecordedPretraining) -> None:
-    """Run the loop, say how it ended, and export the policy."""
+    """Run the loop, record how it ended, and export the policy."""
     run_dir, done_before = claimed.run_dir, run.state.step
     loop.run()
     run.log.close("stopped" if loop.stopped else "finished")

@@ -1,4 +1,4 @@
-"""Stage 4: what the models say of the sampled tokens, computed where each role lives and returned to the owners of the samples."""
+"""Stage 4: outputs of the models for the sampled tokens, computed where each role lives and sent to the owners of the samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Passing(Protocol):
 
 
 class Outputs(NamedTuple):
-    """Fields of a role's pass over all samples: those that it reads if there are any, and those that it gives."""
+    """Fields of a role's pass over all samples: fields it reads if present, and fields it adds."""
 
     reads: tuple[str, ...]
     tokens: tuple[str, ...]
@@ -30,7 +30,7 @@ class Outputs(NamedTuple):
 
 
 def outputs_of(role: str) -> Outputs:
-    """Fields of a role; none are given by one that makes no such pass."""
+    """Return the fields of a role; a role without such a pass adds none."""
     if is_critic(role):
         fields = fields_of(role)
         return Outputs((), (fields.value,), (fields.bootstrap,))
@@ -38,12 +38,10 @@ def outputs_of(role: str) -> Outputs:
 
 
 def add_model_outputs(experience: Experience, roles: Roles) -> Experience:
-    """Add the fields of stage 4. Collective over the world.
-
-    All roles are sent their inputs before any of them starts, and the results are exchanged after all have ended here: roles on
-    other ranks do not wait for each other in between.
-    """
+    """Add the fields of stage 4. Collective over the world."""
     asked = {name: outputs for name in roles.shares if (outputs := outputs_of(name)).tokens}
+    # Send all inputs before any role starts and exchange results after all have ended, so roles on different ranks run
+    # concurrently.
     inputs = _inputs(experience, {roles.shares[name]: set(outputs.reads) for name, outputs in asked.items()})
     found: dict[Shares, dict[str, Tensor]] = {shares: {} for shares in inputs}
     for name in asked:
@@ -58,16 +56,15 @@ def add_model_outputs(experience: Experience, roles: Roles) -> Experience:
 
 
 def results_of(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Fields per token and per sample that these roles give."""
+    """Return the fields per token and per sample that these roles add."""
     outputs = [outputs_of(name) for name in names]
     return [field for one in outputs for field in one.tokens], [field for one in outputs for field in one.sequences]
 
 
 def _inputs(experience: Experience, reads: dict[Shares, set[str]]) -> dict[Shares, Experience]:
-    """Experience for each division among replicas, once for all roles that have it."""
     return {shares: experience.for_role(shares, fields) for shares, fields in reads.items()}
 
 
 def computing_ranks(experience: Experience, shares: Shares, sample: int) -> str:
-    """Ranks that computed a role's outputs of a sample in `add_model_outputs`, in words."""
+    """Describe the ranks that computed a role's outputs of a sample in `add_model_outputs`."""
     return shares.describe(int(Owners.of_role(experience.table, shares).share[sample]))

@@ -1,9 +1,5 @@
-"""Responses that are drawn over several steps, a window of tokens in each (T-PPO, Fan et al. 2025, arXiv:2506.15050).
-
-A step has as many samples as ever: first those that go on, in their order, then new ones. Prompts are taken from the loader as
-their first response begins, so that its cursor counts each once. What is unfinished is the same on every rank and a part of the
-trainer's state, and so of checkpoints.
-"""
+"""Responses drawn over several steps, a window of tokens in each (T-PPO, Fan et al. 2025, arXiv:2506.15050). Unfinished responses
+come first in a step, in order, then new ones fill it up. They are the same on every rank and part of the trainer's state."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ from megappo.trainer.state import TrainerState
 
 @dataclass(frozen=True)
 class Begun:
-    """A response that goes on. row: of its prompt. segments: drawn so far, one in each step."""
+    """An unfinished response. row: of its prompt. segments: drawn so far, one per step."""
 
     row: int
     segments: tuple[Segment, ...]
@@ -46,15 +42,15 @@ class Begun:
 
 
 class Unfinished(NamedTuple):
-    """Responses that a step leaves to the next one. begun: in the order in which they go on. row, left: the prompt that has further
-    responses to begin, and their number; left is 0 if none has."""
+    """Responses that a step leaves to the next, in order. row, left: the prompt with responses still to begin, and how many (0:
+    none)."""
 
     begun: tuple[Begun, ...] = ()
     row: int = -1
     left: int = 0
 
     def encoded(self) -> dict[str, Any]:
-        """JSON-compatible: the tokens and log-probs as compressed bytes."""
+        """Return JSON-compatible state, with tokens and log-probs as compressed bytes."""
         segments = [segment for one in self.begun for segment in one.segments]
         return {
             "rows": [one.row for one in self.begun],
@@ -69,7 +65,7 @@ class Unfinished(NamedTuple):
 
     @classmethod
     def decoded(cls, state: Mapping[str, Any] | None) -> Unfinished:
-        """From `encoded`; None is the start of a run."""
+        """Read the state of `encoded`; None is the start of a run."""
         if state is None:
             return cls()
         ends = list(accumulate(state["lengths"]))[:-1]
@@ -80,10 +76,8 @@ class Unfinished(NamedTuple):
 
 
 class PartialRollouts(PromptSource):
-    """Source of a run with `rollout.partial_rollout_tokens`; what is left unfinished is in `state.unfinished`.
-
-    A row is a sample, as those of a prompt end apart. num_samples: of a step.
-    """
+    """Prompt source of a run with `rollout.partial_rollout_tokens`. Each row is one sample, as the samples of a prompt end in
+    different steps."""
 
     def __init__(self, config: TrainConfig, prompts: Sequence[Prompt], loader: PromptLoader, state: TrainerState) -> None:
         assert config.rollout.partial_rollout_tokens is not None
@@ -104,19 +98,19 @@ class PartialRollouts(PromptSource):
         return self._known[1]
 
     def draw(self, step: int, num_rows: int = 0, num_before: int = 0) -> tuple[list[int], list[Request]]:
-        """Row of the prompt of every sample of a step, which has one round, and their requests."""
+        """Return the prompt row of every sample of the step, and the requests; a step has one round."""
         left = self.unfinished
-        # More than a step has samples only after a resume with fewer: the others wait.
+        # There are more than a step's samples only after a resume with a smaller step: the rest waits.
         going_on, self._waiting = left.begun[: self.num_samples], left.begun[self.num_samples :]
         self._begun = [*going_on, *(Begun(row, ()) for row in self._new_rows(left, self.num_samples - len(going_on)))]
         requests = [self._request(number, one, step) for number, one in enumerate(self._begun)]
         return [one.row for one in self._begun], requests
 
     def predicted_lengths(self, rows: Sequence[int]) -> None:
-        """None: a window limits all alike."""
+        """Return None: the window limits all responses alike."""
 
     def end(self, experience: Experience) -> dict[str, float]:
-        """Keep what goes on in the next step."""
+        """Store the responses that continue in the next step; return the step's figures. Collective over the world."""
         table = experience.table
         numbers = table.unfinished.nonzero().flatten()
         tokens, logprobs = _of_all_ranks(experience, numbers)
@@ -131,10 +125,11 @@ class PartialRollouts(PromptSource):
         return figures
 
     def _new_rows(self, left: Unfinished, count: int) -> list[int]:
-        """Rows of the prompts of `count` new samples: first those that the step before could not begin."""
+        """Return the prompt rows of `count` new samples, first those that the step before could not begin."""
         rows = [left.row] * min(left.left, count)
         still_open = left.left - len(rows)
         missing = count - len(rows)
+        # A prompt leaves the loader when its first response begins, so the loader's cursor counts it once.
         fresh = self.loader.next_step(-(-missing // self._n)) if missing else []
         self._num_prompts = len(fresh)
         rows += [row for row in fresh for _ in range(self._n)][:missing]
@@ -173,18 +168,15 @@ class PartialRollouts(PromptSource):
 
 
 def prompt_source_of(config: TrainConfig, prompts: Sequence[Prompt], loader: PromptLoader, state: TrainerState) -> PromptSource:
-    """Source of a run's requests."""
+    """Build the source of a run's requests."""
     if config.rollout.partial_rollout_tokens is not None:
         return PartialRollouts(config, prompts, loader, state)
     return PromptSource(prompts, loader, config.rollout.samples_per_prompt, config.run.seed, config.algorithm.dynamic_sampling)
 
 
 def resume_partial_rollouts(config: TrainConfig, state: TrainerState, log: RunLog) -> None:
-    """Hold what a checkpoint left unfinished against the configuration; without `rollout.partial_rollout_tokens` it is dropped,
-    with a note.
-
-    ConfigError, on every rank, if a response has as many tokens as a response may have, or more.
-    """
+    """Check a checkpoint's unfinished responses against the configuration; drop them, with a note, without partial rollouts.
+    ConfigError on every rank if an unfinished response already has `rollout.max_response_tokens` or more."""
     begun = Unfinished.decoded(state.unfinished).begun
     longest = max((one.num_tokens for one in begun), default=0)
     if config.rollout.partial_rollout_tokens is None:
@@ -199,7 +191,7 @@ def resume_partial_rollouts(config: TrainConfig, state: TrainerState, log: RunLo
 
 
 def _of_all_ranks(experience: Experience, numbers: torch.Tensor) -> tuple[list[NDArray], list[NDArray]]:
-    """(tokens int32, log-probs float32) that this step drew of these samples, from all ranks. Collective over the world."""
+    """Gather this step's tokens (int32) and log-probs (float32) of these samples from all ranks. Collective over the world."""
     batch, counts = experience.batch, experience.table.sampled[numbers].long()
     mine = torch.isin(numbers, experience.numbers)
     places = torch.searchsorted(experience.numbers, numbers[mine])
@@ -209,7 +201,7 @@ def _of_all_ranks(experience: Experience, numbers: torch.Tensor) -> tuple[list[N
     tokens = torch.zeros(here.shape, dtype=torch.int32)
     logprobs = torch.zeros(here.shape, dtype=torch.float32)
     tokens[here], logprobs[here] = own.tokens[sampled].int(), own["rollout_logprob"][sampled]
-    # Each place is written by one rank: the sum is what that rank has, to the bit.
+    # Each element is written by one rank, so the sum is exact.
     ends = counts.cumsum(0)[:-1].tolist()
     return numpy.split(total(tokens).numpy(), ends), numpy.split(total(logprobs).numpy(), ends)
 

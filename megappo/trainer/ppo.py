@@ -1,9 +1,6 @@
 """Proximal policy optimisation with a learned critic (Schulman et al. 2017; Ouyang et al. 2022 for the KL-shaped reward).
-
-One step has eight stages, numbered here as in the design. Every rank runs every line; a stage that needs only some ranks decides
-that itself. Experience lies distributed: each rank has some samples, and all have a table of all samples. Stages 1 to 3 are of the
-rollout side (`rollout_side.py`), 4 to 6 of the training side (`training_side.py`); what else a run may have attaches itself to them
-(`extras.py`).
+A step has eight stages, numbered here as in the design: 1-3 in `rollout_side.py`, 4-6 in `training_side.py`, options in
+`extras.py`. Every rank runs every line; a stage that needs only some ranks decides that itself.
 """
 
 from __future__ import annotations
@@ -19,10 +16,8 @@ from megappo.trainer.training_side import TrainingSide
 
 
 class PPO:
-    """The loop, built by `assembly.py`. stopped: a rank was asked to stop, and the run ended early with a checkpoint.
-
-    push_every, summary_every: steps between pushes of the weights, and between lines on who worked when.
-    """
+    """The PPO loop, built by `assembly.py`. stopped: the run ended early with a checkpoint, because a rank was asked to stop.
+    push_every: steps between pushes of the weights. summary_every: steps between timelines in the log."""
 
     def __init__(
         self,
@@ -40,7 +35,8 @@ class PPO:
         self.push_every, self.summary_every, self.stopped = push_every, summary_every, False
 
     def run(self) -> dict[str, Evaluation]:
-        """Run all remaining steps, or those until a stop; returns the last result of every evaluation set by its name."""
+        """Run the remaining steps, or until a stop; return the last result of each evaluation set by name. Collective over the
+        world."""
         self.rollout.push_weights(self.state.step)
         if behind := self.state.step % self.push_every:
             # A stop, an error or the run's end left this checkpoint: those that are due wait for a push.
@@ -61,7 +57,7 @@ class PPO:
         return last
 
     def step(self) -> list[Evaluation]:
-        """Take the next step; returns the results of the evaluations after it."""
+        """Take the next step; return the results of the evaluations after it."""
         step, rollout, training = self.state.step + 1, self.rollout, self.training
         timers = self.instruments.timers(step)
 
@@ -110,6 +106,6 @@ class PPO:
         self.training.end_log(record)
 
     def close(self) -> None:
-        """End the workers of the rewards, those of evaluations too."""
+        """Close the scorers of rewards and evaluations."""
         with closing(self.rollout):
             self.evaluations.close()

@@ -1,4 +1,4 @@
-"""Surroundings of all ranks, checked together before a model is built: a rank that raised alone would leave the others waiting."""
+"""Checks the surroundings of all ranks together, before a model is built: if one rank raised alone, the others would wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from megappo.trainer.run_facts import require_equal_data, run_facts
 
 @contextmanager
 def watched(timeouts: TimeoutsConfig, run_dir: Path) -> Iterator[Watchdog]:
-    """Watch this rank inside. Collective. Stacks and verdict go to the attempt's folder, or to `stacks` below `run_dir`."""
+    """Watch this rank while the context is open. Collective over the world.
+    Stack traces and the verdict go to the attempt's folder, or to `stacks` below `run_dir`."""
     rank = dist.get_rank()
     ranks = gathered((uuid.uuid4().hex, Member.of_process(rank, os.getpid())))
     store = None
@@ -50,7 +51,7 @@ def watched(timeouts: TimeoutsConfig, run_dir: Path) -> Iterator[Watchdog]:
 
 
 def _sign_of_life(rank: int, world_size: int, timeouts: TimeoutsConfig) -> SignOfLife:
-    """Sign of this rank to the launcher, on a connection of its own."""
+    """Make this rank's sign of life to the launcher, on a connection of its own."""
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -63,10 +64,8 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 def local_models_of_ranks(config: Config) -> Config:
-    """`with_local_models` on every rank, with the commits that rank 0 finds. ConfigError on all ranks. Collective.
-
-    A rank whose cache holds the commit, as that of a shared file system does, asks nothing; others download it.
-    """
+    """Run `with_local_models` on every rank with the commits that rank 0 finds. Collective over the world; ConfigError on all
+    ranks. A rank whose cache holds the commit (shared file system) makes no request; others download it."""
     rank = dist.get_rank()
     first = raised_by_all(lambda: with_local_models(config) if rank == 0 else None, ConfigError)
     pins = told_by(0, None if first is None else pinned_names(config, first))
@@ -81,10 +80,8 @@ def local_models_of_ranks(config: Config) -> Config:
 
 
 def facts_of_ranks(config: TrainConfig, data: RunData | RecordedData, *, resume: bool) -> dict[str, Any]:
-    """Facts of the run, once every rank has what it needs on its own machine. Collective; ValueError on all ranks.
-
-    Before the directory is claimed: a run that cannot start leaves its name free.
-    """
+    """Return the facts of the run once every rank has what it needs on its machine. Collective over the world; ValueError on all
+    ranks. Call before claiming the directory, so that a run that cannot start leaves its name free."""
     facts = run_facts(config, data)
     require_equal_data(facts)
     require_preflight(config, data, resume=resume)
@@ -92,7 +89,8 @@ def facts_of_ranks(config: TrainConfig, data: RunData | RecordedData, *, resume:
 
 
 def fetch_on_rank_0(config: TrainConfig, run_dir: Path, *, resume: bool) -> None:
-    """Fetch a run that is not here, where torchrun or srun started the ranks; other launchers have done it. Collective."""
+    """Fetch a run that is not here, if torchrun or srun started the ranks; other launchers have done so. Collective over the world.
+    ConfigError on all ranks if that fails."""
 
     def attempt() -> str | None:
         try:
@@ -107,10 +105,8 @@ def fetch_on_rank_0(config: TrainConfig, run_dir: Path, *, resume: bool) -> None
 
 
 def require_preflight(config: TrainConfig, data: RunData | RecordedData | EvaluationData, *, resume: bool) -> None:
-    """ConfigError on all ranks, naming the first such rank, if one of them cannot isolate programs or reach a reward server.
-
-    Rank 0 also opens the storage for copies of checkpoints, which it alone makes. Collective.
-    """
+    """Check on every rank that programs can be isolated and reward servers reached; on rank 0 also the storage for checkpoint
+    copies. ConfigError on all ranks, naming the first rank that fails. Collective over the world."""
 
     def require() -> None:
         try:

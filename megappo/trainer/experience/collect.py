@@ -1,8 +1,5 @@
-"""Requests for the rollout engine, and the experience of its responses.
-
-Seeds depend only on the run's seed, the step and the index of the sample, so a resumed run draws the same samples as an
-uninterrupted one.
-"""
+"""Requests for the rollout engine, and the experience made of its responses. Seeds depend only on the run's seed, the step and the
+sample's index, so a resumed run draws the same samples as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from megappo.trainer.experience.experience import Experience
 
 
 def sample_seed(run_seed: int, step: int, sample: int) -> int:
-    """A 63-bit seed for one sample, the same on every rank and after a resume."""
+    """Return a 63-bit seed for one sample, the same on every rank and after a resume."""
     return _seed_of(f"{run_seed}/{step}/{sample}")
 
 
@@ -36,10 +33,8 @@ def _seed_of(text: str) -> int:
 
 @dataclass(frozen=True)
 class SampleRequests(Sequence[Request]):
-    """Requests of a batch, made when they are looked at: those of the samples of one prompt next to each other.
-
-    prompt_of: prompt 0..num_prompts-1, or its ids alone. seed_of: seed of sample 0..num_prompts*samples_per_prompt-1.
-    """
+    """Requests of a batch, built lazily; the samples of one prompt are adjacent.
+    prompt_of: prompt 0..num_prompts-1, or only its ids. seed_of: seed of sample 0..num_prompts*samples_per_prompt-1."""
 
     num_prompts: int
     samples_per_prompt: int
@@ -59,26 +54,24 @@ class SampleRequests(Sequence[Request]):
 
 
 def make_requests(prompts: Sequence[Sequence[int]], samples_per_prompt: int, run_seed: int, step: int) -> SampleRequests:
-    """`samples_per_prompt` requests for each prompt of a step."""
+    """Build `samples_per_prompt` requests for each prompt of a step."""
     return SampleRequests(len(prompts), samples_per_prompt, prompts.__getitem__, partial(sample_seed, run_seed, step))
 
 
 def requests_of_step(
     prompts: Sequence[Prompt], rows: Sequence[int], n: int, run_seed: int, step: int, num_before: int = 0
 ) -> SampleRequests:
-    """`n` requests for each of the prompts in these rows. num_before: samples that the step drew in earlier rounds."""
+    """Build `n` requests for each of the prompts in `rows`. num_before: samples drawn in earlier rounds of the step."""
     return SampleRequests(
         len(rows), n, lambda place: prompts[rows[place]], lambda number: sample_seed(run_seed, step, num_before + number)
     )
 
 
 def evaluation_requests(prompts: Sequence[Prompt], n: int, run_seed: int, name: str) -> SampleRequests:
-    """`n` requests for each prompt of the evaluation set `name`.
+    """Build `n` requests for each prompt of the evaluation set `name`."""
 
-    A seed depends on the run's seed, the set, the prompt's row in its source and the number of the sample: neither on the step, so
-    that evaluations differ by the weights alone, nor on which other prompts there are.
-    """
-
+    # Seeds leave out the step, so evaluations differ by the weights alone, and take the prompt's row, so other prompts do not
+    # matter.
     def seed_of(number: int) -> int:
         place, sample = divmod(number, n)
         return _seed_of(f"eval/{run_seed}/{name}/{prompts[place].id.rpartition('#')[2]}/{sample}")
@@ -87,20 +80,19 @@ def evaluation_requests(prompts: Sequence[Prompt], n: int, run_seed: int, name: 
 
 
 def prompt_of_sample(prompts: Sequence[Prompt], rows: Sequence[int], n: int, sample: int) -> Prompt:
-    """Prompt of a sample of a batch that has `n` for each of the prompts in these rows."""
+    """Return the prompt of a sample in a batch with `n` samples for each of the prompts in `rows`."""
     return prompts[rows[sample // n]]
 
 
 def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_top_k_ids: bool = False) -> Experience:
-    """Experience of all ranks' responses, spread over all ranks. Collective over the world.
-
-    requests: of the whole batch, the same on every rank. responses: those that this rank answers for, by number. with_top_k_ids:
-    as in `pack_experience`. The last sequence of a trajectory has the number of its request; those before it, of all
-    trajectories in their order, have the numbers from len(requests) on. EnvironmentFault on all ranks if an environment failed.
+    """Turn the responses of all ranks into experience spread over all ranks. Collective over the world.
+    requests: of the whole batch, the same on every rank. responses: those drawn on this rank, by number. with_top_k_ids: as in
+    `pack_experience`. A trajectory's last sequence has the number of its request; the earlier sequences of all trajectories, in
+    order, are numbered from len(requests). EnvironmentFault on all ranks if an environment failed.
     """
     asked, responses, previous, num_samples = _sequences(requests, responses)
     numbers = [response.number for response in responses]
-    # Responses that may go on have a limit of their own, all of them: ranks that drew none have the same fields.
+    # With partial rollouts every request has a limit. Read it there, so ranks that drew nothing have the same fields.
     is_partial = len(requests) > 0 and requests[0].max_tokens is not None
     drawn = pack_experience(asked, responses, with_top_k_ids=with_top_k_ids, is_partial=is_partial)
     oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
@@ -111,8 +103,8 @@ def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_
 
 
 def _sequences(requests: Sequence[Request], responses: Sequence[Response]) -> tuple[list[Request], list[Response], Tensor, int]:
-    """Every sequence of this rank as a request and its response, by number; the sequence that each goes on from [M]; the number of
-    sequences of all ranks. Collective over the world."""
+    """Return this rank's sequences as requests and responses by number, their predecessors [M] int32, and the number of all
+    sequences. Collective over the world."""
     faults = [response.fault for response in responses if response.fault is not None]
     counts = torch.zeros(len(requests) + 1, dtype=torch.long)  # the last one of faults
     for response in responses:
@@ -141,13 +133,10 @@ def pack_experience(
     requests: Sequence[Request], responses: Sequence[Response], *, with_top_k_ids: bool = False, is_partial: bool = False
 ) -> PackedBatch:
     """Pack prompt and response of some samples; responses[i] answers requests[i].
-
-    Token fields: response_mask (true on sampled tokens), rollout_logprob (the sampler's, 0 elsewhere). Sequence fields: truncated
-    (cut by the length limit). Ragged fields: if `with_top_k_ids` kept (the ids that the token was drawn from; none at tokens that
-    were
-    not sampled). If `is_partial`, responses go on over several steps: then whole_mask [T] is true on the tokens that were sampled
-    in any step, response_mask on those of this one, and unfinished [B] of responses that a later step goes on with, which are not
-    truncated.
+    Token fields: response_mask (true on sampled tokens) and rollout_logprob (the sampler's, 0 elsewhere). Sequence field: truncated
+    (cut by the length limit). `with_top_k_ids` adds the ragged field kept: the ids that each sampled token was drawn from. With
+    `is_partial` responses span several steps: response_mask covers this step's tokens, whole_mask [T] those of all steps, and
+    unfinished [B] marks responses that a later step continues, which do not count as truncated.
     """
     tokens: list[NDArray[numpy.int32]] = []
     mask: list[NDArray[numpy.bool_]] = []
@@ -181,18 +170,17 @@ def pack_experience(
 
 
 def _behind(prompts: Tensor, lengths: Tensor) -> Tensor:
-    """[T] bool, tokens behind the first prompts[b] of sequences of lengths[b] tokens."""
+    """Return [T] bool, true at tokens after the first prompts[b] of sequences of lengths[b] tokens."""
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     return torch.arange(len(starts)) - starts >= prompts.repeat_interleave(lengths)
 
 
 def _joined(parts: list[NDArray], dtype: type) -> NDArray:
-    """Parts end to end; an empty array of none."""
     return numpy.concatenate([numpy.empty(0, dtype), *parts])
 
 
 def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Ragged:
-    """Kept ids of all tokens from those of the sampled ones, in their order."""
+    """Spread the kept ids of the sampled tokens over all tokens."""
     counts = torch.zeros(sampled.numel(), dtype=torch.int32)
     counts[sampled] = torch.from_numpy(_joined([one.counts for one in kept], numpy.int32)).int()
     return Ragged(torch.from_numpy(_joined([one.ids for one in kept], numpy.int32)), counts)

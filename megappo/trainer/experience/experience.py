@@ -1,8 +1,5 @@
-"""Experience of a step: the table of all samples, and the tokens and fields of those that this rank owns.
-
-`redistribute` moves samples to other owners. What a rank holds and does depends on its own samples, apart from a row of the table
-for each other one, so it does not grow with the world.
-"""
+"""Experience of a step: the table of all samples, and the tokens and fields of the samples that this rank owns. A rank's memory and
+work depend on its own samples, apart from one table row for each sample of the world."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from megappo.trainer.experience.table import SampleTable
 
 
 class Fields(NamedTuple):
-    """Fields per token, per sample, and of some ids per token, by name."""
+    """Fields per token, per sample, and ragged fields (ids per token), by name."""
 
     tokens: Mapping[str, Tensor] = {}
     sequences: Mapping[str, Tensor] = {}
@@ -37,7 +34,7 @@ class Fields(NamedTuple):
         return cls(batch.token_fields, batch.sequence_fields, batch.ragged_fields)
 
     def or_else(self, absent: Fields) -> Fields:
-        """These, and of `absent` those that are not here."""
+        """Return these fields, and those of `absent` that are missing here."""
         tokens, sequences = {**absent.tokens, **self.tokens}, {**absent.sequences, **self.sequences}
         return Fields(tokens, sequences, {**absent.ragged, **self.ragged})
 
@@ -46,7 +43,7 @@ class Fields(NamedTuple):
         return Fields(tokens, sequences, {name: x for name, x in self.ragged.items() if name in names})
 
     def emptied(self) -> Fields:
-        """The same names and types, of no token and no sample."""
+        """Return the same names and dtypes for no token and no sample."""
         nothing = Spans(torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
         tokens, sequences = ({name: x[:0] for name, x in kind.items()} for kind in (self.tokens, self.sequences))
         return Fields(tokens, sequences, {name: x.select(nothing) for name, x in self.ragged.items()})
@@ -54,10 +51,9 @@ class Fields(NamedTuple):
 
 @dataclass(frozen=True)
 class Experience:
-    """table: of all samples. owners: of this distribution. batch: the samples of this rank, by ascending number.
-
-    rank: of this process in the world. wire: over which samples move, by default the world. absent: empty tensors of the types of
-    the fields that holders have, on a rank of theirs that is none: it takes part in their exchanges.
+    """Table of all samples, their owners, and the samples of this rank by ascending number.
+    rank: of this process in the world. wire: moves samples, by default between all ranks of the world. absent: empty tensors with
+    the dtypes of the holders' fields, on a rank that holds none but takes part in their exchanges.
     """
 
     table: SampleTable
@@ -73,18 +69,16 @@ class Experience:
         return self.owners.numbers(self.rank)
 
     def with_fields(self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}) -> Experience:
-        """Add fields of the own samples, [T] and [B]."""
+        """Add fields of this rank's samples, [T] and [B]."""
         return replace(self, batch=self.batch.with_fields(token_fields, sequence_fields))
 
     def with_batch(self, batch: PackedBatch) -> Experience:
-        """The same samples with the fields of `batch`."""
+        """Replace the fields by those of `batch`, which has the same samples."""
         return replace(self, batch=batch)
 
     def redistribute(self, owners: Owners, fields: Collection[str] | None = None, wire: Wire | None = None) -> Experience:
-        """The same samples under other owners, with these fields (None: all). Collective over the wire.
-
-        All ranks name the same fields and have them. Other fields stay behind: reading them raises KeyError.
-        """
+        """Move the samples to other owners with these fields (None: all). Collective over the wire.
+        All ranks must have and name the same fields. Other fields are dropped: reading them raises KeyError."""
         kept = self if fields is None else self.only(fields)
         batch, given = kept.batch, Fields.of(kept.batch).or_else(kept.absent)
         route = Route.between(self.table.length, self.owners, owners, self.rank, wire or self.wire)
@@ -102,34 +96,30 @@ class Experience:
         return replace(self, owners=owners, batch=moved, absent=Fields() if route.is_holder else given.emptied())
 
     def only(self, fields: Collection[str]) -> Experience:
-        """The same samples with these fields; the others stay behind, as in `redistribute`."""
+        """Keep only these fields, as `redistribute` does."""
         return replace(self, batch=self.batch.only(fields), absent=self.absent.only(fields))
 
     def for_role(self, shares: Shares, fields: Collection[str]) -> Experience:
-        """Tokens and these fields where a pass of a role over all samples needs them. Collective over the world."""
+        """Send tokens and these fields to where a role's pass over all samples needs them. Collective over the world."""
         return self.redistribute(Owners.of_role(self.table, shares), fields)
 
     def with_results(
         self, share: Experience, token_names: Sequence[str], sequence_names: Sequence[str], results: Mapping[str, Tensor]
     ) -> Experience:
-        """Add results of a role, fp32, that its reporters have for the samples of `share`. Collective over the world.
-
-        results: [T] and [B] of the samples of `share`, read on reporters; others may leave them out.
-        """
+        """Add fp32 results of a role, sent by its reporters to the owners of the samples. Collective over the world.
+        results: [T] and [B] of the samples of `share`; only reporters need to have them."""
         route = Route.between(self.table.length, share.owners, self.owners, self.rank, self.wire)
         nothing = torch.empty(0)
         of_tokens, of_samples = ({name: results.get(name, nothing) for name in names} for names in (token_names, sequence_names))
         return self.with_fields(*route.moved(None, of_tokens, of_samples)[1:])
 
     def everywhere(self, fields: Collection[str] | None = None) -> PackedBatch:
-        """All samples with these fields (None: all) on every rank, for instruments and tests. Collective over the world."""
+        """Return all samples with these fields (None: all) on every rank, for instruments and tests. Collective over the world."""
         return self.redistribute(Owners.everywhere(self.table, place_in_world()[1]), fields).batch
 
     def texts(self, texts: Sequence[str], owners: Owners) -> list[str]:
-        """Texts of the samples that this rank has under other owners, from those of its own. Collective over the world.
-
-        A text goes to its owner alone, as bytes.
-        """
+        """Send this rank's texts, as bytes, to the samples' other owners and return the texts received here. Collective over the
+        world."""
         encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
         lengths = self.column(torch.tensor([len(one) for one in encoded], dtype=torch.float64)).long()
         flat = torch.tensor(bytearray(b"".join(encoded)), dtype=torch.uint8)
@@ -138,7 +128,7 @@ class Experience:
         return [bytes(part.numpy()).decode("utf-8", "surrogatepass") for part in found]
 
     def column(self, values: Tensor) -> Tensor:
-        """[N] fp64, one number of every sample, from those [B] of this rank's. Collective over the world."""
+        """Gather one number per sample: [N] fp64 from this rank's [B]. Collective over the world."""
         column = torch.zeros(self.table.num_samples, dtype=torch.float64)
         column[self.numbers] = values.double()
         return total(column)
@@ -153,11 +143,10 @@ class Experience:
         groups: Tensor | None = None,
         previous: Tensor | None = None,
     ) -> Experience:
-        """Agree on the table, and spread the samples that the ranks drew over all of them. Collective over the world.
-
-        numbers: [M] int64, ascending, of the samples that this rank drew. drawn: those, with the fields response_mask and
-        truncated. versions: [M] each, oldest and newest weights that sampled them. groups, previous: [M], as in the table; None for
-        samples without a group, and for trajectories of one sequence.
+        """Agree on the table and spread the samples that the ranks drew over all ranks. Collective over the world.
+        numbers: [M] int64, ascending, of the samples that this rank drew. drawn: those samples, with response_mask and truncated.
+        versions: oldest and newest weights that sampled them, [M] each. groups, previous: [M], as in the table; None for samples
+        without a group, and for trajectories of one sequence.
         """
         rank, world_size = place_in_world()
         table = SampleTable.agreed(numbers, rows_of(drawn, versions, rank, groups, previous), num_samples)
@@ -166,11 +155,8 @@ class Experience:
 
     @classmethod
     def of_own(cls, batch: PackedBatch) -> Experience:
-        """Experience of sequences that each rank has some of, numbered rank by rank. Collective over the world.
-
-        For passes, not for updates: the sequences are read, none of their tokens was sampled (`sampled` is 0), and `first_epoch`
-        refuses them.
-        """
+        """Number the sequences of all ranks, rank by rank, as experience for passes only. Collective over the world.
+        No token counts as sampled (`sampled` is 0), so `first_epoch` refuses these sequences for updates."""
         rank, world_size = place_in_world()
         counts = torch.zeros(world_size, dtype=torch.long)
         counts[rank] = batch.num_sequences
@@ -186,8 +172,8 @@ class Experience:
 
     @classmethod
     def of_whole(cls, batch: PackedBatch) -> Experience:
-        """Experience of a batch that every rank has, with the fields response_mask and truncated, and group and previous if there
-        are any. Not collective."""
+        """Build experience from a batch that every rank has, with response_mask and truncated, and group and previous if any. Not
+        collective."""
         rank, world_size = place_in_world()
         version = torch.zeros(batch.num_sequences, dtype=torch.int32)
         groups, previous = (batch[name] if name in batch else None for name in ("group", "previous"))
@@ -203,8 +189,8 @@ def rows_of(
     groups: Tensor | None = None,
     previous: Tensor | None = None,
 ) -> SampleTable:
-    """Rows of the table for the samples of a batch, with response_mask and truncated, whole_mask and unfinished if responses go on
-    over steps. versions, groups, previous: as in `Experience.of_drawn`."""
+    """Return the table rows of a batch with response_mask and truncated, and with whole_mask and unfinished for partial rollouts.
+    versions, groups, previous: as in `Experience.of_drawn`."""
     mask, lengths = batch["response_mask"], batch.lengths
     sampled, nothing = tokens_per_sequence(mask, batch.cu_seqlens), torch.zeros_like(lengths)
     columns = (
@@ -223,7 +209,7 @@ def rows_of(
 
 
 def _prompt_lengths(mask: Tensor, cu_seqlens: Tensor, sampled: Tensor) -> Tensor:
-    """[B] tokens before the first sampled one; all tokens of a sequence without any. sampled: [B], of each sequence."""
+    """Return [B] tokens before the first sampled one, or all tokens if none was sampled. sampled: [B] counts."""
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     wanted = sampled.cumsum(0) - sampled  # place of each sequence's first among all sampled tokens
     first, passed, start = torch.zeros_like(starts), 0, 0

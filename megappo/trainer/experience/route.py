@@ -1,7 +1,6 @@
-"""Exchange of samples between owners: an all-to-all of one buffer, field after field for every peer.
-
-A route is worked out from the table and the owners on both sides, so the ranks exchange no sizes and no objects. Between every two
-ranks samples go in order of their numbers. Fields of large shares go in several exchanges, so that buffers stay small.
+"""Moves samples between owners with an all-to-all of one byte buffer, field after field for each peer. Routes follow from the table
+and the owners on both sides, so ranks exchange no sizes and no objects. Between two ranks, samples travel in order of their
+numbers.
 """
 
 from __future__ import annotations
@@ -20,30 +19,32 @@ from megappo.data.ragged import Ragged
 from megappo.parallel.device import world_group
 from megappo.trainer.experience.owners import Owners
 
-# Bytes of a mean share in one exchange. A message costs some 20 us of processor time on each end, as much as 100 KB over gloo.
+# Bytes of a mean share in one exchange, which keeps buffers small. A message costs about 20 us of CPU time on each end, as much as
+# 100 KB over gloo.
 MOST_BYTES_AT_ONCE = 16 << 20
 
 
 class Wire(Protocol):
-    """Exchange between some ranks of the world. ranks: theirs, in the order of the counts. places: `places_of` them."""
+    """Exchange between some ranks of the world. ranks: in the order of the counts. places: `places_of` these ranks."""
 
     ranks: Sequence[int]
     places: Tensor
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
-        """Fill `received` [R] with what the others send to this rank, in exchange for `sent` [S]. Counts are elements per rank."""
+        """Fill `received` [R] with the data that the other ranks send here, in exchange for `sent` [S]. Counts are elements per
+        rank."""
         ...
 
 
 def places_of(ranks: Sequence[int]) -> Tensor:
-    """[largest rank + 1] int64, place of each world rank among `ranks`; -1 of others."""
+    """Return [largest rank + 1] int64: the index of each world rank among `ranks`, -1 for other ranks."""
     places = torch.full((max(ranks) + 1,), -1)
     places[torch.from_numpy(numpy.fromiter(ranks, dtype=numpy.int64))] = torch.arange(len(ranks))
     return places
 
 
 class GroupWire:
-    """Exchange over a process group. Collective."""
+    """Exchange over a process group. Collective over the group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -55,7 +56,7 @@ class GroupWire:
 
 
 class NoWire:
-    """The only rank, from which nothing goes anywhere."""
+    """Exchange of a single rank: a copy."""
 
     ranks: Sequence[int] = (0,)
     places = places_of((0,))
@@ -65,16 +66,15 @@ class NoWire:
 
 
 def world_wire() -> Wire:
-    """The wire of all ranks; of this one in a process without a world."""
+    """Return the wire of all ranks, or of this rank alone without an initialized process group."""
     return GroupWire(world_group()) if dist.is_initialized() else NoWire()
 
 
 @dataclass(frozen=True)
 class Leg:
-    """One end of a route on this rank: where in a batch or buffer the samples are, in the order in which they are wanted.
-
-    rows: [R] int64, their places among its samples. spans: of their tokens. peers: [R] int64, whom each goes to or comes from.
-    tokens, samples: [peers] int64, number that each sends or gets.
+    """One end of a route on this rank: where the samples lie in a batch or buffer, in the order wanted.
+    rows: [R] int64, indices of the samples. spans: of their tokens. peers: [R] int64, rank on the wire that each sample goes to or
+    comes from. tokens, samples: [peers] int64, numbers sent to or received from each peer.
     """
 
     rows: Tensor
@@ -90,8 +90,8 @@ class Leg:
 
     @classmethod
     def sent(cls, rows: Tensor, peers: Tensor, lengths: Tensor, num_peers: int) -> Leg:
-        """Samples of the local batch, peer by peer. rows: [R], ascending for each peer; peers: [R], places on the wire; lengths:
-        [B], of all samples of the batch."""
+        """Order samples of the local batch by peer. rows: [R], ascending for each peer. peers: [R], ranks on the wire. lengths:
+        [B], of the whole batch."""
         order = peers.argsort(stable=True)
         starts = (lengths.cumsum(0) - lengths)[rows[order]]
         spans = Spans(starts, lengths[rows[order]])
@@ -99,7 +99,7 @@ class Leg:
 
     @classmethod
     def received(cls, peers: Tensor, lengths: Tensor, num_peers: int) -> Leg:
-        """Samples of the buffer that arrives, in the order of the local batch. peers, lengths: [B]."""
+        """Find the samples of the arriving buffer in the order of the local batch. peers, lengths: [B]."""
         arriving = peers.argsort(stable=True)
         rows = arriving.argsort()
         in_buffer = lengths[arriving]
@@ -107,29 +107,29 @@ class Leg:
         return cls(rows, Spans(starts, lengths), peers, *_counts(peers, lengths, num_peers))
 
     def of_samples(self) -> Leg:
-        """The leg of fields of one number per sample."""
+        """Return the leg for fields with one number per sample."""
         return Leg(self.rows, Spans(self.rows, torch.ones_like(self.rows)), self.peers, self.samples, self.samples)
 
 
 def _counts(peers: Tensor, lengths: Tensor, num_peers: int) -> tuple[Tensor, Tensor]:
-    """[num_peers] int64 each, tokens and samples of each peer."""
+    """Return tokens and samples of each peer, [num_peers] int64 each."""
     tokens = torch.zeros(num_peers, dtype=torch.long).index_add_(0, peers, lengths)
     return tokens, peers.bincount(minlength=num_peers)
 
 
 class _Part(NamedTuple):
-    """A field in an exchange: its values on this rank, and both ends of its way."""
+    """A field in an exchange: its values on this rank and both ends of its route."""
 
     values: Tensor
     sent: Leg
     received: Leg
 
     def bytes_of(self, leg: Leg) -> Tensor:
-        """[peers] int64, to or from each."""
+        """Return the bytes to or from each peer, [peers] int64."""
         return leg.tokens * self.values.itemsize
 
     def pieces(self) -> dict[int, list[Tensor]]:
-        """Bytes for each peer that is sent any, in pieces."""
+        """Return peer -> bytes to send, in pieces, for the peers that get any."""
         slices = self.sent.spans.slices(self.values)
         if slices is None:
             peers = self.sent.tokens.nonzero().flatten()
@@ -141,8 +141,8 @@ class _Part(NamedTuple):
         return found
 
     def found(self, arrived: Tensor, peers: Tensor, starts: Tensor) -> Tensor:
-        """Values from the bytes that came, in the order of the local batch. peers: [P] int64, ascending, those that sent any field;
-        starts: [P] int64, of this field's bytes."""
+        """Return the values in the order of the local batch. peers: [P] int64, ascending, those that sent anything. starts: [P]
+        int64, where this field's bytes begin."""
         leg, size, sizes = self.received, self.values.itemsize, self.bytes_of(self.received)[peers]
         if not leg.spans.are_long:
             blocks = [arrived[start : start + of_peer] for start, of_peer in zip(starts.tolist(), sizes.tolist())]
@@ -153,7 +153,7 @@ class _Part(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Fields of the samples that have come, [T'] or [B'] each; none on a rank that is no holder. tokens: None if none were sent."""
+    """Fields of the samples that arrived, [T'] or [B'] each; empty on a rank that is no holder. tokens: None if none were sent."""
 
     tokens: Tensor | None
     token_fields: dict[str, Tensor]
@@ -162,11 +162,10 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """Way of samples from one ownership to another, as one rank sees it.
-
-    sent, received: of fields, which holders receive. sent_tokens, received_tokens: of tokens, which readers receive too. lengths:
-    [B'] int64, of the samples that are here afterwards. mean_tokens: of all samples, for each rank of the wire. is_still: nothing
-    moves, on any rank.
+    """Route of samples from one ownership to another, as one rank sees it.
+    sent, received: for fields, which only holders receive. sent_tokens, received_tokens: for tokens, which readers receive too.
+    lengths: [B'] int64, of the samples here afterwards. mean_tokens: of all samples, per rank of the wire. is_still: nothing moves
+    on any rank.
     """
 
     wire: Wire
@@ -181,7 +180,7 @@ class Route:
 
     @classmethod
     def between(cls, length: Tensor, source: Owners, target: Owners, rank: int, wire: Wire) -> Route:
-        """The route for world rank `rank`, which is on the wire as all owners are. length: [N], of all samples."""
+        """Build the route for world rank `rank`, which is on the wire like all owners. length: [N], of all samples."""
         before, after = source.numbers(rank), target.numbers(rank)
         shares, arriving, mean = target.shares, length[after].long(), int(length.sum()) // len(wire.ranks)
         index = shares.index_of(rank)
@@ -197,14 +196,13 @@ class Route:
     def moved(
         self, tokens: Tensor | None, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}
     ) -> Moved:
-        """Move the samples of this rank. Collective.
-
-        tokens: [T] int64, or None; those that come are zeros on a rank that gets lengths alone. token_fields, sequence_fields: [T]
-        and [B], the same names and types on every rank; read on ranks that send.
+        """Move the samples of this rank. Collective over the wire.
+        tokens: [T] int64, or None; zeros arrive on a rank that gets lengths alone. token_fields, sequence_fields: [T] and [B], with
+        the same names and dtypes on every rank; values are read on ranks that send.
         """
         if self.is_still:
             return Moved(tokens, dict(token_fields), dict(sequence_fields))
-        # Sorted: all ranks exchange them in the same order. int32 holds every token id in half the bytes.
+        # Sorted, so all ranks exchange them in the same order. int32 holds every token id in half the bytes.
         parts = [] if tokens is None else [_Part(tokens.int(), self.sent_tokens, self.received_tokens)]
         parts += [_Part(values, self.sent, self.received) for _, values in sorted(token_fields.items())]
         ends = self.sent.of_samples(), self.received.of_samples()
@@ -219,14 +217,14 @@ class Route:
         return Moved(tokens, dict(zip(sorted(token_fields), fields)), dict(zip(sorted(sequence_fields), ends)))
 
     def ragged_fields(self, fields: Mapping[str, Ragged]) -> dict[str, Ragged]:
-        """Move fields of some ids for each token, as `moved`."""
+        """Move ragged fields (ids per token), like `moved`."""
         if self.is_still:
             return dict(fields)
         moved = {name: self._ragged(values) for name, values in sorted(fields.items())}
         return moved if self.is_holder else {}
 
     def _ragged(self, values: Ragged) -> Ragged:
-        """As counts and ids. A sample's ids are as contiguous as its tokens."""
+        """Move a field as counts and ids; a sample's ids are as contiguous as its tokens."""
         sent = values.select(self.sent.spans)
         counts, ids = sent.counts.new_empty(int(self.received.tokens.sum())), sent.ids
         self.wire.all_to_all(counts, sent.counts, self.received.tokens.tolist(), self.sent.tokens.tolist())
@@ -236,7 +234,7 @@ class Route:
         return Ragged(arrived, counts).select(self.received.spans)
 
     def _groups(self, parts: Sequence[_Part]) -> list[list[_Part]]:
-        """Parts that go in one exchange, the same on every rank."""
+        """Group the parts that share one exchange, the same on every rank."""
         groups: list[list[_Part]] = []
         room = 0
         for part in parts:
@@ -249,7 +247,7 @@ class Route:
         return groups
 
     def _exchanged(self, parts: Sequence[_Part]) -> list[Tensor]:
-        """Values of all parts that come here, from one exchange of bytes: peer by peer, and for each one part after the other."""
+        """Exchange the bytes of all parts at once, peer by peer and then part by part, and return the values that arrived."""
         pieces = [part.pieces() for part in parts]
         sent = torch.stack([part.bytes_of(part.sent) for part in parts]).sum(0).tolist()
         sizes = torch.stack([part.bytes_of(part.received) for part in parts], 1)  # [peers, parts]
@@ -265,10 +263,8 @@ class Route:
 
 @dataclass(frozen=True)
 class _Legs:
-    """Both ends of a route, for the ranks that a kind of payload goes to.
-
-    before, after: [M], [M'] int64, numbers of the samples that this rank has. leaving, arriving: their lengths, int64.
-    """
+    """Both ends of a route, for the ranks that receive one kind of payload.
+    before, after: [M], [M'] int64, numbers of this rank's samples before and after. leaving, arriving: their lengths, int64."""
 
     source: Owners
     target: Owners
@@ -280,7 +276,8 @@ class _Legs:
     arriving: Tensor
 
     def to(self, receivers: Tensor) -> tuple[Leg, Leg]:
-        """(sent, received) if these world ranks of every share receive, [shares, R]. Only the reporter of a source share sends."""
+        """Return (sent, received). receivers: [shares, R], world ranks of each share that receive. Only the reporter of a source
+        share sends."""
         places, size, reporters = self.wire.places, len(self.wire.ranks), self.source.shares.ranks_that_hold[:, 0]
         none = self.before.new_empty(0)
         mine = self.source.shares.index_of(self.rank)
@@ -297,6 +294,6 @@ class _Legs:
 
 
 def _sums_of_parts(counts: Tensor, sizes: Tensor) -> list[int]:
-    """Sums of consecutive parts of `counts`, of these sizes [P] int64."""
+    """Sum consecutive parts of `counts`. sizes: [P] int64, of the parts."""
     running = torch.cat([counts.new_zeros(1, dtype=torch.long), counts.long().cumsum(0)])
     return running[torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])].diff().tolist()

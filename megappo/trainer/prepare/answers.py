@@ -1,8 +1,5 @@
-"""Reference answers that a reward rule cannot read: found before a model is built, counted during the run, never its end.
-
-A rule scores 0 for a sample whose answer it cannot read. If it can read none of a set, the configuration names the wrong rule or
-the wrong `data.answer_key`, and the run is refused.
-"""
+"""Finds reference answers that a reward rule cannot read. A sample with such an answer scores 0; if a rule can read none of a set,
+the rule or `data.answer_key` is wrong and the run is refused."""
 
 from __future__ import annotations
 
@@ -19,10 +16,9 @@ from megappo.trainer.prepare.reward_routes import places, scored_by
 
 
 def answer_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[str]:
-    """Check every answer of `sets` (key of the configuration -> prompts) with every rule of `reward` that restricts them.
-
-    One note per rule and set with unusable answers: their number, the first records and the reason. ConfigError if a rule can read
-    none of a set.
+    """Check every answer of `sets` (key of the configuration -> prompts) with every rule of `reward` that restricts answers.
+    Yields one note per rule and set with unusable answers: count, first records and reason. ConfigError if a rule reads none of a
+    set.
     """
     for name in reward.all_parts:
         scored = {key: found for key, prompts in sets.items() if (found := scored_by(reward, name, prompts))}
