@@ -1,4 +1,4 @@
-"""Rules about the keys of `algorithm` that belong together, and its mini-batches. Imports no torch. See `checks.py`."""
+"""Rules about keys of `algorithm` that belong together, mini-batches included (see `checks.py`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OF_FEWER_TOKENS = "the sampler's log-probs are of fewer tokens than the trainer
 
 
 def group_problem(config: TrainConfig) -> str | None:
-    """An estimator that compares the responses to a prompt, of which there is one."""
+    """Refuse an estimator that compares the responses to a prompt when a prompt has only one."""
     if config.algorithm.compares_groups and config.rollout.samples_per_prompt == 1:
         fix = (
             "a prompt with one response has nothing to compare it with; set rollout.samples_per_prompt to 2 or more, "
@@ -23,7 +23,7 @@ def group_problem(config: TrainConfig) -> str | None:
 
 
 def critics_problem(config: TrainConfig) -> str | None:
-    """Samples that several critics cannot share evenly, or that they compare at tokens where they learn at turns."""
+    """Refuse samples that do not divide among several critics, and comparisons per token where the critics learn per turn."""
     a, samples, parts = config.algorithm, step_arithmetic(config).samples, len(config.critics_in_use)
     if parts < 2:
         return None
@@ -42,7 +42,7 @@ def critics_problem(config: TrainConfig) -> str | None:
 
 
 def sequence_loss_problem(config: TrainConfig) -> str | None:
-    """Settings of tokens under GSPO, whose loss is one number of a response."""
+    """Refuse per-token settings under GSPO, whose loss is one number per response."""
     a = config.algorithm
     if a.loss.type != "gspo":
         return None
@@ -57,7 +57,7 @@ def sequence_loss_problem(config: TrainConfig) -> str | None:
 
 
 def importance_sampling_problem(config: TrainConfig) -> str | None:
-    """A correction without bounds that leave anything, made twice, or of log-probs of two different distributions."""
+    """Refuse a correction whose bounds leave nothing, that is made twice, or that compares log-probs of two distributions."""
     a, sampling = config.algorithm, config.rollout.sampling
     c = a.importance_sampling
     if c.type == "icepop" and c.low >= c.high:
@@ -80,7 +80,7 @@ def importance_sampling_problem(config: TrainConfig) -> str | None:
 
 
 def vtrace_problem(config: TrainConfig) -> str | None:
-    """V-trace with bounds out of order, with a second weight of the same ratio, or of log-probs of two different distributions."""
+    """Refuse V-trace with bounds out of order, with a second weight of the same ratio, or with log-probs of two distributions."""
     a, sampling = config.algorithm, config.rollout.sampling
     if a.estimator != "vtrace":
         return None
@@ -100,7 +100,7 @@ def vtrace_problem(config: TrainConfig) -> str | None:
 
 
 def dynamic_sampling_problem(config: TrainConfig) -> str | None:
-    """Groups that cannot differ, differences that do not matter, or a part of the reward that is not there."""
+    """Refuse dynamic sampling where groups cannot differ, where differences do not matter, or by an unknown part of the reward."""
     section, key = config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
     if section is None:
         return None
@@ -117,12 +117,12 @@ def dynamic_sampling_problem(config: TrainConfig) -> str | None:
 
 
 def mini_batch_problem(config: TrainConfig) -> str | None:
-    """A policy's mini-batch that does not divide the samples of a step."""
+    """Refuse a policy mini-batch that does not divide the samples of a step."""
     return _mini_batch_divides("algorithm.mini_batch_size", config.algorithm.mini_batch_size, config)
 
 
 def critic_mini_batch_problem(config: TrainConfig) -> str | None:
-    """A critic's own mini-batch that does not divide its part of the samples."""
+    """Refuse a critic's own mini-batch that does not divide its share of the samples."""
     for role, critic in config.critics_in_use.items():
         if critic.mini_batch_size is not None:
             key, parts = f"{key_of_role(role)}.mini_batch_size", update_schedule(config, role).part.count
@@ -132,7 +132,6 @@ def critic_mini_batch_problem(config: TrainConfig) -> str | None:
 
 
 def _mini_batch_divides(key: str, size: int, config: TrainConfig, parts: int = 1) -> str | None:
-    """Problem of a mini-batch of a role that trains on one of `parts` equal parts of the samples."""
     samples = step_arithmetic(config).samples // parts
     if samples % size == 0:
         return None
@@ -146,7 +145,7 @@ def _mini_batch_divides(key: str, size: int, config: TrainConfig, parts: int = 1
 
 
 def adaptive_kl_problem(config: TrainConfig) -> str | None:
-    """A factor that the controller multiplies and that stays 0, or a horizon so short that one of its steps may turn its sign."""
+    """Refuse a KL factor that stays 0 under the adaptive controller, or a horizon so short that one step may flip its sign."""
     kl, samples = config.algorithm.kl, step_arithmetic(config).samples
     if kl.placement != "reward" or kl.controller.type != "adaptive":
         return None

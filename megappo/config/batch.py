@@ -1,6 +1,6 @@
 """Batch arithmetic of a PPO step: samples, mini-batches and optimizer steps.
 
-Used by the checks, by `megappo plan` and by the trainer, so that all three count alike. Plain integers, no torch.
+The checks, `megappo plan` and the trainer all count with it. Plain integers, no torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from megappo.config.section import LossAggregation
 
 
 class Part(NamedTuple):
-    """Samples of a step that a role trains on: those whose number modulo `count` is `index`.
+    """Share of a step's samples that a role trains on: those whose number modulo `count` is `index` (AsyPPO, arXiv:2510.01656)."""
 
-    Samples of one prompt have numbers in a row, so that each of several critics has its part of the responses to every prompt
-    (AsyPPO, arXiv:2510.01656).
-    """
-
+    # The samples of a prompt are numbered in a row, so each of several critics gets some of the responses to every prompt.
     index: int = 0
     count: int = 1
 
@@ -38,25 +35,25 @@ class UpdateSchedule:
     part: Part = WHOLE
 
     def mini_batches(self, samples: int) -> int:
-        """Mini-batches of an epoch. samples: of the whole step."""
+        """Count the mini-batches of an epoch, given the samples of the whole step."""
         return samples // self.part.count // self.mini_batch_size  # exact: `checks.py` refuses a remainder
 
     def optimizer_steps(self, samples: int) -> int:
-        """Optimizer steps of a PPO step; the policy makes fewer if `target_kl` stops it."""
+        """Count the optimizer steps of a PPO step; the policy makes fewer if `target_kl` stops it."""
         return self.epochs * self.mini_batches(samples)
 
 
 def shared_schedule(algorithm: AlgorithmConfig) -> UpdateSchedule:
-    """Schedule of `algorithm`: the policy's, and a critic's but for what its section says."""
+    """Schedule that `algorithm` sets: the policy's, and the default of every critic."""
     return UpdateSchedule(algorithm.ppo_epochs, algorithm.mini_batch_size, algorithm.loss_aggregation)
 
 
 def update_schedule(config: TrainConfig, role: str) -> UpdateSchedule:
-    """Schedule of a role that trains: a critic's keys, where they are set, replace those of `algorithm`. Of several critics each
-    has its part of the samples, and makes as many updates of it as one critic would of all."""
+    """Schedule of a trained role. Keys that a critic's section sets replace those of `algorithm`."""
     shared, critics = shared_schedule(config.algorithm), config.critics_in_use
     if role not in critics:
         return shared
+    # The shared mini-batch shrinks with a critic's share of the samples, so that it updates as often as a single critic would.
     critic, part = critics[role], Part(list(critics).index(role), len(critics))
     return UpdateSchedule(
         shared.epochs if critic.ppo_epochs is None else critic.ppo_epochs,
@@ -67,7 +64,7 @@ def update_schedule(config: TrainConfig, role: str) -> UpdateSchedule:
 
 
 def mini_batch_key(config: TrainConfig, role: str) -> str:
-    """Key that says the mini-batch of a role that trains."""
+    """Name the key that sets the mini-batch of a trained role."""
     critic = config.critics_in_use.get(role)
     own = critic is not None and critic.mini_batch_size is not None
     return f"{key_of_role(role) if own else 'algorithm'}.mini_batch_size"
@@ -83,7 +80,6 @@ class StepArithmetic:
 
 
 def step_arithmetic(config: TrainConfig) -> StepArithmetic:
-    """Count the parts of one PPO step."""
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     return StepArithmetic(
         prompts=config.data.prompts_per_step,
@@ -93,27 +89,27 @@ def step_arithmetic(config: TrainConfig) -> StepArithmetic:
 
 
 class TextArithmetic(NamedTuple):
-    """Texts of `algorithm.ptx` in each update of a role, over all ranks, and tokens of the longest; (0, 0) without any."""
+    """Texts of `algorithm.ptx` in each update of a role, over all ranks, and the tokens of the longest; (0, 0) without any."""
 
     count: int = 0
     max_tokens: int = 0
 
 
 def text_arithmetic(config: TrainConfig, role: str) -> TextArithmetic:
-    """Texts in the updates of a role: the policy's, if it trains."""
+    """Texts in each update of a role; only the policy has any."""
     ptx = config.algorithm.ptx
     return TextArithmetic(ptx.batch_size, ptx.max_tokens) if role == "policy" and ptx is not None else TextArithmetic()
 
 
 def micro_batches_bound(sequences: int, sequence_tokens: int, budget_tokens: int) -> int:
-    """Upper bound on the micro-batches of `sequences` sequences of up to `sequence_tokens` tokens under a token budget."""
+    """Upper bound on the micro-batches that `sequences` of up to `sequence_tokens` tokens fill under a token budget."""
     # Filled in order, a micro-batch holds at least floor(budget / longest) sequences; one longer than the budget is alone.
     each = max(1, budget_tokens // sequence_tokens)
     return -(-sequences // each)
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Divisors of `number` next to `wanted`: the largest one up to it and the smallest one above it, if they exist."""
+    """Divisors of `number` next to `wanted`: the largest up to it and the smallest above it, where they exist."""
     # Of a number above 2^40, a slip, some may be missed: it is refused all the same, and at once.
     small = [d for d in range(1, min(math.isqrt(number), 1 << 20) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})

@@ -1,8 +1,7 @@
-"""Rules about several keys, checked once before anything is built: the list of them, and who asks for which.
+"""Rules about several keys, checked once before anything is built.
 
-A rule is a function that returns a message or None, in the file of its section (`*_checks.py`). Ranges of single keys:
-`schema.py`. Keys without effect: `dead_keys.py`. Rules that need the model, the tokenizer or the data: `megappo/trainer/prepare`.
-Imports no torch.
+A rule returns a message or None and stands in the file of its section (`*_checks.py`). Ranges of single keys are in `schema.py`,
+keys without effect in `dead_keys.py`, rules about the model, tokenizer or data in `megappo/trainer/prepare`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -113,6 +112,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     evaluation_problem,
 )
 SFT_RULES: tuple[Callable[[SftConfig], str | None], ...] = (sft_lr_warmup_problem,)
+# Rules about the number of steps.
 LENGTH_RULES: tuple[TrainRule, ...] = (
     critic_warmup_problem,
     policy_lr_warmup_problem,
@@ -120,7 +120,6 @@ LENGTH_RULES: tuple[TrainRule, ...] = (
     push_steps_problem,
     profile_problem,
 )
-"""Rules about the number of steps."""
 
 # Keys that only a GPU needs. One file serves both devices, so on the CPU they are named in a note and not refused.
 GPU_KEYS = ("rollout.memory_share",)
@@ -130,7 +129,7 @@ GPU_KEYS_OF_ROLE = ("offload.parameters", "offload.optimizer", "offload_activati
 def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int, device: Device) -> list[str]:
     """Raise ConfigError with the first problem; otherwise return notes on written keys that this device does not need.
 
-    `explicit`: the keys that the user wrote (`loading.explicit_keys`). `world_size`: ranks of the run.
+    explicit: the keys that the user wrote (`loading.explicit_keys`).
     """
     for message in problems(config, explicit, world_size):
         raise ConfigError(message)
@@ -138,13 +137,13 @@ def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], worl
 
 
 def problems(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int) -> Iterator[str]:
-    """Every problem, the ones about the world first."""
+    """Yield every problem, those about the world size first."""
     yield from world_problems(config, world_size)
     yield from rule_problems(config, explicit)
 
 
 def rule_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> Iterator[str]:
-    """Problems that do not depend on the world."""
+    """Yield the problems that do not depend on the world size."""
     yield from timeout_problems(config.run)
     yield from engine_problems(config)
     yield from freeze_problems(config)
@@ -157,14 +156,14 @@ def rule_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> 
 
 
 def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:
-    """Problems of the run's length, once the data has set the number of steps in `trainer.epochs`."""
+    """Yield problems of the run's length, once the data has turned `trainer.epochs` into a number of steps."""
     counted = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": total_steps})})
     found = (rule(counted) for rule in LENGTH_RULES)
     yield from (message for message in found if message is not None)
 
 
 def dead_key_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> Iterator[str]:
-    """Keys that the user wrote and that have no effect."""
+    """Yield a problem for every key that the user wrote and that has no effect."""
     for name, because in dead_keys(config).items():
         value = value_at(config, name)
         if name in explicit and value is not None:  # a key written as null states no intent
@@ -172,7 +171,7 @@ def dead_key_problems(config: TrainConfig | SftConfig, explicit: frozenset[str])
 
 
 def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], device: Device) -> list[str]:
-    """One line per written key without effect on this device."""
+    """Return one line per written key that has no effect on this device."""
     if device == "cuda":
         return []
     of_roles = (f"{key_of_role(role)}.{key}" for role in role_sections(config) for key in GPU_KEYS_OF_ROLE)

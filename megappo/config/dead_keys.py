@@ -1,7 +1,7 @@
 """Keys that have no effect under the other keys of a configuration.
 
-Writing such a key is an error (`checks.py`): a user who sets `kl.target` under a fixed controller believes that it acts. The
-dump of a resolved configuration leaves them out, so that it loads again.
+Writing one is an error (`checks.py`): whoever sets `kl.target` under a fixed controller believes that it acts. The dump of a
+resolved configuration leaves them out, so that it loads again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megappo.config.schema import SftConfig, TrainConfig
 
 
 class Dead(NamedTuple):
-    """`keys` have no effect if `when(config)`; `because` finishes the sentence "has no effect: ..."."""
+    """Keys that have no effect if `when(config)`; `because` finishes the sentence "has no effect: ..."."""
 
     keys: tuple[str, ...]  # dotted; `name.*` is a whole section
     when: Callable[[Any], bool]
@@ -36,12 +36,12 @@ _IMPL = Dead(
 )
 
 
+# Keys about the values of several critics.
 SEVERAL_CRITICS = (
     "algorithm.value_of_critics",
     "algorithm.disagreement_mask_ratio",
     "algorithm.disagreement_entropy_ratio",
 )
-"""Keys about the values of several critics."""
 
 TRAIN: tuple[Dead, ...] = (
     _IMPL,
@@ -324,13 +324,13 @@ OF_ROLE: tuple[tuple[type[RoleConfig], Dead], ...] = (
         ),
     ),
 )
-"""Class of a role's section -> rule, whose keys are those of the section; `{role}` in the reason is the section's name."""
+"""Class of a role's section -> rule about keys of that section. `{role}` in the reason stands for the section's name."""
 
 RULES: Mapping[type[BaseModel], tuple[Dead, ...]] = {TrainConfig: TRAIN, SftConfig: SFT}
 
 
 def dead_keys(config: TrainConfig | SftConfig) -> dict[str, str]:
-    """Dotted name -> reason, for every value key without effect under this configuration."""
+    """Map the dotted name of every key without effect under this configuration to the reason."""
     found: dict[str, str] = {}
     for rule in RULES[type(config)]:
         if rule.when(config):
@@ -347,7 +347,6 @@ def dead_keys(config: TrainConfig | SftConfig) -> dict[str, str]:
 
 @cache
 def _covered(patterns: tuple[str, ...], cls: type[BaseModel]) -> tuple[str, ...]:
-    """Names of value keys that one of the patterns covers, in the order of the schema."""
     return tuple(name for name, _ in value_keys(cls) if any(_covers(pattern, name) for pattern in patterns))
 
 

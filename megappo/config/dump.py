@@ -1,7 +1,5 @@
-"""The resolved configuration as YAML: every key that has an effect, in the order of the schema.
-
-The text loads back to an equal configuration and passes the checks again.
-"""
+"""Dump the resolved configuration as YAML: every key with an effect, in the order of the schema. The text loads back to an equal
+configuration and passes the checks again."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from megappo.config.yaml_reader import CoreDumper
 
 
 def dump_yaml(config: TrainConfig | SftConfig) -> str:
-    """Text of the resolved configuration. A comment at the end names the keys without effect, with the reason."""
+    """Return the YAML text. Comments at its end name the keys without effect, with the reason."""
     data = config.model_dump(mode="json")  # tuples become lists
     dead = dead_keys(config)
     for name in dead:
@@ -26,7 +24,7 @@ def dump_yaml(config: TrainConfig | SftConfig) -> str:
 
 
 def _remove(data: dict[str, Any], path: list[str]) -> None:
-    """Remove one key and the sections that it leaves empty."""
+    """Remove a key and any section that this leaves empty."""
     head, *rest = path
     if data.get(head) is None:  # a section that is not there, or a key of another section of a choice
         return

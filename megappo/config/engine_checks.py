@@ -1,5 +1,4 @@
-"""Keys that a role's engine does not have: refused, not ignored. Rules about its models: `trainer/prepare/layouts.py`. Imports no
-torch."""
+"""Refuse keys that a role's engine does not have. Rules about its models are in `trainer/prepare/layouts.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ _KEPT = ("tp", "cp", "sequence_parallel")
 
 
 def engine_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
-    """Problems of every role, one line each."""
+    """Yield the problems of every role, one line each."""
     sections = role_sections(config)
     for role in roles_in_use(config):
         yield from problems_of_role(key_of_role(role), sections[role])
 
 
 def problems_of_role(role: str, section: RoleConfig) -> Iterator[str]:
-    """Keys of a role that its engine does not have, one line each. role: the key of its section."""
+    """Yield one line for each key that the role's engine does not have. role: key of its section."""
     if section.engine == "fsdp2":
         yield from _without_fsdp2(role, section)
     else:

@@ -1,4 +1,4 @@
-"""Keys of an environment, which answers the policy's turns. The text under a field is its documentation (`schema.py`)."""
+"""Keys of an environment, which answers the policy's turns. The text under each field is its documentation (`schema.py`)."""
 
 from __future__ import annotations
 

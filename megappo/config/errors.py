@@ -1,4 +1,4 @@
-"""Errors of the configuration. The command line prints the one line and exits with code 2."""
+"""Errors in the configuration. The command line prints their one line and exits with code 2."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ SHOWN_CHARACTERS = 240  # long enough for a path: without its end it is of no us
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration: one line that names the key, the value and the fix, without the secrets in them."""
+    """A mistake in the configuration: one line that names the key, the value and the fix, with secrets hidden."""
 
     def __init__(self, text: str) -> None:
         super().__init__(hide_secrets(text))
 
 
 def show(value: Any) -> str:
-    """A value on one line, in YAML's flow style, cut to SHOWN_CHARACTERS."""
+    """Write a value on one line in YAML's flow style, cut to SHOWN_CHARACTERS."""
     text = json.dumps(value, ensure_ascii=False, default=_plain)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
 def _plain(value: Any) -> Any:
-    """A section as its keys, anything else that JSON lacks as its text."""
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
 def problem(key: str, value: Any, fix: str) -> str:
-    """Message about a key: `policy.parallel.tp = 0: must be >= 1`."""
+    """Format a message about a key: `policy.parallel.tp = 0: must be >= 1`."""
     return f"{key} = {show(value)}: {fix}"

@@ -1,7 +1,7 @@
-"""Evaluations of a run with every default filled in, the names of their metrics, and the rules about their keys.
+"""Evaluation sets of a run with all defaults filled in, the names of their metrics, and rules about their keys.
 
-The set of `data.eval` has the name "", is greedy, and keeps the metric names `eval/score`, `eval/length`, ...; a set NAME of
-`evaluations` has `eval/NAME/...`. Imports nothing of megappo but config.
+The set of `data.eval` is named "", is greedy, and logs `eval/score`, `eval/length`, ...; a set NAME of `evaluations` logs
+`eval/NAME/...`. Imports only megappo/config.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from megappo.config.errors import problem
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
 from megappo.config.schema import TrainConfig
 
-DEFAULT = ""
-"""Name of the set that `data.eval` makes."""
+DEFAULT = ""  # name of the set that `data.eval` makes
 SCORE, LENGTH, TRUNCATED = "score", "length", "truncated"
 STDERR, UNDECIDED, UNUSABLE = "stderr", "undecided", "unusable_answers"
+# Figures of a set that is played in an environment.
 TURNS = ("turns_mean", "turns_max", "turns_limited", "turns_late")
-"""Figures of a set that is played in an environment."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _RESERVED = (SCORE, LENGTH, TRUNCATED, *TURNS)  # eval/score is a metric of data.eval
 
 
 def evaluation_sets(config: TrainConfig) -> dict[str, EvaluationConfig]:
-    """Name -> set, that of `data.eval` first, without a null but in `prompts` and `reward` (null: the training's)."""
+    """Map each name to its set, `data.eval` first. Only `prompts` (all) and `reward` (the training's) may still be null."""
     sets = {} if config.data.eval is None else {DEFAULT: EvaluationConfig(data=config.data.eval, prompts=config.data.eval_prompts)}
     return {name: _filled(one, config) for name, one in {**sets, **config.evaluations}.items()}
 
@@ -44,12 +43,12 @@ def _filled(one: EvaluationConfig, config: TrainConfig) -> EvaluationConfig:
 
 
 def key_of(name: str) -> str:
-    """Key of the prompts of a set."""
+    """Key that names the prompts of a set."""
     return f"evaluations.{name}.data" if name else "data.eval"
 
 
 def config_of_set(config: TrainConfig, one: EvaluationConfig) -> TrainConfig:
-    """The configuration with the reward, the response length and the data keys of a set: for what builds one of them."""
+    """Copy of the configuration with the reward, response length and data keys of a set."""
     keys = {"prompt_key": one.prompt_key, "answer_key": one.answer_key, "prompt_suffix": one.prompt_suffix}
     return config.model_copy(
         update={
@@ -61,12 +60,12 @@ def config_of_set(config: TrainConfig, one: EvaluationConfig) -> TrainConfig:
 
 
 def rewards_of(config: TrainConfig) -> list[RewardConfig]:
-    """Every reward that the run scores with: the training's, and those of sets with one of their own."""
+    """Every reward that the run scores with: the training's, and those of sets with their own."""
     return [config.reward, *(one.reward for one in config.evaluations.values() if one.reward is not None)]
 
 
 def longest_sequence_tokens(config: TrainConfig) -> int:
-    """Longest prompt and response that the sampler may see, of the training or of an evaluation."""
+    """Most tokens of prompt and response that the sampler may see, in training or in an evaluation."""
     responses = [config.rollout.max_response_tokens, *(one.max_response_tokens or 0 for one in config.evaluations.values())]
     return config.data.max_prompt_tokens + max(responses)
 
@@ -75,7 +74,7 @@ def longest_sequence_tokens(config: TrainConfig) -> int:
 
 
 def metric_name(name: str, figure: str) -> str:
-    """Metric of a set: figure is score, length, mean@8, the label of a reward part, ..."""
+    """Metric name of a set's figure: score, length, mean@8, the label of a reward part, ..."""
     return f"eval/{name}/{figure}" if name else f"eval/{figure}"
 
 
@@ -92,7 +91,7 @@ def majority_at(n: int) -> str:
 
 
 def metric_names(config: TrainConfig) -> list[str]:
-    """Metrics that the evaluations of a run may log; maj@N only if a rule of the set tells answers apart (`prepare`)."""
+    """Metrics that the evaluations of a run may log. maj@N is logged only if a rule of the set tells answers apart (`prepare`)."""
     return [metric_name(name, figure) for name, one in evaluation_sets(config).items() for figure in _figures(name, one, config)]
 
 
@@ -111,7 +110,7 @@ def _figures(name: str, one: EvaluationConfig, config: TrainConfig) -> Iterator[
 
 
 def best_metric(config: TrainConfig) -> str | None:
-    """Metric of `trainer.keep_best`, written out: `eval/NAME` is its mean@N, `eval` the score of `data.eval`."""
+    """Full name of the metric of `trainer.keep_best`: `eval/NAME` stands for the set's mean@N."""
     wanted, sets = config.trainer.keep_best, evaluation_sets(config)
     if wanted is None:
         return None
@@ -125,7 +124,7 @@ def best_metric(config: TrainConfig) -> str | None:
 
 
 def evaluation_problem(config: TrainConfig) -> str | None:
-    """First problem of the keys of the sets and of `trainer.keep_best`."""
+    """First problem of the sets and of `trainer.keep_best`; None without one."""
     sets = evaluation_sets(config)
     for name, one in config.evaluations.items():
         if (message := _name_problem(name, config) or _sampling_problem(name, one, sets[name])) is not None:

@@ -1,6 +1,6 @@
-"""The keys of a configuration class as a flat table, and the nearest known key to one that does not exist.
+"""The keys of a configuration class as a flat table, and the nearest known key to an unknown one.
 
-Walks the pydantic models so that suggestions, documentation and dumps follow `schema.py` without a second list of the keys.
+Walks the pydantic models, so that suggestions, documentation and dumps follow `schema.py` without a second list.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megappo.config.foreign.rule import Outcome, Rule, Trainer
 
 
 def section_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Class of a field that is a section, or null in its place (`reward.parts[].code`); None if the field is a value."""
+    """Return the class of a field that is a section or an optional one (`reward.parts[].code`); None if the field is a value."""
     kinds = get_args(field.annotation)
     kind = kinds[0] if len(kinds) == 2 and kinds[1] is NoneType else field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def item_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Class of the items of a field that is a list (`reward.parts`) or a mapping (`evaluations`) of sections, or a mapping of such
-    lists (`reward.route.map`); None otherwise."""
+    """Return the section class of the items of a list (`reward.parts`), of a mapping (`evaluations`) or of a mapping of such lists
+    (`reward.route.map`); None for another field."""
     items = get_args(field.annotation) if get_origin(field.annotation) in (tuple, dict) else ()
     if items and get_origin(items[-1]) is tuple:
         items = get_args(items[-1])
@@ -34,16 +34,16 @@ def item_class(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def is_mapping(field: FieldInfo) -> bool:
-    """True if a field maps names of the user's choice to sections."""
+    """True if a field maps names that the user chooses to sections."""
     return get_origin(field.annotation) is dict and get_args(field.annotation)[-1] is item_class(field)
 
 
 class Choice(NamedTuple):
-    """Sections of which one is written, as the word at `key` says: a discriminated union of pydantic."""
+    """Alternative sections of which the word at `key` selects one: a discriminated union of pydantic."""
 
     key: str
     sections: Mapping[str, type[BaseModel]]
-    """Word -> section; the first is meant where there is no word."""
+    """Word -> section; the first is the default."""
 
     @property
     def default(self) -> str:
@@ -51,7 +51,7 @@ class Choice(NamedTuple):
 
 
 def choice_of(annotation: Any, key: Any = None) -> Choice | None:
-    """Choice in the type of a field, or of the items of its list; None if there is none. key: the field's own discriminator."""
+    """Return the choice in a field's type or in the items of its list, or None. key: the field's own discriminator."""
     if key is None:
         found = (choice_of(part) for part in get_args(annotation) if get_origin(part) in (Annotated, tuple))
         marks = [mark.discriminator for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, FieldInfo)]
@@ -61,7 +61,7 @@ def choice_of(annotation: Any, key: Any = None) -> Choice | None:
 
 
 def section_classes(field: FieldInfo) -> tuple[type[BaseModel], ...]:
-    """Classes of a field that is a section, several for a choice; empty if the field is a value or a list."""
+    """Return the classes of a field that is a section: several for a choice, none for a value or a list."""
     section = section_class(field)
     if section is not None:
         return (section,)
@@ -72,7 +72,7 @@ def section_classes(field: FieldInfo) -> tuple[type[BaseModel], ...]:
 
 @cache  # a walk of all classes; the rules of keys without effect ask for it dozens of times for each configuration
 def value_keys(cls: type[BaseModel]) -> tuple[tuple[str, FieldInfo], ...]:
-    """(dotted name, field) of every key that holds a value, in the order of the schema; of a choice those of all its sections."""
+    """Return (dotted name, field) of every value key in the order of the schema; a choice lists the keys of all its sections."""
     found: dict[str, FieldInfo] = {}
     for name, field in cls.model_fields.items():
         if len(section_classes(field)) > 1 and (choice := choice_of(field.annotation, field.discriminator)) is not None:
@@ -85,7 +85,7 @@ def value_keys(cls: type[BaseModel]) -> tuple[tuple[str, FieldInfo], ...]:
 
 
 def sections(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """(dotted name, class) of every section below `cls`, in the order of the schema; a choice once for each of its sections."""
+    """Yield (dotted name, class) of every section below `cls` in the order of the schema; a choice once per section."""
     for name, field in cls.model_fields.items():
         for section in section_classes(field):
             yield prefix + name, section
@@ -96,20 +96,20 @@ class Written(NamedTuple):
     """A section as a document writes it."""
 
     key: str
-    """Its dotted name, with places in lists."""
+    """Dotted name, with indices in lists."""
     data: dict[str, Any]
     cls: type[BaseModel]
     choice: Choice | None
-    """The choice that it is one of."""
+    """The choice to which the section belongs."""
     is_static: bool
     """False inside lists and mappings, whose keys have no names of their own in `value_keys`."""
 
 
 def written_sections(data: dict[str, Any], cls: type[BaseModel], prefix: str = "", is_static: bool = True) -> Iterator[Written]:
-    """Every section below `cls` that `data` writes, outer ones first.
+    """Yield every section below `cls` that `data` writes, outer ones first, and write out the choices in `data`.
 
-    Writes out the choices: `controller: fixed` becomes {type: fixed}, and a choice without its word takes the default. What is no
-    section, or names none of a choice, is left to pydantic.
+    `controller: fixed` becomes {type: fixed}, and a choice without its word takes the default. Values that are no section, or name
+    an unknown one, are left for pydantic to refuse.
     """
     for name, value in data.items():
         if (field := cls.model_fields.get(name)) is None:
@@ -129,7 +129,7 @@ def written_sections(data: dict[str, Any], cls: type[BaseModel], prefix: str = "
 
 
 def _mappings_in(value: Any, field: FieldInfo, key: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """(key, mapping, False inside a list or mapping) of every mapping that may be a section in the value of a field."""
+    """Yield (key, mapping, False inside a list or mapping) of every mapping in the value of a field that may be a section."""
     if get_origin(field.annotation) not in (tuple, dict):
         if isinstance(value, dict) and section_classes(field):
             yield key, value, True
@@ -146,8 +146,8 @@ def _mappings_in(value: Any, field: FieldInfo, key: str) -> Iterator[tuple[str, 
 
 
 def keys_in(config: BaseModel) -> Iterator[tuple[str, FieldInfo]]:
-    """(dotted name, field) of every key that holds a value in this configuration: `value_keys`, and those of the sections that it
-    maps names to."""
+    """Yield (dotted name, field) of every value key of this configuration: `value_keys`, and keys of sections
+    under chosen names."""
     for name, field in value_keys(type(config)):
         yield name, field
         for item, section in value_at(config, name).items() if is_mapping(field) else ():
@@ -155,7 +155,7 @@ def keys_in(config: BaseModel) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def value_at(config: BaseModel, dotted: str) -> Any:
-    """Value of a dotted key of a configuration; None if a section around it is null, or another of its choice."""
+    """Return the value of a dotted key; None if a section on the way is null or not the chosen one."""
     value: Any = config
     for part in dotted.split("."):
         value = _member(value, part)
@@ -163,7 +163,7 @@ def value_at(config: BaseModel, dotted: str) -> Any:
 
 
 def replaced(section: Any, path: Sequence[str], value: Any) -> Any:
-    """Copy of a section, or of a mapping of sections, with another value at this path of keys."""
+    """Copy a section, or a mapping of sections, with another value at this path of keys."""
     first, *rest = path
     changed = {first: replaced(_member(section, first), rest, value) if rest else value}
     return {**section, **changed} if isinstance(section, Mapping) else section.model_copy(update=changed)
@@ -174,7 +174,7 @@ def _member(section: Any, name: str) -> Any:
 
 
 def hint(name: str, cls: type[BaseModel]) -> str:
-    """End of the message about an unknown key: the key that is meant, or what becomes of another trainer's key here; or empty."""
+    """End a message about an unknown key: name the key that is meant, or what becomes of another trainer's key; may be empty."""
     role, _, key = name.partition(".")
     if key.partition(".")[0] == "lora" and role in cls.model_fields:
         return f"the {role} trains nothing that an adapter could learn; policy and critic have the section"
@@ -187,11 +187,9 @@ def hint(name: str, cls: type[BaseModel]) -> str:
 
 
 def _nearest(name: str, cls: type[BaseModel]) -> tuple[str | None, tuple[Trainer, Rule] | None]:
-    """(key, rule that led to it).
-
-    In this order: the name of another trainer's key, with its sections; a key whose last part is the same (`policy.tp` ->
-    `policy.parallel.tp`); the last part of another trainer's key; the nearest dotted name; the nearest last part.
-    """
+    """Return (key, rule that led to it), trying in this order: another trainer's key with its sections, a key with the same last
+    part (`policy.tp` -> `policy.parallel.tp`), the last part of another trainer's key, the nearest dotted name, the nearest last
+    part."""
     from megappo.config.foreign.tables import exact_rule, rule_by_last_part  # hundreds of keys, for messages alone
 
     known = [key for key, _ in value_keys(cls)] + [key for key, _ in sections(cls)]

@@ -31,7 +31,7 @@ from megappo.config.schema import SftConfig, TrainConfig
 
 
 def role_sections(config: TrainConfig | SftConfig) -> dict[str, RoleConfig]:
-    """Role -> its section, for all roles that the configuration knows."""
+    """Map every role that the configuration knows to its section."""
     values, found = vars(config), {}
     for name in _role_names(type(config)):
         found[name] = values[name]
@@ -47,7 +47,7 @@ def _role_names(cls: type[TrainConfig | SftConfig]) -> tuple[str, ...]:
 
 
 def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
-    """Role -> parallel sizes, for the roles that this configuration builds."""
+    """Map every role that this configuration builds to its parallel sizes."""
     roles = {name: section.parallel for name, section in role_sections(config).items()}
     if isinstance(config, TrainConfig) and reads_trajectories(config):
         return {name: sizes for name, sizes in roles.items() if is_critic(name)}  # nobody samples, and nothing is scored
@@ -61,14 +61,14 @@ def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
 
 
 def reference_is_base(config: TrainConfig) -> bool:
-    """True if the reference is the policy without its adapters: no model of its own is built."""
+    """True if the reference is the policy without its adapters, so that no separate model is built."""
     if config.algorithm.kl.placement == "none" or reads_trajectories(config):
         return False
     return config.policy.lora is not None and config.reference.model is None
 
 
 def scores_with_model(config: TrainConfig) -> bool:
-    """True if a part of the reward, or of an evaluation's own, is the reward model."""
+    """True if the training's reward or an evaluation's uses the reward model."""
     return any(map(uses_model, rewards_of(config)))
 
 
@@ -78,7 +78,7 @@ def uses_model(reward: RewardConfig) -> bool:
 
 
 def trained_sections(config: TrainConfig | SftConfig) -> dict[str, TrainableConfig]:
-    """Role -> its section, for the roles of this configuration that have an optimizer and a place in checkpoints."""
+    """Map every role with an optimizer, and thus a place in checkpoints, to its section."""
     used = roles_in_use(config)
     if isinstance(config, TrainConfig) and only_pretrains(config):
         used.pop("policy", None)
@@ -92,31 +92,31 @@ def only_pretrains(config: TrainConfig) -> bool:
 
 
 def reads_trajectories(config: TrainConfig) -> bool:
-    """True if the run trains critics alone, on trajectories that another run recorded: no policy is built, and nothing samples."""
+    """True if the run trains only critics, on trajectories that another run recorded: no policy is built and nothing samples."""
     return config.critic.warmup_trajectories is not None and only_pretrains(config)
 
 
 def require_whole_steps(config: TrainConfig, command: str) -> None:
-    """ConfigError, one line, where a command is about steps that sample, and the run's do not."""
+    """Raise ConfigError for a command about sampling steps if the run has none."""
     if reads_trajectories(config):
         fix = f"trains critics alone, and `megappo {command}` is about whole steps; set it to null"
         raise ConfigError(problem("critic.warmup_trajectories", config.critic.warmup_trajectories, fix))
 
 
 def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"] | None:
-    """Start of a value model's head; None for a language model."""
+    """Initial weights of a value model's head; None for a language model."""
     if isinstance(section, RewardModelConfig):
         return "checkpoint"
     return section.value_head if isinstance(section, AnyCriticConfig) else None
 
 
 def head_rows_of(section: RoleConfig) -> int:
-    """Outputs of a value model's head."""
+    """Number of outputs of a value model's head."""
     return section.head_rows if isinstance(section, AnyCriticConfig) else 1
 
 
 def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
-    """Ranks and parallel sizes that do not fit the ranks of the run or each other, for any model."""
+    """Yield problems of ranks and parallel sizes that do not fit the world or each other, for any model."""
     wanted = config.run.num_ranks
     if wanted is not None and wanted != world_size:
         fix = f"the run has {world_size} ranks; set it to {world_size} or leave it out, or start {wanted} processes"
@@ -136,7 +136,7 @@ def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator
 
 
 def placements_in_use(config: TrainConfig | SftConfig) -> dict[str, str]:
-    """Role or `rollout` -> its `ranks`, for all that the configuration builds."""
+    """Map every role that is built, and `rollout`, to its `ranks`."""
     places = {role: section_of(config, role).ranks for role in roles_in_use(config)}
     if not isinstance(config, TrainConfig) or reads_trajectories(config):
         return places
@@ -144,7 +144,7 @@ def placements_in_use(config: TrainConfig | SftConfig) -> dict[str, str]:
 
 
 def placement_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator[str]:
-    """Ranks that the world lacks, that do nothing, or that roles must share and do not."""
+    """Yield problems of ranks that the world lacks, that stay idle, or that roles should share and do not."""
     places, outside = placements_in_use(config), False
     for name, text in places.items():
         try:
@@ -183,7 +183,7 @@ def _idle_ranks(hosted: Mapping[str, set[int]], config: TrainConfig, world_size:
 
 
 def _lonely_offloads(config: TrainConfig, hosted: Mapping[str, set[int]]) -> Iterator[str]:
-    """Memory that is freed for others on ranks where there are no others."""
+    """Refuse to free memory for others on ranks that nobody shares."""
 
     def is_alone(name: str) -> bool:
         return not any(hosted[name] & ranks for other, ranks in hosted.items() if other != name)
@@ -211,7 +211,8 @@ def _replica_problems(tp: int, ranks: str, world_size: int) -> Iterator[str]:
 
 
 def parallel_problems(section: str, parallel: ParallelConfig, num_ranks: int, ranks: str = ALL) -> Iterator[str]:
-    """Problems of one role's sizes on its `num_ranks` ranks. section: `policy.parallel`. ranks: as the user wrote them."""
+    """Yield problems of one role's sizes on its `num_ranks` ranks. section: such as `policy.parallel`. ranks: as the user wrote
+    them."""
     if parallel.sequence_parallel and parallel.tp == 1:
         yield problem(f"{section}.sequence_parallel", True, "shards over the tp ranks and needs tp > 1; set tp, or leave it out")
     if parallel.vpp > 1 and parallel.pp == 1:
@@ -235,7 +236,7 @@ def parallel_problems(section: str, parallel: ParallelConfig, num_ranks: int, ra
 
 
 def _expert_problems(section: str, parallel: ParallelConfig, num_ranks: int) -> Iterator[str]:
-    """Problems of ep and etp, given sizes of the dense layers that fit."""
+    """Yield problems of ep and etp; the sizes of the dense layers are known to fit."""
     ranks = num_ranks // parallel.pp  # experts are spread over all ranks of a stage: tp * cp * dp
     if ranks % (parallel.etp * parallel.ep) == 0:
         return
@@ -254,7 +255,6 @@ def _named(num_ranks: int, role: str, ranks: str) -> str:
 
 
 def _fitting(model_ranks: int, num_ranks: int, role: str, ranks: str) -> str:
-    """Name the nearest numbers of ranks that fit, and the key that sets them."""
     below = num_ranks // model_ranks * model_ranks
     fitting = [str(number) for number in (below, below + model_ranks) if number > 0]
     where = "run.num_ranks, or torchrun's --nproc-per-node" if ranks == ALL else f"{key_of_role(role)}.ranks"

@@ -1,7 +1,7 @@
 """Load a YAML file and `key=value` overrides into a validated, frozen configuration; an error is one line that names its place.
 
-`yaml_reader.py` reads the file. This file applies the overrides, refuses unknown keys with the nearest known one, and lets
-pydantic validate in strict mode (no "2" for 2, no true for 1). Rules about several keys are in `checks.py`.
+`yaml_reader.py` reads the file and `checks.py` has the rules about several keys. This file applies the overrides, refuses unknown
+keys, and lets pydantic validate in strict mode (no "2" for 2, no true for 1).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ FIXES: Mapping[str, str] = {
 def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Config] = TrainConfig) -> Config:
     """Read `path`, apply the overrides (`policy.parallel.tp=2`, values in YAML) and validate.
 
-    `key=null` on a key or section that cannot be null removes the file's value, and the default holds.
-    Raises ConfigError: one line with the place (file and line, or the command line), the key, its value and the fix.
+    `key=null` on a key or section that cannot be null removes the file's value, so that the default holds. Raises ConfigError: one
+    line with the place (file and line, or the command line), the key, its value and the fix.
     """
     document = read_yaml(path)
     origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
@@ -84,7 +84,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Confi
 
 
 def validated(data: Mapping[str, Any], cls: type[Config]) -> Config:
-    """The configuration that nested mappings write, choices by their words too. Raises pydantic's ValidationError."""
+    """Validate nested mappings, in which a word may stand for a choice. Raises pydantic's ValidationError."""
     copy = json.loads(json.dumps(data))
     list(written_sections(copy, cls))
     # JSON mode is what lets a list stand for a tuple while everything else stays strict.
@@ -92,7 +92,7 @@ def validated(data: Mapping[str, Any], cls: type[Config]) -> Config:
 
 
 def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
-    """Parse `a.b=value` into (dotted key, plain value). Raises ConfigError, with our key for another trainer's flag."""
+    """Parse `a.b=value` into (dotted key, plain value). Raises ConfigError, which names our key for another trainer's flag."""
     key, equals, value = text.partition("=")
     values = [name for name, _ in value_keys(cls)]
     if key.startswith("-"):
@@ -120,12 +120,12 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
 
 
 def _is_inside_mapping(key: str, name: str, cls: type[BaseModel]) -> bool:
-    """True if `key` is `name.X` or further inside, and `name` maps names X to sections or values. Pydantic checks the rest."""
+    """True if `key` lies in the mapping `name`, whose keys the user chooses. Pydantic checks the rest."""
     return key.startswith(name + ".") and get_origin(dict(value_keys(cls))[name].annotation) is dict
 
 
 def _assign(data: dict[str, Any], key: str, value: Any, name: str) -> None:
-    """Set a dotted key in nested mappings and create missing sections."""
+    """Set a dotted key and create missing sections. Raises ConfigError if a value stands where a section is needed."""
     *parents, last = key.split(".")
     here = data
     for depth, part in enumerate(parents):
@@ -140,7 +140,6 @@ def _assign(data: dict[str, Any], key: str, value: Any, name: str) -> None:
 
 
 def _remove(data: dict[str, Any], key: str) -> None:
-    """Remove a dotted key or section from nested mappings, if present."""
     head, _, rest = key.partition(".")
     if not rest:
         data.pop(head, None)
@@ -154,7 +153,7 @@ def _takes_null(key: str, cls: type[BaseModel]) -> bool:
 
 
 def _place(key: str, origins: Mapping[str, str], name: str) -> str:
-    """File and line of a key, or of the nearest section around it."""
+    """Return file and line of a key, or of the nearest section around it."""
     parts = key.split(".")
     for size in range(len(parts), 0, -1):
         if (found := origins.get(".".join(parts[:size]))) is not None:
@@ -172,7 +171,7 @@ def _refuse_unknown(data: dict[str, Any], cls: type[BaseModel], origins: Mapping
 
 
 def _unknown_in(section: Written, key: str, last: str, cls: type[BaseModel]) -> str:
-    """Fix of a key that its section lacks: the other section of the choice that has it, or the nearest key."""
+    """Fix for a key that its section lacks: the choice's other section that has it, or the nearest key."""
     choice = section.choice
     others = [word for word, one in choice.sections.items() if last in one.model_fields] if choice is not None else []
     if choice is not None and others:
@@ -198,7 +197,7 @@ def _names_section(key: str, cls: type[BaseModel]) -> bool:
 
 
 def _sections_at(key: str, cls: type[BaseModel]) -> tuple[type[BaseModel], ...]:
-    """Classes that the section of this name may have; several for a choice, none if there is no such section."""
+    """Classes of the section with this name: several for a choice, none if there is no such section."""
     found: tuple[type[BaseModel], ...] = (cls,)
     for part in key.split("."):
         fields = [field for one in found if (field := one.model_fields.get(part)) is not None]
@@ -207,7 +206,7 @@ def _sections_at(key: str, cls: type[BaseModel]) -> tuple[type[BaseModel], ...]:
 
 
 def _is_whole(key: str, data: Any, cls: type[BaseModel]) -> bool:
-    """True for a value that stands for a section: the word of a choice, or the mapping of one or of a section that may be null."""
+    """True if a value stands for a whole section: the word of a choice, or a mapping for a choice or an optional section."""
     *around, last = key.split(".")
     holders = _sections_at(".".join(around), cls) if around else (cls,)
     fields = [field for holder in holders if (field := holder.model_fields.get(last)) is not None]
@@ -216,7 +215,7 @@ def _is_whole(key: str, data: Any, cls: type[BaseModel]) -> bool:
 
 
 def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[str, str], name: str) -> str:
-    """First of pydantic's errors in our form."""
+    """Write pydantic's first error in our form."""
     errors = error.errors(include_url=False)
     first = errors[0]
     fix, parent = _fix(first), first["loc"][:-1]
@@ -243,7 +242,7 @@ def _missing(key: str, cls: type[BaseModel]) -> str:
 
 
 def _key_of(place: Sequence[int | str], cls: type[BaseModel]) -> str:
-    """Dotted name of a place of pydantic, which puts the word of a choice between its section and the key."""
+    """Turn pydantic's place into a dotted name; pydantic puts the word of a choice between section and key."""
     parts: list[str] = []
     section: type[BaseModel] | None = cls
     choice: Choice | None = None
@@ -270,7 +269,7 @@ def _fix(error: ErrorDetails) -> str:
 
 
 def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
-    """Dotted names of the value keys that the user wrote, in the file or as overrides."""
+    """Return the dotted names of the value keys that the user wrote, in the file or as overrides."""
     found: set[str] = set()
     for name in config.model_fields_set:
         value = getattr(config, name)
@@ -285,7 +284,7 @@ def explicit_keys(config: BaseModel, prefix: str = "") -> frozenset[str]:
 
 
 def json_schema(cls: type[BaseModel] = TrainConfig) -> dict[str, Any]:
-    """JSON schema (draft 2020-12) for editors: types, ranges, defaults and texts of every key."""
+    """Return the JSON schema (draft 2020-12) for editors: type, range, default and text of every key."""
     schema = cls.model_json_schema()
     for section in (schema, *schema["$defs"].values()):
         for name, key in section["properties"].items():

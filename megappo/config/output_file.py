@@ -1,4 +1,4 @@
-"""Files and folders that a command is asked to write: refused in one line before its work, not after it. Imports no torch."""
+"""Check a command's output files and folders before its work starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from megappo.config.errors import ConfigError
 
 
 def check_output_file(option: str, path: str, endings: tuple[str, ...] = ()) -> Path:
-    """Check that a file can be written at `path`, which stays as it is. option, endings: for the message, and of the name.
+    """Return the path after checking that a file can be written there; nothing is changed. option: named in the message.
 
-    ConfigError for another ending, a place that cannot be written to, and what is there and no plain file: a device that is
-    replaced is lost for the whole machine.
+    Raises ConfigError for a name without one of the `endings`, an unwritable place, and anything there that is no plain file.
     """
     target = Path(path)
     if endings and target.suffix not in endings:
@@ -22,6 +21,7 @@ def check_output_file(option: str, path: str, endings: tuple[str, ...] = ()) -> 
     try:
         if target.is_dir():
             fault = "is a directory; name a file"
+        # A device that is replaced by a file is lost for the whole machine.
         elif target.exists() and not target.is_file():
             fault = "is no plain file; name another"
         elif not target.absolute().parent.is_dir():
@@ -38,7 +38,7 @@ def check_output_file(option: str, path: str, endings: tuple[str, ...] = ()) -> 
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Reason why no file can be made in a directory, None if one can. Nothing stays there."""
+    """Return why no file can be made in a directory, None if one can. Leaves nothing behind."""
     try:
         # Permissions are no answer: root has all of them, in /proc and on a disk that is mounted read-only too.
         tempfile.TemporaryFile(dir=folder).close()

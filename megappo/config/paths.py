@@ -1,4 +1,4 @@
-"""Paths in a configuration: one printable line that a file system can hold. Imports nothing of megappo but the redaction."""
+"""Types of paths in a configuration: one printable line that a file system can hold. Of megappo, imports only the redaction."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ FOR_A_SHELL = re.compile(r"^~(?=$|[A-Za-z0-9_.-]*/)|\$\w+|\$\{[^}]*\}?")
 
 
 def odd_character(text: str) -> str | None:
-    """The first character that ends or hides a line, escaped; None if there is none.
-
-    Control characters, separators of lines and paragraphs, and halves of surrogate pairs: a name with one of them becomes a line
-    of its own in a job script or in a log, or has no bytes at all.
-    """
+    """Return the first character that ends or hides a line, escaped; None if there is none."""
+    # Control characters, line separators, half surrogate pairs: they break a job script or a log, or have no bytes at all.
     for character in text:
         if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
             return repr(character)[1:-1]

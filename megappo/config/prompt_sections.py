@@ -1,4 +1,4 @@
-"""Keys of which prompts a run trains on. The text under a field is its documentation (`schema.py`)."""
+"""Keys that choose the prompts of a run. The text under each field is its documentation (`schema.py`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Ranks of a role as a user writes them: `all`, or increasing ranges of world ranks such as `0-47`, `0-15,32-47` or `3`.
 
-The type of the `ranks` keys, and the reading of its text. `parallel/placement.py` makes the value from it that groups are built
-from. Imports nothing of megappo.
+`parallel/placement.py` makes the value from which groups are built. Imports nothing of megappo.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)  # 9 digits: more ran
 
 
 def ranges_of(text: str) -> list[range]:
-    """Ranges of a text other than `all`, in increasing order. ValueError if they are malformed, out of order or overlap."""
+    """Parse a text other than `all` into increasing ranges. Raises ValueError if they are malformed, out of order or overlap."""
     found: list[range] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -39,7 +38,7 @@ def ranges_of(text: str) -> list[range]:
 
 
 def ranks_of(text: str, world_size: int) -> tuple[int, ...]:
-    """Ranks of a text, increasing, in a world of this size. ValueError if a range leaves the world; errors as `ranges_of`."""
+    """List the ranks of a text, increasing. Raises ValueError if a range leaves the world, and as `ranges_of`."""
     if world_size > MOST_RANKS:  # or listing them takes the memory
         raise ValueError(f"a world of {world_size} ranks has more than {MOST_RANKS}; lower run.num_ranks (or --world-size)")
     if text == ALL:
@@ -54,7 +53,7 @@ def ranks_of(text: str, world_size: int) -> tuple[int, ...]:
 
 
 def ranges_text(ranks: Iterable[int]) -> str:
-    """Increasing ranks as a user writes them: `0-15,32`. The inverse of `ranges_of`."""
+    """Write increasing ranks as a user would: `0-15,32`. The inverse of `ranges_of`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -65,7 +64,7 @@ def ranges_text(ranks: Iterable[int]) -> str:
 
 
 def _range_text(one: range) -> str:
-    """One range as a user writes it, without a walk through it: a mistake may name a billion ranks."""
+    # No walk through the range: a mistake may name a billion ranks.
     return str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}"
 
 

@@ -1,4 +1,4 @@
-"""The recipes that come with megappo: configurations with the values of papers, in configs/recipes of the repository."""
+"""The recipes that come with megappo: configurations with the values of papers, from configs/recipes of the repository."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def recipe(name: str) -> str:
-    """Text of a recipe, with its comments. ConfigError for an unknown name."""
+    """Return the text of a recipe, comments included. Raises ConfigError for an unknown name."""
     known = {path.stem: path for path in sorted(_folder().glob("*.yaml"))}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)

@@ -1,8 +1,7 @@
-"""Secrets in what megappo writes down (command lines, environment, messages): recognised by name or by form, and hidden.
+"""Hide secrets in what megappo writes down: command lines, environment variables, messages. Imports nothing of megappo.
 
-A value counts as secret under a telling name (`HF_TOKEN=...`), as the credentials of a URL (`https://user:password@host`), or in
-the form of a well-known token (`hf_...`). Hiding too much costs a look at the machine; hiding too little cannot be undone. Imports
-nothing of megappo.
+A value is a secret under a telling name (`HF_TOKEN=...`), as credentials in a URL (`https://user:password@host`), or in the form of
+a well-known token (`hf_...`). When in doubt it is hidden: a leaked secret cannot be taken back.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ _TOKENS = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """True for the name of an environment variable whose value is hidden."""
+    """True if the value of an environment variable with this name is hidden."""
     return _SECRET_NAME.search(name) is not None
 
 
 def hide_secrets(text: str) -> str:
-    """The text with every secret in it replaced by `(hidden)`."""
+    """Replace every secret in the text by `(hidden)`."""
     text = _CREDENTIALS.sub(rf"\1{HIDDEN}@", text)
     text = _TOKENS.sub(HIDDEN, text)
     text = _VARIABLE.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}" if is_secret_name(found[1]) else found[0], text)
@@ -49,13 +48,13 @@ def hide_secrets(text: str) -> str:
 
 
 def redacted(command: Sequence[str]) -> list[str]:
-    """A command line for a record: `--token x` and `--token=x` without x, and every other word without its secrets."""
+    """Hide the secrets of a command line for a record: `--token x` and `--token=x` lose x."""
     hidden = [False, *(_OPTION.fullmatch(word) is not None for word in command)]
     return [HIDDEN if hide else hide_secrets(word) for hide, word in zip(hidden, command)]
 
 
 def redacted_values(data: Any, name: str = "") -> Any:
-    """Plain data (mappings, lists, scalars) with the secrets hidden in every text: by its form, or by the name of its key."""
+    """Hide the secrets in the texts of plain data (mappings, lists, scalars), by their form or by the name of their key."""
     if isinstance(data, Mapping):
         return {key: redacted_values(value, str(key)) for key, value in data.items()}
     if isinstance(data, (list, tuple)):

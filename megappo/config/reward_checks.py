@@ -1,6 +1,4 @@
-"""Rules about the keys of `reward`: recipes, their parts, and the keys that belong to each kind of part. Imports no torch.
-See `checks.py`.
-"""
+"""Rules about the keys of `reward`: recipes, parts, and the keys of each kind of part (see `checks.py`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,12 +14,11 @@ from megappo.config.urls import host_of, is_loopback
 
 LONGEST_LABEL = 64  # it is part of a metric's name
 OWN_CODE = ("path", "entry_point")
-BUILT_IN_KEYS = {"math_verify": ("workers",)}
-"""Built-in rule -> the keys of other kinds of parts that it has too."""
+BUILT_IN_KEYS = {"math_verify": ("workers",)}  # built-in rule -> keys of other kinds that it has too
 
 
 def reward_problem(reward: RewardConfig) -> str | None:
-    """First problem of the keys of `reward`, one line; None if there is none."""
+    """First problem of the keys of a reward, one line; None without one."""
     route = reward.route
     if route.key is not None and (message := _route_problem(reward)) is not None:
         return message
@@ -45,7 +42,7 @@ def _route_problem(reward: RewardConfig) -> str | None:
 
 
 def _same_settings(reward: RewardConfig) -> str | None:
-    """Problem of a part that two recipes give other settings under one name."""
+    """Refuse a part to which two recipes give other settings under one name."""
     for recipe, parts in reward.recipes.items():
         for index, part in enumerate(parts):
             key, first = reward.all_parts[part.label]
@@ -57,7 +54,7 @@ def _same_settings(reward: RewardConfig) -> str | None:
 
 
 def _host_problem(reward: RewardConfig) -> str | None:
-    """Problem of a part whose server is not on the list of hosts. Addresses of this machine need not be."""
+    """Refuse a server that is not in `reward.allow_hosts`; addresses of this machine are always allowed."""
     for key, part in reward.all_parts.values():
         if part.url is None or reward.allow_hosts is None or is_loopback(host := host_of(part.url)):
             continue
@@ -83,7 +80,7 @@ def _recipe_problem(key: str, parts: Sequence[RewardPart]) -> str | None:
 
 
 def _part_problem(key: str, part: RewardPart) -> str | None:
-    """Problem of the keys of one part; None if it is of one kind and has keys of that kind alone."""
+    """Refuse a part that is of no kind or of two, or that has keys of another kind."""
     kinds = [kind for kind in PART_KINDS if getattr(part, kind) is not None]
     if not kinds and part.name is None:
         others = f"{', '.join(list(PART_KINDS)[:-1])} or {list(PART_KINDS)[-1]}"
@@ -113,7 +110,7 @@ def training_reward_problem(config: TrainConfig) -> str | None:
 
 
 def reward_model_problem(config: TrainConfig) -> str | None:
-    """A part without the section of its model. The section without a part is a key without effect."""
+    """Refuse a part whose reward model is not set. A reward model without a part is a dead key (`dead_keys.py`)."""
     for key, part in config.reward.all_parts.values():
         if part.model is not None and config.reward_model.model is None:
             return problem(f"{key}.model", part.model, f"{part.model}.model is not set; name its directory there")
@@ -121,7 +118,7 @@ def reward_model_problem(config: TrainConfig) -> str | None:
 
 
 def length_penalty_problem(config: TrainConfig) -> str | None:
-    """A penalty that begins where no response comes."""
+    """Refuse a length penalty that starts beyond the longest response."""
     reward, longest = config.reward, config.rollout.max_response_tokens
     if reward.length_penalty > 0 and reward.length_penalty_start >= longest:
         return problem(
@@ -133,7 +130,7 @@ def length_penalty_problem(config: TrainConfig) -> str | None:
 
 
 def evaluation_reward_problem(config: TrainConfig) -> str | None:
-    """A reward of a set of `evaluations` that breaks the rules of the training's."""
+    """Check the rewards of `evaluations` by the rules of the training's."""
     for name, one in config.evaluations.items():
         if one.reward is not None:
             view = config_of_set(config, evaluation_sets(config)[name])

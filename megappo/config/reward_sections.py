@@ -1,4 +1,4 @@
-"""Keys of rewards and of the evaluations that use them. The text under a field is its documentation (`schema.py`)."""
+"""Keys of rewards and of the evaluations that use them. The text under each field is its documentation (`schema.py`)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ PART_KINDS: Mapping[str, tuple[str, ...]] = {
     "url": ("remote",),
     "model": (),
 }
-"""Key of a part that names what it is, exclusive -> the keys that belong to it. A part with none of them is a built-in rule."""
+"""The key that decides the kind of a part -> further keys of that kind. The keys exclude each other; without any, a part is a
+built-in rule."""
 
 
 class CodeRewardConfig(Section):
@@ -118,7 +119,7 @@ class RewardPart(Section):
 
     @model_serializer(mode="wrap")
     def _short(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what the part does not use: a built-in rule is its name and weight."""
+        """Leave out unused keys: a built-in rule is dumped as its name and weight."""
         fields = type(self).model_fields
         return {key: value for key, value in handler(self).items() if key == "weight" or getattr(self, key) != fields[key].default}
 
@@ -133,8 +134,7 @@ class RewardRoute(Section):
     """Parts for records without the field, or with a value that `map` has not; empty: such records are refused."""
 
 
-DEFAULT_RECIPE = "default"
-"""Label of the responses that `reward.route.default` scores."""
+DEFAULT_RECIPE = "default"  # label of responses that `reward.route.default` scores
 
 
 class RewardConfig(Section):
@@ -153,14 +153,14 @@ class RewardConfig(Section):
 
     @property
     def recipes(self) -> dict[str, tuple[RewardPart, ...]]:
-        """Label -> parts; without a route the one label is empty."""
+        """Label -> parts; without a route the only label is ""."""
         if self.route.key is None:
             return {"": self.parts}
         return {**self.route.map, **({DEFAULT_RECIPE: self.route.default} if self.route.default else {})}
 
     @property
     def all_parts(self) -> dict[str, tuple[str, RewardPart]]:
-        """Label -> (key, part) of every part, once each."""
+        """Label -> (key, part) of every part, each once."""
         found: dict[str, tuple[str, RewardPart]] = {}
         for recipe, parts in self.recipes.items():
             for index, part in enumerate(parts):

@@ -1,6 +1,5 @@
-"""Rules about one role: frozen weights, the critic's head, warm-ups, copies of the policy (its moving average, a reference that is
-refreshed). Imports no torch. See `checks.py`; keys without effect: `dead_keys.py`.
-"""
+"""Rules about one role: frozen weights, the critic's head, warm-ups, and copies of the policy such as its moving average (see
+`checks.py`). Keys without effect are in `dead_keys.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from megappo.config.schema import SftConfig, TrainConfig
 
 
 def freeze_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
-    """Frozen weights under adapters, whose base is frozen as a whole. Patterns that fit no weight: `trainer/prepare/layouts.py`."""
+    """Refuse `freeze` beside adapters, which freeze the whole base. Patterns that match no weight: `trainer/prepare/layouts.py`."""
     for role, section in trained_sections(config).items():
         if section.freeze and section.lora is not None:
             key = key_of_role(role)
@@ -23,12 +22,11 @@ def freeze_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
 
 
 def _critics(config: TrainConfig) -> list[tuple[str, AnyCriticConfig]]:
-    """(key of its section, section) of every critic."""
     return [(key_of_role(role), critic) for role, critic in config.critics_in_use.items()]
 
 
 def value_bins_problem(config: TrainConfig) -> str | None:
-    """A categorical head without a range, or with none that is one."""
+    """Refuse a categorical head whose range of returns is missing or empty."""
     for role, critic in _critics(config):
         if not critic.is_categorical:
             continue
@@ -45,7 +43,7 @@ def value_bins_problem(config: TrainConfig) -> str | None:
 
 
 def average_problem(config: TrainConfig) -> str | None:
-    """An average of adapters, and one that is used and not kept."""
+    """Refuse a moving average of adapters, and evaluations with an average that is not kept."""
     if config.policy.ema is not None and config.policy.lora is not None:
         fix = "policy.lora trains adapters, and only whole weights are averaged; remove one of the two"
         return problem("policy.ema.decay", config.policy.ema.decay, fix)
@@ -55,8 +53,8 @@ def average_problem(config: TrainConfig) -> str | None:
 
 
 def refresh_problem(config: TrainConfig) -> str | None:
-    """A reference that no weights of the policy fit, or an average that is copied and not kept. Its engine, layout and ranks may
-    be others."""
+    """Refuse to refresh a reference that the policy's weights do not fit, or from an average that is not kept."""
+    # The reference may have another engine, layout and ranks than the policy.
     reference, policy = config.reference, config.policy
     if not reference.refreshes or config.algorithm.kl.placement == "none":
         return None
@@ -75,7 +73,7 @@ def refresh_problem(config: TrainConfig) -> str | None:
 
 
 def critic_head_problem(config: TrainConfig) -> str | None:
-    """A head that is to be read where there is none."""
+    """Refuse to read a value head from a checkpoint that has none."""
     for role, critic in _critics(config):
         key, value = f"{role}.value_head", critic.value_head
         if value != "checkpoint":
@@ -90,7 +88,7 @@ def critic_head_problem(config: TrainConfig) -> str | None:
 
 
 def critic_warmup_problem(config: TrainConfig) -> str | None:
-    """A critic's warm-up that is longer than the run, if `trainer.steps` tells."""
+    """Refuse a critic warm-up longer than the run, if `trainer.steps` is set."""
     warmup, steps = config.critic.warmup_steps, config.trainer.steps
     if steps is not None and warmup > steps:
         return problem(
@@ -100,7 +98,7 @@ def critic_warmup_problem(config: TrainConfig) -> str | None:
 
 
 def critic_trajectories_problem(config: TrainConfig) -> str | None:
-    """Recorded trajectories for a part of a run: what follows them has to sample."""
+    """Refuse recorded trajectories unless the warm-up is the whole run: the steps after it would have to sample."""
     path = config.critic.warmup_trajectories
     if path is None or not config.algorithm.has_critic or only_pretrains(config):
         return None
@@ -114,7 +112,7 @@ def critic_trajectories_problem(config: TrainConfig) -> str | None:
 
 
 def policy_lr_warmup_problem(config: TrainConfig) -> str | None:
-    """A warm-up of the policy's learning rate that the run does not finish, if `trainer.steps` tells."""
+    """Refuse a warm-up of the policy's learning rate that the run does not finish, if `trainer.steps` is set."""
     if config.trainer.steps is None or only_pretrains(config):
         return None
     steps = max(0, config.trainer.steps - config.critic.warmup_steps)  # the critic's warm-up does not update the policy
@@ -123,7 +121,7 @@ def policy_lr_warmup_problem(config: TrainConfig) -> str | None:
 
 
 def critic_lr_warmup_problem(config: TrainConfig) -> str | None:
-    """A warm-up of a critic's learning rate that the run does not finish, if `trainer.steps` tells."""
+    """Refuse a warm-up of a critic's learning rate that the run does not finish, if `trainer.steps` is set."""
     if config.trainer.steps is None:
         return None
     for role, critic in config.critics_in_use.items():
@@ -134,7 +132,7 @@ def critic_lr_warmup_problem(config: TrainConfig) -> str | None:
 
 
 def sft_lr_warmup_problem(config: SftConfig) -> str | None:
-    """A warm-up of the learning rate that the run does not finish."""
+    """Refuse a warm-up of the learning rate that the run does not finish."""
     return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, config.trainer.steps)
 
 

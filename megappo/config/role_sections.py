@@ -1,4 +1,4 @@
-"""Keys of the roles: models, layouts, optimizers, offload. The text under a field is its documentation (`schema.py`)."""
+"""Keys of the roles: models, layouts, optimizers, offload. The text under each field is its documentation (`schema.py`)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class RoleConfig(Section):
 
     @property
     def in_8_bits(self) -> bool:
-        """True if the weights of the layers' linear layers are kept in 8 bits."""
+        """True if the linear layers keep their weights in 8 bits."""
         return False
 
 
@@ -163,7 +163,7 @@ class PolicyConfig(TrainableConfig):
 
 
 class AnyCriticConfig(TrainableConfig):
-    """A critic, but for the warm-up, which is of all critics together."""
+    """A critic. The warm-up is in `CriticConfig`: all critics share it."""
 
     model: ModelPath | None = None
     """Checkpoint that initialises the critic; null means `policy.model`. A reward or critic checkpoint may carry its head."""
@@ -202,12 +202,12 @@ class AnyCriticConfig(TrainableConfig):
 
     @property
     def head_rows(self) -> int:
-        """Outputs of the value head."""
+        """Number of outputs of the value head."""
         return self.bins if self.is_categorical else 1
 
     @property
     def head_facts(self) -> dict[str, str | int | float] | None:
-        """Meaning of a categorical head's outputs, by key; None of a head that gives the value itself."""
+        """Keys that give the outputs of a categorical head their meaning; None for a head that predicts the value itself."""
         return self.model_dump(include={"loss", "bins", "value_low", "value_high"}) if self.is_categorical else None
 
 
@@ -259,7 +259,7 @@ class ReferenceConfig(FrozenConfig):
 
     @property
     def refreshes(self) -> bool:
-        """True if the reference changes in a run, and is a part of its checkpoints."""
+        """True if the reference changes during a run and belongs to its checkpoints."""
         return self.refresh_every > 0 or self.refresh_above_kl is not None
 
 
@@ -287,12 +287,12 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 def is_critic(role: str) -> bool:
-    """True for the role `critic` and for the further ones, `critic_NAME` of the section `critics.NAME`."""
+    """True for the role `critic` and for further ones, `critic_NAME` of the section `critics.NAME`."""
     return role == "critic" or role.startswith(_FURTHER)
 
 
 def key_of_role(role: str) -> str:
-    """Dotted key of a role's section: `critics.b` of the role `critic_b`, otherwise the role's own name."""
+    """Dotted key of a role's section: `critics.b` for the role `critic_b`, otherwise the role's own name."""
     return f"critics.{role.removeprefix(_FURTHER)}" if role.startswith(_FURTHER) else role
 
 
@@ -307,7 +307,7 @@ def section_of(config: Any, role: str) -> Any:
 
 
 def with_sections(config: Config, sections: Mapping[str, Any]) -> Config:
-    """The configuration with these sections in place of its own, by role or by name."""
+    """Copy the configuration with these sections, given by role or by name, in place of its own."""
     further = {role.removeprefix(_FURTHER): one for role, one in sections.items() if role.startswith(_FURTHER)}
     update = {name: one for name, one in sections.items() if not name.startswith(_FURTHER)}
     if further:

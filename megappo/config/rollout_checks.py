@@ -1,7 +1,5 @@
-"""Rules about how a run samples: what vLLM can take, steps in which the sampler holds older weights than the policy
-(`rollout.push_every`), responses that are drawn over several steps (`rollout.partial_rollout_tokens`), trajectories of several
-turns (`rollout.environment`). Imports no torch. See `checks.py`.
-"""
+"""Rules about how a run samples: vLLM's limits, pushes of weights, partial rollouts, trajectories of several turns (see
+`checks.py`). Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ MAX_VLLM_RANK = 512  # vLLM 0.32, MaxLoRARanks
 
 
 def push_problem(config: TrainConfig) -> str | None:
-    """Weights that would be gone between two pushes, or evaluations of older weights than those of their step."""
+    """Refuse weights that vLLM would lose between two pushes, and evaluations of older weights than those of their step."""
     every = config.rollout.push_every
     if every == 1 or config.rollout.engine == "megatron":
         return None
@@ -39,7 +37,7 @@ def push_problem(config: TrainConfig) -> str | None:
 
 
 def push_steps_problem(config: TrainConfig) -> str | None:
-    """A push after which no step samples. trainer.steps: of the run, or None if the data will tell."""
+    """Refuse a push interval after which no step samples; `trainer.steps` may be None until the data is known."""
     every, steps = config.rollout.push_every, config.trainer.steps
     if every > 1 and steps is not None and every >= steps:
         fix = f"the run has {steps} steps, so none would sample from trained weights; use less than {steps}"
@@ -48,7 +46,7 @@ def push_steps_problem(config: TrainConfig) -> str | None:
 
 
 def partial_rollout_problem(config: TrainConfig) -> str | None:
-    """Partial rollouts that cut nothing, or beside what needs whole responses, complete groups or all turns of a response."""
+    """Refuse partial rollouts that cut nothing, or beside settings that need whole responses, complete groups or all turns."""
     window, longest = config.rollout.partial_rollout_tokens, config.rollout.max_response_tokens
     if window is None:
         return None
@@ -61,7 +59,7 @@ def partial_rollout_problem(config: TrainConfig) -> str | None:
 
 
 def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, why it has no meaning beside windows)."""
+    """Yield (key, value, reason) of settings that exclude windows."""
     a = config.algorithm
     if a.estimator != "gae":
         yield (
@@ -100,7 +98,7 @@ def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]
 
 
 def environment_problem(config: TrainConfig) -> str | None:
-    """An environment without code, limits that nothing reaches or nothing fits into, and what compacted trajectories rule out."""
+    """Refuse an environment without code, limits never reached or without room, and settings that compaction rules out."""
     environment, longest = config.rollout.environment, config.rollout.max_response_tokens
     if environment is None:
         return None
@@ -171,7 +169,7 @@ def _compaction_problem(key: str, compaction: CompactionConfig, config: TrainCon
 
 
 def greedy_problem(config: TrainConfig) -> str | None:
-    """Training on greedy responses."""
+    """Refuse to train on greedy responses."""
     if config.rollout.sampling.temperature == 0:
         return problem(
             "rollout.sampling.temperature",
@@ -182,14 +180,14 @@ def greedy_problem(config: TrainConfig) -> str | None:
 
 
 def top_k_problem(config: TrainConfig) -> str | None:
-    """A choice among no tokens."""
+    """Refuse `top_k: 0`, a choice among no tokens."""
     return (
         problem("rollout.sampling.top_k", 0, "must be >= 1, or -1 for all tokens") if config.rollout.sampling.top_k == 0 else None
     )
 
 
 def top_k_ids_problem(config: TrainConfig) -> str | None:
-    """More ids to record for replay than a sampled token should cost."""
+    """Refuse to record more ids per token for replay than MAX_REPLAYED_TOP_K."""
     sampling = config.rollout.sampling
     if not (sampling.replay_top_k_ids and sampling.truncates):
         return None
@@ -210,7 +208,7 @@ def top_k_ids_problem(config: TrainConfig) -> str | None:
 
 
 def logits_problem(config: TrainConfig) -> str | None:
-    """Logits that the trainer rounds and the sampler does not."""
+    """Refuse bf16 logits in the trainer where the sampler does not round its own."""
     if config.policy.logits_dtype == "fp32" or config.rollout.engine == "megatron":
         return None
     sampler = config.policy.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
@@ -222,7 +220,7 @@ def logits_problem(config: TrainConfig) -> str | None:
 
 
 def adapter_problem(config: TrainConfig) -> str | None:
-    """An adapter that vLLM cannot apply by itself."""
+    """Refuse a separate adapter that vLLM cannot apply."""
     lora = config.policy.lora
     if config.rollout.adapter == "merged" or config.rollout.engine == "megatron" or lora is None:
         return None
@@ -238,14 +236,14 @@ def adapter_problem(config: TrainConfig) -> str | None:
 
 
 def seed_problem(config: TrainConfig) -> str | None:
-    """A seed that vLLM's libraries refuse."""
+    """Refuse a seed that vLLM's libraries do not take."""
     if config.rollout.engine == "vllm" and config.run.seed >= 1 << 32:  # vLLM seeds numpy, which raises
         return problem("run.seed", config.run.seed, f"vLLM takes seeds up to {(1 << 32) - 1}; use a smaller one")
     return None
 
 
 def stop_problem(config: TrainConfig) -> str | None:
-    """A text that ends every response at once."""
+    """Refuse an empty stop string."""
     if "" in config.rollout.stop:
         return problem("rollout.stop", list(config.rollout.stop), "an empty string would end every response at once; remove it")
     return None

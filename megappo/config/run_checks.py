@@ -1,4 +1,4 @@
-"""Rules about the run itself: its time limits, the order of its data, what it logs. Imports no torch."""
+"""Rules about the run itself: its time limits, the order of its data, and what it logs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megappo.config.schema import TrainConfig
 
 
 def timeout_problems(run: RunConfig) -> Iterator[str]:
-    """Timeouts that would end a healthy run."""
+    """Yield problems of timeouts that would end a healthy run."""
     limits = run.timeouts
     # The first passes are the slowest (start_s); a rank that waits on the host may wait for a whole pass of another (meeting_s).
     for name, value in (("start_s", limits.start_s), ("meeting_s", limits.meeting_s)):
@@ -26,7 +26,7 @@ def timeout_problems(run: RunConfig) -> Iterator[str]:
 
 
 def weight_problem(config: TrainConfig) -> str | None:
-    """Weights of prompts that come in the order of the data."""
+    """Refuse weighted prompts without shuffling."""
     data = config.data
     if data.weight_key is not None and not data.shuffle:
         fix = "weights draw at random, and the prompts come in the order of the data; set data.shuffle to true, or remove it"
@@ -35,7 +35,7 @@ def weight_problem(config: TrainConfig) -> str | None:
 
 
 def trajectory_problem(config: TrainConfig) -> str | None:
-    """More trajectories of a step than it has samples."""
+    """Refuse to record more trajectories per step than it has samples."""
     wanted, samples = config.telemetry.trajectories_per_step, step_arithmetic(config).samples
     # The default may exceed a small batch; only a written number is a mistake.
     explicit = "trajectories_per_step" in config.telemetry.model_fields_set
@@ -45,14 +45,14 @@ def trajectory_problem(config: TrainConfig) -> str | None:
 
 
 def tracker_names_problem(config: TrainConfig) -> str | None:
-    """A tracker that is named twice."""
+    """Refuse a tracker that is named twice."""
     named = config.telemetry.trackers
     twice = sorted({name for name in named if named.count(name) > 1})
     return problem("telemetry.trackers", list(named), f"{twice[0]} is there twice; keep one") if twice else None
 
 
 def profile_problem(config: TrainConfig) -> str | None:
-    """Steps to profile that are named twice, or come after the end, if `trainer.steps` tells."""
+    """Refuse profiled steps that are named twice or come after the end, if `trainer.steps` is set."""
     asked, steps = config.telemetry.profile_steps, config.trainer.steps
     if len(set(asked)) < len(asked):
         return problem("telemetry.profile_steps", list(asked), "names a step twice; once is enough")

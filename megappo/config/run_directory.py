@@ -1,7 +1,4 @@
-"""Directory of a run: its place, whether a new or a resumed run may have it, and the names in it that are there before the run.
-
-Imports no torch.
-"""
+"""Directory of a run: its path, whether a new or resumed run may use it, and files in it that precede the run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,16 +9,13 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.output_file import why_not_writable
 from megappo.config.run_sections import RunConfig
 
-CHECKPOINTS = "checkpoints"
-"""Folder of a run directory for its checkpoints (`checkpoint/directory.py`)."""
-LAUNCHES = "launch"
-"""Folder of a run directory that `megappo launch` fills before the run itself starts."""
-LEASE = "lease.json"
-"""File of a run directory that says which process has the run (`runtime/lease.py`)."""
+CHECKPOINTS = "checkpoints"  # folder for checkpoints (`checkpoint/directory.py`)
+LAUNCHES = "launch"  # folder that `megappo launch` fills before the run starts
+LEASE = "lease.json"  # says which process has the run (`runtime/lease.py`)
 
 
 def run_dir_of(run: RunConfig) -> Path:
-    """Directory of a run: `output_dir/name`. Raises ConfigError if a link leads out of output_dir."""
+    """Return `output_dir/name`. Raises ConfigError if a link leads out of output_dir."""
     path = Path(run.output_dir) / run.name
     if not path.resolve().is_relative_to(Path(run.output_dir).resolve()):
         raise ConfigError(problem("run.name", run.name, f"{path} is a link that leads out of run.output_dir; choose another name"))
@@ -70,7 +64,7 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def has_saved(run_dir: Path) -> bool:
-    """True if the run has made a checkpoint, whole or damaged, or if its checkpoints cannot be looked for."""
+    """True if the run has made a checkpoint, whole or damaged, or if its checkpoints cannot be listed."""
     try:
         return any(name.startswith("step-") for name in os.listdir(run_dir / CHECKPOINTS))
     except FileNotFoundError:
@@ -80,7 +74,7 @@ def has_saved(run_dir: Path) -> bool:
 
 
 def is_lease(name: str) -> bool:
-    """True of the names that a lease gives to files of a run directory."""
+    """True for the file names that a lease uses in a run directory."""
     return name == LEASE or name.startswith(f".{LEASE}.")
 
 

@@ -1,5 +1,4 @@
-"""Keys of the process around the algorithm: run, length, checkpoints, telemetry. The text under a field is its documentation
-(`schema.py`)."""
+"""Keys of the process: run, length, checkpoints, telemetry. The text under each field is its documentation (`schema.py`)."""
 
 from __future__ import annotations
 
@@ -127,5 +126,5 @@ class TelemetryConfig(Section):
 
     @property
     def histogram_interval(self) -> int:
-        """Steps between histograms; 0 if there is no tracker to show them."""
+        """Steps between histograms; 0 if no tracker shows them."""
         return self.histograms_every if self.trackers else 0

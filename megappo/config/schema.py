@@ -1,10 +1,7 @@
-"""Every key a run can set, with its type, range, default and meaning.
+"""Every key that a run can set, with its type, range, default and meaning; models are frozen and reject unknown keys.
 
-The models are frozen and reject unknown keys. The text under a field is its documentation: `docs/config.md`, the JSON schema and
-`megappo config` are generated from it. Rules that involve two or more keys live in `checks.py`; reading YAML and command line
-overrides lives in `loading.py`. The sections of roles, rewards, environments, the process and the choice of prompts are in
-`role_sections.py`, `reward_sections.py`, `environment_sections.py`, `run_sections.py` and `prompt_sections.py`. Imports nothing of
-megappo but them and the rules of a path.
+The text under a field is its documentation: `docs/config.md`, the JSON schema and `megappo config` are generated from it. Further
+sections are in `*_sections.py`, rules about several keys in `checks.py`, the reading of YAML and overrides in `loading.py`.
 """
 
 from __future__ import annotations
@@ -98,12 +95,12 @@ class RolloutConfig(Section):
 
     @property
     def drawn_tokens(self) -> int:
-        """Most tokens of a response that a step draws."""
+        """Most tokens of a response that one step draws."""
         return min(self.max_response_tokens, self.partial_rollout_tokens or self.max_response_tokens)
 
     @property
     def windows(self) -> int:
-        """Most steps that draw a response."""
+        """Most steps over which a response is drawn."""
         return -(-self.max_response_tokens // self.drawn_tokens)
 
 
@@ -153,7 +150,7 @@ class DataConfig(Section):
 
 
 class FixedKLConfig(Section):
-    """The factor stays."""
+    """The factor is constant."""
 
     type: Literal["fixed"] = "fixed"
 
@@ -301,7 +298,7 @@ ImportanceSamplingConfig = NoImportanceSamplingConfig | TISConfig | MISConfig | 
 
 
 class EntropyBonusConfig(Section):
-    """The factor stays."""
+    """The factor is constant."""
 
     type: Literal["bonus"] = "bonus"
     coef: NonNegativeFloat = 0.0
@@ -427,7 +424,7 @@ class AlgorithmConfig(Section):
 
     @property
     def has_critic(self) -> bool:
-        """True if the advantages are those of a critic's values."""
+        """True if the advantages come from a critic's values."""
         return self.estimator in ("gae", "vtrace")
 
     @property
@@ -437,28 +434,28 @@ class AlgorithmConfig(Section):
 
     @property
     def old_logprob(self) -> Literal["logprob", "rollout_logprob"]:
-        """Field of the log-probs that the ratio of the update is against."""
+        """Field of the log-probs in the denominator of the update's ratio."""
         return "rollout_logprob" if self.loss.type == "dis" or self.loss.proximal == "behaviour" else "logprob"
 
     @property
     def reweights(self) -> bool:
-        """True if tokens of a response count differently, or their advantages are averaged."""
+        """True if the tokens of a response have different weights, or their advantages are averaged."""
         chosen = self.high_entropy_token_ratio is not None or self.disagreement_mask_ratio is not None
         return chosen or self.sequence_advantages or self.importance_sampling.type != "none"
 
     @property
     def sequence_advantages(self) -> bool:
-        """True if all tokens of a response have the mean of their advantages."""
+        """True if every token of a response gets the mean of the response's advantages."""
         return self.loss.type == "gspo" and self.loss.sequence_advantages
 
     @property
     def drops_rejected(self) -> bool:
-        """True if tokens that the correction leaves out count nowhere in the policy's loss."""
+        """True if tokens that the correction rejects count nowhere in the policy's loss."""
         return isinstance(self.importance_sampling, MISConfig | IcePopConfig) and not self.importance_sampling.count_rejected
 
     @property
     def whitens(self) -> bool:
-        """`whiten_advantages`, or its default for the estimator."""
+        """Value of `whiten_advantages`, or its default for the estimator."""
         default = self.has_critic or self.estimator == "reinforce_plus_plus"
         return default if self.whiten_advantages is None else self.whiten_advantages
 
@@ -511,7 +508,7 @@ class TrainConfig(Section):
 
     @property
     def critics_in_use(self) -> dict[str, AnyCriticConfig]:
-        """Role -> section of the critics that this run has; empty under an estimator without one."""
+        """Role -> section of the critics of this run; empty under an estimator without one."""
         further = {further_role(name): one for name, one in self.critics.items()}
         return {"critic": self.critic, **further} if self.algorithm.has_critic else {}
 

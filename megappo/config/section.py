@@ -1,4 +1,4 @@
-"""What every section of the configuration is, and the ranges of its numbers. Imports nothing of megappo."""
+"""Base class of every section of the configuration, and the ranges of its numbers. Imports nothing of megappo."""
 
 from __future__ import annotations
 

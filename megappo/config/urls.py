@@ -1,7 +1,7 @@
-"""Addresses of servers in a configuration: https, or http to this machine; and names of the variables with their tokens.
+"""Types for server addresses (https, or http to this machine) and for the names of the variables with their tokens.
 
-Only plain spellings are taken. What two parsers of URLs may read differently (user names, backslashes, blanks, numbers instead of
-addresses) is refused, so that the host that is checked is the host that is asked.
+Two URL parsers may disagree on user names, backslashes, blanks or numeric hosts. Such spellings are refused, so that the host that
+is checked is the host that is asked.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _FORM = "write https://HOST[:PORT][/PATH], without user and password, or http://
 
 
 def host_of(url: str) -> str:
-    """Host of a checked URL in lower case, `::1` without brackets."""
+    """Host of a checked URL in lower case; `::1` comes without brackets."""
     match = _URL.fullmatch(url)
     assert match is not None, "checked by the schema"
     return match["host"].strip("[]").lower()
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address of this machine's loopback: 127.0.0.0/8 or ::1. Never for a name, which may resolve to anything."""
+    """True for 127.0.0.0/8 or ::1. Never true for a name, which may resolve to anything."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -66,5 +66,5 @@ def _check_secret(name: str) -> str:
 
 
 ServerUrl = Annotated[str, AfterValidator(_check_url)]
+# Name of an environment variable that holds a secret.
 SecretVariable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_check_secret)]
-"""Name of an environment variable that holds a secret."""

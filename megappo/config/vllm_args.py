@@ -1,7 +1,5 @@
-"""Names that `rollout.vllm_args` may have: the arguments of vLLM's engine, but for those that megappo computes itself.
-
-A list, so that a plan on a machine without vLLM refuses a wrong name too. Imports no vLLM.
-"""
+"""Names that `rollout.vllm_args` may have: vLLM's engine arguments except those that megappo sets. A list, so that a machine
+without vLLM refuses a wrong name too."""
 
 from __future__ import annotations
 
@@ -28,11 +26,11 @@ OWN = {
     **dict.fromkeys(("skip_tokenizer_init", "load_format", "generation_config", "logprobs_mode", "max_logprobs"), ""),
     **dict.fromkeys(("distributed_executor_backend", "worker_cls"), ""),
 }
-"""Argument that megappo sets -> our key that says it; "" if none does."""
+"""Argument that megappo sets -> the key of ours that decides it, "" without one."""
 
 
 def vllm_args_problem(config: TrainConfig) -> str | None:
-    """An argument that vLLM does not have, or that megappo sets."""
+    """Refuse an argument that vLLM does not have or that megappo sets."""
     for name, value in config.rollout.vllm_args.items():
         key = f"rollout.vllm_args.{name}"
         if name in OWN:

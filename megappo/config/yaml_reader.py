@@ -1,7 +1,7 @@
-"""Strict YAML reader: the scalars of YAML 1.2, no duplicate keys, no tags, bounded size, and the line of every key.
+"""Strict YAML reader: YAML 1.2 scalars, no duplicate keys, no tags, bounded size, and the line of every key.
 
-PyYAML's own loader follows YAML 1.1, where `no` is false, `1e-6` is a string, `12:30` is 750 and a second `lr:` silently wins:
-each a wrong configuration that runs. `loading.py` interprets the keys. Imports nothing of megappo but the error.
+PyYAML's own loader follows YAML 1.1, where `no` is false, `1e-6` is a string, `12:30` is 750 and a second `lr:` silently wins.
+`loading.py` interprets the keys. Of megappo, imports only the error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCALARS = (
 
 
 def _resolvers(base: Mapping[Any, list]) -> dict[Any, list]:
-    """PyYAML's table, first character -> [(tag, pattern)]: `base`, then the core schema."""
+    """Extend PyYAML's table, first character -> [(tag, pattern)], by the core schema."""
     table = {first: list(rules) for first, rules in base.items()}
     for tag, pattern, firsts in SCALARS:
         for first in firsts:
@@ -59,14 +59,14 @@ class CoreLoader(yaml.SafeLoader):
 
 
 class CoreDumper(yaml.SafeDumper):
-    """Dumper of YAML that 1.1 and 1.2 readers understand alike: a string that either would misread is quoted."""
+    """Dumper whose output YAML 1.1 and 1.2 readers understand alike: strings that either would misread are quoted."""
 
     yaml_implicit_resolvers = _resolvers(yaml.SafeDumper.yaml_implicit_resolvers)
 
 
 @dataclass
 class Document:
-    """A YAML mapping as plain data, and the line (from 1) of each of its keys by dotted name."""
+    """A YAML mapping as plain data, and the line (from 1) of each key by dotted name."""
 
     data: dict[str, Any]
     lines: dict[str, int] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class _Converter:
 
 
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[str, int]]:
-    """Parse text into (plain data, lines of the keys by dotted name). name: of the source, for messages. Raises ConfigError."""
+    """Parse text into (plain data, line of each key by dotted name). name: source, for messages. Raises ConfigError."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=CoreLoader)
     except yaml.MarkedYAMLError as error:
@@ -155,8 +155,9 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[str, int]]:
 
 
 def why_no_file(path: Path) -> str | None:
-    """Reason why there is no plain file at `path`, None if there is one. A pipe is none: every rank reads the file again."""
+    """Return why there is no plain file at `path`, None if there is one."""
     try:
+        # A pipe does not count: every rank reads the file again.
         if path.is_file():
             return None
         return "is a directory" if path.is_dir() else "is no plain file" if path.exists() else "no such file"

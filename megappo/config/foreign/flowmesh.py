@@ -1,4 +1,4 @@
-"""Keys of a FlowMesh workflow of type ppo (`apiVersion: flowmesh/v1`), which TRL's older PPO runs."""
+"""Keys of a FlowMesh workflow of type ppo (`apiVersion: flowmesh/v1`), which runs TRL's older PPO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Arguments of Megatron-LM, which slime takes as they are, and slime's own. For hints: `megappo convert` reads no such script."""
+"""Megatron-LM arguments, which slime passes through, and slime's own. Only hints read them: `megappo convert` takes no slime
+scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key of another trainer becomes here: the rules that `megappo convert` follows and that hints for foreign keys read.
+"""What a key of another trainer becomes in megappo: the rules behind `megappo convert` and the hints for foreign keys.
 
 A table is data. A rule that needs other keys (samples = prompts x responses) names its arithmetic (`by`), which is in
 `megappo/commands/convert/arithmetic.py`. Imports nothing of megappo.
@@ -21,22 +21,22 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Fate of one foreign key."""
+    """What becomes of one foreign key."""
 
     outcome: Outcome
     keys: tuple[str, ...] = ()
-    """megappo's keys that it sets, or that say the same; the first is the hint."""
+    """megappo's keys that it sets or that say the same; the first is the hint."""
     note: str = ""
-    """Change of unit, or the reason of an outcome without a key."""
+    """The change of unit, or the reason for an outcome without a key."""
     values: Mapping[Any, Any] | None = None
-    """Foreign value -> ours; None takes it over as it is."""
+    """Foreign value -> ours; None copies the value."""
     by: str = ""
-    """Name of the arithmetic that makes our values."""
+    """Name of the arithmetic that computes our values."""
     expects: tuple[Any, ...] = ()
-    """Values for which the outcome holds (empty: all). Others have no equivalent (`otherwise`)."""
+    """Values for which the outcome holds (empty: all). Any other value has no equivalent (`otherwise` says why)."""
     otherwise: str = ""
     off: tuple[Any, ...] = (None, False, 0, -1, "", "null", "none")
-    """Values of a key without equivalent that switch it off, so that nothing is lost."""
+    """Values that switch off a key without equivalent, so that nothing is lost by dropping it."""
 
 
 def take(*keys: str, note: str = "", values: Mapping[Any, Any] | None = None, by: str = "", otherwise: str = "") -> Rule:
@@ -57,22 +57,22 @@ def missing(note: str, *keys: str, off: tuple[Any, ...] | None = None) -> Rule:
 
 @dataclass(frozen=True)
 class Trainer:
-    """One trainer: its name, how its commands are recognised, and the rule of each key."""
+    """One trainer: its name, how to recognise its commands, and the rule of each key."""
 
     name: str
     rules: Mapping[str, Rule]
     commands: tuple[str, ...] = ()
-    """Words of a command line that start it (module or script)."""
+    """Words of a command line that start it: module or script."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Its defaults where megappo's may differ: they hold for keys that the source does not write."""
+    """Its defaults where megappo's may differ; they hold for keys that the source does not write."""
     ignored: tuple[str, ...] = ()
-    """Endings of keys that hold no setting (`_target_`)."""
+    """Endings of keys that hold no setting, such as `_target_`."""
     sections: tuple[str, ...] = ()
-    """Keys that hold a whole mapping, for which one rule speaks."""
+    """Keys whose value is a whole mapping and that one rule covers."""
     steps_of_ppo: bool = False
-    """Warm-up and schedules of the learning rate count PPO steps instead of optimizer steps."""
+    """True if warm-up and schedule of the learning rate count PPO steps instead of optimizer steps."""
     chosen: Mapping[str, str] = field(default_factory=dict)
-    """Our key -> name of the arithmetic that chooses a value where the source has none, with its reason."""
+    """Our key -> name of the arithmetic that chooses a value, with its reason, where the source has none."""
 
 
 SCHEDULES = {

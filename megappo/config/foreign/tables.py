@@ -1,4 +1,4 @@
-"""All tables, and the rule that a foreign key most likely means."""
+"""All tables of foreign keys, and the search for the rule that a foreign key most likely means."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ROLES = {"policy": ("policy", "actor"), "critic": ("critic", "value"), "referenc
 
 
 def exact_rule(name: str) -> tuple[Trainer, Rule] | None:
-    """Rule of a foreign flag, or of a dotted key; parts may be left out (`rollout.name`: `actor_rollout_ref.rollout.name`).
+    """Find the rule of a foreign flag (without dashes) or dotted key; `rollout.name` finds `actor_rollout_ref.rollout.name`.
 
-    The last part must be the same, and every other part must be in the foreign key, in the same order. name: without dashes.
+    The last part must be equal, and the other parts must occur in the foreign key in the same order.
     """
     wanted = name.split(".")
     found = [one for one in _ending_like(wanted[-1]) if _holds(wanted, one[1]) and (len(wanted) > 1 or len(one[1]) == 1)]
@@ -28,9 +28,9 @@ def exact_rule(name: str) -> tuple[Trainer, Rule] | None:
 
 
 def rule_by_last_part(last: str) -> tuple[Trainer, Rule] | None:
-    """Rule of the foreign keys that end like this, if they agree on the last part of our key.
+    """Find the rule of the foreign keys with this last part, if they agree on the last part of our key.
 
-    Of keys that have no equivalent here: if they agree on what becomes of them.
+    Keys without an equivalent must agree on what becomes of them instead.
     """
     known = _ending_like(last)
     found = [one for one in known if one[3].outcome is Outcome.TAKEN]
@@ -42,7 +42,7 @@ def rule_by_last_part(last: str) -> tuple[Trainer, Rule] | None:
 
 
 def _ending_like(last: str) -> list[tuple[int, list[str], Trainer, Rule]]:
-    """(place of the trainer, parts of the key, trainer, rule) of every key with this last part."""
+    """Return (trainer's place, parts of the key, trainer, rule) of every foreign key with this last part."""
     return [
         (place, key.split("."), trainer, rule)
         for place, trainer in enumerate(TRAINERS)

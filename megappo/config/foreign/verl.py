@@ -61,7 +61,7 @@ def _optimizer(prefix: str, role: str) -> dict[str, Rule]:
 
 
 def _megatron(prefix: str, role: str) -> dict[str, Rule]:
-    """Keys of a Megatron section; role: policy, critic or reference."""
+    """Rules for the Megatron section of the policy, critic or reference."""
     parallel, trained = f"{role}.parallel", role != "reference"
     transformer = f"{prefix}.override_transformer_config"
     rules = {
@@ -102,7 +102,7 @@ def _megatron(prefix: str, role: str) -> dict[str, Rule]:
 
 
 def _fsdp(prefix: str, role: str) -> dict[str, Rule]:
-    """Keys of an FSDP section; role: policy, critic or reference."""
+    """Rules for the FSDP section of the policy, critic or reference."""
     parts = ("parameters",) if role == "reference" else ("parameters", "gradients", "optimizer")
     kinds = {"param_offload": "parameters", "grad_offload": "gradients", "optimizer_offload": "optimizer"}
     rules = {f"{prefix}.{key}": take(f"{role}.offload.{part}") for key, part in kinds.items() if part in parts}
