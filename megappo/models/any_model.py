@@ -1,8 +1,7 @@
-"""Architecture of any causal language model of transformers: read from its config and its class on the meta device.
+"""Architecture of any causal language model of transformers, read from its config and from its class on the meta device.
 
-For engine fsdp2, which runs transformers' own classes. Weights are known by the names of the checkpoint, so that no family has to
-say them. What packed sequences would change is refused here, in one line; the start-up check (`hf_classes.check_packing`) judges
-the rest. Imports transformers, which takes seconds.
+For engine fsdp2, which runs transformers' own classes under the checkpoint's names. What packed sequences would change is refused
+here; `hf_classes.check_packing` judges the rest at start-up. Imports transformers, which takes seconds.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def with_own_parameters(arch: ModelArch, path: str | Path) -> ModelArch:
-    """`arch`, whose family has experts, with the parameters in which transformers' class holds them."""
+    """Return `arch`, of a family with experts, with the parameters (`own`) of transformers' class."""
     config = _config(path)
     return replace(arch, own=parameters_in_checkpoint(_on_meta(_causal_class(config), config)))
 
 
 def describe_model(path: str | Path) -> ModelArch:
-    """Architecture of a checkpoint directory without a family; config.json is enough.
+    """Read the architecture of a checkpoint directory that no family covers; config.json is enough.
 
-    ValueError, one line, for one that does not run under engine fsdp2. Shapes and names are exact. Sizes of heads, MLP and experts
-    are for estimates: an architecture may have others beside them.
+    Shapes and names are exact; sizes of heads, MLP and experts are for estimates.
+    ValueError, one line, if engine fsdp2 cannot run it.
     """
     config = _config(path)
     for problem in _problems(config):
@@ -68,7 +67,7 @@ def describe_model(path: str | Path) -> ModelArch:
 
 
 def _config(path: str | Path) -> Any:
-    """The language model's config, of a model of text and images too."""
+    """Read the config of the language model, also of a model of text and images."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except (ValueError, KeyError, TypeError) as error:
@@ -88,7 +87,7 @@ def _on_meta(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
 
 
 def _problems(config: Any) -> Iterator[str]:
-    """Features of a config that packed sequences or the log-probs leave out, one line each."""
+    """Yield the features of a config that packed sequences or log-probs cannot handle, one line each."""
     name = config.model_type
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
         yield f"transformers has no causal language model of type {name}"
@@ -120,14 +119,14 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def _head_dim(config: Any, heads: int) -> int:
-    """Channels of a head. Multi-head latent attention has more for keys than for values: their mean, which FLOPs follow."""
     if hasattr(config, "qk_nope_head_dim"):
+        # Multi-head latent attention has more channels for keys than for values: FLOPs follow their mean.
         return (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
     return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _experts(config: Any, own: tuple[OwnParameter, ...], layers: int) -> MoeArch | None:
-    """Experts, by the parameters that hold all of a layer; None without."""
+    # Only a parameter that holds all experts of a layer has three dimensions.
     held = {layer_prefix(parameter.name): parameter.shape[0] for parameter in own if len(parameter.shape) == 3}
     if not held:
         return None
@@ -138,7 +137,6 @@ def _experts(config: Any, own: tuple[OwnParameter, ...], layers: int) -> MoeArch
 
 
 def _windows(config: Any, layers: int) -> dict[str, Any]:
-    """Fields of sliding attention."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if window is None or getattr(config, "use_sliding_window", True) is False:
         return {}

@@ -1,7 +1,4 @@
-"""Architecture of a model as frozen values (shapes and arithmetic), and checks of layouts against it.
-
-`hf_config.py` reads it from a config.json; `weight_map.py` lists the tensors.
-"""
+"""Architecture of a model as frozen values, and checks of layouts against it. `hf_config.py` reads it from a config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from megappo.models.implementation import Implementation
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary embedding. Fields that `type` does not use are None; `llama4_beta` scales queries by position (ministral3)."""
+    """Rotary embedding. Fields that `type` does not use are None."""
 
     type: str = "default"
     theta: float = 10000.0
@@ -28,14 +25,12 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    llama4_beta: float | None = None
+    llama4_beta: float | None = None  # ministral3 scales queries by position
 
     @property
     def llama_4_scaling(self) -> dict[str, Any] | None:
-        """Value of `llama_4_scaling`, the key in which Mistral's own files and vLLM 0.32 keep `llama4_beta`; None without it.
-
-        transformers keeps it in rope_parameters, where vLLM does not look for it.
-        """
+        """Value of the key `llama_4_scaling` for vLLM 0.32 and Mistral's own files; None without `llama4_beta`."""
+        # transformers keeps the value in rope_parameters, where vLLM does not look for it.
         if self.llama4_beta is None:
             return None
         return {"original_max_position_embeddings": self.original_max_positions, "beta": self.llama4_beta}
@@ -43,19 +38,17 @@ class Rope:
 
 @dataclass(frozen=True)
 class MoeArch:
-    """Mixture of experts in place of the MLP. ffn_size: columns of one expert. norm_topk_prob: the weights of the chosen
-    experts add up to 1. dense_layers: numbers of the layers that have a plain MLP.
-    """
+    """Mixture of experts in place of the MLP."""
 
     num_experts: int
     top_k: int
-    ffn_size: int
-    norm_topk_prob: bool
-    dense_layers: tuple[int, ...] = ()
+    ffn_size: int  # columns of one expert
+    norm_topk_prob: bool  # the weights of the chosen experts add up to 1
+    dense_layers: tuple[int, ...] = ()  # numbers of the layers with a plain MLP
 
 
 class Part(NamedTuple):
-    """A tensor of a checkpoint inside a parameter: as many rows as it has, from `row` on, both seen as matrices (`as_2d`)."""
+    """A tensor of a checkpoint inside a parameter, whose rows it fills from `row` on; both are seen as matrices (`as_2d`)."""
 
     hf: str
     shape: tuple[int, ...]
@@ -64,39 +57,24 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnParameter:
-    """A parameter of transformers' own class, and the tensors of its checkpoint in it, which cover it: one of the same name, or
-    those of all experts of a layer.
-
-    of_head: belongs to the output projection, so that a value model has none. constant: a buffer that the checkpoint brings; every
-    rank has it whole, and nothing changes it. linear: the weight of a torch.nn.Linear, under the checkpoint's name.
-    """
+    """A parameter of transformers' own class and the tensors that cover it: one of the same name, or those of a layer's experts."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
-    of_head: bool = False
-    constant: bool = False
-    linear: bool = False
+    of_head: bool = False  # of the output projection, which a value model does not have
+    constant: bool = False  # a buffer that the checkpoint brings: whole on every rank, never changed
+    linear: bool = False  # weight of a torch.nn.Linear, under the checkpoint's name
 
 
 @dataclass(frozen=True)
 class ModelArch:
-    """One decoder-only transformer. family: name of its `Family`. architecture: Hugging Face's, of the whole checkpoint.
-
-    qkv_bias: biases on q, k and v only. qk_norm: RMSNorm of each head of q and k.
-
-    sliding_window: tokens that a token sees, itself included, in the layers whose `sliding_layers` is true (one entry per layer).
-    None and () if every layer sees the whole sequence.
-
-    own: parameters of transformers' own class, where the family does not say them (`any_model.py`): engine fsdp2 alone runs the
-    model then. Without a family, `family` is transformers' model type, and the other fields are for estimates. keeps_scores: its
-    attention has sinks or capped scores, which no fused kernel computes (`plain_attention.py`).
-
-    head_rows: outputs of the head of a value model, more than 1 if they are the bins of a categorical one.
-    """
+    """One decoder-only transformer."""
 
     family: str
+    """Name of its `Family`. Without one: transformers' model type, and the other fields are for estimates."""
     architecture: str
+    """Hugging Face's name, of the whole checkpoint."""
     num_layers: int
     hidden_size: int
     num_heads: int
@@ -109,13 +87,20 @@ class ModelArch:
     norm_eps: float
     rope: Rope
     qkv_bias: bool = False
+    """Biases on q, k and v only."""
     qk_norm: bool = False
+    """RMSNorm of each head of q and k."""
     sliding_window: int | None = None
+    """Tokens that a token sees, itself included, in the layers that `sliding_layers` marks; None if every layer sees all."""
     sliding_layers: tuple[bool, ...] = ()
+    """One entry per layer, true with the window; () if no layer has it."""
     moe: MoeArch | None = None
     own: tuple[OwnParameter, ...] = ()
+    """Parameters of transformers' own class, where no family gives them (`any_model.py`): only fsdp2 runs such a model."""
     keeps_scores: bool = False
+    """Attention has sinks or capped scores, which no fused kernel computes (`plain_attention.py`)."""
     head_rows: int = 1
+    """Outputs of a value model's head; more than 1 are the bins of a categorical one."""
 
     def is_sparse(self, layer: int) -> bool:
         """True if this layer has experts. layer: from 0, in the whole model."""
@@ -132,19 +117,19 @@ class ModelArch:
 
 
 def padded_vocab(arch: ModelArch, tp: int) -> int:
-    """Vocabulary rounded up so that every tp rank holds the same number of rows."""
+    """Round the vocabulary up so that every tp rank holds the same number of rows."""
     return -(-arch.vocab_size // tp) * tp
 
 
 def vocab_shard(arch: ModelArch, tp: int, tp_rank: int) -> tuple[int, int]:
-    """(global id of this tp rank's first vocabulary row, number of its rows that are real vocabulary; the rest is padding)."""
+    """Return (global id of this tp rank's first vocabulary row, number of its rows that are real; the rest is padding)."""
     rows = padded_vocab(arch, tp) // tp
     start = tp_rank * rows
     return start, max(0, min(rows, arch.vocab_size - start))
 
 
 def check_tp(arch: ModelArch, tp: int) -> None:
-    """Raise ValueError if tp does not divide heads, KV heads or the MLP, naming the largest tp that does."""
+    """Raise ValueError if tp does not divide heads, KV heads or the MLP; it names the largest tp that does."""
     sizes = [("KV heads", arch.num_kv_heads), ("attention heads", arch.num_heads)]
     if arch.has_dense_mlp:
         sizes.append(("MLP columns", arch.ffn_size))
@@ -156,7 +141,7 @@ def check_tp(arch: ModelArch, tp: int) -> None:
 
 
 def check_cp(arch: ModelArch, tp: int, cp: int, implementation: Implementation) -> None:
-    """Raise ValueError if cp does not fit the heads of a tp rank, naming the sizes that do. `check_tp` comes first."""
+    """Raise ValueError if cp does not fit the heads of a tp rank; it names the sizes that do. Call `check_tp` first."""
     # The limit is of attention that exchanges tokens for heads: ours, and TransformerEngine's layers with a sliding window.
     if implementation == "transformer_engine" and arch.sliding_window is None:
         return

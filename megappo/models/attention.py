@@ -1,11 +1,8 @@
-"""Causal attention over packed sequences, and the tables that all layers of one micro-batch share for it.
+"""Causal attention over packed sequences, and the tables that all layers of one micro-batch share.
 
-`PackedAttention` takes the place of Megatron's core_attention where TransformerEngine is absent, `RotaryTEAttention` wraps
-TransformerEngine's. Both rotate q and k themselves with the tables of `PackedSequences`, which are computed once per micro-batch.
-
-Under context parallel a rank holds a part of every sequence (`parallel/context.py`). `PackedAttention` exchanges tokens for
-heads, so that it attends whole sequences with heads / cp heads (DeepSpeed-Ulysses, arXiv:2309.14509); TransformerEngine passes
-keys and values round a ring.
+`PackedAttention` replaces Megatron's core_attention, `RotaryTEAttention` wraps TransformerEngine's; both rotate q and k themselves.
+Under context parallel a rank holds a part of every sequence (`parallel/context.py`). `PackedAttention` exchanges tokens for heads
+(DeepSpeed-Ulysses, arXiv:2309.14509); TransformerEngine passes keys and values round a ring.
 """
 
 from __future__ import annotations
@@ -58,7 +55,8 @@ class Grouping:
     _masks: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def mask(self, length: int, window: int, dtype: torch.dtype) -> Tensor:
-        """[length, length], 0 inside `band` and -inf outside. One tensor for all layers: the backward keeps it for each of them."""
+        """Additive mask [length, length]: 0 inside `band`, -inf outside."""
+        # One tensor for all layers: the backward keeps it for each of them.
         key = length, window, dtype
         if key not in self._masks:
             outside = ~band(length, window, self.packed.device)
@@ -100,24 +98,25 @@ def group_by_length(cu_seqlens: Sequence[int]) -> Grouping:
 class PackedSequences(PackedSeqParams):
     """Megatron's thd parameters with the position tables and the grouping of one micro-batch.
 
-    cos, sin: [T, 1, head_dim] in the dtype of the activations. query_scale: [T, 1, 1] or None. Under context parallel these are
-    of the T / cp tokens of this rank (`context`); cu_seqlens and the grouping are always of the whole micro-batch. real: [real
-    tokens] int64 positions of the tokens that are not padding; None if all are real. Used by the router of experts, not by
-    attention. own_sequences: result of `moe.local_sequences`, set by the first router. offsets: cu_seqlens as they were given,
-    usually on the host; reading those on the device would synchronise.
+    Under context parallel the tables are of this rank's T / cp tokens; cu_seqlens and the grouping are of the whole micro-batch.
     """
 
     cos: Tensor | None = None
     sin: Tensor | None = None
+    """[T, 1, head_dim] like `cos`, in the dtype of the activations."""
     query_scale: Tensor | None = None
+    """[T, 1, 1]; None if queries are not scaled."""
     context: ContextShard | None = None
     real: Tensor | None = None
+    """[real tokens] int64 positions of the tokens that are not padding, for the router of experts; None if all are real."""
     own_sequences: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    """Result of `moe.local_sequences`, set by the first router."""
     offsets: Tensor | None = None
+    """cu_seqlens as given, usually on the host: reading them on the device would synchronise."""
     _grouping: Grouping | None = field(default=None, repr=False)
 
     def grouping(self) -> Grouping:
-        """Computed at first use, then shared by all layers and by recomputation."""
+        """Group the sequences at first use; all layers and recomputation share the result."""
         if self._grouping is None:
             grouping = group_by_length((self.cu_seqlens_q if self.offsets is None else self.offsets).tolist())
             device = self.cu_seqlens_q.device
@@ -125,7 +124,7 @@ class PackedSequences(PackedSeqParams):
         return self._grouping
 
     def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply positions: rotated query and key [T, heads, head_dim] (this rank's tokens under context parallel)."""
+        """Apply positions to query and key [T, heads, head_dim] (this rank's tokens under context parallel)."""
         assert self.cos is not None and self.sin is not None
         query, key = rotate(query, self.cos, self.sin), rotate(key, self.cos, self.sin)
         return (query if self.query_scale is None else query * self.query_scale), key
@@ -134,9 +133,9 @@ class PackedSequences(PackedSeqParams):
 def packed_sequences(
     arch: ModelArch, cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype, context: ContextShard | None = None
 ) -> PackedSequences:
-    """`PackedSequences` of a micro-batch with cu_seqlens [B+1] (int32, on the host or the device).
+    """Build `PackedSequences` of a micro-batch with cu_seqlens [B+1] (int32, on the host or the device).
 
-    context: this rank's part of the same micro-batch under context parallel.
+    context: this rank's part of it under context parallel.
     """
     ends = cu_seqlens.long()
     lengths = ends.diff()
@@ -244,7 +243,7 @@ def band(length: int, window: int, device: torch.device) -> Tensor:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, window: int | None = None
 ) -> Tensor:
-    """As `grouped_attention`, by torch's flash kernel (CUDA, fp16 or bf16)."""
+    """Compute `grouped_attention` with torch's flash kernel (CUDA, fp16 or bf16)."""
     # More splits than one would add up a row in an order that depends on the other sequences.
     settings: dict[str, Any] = {"enable_gqa": query.size(1) != key.size(1), "num_splits": 1}
     if not VARLEN_SETTINGS.issuperset(settings):  # torch 2.11 knows neither: it does not split, and wants a KV head for each head
@@ -267,12 +266,9 @@ def varlen_attention(
 
 
 def whole_sequences(query: Tensor, key: Tensor, value: Tensor, context: ContextShard) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's tokens with all heads [T / cp, heads, dim] -> all tokens with this rank's heads [T, heads / cp, dim].
-
-    Collective. Fewer KV heads than cp are repeated, so that every rank gets the one that its query heads share.
-    """
+    """Exchange tokens for heads: [T / cp, heads, dim] -> all tokens with this rank's heads [T, heads / cp, dim]. Collective."""
     cp, (tokens, _, dim) = context.size, query.shape
-    if key.size(1) < cp:
+    if key.size(1) < cp:  # every rank gets the KV head that its query heads share
         key, value = (x.repeat_interleave(cp // x.size(1), dim=1) for x in (key, value))
     # Block r of query, key and value goes to rank r: concatenated they need one exchange instead of three.
     blocks = [x.view(tokens, cp, x.size(1) // cp, dim) for x in (query, key, value)]
@@ -335,17 +331,16 @@ def _window(config: TransformerConfig, layer_number: int) -> int | None:
 
 
 def rotary_te_attention() -> Callable[..., torch.nn.Module]:
-    """TransformerEngine's attention class with our rotation in front."""
+    """Make TransformerEngine's attention class with our rotation in front."""
     # Made in a function: the base class can be imported only if TransformerEngine is installed.
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class RotaryTEAttention(TEDotProductAttention):
-        """TEDotProductAttention on rotated q and k. A layer with a sliding window exchanges tokens for heads as `PackedAttention`:
-        TransformerEngine's ring over the cp group has no windows, and its own all-to-all needs cp KV heads on every tp rank and a
-        recent version for packed sequences.
-        """
+        """TEDotProductAttention on rotated q and k."""
 
         def __init__(self, config: TransformerConfig, layer_number: int, *args: Any, **kwargs: Any) -> None:
+            # TransformerEngine's ring over cp has no windows, and its all-to-all needs cp KV heads on every tp rank and a recent
+            # version for packed sequences: layers with a window exchange tokens for heads as `PackedAttention` does.
             self.exchanges_heads = config.context_parallel_size > 1 and _window(config, layer_number) is not None
             super().__init__(_one_cp_rank(config) if self.exchanges_heads else config, layer_number, *args, **kwargs)
 
@@ -362,7 +357,7 @@ def rotary_te_attention() -> Callable[..., torch.nn.Module]:
 
 
 def _one_cp_rank(config: TransformerConfig) -> TransformerConfig:
-    """Config of the attention that one cp rank computes after `whole_sequences`: no context parallel, its share of the heads."""
+    """Config of the attention of one cp rank after `whole_sequences`: no context parallel, its share of the heads."""
     assert config.num_query_groups is not None
     alone = copy.copy(config)
     alone.context_parallel_size = 1

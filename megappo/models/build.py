@@ -1,4 +1,4 @@
-"""Build of a policy or critic for one rank: TransformerConfig, layer spec, model. Weights come from `hf_import.py`.
+"""Build a policy or critic for one rank: TransformerConfig, layer spec, model. `hf_import.py` loads the weights.
 
 With TransformerEngine and CUDA the layers are TransformerEngine's, otherwise Megatron-core's own with our norm and attention.
 Both have the same parameter names and shapes, so checkpoints are interchangeable.
@@ -42,7 +42,7 @@ from megappo.parallel.layout import ParallelLayout
 
 
 def freeze_chunks(chunks: Sequence[PackedModel], is_frozen: Callable[[str], bool]) -> None:
-    """Freeze the parameters whose canonical name `is_frozen` says."""
+    """Freeze the parameters whose canonical names `is_frozen` accepts."""
     for name, parameter in named_parameters(chunks).items():
         if is_frozen(name):
             parameter.requires_grad_(False)
@@ -69,9 +69,8 @@ def build_model(
 ) -> list[PackedModel]:
     """Build this rank's model chunks (vpp of them) of a policy, or of a critic with `value_head`.
 
-    Parameters are uninitialised except norms and value head. in_8_bits: the weights of the layers' linear layers are, and frozen.
-    device: None is the rank's GPU, or the CPU if there is none.
-    Collective over the role's ranks. ValueError if the layout does not fit the architecture.
+    Only norms and the value head are initialised. in_8_bits: the layers' linear weights are in 8 bits, and frozen. device: None is
+    the rank's GPU, or the CPU. Collective over the role's ranks. ValueError if the layout does not fit the architecture.
     """
     check_tp(arch, groups.layout.tp)
     check_cp(arch, groups.layout.tp, groups.layout.cp, implementation)
@@ -137,7 +136,7 @@ class StageLayers(PipelineParallelLayerLayout):
 def transformer_config(
     arch: ModelArch, layout: ParallelLayout, stage: int, dtype: torch.dtype, recompute: Recompute, fusions: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's configuration of the architecture on this stage of the layout. fusions: of `fusion.py`."""
+    """Make Megatron's configuration of the architecture on this stage. fusions: from `fusion.fusion_config`."""
     recomputation: dict[str, Any] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -196,7 +195,7 @@ def transformer_config(
 def _block(
     arch: ModelArch, config: TransformerConfig, layers: range, implementation: Implementation, in_8_bits: bool
 ) -> TransformerBlockSubmodules:
-    """Layer specs of one chunk. layers: their global numbers, from 0. in_8_bits: as `build_model`, of local dense layers."""
+    """Make the layer specs of one chunk. layers: global numbers, from 0. in_8_bits: of local dense layers only."""
     norm: Any  # a class, as everywhere in Megatron, whose types here want a ModuleSpec
     bias_dropout_add: Any = get_bias_dropout_add  # a function, likewise
     if implementation == "transformer_engine":

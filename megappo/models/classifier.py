@@ -1,7 +1,4 @@
-"""Checks of a checkpoint that is to score whole sequences: a text-only sequence classifier of transformers with one label.
-
-Reads config.json and the headers of the weight files.
-"""
+"""Checks of a checkpoint that scores whole sequences: a text-only sequence classifier of transformers with one label."""
 
 from __future__ import annotations
 
@@ -20,12 +17,11 @@ _SHOWN = 4  # labels that a message names
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """True for the config.json of a sequence classifier."""
     return str((config.get("architectures") or [""])[0]).endswith(f"For{HEAD}")
 
 
 def check_classifier(path: str | Path) -> None:
-    """ValueError unless config.json is of a sequence classifier with one label."""
+    """Raise ValueError unless config.json is that of a sequence classifier with one label."""
     config = read_config(path)
     if not is_classifier(config):
         found = (config.get("architectures") or ["no architecture"])[0]
@@ -38,7 +34,7 @@ def check_classifier(path: str | Path) -> None:
 
 
 def labels_of(config: Mapping[str, Any]) -> list[str]:
-    """Names of the head's rows, as transformers reads them: id2label, otherwise num_labels, 2 by default."""
+    """Names of the head's rows as transformers reads them: id2label, otherwise num_labels, 2 by default."""
     # num_labels is written by old versions only; transformers prefers it where it contradicts id2label.
     names, count = config.get("id2label") or {}, config.get("num_labels")
     if names and (count is None or count == len(names)):
@@ -47,7 +43,7 @@ def labels_of(config: Mapping[str, Any]) -> list[str]:
 
 
 def check_head(path: str | Path, hidden_size: int) -> None:
-    """ValueError unless the weight files hold the head `score.weight` [1, hidden_size], without a bias."""
+    """Raise ValueError unless the weight files hold the head `score.weight` [1, hidden_size], without a bias."""
     reader = CheckpointReader(path)
     if reader.find(VALUE_HEAD) is None:
         raise ValueError(f"holds no {VALUE_HEAD}, the head that gives the score; export the whole classifier, not its base model")
@@ -57,5 +53,5 @@ def check_head(path: str | Path, hidden_size: int) -> None:
 
 
 def pad_id_of(path: str | Path) -> int | None:
-    """`pad_token_id` of config.json: transformers reads the score at the last token that is another one."""
+    """Read `pad_token_id` of config.json: transformers takes the score at the last token that is not padding."""
     return read_config(path).get("pad_token_id")

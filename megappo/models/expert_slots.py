@@ -1,8 +1,7 @@
-"""Parameters of a transformers model and the checkpoint's tensors inside them, as transformers' own conversion says it.
+"""Parameters of a transformers model and the checkpoint's tensors inside them, by transformers' own conversion.
 
-transformers 5 keeps all experts of a layer in one parameter, which a checkpoint spells as one tensor for each expert. The
-conversion by which it saves runs once on tensors without memory; what comes out are views, whose offsets are their places. No table
-of families. A conversion that computes (transposes, interleaves) is refused.
+transformers 5 keeps all experts of a layer in one parameter; a checkpoint has one tensor per expert. The conversion of a save runs
+on tensors without memory: it returns views, whose offsets are their places. One that computes (transposes, interleaves) is refused.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from megappo.models.pieces import Box, check_tiling, shape_as_2d
 
 
 class _WithoutCopies(TorchDispatchMode):
-    """Hand a tensor itself back instead of a contiguous copy."""
+    """Return a tensor itself instead of a contiguous copy, so that views stay views."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         return args[0] if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
 
 
 def parameters_in_checkpoint(model: PreTrainedModel) -> tuple[OwnParameter, ...]:
-    """Parameters of a language model on the meta device, and buffers that its checkpoint brings. Tied ones appear once.
+    """List the parameters of a model on the meta device and the buffers that its checkpoint brings. Tied ones appear once.
 
-    ValueError for a tensor of the checkpoint that is not a block of rows of one parameter.
+    ValueError if a tensor of the checkpoint is not a block of rows of one parameter.
     """
     head = _names_of_head(model)
     held = dict(model.named_parameters())
@@ -60,7 +59,7 @@ def parameters_in_checkpoint(model: PreTrainedModel) -> tuple[OwnParameter, ...]
 
 
 def constants_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Buffers that a checkpoint brings, by name: corrections of experts' scores."""
+    """Persistent buffers by name, which a checkpoint brings: corrections of experts' scores."""
     found = {}
     for prefix, part in model.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -76,7 +75,7 @@ def _names_of_head(model: PreTrainedModel) -> set[str]:
 
 
 def _row(view: Tensor, whole: Tensor) -> int | None:
-    """First row of `view` in the tensor that it is a view of, both as matrices; None unless it is a block of whole rows."""
+    """First row of `view` in its base tensor `whole`, both as matrices; None unless it is a block of whole rows."""
     (_, cols), (_, all_cols) = shape_as_2d(view.shape), shape_as_2d(whole.shape)
     row, rest = divmod(int(view.storage_offset()), all_cols)
     return row if cols == all_cols and rest == 0 and view.is_contiguous() else None

@@ -1,7 +1,6 @@
 """A model family: the differences of its checkpoints from llama's, in one value.
 
-One file of `families/` makes one `Family`, `families/registry.py` lists them. `hf_config.py` reads a config.json by it,
-`weight_map.py` places its tensors, `verify` shrinks its models; none of these knows a family by name.
+Each file of `families/` makes one; `families/registry.py` lists them. Readers of families know none of them by name.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ HEADS = ("CausalLM", "SequenceClassification", "TokenClassification")
 
 @dataclass(frozen=True)
 class Window:
-    """Sliding attention as a config.json states it in `sliding_window`.
-
-    default: tokens if the key is absent; None: no window. switched: the window holds only if use_sliding_window is true.
-    first_layer: default of max_window_layers, the first layer with the window, unless `layer_types` names the layers; None: the
-    family reads neither key and has the window in every layer.
-    """
+    """Sliding attention as a config.json states it in `sliding_window`."""
 
     default: int | None = None
+    """Tokens if the key is absent; None: no window."""
     switched: bool = False
+    """The window holds only if use_sliding_window is true."""
     first_layer: int | None = None
+    """Default of max_window_layers, the first layer with the window, unless `layer_types` names the layers.
+    None: the family reads neither key and has the window in every layer."""
 
     @property
     def by_layer(self) -> bool:
@@ -36,17 +34,14 @@ class Window:
 
 @dataclass(frozen=True)
 class Experts:
-    """Tensors of a sparse layer in place of those of the MLP.
-
-    router: one row per expert. gate, up, down: Hugging Face's names, with {} for the number of the expert. dense: the family of the
-    same model without experts, which a message recommends.
-    """
+    """Tensors of a sparse layer in place of the MLP's. gate, up, down: Hugging Face names, with {} for the number of the expert."""
 
     router: Rule
     gate: str
     up: str
     down: str
     dense: str
+    """Family of the same model without experts, which a message recommends."""
 
     def rules(self, expert: int) -> tuple[Rule, ...]:
         """Rules of one expert. expert: global number, from 0."""
@@ -59,32 +54,29 @@ class Experts:
 
 @dataclass(frozen=True)
 class Composite:
-    """A multimodal architecture that holds a text-only model in `text_config`; model_type: the family if that names none."""
+    """A multimodal architecture that holds a text-only model in `text_config`."""
 
     architecture: str
-    model_type: str
+    model_type: str  # the family if text_config names none
 
 
 @dataclass(frozen=True)
 class Family:
-    """Differences of the checkpoints of one Hugging Face architecture from llama's.
-
-    name: its model_type, used in messages and `ModelArch.family`. stem: of the names of transformers' classes. rules: the tensors
-    of a layer without experts, in the order in which they are written. keys: config.json's key of llama -> the other name that
-    this family has for it; both are read. head_dim, num_kv_heads, norm_eps: defaults if config.json has no such key; None:
-    hidden_size / num_heads, and as many KV heads as attention heads. window: None if its models have no sliding attention.
-    scaled_queries: queries are scaled by position (`Rope.llama4_beta`). composite: the multimodal wrapper, if it has one.
-    """
+    """How the checkpoints of one Hugging Face architecture differ from llama's."""
 
     name: str
-    stem: str
+    """model_type of its config.json, used in messages and `ModelArch.family`."""
+    stem: str  # of the names of transformers' classes
     rules: tuple[Rule, ...]
+    """Tensors of a layer without experts, in the order in which they are written."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    head_dim: int | None = None
-    num_kv_heads: int | None = None
+    """llama's key of config.json -> this family's other name for it; both are read."""
+    # Defaults for keys that config.json lacks.
+    head_dim: int | None = None  # None: hidden_size / num_heads
+    num_kv_heads: int | None = None  # None: as many as attention heads
     norm_eps: float = 1e-6
-    window: Window | None = None
-    scaled_queries: bool = False
+    window: Window | None = None  # None: no sliding attention
+    scaled_queries: bool = False  # by position (`Rope.llama4_beta`)
     experts: Experts | None = None
     composite: Composite | None = None
 
@@ -93,7 +85,7 @@ class Family:
         return f"{self.stem}For{head}"
 
     def layer_rules(self, sparse: bool) -> tuple[Rule, ...]:
-        """Rules of a layer; of a sparse one without those of its experts."""
+        """Rules of a layer; a sparse one's without those of its experts."""
         if not sparse:
             return self.rules
         assert self.experts is not None, f"{self.name} has no experts"

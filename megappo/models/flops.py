@@ -1,8 +1,7 @@
 """Floating-point operations of a model's passes, from its architecture and the lengths of the sequences.
 
-Matrix products alone count, 2 per multiply-add (Narayanan et al. 2021, appendix); a causal token meets only the keys that it sees,
-as Megatron-LM counts since 2025: half of a long sequence. Padding, embeddings, norms, softmax and the optimizer count nothing.
-The trainer's statistics and the tuner's cost model share it.
+Only matrix products count, 2 per multiply-add (Narayanan et al. 2021, appendix). A causal token meets only the keys that it sees,
+as Megatron-LM counts since 2025. Padding, embeddings, norms, softmax and the optimizer count nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ SCORES_AND_VALUES = 2  # products of attention per key and channel of a head: wi
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of one forward pass over a batch, whole model. layers: products with the layers' weights; attention: with keys and
-    values; head: output projection or value head."""
+    """FLOPs of one forward pass over a batch, whole model."""
 
-    layers: int
-    attention: int
-    head: int
+    layers: int  # products with the layers' weights
+    attention: int  # products with keys and values
+    head: int  # output projection or value head
 
     @property
     def total(self) -> int:
@@ -37,21 +35,21 @@ class ForwardFlops:
 
     @property
     def training(self) -> int:
-        """FLOPs of forward and backward, the model FLOPs of MFU: recomputed work is not among them."""
+        """FLOPs of forward and backward, the model FLOPs of MFU: without recomputed work."""
         return (1 + BACKWARD) * self.total
 
     @property
     def training_frozen(self) -> int:
-        """The same of a model whose weights have no gradients. Adapters, a percent at most, count nothing."""
+        """`training` of a model whose weights have no gradients. Adapters, a percent at most, are not counted."""
         return self.training - self.layers - self.head
 
     def recomputed(self, recompute: Recompute) -> int:
-        """FLOPs that recomputation adds to the backward pass, for HFU: the layers' forward, or that of attention alone."""
+        """FLOPs that recomputation adds to the backward pass, for HFU."""
         return {"none": 0, "selective": self.attention, "full": self.layers + self.attention}[recompute]
 
 
 def layer_weights(arch: ModelArch, sparse: bool) -> tuple[int, int]:
-    """(parameters of the attention's and router's matrices, parameters of the MLP used by one token) of a layer."""
+    """Count a layer's parameters: (matrices of attention and router, the MLP's that one token uses)."""
     heads, kv_heads, h = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
     attention = h * (heads + 2 * kv_heads) + heads * h
     if not sparse:
@@ -61,14 +59,13 @@ def layer_weights(arch: ModelArch, sparse: bool) -> tuple[int, int]:
 
 
 def _family_weights(arch: ModelArch) -> int:
-    """Matrix elements of the layers that a token meets."""
     num_sparse = sum(arch.is_sparse(layer) for layer in range(arch.num_layers))
     weights = num_sparse * sum(layer_weights(arch, True)) if num_sparse else 0
     return weights + (arch.num_layers - num_sparse) * sum(layer_weights(arch, False))
 
 
 def _own_weights(arch: ModelArch) -> int:
-    """The same by the shapes of transformers' parameters: of those of all experts top_k entries."""
+    """Same as `_family_weights`, from the shapes of transformers' parameters: top_k of the experts count."""
     weights = 0
     for parameter in arch.own:
         if "layers." in parameter.name and len(parameter.shape) == 2:
@@ -94,11 +91,10 @@ def keys_seen(arch: ModelArch, layer: int, length: float) -> float:
 def forward_flops(
     arch: ModelArch, lengths: Tensor, *, value_head: bool, head_rows: int | None = None, causal: bool = True
 ) -> ForwardFlops:
-    """FLOPs of a forward pass over packed sequences. lengths: [B] int64 tokens of each, on the host.
+    """Count the FLOPs of a forward pass over packed sequences. lengths: [B] int64 tokens of each, on the host.
 
-    value_head: a Linear(hidden, arch.head_rows) in place of the output projection. head_rows: tokens that the head is computed for,
-    all by default. causal=False: attention over whole squares of a sequence, as `torch.utils.flop_counter` and Megatron-LM before
-    2025 count, sliding windows included.
+    value_head: a Linear(hidden, arch.head_rows) in place of the output projection. head_rows: tokens with a head, all by default.
+    causal=False: attention over whole squares, as `torch.utils.flop_counter` and Megatron-LM before 2025 count.
     """
     tokens = int(lengths.sum())
     weights = _own_weights(arch) if arch.own else _family_weights(arch)
@@ -113,14 +109,15 @@ def forward_flops(
 
 
 def generation_flops(arch: ModelArch, prompts: Tensor, responses: Tensor) -> ForwardFlops:
-    """FLOPs of sampling responses with a KV cache: every token but a response's last passes the layers once, and each token of
-    the response had its logits. prompts, responses: [B] int64 tokens. Prompts shared between samples count for each of them.
+    """Count the FLOPs of sampling with a KV cache. prompts, responses: [B] int64 tokens.
+
+    Every token but a response's last passes the layers once. A prompt shared between samples counts for each of them.
     """
     return forward_flops(arch, (prompts + responses - 1).clamp(min=0), value_head=False, head_rows=int(responses.sum()))
 
 
 def _pairs(lengths: Tensor, window: int | None, causal: bool) -> int:
-    """Pairs of a token and a key of one layer, over all sequences."""
+    """Pairs of a token and a key in one layer, over all sequences."""
     if not causal:
         return int(lengths.square().sum())
     ramp = lengths if window is None else torch.clamp(lengths, max=window)  # tokens whose window is not full yet

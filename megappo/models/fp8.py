@@ -1,7 +1,7 @@
-"""Weights that a checkpoint stores in fp8 (float8_e4m3fn) with a scale per tensor or per block, read as the numbers they stand for.
+"""Weights that a checkpoint stores in fp8 (float8_e4m3fn) with a scale per tensor or per block, read as fp32.
 
-The rule is that of transformers' fine-grained fp8: weight = fp8 value x `weight_scale_inv` of its block, multiplied in fp32. Scales
-of activations are for fp8 matrix products and are not read. Training starts from the dequantised weights and never returns to fp8.
+As in transformers' fine-grained fp8: weight = fp8 value x `weight_scale_inv` of its block, in fp32. Scales of activations are not
+read: training starts from the dequantised weights and never returns to fp8.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEFAULT_BLOCK = (128, 128)
 
 @dataclass(frozen=True)
 class Fp8:
-    """block: (rows, columns) that share a scale; None for one scale per tensor."""
+    """fp8 settings of a checkpoint. block: (rows, columns) that share a scale; None for one scale per tensor."""
 
     block: tuple[int, int] | None
 
@@ -34,7 +34,7 @@ class Fp8:
 
 
 def read_fp8(config: Mapping[str, Any]) -> Fp8 | None:
-    """fp8 settings of a config.json, None for a checkpoint that is not quantised. ValueError for every other quantisation."""
+    """Read the fp8 settings of a config.json; None if it is not quantised. ValueError for every other quantisation."""
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if not found:
         return None
@@ -53,10 +53,10 @@ def read_fp8(config: Mapping[str, Any]) -> Fp8 | None:
 
 
 class Dequantised:
-    """A 2-D fp8 tensor of a checkpoint that yields fp32 values; a rectangle reads only its own weights and scales.
+    """A 2-D fp8 tensor of a checkpoint that reads as fp32; a rectangle reads only its own weights and scales.
 
-    weight, scale: safetensors' slices; scale of `grid(shape)` elements, or a scalar where there is one. where: file and name of
-    the scale.
+    weight, scale: safetensors' slices; scale of `grid(shape)` elements, or a scalar where there is one. where: file and name of the
+    scale. ValueError if the scale does not fit the weight.
     """
 
     def __init__(self, weight: Any, scale: Any, where: str, fp8: Fp8) -> None:
@@ -77,7 +77,7 @@ class Dequantised:
         return list(self._shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """fp32 rectangle [rows, columns] of two slices; one slice takes rows."""
+        """Read the fp32 rectangle [rows, columns] of two slices; one slice takes rows."""
         import torch
 
         rows, cols = index if isinstance(index, tuple) else (index, slice(None))

@@ -1,7 +1,6 @@
-"""Frozen weights (`policy.freeze`, `critic.freeze`): which tensors of a model some patterns name.
+"""Frozen weights (`policy.freeze`, `critic.freeze`): which tensors of a model some patterns name. Imports no torch.
 
-Names are those of the Hugging Face checkpoint (`weight_map.hf_tensors`), so a pattern means the same in every layout and engine.
-Imports no torch.
+Names are those of the Hugging Face checkpoint, so a pattern means the same in every layout and engine.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def frozen_of(section: RoleConfig, arch: ModelArch, *, value_head: bool) -> frozenset[str]:
-    """Names of the tensors that a role's section freezes, none if it does not train. ValueError as `frozen_tensors`."""
+    """Names of the tensors that a role's section freezes; none if it does not train. ValueError as from `frozen_tensors`."""
     if not isinstance(section, TrainableConfig) or not section.freeze:
         return frozenset()
     return frozen_tensors(arch, section.freeze, section.engine, value_head=value_head)
@@ -42,9 +41,9 @@ def frozen_tensors(
 ) -> frozenset[str]:
     """Names of the tensors that `patterns` freeze.
 
-    A pattern is consecutive parts of a name between its dots: `embed_tokens`, `self_attn`, `mlp.down_proj`, `layers.0-15` (a range
-    counts over the whole model and includes both ends), `layers.3.self_attn`. ValueError, one line, for one that matches nothing,
-    a range beyond the last layer, the value head, every tensor, or a part of what the engine holds as one parameter.
+    A pattern is consecutive parts of a name between its dots: `embed_tokens`, `mlp.down_proj`, `layers.3.self_attn`, `layers.0-15`
+    (a range counts over the whole model, both ends included). ValueError, one line, for one that matches nothing, a range beyond
+    the last layer, the value head, every tensor, or a part of what the engine holds as one parameter.
     """
     names = list(hf_tensors(arch, value_head))
     found: set[str] = set()
@@ -78,7 +77,7 @@ def _fits(wanted: str, part: str) -> bool:
 
 
 def _check_range(pattern: str, names: Iterable[str]) -> None:
-    """ValueError if a range goes beyond the last layer, where the user expected some."""
+    """Raise ValueError if a range goes beyond the last layer."""
     before, last = "", max((int(found[1]) for name in names if (found := _LAYER.search(name))), default=-1)
     for part in pattern.split("."):
         if before == "layers" and (found := _RANGE.fullmatch(part)) and int(found[2]) > last:
@@ -94,13 +93,13 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
 
 
 def _module(name: str) -> str:
-    """`q_proj` of `model.layers.0.self_attn.q_proj.weight`; an expert with its number."""
+    """Name for messages: `q_proj` of `model.layers.0.self_attn.q_proj.weight`; an expert's has its number."""
     parts = name.removesuffix(".weight").removesuffix(".bias").split(".")
     return ".".join(parts[-3:] if "experts" in parts[-3:] else parts[-1:])
 
 
 def _parameters(arch: ModelArch, engine: Literal["megatron", "fsdp2"], value_head: bool) -> Iterator[list[str]]:
-    """Tensors of every parameter that the engine makes of several, over the whole model."""
+    """Yield, for every parameter that the engine makes of several tensors, the names of these tensors; whole model."""
     if engine == "fsdp2":
         for one in own_parameters(arch, value_head) if arch.own else ():
             yield [part.hf for part in one.parts]
@@ -128,7 +127,7 @@ def frozen_whole(arch: ModelArch, frozen: frozenset[str], *, value_head: bool) -
 
 
 def check_frozen_stages(arch: ModelArch, layout: ParallelLayout, frozen: frozenset[str], *, value_head: bool) -> None:
-    """ValueError if a model chunk of a pipeline stage has nothing to train."""
+    """Raise ValueError if a model chunk of a pipeline stage has nothing to train."""
     trained = hf_tensors(arch, value_head).keys() - frozen
     outside = {name for name in trained if not _LAYER.search(name)}
     of_layers = {int(found[1]) for name in trained if (found := _LAYER.search(name))}

@@ -1,4 +1,4 @@
-"""Assembly of the sharded tensors of a model, one at a time, on one rank of its role: what an export writes."""
+"""Assembly of the sharded tensors of a model, one at a time, on one rank of its role, for exports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megappo.parallel.groups import ProcessGroups
 
 
 def on_all_ranks(step: Callable[[], None], groups: ProcessGroups) -> None:
-    """Run a step; if it fails on any rank of the role, each of them raises, so that none is left waiting."""
+    """Run a step; if it fails on one rank of the role, every rank raises, so none waits. ValueError or OSError. Collective."""
 
     def named() -> None:
         try:
@@ -30,9 +30,9 @@ def on_all_ranks(step: Callable[[], None], groups: ProcessGroups) -> None:
 
 
 class Gather:
-    """Assembly of one Hugging Face tensor after the other on one rank: position `root`, or the first of this stage.
+    """Assemble Hugging Face tensors, one after the other, on one rank: position `root`, or the first of this stage.
 
-    parameters: of this rank. pieces: of the positions that hold the tensors, the root's stage or, with a `root`, all.
+    parameters: of this rank. pieces: of the positions that hold the tensors: the root's stage or, with a `root`, all.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Gather:
         return self.rank == self.root
 
     def __call__(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """The whole tensor on the root's host, None on the others."""
+        """Return the whole tensor on the root's host, None on other ranks. All ranks with pieces call it in the same order."""
         shape, covered = self.shapes[name], 0
         whole = torch.empty(shape, dtype=dtype) if self.is_root else None
         given: set[tuple[int, int, int, int]] = set()

@@ -1,7 +1,7 @@
 """Policy and critic: Megatron-core's GPTModel with a packed-batch forward and the output that PPO needs.
 
-Neither computes logits: the policy returns hidden states and its output weight (log-probs are an op over chunks of tokens), the
-critic one fp32 value per token. `build.py` makes their TransformerConfig and layer spec.
+Neither computes logits: the policy returns hidden states and its output weight (the log-prob op chunks the tokens), the critic one
+fp32 value per token.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class PackedModel(GPTModel):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None, real: Tensor | None = None
     ) -> Tensor:
-        """tokens [T] int64 and cu_seqlens [B+1] -> hidden states for the next stage, or the subclass's output on the last one.
+        """Compute hidden states for the next stage, or the last stage's output, from tokens [T] int64 and cu_seqlens [B+1].
 
-        `context`: this rank's part of the tokens under context parallelism; every rank of its group passes the whole tokens.
-        T must be a multiple of cp x tp under sequence parallel: inner shapes are [T / cp / tp, 1, H]. `real`: [real tokens]
-        int64 positions of the tokens that are not padding (experts are balanced over these); None if all are real.
+        context: this rank's part of the tokens under context parallel; every rank of the group passes all T. Inner shapes are [T /
+        cp / tp, 1, H]: T must be a multiple of cp x tp under sequence parallel. real: [real tokens] int64 positions of the tokens
+        that are not padding (experts are balanced over these); None if all are real.
         """
         packed = packed_sequences(self.arch, cu_seqlens, tokens.device, self.config.params_dtype, context)
         packed.real = real
@@ -67,8 +67,10 @@ class PackedModel(GPTModel):
 
 
 class PolicyModel(PackedModel):
-    """Language model. The last stage returns the final hidden states of this rank's tokens, [T / cp, 1, H] ([T / cp / tp, 1, H]
-    under sequence parallel)."""
+    """Language model. The last stage returns final hidden states of this rank's tokens, [T / cp, 1, H].
+
+    Under sequence parallel they are [T / cp / tp, 1, H].
+    """
 
     # Megatron passes many arguments by name; only the hidden states are used.
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -81,10 +83,9 @@ class PolicyModel(PackedModel):
 
 
 class CriticModel(PackedModel):
-    """Value model. The last stage returns the head's output after every token, fp32 on every tp and cp rank, not shifted: V [T], or
-    [T, rows] of a categorical head.
+    """Value model. The last stage returns V [T] fp32 after every token, on every tp and cp rank, not shifted.
 
-    The head is a replicated fp32 Linear(H, rows). There is no output projection, and embeddings are untied for any checkpoint.
+    The head is a replicated fp32 Linear(H, rows); a categorical one gives [T, rows]. Embeddings are untied for any checkpoint.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -105,7 +106,7 @@ class CriticModel(PackedModel):
         output = super().forward(tokens, cu_seqlens, context, real)
         return context.gather(output) if self.post_process and context is not None else output
 
-    # As of the policy.
+    # Megatron passes many arguments by name; only the hidden states are used.
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not self.post_process:
             return hidden_states

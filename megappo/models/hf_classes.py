@@ -1,8 +1,7 @@
 """Language and value models as transformers' own classes, made to read packed sequences.
 
-The architecture is as its authors wrote it: only attention is replaced, through transformers' registry of attention functions.
-`check_packing` compares the model with itself, without the replacement, instead of a list of families that are known to work.
-Parameters are made without memory, and have the names of the checkpoint.
+Only attention is replaced, through transformers' registry of attention functions. `check_packing` compares the model with itself
+without the replacement, so there is no list of families that work. Parameters start on the meta device, under checkpoint names.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ from megappo.models.plain_attention import plain_attention
 from megappo.parallel.context import ContextShard, context_shard
 from megappo.parallel.groups import ProcessGroups
 
+# Shaped like the decoder's output: FSDP2 wants no views.
 OUTPUT_METHOD = "packed_output"
-"""Method of both kinds of model: (tokens [T], cu_seqlens [B+1] on the host, this rank's part of the tokens under context parallel)
--> final hidden states [1, T, H], or values [1, T, 1] fp32, of this rank's tokens (T / cp, and / tp under sequence parallel). In the
-form of the decoder's output: FSDP2 wants no views."""
+"""Method of both kinds of model: (tokens [T], cu_seqlens [B+1] on the host, context) -> final hidden states [1, T, H], or values
+[1, T, 1] fp32, of this rank's tokens (T / cp under context parallel, and / tp under sequence parallel)."""
 HIDDEN_METHOD = "hidden_states"
-"""Method of value models, see `ValueModel`."""
-# Names in transformers' registry: attention of packed sequences, and the same with its activations computed again in the backward.
+"""Method of `ValueModel`."""
 COMPILER = "inductor"
 """Backend of torch.compile: C++ on the CPU, Triton on a GPU."""
+# Names in transformers' registry: attention of packed sequences, and the same recomputed in the backward.
 _ATTENTION, _ATTENTION_AGAIN = "megappo_packed", "megappo_packed_again"
-# Largest relative error of hidden states in which a sum in another order cannot be told from an architecture that needs more than
-# its own sequence. Neighbours that are seen change them by 0.4 to 1.6 of their norm.
+# Largest relative error of hidden states that another order of summation explains. Neighbours that are seen change them by 0.4 to
+# 1.6 of their norm.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 class ValueModel(torch.nn.Module):
-    """Decoder without output projection under a value head in fp32 (`score.weight` [head_rows, H])."""
+    """Decoder without output projection under a value head in fp32, `score.weight` [head_rows, H]."""
 
     def __init__(self, decoder: PreTrainedModel, hidden_size: int, head_rows: int) -> None:
         super().__init__()
@@ -58,11 +57,10 @@ class ValueModel(torch.nn.Module):
         return getattr(self, self._prefix)
 
     def packed_output(self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None) -> Tensor:
-        """See `OUTPUT_METHOD`."""
         return self.score(self.hidden_states(tokens, cu_seqlens, context).float())
 
     def hidden_states(self, tokens: Tensor, cu_seqlens: Tensor | None, context: ContextShard | None = None) -> Tensor:
-        """[1, T, H]; without `cu_seqlens` of one sequence, through transformers' own attention."""
+        """Return [1, T, H]. Without `cu_seqlens`: of one sequence, through transformers' own attention."""
         if cu_seqlens is None:
             return self.decoder(input_ids=tokens[None], use_cache=False).last_hidden_state
         return _hidden_states(self.decoder, tokens, cu_seqlens, context)
@@ -78,12 +76,11 @@ def build_on_meta(
     draws: bool = False,
     compiled: bool = False,
 ) -> torch.nn.Module:
-    """The model of a checkpoint directory, its parameters in `dtype` on the meta device (a value head in fp32).
+    """Build the model of a checkpoint directory, its parameters in `dtype` on the meta device (a value head in fp32).
 
-    head_rows: outputs of a value model's head, 0 for a language model.
-    recompute: activations that a backward pass computes again: of core attention (selective), or of every layer (full), whose
-    inputs wait in host memory with inputs_on_host. draws: the layers draw random numbers, which they are to draw again. compiled:
-    the layers are compiled, at their first passes.
+    head_rows: outputs of a value head, 0 for a language model. recompute: the backward recomputes core attention (selective) or
+    every layer (full), whose inputs wait in host memory with inputs_on_host. draws: the layers draw random numbers, and
+    recomputation repeats them. compiled: the layers are compiled at their first passes.
     """
     AttentionInterface.register(_ATTENTION, packed_attention)
     AttentionInterface.register(_ATTENTION_AGAIN, _attention_again)
@@ -106,39 +103,38 @@ def build_on_meta(
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """Let torch.compile make kernels of every layer's forward and backward, in two parts round attention, which is one already.
-
-    Before `fully_shard`, whose hooks stay outside: a layer is gathered when its code runs.
-    """
-    # Graphs of the class of a layer, which all roles share: with and without gradients, of each kind of attention, with adapters on
-    # and off, in each dtype. Past the limit a layer would run as it is without a word.
+    """Compile every layer's forward and backward, in two parts round attention."""
+    # All roles share the graphs of a layer's class: with and without gradients, each kind of attention, adapters on and off, each
+    # dtype. Past the default limit a layer would silently run uncompiled.
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     for layer in decoder_of(model).layers:
-        # dynamic: micro-batches have other numbers of tokens, and one graph serves them all.
+        # Before `fully_shard`, whose hooks stay outside: a layer is gathered when its code runs.
+        # dynamic: micro-batches differ in their number of tokens, and one graph serves them all.
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=COMPILER)
 
 
 def _recompute_layers(model: PreTrainedModel, draws: bool, on_host: bool) -> None:
-    """Keep the input of every layer alone. Before `fully_shard`, whose hooks then gather a layer once for both of its forwards."""
+    """Keep only the input of every layer for the backward."""
+    # Before `fully_shard`, whose hooks then gather a layer once for both of its forwards.
     again = _again_from_host if on_host else _again
     for layer in decoder_of(model).layers:
         layer.forward = functools.partial(again, layer.forward, draws)
 
 
 def _again(function: Callable[..., Any], draws: bool, *args: Any, **kwargs: Any) -> Any:
-    """Call `function`; its backward calls it again instead of keeping its activations. draws: with the same random numbers."""
+    """Call `function`; its backward calls it again instead of keeping activations. draws: with the same random numbers."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **kwargs)
 
 
 def _again_from_host(function: Callable[..., Any], draws: bool, *args: Any, **kwargs: Any) -> Any:
-    """As `_again`, with the tensors among `args`, which are all that is kept, in host memory until then."""
-    # Not torch's save_on_cpu, whose copies to the host are waited for.
+    """Same as `_again`, with the tensors that are kept, its `args`, in host memory until the backward."""
+    # torch's save_on_cpu would wait for its copies to the host.
     with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
         return _again(function, draws, *args, **kwargs)
 
 
 def _to_host(kept: Tensor) -> tuple[torch.device, Tensor]:
-    """(device, copy in host memory, pinned for a GPU). On the CPU a copy too, for the tests."""
+    """Return (device, copy in host memory, pinned for a GPU). On the CPU a copy too, for the tests."""
     copy = torch.empty(kept.shape, dtype=kept.dtype, device="cpu", pin_memory=kept.is_cuda)
     return kept.device, copy.copy_(kept, non_blocking=kept.is_cuda)
 
@@ -149,12 +145,12 @@ def _from_host(moved_away: tuple[torch.device, Tensor]) -> Tensor:
 
 
 def decoder_of(model: torch.nn.Module) -> Any:
-    """The stack of layers inside, with its embedding."""
+    """Return the stack of layers inside, with its embedding."""
     return model.decoder if isinstance(model, ValueModel) else model.base_model
 
 
 def output_weight(model: torch.nn.Module) -> Tensor:
-    """Output projection [V, H] of a language model, this tp rank's rows of it; the embedding if they are tied."""
+    """This tp rank's rows of a language model's output projection [V, H]; the embedding if tied."""
     assert isinstance(model, PreTrainedModel)
     projection: Any = model.get_output_embeddings()
     return projection.weight.to_local() if isinstance(projection.weight, DTensor) else projection.weight
@@ -169,14 +165,14 @@ def tokens_of_all_tp_ranks(x: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 def names_of_embeddings(model: torch.nn.Module) -> tuple[str, str]:
-    """Tensors of a language model's embedding, and of its output projection if it had one of its own."""
+    """Names of a language model's embedding weight and output weight (as it would be if untied)."""
     assert isinstance(model, PreTrainedModel)
     names = {id(part): f"{name}.weight" for name, part in model.named_modules()}
     return names[id(model.get_input_embeddings())], names[id(model.get_output_embeddings())]
 
 
 def fill_buffers(model: torch.nn.Module) -> None:
-    """Make the numbers that a class computes of its config, such as angles of rotary embeddings, by transformers' initialisation.
+    """Compute the buffers that a class derives from its config, such as rotary angles, by transformers' initialisation.
 
     Constants that the checkpoint brings are zero until they are read. ValueError if the initialisation leaves a buffer out.
     """
@@ -197,7 +193,7 @@ def fill_buffers(model: torch.nn.Module) -> None:
 
 
 def _hidden_states(decoder: Any, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None) -> Tensor:
-    """[1, T, H] of packed sequences; of this rank's tokens under context parallel."""
+    """Run the decoder on packed sequences: [1, T, H], of this rank's tokens under context parallel."""
     lengths = cu_seqlens.long().diff()
     places = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
     positions = places - cu_seqlens[:-1].long().repeat_interleave(lengths)
@@ -240,10 +236,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence, in the form that transformers calls.
 
-    query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]; T / cp tokens under context parallel, for
-    which tokens are exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509) and whole sequences attended. Values may have fewer
-    channels than keys, as the result then. sliding_window: tokens that a token sees, itself included. softcap: cap of the scores.
-    s_aux: sink of each head [heads].
+    query [1, heads, T, dim], key and value [1, kv_heads, T, dim] -> [1, T, heads, dim]; values, and so the result, may have fewer
+    channels than keys. T / cp tokens under context parallel: tokens are exchanged for heads (DeepSpeed-Ulysses, arXiv:2309.14509).
+    sliding_window: tokens that a token sees, itself included. softcap: cap of the scores. s_aux: sink of each head [heads].
     """
     assert attention_mask is None, "packed sequences need no mask"
     scale, value_dim = query.size(-1) ** -0.5 if scaling is None else scaling, value.size(-1)
@@ -254,7 +249,7 @@ def packed_attention(
         q, k, v = (x.contiguous() for x in whole_sequences(q, k, v, packed.context))
         s_aux = None if s_aux is None else s_aux.view(packed.context.size, -1)[packed.context.rank]
     if softcap is not None or s_aux is not None:
-        # Flash kernels have neither, on no device.
+        # No flash kernel has caps or sinks.
         out = plain_attention(q, k, v, packed.grouping(), scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     elif q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         out = varlen_attention(q, k, v, packed, scale, sliding_window)
@@ -273,11 +268,10 @@ def _attention_again(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device, groups: ProcessGroups) -> float:
-    """Compare two packed sequences with each alone through transformers' own attention, and logits with the output projection.
+    """Compare two packed sequences with each alone in transformers' own attention, and logits with the output projection.
 
-    The factor by which the model scales its logits (1.0 for a value model), of those that its config names. ValueError if they
-    differ: layers carry state from token to token, or cap the logits. Collective over the ranks of a sharded model, whose root
-    stays gathered.
+    Return the factor by which the model scales its logits, of those that its config names (1.0 for a value model). ValueError if
+    they differ: layers carry state between sequences, or cap the logits. Collective over the ranks; the root stays gathered.
     """
     decoder, layout = decoder_of(model), groups.layout
     # As long as context and sequence parallel can cut.
@@ -290,11 +284,11 @@ def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.devi
     with torch.no_grad():
         packed = _rows(model, batch.tokens.to(device), batch.cu_seqlens, groups, context)
         with _own_attention(decoder):
-            # What is compiled is compared with what is not.
+            # The reference runs uncompiled.
             with torch.compiler.set_stance("force_eager"):
                 alone = torch.cat([_rows(model, torch.tensor(part, device=device), None, groups) for part in parts])
     alone = alone if context is None else context.take(alone)
-    # Of the tokens and logits of all ranks: all of them refuse, or none.
+    # Summed over the tokens and logits of all ranks, so that all ranks refuse or none.
     scales = _logit_scales(model)
     squares = torch.stack([one.double().square().sum() for one in (alone, *(scale * packed - alone for scale in scales))])
     dist.all_reduce(squares, group=groups.everyone)
@@ -308,7 +302,8 @@ def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.devi
 
 
 def _logit_scales(model: torch.nn.Module) -> list[float]:
-    """Factors of the logits that the config may mean: classes multiply (cohere2) or divide (granite) by the same keys."""
+    """Factors of the logits that the config may mean."""
+    # Classes multiply (cohere2) or divide (granite) by the same keys.
     config: Any = decoder_of(model).config
     named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling")] if isinstance(model, PreTrainedModel) else []
     return [1.0, *(factor for value in named if value for factor in (float(value), 1.0 / value))]
@@ -321,7 +316,7 @@ def _rows(
     groups: ProcessGroups,
     context: ContextShard | None = None,
 ) -> Tensor:
-    """Logits [T, V / tp] or, of a value model, hidden states [T, H], fp32; without `cu_seqlens` as transformers computes them."""
+    """Logits [T, V / tp], or hidden states [T, H] of a value model, fp32; without `cu_seqlens` by transformers' own attention."""
     if isinstance(model, PreTrainedModel) and cu_seqlens is None:
         return model(input_ids=tokens[None], use_cache=False).logits[0].float()
     method = OUTPUT_METHOD if isinstance(model, PreTrainedModel) else HIDDEN_METHOD

@@ -1,7 +1,6 @@
-"""Reader of a Hugging Face config.json into a `ModelArch`.
+"""Reader of a Hugging Face config.json into a `ModelArch`: JSON only, without remote code or transformers.
 
-Reads JSON only: no remote code, no transformers. A feature of the config that the model does not implement is an error, never
-ignored. Differences between families are stated in `family.py`.
+A feature that the model does not implement is an error. `family.py` has the differences between families.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megappo.runtime.messages import parse_object
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. ValueError if it is missing, unreadable or not JSON."""
+    """Read config.json of a checkpoint directory. ValueError if it is missing, unreadable or not JSON."""
     file = Path(path) / "config.json"
     try:
         if not file.is_file() and Path(path).is_dir():
@@ -46,16 +45,14 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config, as a stand-alone text-only config.
-
-    Without quantization_config: the weights that are trained, sampled from and exported are dequantised.
-    """
+    """Return the language model's part of a config as a text-only config, without quantization_config."""
+    # The weights that are trained, sampled from and exported are dequantised: quantization_config does not apply to them.
     architecture = _architecture(config)
     families = {family.name: family for family in wrapped_families().get(architecture, [])}
     if not families and not isinstance(config.get("text_config"), Mapping):
         return {key: value for key, value in config.items() if key != "quantization_config"}
     text = {key: value for key, value in (config.get("text_config") or {}).items() if key != "quantization_config"}
-    if not families:  # of an architecture that only transformers knows; whoever runs it names the text-only one
+    if not families:  # known to transformers alone; the caller names the text-only architecture
         return _with_outer_keys({**text, "architectures": [architecture]}, config)
     (default,) = {family.composite.model_type for family in families.values() if family.composite is not None}
     name = text.get("model_type", default)
@@ -65,7 +62,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_outer_keys(text: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's part of a composite config with what stands outside of it."""
+    """Add the keys that a composite config keeps outside of its language model's part."""
     # True: transformers' default for every config class that has none of its own.
     text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
     for key in ("dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"):
@@ -75,14 +72,14 @@ def _with_outer_keys(text: dict[str, Any], config: Mapping[str, Any]) -> dict[st
 
 
 def usual_keys(text: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """A text-only config under llama's keys; if a file has a value under both names, llama's counts."""
+    """Return a text-only config under llama's keys; if a file has a value under both names, llama's counts."""
     renamed = {other: key for key, other in family.keys.items()}
     others = {renamed[key]: value for key, value in text.items() if key in renamed}
     return others | {key: value for key, value in text.items() if key not in renamed}
 
 
 def read_arch(path: str | Path) -> ModelArch:
-    """Architecture of the checkpoint directory `path`. ValueError names the key and value that is not supported."""
+    """Read the architecture of the checkpoint directory `path`. ValueError names the key and value that is not supported."""
     try:
         return arch_of(read_config(path))
     except ValueError as error:
@@ -91,7 +88,7 @@ def read_arch(path: str | Path) -> ModelArch:
 
 
 def arch_of(config: Mapping[str, Any]) -> ModelArch:
-    """Architecture of a parsed config.json. ValueError as of `read_arch`."""
+    """Read the architecture from a parsed config.json. ValueError as from `read_arch`."""
     if key := _code_key(config):
         fix = "use a built-in architecture, and remove the key if this is one"
         raise ValueError(f"config.json has {key} (remote code), which is never run; {fix}")
@@ -133,7 +130,7 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
 
 
 def _code_key(config: Mapping[str, Any]) -> str | None:
-    """The first key, at any depth, by which transformers would run code that the checkpoint names; None if there is none."""
+    """Return the first key, at any depth, by which transformers would run code of the checkpoint; None if there is none."""
     waiting: list[Any] = [config]
     while waiting:
         value = waiting.pop()
@@ -162,7 +159,7 @@ class _Values:
         return self._values.get(key, default)
 
     def spelled(self, key: str) -> str:
-        """The key as this file spells it, or as its family would."""
+        """Return the key as this file spells it, or as its family would."""
         return key if key in self._text else self.family.keys.get(key, key)
 
     def number(self, key: str, default: float) -> float:
@@ -175,7 +172,7 @@ class _Values:
         return self._checked(key, self.get(key))
 
     def positive_or(self, key: str, family_default: int | None, otherwise: int) -> int:
-        """The value; the family's default if the key is absent; `otherwise` if there is no default, or the key is null."""
+        """Return the value; the family's default if the key is absent; `otherwise` without a default, or if it is null."""
         value = self.get(key, family_default)
         return otherwise if value is None else self._checked(key, value)
 
@@ -199,7 +196,7 @@ def _refuse_unimplemented(values: _Values) -> None:
 
 
 def _read_moe(values: _Values, num_layers: int) -> MoeArch | None:
-    """Experts of the config; None for a family without. router_aux_loss_coef is not read: the run sets the weight."""
+    # router_aux_loss_coef is not read: the run sets the weight.
     experts = values.family.experts
     if experts is None:
         return None
@@ -218,10 +215,9 @@ def _read_moe(values: _Values, num_layers: int) -> MoeArch | None:
 
 
 def _read_window(values: _Values, num_layers: int, max_positions: int) -> tuple[int | None, tuple[bool, ...]]:
-    """(tokens that a token sees, itself included; one entry per layer, true if that holds there); (None, ()) if all layers see all.
+    """Return (tokens that a token sees, itself included; one entry per layer, true with the window); (None, ()) if all see all.
 
-    ValueError if the config contradicts itself, or if transformers and vLLM read it differently: the policy would be another
-    model in the rollout.
+    ValueError if the config contradicts itself, or if transformers and vLLM would read it differently.
     """
     family = values.family
     style = family.window or Window()

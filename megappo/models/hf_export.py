@@ -1,7 +1,7 @@
 """Export of a model as a Hugging Face checkpoint: safetensors shards, index, config and tokenizer files.
 
-Each pipeline stage writes its own shards. Tensors are gathered to the first rank of the stage one at a time, so memory stays
-at one shard. The file of each tensor follows from the architecture alone, so the index needs no communication.
+Each pipeline stage writes its own shards, gathering one tensor at a time on its first rank, so host memory stays at one shard. The
+architecture alone decides the file of each tensor, so the index needs no communication.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
 from megappo.runtime.permissions import open_to_readers_of
 
-# Of a file, which its writer holds in host memory.
+# Size of a file, which its writer holds in host memory.
 _SHARD_BYTES = 4 << 30
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # Files of tokenizers and generation settings; weights and remote code are never copied.
@@ -55,7 +55,7 @@ _SCORE_BIAS = "score.bias"
 
 @dataclass(frozen=True)
 class Shard:
-    """One file and the tensors in it, written by pipeline stage `stage`."""
+    """One file and its tensors, written by pipeline stage `stage`."""
 
     file: str
     stage: int
@@ -65,7 +65,7 @@ class Shard:
 def plan_shards(
     arch: ModelArch, layout: ParallelLayout, value_head: bool, itemsize: int, shard_bytes: int = _SHARD_BYTES
 ) -> list[Shard]:
-    """Assign every tensor to a file. A tensor is written by the first stage that holds it."""
+    """Assign every tensor to a file. The first stage that holds a tensor writes it."""
     shapes = hf_tensors(arch, value_head)
     written: set[str] = set()
     parts: list[tuple[int, list[str]]] = []
@@ -91,7 +91,6 @@ def plan_shards(
 
 
 def _names_of_stage(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool) -> Iterable[str]:
-    """Tensors of a Megatron stage, in order."""
     # One rank of each stage is enough: its pieces name every tensor of the stage.
     stages = ParallelLayout(layout.pp, pp=layout.pp, vpp=layout.vpp, layers_per_stage=layout.layers_per_stage)
     return dict.fromkeys(piece.hf for piece in megatron_pieces(arch, stages, stage, value_head))
@@ -106,7 +105,7 @@ def export_pretrained(
     adapter: AdapterTensors | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
-    """Write a Megatron model (its chunks, not wrapped) to `out_dir` in its own dtype: `export_pieces`."""
+    """Write a Megatron model (its chunks, not wrapped) to `out_dir` in its own dtype, as `export_pieces` does."""
     value_head = isinstance(chunks[0], CriticModel)
     parameters = merged_parameters(chunks)
     pieces = _pieces_of_stage(arch, groups, value_head)
@@ -131,12 +130,9 @@ def export_pieces(
     """Write a model as a Hugging Face checkpoint in `dtype`. Collective over the role's ranks.
 
     parameters: of this rank. pieces: position -> its rectangles, for positions of this rank's stage that together hold all of it,
-    the first one among them.
-
-    config.json, generation settings and tokenizer files come from `source_dir`. A critic becomes a token classifier with one
-    label, whose head stays fp32 in the file. adapter: also written, to a folder inside, for PEFT. The directory appears under its
-    name when it is complete and must not exist before.
-    A ValueError or OSError of any rank is raised on all.
+    the first one among them. adapter: also written for PEFT, to a folder inside. A critic becomes a token classifier, its head in
+    fp32. `source_dir` gives config.json, generation settings and tokenizer. `out_dir` must not exist and appears when it is
+    complete. ValueError or OSError on every rank if one fails.
     """
     out, partial = Path(out_dir), Path(f"{out_dir}.partial")
     shards = plan_shards(arch, groups.layout, value_head, dtype.itemsize, shard_bytes)
@@ -149,14 +145,14 @@ def export_pieces(
 
 
 def _pieces_of_stage(arch: ModelArch, groups: ProcessGroups, value_head: bool) -> dict[int, list[Piece]]:
-    """Position -> its pieces, for one position of this stage with each part of its weights."""
+    # One position of this stage for each part of its weights: dp and cp ranks hold copies.
     layout = groups.layout
     root = layout.rank_of(pp=groups.coordinates.pp)
     pieces: dict[int, list[Piece]] = {}
     places: set[tuple[int, int, int]] = set()
     for rank in range(root, root + layout.ranks_per_stage):
         at = layout.coordinates(rank)
-        if (at.tp, at.etp, at.ep) not in places:  # dp and cp ranks hold copies
+        if (at.tp, at.etp, at.ep) not in places:
             places.add((at.tp, at.etp, at.ep))
             pieces[rank] = megatron_pieces(arch, layout, rank, value_head)
     return pieces
@@ -208,7 +204,7 @@ def _finish(
 
 
 def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype, value_head: bool) -> dict[str, Any]:
-    """config.json of the exported text-only model, from the config it was trained from."""
+    """Make config.json of the exported text-only model from the config it was trained from."""
     config = text_config(source)
     head = "TokenClassification" if value_head else "CausalLM"
     # Without a family `architecture` is the language model's, whatever the source's own head.

@@ -1,7 +1,4 @@
-"""Import of a Hugging Face checkpoint into a built model: each rank reads the rectangles it holds from safetensors.
-
-`hf_tensors.py` reads the files, `weight_map.py` places the rectangles; this file knows the sources of value heads.
-"""
+"""Import of a Hugging Face checkpoint into a built model: each rank reads the rectangles it holds from safetensors."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def load_pretrained(
 ) -> None:
     """Fill every parameter of this rank from the checkpoint `path`.
 
-    chunks: as built, not wrapped. value_head matters for a critic: zeros, normal with variance 1/(hidden+1) from `seed`, or read
+    chunks: as built, not wrapped. value_head: how a critic's head starts: zeros, normal with variance 1/(hidden+1) from `seed`, or
     from the checkpoint. ValueError names tensor and file.
     """
     parameters = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
@@ -87,8 +84,10 @@ def read_box(source: LazySlice, box: Box) -> Tensor:
 
 
 def read_int8(source: LazySlice, box: Box) -> tuple[Tensor, Tensor]:
-    """Read a rectangle of a 2-D tensor in 8 bits: its codes, and the scales of every block of 64 columns that it touches, both as
-    `int8_linear.quantise` makes them of the whole tensor."""
+    """Read a rectangle of a 2-D tensor in 8 bits: its codes, and the scales of every block of 64 columns that it touches.
+
+    Both are what `int8_linear.quantise` makes of the whole tensor.
+    """
     first, columns = box.c0 // BLOCK * BLOCK, source.get_shape()[1]
     # A scale is of all columns of its block, also of those that other ranks hold.
     codes, scales = quantise(read_box(source, box._replace(c0=first, c1=min(columns, -(-box.c1 // BLOCK) * BLOCK))))
@@ -103,7 +102,7 @@ def _place(parameter: Tensor, piece: Piece, values: Tensor) -> None:
 def check_tied(
     reader: CheckpointReader, arch: ModelArch, pieces: Sequence[Piece], embedding_name: str = EMBEDDING, output_name: str = OUTPUT
 ) -> None:
-    """Raise ValueError for a checkpoint that claims tied embeddings but has another output projection, which would be lost."""
+    """Raise ValueError if the checkpoint claims tied embeddings but has another output projection, which would be lost."""
     if reader.find(output_name) is None:
         return
     shape = (arch.vocab_size, arch.hidden_size)

@@ -1,7 +1,4 @@
-"""Tensors of a Hugging Face checkpoint directory: their names and spellings, and lazy slices of safetensors.
-
-Nothing is unpickled.
-"""
+"""Tensors of a Hugging Face checkpoint directory: names, spellings, and lazy slices of safetensors. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -38,11 +35,11 @@ class CheckpointReader:
         self._open: dict[str, Any] = {}
 
     def find(self, name: str) -> str | None:
-        """The tensor's name in this checkpoint, or None."""
+        """Return the tensor's name in this checkpoint, or None."""
         return next((spelling for spelling in _spellings(name) if spelling in self._files), None)
 
     def slice(self, name: str, shape: Iterable[int]) -> tuple[LazySlice, str]:
-        """Lazy slice of a tensor, dequantised if it is fp8, and its file and name for messages.
+        """Return the lazy slice of a tensor, dequantised if it is fp8, and its file and name for messages.
 
         ValueError if it or its scale is missing, or has another shape or a dtype that holds no weights.
         """
@@ -67,7 +64,6 @@ class CheckpointReader:
         return Dequantised(found, *self._stored(scale), fp8), where
 
     def _stored(self, spelling: str) -> tuple[Any, str]:
-        """safetensors' own slice of a tensor by its name in this checkpoint, and where it is."""
         file = self._files[spelling]
         where = f"{self.path / file}: tensor {spelling}"
         if file not in self._open:
@@ -106,7 +102,6 @@ def _tensor_files(path: Path) -> dict[str, str]:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """Possible names of a tensor: text-only, then Mistral3ForConditionalGeneration's on the hub and in transformers 5, then those
-    of base models."""
+    # Text-only; Mistral3ForConditionalGeneration on the hub, then in transformers 5; base models.
     bare = name.removeprefix("model.")
     return name, f"language_model.{name}", f"model.language_model.{bare}", bare

@@ -1,6 +1,6 @@
 """Choice of transformer layers: TransformerEngine's, or Megatron-core's own with our norm and attention.
 
-Both have the same parameter names and shapes, so weights and checkpoints are interchangeable, and roles of one run may differ.
+Both have the same parameter names and shapes, so checkpoints are interchangeable and roles of one run may differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INSTALL = "scripts/install_transformer_engine.sh builds it for this torch"
 
 @functools.cache
 def transformer_engine_fault() -> str | None:
-    """Reason why TransformerEngine's layers cannot be built here, in one line with the fix; None if they can.
+    """Say in one line why TransformerEngine's layers cannot be built here, with the fix; None if they can.
 
     Imports it, and Megatron-core after it: seconds if it is installed.
     """
@@ -46,7 +46,7 @@ def choose_implementation(requested: Requested, device_type: str) -> Implementat
 
 
 def implementation_of_role(chosen: Implementation, requested: Requested, section: RoleConfig) -> Implementation:
-    """Layers of a role of a run that chose `chosen`: under auto a role in fp32 has local ones, and one with weights in 8 bits."""
+    """Choose a role's layers: under auto those of a role in fp32, or with weights in 8 bits, are local."""
     if requested == "auto" and section.in_8_bits:  # TransformerEngine's layers read weights in their own type
         return "local"
     # TransformerEngine's fused attention is for half precision. In fp32 it pads every sequence to the longest and materialises
@@ -55,7 +55,7 @@ def implementation_of_role(chosen: Implementation, requested: Requested, section
 
 
 def implementation_notes(requested: Requested, device_type: str, sections: Mapping[str, RoleConfig]) -> Iterator[str]:
-    """Notes, one line each, on a GPU run's layers that are not the expected ones. sections: of the roles, by name."""
+    """Yield a line for each role of a GPU run whose layers are not the expected ones. sections: by role."""
     if device_type != "cuda" or requested == "local":
         return
     fault = transformer_engine_fault()

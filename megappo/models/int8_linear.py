@@ -1,9 +1,8 @@
 """Frozen linear layers whose weights are kept in 8 bits: rounding, the weights again, and the layer that computes with them.
 
-A block of a row shares a scale, the largest number of the block over 127 (absmax in blocks, arXiv:2110.02861); a weight is code x
-scale. The layer makes its weight in the type of computation for each of its products, and keeps none from forward to backward.
-Blocks are those of the whole row: a rank that holds some columns of it has the codes of these, and the scales of every block that
-they touch, so that a weight is the same number however it is cut. Megatron's layers: `int8_parallel.py`.
+A block of a row shares a scale, its largest number over 127 (absmax in blocks, arXiv:2110.02861); a weight is code x scale. The
+layer makes its weight for each product and keeps none from forward to backward. Blocks count from the beginning of the whole row,
+so a weight is the same number however it is cut; a rank has the scales of all blocks that its columns touch.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ def num_blocks(columns: int, first: int = 0) -> int:
 
 
 def most_blocks(columns: int, ranks: int) -> int:
-    """Scales of a row's part on the rank that has most of them, of a row cut into `ranks` equal parts."""
+    """Scales on the rank that has most of them, of a row cut into `ranks` equal parts."""
     each = columns // ranks
     return max(num_blocks(each, rank * each % BLOCK) for rank in range(ranks))
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes int8 [rows, columns], scales bf16 [rows, blocks]) of a weight [rows, columns], each at most half a scale away."""
+    """Round a weight [rows, columns] to (codes int8 [rows, columns], scales bf16 [rows, blocks]), at most half a scale away."""
     blocks = functional.pad(weight.float(), (0, -weight.size(1) % BLOCK)).view(len(weight), -1, BLOCK)
     # bf16: FSDP2 gathers them in the type of computation, in which they have to be the same numbers.
     scales = (blocks.abs().amax(-1) / _LARGEST).bfloat16()
@@ -46,7 +45,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
-    """Weight [rows, columns] in `dtype`: codes x scales, rounded once. first: as `num_blocks`."""
+    """Weight [rows, columns] in `dtype`: codes x scales, rounded once. first: as in `num_blocks`."""
     end = first + codes.size(1)
     padded = functional.pad(codes.to(dtype), (first, -end % BLOCK)).view(len(codes), -1, BLOCK)
     return (padded * scales.to(dtype).unsqueeze(-1)).flatten(1)[:, first:end]
@@ -54,29 +53,26 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0
 
 @torch.no_grad()
 def fill_randomly(codes: Tensor, scales: Tensor, generator: torch.Generator | None = None) -> None:
-    """Fill with a weight of about the size that random ones have for timing."""
+    """Fill with a random weight of usual size, for timing."""
     codes.random_(-64, 65, generator=generator)
     scales.fill_(0.0005)
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight in 8 bits, as those read it that copy parts of weights: codes and scales of its rows.
-
-    dtype: of computation. first: as `num_blocks`.
-    """
+    """Rows of a weight in 8 bits, for code that copies parts of weights."""
 
     codes: Tensor
     scales: Tensor
-    dtype: torch.dtype
-    first: int = 0
+    dtype: torch.dtype  # of computation
+    first: int = 0  # as in `num_blocks`
 
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
 
     def rectangle(self, row: int, col: int, rows: int, cols: int) -> Tensor:
-        """[rows, cols] fp32 of the weight that the layer computes with."""
+        """Part [rows, cols] fp32 of the weight that the layer computes with."""
         of_rows = slice(row, row + rows)
         part = dequantise(self.codes.detach()[of_rows], self.scales.detach()[of_rows], self.dtype, self.first)
         return part[:, col : col + cols].float()
@@ -89,9 +85,9 @@ class Int8Linear(torch.nn.Linear):
     _first: int
 
     def become(self, first: int = 0) -> None:
-        """Take the place of a linear layer on the meta device, whose class was changed to this one.
+        """Turn a linear layer on the meta device, whose class was changed to this one, into one in 8 bits.
 
-        Of one whose weight is cut over tp the codes are a DTensor as it was, the scales this rank's. first: as `num_blocks`.
+        If its weight is cut over tp the codes are a DTensor as it was, the scales this rank's. first: as in `num_blocks`.
         """
         codes = torch.empty_like(self.weight, dtype=torch.int8)
         rows, columns = (codes.to_local() if isinstance(codes, DTensor) else codes).shape
@@ -101,7 +97,7 @@ class Int8Linear(torch.nn.Linear):
         self._first = first
 
     def forward(self, input: Tensor) -> Tensor:
-        """Under tensor parallel input and output are DTensors, as those of a linear layer whose weight is one."""
+        """Under tensor parallel input and output are DTensors, as for a linear layer whose weight is one."""
         if not isinstance(self.weight, DTensor):
             product = int8_product(input, self.weight, self.weight_scale, self._first)
             return product if self.bias is None else product + self.bias
@@ -116,16 +112,14 @@ class Int8Linear(torch.nn.Linear):
 
 
 def int8_product(x: Tensor, codes: Tensor, scales: Tensor, first: int = 0) -> Tensor:
-    """x W^T in the type of x [..., columns] -> [..., rows], W in 8 bits. first: as `num_blocks`."""
+    """Compute x W^T in the type of x: [..., columns] -> [..., rows], W in 8 bits. first: as in `num_blocks`."""
     return _Product.apply(x, codes, scales, first)
 
 
 class _Product(torch.autograd.Function):
-    """x W^T. Its backward makes W again: autograd would keep the weights of all layers."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, first: int) -> Tensor:
-        ctx.save_for_backward(codes, scales)
+        ctx.save_for_backward(codes, scales)  # the backward makes W again: autograd would keep the weights of all layers
         ctx.first = first
         return functional.linear(x, dequantise(codes, scales, x.dtype, first))
 
