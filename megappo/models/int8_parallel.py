@@ -1,7 +1,6 @@
-"""Megatron-core's parallel linears with frozen weights in 8 bits: `weight` has the codes of this rank, `weight_scale` their scales.
+"""Megatron-core's parallel linears with frozen weights in 8 bits: `weight` has this rank's codes, `weight_scale` their scales.
 
-Rounding, blocks and the product are those of `int8_linear.py`. The layers are made in 8 bits one by one: no more than one weight of
-a model exists in its own type.
+`int8_linear.py` has the rounding, the blocks and the product.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megappo.models.int8_linear import BLOCK, Quantised, int8_product, num_block
 
 
 class Int8ColumnParallelLinear(ColumnParallelLinear):
-    """Rows of a weight in 8 bits, whole blocks of them."""
+    """This rank's rows of a weight in 8 bits, in whole blocks."""
 
     weight_scale: torch.nn.Parameter
     first: int
@@ -31,7 +30,7 @@ class Int8ColumnParallelLinear(ColumnParallelLinear):
         super().__init__(*args, **kwargs)
         _keep_in_8_bits(self, 0)
 
-    # Megatron's own method chooses the product for a frozen weight, which would keep the weight until the backward.
+    # Megatron's own product for a frozen weight would keep the weight until the backward.
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **how: Any) -> Tensor:
         if how["sequence_parallel"]:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=how["tp_group"])
@@ -42,7 +41,7 @@ class Int8ColumnParallelLinear(ColumnParallelLinear):
 
 
 class Int8RowParallelLinear(RowParallelLinear):
-    """Columns of a weight in 8 bits, from anywhere in a block."""
+    """This rank's columns of a weight in 8 bits, which may begin inside a block."""
 
     weight_scale: torch.nn.Parameter
     first: int
@@ -58,7 +57,7 @@ class Int8RowParallelLinear(RowParallelLinear):
 
 
 def _keep_in_8_bits(linear: Any, first: int) -> None:
-    """Replace the weight of a linear that was just made. first: as `num_blocks`."""
+    # Called as each linear is made, so that only one weight at a time exists in its own type. first: as in `num_blocks`.
     rows, columns = linear.weight.shape
     made = {"device": linear.weight.device}
     scales = torch.empty(rows, num_blocks(columns, first), dtype=torch.bfloat16, **made)
@@ -68,7 +67,7 @@ def _keep_in_8_bits(linear: Any, first: int) -> None:
 
 
 def quantised(linear: torch.nn.Module, dtype: torch.dtype) -> Quantised | None:
-    """The weight of a linear in 8 bits, None of any other module. dtype: of computation."""
+    """Return the weight of a linear in 8 bits, None for any other module. dtype: of computation."""
     if not isinstance(linear, Int8ColumnParallelLinear | Int8RowParallelLinear):
         return None
     return Quantised(cast(Tensor, linear.weight), linear.weight_scale, dtype, linear.first)

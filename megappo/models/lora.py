@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): which modules have one, its shapes, its start, and a weight with its adapter added.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): their modules, shapes and start, and a weight with its adapter added.
 
-The facts that both engines, the bridge and checkpoints share. Modules have Hugging Face names, `model.layers.0.self_attn.q_proj`.
-An adapted module computes  x W^T + scaling * (x A^T) B^T  with A [rank, in] and B [out, rank] trained in fp32, W frozen.
+An adapted module computes `x W^T + scaling * (x A^T) B^T` with A [rank, in] and B [out, rank] trained in fp32, W frozen. Modules
+have Hugging Face names, `model.layers.0.self_attn.q_proj`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ _LAYER = re.compile(r"\.layers\.\d+\.")
 
 
 def adapted_modules(tensors: Mapping[str, Shape], targets: tuple[str, ...] | str) -> dict[str, tuple[int, int]]:
-    """Name -> (out, in) of the modules with an adapter, in the order of `tensors`.
+    """Name -> (out, in) of the modules with an adapter, in the order of `tensors` (from `tensors_to_adapt`).
 
-    tensors: of `tensors_to_adapt`. targets: endings of module names (`q_proj`, `self_attn.q_proj`), or `all-linear`: every linear
-    layer of the decoder's layers. ValueError for a target that matches nothing, with the nearest names, and for one that matches
-    experts or their router.
+    targets: endings of module names (`q_proj`, `self_attn.q_proj`), or `all-linear`, every linear layer of the decoder's layers.
+    ValueError for a target that matches nothing, with the nearest names, and for one that matches experts or their router.
     """
     linear = {
         name.removesuffix(".weight"): (shape[0], shape[1])
@@ -50,7 +49,7 @@ def adapted_modules(tensors: Mapping[str, Shape], targets: tuple[str, ...] | str
     experts = {name.partition(".experts.")[0] for name in tensors if ".experts." in name}
     kinds = {name.removesuffix(".weight").rpartition(".")[2] for name in tensors if ".experts." in name}
     beside = {name for name in linear if ".experts." not in name and name.rpartition(".")[0] not in experts}
-    # PEFT takes a target with the name of experts' layers for these, also where it is that of a shared expert.
+    # PEFT would apply a target with the name of experts' layers to the experts, even if a shared expert is meant.
     allowed = {name for name in beside if name.rpartition(".")[2] not in kinds}
     others = ", ".join(_kinds(allowed))
     for name in found:
@@ -58,7 +57,7 @@ def adapted_modules(tensors: Mapping[str, Shape], targets: tuple[str, ...] | str
             raise ValueError(f"{name} is of a layer of experts, which have no adapters; name others: {others}")
         if name not in allowed:
             raise ValueError(f"{name} is called as the layers of experts, for which PEFT would take it; name others: {others}")
-    # all-linear would leave experts out without a word where no matrix of the checkpoint is one expert's (gpt_oss).
+    # Where no matrix of the checkpoint is a single expert's (gpt_oss), all-linear would silently leave experts out.
     if experts and isinstance(targets, str):
         raise ValueError(f"{min(experts)} is a layer of experts, which have no adapters; name others: {others}")
     if not found:
@@ -67,14 +66,13 @@ def adapted_modules(tensors: Mapping[str, Shape], targets: tuple[str, ...] | str
 
 
 def int8_modules(arch: ModelArch, lora: LoraConfig | None) -> dict[str, tuple[int, int]]:
-    """Name -> (out, in) of the linear layers whose frozen weights are in 8 bits: those of the decoder's layers with
-    `lora.base_bits`, adapted or not."""
+    """Name -> (out, in) of the decoder's linear layers, adapted or not, that `lora.base_bits` keeps in 8 bits."""
     return {} if lora is None or lora.base_bits is None else adapted_modules(tensors_to_adapt(arch), "all-linear")
 
 
 def tensors_to_adapt(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
-    """Tensors of the checkpoint (`weight_map.hf_tensors`) without the matrices that are no linear layer's, such as routers, in
-    transformers' own class of a model without a family."""
+    """Shapes of the checkpoint's tensors (`weight_map.hf_tensors`) without matrices that belong to no linear layer."""
+    # In transformers' own class of a model without a family: routers, for example.
     others = {part.hf for one in arch.own if not one.linear and len(one.shape) == 2 for part in one.parts}
     in_layers = {name for name in others if _LAYER.search(name) and ".experts." not in name}
     return {name: shape for name, shape in hf_tensors(arch, value_head).items() if name not in in_layers}
@@ -85,7 +83,6 @@ def _ends_with(name: str, target: str) -> bool:
 
 
 def _kinds(names: Iterable[str]) -> list[str]:
-    """Last parts of the names, each once."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 
@@ -105,24 +102,23 @@ def adapter_shapes(modules: Mapping[str, tuple[int, int]], rank: int) -> dict[st
 
 
 def is_adapter(name: str) -> bool:
-    """True of the names of adapters' tensors."""
     return name.endswith((ADAPTER_A, ADAPTER_B))
 
 
 def is_beside_base(name: str) -> bool:
-    """True of what trains on a frozen base, and is in its checkpoints: adapters, and a value head."""
+    """True for what trains on a frozen base and is in its checkpoints: adapters and a value head."""
     return is_adapter(name) or name == VALUE_HEAD
 
 
 def shapes_beside_base(arch: ModelArch, lora: LoraConfig, value_head: bool = False) -> dict[str, Shape]:
-    """Name -> shape of what trains on a frozen base: adapters, and a value head. ValueError as `adapted_modules`."""
+    """Name -> shape of the adapters and a value head, which train on a frozen base. ValueError as from `adapted_modules`."""
     tensors = tensors_to_adapt(arch, value_head)
     adapters = adapter_shapes(adapted_modules(tensors, lora.targets), lora.rank)
     return {**adapters, **{name: shape for name, shape in tensors.items() if name == VALUE_HEAD}}
 
 
 def adapted_of(names: Iterable[str]) -> list[str]:
-    """Modules of the adapters' tensors among these, each once, in order."""
+    """Modules whose adapter tensors are among these names, each once, in order."""
     return list(dict.fromkeys(name.removesuffix(ADAPTER_A).removesuffix(ADAPTER_B) for name in names if is_adapter(name)))
 
 
@@ -132,7 +128,7 @@ def scaling(lora: LoraConfig) -> float:
 
 
 def initial_a(module: str, columns: int, rank: int, seed: int) -> Tensor:
-    """Start of a module's A, [rank, columns] fp32 on the host: uniform within 1 / sqrt(columns), PEFT's Kaiming start.
+    """Draw the start of a module's A, [rank, columns] fp32 on the host: uniform within 1 / sqrt(columns), PEFT's Kaiming start.
 
     It depends on the run's seed and the module's name alone, so it is the same in every layout and engine. B starts as zeros.
     """
@@ -141,20 +137,17 @@ def initial_a(module: str, columns: int, rank: int, seed: int) -> Tensor:
 
 
 def seed_of(run_seed: int, purpose: str) -> int:
-    """63-bit seed of a run for one purpose."""
+    """Derive a 63-bit seed from the seed of a run, for one purpose."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{purpose}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A weight with its adapter, which is added to the part that is read: never a second copy of the whole weight.
+    """A weight with its adapter, which is added to the part that is read: the merged weight never exists as a whole."""
 
-    base: [rows, columns], rows of a weight, maybe in 8 bits. a: [rank, columns]. b: [rows, rank].
-    """
-
-    base: Tensor | Quantised
-    a: Tensor
-    b: Tensor
+    base: Tensor | Quantised  # [rows, columns]
+    a: Tensor  # [rank, columns]
+    b: Tensor  # [rows, rank]
     scaling: float
 
     @property
@@ -162,7 +155,7 @@ class Adapted:
         return self.base.shape
 
     def rectangle(self, row: int, col: int, rows: int, cols: int) -> Tensor:
-        """[rows, cols] fp32 of the merged weight: base + scaling * b a, in fp32."""
+        """Part [rows, cols] of the merged weight, base + scaling * b a, in fp32."""
         rows_of, cols_of = slice(row, row + rows), slice(col, col + cols)
         part = part_of(self.base, 0, row, col, rows, cols).float()
         return torch.addmm(part, self.b.detach()[rows_of].float(), self.a.detach()[:, cols_of].float(), alpha=self.scaling)
@@ -173,7 +166,7 @@ Weights = Mapping[str, Tensor | Adapted | Quantised]
 
 
 def part_of(weight: Tensor | Adapted | Quantised, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
-    """[rows, cols] of a 1-D, 2-D or 3-D tensor (a view), or of a weight with its adapter or in 8 bits (fp32)."""
+    """Part [rows, cols] of a 1-D, 2-D or 3-D tensor (a view), or of a weight with its adapter or in 8 bits (fp32)."""
     if isinstance(weight, Adapted | Quantised):
         return weight.rectangle(row, col, rows, cols)
     return rectangle(weight.detach(), slot, row, col, rows, cols)

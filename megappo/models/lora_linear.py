@@ -1,8 +1,7 @@
 """Adapters (LoRA) on Megatron's parallel linears, TransformerEngine's too, for any tp, pp, vpp and sequence parallel.
 
-An adapter belongs to a Hugging Face module, also where Megatron fuses several of them: q, k and v, or gate and up, each have their
-own A and B, cut as the module's weight (`lora_shards.py`). Only the product with A, rank numbers per token, travels between tp
-ranks.
+Where Megatron fuses Hugging Face modules (q, k and v; gate and up) each keeps its own A and B, cut as its weight
+(`lora_shards.py`). Only the product with A, rank numbers per token, travels between tp ranks.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ from megappo.parallel.groups import ProcessGroups
 
 
 class Adapter(torch.nn.Module):
-    """Part of one Hugging Face module's adapter on this rank, not filled.
+    """This rank's part of one Hugging Face module's adapter, not filled: lora_A [rank, columns of box], lora_B [rows of box, rank].
 
-    module: its name. size: (out, in) of its weight. box: the rectangle of that weight that this rank holds. empty: dtype, the
-    model's, and device. lora_A: [rank, columns of box]. lora_B: [rows of box, rank].
+    size: (out, in) of the module's weight. box: the rectangle of that weight on this rank. empty: dtype and device.
     """
 
     def __init__(self, module: str, size: tuple[int, int], box: Box, rank: int, **empty: Any) -> None:
@@ -54,7 +52,7 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def start(self, seed: int) -> None:
-        """Fill as `lora.initial_a` says, B with zeros: the model computes what it did without the adapter."""
+        """Fill A as `lora.initial_a` does and B with zeros: the model computes what it did without the adapter."""
         rank, (_, columns) = self.lora_A.shape[0], self.size
         self.lora_A.copy_(initial_a(self.module, columns, rank, seed)[:, self.box.c0 : self.box.c1])
         self.lora_B.zero_()
@@ -63,8 +61,8 @@ class Adapter(torch.nn.Module):
 class LinearAdapters(torch.nn.Module):
     """Adapters of the modules that one parallel linear holds.
 
-    rows: (last name of a module, adapted or not, number of rows) of the linear's output on this rank, in order. dropped: name of
-    the state of random numbers that says which inputs are dropped.
+    rows: (last name of a module, adapted or not, number of its rows) in the linear's output on this rank, in order. dropped: name
+    of the random state that chooses the dropped inputs.
     """
 
     def __init__(
@@ -95,14 +93,14 @@ class LinearAdapters(torch.nn.Module):
         return (cast(Adapter, adapter) for adapter in self.adapters.values())
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
-        """The linear's output [tokens, 1, rows] with the adapters' change. x: its input, [tokens, 1, columns].
+        """Add the adapters' change to the linear's output [tokens, 1, rows]. x: its input [tokens, 1, columns].
 
-        Tokens, rows and columns are those of this rank, under sequence parallel the tokens on the linear's cut side too.
+        Tokens, rows and columns are this rank's; under sequence parallel the tokens are cut on one side of the linear.
         """
         if self.training and self._dropout > 0:
             tracker = get_cuda_rng_tracker()
             assert tracker is not None
-            # Recomputation sets the named state back.
+            # A named state, which recomputation sets back.
             with tracker.fork(self._dropped):
                 x = functional.dropout(x, self._dropout)
         hidden = self._exchanged(functional.linear(x, self.a())).flatten(0, -2)
@@ -110,11 +108,11 @@ class LinearAdapters(torch.nn.Module):
         return torch.addmm(output.flatten(0, -2), hidden, self.b().t(), alpha=self.scaling).view_as(output)
 
     def a(self) -> Tensor:
-        """[rank of all adapters, columns]: A of each, one below the other."""
+        """Stack A of each adapter: [rank of all adapters, columns]."""
         return torch.cat([adapter.lora_A for adapter in self.each()])
 
     def b(self) -> Tensor:
-        """[rows of the linear, rank of all adapters]: in the rows of a module its B, in its own columns, and 0 in the others."""
+        """Build [rows of the linear, rank of all adapters]: B of each module in its rows and columns, 0 elsewhere."""
         width = self._rank * len(self.adapters)
         blocks: dict[str, Iterator[Tensor]] = {}
         for place, (name, adapter) in enumerate(zip(self.adapters, self.each())):
@@ -125,9 +123,9 @@ class LinearAdapters(torch.nn.Module):
         return torch.cat([next(blocks[name]) if name in blocks else none.new_zeros(rows, width) for name, rows in self._rows])
 
     def _exchanged(self, hidden: Tensor) -> Tensor:
-        """Product with A [tokens, 1, rank of each adapter] of all columns, for the tokens that the product with B is taken of."""
-        # Rank numbers per token are exchanged instead of a hidden size of them: of a row-parallel linear beside the sum of the
-        # output, since joining the two would take TransformerEngine's linear apart.
+        """Complete the product with A [tokens, 1, rank of all adapters] for the tokens that B reads. Collective over tp."""
+        # A row-parallel linear exchanges this beside the sum of its output: joining the two would take TransformerEngine's linear
+        # apart.
         if self._row_parallel:
             if self._sequence_parallel:
                 return reduce_scatter_to_sequence_parallel_region(hidden, group=self._group)
@@ -139,14 +137,14 @@ class LinearAdapters(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor | Quantised) -> Adapted:
-        """The linear's weight on this rank, with the adapters added to what is read of it."""
+        """Return the linear's weight on this rank with the adapters added to what is read of it."""
         return Adapted(weight, self.a(), self.b(), self.scaling)
 
 
 def attach_adapters(
     chunks: Sequence[PackedModel], arch: ModelArch, groups: ProcessGroups, lora: LoraConfig, *, role: str, seed: int
 ) -> ModelAdapters:
-    """Freeze a built model, except a value head, and give the modules that `lora.targets` names their adapters, at their start.
+    """Freeze a built model, except a value head, and add adapters, at their start, to the modules that `lora.targets` names.
 
     ValueError, on every rank, for targets that match nothing, experts, or nothing on a stage of the pipeline.
     """
@@ -159,7 +157,7 @@ def attach_adapters(
 
 
 class ModelAdapters:
-    """Adapters of a model. chunks: of this rank. role, seed: of the run."""
+    """Adapters of the model of a role. chunks: of this rank. seed: of the run."""
 
     def __init__(
         self, chunks: Sequence[PackedModel], arch: ModelArch, groups: ProcessGroups, lora: LoraConfig, role: str, seed: int
@@ -196,7 +194,7 @@ class ModelAdapters:
             return
         at, device, tracker = self._groups.coordinates, next(self._chunks[0].parameters()).device, get_cuda_rng_tracker()
         assert tracker is not None
-        # The same on the tp ranks of a model: a column-parallel linear has the same input on all of them.
+        # No tp in the seed: a column-parallel linear has the same input on all tp ranks.
         generator = torch.Generator(device).manual_seed(seed_of(self._seed, f"dropout/{step}/{at.pp}/{at.dp}/{at.cp}"))
         tracker.set_states({**tracker.get_states(), self._dropped: generator.get_state()})
 
@@ -217,7 +215,7 @@ class ModelAdapters:
         return adapter_piece_map(self._arch, self._groups.layout, self.modules, self.lora.rank)
 
     def tensors(self) -> AdapterTensors:
-        """Adapters and value head for an export."""
+        """Collect adapters and value head for an export."""
         by_rank = {position: list(held) for position, held in self.pieces().items()}
         if isinstance(self._chunks[0], CriticModel):
             layout, (rows, columns) = self._groups.layout, (self._arch.head_rows, self._arch.hidden_size)
@@ -228,10 +226,10 @@ class ModelAdapters:
 
 
 def _attach(parallel_linear: torch.nn.Module, adapters: LinearAdapters, seed: int) -> None:
-    """Let a linear, which returns (output, bias), add its adapters' change to the output."""
     for adapter in adapters.each():
         adapter.start(seed)
     # A hook, not a class around the linear: the base keeps its names, by which weights are imported, pushed and exported.
+    # Megatron's linears return (output, bias).
     parallel_linear.add_module("lora", adapters)
     parallel_linear.register_forward_hook(
         lambda _module, inputs, output: (adapters(inputs[0], output[0]), output[1]) if adapters.enabled else output
@@ -239,7 +237,6 @@ def _attach(parallel_linear: torch.nn.Module, adapters: LinearAdapters, seed: in
 
 
 def adapters_of(chunks: Sequence[PackedModel]) -> Iterator[LinearAdapters]:
-    """Adapters of every linear of a model."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters))
 
 

@@ -1,6 +1,6 @@
 """Parts of adapters (`lora.py`) on the ranks of a layout, from the weight rules of the family. Pure arithmetic.
 
-An adapter is cut as the weight of its module: B has the rows and A the columns of the rectangle that a rank holds of it.
+An adapter is cut as the weight of its module: B has the rows and A the columns of a rank's rectangle.
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ Modules = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class AdaptedLinear:
-    """One local weight of a layer on a tp rank, in terms of the modules that it holds, at least one of them adapted.
+    """One local weight of a layer on a tp rank with at least one adapted module. Modules have Hugging Face names."""
 
-    local: name of the weight in its layer. rows: (module, rows) in the order of its rows, adapted or not. boxes: adapted module ->
-    rectangle of the module's own weight. Modules have Hugging Face names.
-    """
-
-    local: str
-    rows: tuple[tuple[str, int], ...]
-    boxes: Mapping[str, Box]
+    local: str  # name of the weight in its layer
+    rows: tuple[tuple[str, int], ...]  # (module, adapted or not; its rows) in the order of the weight's rows
+    boxes: Mapping[str, Box]  # adapted module -> rectangle of the module's own weight
     row_parallel: bool
 
 
 def adapted_linears(arch: ModelArch, tp: int, tp_rank: int, layer: int, modules: Modules) -> Iterator[AdaptedLinear]:
-    """Adapted weights of a layer. layer: global number, from 0. Experts have no adapters."""
+    """Yield the adapted weights of a layer. layer: global number, from 0. Experts have no adapters."""
     for rule in layer_rules(arch, layer):
         boxes: dict[str, Box] = {}
         rows: list[tuple[str, int]] = []
@@ -50,7 +46,7 @@ def adapted_linears(arch: ModelArch, tp: int, tp_rank: int, layer: int, modules:
 
 
 def adapter_cuts(arch: ModelArch, modules: Iterable[str]) -> dict[str, Cut]:
-    """Cut over tp of every tensor of the adapters: B by the rows of the module's weight, A by its columns, the other one copied."""
+    """Cut over tp of every adapter tensor: B by the rows of the module's weight, or A by its columns; the other one is copied."""
     cuts, found = hf_cuts(arch), {}
     for module in modules:
         dim = cuts[f"{module}.weight"].dim
@@ -60,7 +56,7 @@ def adapter_cuts(arch: ModelArch, modules: Iterable[str]) -> dict[str, Cut]:
 
 
 def check_stages(arch: ModelArch, layout: ParallelLayout, modules: Modules) -> None:
-    """ValueError if a model chunk of a pipeline stage has no adapter, and so nothing to train."""
+    """Raise ValueError if a model chunk of a pipeline stage has no adapter, and so nothing to train."""
     for stage in range(layout.pp):
         for chunk in range(layout.vpp):
             layers = layout.chunk_layers(arch.num_layers, stage, chunk)
@@ -71,7 +67,7 @@ def check_stages(arch: ModelArch, layout: ParallelLayout, modules: Modules) -> N
 
 
 def adapter_numel(arch: ModelArch, layout: ParallelLayout, stage: int, modules: Modules, rank: int) -> int:
-    """Numbers in the adapters of one rank of a pipeline stage. rank: of A and B."""
+    """Count the numbers in the adapters of one rank of a pipeline stage. rank: of A and B."""
     linears = (
         linear
         for layer in layout.stage_layers(arch.num_layers, stage)
@@ -81,7 +77,7 @@ def adapter_numel(arch: ModelArch, layout: ParallelLayout, stage: int, modules: 
 
 
 def int8_linears(arch: ModelArch, layout: ParallelLayout, stage: int, modules: Modules) -> list[tuple[int, int]]:
-    """(numbers, scales) of every weight of a stage that is in 8 bits, on the tp rank with most. modules: those in 8 bits."""
+    """(numbers, scales) of every weight of a stage in 8 bits, on the tp rank with most. modules: those in 8 bits."""
     found = []
     for layer in layout.stage_layers(arch.num_layers, stage):
         for linear in adapted_linears(arch, layout.tp, 0, layer, modules):
@@ -92,7 +88,7 @@ def int8_linears(arch: ModelArch, layout: ParallelLayout, stage: int, modules: M
 
 
 def adapter_piece_map(arch: ModelArch, layout: ParallelLayout, modules: Modules, rank: int) -> PieceMap:
-    """Rectangles of the adapters' tensors on every rank of the layout, whose parameters have the tensors' own names."""
+    """Rectangles of the adapters' tensors on every rank of the layout; parameters have the tensors' names."""
     stage = [layout.coordinates(position).tp for position in range(layout.ranks_per_stage)]  # every stage is laid out alike
     templates: list[tuple[Held, ...]] = [()]
     sections = [Section("", "", 0, 0)]

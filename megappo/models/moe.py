@@ -1,8 +1,7 @@
-"""Mixture of experts (qwen3_moe): the MLP of a sparse layer, its router with a balancing loss per sequence, and load statistics.
+"""Mixture of experts (qwen3_moe): the MLP of a sparse layer, its router with a balancing loss per sequence, load statistics.
 
 Dispatch and experts are Megatron-core's (alltoall; one MLP per expert, or TransformerEngine's grouped GEMM). The router is ours:
-Megatron balances a micro-batch, so its loss changes with the split of a batch; here the unit is the sequence. The engine sets the
-weight of the loss and uses the statistics (`RouterState`).
+Megatron balances a micro-batch, so its loss would change with the split of a batch; here the unit is the sequence.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ from megappo.parallel.layout import ParallelLayout
 
 
 def moe_config(arch: ModelArch, layout: ParallelLayout) -> dict[str, Any]:
-    """Arguments of TransformerConfig that a mixture of experts adds; empty for a dense model.
-
-    ValueError if the layout does not fit the experts.
-    """
+    """Arguments of TransformerConfig for experts; empty for a dense model. ValueError if the layout does not fit the experts."""
     check_ep(arch, layout.ep, layout.etp)
     moe = arch.moe
     if moe is None:
@@ -58,7 +54,7 @@ def moe_config(arch: ModelArch, layout: ParallelLayout) -> dict[str, Any]:
 
 
 def moe_submodule(implementation: Implementation) -> ModuleSpec:
-    """Spec of the MLP of a sparse layer; its layer must be a `SparseLayer`."""
+    """Make the spec of the MLP of a sparse layer, whose layer must be a `SparseLayer`."""
     if implementation == "transformer_engine":
         from megatron.core.extensions.transformer_engine import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 
@@ -81,18 +77,16 @@ class SparseLayer(TransformerLayer):
 
 @dataclass(frozen=True)
 class RouterLoad:
-    """Load of one rank's routers in a training pass; summed over the ranks of a role it is that of the whole batch.
-
-    tokens: [layers, experts] float64, real tokens sent to each expert. loss: [layers] float64, sum of the sequences' balancing
-    losses, neither divided by their number nor weighted. Rows of dense layers and of other stages are 0.
-    """
+    """Load of one rank's routers in a training pass; the sum over the ranks of a role is that of the whole batch."""
 
     tokens: Tensor
+    """[layers, experts] float64, real tokens sent to each expert; 0 in rows of dense layers and of other stages."""
     loss: Tensor
+    """[layers] float64, sum of the sequences' balancing losses, neither divided by their number nor weighted."""
 
 
 class RouterState:
-    """State shared by the routers of one model: weight of the balancing loss in the current pass, and the load in it."""
+    """State that the routers of one model share: weight of the balancing loss in the current pass, and the load in it."""
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
         self._load = RouterLoad(
@@ -102,7 +96,7 @@ class RouterState:
         self.scale = 0.0
 
     def begin(self, coefficient: float, num_sequences: float) -> None:
-        """Start a pass: the model's loss is coefficient / num_sequences times the sum over layers and sequences of their losses.
+        """Start a pass whose loss is coefficient / num_sequences times the sum of the balancing losses of layers and sequences.
 
         num_sequences: of the whole batch, over all ranks and micro-batches. With coefficient 0 only the load is recorded.
         """
@@ -111,7 +105,7 @@ class RouterState:
         self._load.loss.zero_()
 
     def collect(self) -> RouterLoad:
-        """The load since `begin` on this rank (a copy)."""
+        """Copy this rank's load since `begin`."""
         return RouterLoad(self._load.tokens.clone(), self._load.loss.clone())
 
     def record_tokens(self, layer: int, tokens: Tensor) -> None:
@@ -139,8 +133,7 @@ class SequenceRouter(Router):
 
         L_b = sum_i f_i P_i,  f_i = E / (K T_b) * (tokens of b that chose expert i),  P_i = mean over b of the score of expert i
 
-    Padding is ignored. A sequence may be spread over tp and cp ranks: they sum their choices, and each takes the gradient of its
-    own tokens' scores, so the ranks' gradients add up to the sequence's.
+    Padding is ignored. The tp and cp ranks of a sequence sum their choices, and each takes the gradient of its own tokens' scores.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
@@ -161,7 +154,7 @@ class SequenceRouter(Router):
             self._packed = None
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """This rank's tokens [t, 1, H] -> weight of each expert [t, experts] fp32, 0 if not chosen, and the choice, bool."""
+        """Route this rank's tokens [t, 1, H]: weight of each expert [t, experts] fp32, 0 if not chosen, and the choice, bool."""
         return self.routing(_RouterLinear.apply(input.flatten(0, -2), self.weight))
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,9 +195,9 @@ class SequenceRouter(Router):
 
 
 def local_sequences(packed: PackedSequences, tp: int, tp_rank: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """([t] int64 sequence of each token of this rank, [t] bool true if it is not padding), t = num_tokens = T / cp / tp.
+    """Return ([t] int64 sequence of each token of this rank, [t] bool, false for padding); t = num_tokens = T / cp / tp.
 
-    tp: ranks over which sequence parallelism cuts the tokens of a cp rank.
+    tp: ranks over which sequence parallel cuts the tokens of a cp rank.
     """
     context, lengths = packed.context, packed.cu_seqlens_q.long().diff()
     total = num_tokens * tp * (1 if context is None else context.size)
@@ -217,11 +210,9 @@ def local_sequences(packed: PackedSequences, tp: int, tp_rank: int, num_tokens: 
     return sequence.chunk(tp)[tp_rank], real.chunk(tp)[tp_rank]
 
 
+# Megatron's own calls TransformerEngine's GEMM.
 class _RouterLinear(torch.autograd.Function):
-    """x @ weight^T in fp32 from tensors of any dtype, saved in that dtype: [t, H], [experts, H] -> [t, experts] fp32.
-
-    Megatron's own fails without TransformerEngine, whose GEMM it calls.
-    """
+    """x @ weight^T in fp32 from tensors of any dtype, saved in that dtype: [t, H], [experts, H] -> [t, experts] fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -236,7 +227,7 @@ class _RouterLinear(torch.autograd.Function):
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Identity on x; in the backward the loss gets the gradient `scale`, as if scale * loss had been added to the model's loss."""
+    """Identity on x that gives the loss the gradient `scale`, as if scale * loss had been added to the model's loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""Canonical names of a role's parameters: the same tensor has the same name in every layout and implementation.
+"""Canonical names of a role's parameters: a tensor has the same name in every layout and implementation.
 
-Megatron numbers layers and experts from 0 on every rank (and in every model chunk). The weight maps, the bridge and messages
-to the user name the layer and the expert of the model. Adapters (`lora_linear.py`) have the Hugging Face names of their modules.
+Megatron numbers layers and experts from 0 on every rank and model chunk; canonical names have the model's numbers. Adapters
+(`lora_linear.py`) have the Hugging Face names of their modules.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _canonical(chunk: PackedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 
 def expert_name(inside: str, first: int) -> str:
-    """Name of an expert's tensor inside its layer, in either implementation -> canonical.
+    """Canonical name of an expert's tensor, from its name inside its layer in either implementation.
 
     first: number of this rank's first expert. ValueError for any other name.
     """

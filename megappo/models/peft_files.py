@@ -1,7 +1,4 @@
-"""Adapters as files of Hugging Face's PEFT, which PEFT and vLLM load: adapter_config.json and adapter_model.safetensors.
-
-Names in the file are those of PEFT 0.4 and later: `base_model.model.<module>.lora_A.weight`. Tensors stay fp32, as trained.
-"""
+"""Adapters as files of Hugging Face's PEFT (0.4 and later), which PEFT and vLLM load. Tensors stay fp32, as trained."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class AdapterTensors:
-    """Adapters of a model, and a value head, as an export needs them. parameters: of this rank. pieces: of every position."""
+    """Adapters of a model, and a value head, for an export. parameters: of this rank. pieces: of every position."""
 
     lora: LoraConfig
     parameters: Mapping[str, Tensor]
@@ -59,7 +56,7 @@ def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, 
 
 
 def adapter_config(lora: LoraConfig, names: Sequence[str], source: Path) -> dict[str, Any]:
-    """adapter_config.json of tensors with these names."""
+    """Make adapter_config.json of tensors with these names."""
     kinds = sorted({module.rpartition(".")[2] for module in adapted_of(names)})
     value_head = VALUE_HEAD in names
     return {

@@ -1,8 +1,7 @@
-"""Places of the rectangles of Hugging Face tensors in the parameters of a rank.
+"""Places of the rectangles of Hugging Face tensors in the parameters of a rank; import, export, bridge and engines share them.
 
-Import, export, the bridge and every engine share this description. A Piece is a 2-D box of an HF tensor and its place in a local
-tensor; 1-D tensors are [n, 1], and those of three dimensions are matrices, one below the other. `megatron_pieces` in
-`weight_map.py` makes those of a Megatron rank, `piece_map` those of a whole role. Pure values, no Megatron, no vLLM.
+A Piece is a 2-D box of an HF tensor and its place in a local tensor. 1-D tensors count as [n, 1]; those of three dimensions are
+matrices, one below the other. Pure values, no Megatron, no vLLM.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class Piece(NamedTuple):
 
 
 def check_tiling(whole: Box, parts: Sequence[Box], what: str) -> None:
-    """ValueError unless the parts, all inside `whole`, cover it without overlap."""
-    # Area and overlap together: parts inside `whole` without overlap and of the same area cover it.
+    """Raise ValueError unless the parts, all inside `whole`, cover it without overlap."""
+    # Parts inside `whole` cover it if they have its area and do not overlap.
     covered = sum(part.area for part in parts)
     if covered < whole.area:
         raise ValueError(f"{what}: {covered} of {whole.area} elements have a source")
@@ -75,24 +74,20 @@ class Held(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A layer, or all tensors outside the layers, as an instance of a template.
+    """A layer, or all tensors outside the layers, as an instance of a template."""
 
-    hf, local: prefixes of the names in the template; both empty outside the layers. first: position that the template's positions
-    count from, so that a layer looks alike on every pipeline stage.
-    """
-
-    hf: str
-    local: str
+    hf: str  # prefix of the Hugging Face names in the template; empty outside the layers
+    local: str  # prefix of the local names
     template: int
-    first: int
+    first: int  # the template's positions count from here, so a layer looks alike on every pipeline stage
 
 
 @dataclass(frozen=True)
 class PieceMap(Mapping[int, Sequence[Piece]]):
     """Pieces of every position of a role. As a mapping: position -> its pieces, with whole names.
 
-    Layers repeat, so each kind of layer is described once: the size does not grow with the number of layers, and with the ranks
-    only by one integer for each that holds a piece. sections[0] is outside the layers; the layers follow by number.
+    Each kind of layer is described once, so the size does not grow with the number of layers. sections[0] is outside the layers;
+    the layers follow by number.
     """
 
     num_positions: int
@@ -101,7 +96,7 @@ class PieceMap(Mapping[int, Sequence[Piece]]):
 
     @classmethod
     def of(cls, pieces: Mapping[int, Iterable[Piece]]) -> PieceMap:
-        """The map of pieces that were listed position by position, as one template."""
+        """Make the map of pieces listed position by position, as one template."""
         positions: dict[Piece, list[int]] = {}
         for position in sorted(pieces):
             for piece in pieces[position]:
@@ -126,7 +121,7 @@ class PieceMap(Mapping[int, Sequence[Piece]]):
         ]
 
     def held(self) -> Iterator[tuple[str, Box, int]]:
-        """(Hugging Face name, box, number of positions that hold it) of every piece; a box appears once for each place."""
+        """Yield (Hugging Face name, box, number of positions that hold it) of every piece; a box appears once for each place."""
         for section in self.sections:
             for piece, positions in self.templates[section.template]:
                 yield section.hf + piece.hf, piece.box, len(positions)
@@ -142,7 +137,7 @@ def sizes_of(pieces: PieceMap) -> dict[str, tuple[int, int]]:
 
 
 def rectangle(tensor: Tensor, slot: int, row: int, col: int, rows: int, cols: int) -> Tensor:
-    """[rows, cols] view of a 1-D, 2-D or 3-D tensor."""
+    """View [rows, cols] of a 1-D, 2-D or 3-D tensor."""
     matrix = tensor[slot] if tensor.dim() == 3 else as_2d(tensor)
     return matrix[row : row + rows, col : col + cols]
 
@@ -153,5 +148,4 @@ def as_2d(tensor: Tensor) -> Tensor:
 
 
 def shape_as_2d(shape: Sequence[int]) -> tuple[int, int]:
-    """(rows, columns) of `as_2d`."""
     return (shape[0], 1) if len(shape) == 1 else (prod(shape[:-1]), shape[-1])

@@ -1,7 +1,7 @@
-"""Packed causal attention with scores in memory, for what fused kernels leave out: capped scores and attention sinks.
+"""Packed causal attention with scores in memory, for capped scores and attention sinks, which fused kernels do not have.
 
 A sink is a score of each head that takes a share of the softmax and adds no value (gpt-oss); a cap is cap * tanh(score / cap)
-(Gemma 2). Softmax in fp32. Plain operations, so that any device runs it; memory grows with the square of the longest sequence.
+(Gemma 2). Softmax in fp32. Runs on any device; memory grows with the square of the longest sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def plain_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `grouped_attention`, with scores capped at `softcap`, and a sink [heads] for each query head.
+    """Compute `grouped_attention` with scores capped at `softcap`, and a sink [heads] for each query head.
 
     query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim].
     """
@@ -42,7 +42,7 @@ def plain_attention(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Sequences of one length: q [B, L, heads, dim], k and v [B, L, kv_heads, dim] -> [B, L, heads, dim]."""
+    """Attend sequences of one length: q [B, L, heads, dim], k and v [B, L, kv_heads, dim] -> [B, L, heads, dim]."""
     sequences, length, heads, dim = q.shape
     shared = heads // k.size(2)  # query heads of a KV head, which is not repeated
     q = q.view(sequences, length, k.size(2), shared, dim)

@@ -1,4 +1,4 @@
-"""Architecture of a role's model: of its family, or under engine fsdp2 of transformers' own class."""
+"""Architecture of a role's model: from its family, or under engine fsdp2 from transformers' own class."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from megappo.models.hf_config import NotImplementedByFamilies, read_arch
 
 
 def arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"], head_rows: int = 1) -> ModelArch:
-    """Architecture of the checkpoint directory `path` for an engine: `read_arch`, and under fsdp2 any causal language model of
-    transformers. head_rows: see `ModelArch`. ValueError, one line, for a model that the engine does not run.
+    """Read the architecture of the checkpoint directory `path`; under fsdp2 of any causal language model of transformers.
+
+    head_rows: see `ModelArch`. ValueError, one line, for a model that the engine does not run.
     """
     arch = _arch_for(path, engine)
     return arch if head_rows == 1 else replace(arch, head_rows=head_rows)

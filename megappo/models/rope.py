@@ -1,7 +1,7 @@
 """Rotary position embedding of packed sequences: frequencies, the table of one micro-batch, and the rotation.
 
-Frequencies follow transformers' modeling_rope_utils operation by operation in fp32, so the two agree bit for bit. Megatron's own
-rotary modules are not used: they recompute cos and sin for q and k in every layer and cannot express all of these types.
+Frequencies follow transformers' modeling_rope_utils operation by operation in fp32, so the two agree bit for bit. Megatron's rotary
+modules recompute cos and sin in every layer and cannot express all of these types.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megappo.models.arch import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """([head_dim / 2] fp32 inverse frequencies, factor on cos and sin)."""
+    """Return ([head_dim / 2] fp32 inverse frequencies, factor on cos and sin)."""
     powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.type == "default":
         return 1.0 / powers, 1.0
@@ -30,7 +30,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, inv_freq: Tensor) -> Tensor:
-    """Llama 3.1: long waves are stretched by `factor`, short ones kept, a ramp between."""
+    """Stretch long waves by `factor`, keep short ones, with a ramp between (Llama 3.1)."""
     assert rope.factor and rope.low_freq_factor and rope.high_freq_factor and rope.original_max_positions
     wavelength = 2 * math.pi / inv_freq
     longest = rope.original_max_positions / rope.low_freq_factor
@@ -42,7 +42,7 @@ def _llama3(rope: Rope, inv_freq: Tensor) -> Tensor:
 
 
 def _yarn(rope: Rope, powers: Tensor, dim: int) -> Tensor:
-    """Peng et al. 2023, "YaRN", section 3.2 (NTK by parts)."""
+    """NTK by parts: Peng et al. 2023, "YaRN", section 3.2."""
     original = rope.original_max_positions
     assert rope.factor and original
 
@@ -74,7 +74,7 @@ def _yarn_attention_factor(rope: Rope) -> float:
 
 
 def rotary_table(positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions [T] as [T, 1, head_dim] in the dtype of the activations."""
+    """Make cos and sin of positions [T] as [T, 1, head_dim] in the dtype of the activations."""
     angles = positions[:, None].float() * moved(inv_freq, positions.device)  # in bf16 position 257 would be 256
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)

@@ -1,9 +1,8 @@
-"""Rectangles of Hugging Face tensors on the ranks of a model that FSDP2 shards, by rows, beside a tensor-parallel cut.
+"""Rectangles of Hugging Face tensors on the ranks of a model that FSDP2 shards by rows, after a tensor-parallel cut.
 
-tp cuts first, columns or rows, as the family's rules say; the rows that are left are cut over all ranks of the same tp coordinate
-(dp x cp). Both cuts are torch.chunk's, which DTensor and FSDP2 take: ceil(rows / ranks) rows for each rank, fewer or none for the
-last. The names of the parameters are the tensors' own, but for those that hold the tensors of all experts of a layer
-(`ModelArch.own`, without tp): a rank has some of them. Pure values, as `pieces.py`.
+tp cuts columns or rows as the family's rules say; the rows left are cut over all ranks of the same tp coordinate (dp x cp). Both
+cuts are torch.chunk's, like those of DTensor and FSDP2: ceil(rows / ranks) rows per rank, fewer or none for the last. Parameters
+have the tensors' names, except those that hold all experts of a layer (`ModelArch.own`, without tp). Pure values.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _LAYER = re.compile(r"(?:.*?\.)??layers\.(\d+)\.")
 
 
 def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Half-open range of the rows that a rank holds; empty at the end if there are fewer than ranks."""
+    """Half-open range of the rows that a rank holds; empty at the end if there are fewer rows than ranks."""
     step = -(-rows // ranks)
     return min(rows, rank * step), min(rows, (rank + 1) * step)
 
@@ -64,8 +63,7 @@ def plain_piece_map(shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Cu
 def _pieces(
     shapes: Mapping[str, tuple[int, ...]], cuts: Mapping[str, Cut], layout: ParallelLayout, position: int, prefix: str
 ) -> list[Piece]:
-    """prefix: what the template leaves out of the names."""
-    found = []
+    found = []  # named without `prefix`, which the section adds
     for whole_name, shape in shapes.items():
         name, box = whole_name.removeprefix(prefix), shard_box(shape, cuts[whole_name], layout, position)
         if box is not None:
@@ -76,7 +74,7 @@ def _pieces(
 def shards_of(
     arch: ModelArch, layout: ParallelLayout, position: int, value_head: bool = False
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Parameter -> (first index of its shard in every dimension, shape of the shard) of those of which a position has a part."""
+    """Parameter -> (first index in every dimension, shape) of the shard that a position holds; without empty ones."""
     found: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     if not arch.own:
         shapes = hf_tensors(arch, value_head)
@@ -95,7 +93,7 @@ def shards_of(
 
 
 def own_parameters(arch: ModelArch, value_head: bool = False) -> tuple[OwnParameter, ...]:
-    """Parameters and constants of `arch.own`, of a value model with its head in place of the output projection."""
+    """Parameters and constants of `arch.own`; a value model has its head in place of the output projection."""
     if not value_head:
         return arch.own
     shape = (arch.head_rows, arch.hidden_size)
@@ -104,7 +102,7 @@ def own_parameters(arch: ModelArch, value_head: bool = False) -> tuple[OwnParame
 
 
 def layer_prefix(name: str) -> str:
-    """Beginning of a parameter's name that its layer has for itself, such as `model.layers.3.`; empty outside the layers."""
+    """Part of a parameter's name that only its layer has, such as `model.layers.3.`; empty outside the layers."""
     found = _LAYER.match(name)
     return found[0] if found else ""
 
@@ -131,13 +129,12 @@ def _own_piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool) ->
 
 
 def _without(parameter: OwnParameter, prefix: int) -> OwnParameter:
-    """The parameter of a template: its names without the layer's `prefix` characters."""
     parts = tuple(Part(part.hf[prefix:], part.shape, part.row) for part in parameter.parts)
     return replace(parameter, name=parameter.name[prefix:], parts=parts)
 
 
 def _own_pieces(parameter: OwnParameter, ranks: int, rank: int) -> Iterable[Piece]:
-    """Rectangles of a parameter on a rank. Constants are the first rank's."""
+    """Rectangles of a parameter on a rank; only the first rank holds constants."""
     entries = parameter.shape[0]
     start, stop = rows_of_rank(entries, 1 if parameter.constant else ranks, rank)
     rows, cols = shape_as_2d(parameter.shape)
@@ -146,7 +143,7 @@ def _own_pieces(parameter: OwnParameter, ranks: int, rank: int) -> Iterable[Piec
 
 
 def _cut(parameter: OwnParameter, first: int, last: int, cols: int, slot_rows: int) -> Iterable[Piece]:
-    """Pieces within rows first..last - 1 of a parameter, none of which crosses a slot of its local tensor."""
+    """Pieces within rows first..last - 1 of a parameter; none crosses a slot of its local tensor."""
     for part in parameter.parts:
         end = part.row + shape_as_2d(part.shape)[0]
         row = max(part.row, first)

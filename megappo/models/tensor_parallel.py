@@ -1,8 +1,7 @@
-"""Tensor parallel of transformers' own classes: DTensor styles for the modules of a family whose rules say how tp cuts its tensors.
+"""Tensor parallel of transformers' own classes: DTensor styles for the modules of a family, by the cuts of its rules.
 
-Column- and row-parallel projections, an embedding cut by rows, and an output projection whose product is the log-prob op's. Under
-sequence parallel the tokens between the projections are cut too. Blocks gather them in front of themselves, not in front of each
-projection: transformers' classes read the shape of their input, and the gradients of its readers are summed before they travel.
+Under sequence parallel the tokens between the projections are cut too. A block gathers them once in front of itself, not in front
+of each projection: transformers' classes read the shape of their input, and gradients are summed before they travel.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from megappo.models.weight_map import hf_cuts, layer_rules
 
 
 def cut_over_tp(model: torch.nn.Module, arch: ModelArch, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Make DTensors of the tensors that tp cuts, and put collectives around them. The rest of the parameters stays as it is.
+    """Make DTensors of the tensors that tp cuts, and put collectives around them; other parameters stay as they are.
 
-    mesh: the tp axis. Before FSDP2 takes the model; its weights may be on the meta device.
+    mesh: the tp axis. Call it before FSDP2 takes the model; weights may be on the meta device.
     """
     decoder = decoder_of(model)
     tokens = Shard(1) if sequence_parallel else Replicate()  # of [1, T, H]
@@ -43,14 +42,14 @@ def cut_over_tp(model: torch.nn.Module, arch: ModelArch, mesh: DeviceMesh, *, se
     if isinstance(model, PreTrainedModel):
         projection: Any = model.get_output_embeddings()
         parallelize_module(projection, mesh, ColwiseParallel(input_layouts=tokens))
-        if arch.tied_embeddings:  # each has become a tensor of its own
+        if arch.tied_embeddings:  # parallelize_module untied them
             projection.weight = decoder.embed_tokens.weight
 
 
 def _layer_styles(arch: ModelArch, tokens: Shard | Replicate) -> dict[str, ParallelStyle]:
-    """Path of a module within a layer -> its style. Dense layers are alike."""
+    """Path of a module within a layer -> its style."""
     styles: dict[str, ParallelStyle] = {}
-    for rule in layer_rules(arch, 0):
+    for rule in layer_rules(arch, 0):  # dense layers are alike
         for name in rule.hf(arch):
             path = name.rpartition(".")[0]
             if rule.cut.dim == 0:
@@ -73,6 +72,6 @@ def copied_names(arch: ModelArch, value_head: bool) -> set[str]:
 
 
 def partial_names(arch: ModelArch, value_head: bool, *, sequence_parallel: bool) -> set[str]:
-    """Copies whose gradient on a tp rank is of its own heads, or under sequence parallel tokens: it has to be summed over tp."""
+    """Copies whose gradient on a tp rank is of its own heads (or, under sequence parallel, tokens) and has to be summed over tp."""
     cuts = hf_cuts(arch, value_head)
     return {name for name, cut in cuts.items() if cut.by_heads or (sequence_parallel and cut.dim is None)}

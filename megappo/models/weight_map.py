@@ -1,8 +1,7 @@
 """Weight map of all model families: the place of every rectangle of a Hugging Face tensor in a Megatron rank.
 
-Import, export, the bridge and the memory plan all read the rules of the family through it. Pure arithmetic. Hugging Face names
-are those of the text-only architecture (`model.layers.0...`); `hf_import.py` knows other spellings. Outside the layers all
-families have the same tensors.
+Import, export, the bridge and the memory plan read the rules of a family through it. Pure arithmetic. Hugging Face names are those
+of the text-only architecture (`model.layers.0...`); `hf_tensors.py` knows other spellings.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ def expert_rules(arch: ModelArch, expert: int) -> tuple[Rule, ...]:
 
 
 def rank_experts(arch: ModelArch, ep: int, ep_rank: int) -> range:
-    """Numbers of the experts that an ep rank holds of every sparse layer: contiguous blocks, as Megatron's."""
+    """Numbers of the experts that an ep rank holds of every sparse layer: contiguous blocks, like Megatron's."""
     assert arch.moe is not None
     mine = arch.moe.num_experts // ep
     return range(ep_rank * mine, (ep_rank + 1) * mine)
 
 
 def _rank_rules(arch: ModelArch, layout: ParallelLayout, at: Coordinates, layer: int) -> Iterator[tuple[Rule, int, int]]:
-    """(rule, number of ranks that shard its tensor, this rank's index among them) of every tensor of a layer on a rank."""
+    """Yield (rule, number of ranks that shard its tensor, this rank's index among them) for every tensor of a layer on a rank."""
     for rule in layer_rules(arch, layer):
         yield rule, layout.tp, at.tp
     if arch.is_sparse(layer):
@@ -59,7 +58,7 @@ def _rank_rules(arch: ModelArch, layout: ParallelLayout, at: Coordinates, layer:
 
 
 def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
-    """Every tensor of the Hugging Face checkpoint by name; a value model has `score.weight` in place of the output projection."""
+    """Name -> shape of every tensor of the checkpoint; a value model has `score.weight` in place of the output projection."""
     if arch.own:
         held = (part for parameter in arch.own if not (value_head and parameter.of_head) for part in parameter.parts)
         return {part.hf: part.shape for part in held} | ({VALUE_HEAD: (arch.head_rows, arch.hidden_size)} if value_head else {})
@@ -79,7 +78,7 @@ def hf_tensors(arch: ModelArch, value_head: bool = False) -> dict[str, Shape]:
 
 
 def hf_cuts(arch: ModelArch, value_head: bool = False) -> dict[str, Cut]:
-    """Cut of every tensor of `hf_tensors` over tp ranks; those of experts are left out. None is cut of a model without a family."""
+    """Cut over tp ranks of every tensor of `hf_tensors` but those of experts; a model without a family has only copies."""
     if arch.own:
         return dict.fromkeys(hf_tensors(arch, value_head), Cut(None))
     cuts = {EMBEDDING: Cut(0), OUTPUT: Cut(0), FINAL_NORM: Cut(None), VALUE_HEAD: Cut(None)}
@@ -118,8 +117,8 @@ def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head:
 def megatron_pieces(arch: ModelArch, layout: ParallelLayout, rank: int, value_head: bool = False) -> list[Piece]:
     """Place of every Hugging Face rectangle in the parameters of one rank, by canonical name (`naming.py`).
 
-    Elements of a local tensor that no piece covers are vocabulary padding, which is zero. With tied embeddings and pp > 1 the
-    last stage holds its own copy of the embedding as output layer. ValueError if the layout does not fit the architecture.
+    Elements without a piece are vocabulary padding, which is zero. With tied embeddings and pp > 1 the last stage holds its own
+    copy of the embedding as output layer. ValueError if the layout does not fit the architecture.
     """
     check_tp(arch, layout.tp)
     check_ep(arch, layout.ep, layout.etp)
@@ -163,7 +162,7 @@ def _layer_template(arch: ModelArch, layout: ParallelLayout, stage: list[Coordin
     held = [_held(arch, rule, layout.tp, [at.tp for at in stage]) for rule in layer_rules(arch, layer)]
     if arch.is_sparse(layer):
         for ep in range(layout.ep):
-            # A rank of another ep rank holds nothing of these experts.
+            # Positions with another ep coordinate hold nothing of these experts.
             etp = [at.etp if at.ep == ep else None for at in stage]
             for expert in rank_experts(arch, layout.ep, ep):
                 held += [_held(arch, rule, layout.etp, etp) for rule in expert_rules(arch, expert)]
@@ -171,7 +170,7 @@ def _layer_template(arch: ModelArch, layout: ParallelLayout, stage: list[Coordin
 
 
 def _held(arch: ModelArch, rule: Rule, ranks: int, indices: Iterable[int | None]) -> Iterator[Held]:
-    """Pieces of a rule's tensor. indices: of every position among the `ranks` that shard it; None holds no part."""
+    """Pieces of a rule's tensor. indices: of every position among the `ranks` that shard it; None if it holds no part."""
     positions: list[list[int]] = [[] for _ in range(ranks)]
     for position, index in enumerate(indices):
         if index is not None:
@@ -188,12 +187,10 @@ def _rule_pieces(arch: ModelArch, rule: Rule, ranks: int, index: int) -> list[Pi
 
 
 def _first_pieces(arch: ModelArch, layout: ParallelLayout, tp_rank: int) -> list[Piece]:
-    """Pieces before the layers, on the first stage."""
     return _vocab_piece(arch, layout.tp, tp_rank, EMBEDDING, LOCAL_EMBEDDING)
 
 
 def _last_pieces(arch: ModelArch, layout: ParallelLayout, tp_rank: int, value_head: bool) -> list[Piece]:
-    """Pieces after the layers, on the last stage."""
     pieces = [Piece(FINAL_NORM, Box(0, arch.hidden_size, 0, 1), LOCAL_FINAL_NORM, 0, 0)]
     if value_head:
         pieces.append(Piece(VALUE_HEAD, Box(0, arch.head_rows, 0, arch.hidden_size), LOCAL_VALUE_HEAD, 0, 0))

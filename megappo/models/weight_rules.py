@@ -1,7 +1,6 @@
-"""Rules that assemble a tensor of a Megatron layer from Hugging Face tensors; those that several families share.
+"""Rules that assemble a tensor of a Megatron layer from Hugging Face tensors, for any tensor-parallel size.
 
-A rule describes one local tensor for any tensor parallel size. `weight_map.py` applies a family's rules to the tensors of a rank.
-Pure arithmetic; names are relative to the layer.
+`weight_map.py` applies a family's rules to the tensors of a rank. Pure arithmetic; names are relative to the layer.
 """
 
 from __future__ import annotations
@@ -19,14 +18,10 @@ Part = tuple[str, Box, int, int]
 
 
 class Cut(NamedTuple):
-    """Cut of a Hugging Face tensor over tp ranks.
+    """Cut of a Hugging Face tensor over tp ranks."""
 
-    dim: the dimension that is cut; None: every rank has a copy. by_heads: a copy that works on the heads of its rank alone, so that
-    its gradient is a part of the sum.
-    """
-
-    dim: int | None
-    by_heads: bool = False
+    dim: int | None  # None: every rank has a copy
+    by_heads: bool = False  # a copy that sees only its rank's heads, so its gradient is a part of the sum
 
 
 class Rule(Protocol):
@@ -37,7 +32,7 @@ class Rule(Protocol):
 
     @property
     def cut(self) -> Cut:
-        """Of each of its Hugging Face tensors."""
+        """Cut of each of its Hugging Face tensors."""
         ...
 
     def hf(self, arch: ModelArch) -> dict[str, Shape]: ...
@@ -49,7 +44,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Norm:
-    """The same vector on every tp rank; `size` is a field of the architecture."""
+    """Norm weight, the same on every tp rank; `size` is a field of the architecture."""
 
     local: str
     name: str
@@ -71,7 +66,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class Router:
-    """One row per expert, the same on every rank."""
+    """Router weight, one row per expert, the same on every rank."""
 
     local: str
     name: str
@@ -144,7 +139,7 @@ class GateUp:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """Output projection with input columns sharded over tp; `inputs` names the columns' source."""
+    """Output projection with input columns sharded over tp; `inputs` says which columns (`_width`)."""
 
     local: str
     name: str

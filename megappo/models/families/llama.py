@@ -1,4 +1,4 @@
-"""Llama 2 and 3, deepseek-llm and whatever else calls itself LlamaForCausalLM: the family that the others are told apart from."""
+"""Llama 2 and 3, deepseek-llm and other LlamaForCausalLM models: the baseline of the other families."""
 
 from __future__ import annotations
 

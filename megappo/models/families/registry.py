@@ -15,11 +15,11 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, 
 
 
 class NotImplementedByFamilies(ValueError):
-    """A sound config of an architecture, or with a feature, that megappo's own layers do not have."""
+    """A valid config whose architecture or feature megappo's own layers do not have."""
 
 
 def family_of(architecture: str) -> Family:
-    """The family of a text-only Hugging Face architecture. NotImplementedByFamilies names those that are supported."""
+    """Return the family of a text-only Hugging Face architecture. NotImplementedByFamilies names those that are supported."""
     for family in FAMILIES.values():
         if architecture in map(family.architecture, HEADS):
             return family
