@@ -31,7 +31,7 @@ from megappo.rollout.types import Replica, Request, Response, RolloutEngine, Sam
 
 
 class RolloutElsewhere:
-    """Stand-in of an engine on other ranks (see `rollout.types.RolloutEngine`). sync: None if no weights are pushed."""
+    """Stand-in for an engine that lives on other ranks (see `rollout.types.RolloutEngine`). sync: None if no weights are pushed."""
 
     replica: Replica | None = None
 
@@ -44,10 +44,10 @@ class RolloutElsewhere:
         return {} if self._sync is None else self._sync.push(version)
 
     def sleep(self) -> None:
-        """No memory of its own to release."""
+        """Do nothing: the engine's memory is on other ranks."""
 
     def close(self) -> None:
-        """No resources of its own to free."""
+        """Do nothing: the engine's resources are on other ranks."""
 
     def meet(self, before: str) -> NoReturn:
         self._refuse()
@@ -74,7 +74,7 @@ class RolloutElsewhere:
 
 
 class PolicyPlace(NamedTuple):
-    """Layout of the policy under its engine, and the ranks of the world that it lives on."""
+    """Layout of the policy and the world ranks that it lives on."""
 
     arch: ModelArch
     layout: ParallelLayout
@@ -82,7 +82,7 @@ class PolicyPlace(NamedTuple):
     engine: Literal["megatron", "fsdp2"] = "megatron"
 
     def pieces(self) -> PieceMap:
-        """As `Engine.pieces`, on ranks without the engine too."""
+        """Return what `Engine.pieces` returns, also on ranks without the policy."""
         if self.engine == "fsdp2":
             return shard_piece_map(self.arch, self.layout)
         return piece_map(self.arch, self.layout)
@@ -103,14 +103,12 @@ def build_rollout(
     place: PolicyPlace | None = None,
     lora: LoraConfig | None = None,
 ) -> RolloutEngine:
-    """The engine of `rollout.engine` on `rollout.ranks`, connected to the policy. Collective over the world.
+    """Build the engine of `rollout.engine` on `rollout.ranks` and connect it to the policy. Collective over the world.
 
-    policy: None on ranks that it does not live on. place: of the policy; None if policy and engine live on all ranks. lora: of the
-    policy.
-
-    max_sequence_tokens: longest prompt plus response. logits_dtype: to which the policy's own engine rounds logits when it
-    samples; vLLM's are of its own type. timeouts: of vLLM's exchanges and of meetings. model: directory with the policy's
-    config.json. ValueError if vLLM is missing.
+    policy: None on ranks that it does not live on. place: of the policy; None if policy and engine live on all ranks.
+    max_sequence_tokens: longest prompt plus response. logits_dtype: to which the Megatron rollout rounds logits when it samples;
+    vLLM uses its own. timeouts: of vLLM's groups and of meetings. model: directory with the policy's config.json. lora: of the
+    policy. ValueError if vLLM is missing.
     """
     if config.engine == "megatron":
         if policy is None:  # it samples where the policy is

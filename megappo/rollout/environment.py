@@ -1,8 +1,5 @@
-"""Environments of the configuration (`rollout.environment`): the user's function of text or ids, as `turns.py` asks for one, called
-in the rank or in processes of its own.
-
-What the function raises or returns wrongly becomes an `EnvironmentFault`, which names it, its line, the turn and the sample.
-"""
+"""Environments of `rollout.environment`: the user's function of text or ids, called in the rank or in worker processes. What the
+function raises or wrongly returns becomes an `EnvironmentFault` with its name and line, the turn and the sample."""
 
 from __future__ import annotations
 
@@ -35,19 +32,20 @@ SHOWN_CHARACTERS = 200  # of a turn in messages, as of a response in those of re
 
 @dataclass(frozen=True)
 class PreparedEnvironment:
-    """An environment that was loaded and checked before a model was built. function: of the user. code: its place, from which
-    processes load it too. conversation: how observations become ids."""
+    """The user's environment, loaded and checked before a model is built."""
 
     settings: EnvironmentConfig
     function: OwnFunction
     code: OwnCode
+    """Where `function` comes from; worker processes load it from there."""
     conversation: Conversation
+    """Turns observations into ids."""
 
 
 def with_environment(
     engine: RolloutEngine, prepared: PreparedEnvironment, config: TrainConfig, tokenizer: Tokenizer
 ) -> TurnsRollout:
-    """The engine with the trajectories of this environment."""
+    """Wrap the engine so that its responses are trajectories in this environment."""
     settings, rollout = prepared.settings, config.rollout
     return TurnsRollout(
         engine,
@@ -63,43 +61,41 @@ def with_environment(
 def environment_of(
     prepared: PreparedEnvironment, tokenizer: Tokenizer, stop: Sequence[str] = ()
 ) -> InRankEnvironment | WorkersEnvironment:
-    """The user's function as an environment of ids. stop: strings that end a turn."""
+    """Return the user's function as an environment of ids. stop: strings that end a turn."""
     questions = _Questions(prepared, tokenizer, stop)
     return WorkersEnvironment(questions) if prepared.settings.workers else InRankEnvironment(questions)
 
 
 class InRankEnvironment:
-    """Calls the user's function in the rank, for one turn after another."""
+    """Environment that calls the user's function in the rank, one turn after another."""
 
     def __init__(self, questions: _Questions) -> None:
         self._questions = questions
 
     def __call__(self, turn: Turn) -> list[int] | None:
-        """Ids of the observation, or None. EnvironmentFault if the function fails."""
+        """Return the ids of the observation, or None at the end. EnvironmentFault if the function fails."""
         question = self._questions.ask(turn)
         word, value = answer_turn(self._questions.function, question.argument)
         return question.take(word, value)
 
 
 class WorkersEnvironment:
-    """Has processes that call the user's function for several turns at once; each imports its code for itself."""
+    """Environment whose worker processes answer several turns at once; each imports the user's code itself."""
 
     def __init__(self, questions: _Questions) -> None:
         self._questions, settings = questions, questions.settings
-        # What went over the time limit is counted over all workers of the rank.
+        # Counts the answers over the time limit of all workers of the rank.
         self._num_late = itertools.count(1)
         make = functools.partial(answering, questions.prepared.code)
         process = functools.partial(HelperProcess, "environment", make, settings.timeout_s)
         self._pool = WorkerPool("environment", process, settings.workers)
 
     def start(self, turn: Turn) -> Asked:
-        """See `rollout.turns.SideEnvironment`."""
         question = self._questions.ask(turn)
         future = self._pool.submit(question.argument)
         return Asked(future, functools.partial(self._take, question, future))
 
     def close(self) -> None:
-        """End the processes, also those with a turn in hand."""
         self._pool.close()
 
     def _take(self, question: _Question, future: Future[Timed]) -> Answer:
@@ -124,7 +120,7 @@ class WorkersEnvironment:
 
 @dataclass(frozen=True)
 class _Questions:
-    """Turns as the user's function takes them. stop: strings that end a turn."""
+    """Builds the user's argument for a turn. stop: strings that end a turn."""
 
     prepared: PreparedEnvironment
     tokenizer: Tokenizer
@@ -139,7 +135,6 @@ class _Questions:
         return self.prepared.function
 
     def ask(self, turn: Turn) -> _Question:
-        """The argument of the function for a turn."""
         if self.settings.interface == "ids":
             return _Question(self, turn, turn)
         prompt, memo = _prompt(turn), turn.memo
@@ -156,20 +151,20 @@ class _Questions:
 
 @dataclass(frozen=True)
 class _Question:
-    """A turn that the function is asked about. argument: of the function."""
+    """One turn and the argument that the user's function gets for it."""
 
     questions: _Questions
     turn: Turn
     argument: Turn | TextTurn
 
     def update(self, state: dict[str, Any]) -> None:
-        """Take the state of the trajectory as another process has left it."""
+        """Replace the trajectory's state by the one that a worker process returned."""
         mine = state_of(self.argument)
         mine.clear()
         mine.update(state)
 
     def take(self, word: str, value: Any) -> list[int] | None:
-        """Ids of the observation that the function returned, or None, which ends the trajectory. EnvironmentFault for all else."""
+        """Return the ids of the observation, or None at the end of the trajectory. EnvironmentFault for anything else."""
         if word == FAILED:
             raise EnvironmentFault(self.named(value))
         if value is None:
@@ -177,7 +172,7 @@ class _Question:
         return self._of_ids(value) if self.questions.settings.interface == "ids" else self._of_text(value)
 
     def named(self, what: str) -> str:
-        """One line: the function, what became of it, the turn and its sample."""
+        """Put function, failure, turn and sample into one line."""
         text = self.argument.response if isinstance(self.argument, TextTurn) else self.questions.text(self.turn)
         where = f"turn {self.turn.index} of sample {_sample_id(self.turn)}, {text[:SHOWN_CHARACTERS]!r}"
         return f"environment {self.questions.function.origin} {what}; {where}"
@@ -217,7 +212,7 @@ def _sample_id(turn: Turn) -> str:
 
 
 def _message(found: Any) -> Message | None:
-    """The message {role, content}, or None if it is none."""
+    """Return the message {role, content}, or None if `found` is not one."""
     if not isinstance(found, Mapping) or set(found) != {"role", "content"}:
         return None
     return {"role": found["role"], "content": found["content"]} if all(isinstance(one, str) for one in found.values()) else None
@@ -246,7 +241,7 @@ def _compaction(settings: CompactionConfig, prepared: PreparedEnvironment, confi
 
 
 def _ends(left: Left, settings: CompactionConfig) -> tuple[list[int], list[int]]:
-    """The first and the last ids of what is left, the observation included; none twice."""
+    """Split context and observation into first and last ids; none is in both."""
     assert settings.keep_last is not None, "`environment_problem` has refused it"
     ids = [*left.context.tolist(), *left.observation.tolist()]
     first = len(left.prompt) if settings.keep_first is None else settings.keep_first

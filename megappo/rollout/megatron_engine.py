@@ -1,8 +1,5 @@
-"""Generation by the policy's own engine: for platforms without vLLM, and as a cross-check of it.
-
-Without KV cache: every new token runs the whole prefix again, so the cost grows with the square of the length. No weights are
-pushed, and the log-probs are the trainer's by construction.
-"""
+"""Generation by the policy's own engine: for platforms without vLLM, and as a cross-check of it. It has no KV cache: every new
+token runs its whole prefix again. No weights are pushed; the log-probs are the trainer's."""
 
 from __future__ import annotations
 
@@ -29,12 +26,9 @@ _KEPT = "kept "
 
 
 class MegatronRollout:
-    """Rollout engine that samples with the engine of the policy, whose ranks are one replica. A step of it is one token for all
-    running requests.
-
-    detokenize: ids -> text, needed for stop strings only. logits_dtype: the logits are rounded to it, as the trainer does with
-    `policy.logits_dtype`.
-    """
+    """Rollout engine that samples with the policy's engine, whose ranks form one replica; one step draws one token for every
+    request. detokenize: ids -> text, needed for stop strings only. logits_dtype: logits are rounded to it, as by
+    `policy.logits_dtype`."""
 
     name = "megatron"
 
@@ -56,17 +50,15 @@ class MegatronRollout:
         self._growing: list[_Growing] = []
 
     def meet(self, before: str) -> None:
-        """See `rollout.types.RolloutEngine`."""
         meet(Point(before), self._meeting, self._engine.host_group)
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Set the version; the model that samples is the model that trains, so nothing moves."""
+        """Set the version. Nothing moves: the model that trains is the one that samples."""
         self._version = version
         return {"bytes_sent": 0.0, "seconds": 0.0}
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """See `rollout.types.RolloutEngine`."""
         if self._growing:
             raise RuntimeError(f"the policy's engine holds {len(self._growing)} requests of a generation that failed")
         with self._engine.eval_mode():
@@ -82,7 +74,7 @@ class MegatronRollout:
         return self.num_unfinished
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """See `rollout.types.RolloutEngine`; one kind of sampling at a time. Temperature 0 gives the log-probs of temperature 1."""
+        """Add requests, all with one `sampling` at a time. Temperature 0 gives the log-probs of temperature 1."""
         if sampling.stop and self._detokenize is None:
             raise ValueError(f"rollout.stop = {list(sampling.stop)}: stop strings need a tokenizer; use stop token ids")
         assert not self._growing or sampling == self._sampling, "the running requests are sampled in another way"
@@ -90,7 +82,7 @@ class MegatronRollout:
         self._growing += [_Growing(request, sampling) for request in requests]
 
     def poll(self) -> list[Response]:
-        """See `rollout.types.RolloutEngine`. Collective over the policy's ranks."""
+        """Draw one token for every request. Collective over the policy's ranks."""
         growing, sampling = self._growing, self._sampling
         if not growing:
             return []
@@ -107,13 +99,13 @@ class MegatronRollout:
         return responses
 
     def sleep(self) -> None:
-        """No memory of its own to release."""
+        """Do nothing: the memory is the policy's."""
 
     def close(self) -> None:
-        """No resources of its own to free."""
+        """Do nothing: the resources are the policy's."""
 
     def _draw(self, growing: Sequence[_Growing], sampling: SamplingParams) -> tuple[NDArray, NDArray, NDArray]:
-        """Next token [B], its log-prob [B] and the ids that it was drawn from [B, K] of every request. Collective."""
+        """Draw for every request the next token [B], its log-prob [B] and the ids it was drawn from [B, K]. Collective."""
         batch = PackedBatch(
             torch.from_numpy(numpy.concatenate([one.tokens for one in growing])).long(),
             cu_seqlens_of([len(one.tokens) for one in growing]),
@@ -151,7 +143,6 @@ class _Growing:
 
     @property
     def tokens(self) -> NDArray[numpy.int32]:
-        """The given tokens, and the sampled ones after them."""
         return self._tokens[: self._start + self.num_sampled]
 
     @property
@@ -159,7 +150,7 @@ class _Growing:
         return self.tokens[self._start :]
 
     def add(self, token: float, logprob: float, kept: NDArray) -> None:
-        """Add a token. kept: [K] ids that it was drawn from, then NO_ID."""
+        """Add a token. kept: [K] ids that it was drawn from, padded by NO_ID."""
         self._tokens[self._start + self.num_sampled] = token
         self._logprobs[self.num_sampled] = logprob
         # Fewer than `top_k_width` if the vocabulary is smaller.
@@ -173,7 +164,7 @@ class _Growing:
 
 
 def _draws(growing: Sequence[_Growing]) -> Tensor:
-    """[B] uniform numbers in [0, 1), a function of each request's seed and of the place of the token in the response only."""
+    """Return [B] fp64 uniforms in [0, 1) that depend only on each request's seed and the token's position in the response."""
     # 2^64 over the golden ratio: neighbouring places get seeds far apart.
     seeds = [(one.seed + 0x9E3779B97F4A7C15 * one.num_sampled) % 2**63 for one in growing]
     draws = [torch.rand(1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
@@ -181,7 +172,7 @@ def _draws(growing: Sequence[_Growing]) -> Tensor:
 
 
 def _sample_next(sampling: SamplingParams, logits_dtype: LogitsDtype, output: LanguageOutput, micro: PackedBatch) -> LossOutput:
-    """Next token, its log-prob and the ids that it was drawn from (padded by NO_ID), at the last position of every sequence."""
+    """Sample at the last position of every sequence: next token, log-prob, and ids it was drawn from (padded by NO_ID)."""
     # The engine may have padded sequences; the result of a sequence of padding alone (length 0) is dropped.
     ends = micro.cu_seqlens[:-1].long() + (micro["length"] - 1).clamp(min=0)
     logits = output.logits(ends, logits_dtype).double()  # these rows only: the whole vocabulary is gathered
@@ -201,7 +192,7 @@ def _sample_next(sampling: SamplingParams, logits_dtype: LogitsDtype, output: La
 
 
 def _top_k_ids(logprobs: Tensor, token: Tensor, width: int) -> Tensor:
-    """[B, width] most likely ids with finite log-prob, the sampled one included, padded by NO_ID."""
+    """Return the [B, width] most likely ids with finite log-prob, the sampled one included, padded by NO_ID."""
     if width == 0:
         return token.new_empty(token.shape[0], 0)
     best = logprobs.topk(width, dim=-1)
@@ -212,7 +203,7 @@ def _top_k_ids(logprobs: Tensor, token: Tensor, width: int) -> Tensor:
 
 
 def truncated_logprobs(logits: Tensor, top_p: float, top_k: int) -> Tensor:
-    """[B, V] fp64 log-probs after top-k and top-p, -inf for tokens cut off. Ties with the k-th best token stay."""
+    """Return [B, V] fp64 log-probs after top-k and top-p, -inf for tokens cut off. Ties with the k-th best token stay."""
     if top_k > 0:
         worst = logits.topk(min(top_k, logits.shape[1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < worst, -torch.inf)

@@ -1,8 +1,6 @@
-"""Torch settings and CUDA stream of a process that trainer and rollout engine use in turns.
-
-vLLM sets torch's number of threads to one and the precision of fp32 products, and makes a CUDA stream of its own the current one.
-Its compiled model relies on these settings and its communicators on the stream, so both are restored for each of its calls.
-"""
+"""Torch settings and CUDA stream of a process that trainer and rollout engine use in turns. vLLM sets torch's thread count to one,
+changes the fp32 matmul precision and makes its own CUDA stream current. Its compiled model needs these settings and its
+communicators that stream, so both are restored around each of its calls."""
 
 from __future__ import annotations
 

@@ -1,16 +1,9 @@
-"""A torch.distributed world of some ranks of the world, for an engine that takes the default process group for its own.
+"""A torch.distributed world of some of the ranks, for an engine that takes the default process group for its own.
 
-vLLM counts its ranks from 0 to the size of the default group, and makes groups by `new_group`, which all ranks of the default group
-have to call. On ranks of its own, the engine therefore works inside a `SubWorld`: there the default group is the group of these
-ranks, a rank is its position in it, and the other ranks need not know of anything that happens inside.
-
-Why so, and not
-- by making vLLM's calls on the other ranks too: their number and order depend on vLLM's version and on the model;
-- by giving vLLM's initialisation other ranks: it has no argument for them, so half of its `parallel_state` would be copied here;
-- by exchanging the default group alone: torch names groups by a counter, which would run ahead inside. The next group of the whole
-  world would have another name on the other ranks, and its members would wait for each other for ever.
-torch keeps all of this in one object, `distributed_c10d._world`, an "extension point to override"; its tests of ranks as threads
-replace it too.
+vLLM ranks count from 0 to the size of the default group, and all its ranks must call `new_group`. Inside a `SubWorld` the default
+group is the group of the engine's ranks, a rank is its position in it, and the other ranks take no part. This replaces torch's
+`distributed_c10d._world`, a documented extension point. Exchanging the default group alone is not enough: torch names groups by a
+counter, which would then differ between ranks, and the next group of the whole world would wait for ever.
 """
 
 from __future__ import annotations
@@ -26,23 +19,20 @@ import torch.distributed as dist
 
 from megappo.config.run_sections import TimeoutsConfig
 
-# Names of groups are numbers, and the functional collectives find groups of all worlds by them. Those of a subworld start at the
-# number of its own group times this; the world never makes as many.
+# Group names are numbers, and functional collectives look groups of all worlds up by them. Those of a subworld start at the number
+# of its own group times this; the world never makes as many.
 _NAMES = 1 << 32
 
 
 class SubWorld:
-    """World of the ranks of `group`, whose members alone have it.
-
-    Made once for each group and not for each engine: the names of groups that one engine made must not come again for the next,
-    which would find their addresses in the store.
-    """
+    """World of the ranks of `group`, which exists on its members only. Make it once per group: engines that share it get new group
+    names, while a second SubWorld would repeat names whose addresses are still in the store."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         world = dist.distributed_c10d._world
         name, tag = world.pg_names[group], world.pg_to_tag[group]
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        # The attributes of torch's `_World`, and how the run counts these ranks (`platform.device.ranks_of_run`).
+        # The attributes of torch's `_World`, and the run's numbers of these ranks (`parallel.device.ranks_of_run`).
         self._state = SimpleNamespace(
             ranks_of_run=self.ranks,
             default_pg=group,
@@ -59,10 +49,8 @@ class SubWorld:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make this the world of torch.distributed for the calling thread; the former one comes back at the end.
-
-        Groups keep working outside as arguments of collectives, except where ranks of the world are named (`src`, `dst`).
-        """
+        """Make this the world of torch.distributed for the calling thread; restore the former one at the end. Groups of the former
+        world still work inside, except where world ranks are named (`src`, `dst`)."""
         module: Any = dist.distributed_c10d
         former = module._world
         module._world = _ByThread(self._state, former)
@@ -73,15 +61,13 @@ class SubWorld:
 
 
 class _ByThread:
-    """State of torch.distributed that is `inner` for the thread that makes this, and `outer` for all others.
-
-    A thread that writes a checkpoint or computes rewards meanwhile must not take another rank for its own.
-    """
+    """State of torch.distributed that is `inner` for the creating thread and `outer` for all others."""
 
     def __init__(self, inner: Any, outer: Any) -> None:
         vars(self).update(inner=inner, outer=outer, thread=threading.get_ident())
 
     def _seen(self) -> Any:
+        # threads that write a checkpoint or compute rewards must keep the run's ranks
         return self.inner if threading.get_ident() == self.thread else self.outer
 
     def __getattr__(self, name: str) -> Any:
@@ -92,10 +78,8 @@ class _ByThread:
 
 
 def prepare_rollout_world(ranks: Sequence[int], timeouts: TimeoutsConfig = TimeoutsConfig()) -> SubWorld | None:
-    """World of the ranks that generate; None on the others. Collective: all ranks of the world call it in the same order.
-
-    ranks: increasing world ranks. Its exchanges have the limit `meeting_s`, as those of the world on the host.
-    """
+    """Make the world of the ranks that generate; None on the others. Collective: all ranks of the world call it in the same order.
+    ranks: increasing world ranks. Exchanges in it are limited by `meeting_s`."""
     ranks = list(ranks)
     assert ranks == sorted(set(ranks)), f"ranks {ranks} are not increasing"
     group = dist.new_group(ranks, timeout=timedelta(seconds=timeouts.meeting_s), group_desc="rollout")

@@ -1,4 +1,4 @@
-"""Turns of the policy, of ids and of text, as environments see them, and how a process answers them. Imports no torch."""
+"""Turns of the policy, as ids and as text, and how a process answers them. Imports no torch, so worker processes start fast."""
 
 from __future__ import annotations
 
@@ -18,41 +18,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """A turn of the policy, as the environment sees it. number, group: of the request. index: of the turn, from 0. tokens: int32
-    ids that the policy sampled. context: ids before them in the sequence.
-
-    seed: of the trajectory, 63 bits, the same after a resume. prompt: of the data; None if the request has none. memo: the
-    trajectory's own, empty at its first turn: what the environment wants to find again at the next.
-    """
+    """A turn of the policy, as an environment of ids sees it."""
 
     number: int
+    """Number of the request; `group` is its prompt's."""
     group: int
     index: int
+    """Turn of the trajectory, from 0."""
     tokens: Ids
+    """int32 ids that the policy sampled."""
     context: Ids
+    """int32 ids before them in the sequence."""
     seed: int = 0
+    """63 bits, one per trajectory, the same after a resume."""
     prompt: Prompt | None = None
     memo: dict[str, Any] = field(default_factory=dict)
+    """The trajectory's own dictionary, empty at its first turn; the environment finds it again at the next."""
 
 
 @dataclass(frozen=True)
 class TextTurn:
-    """A turn of the policy, as an environment of text sees it.
-
-    response: its text, before the end-of-sequence token and the first of `rollout.stop`. messages: the question, all turns and
-    observations so far, this turn the last. index: from 0. prompt, answer, record: of the data, as a reward sees them. seed: the
-    trajectory's, the same after a resume. state: the trajectory's own, empty at its first turn. sample_id: name for messages.
-    """
+    """A turn of the policy, as an environment of text sees it. index: from 0. prompt, answer, record: of the data, as rewards see
+    them."""
 
     response: str
+    """Text before the end-of-sequence token and the first of `rollout.stop`."""
     messages: Sequence[Message]
+    """The question, then all turns and observations; this turn is the last."""
     index: int
     prompt: str
     answer: str
     record: Mapping[str, Any]
     seed: int
+    """63 bits, one per trajectory, the same after a resume."""
     state: dict[str, Any]
+    """The trajectory's own dictionary, empty at its first turn."""
     sample_id: str
+    """Name of the sample in messages."""
 
 
 USE = Use("one turn", "an environment returns its observation")
@@ -60,12 +62,12 @@ _ANSWERED = "answered"
 
 
 def state_of(turn: Turn | TextTurn) -> dict[str, Any]:
-    """The trajectory's own dictionary, which its next turn finds again."""
+    """Return the trajectory's own dictionary, which its next turn finds again."""
     return turn.state if isinstance(turn, TextTurn) else turn.memo
 
 
 def answer_turn(function: OwnFunction, turn: Turn | TextTurn) -> tuple[str, Any]:
-    """(kind, result): the result of the function, or under FAILED a line on how it failed."""
+    """Call the function; return (kind, result). Under kind FAILED the result is a line on how it failed."""
     try:
         return _ANSWERED, function.call(turn)
     except (Exception, SystemExit) as error:  # any fault of the user's code: the rank names the turn, and stops the run
@@ -73,7 +75,8 @@ def answer_turn(function: OwnFunction, turn: Turn | TextTurn) -> tuple[str, Any]
 
 
 def answering(code: OwnCode) -> Answerer:
-    """The function as a process answers turns: with what it returns and the state that it leaves. ValueError as `OwnCode.load`."""
+    """Return what a worker process calls for each turn: it gives the function's result and the state left. ValueError as
+    `OwnCode.load`."""
     return functools.partial(_answer_with_state, code.load(USE))
 
 

@@ -1,10 +1,6 @@
-"""Trajectories of several turns around any rollout engine: an environment answers each turn, and contexts that grow too long are
-compacted.
-
-The environment is the user's: ids in, ids out (`environment.py` makes one of text). One that answers beside generation holds up the
-trajectories that wait for it, and no other. A compacted trajectory goes on in a new sequence, and the one before it becomes a
-`Context` of its response (`algo/chains.py` has what that means for advantages).
-"""
+"""Trajectories of several turns over any rollout engine: an environment answers each turn, and long contexts are compacted. The
+environment takes and returns ids (`environment.py` makes one of text). Only trajectories that wait for its answer stop. A compacted
+trajectory continues in a new sequence; the old one becomes a `Context` of the response (advantages: `algo/chains.py`)."""
 
 from __future__ import annotations
 
@@ -36,25 +32,26 @@ from megappo.rollout.types import (
 )
 
 ROUND_S = 1.0
-"""Seconds for which a rank without anything to generate waits for answers before it tells the others of its replica what it has."""
+"""Seconds for which an idle rank waits for answers before it tells the others of its replica what it has."""
 
 Environment = Callable[[Turn], Sequence[int] | None]
-"""Ids of the observation that follows a turn, or None: the trajectory ends. All turns of a trajectory are asked about on one rank.
-An `EnvironmentFault` ends it, and is raised on all ranks after the generation."""
+"""Returns the ids of the observation after a turn, or None to end the trajectory. A trajectory asks on one rank for all its turns.
+An `EnvironmentFault` ends the trajectory and is raised on all ranks after the generation."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of a turn. observation: ids that follow it; None: the trajectory ends. seconds: that the environment took.
-    is_late: it took too long, and the trajectory ends as one that was cut."""
+    """Reply of the environment to a turn."""
 
     observation: Sequence[int] | None
+    """Ids that follow the turn; None ends the trajectory."""
     seconds: float = 0.0
     is_late: bool = False
+    """The answer took too long; the trajectory ends as one that was cut."""
 
 
 class Asked(NamedTuple):
-    """A turn that somebody else answers. future: done once there is an answer. take: reads it then; EnvironmentFault."""
+    """A turn that another process answers. Once `future` is done, `take` reads the answer; it may raise EnvironmentFault."""
 
     future: Future[Any]
     take: Callable[[], Answer]
@@ -62,40 +59,42 @@ class Asked(NamedTuple):
 
 @runtime_checkable
 class SideEnvironment(Protocol):
-    """An environment that answers several turns at once, beside generation, in any order."""
+    """An environment that answers several turns at once, beside generation and in any order."""
 
     def start(self, turn: Turn) -> Asked:
-        """Begin with a turn. Those of a trajectory come one after another, on one rank."""
+        """Start on a turn. A trajectory asks one turn at a time, always on the same rank."""
         ...
 
     def close(self) -> None:
-        """End what answers."""
+        """Stop the processes that answer."""
         ...
 
 
 class Left(NamedTuple):
-    """A context that is left. prompt: of the request. context: all ids of the sequence. summary: ids of its last turn, in which the
-    policy was asked for a summary; empty if it was not. observation: ids that were to follow."""
+    """The context that compaction replaces: all ids of the sequence, the request's prompt among them."""
 
     prompt: Ids
     context: Ids
     summary: Ids
+    """Ids of the last turn if the policy was asked there for a summary, else empty."""
     observation: Ids
+    """Ids that were to follow."""
 
 
 @dataclass(frozen=True)
 class Compaction:
-    """max_tokens: of a sequence with the next observation, above which its context is compacted. prompt: ids that the next sequence
-    begins with; it may be as long as prompts may be. ask: ids that ask the policy for a summary, which it is trained to write as
-    any other turn; empty to ask for none."""
+    """Rule by which contexts are compacted."""
 
     max_tokens: int
+    """A sequence that would be longer with the next observation is compacted."""
     prompt: Callable[[Left], Sequence[int]]
+    """Returns the ids that the next sequence starts with, at most the longest prompt."""
     ask: tuple[int, ...] = ()
+    """Ids that ask the policy for a summary, which is trained as any other turn; empty asks for none."""
 
 
 def keep_ends(first: int, last: int) -> Callable[[Left], list[int]]:
-    """For `Compaction.prompt`: the first and the last ids of what is left, the observation included."""
+    """Return a `Compaction.prompt` that keeps the first and the last ids of the context with its observation."""
 
     def prompt(left: Left) -> list[int]:
         ids = [*left.context.tolist(), *left.observation.tolist()]
@@ -106,9 +105,7 @@ def keep_ends(first: int, last: int) -> Callable[[Left], list[int]]:
 
 @dataclass
 class _Trajectory:
-    """A request and what there is of its trajectory. prompt, segments, kept: of the sequence at hand. observation: what follows the
-    summary that the policy was asked for, None if it was not asked. memo, seconds (of each call), fault: of the
-    environment, on the rank that asks it."""
+    """A request and its trajectory so far; prompt, segments and kept belong to the current sequence."""
 
     request: Request
     prompt: Ids
@@ -117,8 +114,10 @@ class _Trajectory:
     contexts: list[Context] = field(default_factory=list)
     turns: int = 0
     observation: Ids | None = None
+    """Ids that follow the summary that was asked for; None if none was."""
     memo: dict[str, Any] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
+    """One per call of the environment; like memo and fault, on the rank that asks it."""
     is_late: bool = False
     fault: str | None = None
 
@@ -140,19 +139,18 @@ class _Trajectory:
         self.segments.append(Segment(numpy.asarray(ids, numpy.int32), None, version))
 
     def leave(self, prompt: Sequence[int]) -> None:
-        """Go on in a new sequence."""
         self.contexts.append(Context(self.prompt, tuple(self.segments), self.all_kept))
         self.prompt, self.segments, self.kept = numpy.asarray(prompt, numpy.int32), [], []
 
 
 class TurnsRollout:
-    """A rollout engine whose responses have several turns. engine: samples them.
+    """A rollout engine whose responses have several turns, sampled by `engine`.
 
-    environment: called once for each turn, on the rank that answers for it. max_turns: of a trajectory, summaries not counted.
-    turn_tokens: most tokens of a turn. A sequence has at most `SamplingParams.max_tokens` tokens behind its prompt, given ones
+    environment: called once for each turn, on the rank that answers for it. max_turns: per trajectory, without summaries.
+    turn_tokens: most tokens of a turn. A sequence holds at most `SamplingParams.max_tokens` tokens after its prompt, observations
     included; a trajectory that reaches them ends, cut. max_prompt_tokens: of compacted prompts. together: trajectories that wait
-    for a `SideEnvironment` go on together, once the engine has no other work and all are answered; what runs beside what, and so
-    the last bits of log-probs, then depend on no time that an answer took. False: each goes on as soon as it is answered.
+    for a `SideEnvironment` go on together, when the engine is idle and all are answered, so batches and the last bits of log-probs
+    do not depend on answer times. False: each goes on at once.
     """
 
     def __init__(
@@ -180,11 +178,9 @@ class TurnsRollout:
         return self._engine.replica
 
     def meet(self, before: str) -> None:
-        """See `rollout.types.RolloutEngine`."""
         self._engine.meet(before)
 
     def serving(self) -> AbstractContextManager[None]:
-        """See `rollout.types.RolloutEngine`."""
         return self._engine.serving()
 
     @property
@@ -193,11 +189,10 @@ class TurnsRollout:
 
     @property
     def num_running(self) -> int:
-        """See `rollout.types.RolloutEngine`. Trajectories that wait for the environment leave their place to others."""
+        """See `rollout.types.RolloutEngine`. Trajectories that wait for the environment are not counted."""
         return self._engine.num_running
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """See `rollout.types.RolloutEngine`."""
         if any(request.goes_on for request in requests):
             raise ValueError("rollout.partial_rollout_tokens: trajectories of several turns do not go on in later steps; use null")
         self._sampling = sampling
@@ -206,13 +201,12 @@ class TurnsRollout:
         self._ask_for([self._open[request.number] for request in requests])
 
     def poll(self) -> list[Response]:
-        """See `rollout.types.RolloutEngine`."""
         before = self._engine.num_unfinished
         drawn = self._engine.poll() if before else []
         num_drawn = before - self._engine.num_unfinished  # equal on all ranks of the replica, as all that follows from it is
         self._num_waiting += num_drawn
         self._waiting += [(one, self._asked(one)) for one in drawn]
-        # Idle only if nothing was left before: whoever polls may have requests to add to an engine that has just become free.
+        # Idle only if nothing ran before: the caller may have requests for an engine that has just become free.
         answered = self._answered(num_drawn, is_idle=not before)
         self._num_waiting -= len(answered)
         ended, further = [], []
@@ -229,21 +223,18 @@ class TurnsRollout:
         return ended
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """See `rollout.types.RolloutEngine`."""
         return self._engine.push_weights(version)
 
     def sleep(self) -> None:
-        """See `rollout.types.RolloutEngine`."""
         self._engine.sleep()
 
     def close(self) -> None:
-        """See `rollout.types.RolloutEngine`."""
         if isinstance(self._environment, SideEnvironment):
             self._environment.close()
         self._engine.close()
 
     def _asked(self, response: Response) -> Asked | Answer:
-        """The environment's answer to a turn, if need be of later; at once where it is not asked."""
+        """Ask the environment about a turn; the answer may come later. Turns that end the trajectory anyway are not asked about."""
         trajectory = self._open[response.number]
         if trajectory.observation is not None or response.finish == "length" or trajectory.turns + 1 >= self._max_turns:
             return Answer(None)
@@ -259,14 +250,14 @@ class TurnsRollout:
         try:
             answer = take()
         except EnvironmentFault as fault:
-            # Raised here it would leave the other ranks in the middle of a generation.
+            # Raised here, it would leave the other ranks in the middle of a generation.
             trajectory.fault = str(fault)
             return Answer(None)
         trajectory.seconds.append(answer.seconds)
         return answer
 
     def _answered(self, num_drawn: int, *, is_idle: bool) -> list[tuple[Response, Answer, bool]]:
-        """Turns that trajectories of the replica go on from or end with now, on each of its ranks; those of this rank are true."""
+        """Return the replica's turns that can go on or end now, the same on all its ranks; the flag marks this rank's own."""
         is_beside = isinstance(self._environment, SideEnvironment)
         if not self._num_waiting or (not num_drawn and not is_idle and (self._together or not is_beside)):
             return []
@@ -291,7 +282,7 @@ class TurnsRollout:
         return [(*pair, rank == own) for rank, theirs in enumerate(everywhere) for pair in theirs]
 
     def _take_waiting(self, joins: bool) -> list[tuple[Response, Answer]]:
-        """Turns of this rank with their answers: those without an environment's, and if `joins` those that have one by now."""
+        """Take this rank's turns that need no environment and, if `joins`, those whose answer is there."""
         taken: list[tuple[Response, Answer]] = []
         left: list[tuple[Response, Asked | Answer]] = []
         for response, one in self._waiting:
@@ -305,7 +296,7 @@ class TurnsRollout:
         return taken
 
     def _take(self, trajectory: _Trajectory, response: Response, answer: Answer) -> Literal["stop", "length"] | None:
-        """Add a turn and what follows it; how the trajectory ends if it ends with it."""
+        """Add a turn and what follows it; return how the trajectory ends, None if it goes on."""
         trajectory.segments += response.segments
         if response.kept is not None:
             trajectory.kept.append(response.kept)
@@ -345,12 +336,11 @@ class TurnsRollout:
         return self._sampling.max_tokens - trajectory.num_behind_prompt
 
     def _ask_for(self, trajectories: Sequence[_Trajectory]) -> None:
-        """Submit the next turn of each."""
         requests = []
         for one in trajectories:
             drawn = one.turns + sum(len(context.segments) for context in one.contexts) + len(one.segments)
             limit = min(self._turn_tokens, self._room(one))
-            # A turn drawn by the seed of another would repeat its draws.
+            # 2^64 over the golden ratio: every turn has a seed of its own, far from the others; the same seed would repeat draws.
             seed = (one.request.seed + 0x9E3779B97F4A7C15 * drawn) % 2**63
             requests.append(replace(one.request, prompt=one.prompt, before=tuple(one.segments), seed=seed, max_tokens=limit))
         if requests:

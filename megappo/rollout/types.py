@@ -1,7 +1,5 @@
-"""Interface of a generation engine. Token ids in, token ids out; text is decoded for rewards and logs only.
-
-Ids and log-probs are numpy arrays from the engine to the packed batch. `generation.py` runs an engine until a batch is answered.
-"""
+"""Interface of a generation engine: token ids in, token ids out; text is decoded for rewards and logs only. Ids and log-probs stay
+numpy arrays up to the packed batch. `generation.py` runs an engine until a batch is answered."""
 
 from __future__ import annotations
 
@@ -27,19 +25,19 @@ class EnvironmentFault(RuntimeError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings. temperature 0 is greedy. stop: strings. stop_token_ids: ids that end a response and are part of it.
-
-    record_top_k_ids: record the ids that top-k and top-p left for each token. ValueError for top_p without top_k, which leaves up
-    to the whole vocabulary.
-    """
+    """Sampling settings; temperature 0 is greedy. ValueError for recorded ids with top_p but without top_k: there may be too
+    many."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
+    """Strings that end a response."""
     stop_token_ids: tuple[int, ...] = ()
+    """Ids that end a response and are part of it."""
     record_top_k_ids: bool = False
+    """Record for each token the ids that top-k and top-p left."""
 
     def __post_init__(self) -> None:
         if self.record_top_k_ids and self.truncates and self.top_k < 1:
@@ -47,12 +45,12 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """True if a part of the vocabulary cannot be sampled."""
+        """True if top-k or top-p cut a part of the vocabulary."""
         return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
 
     @property
     def top_k_width(self) -> int:
-        """Maximal number of ids recorded for a token; 0 if none are. `trainer/sampler_check.py` counts overflows."""
+        """Largest number of ids recorded per token; 0 if none are. `trainer/sampler_check.py` counts overflows."""
         # vLLM on a CPU keeps all ties with the k-th best logit, and bf16 logits tie: from 16 to 32 they are 1/8 apart, and near
         # the k-th best there are about k / 1.5 in an interval of 1, so that k / 12 are equal. The margin is several standard
         # deviations above that.
@@ -62,34 +60,34 @@ class SamplingParams:
 # Arrays have no truth value: the values below compare by identity, not by their fields.
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One response to draw. number: of the sample in its batch. prompt: ids, int32 if an array. seed: makes the response
-    reproducible on any replica and in any batch. group: the same for all requests of one prompt; -1 of a request without one.
-
-    before: segments of the response that earlier requests drew; it goes on after them. max_tokens: most tokens to draw, None: those
-    of the sampling settings. goes_on: a response that they cut is drawn further by a later request. source: of the ids, for an
-    environment; None if they are of no record.
-    """
+    """One response to draw."""
 
     number: int
+    """Number of the sample in its batch."""
     prompt: Ids | Sequence[int]
     seed: int
+    """Makes the response reproducible on any replica and in any batch."""
     group: int = -1
+    """Equal for all requests of one prompt; -1 without one."""
     before: tuple[Segment, ...] = ()
+    """Segments that earlier requests drew; the response continues after them."""
     max_tokens: int | None = None
+    """Most tokens to draw; None takes it from the sampling settings."""
     goes_on: bool = False
+    """If `max_tokens` cuts the response, a later request continues it."""
     source: Prompt | None = None
+    """The prompt's record, for an environment; None if the ids come from none."""
 
     @property
     def tokens(self) -> Ids:
-        """Ids that the next token follows, int32: the prompt and what there is of the response."""
+        """int32 ids before the next token: the prompt and the response so far."""
         return _joined([numpy.asarray(self.prompt, numpy.int32), *(segment.tokens for segment in self.before)])
 
     def limit(self, sampling: SamplingParams) -> int:
-        """Most tokens to draw."""
         return sampling.max_tokens if self.max_tokens is None else self.max_tokens
 
     def whole(self, response: Response) -> Response | None:
-        """The response with what earlier requests drew; None if a later request goes on with it. `kept` is of the answer alone."""
+        """Return the response after `before`, or None if a later request continues it. Its `kept` covers the new tokens only."""
         if self.goes_on and response.finish == "length":
             return None
         return replace(response, segments=(*self.before, *response.segments))
@@ -97,43 +95,38 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class KeptIds:
-    """Ids that each sampled token of a response was drawn from, its own included, in no particular order.
-
-    counts: int32 per sampled token. ids: int32, concatenated over the tokens. Compact, because they travel: with top-p most tokens
-    are drawn from a few ids.
-    """
+    """Ids that each sampled token was drawn from, its own included, unordered; compact, as top-p mostly leaves few."""
 
     counts: Ids
+    """int32 per sampled token."""
     ids: Ids
+    """int32, concatenated over the tokens."""
 
     @classmethod
     def where(cls, table: Ids, kept: NDArray[numpy.bool_]) -> KeptIds:
-        """Ids of a table [tokens, width] at the places [tokens, width] that are kept."""
+        """Take the ids of a table [tokens, width] where `kept` [tokens, width] is true."""
         return cls(kept.sum(1, dtype=numpy.int32), table[kept])
 
     def first(self, num_tokens: int) -> KeptIds:
-        """Ids of the first `num_tokens` tokens."""
+        """Return the ids of the first `num_tokens` tokens."""
         counts = self.counts[:num_tokens]
         return KeptIds(counts, self.ids[: int(counts.sum())])
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A part of a response, all sampled or all given (the output of a tool, which the policy only reads).
-
-    tokens: int32. logprobs: float32, natural log, under the sampled distribution (after temperature, top-p, top-k); None if the
-    tokens were given. version: of the engine's weights at the time.
-    """
+    """A part of a response, all sampled or all given (as a tool's output, which the policy only reads). version: of the weights."""
 
     tokens: Ids
     logprobs: Logprobs | None
+    """float32, natural log, after temperature, top-k and top-p; None if the tokens were given."""
     version: int
 
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """A sequence that a trajectory has left behind, as its context was compacted (CompactionRL, arXiv:2607.05378): all of what the
-    policy read and sampled, a summary at its end included. prompt: ids before its segments. kept: as of a response."""
+    """A sequence that compaction ended, with all that the policy read and sampled in it (CompactionRL, arXiv:2607.05378). prompt:
+    ids before its segments, the last of which may be a summary. kept: as in `Response`."""
 
     prompt: Ids
     segments: tuple[Segment, ...]
@@ -142,35 +135,35 @@ class Context:
 
 @dataclass(frozen=True)
 class Played:
-    """Turns of a trajectory. turns: of the policy, summaries not counted. seconds: of each call of the environment.
-    reached_limit: the most turns that a trajectory may have ended it. is_late: an answer that took too long did."""
+    """Turns of a trajectory, without summaries."""
 
     turns: int
     seconds: tuple[float, ...]
+    """One per call of the environment."""
     reached_limit: bool
+    """The limit on turns ended the trajectory."""
     is_late: bool
+    """An answer over the time limit ended the trajectory."""
 
 
 @dataclass(frozen=True, eq=False)
 class Response:
-    """Answer to a request: one segment, or more if tokens were given in between or the weights changed.
-
-    number: of the request. finish: "stop" (end of sequence, which is then the last token, or stop string) or "length" (cut). kept:
-    ids that the sampled tokens were drawn from, if `SamplingParams.record_top_k_ids` is set and top-k or top-p cut the vocabulary.
-
-    contexts: sequences of the same trajectory before this one, in their order; the trajectory is scored by this one. prompt: ids
-    that this one begins with, the compacted context; None: those of the request. fault: of the environment, which ended the
-    trajectory; it is raised on all ranks where the experience is collected. played: None without an environment.
-    """
+    """Answer to a request: one segment, or more if tokens were given in between or the weights changed."""
 
     number: int
     segments: tuple[Segment, ...]
     finish: Literal["stop", "length"]
+    """"stop": end-of-sequence token (then the last one) or stop string; "length": cut."""
     kept: KeptIds | None = None
+    """Set if `SamplingParams.record_top_k_ids` is and top-k or top-p cut the vocabulary."""
     contexts: tuple[Context, ...] = ()
+    """Earlier sequences of the trajectory, in order; it is scored by this one."""
     prompt: Ids | None = None
+    """The compacted context that this sequence starts with; None if it starts with the request's prompt."""
     fault: str | None = None
+    """The environment's failure, which ended the trajectory; raised on all ranks when the experience is collected."""
     played: Played | None = None
+    """None without an environment."""
 
     @property
     def tokens(self) -> Ids:
@@ -179,13 +172,13 @@ class Response:
 
     @property
     def logprobs(self) -> Logprobs:
-        """Log-probs of all tokens, float32; 0 for given ones."""
+        """Log-probs of all tokens, float32; 0 for given tokens."""
         zeros = numpy.zeros
         return _joined([zeros(len(s.tokens), numpy.float32) if s.logprobs is None else s.logprobs for s in self.segments])
 
     @property
     def sampled(self) -> NDArray[numpy.bool_]:
-        """True for every token that was sampled."""
+        """True for every sampled token."""
         return _joined([numpy.full(len(segment.tokens), segment.logprobs is not None) for segment in self.segments])
 
     @property
@@ -207,16 +200,14 @@ def _joined(parts: list) -> NDArray:
 
 @dataclass(frozen=True)
 class Replica:
-    """The ranks that answer requests together, as one of them sees it.
-
-    index: number of this rank's replica, of `count`. group: its ranks, on the host, the first of which takes requests for all; None
-    if the replica is one rank. max_running: requests that it works on at once; None for any number.
-    """
+    """The ranks that answer requests together, as one of them sees it: number `index` of `count` replicas."""
 
     index: int
     count: int
     group: dist.ProcessGroup | None
+    """Host group of its ranks, of which the first takes requests for all; None for one rank."""
     max_running: int | None
+    """Requests in work at once; None for any number."""
 
     @property
     def is_leader(self) -> bool:
@@ -224,58 +215,55 @@ class Replica:
         return self.group is None or dist.get_rank(self.group) == 0
 
     def answers(self, number: int) -> bool:
-        """True on the rank that answers for this request: the ranks of a replica, which all draw the same, answer in turn."""
+        """True on the rank that answers for this request: all ranks of a replica draw the same tokens and answer in turn."""
         return self.group is None or number % self.group.size() == self.group.rank()
 
 
 class RolloutEngine(Protocol):
-    """Generator with the newest pushed weights.
-
-    The ranks of a replica make the same calls of `submit` and `poll` in the same order: one that submits a step later than the
-    others samples wrong tokens without an error. Replicas do not wait for each other there.
-    """
+    """Generator with the newest pushed weights. All ranks of a replica call `submit` and `poll` in the same order: a rank that
+    submits one step late samples wrong tokens without an error. Replicas do not wait for each other there."""
 
     name: str
 
     @property
     def replica(self) -> Replica | None:
-        """None on a rank that the engine does not live on; there only `push_weights`, `sleep` and `close` are called."""
+        """None on a rank without the engine; only `push_weights`, `sleep` and `close` are called there."""
         ...
 
     def meet(self, before: str) -> None:
-        """Wait until all ranks of the engine are here, for up to `run.timeouts.meeting_s`. Called inside `serving`."""
+        """Wait up to `run.timeouts.meeting_s` until all ranks of the engine are here. Called inside `serving`."""
         ...
 
     def serving(self) -> AbstractContextManager[None]:
-        """Context of `submit` and `poll`; all requests are answered before it is left, unless by an error.
+        """Context of `submit` and `poll`; without an error, all requests are answered before it ends. Entering takes as long as a
+        step.
 
-        Entering takes as long as a step. Inside, the process may be in another state than the trainer's (random numbers drawn there
-        are drawn again outside), and collectives without a group are of the engine's ranks. RuntimeError if the engine cannot
-        answer: no weights, or requests of a failed generation.
+        Inside, process state may not be the trainer's (random numbers drawn inside are drawn again outside), and collectives
+        without a group run over the engine's ranks. RuntimeError if the engine has no weights or holds requests of a failed
+        generation.
         """
         ...
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted and not answered; equal on all ranks of the replica."""
+        """Number of submitted requests without an answer; equal on all ranks of the replica."""
         ...
 
     @property
     def num_running(self) -> int:
-        """Those of them that take a place of `Replica.max_running`: all that do not wait for an environment."""
+        """Number of unfinished requests that count towards `Replica.max_running`: all that do not wait for an environment."""
         ...
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Add requests to those that run. ValueError for one that the engine cannot answer; then none is added."""
+        """Add requests to the running ones. ValueError for one that the engine cannot answer; then none is added."""
         ...
 
     def poll(self) -> list[Response]:
-        """Run one step; returns what finished since and this rank answers for: every response belongs to one rank."""
+        """Run one step; return the newly finished responses that this rank answers for. Every response belongs to one rank."""
         ...
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Copy the policy's current weights into the engine; returns metrics (seconds, bytes, verified). Collective over the
-        world."""
+        """Copy the policy's weights into the engine; return metrics (seconds, bytes, verified). Collective over the world."""
         ...
 
     def sleep(self) -> None:

@@ -1,4 +1,4 @@
-"""The policy's adapter in vLLM's own LoRA layers, replaced in memory: no file is written or read."""
+"""The policy's adapter in vLLM's own LoRA layers, replaced in memory without files."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from megappo.config.role_sections import LoraConfig
 from megappo.models.lora import adapted_of
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM 0.32 makes room for (its `MaxLoRARanks`)."""
+"""LoRA ranks that vLLM 0.32 allocates for (its `MaxLoRARanks`)."""
 _ID = 1
 _PREFIX = "base_model.model."  # PEFT's, which vLLM's parser of names expects
 
 
 def adapter_options(lora: LoraConfig) -> dict[str, Any]:
-    """Arguments of `LLM` for one adapter of this rank."""
+    """Return the arguments of `LLM` for one adapter of this rank."""
     return dict(enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=next(rank for rank in RANKS if rank >= lora.rank))
 
 
 class VllmAdapter:
-    """The one adapter of an engine on this rank. worker: vLLM's, built with `adapter_options`.
-
-    It stands in vLLM's manager under the id of `request`, so vLLM never looks for its files. RuntimeError if this vLLM keeps its
-    adapters otherwise.
-    """
+    """The one adapter of an engine on this rank; `worker` is vLLM's, built with `adapter_options`. vLLM's manager holds it under
+    the id of `request`, so vLLM never looks for its files. RuntimeError if this vLLM has another manager."""
 
     def __init__(self, worker: Any, lora: LoraConfig) -> None:
         self._worker, self._lora = worker, lora
@@ -43,7 +40,7 @@ class VllmAdapter:
         return LoRARequest("policy", _ID, "in memory")
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take these tensors, by names of `models.lora`, in the engine's type."""
+        """Take these tensors, named as in `models.lora`, in the engine's dtype."""
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
 

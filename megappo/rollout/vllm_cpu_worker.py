@@ -1,8 +1,6 @@
-"""vLLM's CPU worker with a sleep mode, which vLLM has on GPUs only.
-
-Memory is really released, and comes back with undefined contents as on a GPU. So the GPU's order of sleep, wake-up, push and
-generation runs on a CPU, through vLLM's own engine, and a read of stale memory gives NaN.
-"""
+"""vLLM's CPU worker with a sleep mode, which vLLM itself has on GPUs only. It really frees memory and fills what comes back with
+NaN, so a CPU test runs the GPU's order of sleep, wake-up, push and generation through vLLM's engine, and a read of stale memory
+shows."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Generation by vLLM inside the trainer's ranks.
-
-Every rank hosts one vLLM worker, or only those of a `SubWorld` do; tp neighbouring ranks form a replica and answer for its requests
-in turn. Weights never come from disk: vLLM starts with dummy weights and `bridge/` fills them (`push_weights`). `vllm_process.py`
-contains vLLM's effects on the process, `vllm_outputs.py` makes arrays of what it draws.
-"""
+"""Generation by vLLM inside the trainer's ranks. Every rank, or every rank of a `SubWorld`, hosts one vLLM worker; tp neighbouring
+ranks form a replica. vLLM starts with dummy weights and `bridge/` fills them (`push_weights`). `vllm_process.py` contains vLLM's
+effects on the process."""
 
 from __future__ import annotations
 
@@ -50,15 +47,15 @@ from megappo.runtime.messages import name_ranks
 
 
 class VllmEngine:
-    """vLLM over the default process group, which must exist, or over a part of it; construction is collective.
+    """vLLM over the default process group, which must exist, or over a subworld. Construction is collective over the engine's
+    ranks.
 
     config: layout, sizes and switches; dtype and lengths are arguments. model: directory with config.json. max_model_len: longest
     prompt plus response in tokens. eos_token_ids: end a response and are part of it. tokenizer: Hugging Face tokenizer directory,
-    needed by vLLM for stop strings only; without one, they are searched in the text of `detokenize` (token ids -> text) after
-    generation. timeouts: how long ranks wait for each other, in vLLM's groups and around a generation. subworld: the ranks of the
-    engine (None: all), of `subworld.prepare_rollout_world`; what is collective here is so over them, and the others have no engine.
-    lora: of the policy, if its adapter is pushed apart from the weights below (`rollout.adapter`). arch: of `model`; None reads
-    that of its family. ValueError for mistakes of the user: vLLM missing, or a limit of `vllm_limits`.
+    which vLLM needs for stop strings only; without one, they are searched in the text of `detokenize` (ids -> text) after
+    generation. timeouts: of vLLM's groups and of meetings. subworld: the engine's ranks, from `prepare_rollout_world`; None for
+    all. lora: of the policy, if its adapter is pushed apart from the base weights (`rollout.adapter`). arch: of `model`; None reads
+    it there. ValueError if vLLM is missing or for a limit of `vllm_limits`.
     """
 
     name = "vllm"
@@ -137,23 +134,19 @@ class VllmEngine:
             unlink_shared_memory(self._identity)
 
     def connect(self, policy: AdapterSource | None, route: Route | None = None) -> None:
-        """Plan the transfer of the policy's parameters (see `bridge.sync.WeightSync`) into this engine. Collective over the world.
-
-        route: the ranks at both ends; None if both live on all. policy: None on a rank that it does not live on.
-        """
+        """Plan the transfer of the policy's parameters into this engine (see `bridge.sync.WeightSync`). Collective over the world.
+        route: the ranks at both ends; None if both live on all. policy: None on a rank that it does not live on."""
         if route is None:
             assert policy is not None, "a policy on all ranks is on this one"
             route = Route.colocated(policy, self._tp)
         self._sync = sync_of(policy, self, route, self.device, self._dtype, self._adapter_shapes)
 
     def take_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `bridge.adapter_sync.AdaptedEngine`."""
         assert self._adapter is not None, "the engine was built without a place for adapters"
         with self._running():
             self._adapter.replace(tensors)
 
     def meet(self, before: str) -> None:
-        """See `rollout.types.RolloutEngine`."""
         meet(before, self._meeting_s)
 
     def push_weights(self, version: int) -> dict[str, float]:
@@ -183,7 +176,7 @@ class VllmEngine:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """See `rollout.types.RolloutEngine`. The KV cache exists inside."""
+        """Keep the KV cache while requests are answered. Errors: see `rollout.types.RolloutEngine`."""
         if self._version is None:
             raise RuntimeError("the vLLM engine holds no weights: none were pushed, or the last push failed")
         if self._memory.weights_asleep:
@@ -208,10 +201,8 @@ class VllmEngine:
         return self.num_unfinished
 
     def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """See `rollout.types.RolloutEngine`. Temperature 0 gives the log-probs of temperature 1.
-
-        ValueError for a request longer than the context and for stop strings without tokenizer.
-        """
+        """Add requests; temperature 0 gives the log-probs of temperature 1. ValueError for one longer than the context or for stop
+        strings without tokenizer."""
         from vllm.inputs import tokens_input
 
         self._check(requests, sampling)
@@ -227,7 +218,6 @@ class VllmEngine:
             self._asked[name] = (sampling, rows)
 
     def poll(self) -> list[Response]:
-        """See `rollout.types.RolloutEngine`."""
         assert self._version is not None
         responses = []
         for output in self._llm.llm_engine.step():  # finished ones only
@@ -240,7 +230,7 @@ class VllmEngine:
         return responses
 
     def _cache_salt(self) -> str:
-        """Part of the key of cached prefixes: what older weights computed is never found again."""
+        """Return a part of the prefix cache's key, so that what older weights computed is never found again."""
         return str(self._version)
 
     def sleep(self) -> None:
@@ -249,8 +239,7 @@ class VllmEngine:
             self._memory.sleep_weights()
 
     def _require_same_tokens(self) -> None:
-        """RuntimeError on the ranks of a replica that drew different tokens, each of which then read what others did not draw:
-        their requests or random numbers differed. Collective over the replica."""
+        """Raise RuntimeError if the ranks of the replica drew different tokens. Collective over the replica."""
         group = self.replica.group
         if group is None:
             return
@@ -266,15 +255,14 @@ class VllmEngine:
 
     def _finish_steps(self) -> None:
         """Let vLLM finish the steps that it scheduled ahead (asynchronous scheduling) and drop the answered requests."""
-        # Until then it holds blocks of the cache and can neither reset nor release it.
+        # Until then vLLM holds blocks of the cache and can neither reset nor release it.
         core = self._llm.llm_engine.engine_core
         while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:
             core.get_output()
 
     def close(self) -> None:
-        """Free the engine and its process groups, but neither the default group nor the subworld's. Collective.
-
-        Call it before the default group is destroyed."""
+        """Free the engine and its process groups, before the default group is destroyed; that one and the subworld's stay.
+        Collective."""
         if self._llm is None:
             return
         with self._running(), default_group_kept():
@@ -321,12 +309,11 @@ class VllmEngine:
         )
 
     def _best(self, sampling: SamplingParams) -> int:
-        """Number of most likely ids that vLLM reports for every token."""
         return min(sampling.top_k_width, self._vocab_size)
 
 
 def _replica_of(config: RolloutConfig, limit_s: float) -> Replica:
-    """Replica of this rank: tp neighbouring ranks. Collective; limit_s: of exchanges in its group."""
+    """Return this rank's replica of tp neighbouring ranks. limit_s: of exchanges in its group. Collective."""
     index, count = dist.get_rank() // config.tp, dist.get_world_size() // config.tp
     group = None
     if config.tp > 1:

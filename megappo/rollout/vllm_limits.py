@@ -1,7 +1,4 @@
-"""Limits of vLLM, checked before anything heavy. Pure: needs neither vLLM nor a process group.
-
-`megappo plan` and the engine's constructor apply the same checks.
-"""
+"""Limits of vLLM that `megappo plan` and the engine check before anything heavy. Needs neither vLLM nor a process group."""
 
 from __future__ import annotations
 
@@ -15,22 +12,20 @@ CPU_EXPERT_ALIGNMENT = 32
 
 
 def cut_sizes(arch: ModelArch) -> list[tuple[str, int]]:
-    """(name, size) of everything that vLLM shards evenly over the ranks of a replica."""
+    """Return (name, size) of everything that vLLM shards evenly over the ranks of a replica."""
     sizes = [("attention heads", arch.num_heads)]
     sizes += [("MLP columns", arch.ffn_size)] if arch.has_dense_mlp else []
     return sizes + ([("columns of an expert", arch.moe.ffn_size)] if arch.moe is not None else [])
 
 
 def kv_heads_fit(arch: ModelArch, tp: int) -> bool:
-    """True if vLLM can shard the KV heads evenly, or repeat them if there are fewer than ranks."""
+    """True if vLLM can shard the KV heads evenly, or replicate them if there are fewer than ranks."""
     return arch.num_kv_heads % tp == 0 or tp % arch.num_kv_heads == 0
 
 
 def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, device_type: str) -> None:
-    """ValueError for a model, tp or context length that vLLM would refuse later or, worse, accept with wrong results.
-
-    max_model_len: longest prompt plus response, in tokens. device_type: "cpu" or "cuda".
-    """
+    """Raise ValueError for a model, tp or context length that vLLM would refuse later or run with wrong results. max_model_len:
+    longest prompt plus response, in tokens. device_type: "cpu" or "cuda"."""
     if world_size % tp:
         raise ValueError(f"rollout.tp: {tp} does not divide the {world_size} ranks")
     for what, size in cut_sizes(arch):
@@ -65,7 +60,7 @@ def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, de
 
 
 def _positions(arch: ModelArch) -> int:
-    """Number of positions that vLLM's rotary embedding supports."""
+    """Return how many positions vLLM's rotary embedding supports."""
     rope = arch.rope
     # vLLM tabulates YaRN up to factor x original length and reads past the end of the table beyond.
     if rope.type == "yarn" and rope.factor is not None and rope.original_max_positions is not None:

@@ -1,9 +1,6 @@
-"""Memory that vLLM releases between generations, by its own sleep mode (`rollout.sleep`).
-
-The KV cache exists while requests are answered, the weights from a push until the models train. vLLM keeps the addresses, so its
-CUDA graphs stay valid, but not the contents. Tensors that a push does not write are saved and restored here, except the sampler's
-state of penalties, bad words and grammars, which no request of megappo uses.
-"""
+"""Memory that vLLM releases between generations, by its own sleep mode (`rollout.sleep`). The KV cache exists while requests are
+answered, the weights from a push until the models train. Addresses stay, so CUDA graphs stay valid; contents do not. Tensors that
+no push writes are saved here, except the sampler's state of penalties, bad words and grammars, which megappo never uses."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ Sleep = Literal["none", "cache", "all"]
 
 
 def require_sleep(llm: type, sleep: Sleep) -> None:
-    """ValueError if this vLLM cannot release its cache alone. llm: its class `LLM`."""
+    """Raise ValueError if this vLLM cannot release its cache alone. llm: its class `LLM`."""
     if sleep != "none" and not hasattr(llm, "release_kv_cache_memory"):
         raise ValueError(
             f"rollout.sleep = {sleep}: this vLLM cannot give its cache back; pip install {pinned('vllm')}, or set "
@@ -28,7 +25,7 @@ def require_sleep(llm: type, sleep: Sleep) -> None:
 
 
 class VllmMemory:
-    """Memory of an engine, asleep or awake. llm: a `vllm.LLM`. worker: the worker of this rank."""
+    """Memory of an engine, asleep or awake. llm: a `vllm.LLM`. worker: of this rank."""
 
     def __init__(self, llm: Any, worker: Any, sleep: Sleep) -> None:
         self._llm, self._worker, self._sleep = llm, worker, sleep
@@ -40,7 +37,7 @@ class VllmMemory:
         return "weights" in self._asleep
 
     def wake_weights(self) -> None:
-        """Wake the weights, before a push. Parameters are undefined; all other tensors are restored."""
+        """Wake the weights for a push. Parameters are then undefined; all other tensors are restored."""
         if not self.weights_asleep:
             return
         self._llm.wake_up(["weights"])
@@ -51,7 +48,7 @@ class VllmMemory:
         self._asleep.remove("weights")
 
     def wake_cache(self) -> None:
-        """Wake the KV cache, empty, before requests are answered. The weights must be awake."""
+        """Wake the KV cache, zeroed, before requests are answered. The weights must be awake."""
         if "kv_cache" not in self._asleep:
             return
         self._llm.wake_up(["kv_cache"])
@@ -80,10 +77,8 @@ class VllmMemory:
 
 
 def unregistered_tensors(worker: Any) -> list[Tensor]:
-    """Tensors of a worker's model besides parameters, buffers and KV cache, one of each storage.
-
-    They are attributes of modules, or of vLLM's objects that a module owns (attention backend, linear method).
-    """
+    """Return tensors of a worker's model besides parameters, buffers and KV cache, one per storage: attributes of modules, or of
+    vLLM objects that a module owns (attention backend, linear method)."""
     model = worker.get_model()
     owned = (*model.parameters(), *model.buffers(), *worker.model_runner.kv_caches)
     known = {tensor.untyped_storage()._cdata for tensor in owned}
@@ -104,9 +99,10 @@ _SHARED = ("vllm.config", "vllm.distributed")  # objects of the whole engine, wh
 
 
 def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    """Walk depth first, every object once, without modules. seen: id -> object, kept alive so that ids stay unique."""
+    """Walk depth first, every object once, without modules."""
     if id(value) in seen or isinstance(value, torch.nn.Module):
         return
+    # keeps the object alive, so that its id stays unique
     seen[id(value)] = value
     if isinstance(value, Tensor):
         yield value

@@ -1,7 +1,5 @@
-"""Options of vLLM: the arguments of `LLM(...)` and its environment variables.
-
-Pure: needs neither vLLM nor a device, so that a GPU's options can be checked on a machine without one.
-"""
+"""Options of vLLM: the arguments of `LLM(...)` and its environment variables. Needs neither vLLM nor a device, so that GPU options
+can be checked without one."""
 
 from __future__ import annotations
 
@@ -38,11 +36,11 @@ def vllm_options(
     timeouts: TimeoutsConfig = TimeoutsConfig(),
     lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`, or of `vllm.EngineArgs`.
+    """Return the arguments of `vllm.LLM` or `vllm.EngineArgs`.
 
-    model: directory with config.json. arch: of it; None reads that of its family. max_model_len: longest prompt plus response in
-    tokens. device_type: "cpu" or "cuda". executor: vLLM's placement of workers. peers_visible: this process sees the GPUs of the
-    other ranks of its replica. timeouts: of the process groups that vLLM makes. lora: of an adapter that vLLM applies itself.
+    model: directory with config.json. arch: of it; None reads it there. max_model_len: longest prompt plus response in tokens.
+    device_type: "cpu" or "cuda". executor: vLLM's placement of workers. peers_visible: this process sees the GPUs of the other
+    ranks of its replica. timeouts: of vLLM's process groups. lora: of an adapter that vLLM applies itself.
     """
     on_cpu = device_type == "cpu"
     cache_gib = CPU_KV_CACHE_GIB if config.kv_cache_gib is None and on_cpu else config.kv_cache_gib
@@ -93,7 +91,7 @@ def vllm_options(
 
 
 def vllm_environment(device_type: str, peers_visible: bool = True) -> dict[str, str]:
-    """Environment variables that vLLM reads while it runs; all others stay as the user set them."""
+    """Return the environment variables that vLLM needs while it runs; all others stay as the user set them."""
     if device_type == "cpu" or peers_visible:
         return {}
     # Their buffers are shared between GPUs by handles, which a process can open only for GPUs that it sees.
@@ -102,20 +100,18 @@ def vllm_environment(device_type: str, peers_visible: bool = True) -> dict[str, 
 
 
 def see_each_other(tp: int, places: Sequence[tuple[str, int | None]]) -> bool:
-    """True if the ranks of every replica of tp ranks see each other's GPUs. places: (host, device index) of every rank.
-
-    Slurm's --gpus-per-task shows each task one GPU: two ranks of a host that both work on device 0 see different GPUs.
-    """
+    """True if the ranks of every replica of tp ranks see each other's GPUs. places: (host, device index) of every rank."""
+    # Slurm's --gpus-per-task shows each task one GPU: ranks of a host that all work on device 0 do not see each other's.
     return all(len(set(places[first : first + tp])) == tp for first in range(0, len(places), tp))
 
 
 def _model_config(text: Mapping[str, Any], arch: ModelArch) -> Callable[[Any], Any]:
-    """Override of config.json for vLLM: of a multimodal checkpoint only the language model, which is trained, in the policy's
-    dtype: vLLM would build fp8 layers for a checkpoint in fp8."""
+    """Return vLLM's override of config.json: the language model alone of a multimodal checkpoint, in the policy's dtype."""
     rope = arch.rope
 
     def override(config: Any) -> Any:
         config = getattr(config, "text_config", config)
+        # vLLM would build fp8 layers for a checkpoint in fp8
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         config.architectures = [arch.architecture] if arch.own else text["architectures"]

