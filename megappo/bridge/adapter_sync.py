@@ -1,9 +1,6 @@
-"""Brings a policy's adapters alone into the rollout engine: its frozen weights once, then at every push A and B of all modules.
-
-Every rank of the engine gets all of them, since they are small, and vLLM cuts them for its tp ranks. One sum over the ranks of both
-ends carries them: each number is on the rank of the policy that holds it first and zero elsewhere, added as integers, so the bits
-stay.
-"""
+"""Brings a policy's adapters alone into the rollout engine: the frozen weights once, then A and B of all modules at every push.
+Every engine rank gets all adapters, which are small; vLLM shards them over its tp ranks. One all-reduce carries them: a number is
+on the first policy rank that holds it and zero elsewhere, added as integers, so its bits stay."""
 
 from __future__ import annotations
 
@@ -41,12 +38,12 @@ class AdaptedEngine(BridgedEngine, Protocol):
     """A rollout engine that applies adapters itself."""
 
     def take_adapter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace the adapter by these tensors, in the engine's type by names of `models.lora`. They are the engine's own."""
+        """Replace the adapter by these tensors, which the engine may keep: in its dtype, named as in `models.lora`."""
         ...
 
 
 class FrozenBase:
-    """A policy with adapters as its base alone, for the push of the frozen weights."""
+    """A policy with adapters, seen as its frozen base weights alone."""
 
     def __init__(self, policy: AdapterSource) -> None:
         self._policy = policy
@@ -63,12 +60,9 @@ class FrozenBase:
 
 
 class AdapterSync:
-    """Pushes the adapters of `policy` into `engine`, in the place of a `WeightSync`.
-
-    base: pushes the frozen weights (its policy is a `FrozenBase`). policy, engine: None on a rank that is not at that end.
-    position: of this rank in the policy's layout. shapes: of all adapters' tensors, the same on every rank. dtype: the engine's.
-    device: of the buffer.
-    """
+    """Pushes the adapters of `policy` into `engine`, in place of a `WeightSync`. base: pushes the frozen weights (its policy is a
+    `FrozenBase`). policy, engine: None on a rank that is not at that end. position: of this rank in the policy's layout. shapes: of
+    all adapter tensors, equal on every rank. dtype: the engine's."""
 
     def __init__(
         self,
@@ -86,7 +80,7 @@ class AdapterSync:
         self._has_base = False
 
     def push(self, version: int, verify: bool = True) -> dict[str, float]:
-        """As `WeightSync.push`; bytes are those of adapters, and of the frozen weights at the first push."""
+        """Push like `WeightSync.push`. Bytes are those of adapters, and of the frozen weights at the first push. Collective."""
         found = {} if self._has_base else self._base.push(version, verify)
         self._has_base = True
         started = time.perf_counter()
@@ -113,7 +107,7 @@ class AdapterSync:
         }
 
     def _own_parts(self) -> tuple[Tensor, int]:
-        """All adapters end to end with this rank's parts in them and zeros elsewhere, and the bytes of its parts."""
+        """Return all adapters end to end, zero but for this rank's parts, and the bytes of these parts."""
         numbers = sum(map(prod, self._shapes.values()))
         row = _ROW * _WORD.itemsize // self._dtype.itemsize
         whole = torch.zeros(-(-numbers // row) * row, dtype=self._dtype, device=self._wire.device)
@@ -127,14 +121,14 @@ class AdapterSync:
         return whole, sent
 
     def _named(self, whole: Tensor) -> dict[str, Tensor]:
-        """Views of the tensors in the flat one."""
+        """Return named views into the flat tensor."""
         sizes = [prod(shape) for shape in self._shapes.values()]
         parts = whole[: sum(sizes)].split(sizes)
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}
 
 
 def first_held(pieces: PieceMap, position: int) -> tuple[Piece, ...]:
-    """Pieces that `position` holds and no lower position does: over all positions, every rectangle once."""
+    """Return the pieces that `position` holds and no lower position does: over all positions, every rectangle once."""
     lowest: dict[tuple[str, tuple[int, ...]], int] = {}
     for section in pieces.sections:
         for piece, positions in pieces.templates[section.template]:
@@ -152,10 +146,8 @@ def sync_of(
     dtype: torch.dtype,
     shapes: Mapping[str, Shape] | None = None,
 ) -> WeightSync | AdapterSync:
-    """The push of a policy: of its weights, with adapters merged; or, with their `shapes`, of its adapters apart. Collective.
-
-    policy, engine: None on a rank that is not at that end. dtype: the engine's.
-    """
+    """Build the push of a policy: of its weights with adapters merged, or of its adapters alone if their `shapes` are given.
+    Collective. policy, engine: None on a rank that is not at that end. dtype: the engine's."""
     if shapes is None:
         return WeightSync(policy, engine, route, device)
     base = WeightSync(None if policy is None else FrozenBase(policy), engine, route, device)

@@ -1,10 +1,8 @@
-"""Checksum of a parameter that can be summed rectangle by rectangle, at the speed of memory.
+"""Checksum of a parameter that is additive over rectangles and runs at the speed of memory.
 
-The bytes of a parameter are cut into blocks along its rows. Its checksum is  sum_rb a(r) * b(c) * s(r, c)  mod 2^64, with s the
-plain sum of the machine words of the block in row r and block column c, and a, b odd hashes. A weight that is odd can be inverted
-modulo 2^64, so a change within one word always changes the checksum; rows and blocks in other places change it but for one chance
-in 2^60 or so. It is additive over any cut into rectangles that no block crosses. Summing a block needs neither a product nor memory
-for each element, so the cost is one reading of the data. It does not see words that are exchanged within a block.
+A parameter's bytes are cut into blocks along its rows; the checksum is  sum_rb a(r) * b(c) * s(r, c)  mod 2^64, with s the sum of
+the machine words of the block in row r and block column c, and a, b odd hashes. Odd weights are invertible, so a change within one
+word always shows; misplaced rows and blocks show but for one chance in about 2^60. Words exchanged within a block do not show.
 """
 
 from __future__ import annotations
@@ -22,17 +20,15 @@ _CHUNK = 1 << 24  # bytes at once: the sums of the blocks stay below 64 MiB, for
 
 
 def block_bytes(itemsize: int, columns: Iterable[int]) -> int:
-    """Size of the largest block that divides rows which are cut at these columns: a power of two, at most 512 bytes."""
+    """Return the largest power of two, at most 512 bytes, that divides rows cut at these columns."""
     width = gcd(*columns) * itemsize
     return min(width & -width, _LARGEST_BLOCK)
 
 
 def rectangle_sum(values: Tensor, block: int, row: int = 0, col: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """Contribution of [rows, cols] `values` at (row, col) of a parameter: int64 scalar on their device, modulo 2^64.
-
-    block: bytes, divides the rows of `values` and their first column. row: counted over all slots of the parameter. dtype: of the
-    parameter, to which the values are rounded; None: theirs.
-    """
+    """Return the contribution of [rows, cols] `values` at (row, col) of a parameter: int64 scalar on their device, modulo 2^64.
+    block: bytes; divides the rows of `values` and their first column. row: counted over all slots of the parameter. dtype: of the
+    parameter, to which the values are rounded; None: theirs."""
     rows, cols = values.shape
     size = (dtype or values.dtype).itemsize
     width = block // size
@@ -49,7 +45,7 @@ def rectangle_sum(values: Tensor, block: int, row: int = 0, col: int = 0, dtype:
 
 
 def _words(values: Tensor, size: int) -> Tensor:
-    """[rows, words] view of a matrix as integers of `size` bytes; of a copy if its rows do not begin at a whole word."""
+    """View a matrix as [rows, words] integers of `size` bytes; a copy if its rows do not begin at a whole word."""
     item = values.element_size()
     starts = values.storage_offset() * item, values.stride(0) * item
     if values.stride(1) != 1 or any(start % size for start in starts):
@@ -58,13 +54,14 @@ def _words(values: Tensor, size: int) -> Tensor:
 
 
 def _weights(kind: int, count: int, device: torch.device) -> Tensor:
-    """At least `count` weights, of rows (kind 0) or block columns (1); of few different lengths, so that they are computed once."""
+    """Return at least `count` weights of rows (kind 0) or block columns (1)."""
+    # rounded up: few different lengths, so the cache hits
     return _odd_hashes(kind, 1 << max(10, (count - 1).bit_length()), device)
 
 
 @lru_cache(maxsize=64)
 def _odd_hashes(seed: int, count: int, device: torch.device) -> Tensor:
-    """Odd 64-bit hashes of 0 .. count - 1 (multiply, xor-shift, multiply); int64 products wrap modulo 2^64."""
+    """Return odd 64-bit hashes of 0 .. count - 1 (multiply, xor-shift, multiply); int64 products wrap modulo 2^64."""
     # The multipliers of splitmix64 (2^64 / golden ratio, and of its mixer) as signed integers.
     mixed = (torch.arange(1, count + 1, device=device) + (seed << 40)) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 31)) * -4658895280553007687

@@ -1,8 +1,5 @@
-"""Destination of a transfer plan: the parameters that an engine rank receives, as values.
-
-An engine describes its parameters in the format that its loader fills, before any packing into kernel layouts. `vllm_layout.py`
-records vLLM's description of itself.
-"""
+"""Destination of a transfer plan: the parameters that an engine rank receives, in the format that its loader fills, before any
+packing into kernel layouts. `vllm_layout.py` records vLLM's."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class Destination:
     dtype: torch.dtype
 
     def check_complete(self) -> None:
-        """ValueError unless pieces and fills cover every parameter exactly once."""
+        """Raise ValueError unless pieces and fills cover every parameter exactly once."""
         parts: dict[tuple[str, int], list[Box]] = defaultdict(list)
         for piece in self.pieces:
             place = Box(piece.row, piece.row + piece.box.rows, piece.col, piece.col + piece.box.cols)
@@ -75,12 +72,11 @@ class WeightReceiver(Protocol):
     """The engine's end of a transfer on one rank."""
 
     def describe(self, tensors: Mapping[str, tuple[int, ...]]) -> Destination:
-        """Destination of this rank for Hugging Face tensors of these names and shapes."""
+        """Return this rank's destination for Hugging Face tensors of these names and shapes."""
         ...
 
     def session(self, moves: Sequence[Move], inspect: Inspect | None) -> AbstractContextManager[Land]:
         """Open the engine for exactly these moves; the body passes each as (move, [rows, cols] tensor of any float dtype).
-
-        `inspect(name, tensor)` is called with every completed parameter, in loader format. RuntimeError at the end if a move is
-        missing. After any error the engine's weights are undefined."""
+        `inspect(name, tensor)` gets every completed parameter, in loader format. RuntimeError at the end if a move is missing.
+        After any error the engine's weights are undefined."""
         ...

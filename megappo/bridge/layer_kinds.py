@@ -1,8 +1,5 @@
-"""Layers that are alike, by the names and shapes of what they hold: the place of one's tensors tells that of all others'.
-
-A layer is all that has the same first number in its path. Pure values: `vllm_layout.py` watches a loader with two layers of each
-kind and this file tells the rest.
-"""
+"""Layers of one kind, found by the names and shapes of their tensors, so that one layer's places give those of all others. A layer
+is everything with the same first number in its path."""
 
 from __future__ import annotations
 
@@ -18,21 +15,19 @@ _NUMBERED = re.compile(r"(.*?\.)(\d+)(\..*)")
 
 
 def number_of(name: str) -> str:
-    """First number in a dotted name: "model.layers.7.mlp.experts.3.weight" -> "7"; "" if it has none."""
+    """Return the first number in a dotted name: "model.layers.7.mlp.experts.3.weight" -> "7"; "" if it has none."""
     parts = _NUMBERED.fullmatch(name)
     return "" if parts is None else parts[2]
 
 
 def renumbered(name: str, number: str) -> str:
-    """The same name in another layer; a name without a number stays."""
+    """Return the same name in another layer; a name without a number stays."""
     return _NUMBERED.sub(rf"\g<1>{number}\g<3>", name)
 
 
 def kinds_of_layers(facts: Iterable[tuple[str, Any]]) -> list[list[str]]:
-    """Numbers of layers, like with like, in the order of their first appearance.
-
-    facts: (name, what must be equal) of every tensor. Layers are alike if their facts are, in order, but for the number.
-    """
+    """Group layer numbers by kind, in the order of first appearance. facts: (name, what must be equal) of every tensor. Layers are
+    of one kind if their facts are equal, in order, but for the number."""
     layers: dict[str, list[tuple[str, str, Any]]] = defaultdict(list)
     for name, fact in facts:
         parts = _NUMBERED.fullmatch(name)
@@ -45,10 +40,8 @@ def kinds_of_layers(facts: Iterable[tuple[str, Any]]) -> list[list[str]]:
 
 
 class Samples:
-    """Pieces and fills of the first and the last layer of each kind, and of all that is in no layer.
-
-    kinds: as of `kinds_of_layers`. pieces, fills: of those layers at least.
-    """
+    """Pieces and fills of the first and the last layer of each kind, and of everything outside layers. kinds: see
+    `kinds_of_layers`."""
 
     def __init__(self, kinds: Sequence[Sequence[str]], pieces: Iterable[Piece], fills: Iterable[Fill]) -> None:
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -60,12 +53,12 @@ class Samples:
         self._kinds = kinds
 
     def agree(self) -> bool:
-        """True if the last layer of every kind is the first one with another number, and no layer's tensor leaves it."""
+        """True if the last layer of every kind equals the first one renumbered, and no tensor of a layer lands outside it."""
         stay = all(number_of(piece.local) == number for number, pieces in self._pieces.items() for piece in pieces)
         return stay and all(self._in_layer(kind[0], kind[-1]) == self._own(kind[-1]) for kind in self._kinds)
 
     def expanded(self, names: Iterable[str]) -> tuple[tuple[Piece, ...], tuple[Fill, ...]]:
-        """Pieces and fills of all layers; pieces in the order of `names`, the tensors that they are cut from."""
+        """Return pieces and fills of all layers; pieces in the order of `names`, the tensors that they are cut from."""
         layers = {number: self._in_layer(kind[0], number) for kind in self._kinds for number in kind}
         layers[""] = self._own("")
         by_name: dict[str, list[Piece]] = defaultdict(list)
@@ -79,7 +72,7 @@ class Samples:
         return self._pieces[number], self._fills[number]
 
     def _in_layer(self, known: str, number: str) -> tuple[list[Piece], list[Fill]]:
-        """Pieces and fills of the layer `known`, as those of another layer."""
+        """Return pieces and fills of the layer `known`, renumbered for another layer."""
         pieces, fills = self._own(known)
         if number == known:
             return pieces, fills
@@ -91,6 +84,6 @@ class Samples:
 
 
 def sampled(names: Mapping[str, Any], kinds: Sequence[Sequence[str]]) -> list[str]:
-    """Those names that are in the first or the last layer of a kind, or in no layer."""
+    """Return the names in the first or last layer of a kind, or in no layer."""
     chosen = {"", *(number for kind in kinds for number in (kind[0], kind[-1]))}
     return [name for name in names if number_of(name) in chosen]

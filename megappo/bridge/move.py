@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 class Move(NamedTuple):
     """A rectangle of `rows` x `cols` elements of HF tensor `hf`, from (s_row, s_col) of rank `src`'s tensor `source` to (d_row,
-    d_col) of rank `dst`'s tensor `target`. `s_slot`, `d_slot`: leading index of 3-D tensors, else 0. step: its place in the order
-    of all moves; moves of one step are of tensors that different ranks hold."""
+    d_col) of rank `dst`'s tensor `target`. s_slot, d_slot: leading index of 3-D tensors, else 0."""
 
     step: int
+    """Place in the order of all moves; moves of one step belong to tensors that different ranks hold."""
     src: int
     dst: int
     hf: str
@@ -31,5 +31,5 @@ class Move(NamedTuple):
 
 
 def module_of(target: str) -> str:
-    """Module path of a parameter: "model.norm.weight" -> "model.norm"."""
+    """Return a parameter's module path: "model.norm.weight" -> "model.norm"."""
     return target.rpartition(".")[0]

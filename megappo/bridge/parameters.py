@@ -1,7 +1,5 @@
-"""A model of the trainer as the destination of a transfer: its own parameters, in any layout and under any engine.
-
-A refreshed reference is one (`trainer/refresh.py`). Rectangles are written where the model's pieces have them; nothing is packed.
-"""
+"""A model of the trainer, in any layout and engine, as the destination of a transfer; a refreshed reference is one
+(`trainer/refresh.py`). Rectangles are written in place; nothing is packed."""
 
 from __future__ import annotations
 
@@ -17,11 +15,9 @@ from megappo.models.pieces import Piece, PieceMap, rectangle
 
 
 class ParameterReceiver:
-    """Both the engine and its receiver (`sync.BridgedEngine`, `destination.WeightReceiver`) on one rank.
-
-    pieces: of the model; position: of this rank among its positions. open_parameters: a context with the parameters by the names
-    of `pieces`, resident and free to be overwritten; collective over the model's ranks.
-    """
+    """Engine and receiver in one (`sync.BridgedEngine`, `destination.WeightReceiver`) on one rank. pieces: of the model; position:
+    of this rank in it. open_parameters: context with the parameters by the names of `pieces`, resident and writable; collective
+    over the model's ranks."""
 
     def __init__(
         self, pieces: PieceMap, position: int, open_parameters: Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
@@ -42,13 +38,13 @@ class ParameterReceiver:
         return self
 
     def weights_changing(self) -> None:
-        """Nothing: a transfer that fails ends the run."""
+        """Do nothing: a transfer that fails ends the run."""
 
     def weights_changed(self, version: int) -> None:
-        """Nothing: nothing is kept that older weights computed."""
+        """Do nothing: no results of older weights are kept."""
 
     def describe(self, tensors: Mapping[str, tuple[int, ...]]) -> Destination:
-        """Parameters of this rank. tensors: not looked at, as the pieces name them."""
+        """Describe this rank's parameters; `tensors` is unused, as the pieces name them."""
         with self._open() as parameters:
             own = {name: parameters[local] for name, local in self._local.items()}
             dtypes = {parameter.dtype for parameter in own.values()}

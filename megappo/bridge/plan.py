@@ -1,9 +1,8 @@
-"""Plan of a weight transfer as one rank needs it: the rectangles that it sends and those that it receives.
+"""Plan of a weight transfer for one rank: the rectangles that it sends and receives.
 
-Sources and destinations are pieces of Hugging Face tensors; a move is the intersection of two boxes, with one sender chosen among
-the holders. Every rank knows both layouts as templates (`models/pieces.py`, `target.py`) and the choice of a sender is a pure
-function of move and destination, so both ends of a move find it without the rest of the plan. `RankPlan.sent` and `received` prove
-that they did. `rounds.py` cuts the moves into rounds, `transfer.py` executes them.
+A move is the intersection of a source piece and a destination piece of a Hugging Face tensor, sent by one of the piece's holders.
+Every rank knows both layouts as templates (`models/pieces.py`, `target.py`), and the sender is a pure function of move and
+destination, so both ends plan a move without talking; `RankPlan.sent` and `received` prove that they agree.
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ from megappo.bridge.target import Parameter, Target, whole_name
 from megappo.models.pieces import Box, Held, Piece, PieceMap, Section, check_tiling
 
 _MASK = (1 << 64) - 1
-# An odd multiplier (of splitmix64): the order of moves counts in `_Plan._prove`.
+# An odd multiplier (of splitmix64), so that the hash in `_Plan._prove` depends on the order of moves.
 _ODD = 0x9E3779B97F4A7C15
-# Modules of an engine rank that one phase of a push may hold in loader format, beside their live parameters.
+# Bytes of engine modules that one phase of a push may hold in loader format, beside their live parameters.
 OPEN_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Both ends of a transfer, the same on every rank.
-
-    pieces: of the policy's positions. sources: world rank of every position. destinations: world ranks of the engine, replica after
-    replica of tp neighbours. targets: of every tp rank. ranks_per_node: neighbouring world ranks that share a node.
-    """
+    """Both ends of a transfer, equal on every rank."""
 
     pieces: PieceMap
     sources: tuple[int, ...]
+    """World rank of each of the policy's positions, which `pieces` describes."""
     destinations: tuple[int, ...]
+    """World ranks of the engine, replica after replica of tp neighbours."""
     targets: tuple[Target, ...]
+    """One per tp rank."""
     ranks_per_node: int = 1
+    """Neighbouring world ranks that share a node."""
 
     @property
     def replicas(self) -> int:
         return len(self.destinations) // len(self.targets)
 
     def parameters(self, tp_rank: int) -> dict[str, Parameter]:
-        """Parameters of an engine tp rank that receive anything, by their whole names."""
+        """Return the parameters of an engine tp rank that receive anything, by their whole names."""
         target = self.targets[tp_rank]
         return {
             whole_name(name, section): parameter
@@ -56,7 +55,7 @@ class Ends:
         }
 
     def unused(self) -> list[str]:
-        """Hugging Face names of the policy's tensors that no engine rank takes, in order."""
+        """Return Hugging Face names of the policy's tensors that no engine rank takes, in order."""
         missing: dict[tuple[int, ...], list[str]] = {}
         unused = []
         for number, section in enumerate(self.pieces.sections):
@@ -70,11 +69,8 @@ class Ends:
 
 
 class RankPlan(NamedTuple):
-    """Moves of one rank, by step. incoming holds the rank's moves to itself, outgoing does not.
-
-    steps: of the whole transfer. sent[d] of a rank s and received[s] of rank d are equal if and only if both planned the same moves
-    between them in the same order (64-bit hashes).
-    """
+    """Moves of one rank, by step. `incoming` holds its moves to itself, `outgoing` does not. steps: of the whole transfer. sent[d]
+    of rank s equals received[s] of rank d if and only if both planned the same moves in the same order (64-bit hashes)."""
 
     incoming: list[Move]
     outgoing: list[Move]
@@ -84,10 +80,8 @@ class RankPlan(NamedTuple):
 
 
 def plan_rank(ends: Ends, rank: int) -> RankPlan:
-    """The moves that `rank` takes part in; every destination piece is filled exactly once.
-
-    ValueError, with the names, if the sources do not cover a destination piece of this rank exactly.
-    """
+    """Plan the moves that `rank` takes part in; every destination piece is filled exactly once. ValueError, with the names, if the
+    sources do not cover a destination piece of this rank exactly."""
     plan = _Plan(ends, rank)
     if rank in ends.destinations:
         plan.receive(ends.destinations.index(rank))
@@ -100,10 +94,8 @@ def plan_rank(ends: Ends, rank: int) -> RankPlan:
 
 
 class _Source:
-    """A box of a template of the policy, and its holders: more than one `Held` if ranks keep it in different places (tied tensors).
-
-    group: number of the set of positions, the same for boxes that the same positions hold.
-    """
+    """A box of a policy template and its holders: several `Held` if ranks keep it in different places (tied tensors). group: number
+    of its set of positions, shared by all boxes that the same positions hold."""
 
     def __init__(self, held: Sequence[Held], groups: dict[tuple[int, ...], int]) -> None:
         self.box, self.held = held[0].piece.box, held
@@ -120,10 +112,8 @@ _Boxes = Mapping[str, Sequence[_Source]]  # of a template, by Hugging Face name
 
 
 class _Cut(NamedTuple):
-    """One move of a template: `box`, which lies in a source's and in the target's piece.
-
-    turn: shifts the choice of the sender. step: within the section. mark: hash of all that the moves made of it depend on.
-    """
+    """One move of a template. turn: shifts the choice of the sender. step: within the section. mark: hash of all that its moves
+    depend on."""
 
     box: Box
     source: _Source
@@ -144,7 +134,7 @@ class _Holders:
         self._fed: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def _candidates(self, dst: int) -> tuple[int, ...]:
-        """The destination itself: no wire at all; else the holders on its node; else all."""
+        # The destination itself needs no wire; next come holders on its node, then all.
         return (dst,) if dst in self._set else self._on_node(dst) or self._ranks
 
     def _on_node(self, dst: int) -> tuple[int, ...]:
@@ -155,15 +145,16 @@ class _Holders:
         return self._near[node]
 
     def sender(self, turn: int, position: int) -> int:
-        """Rank that sends to this position of `Ends.destinations`."""
+        """Return the rank that sends to this position of `Ends.destinations`."""
         candidates = self._candidates(self._ends.destinations[position])
         # Neighbouring replicas, then neighbouring tp ranks, ask different holders.
         replica, tp_rank = divmod(position, self._tp)
         return candidates[(turn + tp_rank * self._replicas + replica) % len(candidates)]
 
     def fed_by(self, rank: int, turn: int, tp_rank: int) -> tuple[int, ...]:
-        """Destinations of this tp rank, other than `rank`, that `rank` sends to. Always asked for the same rank."""
+        """Return the destinations of this tp rank, other than `rank`, that `rank` sends to."""
         period = lcm(len(self._ranks), len(self._on_node(rank)) or 1)
+        # without the rank: an object is always asked about the same one
         key = tp_rank, turn % period
         if key not in self._fed:
             positions = range(tp_rank, len(self._ends.destinations), self._tp)
@@ -173,20 +164,18 @@ class _Holders:
 
 
 class _Order(NamedTuple):
-    """Order of a push: sections with the step that each begins at. steps: in all."""
+    """Order of a push: sections with the step that each begins at, and the number of steps."""
 
     begins: list[tuple[int, int]]  # (section, first step)
     steps: int
 
     @classmethod
     def of(cls, ends: Ends, lengths: Sequence[int]) -> _Order:
-        """lengths: steps of every template of the policy.
-
-        Sections of different pipeline stages share their steps, so that all stages send at the same time, as long as the engine
-        modules that are open together stay below OPEN_BYTES.
-        """
+        """Order the sections. lengths: steps of every template of the policy."""
         layers = [sum(piece.box.area for piece in template) for target in ends.targets for template in target.templates]
         at_once = max(1, OPEN_BYTES // max(1, max(layers) * ends.targets[0].dtype.itemsize))
+        # Sections of different pipeline stages share steps, so that all stages send at once, as long as the open modules fit
+        # OPEN_BYTES.
         stages: dict[int, list[int]] = defaultdict(list)
         for number, section in enumerate(ends.pieces.sections[1:], start=1):
             stages[section.first].append(number)
@@ -202,8 +191,6 @@ class _Order(NamedTuple):
 
 
 class _Plan:
-    """State of the planning of one rank."""
-
     def __init__(self, ends: Ends, rank: int) -> None:
         self.ends, self.rank = ends, rank
         self.incoming: list[Move] = []
@@ -219,7 +206,7 @@ class _Plan:
         self._position = {source: position for position, source in enumerate(ends.sources)}
 
     def receive(self, position: int) -> None:
-        """Plan the moves to a position of the destinations, those of this rank to itself among them."""
+        """Plan the moves to a position of the destinations, those of this rank to itself included."""
         target = self.ends.targets[position % len(self.ends.targets)]
         known: dict[tuple[int, int], list[_Cut]] = {}
         for number, begin in self.order.begins:
@@ -254,7 +241,7 @@ class _Plan:
                         self._prove(self.sent, dst, cut.mark, number, begin)
 
     def _cuts(self, boxes: _Boxes, template: int, wanted: Sequence[Piece]) -> Iterator[_Cut]:
-        """Moves of a target's template from these boxes, in the order of its pieces; within a piece by box."""
+        """Yield the moves from these boxes in the order of a target template's pieces; within a piece by box."""
         for turn, piece in enumerate(wanted):
             if piece.hf not in boxes:  # a sender holds few of all experts
                 continue
@@ -265,7 +252,7 @@ class _Plan:
                 yield _Cut(box, source, piece, turn, step, _hash(repr(facts)))
 
     def _check(self, wanted: Sequence[Piece], cuts: Sequence[_Cut], section: Section) -> None:
-        """ValueError unless the cuts fill every wanted piece exactly."""
+        """Raise ValueError unless the cuts fill every wanted piece exactly."""
         parts: dict[int, list[Box]] = defaultdict(list)
         for cut in cuts:
             parts[cut.turn].append(cut.box)
@@ -281,7 +268,6 @@ class _Plan:
         return self._holders[key]
 
     def _moves(self, cut: _Cut, section: Section, begin: int, src: int, dsts: Sequence[int]) -> list[Move]:
-        """The moves of a cut in one section, to each of `dsts`."""
         if not dsts:
             return []
         box, target = cut.box, cut.target
@@ -295,7 +281,7 @@ class _Plan:
 
     @staticmethod
     def _prove(proofs: dict[int, int], peer: int, mark: int, section: int, begin: int) -> None:
-        """Add a move to the proof of a pair of ranks. Both ends find the moves of a pair in the same order."""
+        """Add a move to the hash of a pair of ranks; both ends find a pair's moves in the same order."""
         proofs[peer] = (proofs.get(peer, 0) * _ODD + (mark ^ (section << 32 | begin))) & _MASK
 
 
@@ -307,16 +293,13 @@ def _by_tensor(template: Sequence[Held], groups: dict[tuple[int, ...], int]) -> 
 
 
 def _held_at(boxes: _Boxes, position: int) -> _Boxes:
-    """The boxes that this position holds."""
     held = {hf: [one for one in of_tensor if position in one.positions] for hf, of_tensor in boxes.items()}
     return {hf: of_tensor for hf, of_tensor in held.items() if of_tensor}
 
 
 def _steps(boxes: _Boxes) -> dict[str, int]:
-    """Step of every tensor of a template: tensors of the same holders follow each other, those of different ones share a step.
-
-    So all ep ranks send an expert at the same time.
-    """
+    """Number the tensors of a template: those of the same holders follow each other, others share a step."""
+    # so that all ep ranks send an expert at the same time
     last: dict[tuple[int, ...], int] = defaultdict(lambda: -1)
     steps = {}
     for hf, of_tensor in boxes.items():

@@ -1,7 +1,5 @@
-"""Rounds of a push: the moves that are in memory at the same time, the same steps on every rank.
-
-A rank knows its own moves only, so the ends of the rounds are agreed on, and so is it that senders and receivers planned the same.
-"""
+"""Rounds of a push: the moves that are in memory at the same time. A rank knows its own moves only, so all ranks agree on where the
+rounds end and that senders and receivers planned the same."""
 
 from __future__ import annotations
 
@@ -20,7 +18,8 @@ from megappo.bridge.wire import Wire
 
 
 class Round(NamedTuple):
-    """Consecutive steps as one rank sees them. outgoing[d], incoming[s]: moves to and from a peer, in one order at both ends."""
+    """Consecutive steps as one rank sees them. outgoing[d], incoming[s]: moves to and from a peer, in the same order at both
+    ends."""
 
     outgoing: Mapping[int, Sequence[Move]]
     incoming: Mapping[int, Sequence[Move]]
@@ -29,7 +28,7 @@ class Round(NamedTuple):
 
 
 def disagreements(plan: RankPlan, wire: Wire) -> list[str]:
-    """One line for each rank that would send this one other moves than it expects. Collective."""
+    """Return one line for each rank that would send this one other moves than it expects. Collective."""
     theirs = wire.swap(plan.sent)
     return [
         f"rank {peer} would send rank {wire.rank} other weights than it expects"
@@ -39,10 +38,8 @@ def disagreements(plan: RankPlan, wire: Wire) -> list[str]:
 
 
 def agree_rounds(plan: RankPlan, itemsize: int, cap_bytes: int, wire: Wire) -> list[Round]:
-    """Cut the steps into rounds. Collective: one integer for each round.
-
-    No rank sends or receives more than `cap_bytes` over the wire in one round, unless a single step is larger.
-    """
+    """Cut the steps into rounds; per round no rank moves more than `cap_bytes` over the wire in either direction, unless a single
+    step is larger. Collective: one integer for each round."""
     remote = [move for move in plan.incoming if move.src != wire.rank]
     loads = [list(accumulate(_bytes_by_step(moves, plan.steps, itemsize), initial=0)) for moves in (plan.outgoing, remote)]
     ends = [0]
@@ -75,6 +72,6 @@ def _round(plan: RankPlan, rank: int, start: int, end: int, on_wire: bool) -> Ro
 
 
 def _between(moves: Sequence[Move], start: int, end: int) -> Sequence[Move]:
-    """Moves of the steps start <= step < end; they are sorted by step."""
+    """Return the moves with start <= step < end; they are sorted by step."""
     step = attrgetter("step")
     return moves[bisect_left(moves, start, key=step) : bisect_left(moves, end, key=step)]

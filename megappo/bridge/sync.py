@@ -1,8 +1,5 @@
-"""Brings the policy's weights into the rollout engine, version by version.
-
-Ties the parts together: pieces and targets -> plan of this rank (once) -> transfer -> verification -> engine. Every method is
-collective over the group.
-"""
+"""Brings the policy's weights into the rollout engine, version by version: pieces and targets -> plan of this rank (once) ->
+transfer -> verification -> engine. Every method is collective over the group."""
 
 from __future__ import annotations
 
@@ -33,45 +30,44 @@ from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import hf_tensors
 
-# Of one rank, round and direction. Two rounds are in memory, each packed and received: at most 1 GiB beside the model.
+# Per rank, round and direction. Two rounds are in memory, each packed and received: at most 1 GiB beside the model.
 BUCKET_BYTES = 256 << 20
 
 
 class WeightSource(Protocol):
-    """The policy, as far as the bridge needs it: every `engine.base.Engine` is one."""
+    """What the bridge needs of a policy; every `engine.base.Engine` has it."""
 
     @property
     def arch(self) -> ModelArch: ...
 
     def merged_parameters(self) -> Weights:
-        """This rank's parameters by the names of `pieces`, with adapters (`models.lora.Adapted`). Collective over the policy."""
+        """Return this rank's parameters by the names of `pieces`, with adapters (`models.lora.Adapted`). Collective over the
+        policy."""
         ...
 
     def pieces(self) -> PieceMap:
-        """Hugging Face rectangles in the parameters of every position of the policy, the same on every rank."""
+        """Return the Hugging Face rectangles in the parameters of every position of the policy, equal on every rank."""
         ...
 
 
 class BridgedEngine(Protocol):
-    """The rollout engine, as far as the bridge needs it."""
+    """What the bridge needs of a rollout engine."""
 
     @property
     def receiver(self) -> WeightReceiver: ...
 
     def weights_changing(self) -> None:
-        """The weights are undefined from here on."""
+        """Note that the weights are undefined from here on."""
 
     def weights_changed(self, version: int) -> None:
-        """The weights are those of `version`: forget everything computed with older ones."""
+        """Note that the weights are those of `version`, and forget everything computed with older ones."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """The ranks at both ends of a transfer, the same value on every rank.
-
-    arch, pieces: of the policy. sources: world rank of each of its positions. destinations: world ranks of the engine, replica
-    after replica, each of engine_tp ranks in order. A rank may be at both ends, at one or at none.
-    """
+    """The ranks at both ends of a transfer, the same value on every rank. A rank may be at both ends, at one or at none. arch,
+    pieces: of the policy. sources: world rank of each of its positions. destinations: world ranks of the engine, replica after
+    replica of engine_tp ranks."""
 
     arch: ModelArch
     pieces: PieceMap
@@ -80,7 +76,7 @@ class Route:
     engine_tp: int
 
     def digest(self) -> int:
-        """Of everything that the plans depend on, in 62 bits: equal on ranks that were given the same ends."""
+        """Hash everything that the plans depend on to 62 bits; equal on ranks that were given the same ends."""
         facts = repr((self.pieces, self.sources, self.destinations, self.engine_tp))
         return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=8).digest(), "little") >> 2
 
@@ -90,18 +86,15 @@ class Route:
 
     @classmethod
     def colocated(cls, policy: WeightSource, engine_tp: int) -> Route:
-        """All ranks of the world at both ends."""
+        """Put all ranks of the world at both ends."""
         world = tuple(range(dist.get_world_size()))
         return cls(policy.arch, policy.pieces(), world, world, engine_tp)
 
 
 class WeightSync:
-    """Pushes the weights of `policy` into `engine`.
-
-    policy, engine: None on a rank that is not among the sources or the destinations. device: of the buffers. group: holds the ranks
-    of both ends, in any order (default: the world). The plan is built here; raises ValueError when it cannot be and RuntimeError
-    when the ranks disagree on it, both on every rank.
-    """
+    """Pushes the weights of `policy` into `engine`; plans once, at construction. policy, engine: None on a rank that is not among
+    the sources or the destinations. device: of the buffers. group: holds the ranks of both ends, in any order (default: the world).
+    ValueError if no plan exists and RuntimeError if the ranks disagree on it, both on every rank."""
 
     def __init__(
         self,
@@ -136,7 +129,7 @@ class WeightSync:
         self._raise_different(lines)
 
     def _describe(self, route: Route) -> Destination | None:
-        """This rank's end of the engine. ValueError on every rank if one engine cannot be described."""
+        """Describe this rank's end of the engine. ValueError on every rank if one engine cannot be described."""
         destination, problems = None, []
         if self._engine is not None:
             try:
@@ -172,24 +165,21 @@ class WeightSync:
         return plan
 
     def _raise_different(self, lines: Sequence[str]) -> None:
-        """Collective: RuntimeError on every rank if one found a difference."""
+        """Raise RuntimeError on every rank if one found a difference. Collective."""
         everywhere = self._wire.gather_lines(lines)
         if everywhere:
             more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
             raise RuntimeError(f"the ranks computed different weight transfer plans: {everywhere[0]}{more}")
 
     def _ranks_per_node(self) -> int:
-        """Of the launcher; the smallest over all ranks, so that every rank plans alike."""
+        """Return the launcher's ranks per node; the smallest over all ranks, so that every rank plans alike."""
         mine = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         return self._wire.reduce([mine], dist.ReduceOp.MIN)[0]
 
     def push(self, version: int, verify: bool = True) -> dict[str, float]:
-        """Bring the present weights into the engine as `version`. verify: False only to measure what the checksums cost.
-
-        Returns bytes_sent, bytes_received and bytes_local of this rank, seconds, verified (0 or 1) and version. Raises
-        RuntimeError on all ranks, naming rank and tensor, when a parameter is missing here or arrived different; the engine
-        then refuses to work.
-        """
+        """Bring the present weights into the engine as `version`. verify: False only to measure what the checksums cost. Returns
+        bytes_sent, bytes_received and bytes_local of this rank, seconds, verified (0 or 1) and version. RuntimeError on all ranks,
+        naming rank and tensor, if a parameter is missing or arrived different; the engine then refuses to work."""
         started = time.perf_counter()
         tensors: Weights = {}
         if self._policy is not None:
@@ -220,13 +210,13 @@ class WeightSync:
         return self._engine.receiver.session(self._incoming, inspect)
 
     def _raise_first(self, problems: Sequence[str]) -> None:
-        """Collective: ValueError with the first problem of any rank."""
+        """Raise ValueError with the first problem of any rank. Collective."""
         everywhere = self._wire.gather_lines(problems)
         if everywhere:
             raise ValueError(everywhere[0])
 
     def _raise_together(self, version: int, problems: Sequence[str]) -> None:
-        """Collective: every rank raises when one has a problem."""
+        """Raise RuntimeError on every rank if one has a problem. Collective."""
         everywhere = self._wire.gather_lines(problems)
         if everywhere:
             more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
@@ -246,7 +236,7 @@ class WeightSync:
 
 
 def _extents(moves: Sequence[Move]) -> dict[str, tuple[int, int, str]]:
-    """Parameter of this rank -> rows and columns that it needs, and the tensor that needs the last row or column."""
+    """Map each parameter of this rank to the rows and columns needed of it and the tensor that needs the last one."""
     extents: dict[str, tuple[int, int, str]] = {}
     for move in moves:
         rows, cols, hf = extents.get(move.source, (0, 0, move.hf))
@@ -262,11 +252,8 @@ def _no_engine(move: Move, values: Tensor) -> None:
 
 @contextlib.contextmanager
 def collections_paused() -> Iterator[None]:
-    """Context without collections of cycles; what is counted by references is freed as ever.
-
-    The plan of a push is some 100,000 tuples that stay and hold no cycle: without this, half of its time goes into visiting them,
-    and all that vLLM keeps with them, as they grow.
-    """
+    """Context without garbage collection of cycles; reference counting goes on."""
+    # A plan is some 100,000 lasting tuples without cycles: else half its time goes into visiting them and all of vLLM's objects.
     was_on = gc.isenabled()
     gc.disable()
     try:

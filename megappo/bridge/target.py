@@ -1,8 +1,5 @@
-"""Layout of the engine's ranks as templates, small enough to be told to every rank.
-
-All replicas of an engine are laid out alike, so tp descriptions serve any number of them; and layers repeat, so a description
-holds each kind of layer once. `exchange_targets` makes them known everywhere: 30 to 60 KB for one tp rank of 128 to 256 experts.
-"""
+"""Layout of the engine's ranks as templates, small enough to send to every rank: replicas are laid out alike, so tp descriptions
+serve them all, and each kind of layer is held once. 30 to 60 KB for one tp rank of 128 to 256 experts."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from megappo.bridge.destination import Destination, Shape
 from megappo.bridge.wire import Wire
 from megappo.models.pieces import Box, Held, Piece, PieceMap, Section
 
-# Stands in the engine's names for the part that numbers the layer, "layers.7.".
+# In the engine's names it stands for the part that numbers the layer, "layers.7.".
 _LAYER = "<layer>"
 
 
@@ -33,7 +30,7 @@ class Parameter(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Destination of one engine tp rank. sections: template of every section of the policy's `PieceMap`."""
+    """Destination of one engine tp rank. sections: template number of every section of the policy's `PieceMap`."""
 
     dtype: torch.dtype
     templates: tuple[tuple[Piece, ...], ...]
@@ -59,7 +56,7 @@ class Target(NamedTuple):
                 assert owner.setdefault(name, section) is section, f"{name} holds tensors of {owner[name].hf} and {section.hf}"
             skip = len(section.hf)
             template = tuple(Piece(p.hf[skip:], p.box, known[p.local], p.row, p.col, p.slot) for p in held)
-            # Layers of equal pieces that meet other sources, shapes or constants are of different kinds.
+            # Layers of equal pieces with other sources, shapes or constants are of different kinds.
             facts = tuple((destination.shapes[name], tuple(fills.get(name, ()))) for name in names.values())
             kind = section.template, template, facts
             if kind not in kinds:
@@ -93,7 +90,7 @@ class Target(NamedTuple):
 
 
 def whole_name(name: str, section: Section) -> str:
-    """Engine's name of a parameter of this section."""
+    """Return the engine's name of a parameter of this section."""
     return name.replace(_LAYER, _number(section), 1)
 
 
@@ -107,7 +104,7 @@ def _number(section: Section) -> str:
 
 
 def _by_section(wanted: Sequence[Piece], pieces: PieceMap) -> list[list[Piece]]:
-    """Pieces of every section, in the engine's order."""
+    """Return the pieces of every section, in the engine's order."""
     index = {section.hf: number for number, section in enumerate(pieces.sections)}
     depth = max(section.hf.count(".") for section in pieces.sections)
     sections: list[list[Piece]] = [[] for _ in pieces.sections]
@@ -118,7 +115,7 @@ def _by_section(wanted: Sequence[Piece], pieces: PieceMap) -> list[list[Piece]]:
 
 
 def _cut_columns(template: Sequence[Piece], sources: Sequence[Held]) -> dict[str, set[int]]:
-    """Parameter -> columns at which a rectangle that moves into it may begin or end."""
+    """Map each parameter to the columns at which a rectangle that moves into it may begin or end."""
     cuts: dict[str, set[int]] = defaultdict(set)
     for piece, _ in sources:
         cuts[piece.hf] |= {piece.box.c0, piece.box.c1}
@@ -133,10 +130,8 @@ def _cut_columns(template: Sequence[Piece], sources: Sequence[Held]) -> dict[str
 def exchange_targets(
     mine: Target | None, tp_rank: int, in_first_replica: bool, tp: int, wire: Wire
 ) -> tuple[tuple[Target, ...], str | None]:
-    """Targets of all tp ranks, as the first replica describes them, and what is wrong with this rank's own. Collective.
-
-    mine: None on a rank that hosts no engine; its tp_rank and in_first_replica then mean nothing.
-    """
+    """Return the targets of all tp ranks, as the first replica describes them, and what is wrong with this rank's own. Collective.
+    mine: None on a rank without engine; its tp_rank and in_first_replica are then ignored."""
     data = b"" if mine is None else mine.encode()
     speaks = mine is not None and in_first_replica
     sizes = wire.reduce([len(data) if speaks and one == tp_rank else 0 for one in range(tp)], dist.ReduceOp.SUM)

@@ -1,9 +1,5 @@
-"""Execute a transfer plan: pack -> all_to_all -> land, round by round.
-
-Reads the trainer's parameters in any float dtype, sends the engine's dtype, and passes rectangles to a receiver that writes them
-into an engine. gloo for CPU tensors, NCCL for CUDA tensors; nothing else differs. Rectangles that stay on their rank are passed
-as views of the parameters, without a buffer.
-"""
+"""Executes a transfer plan: pack -> all_to_all -> land, round by round. Reads the trainer's parameters in any float dtype and sends
+the engine's. gloo carries CPU tensors, NCCL CUDA tensors; rectangles that stay on their rank are passed as views."""
 
 from __future__ import annotations
 
@@ -37,10 +33,8 @@ class _InFlight(NamedTuple):
 
 
 def transfer(rounds: Sequence[Round], tensors: Weights, land: Land, dtype: torch.dtype, wire: Wire) -> Traffic:
-    """Run all rounds. Collective. At most two rounds are in memory.
-
-    tensors: this rank's parameters by local name. land(move, [rows, cols]): takes one rectangle and must copy it before it returns.
-    """
+    """Run all rounds, at most two of them in memory. Collective. tensors: this rank's parameters by local name. land(move, [rows,
+    cols]): takes one rectangle and must copy it before it returns."""
     sent = received = local = 0
     flying: _InFlight | None = None
     for current in rounds:
@@ -61,7 +55,7 @@ def _numel(moves: Iterable[Move]) -> int:
 
 
 def source_part(move: Move, tensors: Weights) -> Tensor:
-    """[rows, cols] of a move in this rank's parameters: a view in their dtype, or fp32 values with an adapter added."""
+    """Return [rows, cols] of a move in this rank's parameters: a view in their dtype, or fp32 values with an adapter added."""
     return part_of(tensors[move.source], move.s_slot, move.s_row, move.s_col, move.rows, move.cols)
 
 
@@ -99,5 +93,5 @@ def _finish(flying: _InFlight, tensors: Weights, land: Land, wire: Wire) -> None
 
 
 def _in_order(moves: Mapping[int, Sequence[Move]], wire: Wire) -> Iterable[Move]:
-    """Moves by peer, in the order in which the wire lays out a buffer."""
+    """Yield moves by peer, in the order in which the wire lays out a buffer."""
     return (move for peer in wire.peers for move in moves.get(peer, ()))

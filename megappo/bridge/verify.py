@@ -1,9 +1,6 @@
-"""Verification of every push: senders and receivers compute checksums (`checksum.py`) of the engine's parameters independently.
-
-Each sender contributes its rectangles, as it reads them from its own parameters, and the receiver sums the whole parameter in
-loader format, padding included. It does not detect a plan that names the wrong tensor (the plan proves its coverage itself), nor
-changes by vLLM's kernels afterwards.
-"""
+"""Verification of every push: senders and receivers checksum the engine's parameters independently (`checksum.py`). Senders sum
+their rectangles, receivers whole parameters in loader format, padding included. It detects neither a plan that names the wrong
+tensor nor changes by vLLM's kernels afterwards."""
 
 from __future__ import annotations
 
@@ -26,10 +23,8 @@ from megappo.models.lora import Weights
 
 
 class Checksums:
-    """Checksums of the parameters of all engine ranks, push after push: each rank handles its own moves only.
-
-    destination: of this rank; None if it hosts no engine.
-    """
+    """Checksums of the parameters of all engine ranks, push after push; each rank handles its own moves only. destination: of this
+    rank; None if it hosts no engine."""
 
     def __init__(self, ends: Ends, plan: RankPlan, destination: Destination | None, dtype: torch.dtype, wire: Wire) -> None:
         self._wire, self._dtype = wire, dtype
@@ -71,7 +66,7 @@ class Checksums:
         self._parameter_of, _ = _columns(pairs, wire.device)
 
     def _sum_of_fills(self, destination: Destination) -> Tensor:
-        """Contributions of the constants in this rank's parameters, which no sender has: [parameters]."""
+        """Sum the constants in this rank's parameters, which no sender has: [parameters]."""
         sums = dict.fromkeys(self._parameters, torch.zeros((), dtype=torch.int64))
         for fill in destination.fills:
             _, shape, block = self._parameters[fill.target]
@@ -82,7 +77,8 @@ class Checksums:
         return torch.stack(list(sums.values())).to(self._wire.device)
 
     def read_sources(self, tensors: Weights) -> Tensor:
-        """Contributions of this rank's parameters to those of the engine, by peer and parameter; call it before they can change."""
+        """Sum this rank's contributions to the engine's parameters, by peer and parameter; call it before the parameters can
+        change."""
         sums = torch.zeros(sum(self._sent_counts), dtype=torch.int64, device=self._wire.device)
         if self._parts:
             found = [
@@ -100,10 +96,8 @@ class Checksums:
         self._arrived[name] = rectangle_sum(tensor.detach().reshape(-1, shape.cols), block)
 
     def mismatches(self, sums: Tensor) -> list[str]:
-        """One line per parameter of this rank that differs from the senders'; empty if none does. Collective.
-
-        sums: of `read_sources` at this push.
-        """
+        """Return one line per parameter of this rank that differs from the senders'. sums: from `read_sources` at this push.
+        Collective."""
         told = torch.empty(sum(self._received_counts), dtype=torch.int64, device=self._wire.device)
         dist.all_to_all_single(told, sums, self._received_counts, self._sent_counts, group=self._wire.group)
         if self._constants is None:

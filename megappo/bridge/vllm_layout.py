@@ -1,9 +1,6 @@
-"""Record the place of every checkpoint element in vLLM's parameters, by watching vLLM's own loader.
-
-`model.load_weights` runs once on meta tensors, with every copy into a parameter recorded and none executed. Fused qkv and
-gate/up, replicated KV heads, vocabulary padding and tensor parallelism follow from vLLM's code instead of a table of ours. The
-live weights are not touched.
-"""
+"""Records the place of every checkpoint element in vLLM's parameters, by watching vLLM's own loader on meta tensors.
+`model.load_weights` runs with every copy into a parameter recorded and none executed. So fused qkv and gate/up, replicated KV
+heads, vocabulary padding and tensor parallelism follow from vLLM's code instead of a table here. The live weights stay."""
 
 from __future__ import annotations
 
@@ -35,10 +32,8 @@ class _Region(NamedTuple):
 
 
 class _LoaderRecorder(TorchDispatchMode):
-    """Record copies and fills into the watched parameters instead of executing them; all other operations run.
-
-    sources, targets: storage -> name.
-    """
+    """Records copies and fills into the watched parameters instead of executing them; other operations run. sources, targets:
+    storage -> name."""
 
     def __init__(self, sources: Mapping[int, str], targets: Mapping[int, str]) -> None:
         super().__init__()
@@ -83,7 +78,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _rectangle(region: _Region, shape: Shape) -> tuple[int, Box]:
-    """(slot, box) of a region of a contiguous tensor of this shape. ValueError if it is not a rectangle."""
+    """Return (slot, box) of a region of a contiguous tensor of this shape. ValueError if it is not a rectangle."""
     size, stride = region.size, region.stride
     while len(size) > 2 and size[0] == 1:  # one expert of a 3-D parameter
         size, stride = size[1:], stride[1:]
@@ -137,11 +132,9 @@ def _loader_format(model: torch.nn.Module, api: ReloadApi) -> Iterator[None]:
 def record_destination(
     model: torch.nn.Module, api: ReloadApi, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> Destination:
-    """Describe this worker's parameters as pieces of the checkpoint tensors `tensors` (name -> shape).
-
-    dtype: the engine's. Call it inside vLLM's `set_current_vllm_config`. ValueError, with the tensor's name, for a loader that
-    computes, for a parameter that the checkpoint does not fill, and for one of another dtype.
-    """
+    """Describe this worker's parameters as pieces of the checkpoint tensors `tensors` (name -> shape). dtype: the engine's. Call it
+    inside vLLM's `set_current_vllm_config`. ValueError, with the tensor's name, for a loader that computes, for a parameter that
+    the checkpoint does not fill, and for one of another dtype."""
     parameter_names = {name for name, _ in model.named_parameters()}
     with _loader_format(model, api), torch.no_grad():
         watched: dict[str, Tensor] = {}
@@ -154,7 +147,7 @@ def record_destination(
                 about = type(module), getattr(loader, "__qualname__", None), tuple(tensor.shape), tensor.dtype
                 facts.append((f"{module_name}.{name}", about))
         kinds = kinds_of_layers(facts)
-        # Two layers of each kind, that what is told of the others is held against one of them.
+        # Two layers of each kind, so that what the first says of all others is checked against one of them.
         chosen = sampled(tensors, kinds)
         pieces, fills = _recorded(model, {name: tensors[name] for name in chosen}, watched, dtype)
         samples = Samples(kinds, pieces, fills)
@@ -173,7 +166,7 @@ def record_destination(
 def _recorded(
     model: torch.nn.Module, tensors: Mapping[str, tuple[int, ...]], watched: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[tuple[Piece, ...], tuple[Fill, ...]]:
-    """Pieces and fills that the model's loader makes of these tensors; watched: its parameters, on meta."""
+    """Return the pieces and fills that the model's loader makes of these tensors. watched: its parameters, on meta."""
     load_weights: Any = model.load_weights  # every model of vLLM has it
     weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
     recorder = _LoaderRecorder(

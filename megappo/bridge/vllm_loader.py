@@ -1,9 +1,6 @@
-"""Write the rectangles of a plan into a live vLLM model, module by module.
-
-The first rectangle of a module returns its parameters to loader format; after the last one vLLM's own processing packs them for
-its kernels and copies them into the storage that the engine (and its CUDA graphs) uses. So packed CPU weights and quantised
-layers need no special case. `vllm_layout.py` recorded the places.
-"""
+"""Writes the rectangles of a plan into a live vLLM model, module by module. A module's first rectangle returns its parameters to
+loader format; after its last, vLLM's own processing packs them for its kernels and copies them into the storage that the engine and
+its CUDA graphs use. Packed CPU weights and quantised layers are no special case."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ from megappo.models.pieces import rectangle
 
 
 class VllmReceiver:
-    """Engine's end of the bridge on one rank (see `destination.WeightReceiver`).
-
-    worker: vLLM's in-process worker.
-    """
+    """The engine's end of the bridge on one rank (see `destination.WeightReceiver`). worker: vLLM's in-process worker."""
 
     def __init__(self, worker: Any, dtype: torch.dtype) -> None:
         self._api = reload_api()
@@ -82,7 +76,7 @@ class VllmReceiver:
         self._api.process(layer, self._api.info(layer))
 
     def _restore_untouched(self, landed: set[str]) -> None:
-        """Restore the live tensors of modules that received nothing, and process those that share a landed parameter again."""
+        """Restore live tensors of modules that received nothing; process those again that share a landed parameter."""
         untouched = []
         for layer in self._modules.values():
             info = self._api.info(layer)
@@ -104,7 +98,7 @@ class VllmReceiver:
 
 
 class _Landing:
-    """State of one session: the open modules, and the number of rectangles that each still expects."""
+    """State of one session: the open modules, and how many rectangles each still expects."""
 
     def __init__(self, receiver: VllmReceiver, moves: Sequence[Move], destination: Destination, inspect: Inspect | None) -> None:
         self._receiver = receiver
@@ -154,7 +148,7 @@ class _Landing:
 
 @contextlib.contextmanager
 def lora_layers_apart(model: torch.nn.Module) -> Iterator[None]:
-    """Put the layers that vLLM wraps for adapters back in their places: its loader knows them by these names."""
+    """Put the layers that vLLM wraps for adapters back in their places, under the names that its loader knows."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
     wrapped = [

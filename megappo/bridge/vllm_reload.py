@@ -1,10 +1,6 @@
-"""Private functions of vLLM that the bridge depends on, in one place.
-
-vLLM reloads weights layer by layer (`model_executor/model_loader/reload`): a layer's parameters return to the format that the
-checkpoint loader fills, are filled, processed by the layer's kernel (packed, quantised) and copied into the storage that the
-engine uses. The bridge calls those steps one by one. They are not public: `reload_api` refuses a vLLM that changed them, before
-it loads garbage.
-"""
+"""Private functions of vLLM that the bridge depends on, in one place: the steps of vLLM's layer-by-layer reload
+(`model_executor/model_loader/reload`). A layer's parameters return to the checkpoint loader's format, are filled, processed by its
+kernel and copied into the engine's storage. `reload_api` refuses a vLLM that changed these steps."""
 
 from __future__ import annotations
 
@@ -50,7 +46,7 @@ class ReloadApi:
 
 
 def reload_api() -> ReloadApi:
-    """Look up the steps. RuntimeError if the installed vLLM lacks one or has other arguments."""
+    """Look up the steps. RuntimeError if the installed vLLM lacks one or gives it other arguments."""
     import vllm
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo

@@ -11,10 +11,8 @@ from megappo.parallel.consensus import gathered
 
 
 class Wire:
-    """The ranks of a transfer and what they agree on. Methods are collective over the group.
-
-    group: None is the world; a rank of it may be at neither end. device: of tensors that its backend carries.
-    """
+    """The ranks of a transfer and what they agree on. Methods are collective over the group (None: the world), of which a rank may
+    be at neither end. device: of tensors that its backend carries."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.device, self.group = device, group
@@ -29,7 +27,7 @@ class Wire:
         return tensor.tolist()
 
     def swap(self, values: Mapping[int, int]) -> dict[int, int]:
-        """Send values[peer] to every peer (0 if there is none); returns what they sent here. 64-bit unsigned."""
+        """Send values[peer], 64-bit unsigned, to every peer (0 if there is none); return what they sent here."""
         mine = [_signed(values.get(peer, 0)) for peer in self.peers]
         sent = torch.tensor(mine, dtype=torch.int64, device=self.device)
         received = torch.empty_like(sent)
@@ -37,7 +35,7 @@ class Wire:
         return {peer: value % (1 << 64) for peer, value in zip(self.peers, received.tolist())}
 
     def gather_lines(self, lines: Sequence[str]) -> list[str]:
-        """Lines of all ranks, so that every rank raises or none. Costs one integer if there are none."""
+        """Gather the lines of all ranks, so that every rank raises or none. Costs one integer if there are none."""
         if not self.reduce([len(lines)], dist.ReduceOp.SUM)[0]:
             return []
         return [line for part in gathered(list(lines), self.group) for line in part]
