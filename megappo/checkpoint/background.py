@@ -1,7 +1,5 @@
-"""The rank's writer process: it writes the files of a snapshot while training goes on. Nothing here is collective.
-
-One process per rank, started at the first asynchronous save and again after it died. It imports no torch.
-"""
+"""The rank's writer process, which writes the files of a snapshot while training goes on. Nothing here is collective. It starts at
+the first asynchronous save, and again after it died, and imports no torch."""
 
 from __future__ import annotations
 
@@ -52,14 +50,14 @@ class BackgroundWriter:
         self._helper.start()
 
     def submit(self, place: Path, files: Sequence[SnapshotFile]) -> None:
-        """Let the process write the files below `place`. A process that has died shows in `result`."""
+        """Let the process write the files below `place`. If it has died, `result` says so."""
         self._answer, self._files = None, files
-        # The kernel's own names of the buffers, which have no others.
+        # A memfd has no name of its own; /proc names it for the other process.
         buffer = f"/proc/{os.getpid()}/fd/{{}}".format
         self._helper.send((place, [(file.name, buffer(file.buffer.descriptor), file.start, file.nbytes) for file in files]))
 
     def is_done(self, timeout_s: float | None = 0) -> bool:
-        """True if the files are written or the process has failed. Waits for at most `timeout_s` seconds; None: until then."""
+        """True if the files are written or the process has failed. Waits at most `timeout_s` seconds; None: until then."""
         if self._answer is None and self._helper.poll(timeout_s):
             try:
                 self._answer = self._helper.receive()
@@ -69,7 +67,7 @@ class BackgroundWriter:
         return self._answer is not None
 
     def result(self) -> dict[str, FileEntry]:
-        """Wait for the end; returns the entries of the files. OSError if one could not be written or the process died."""
+        """Wait for the end; return the entries of the files. OSError if one could not be written or the process died."""
         self.is_done(timeout_s=None)
         if isinstance(self._answer, OSError):
             raise self._answer
@@ -80,7 +78,7 @@ class BackgroundWriter:
         return {name: FileEntry(*entry) for name, entry in value.items()}
 
     def close(self) -> None:
-        """End the process; a file that it is writing stays torn. The next save starts another one."""
+        """End the process; a file that it is writing stays incomplete. The next save starts another process."""
         self._helper.close()
 
 
@@ -94,7 +92,7 @@ def _writing() -> Answerer:
 
 
 def _answer(pool: ThreadPoolExecutor, threads: int, job: tuple[Path, list[tuple[str, str, int, int]]]) -> tuple[str, Any]:
-    """Name -> (bytes, hash), or under FAILED errno, text and path of the OSError that stopped it."""
+    """Return name -> (bytes, hash), or under FAILED errno, text and path of the OSError that stopped it."""
     place, files = job
     try:
         maps = {buffer: _mapped(buffer) for _, buffer, _, _ in files}

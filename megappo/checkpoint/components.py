@@ -1,4 +1,4 @@
-"""State of the small components of a run in one JSON file: equal on all ranks, and the same again after JSON."""
+"""State of a run's small components in one JSON file: equal on all ranks, and unchanged by a trip through JSON."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from megappo.parallel.consensus import RankFault, on_rank_zero
 
 
 def encode_components(components: Mapping[str, StatefulComponent]) -> dict[str, str]:
-    """State of every component on this rank, as JSON. ValueError if one is not plain data. Not collective."""
+    """Encode every component's state on this rank as JSON. ValueError if one is not plain data. Not collective."""
     return {name: _encode(name, component.state_dict()) for name, component in components.items()}
 
 
 def digests(encoded: Mapping[str, str]) -> dict[str, bytes]:
-    """SHA-256 of every component's state, for `require_equal`."""
+    """Return the SHA-256 of every component's state, for `require_equal`."""
     return {name: hashlib.sha256(text.encode()).digest() for name, text in encoded.items()}
 
 
 def require_equal(everyone: Sequence[Mapping[str, bytes]]) -> None:
-    """RankFault if a component's state differs between ranks. everyone: the digests of all ranks, which all raise or none."""
+    """Raise RankFault if a component's state differs between ranks. everyone: the digests of all ranks, so all raise or none."""
     for name, digest in everyone[0].items():  # only rank 0's is written, so the others must equal it
         differing = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != digest]
         if differing:
@@ -32,7 +32,7 @@ def require_equal(everyone: Sequence[Mapping[str, bytes]]) -> None:
 
 
 def file_content(encoded: Mapping[str, str]) -> bytes:
-    """Content of the file with the state of all components."""
+    """Return the content of the file with the state of all components."""
     return json.dumps({name: json.loads(text) for name, text in encoded.items()}, indent=1).encode()
 
 
@@ -47,8 +47,8 @@ def _encode(name: str, state: dict[str, Any]) -> str:
 
 
 def read_components(source: Path, components: Mapping[str, StatefulComponent]) -> dict[str, Any]:
-    """State of every component in the checkpoint `source`, by its name. Collective. ValueError if it holds that of others."""
-    # Once for all: a rank that failed alone would leave the others waiting.
+    """Read the state of every component from checkpoint `source`. Collective. ValueError if it holds other components."""
+    # Rank 0 reads for all: a rank that failed alone would leave the others waiting.
     state = json.loads(on_rank_zero("reading the trainer's state", lambda: (source / STATE).read_text(encoding="utf-8")))
     if state.keys() != components.keys():
         raise ValueError(

@@ -1,11 +1,9 @@
 """Directory of a run's checkpoints: list them, publish one atomically, remove old ones. Called on one rank only.
 
-step-20/            complete: its manifest was written before it got this name
-.tmp-step-30.x/     being written under lease x (`runtime/lease.py`), or left by a process that was killed
-bad-step-10/        damaged, set aside by a resumed run for inspection
-abandoned-step-40/  newer than the checkpoint that a run went on from
-LATEST              name of the newest, for people and scripts; loading lists the directories themselves
-BEST                name of the best by `trainer.keep_best`, in the same way
+step-20/            complete: its manifest was written before it got this name .tmp-step-30.x/     being written under lease x
+(`runtime/lease.py`), or left by a process that was killed bad-step-10/        damaged, set aside by a resumed run for inspection
+abandoned-step-40/  newer than the checkpoint that a run went on from LATEST              name of the newest, for people and
+scripts; loading lists the directories themselves BEST                name of the best by `trainer.keep_best`, in the same way
 
 Only a process that holds the run's lease renames or removes anything that it did not write.
 """
@@ -32,10 +30,8 @@ _TEMPORARY = ".tmp-"
 
 
 class CheckpointDirectory:
-    """Directory of checkpoints. Names are made from step numbers; links are never followed.
-
-    owner: id of the run's lease that this process holds; None leaves everything that others wrote as it is.
-    """
+    """Directory of checkpoints. Names are made from step numbers; links are never followed. owner: id of the run's lease that this
+    process holds; None leaves everything that others wrote as it is."""
 
     def __init__(self, path: Path, owner: str | None = None) -> None:
         self.path = path
@@ -46,7 +42,8 @@ class CheckpointDirectory:
         return self.path / f"step-{step}"
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, newest first, damaged ones included. RefusedCheckpoint if the directory cannot be listed."""
+        """List the steps of all checkpoints, newest first, damaged ones included. RefusedCheckpoint if the directory cannot be
+        listed."""
         try:
             with os.scandir(self.path) as entries:
                 found = [(_STEP.fullmatch(entry.name), entry) for entry in entries]
@@ -60,7 +57,7 @@ class CheckpointDirectory:
         return sorted(steps, reverse=True)
 
     def read_manifest(self, step: int) -> Manifest:
-        """Manifest of a checkpoint; errors as `manifest.read_manifest`. RefusedCheckpoint if it is that of another step."""
+        """Read a checkpoint's manifest; errors as `manifest.read_manifest`, and RefusedCheckpoint if it belongs to another step."""
         path = self.step_path(step)
         if path.is_symlink():
             raise UnsafeCheckpoint(f"{path} is a symbolic link, which megappo never makes")
@@ -72,10 +69,8 @@ class CheckpointDirectory:
         return manifest
 
     def read(self, step: int) -> Manifest:
-        """Manifest of a checkpoint whose files all have the right size.
-
-        DamagedCheckpoint names the fault, RefusedCheckpoint a file that cannot be looked at.
-        """
+        """Read the manifest of a checkpoint whose files all have the right size. DamagedCheckpoint names the fault,
+        RefusedCheckpoint a file that cannot be looked at."""
         manifest = self.read_manifest(step)
         try:
             wrong = find_wrong_size(self.step_path(step), manifest)
@@ -88,10 +83,8 @@ class CheckpointDirectory:
         return manifest
 
     def newest(self) -> Manifest | None:
-        """Manifest of the newest complete checkpoint (sizes are checked, contents are not); None if there is none.
-
-        RefusedCheckpoint if a newer one cannot be read.
-        """
+        """Read the newest complete manifest (sizes are checked, contents are not); None if there is none. RefusedCheckpoint if a
+        newer one cannot be read."""
         for step in self.steps():
             try:
                 return self.read(step)
@@ -116,18 +109,18 @@ class CheckpointDirectory:
         return place
 
     def publish(self, place: Path, step: int) -> None:
-        """Give the finished directory its name, in one atomic rename, and point LATEST to it."""
+        """Give the finished directory its name in one atomic rename, and point LATEST to it."""
         sync_directory(place)  # its entries must be on the disk before its name says that it is complete
         os.rename(place, self.step_path(step))
         sync_directory(self.path)
         self.point_latest_to(step)
 
     def point_latest_to(self, step: int) -> None:
-        """Write LATEST, in one atomic replacement. One that cannot be written is a warning."""
+        """Write LATEST in one atomic replacement. Failure is only a warning."""
         self._point(LATEST, step)
 
     def point_best_to(self, step: int | None) -> None:
-        """Write BEST, as LATEST; None removes it."""
+        """Write BEST in the same way; None removes it."""
         if step is not None:
             self._point(BEST_NAME, step)
         elif os.path.lexists(self.path / BEST_NAME):
@@ -143,11 +136,8 @@ class CheckpointDirectory:
             logger.warning("%s cannot be pointed to step-%d: %s", self.path / name, step, error.strerror)
 
     def retain(self, keep_last: int, keep: Collection[int | None], *, wait: bool = True) -> list[int]:
-        """Remove all complete checkpoints but the newest `keep_last` and the steps `keep`; returns those that are gone.
-
-        Damaged ones stay and do not count. One that cannot be removed is a warning. Without `wait` they lose their names now and
-        their files in a thread: a disk gives back a large file in 0.1 s and more.
-        """
+        """Remove all complete checkpoints but the newest `keep_last` and the steps `keep`; return the removed steps. Damaged ones
+        stay and do not count. One that cannot be removed is a warning. Without `wait` a thread removes the files."""
         complete = [manifest.step for manifest in self._complete()]
         doomed = {step: self._hide(step) for step in complete[keep_last:] if step not in keep}
         hidden = [path for path in doomed.values() if path is not None]
@@ -155,12 +145,13 @@ class CheckpointDirectory:
             _remove_all(hidden)
         elif hidden:
             self.finish_removal()
+            # a disk takes 0.1 s and more for a large file
             self._removal = threading.Thread(target=_remove_all, args=(hidden,), name="removal of checkpoints")
             self._removal.start()
         return [step for step, path in doomed.items() if path is not None]
 
     def finish_removal(self) -> None:
-        """Wait for what `retain` removes in a thread."""
+        """Wait for the thread of `retain`."""
         if self._removal is not None:
             self._removal.join()
             self._removal = None
@@ -170,19 +161,19 @@ class CheckpointDirectory:
         return self._rename(step, f"bad-step-{step}")
 
     def abandon_newer(self, step: int) -> list[tuple[int, Path]]:
-        """Rename, under a lease, checkpoints that the run does not go on from to abandoned-step-N, as their steps will be saved
-        again, and point LATEST to `step`, from which it does. Returns (step, new path) of each.
-        """
+        """Under a lease, rename checkpoints newer than `step` to abandoned-step-N and point LATEST to `step`, from which the run
+        goes on and will save their steps again. Returns (step, new path) of each."""
         if self.owner is None:
             return []
-        # First, and always: neither a kill between the renames nor a newer one that was set aside leaves the name of what is gone.
+        # First, and always: LATEST must not name a checkpoint that is gone, after a kill between the renames or a newer one set
+        # aside.
         self.point_latest_to(step)
         return [(newer, self._rename(newer, f"abandoned-step-{newer}")) for newer in self.steps() if newer > step]
 
     def remove_leftovers(self) -> None:
-        """Remove leftovers of killed or failed saves, under a lease. One that cannot be removed is a warning."""
+        """Under a lease, remove leftovers of killed or failed saves. One that cannot be removed is a warning."""
         self.finish_removal()
-        # The lease says that whoever wrote the leftovers of other leases is gone.
+        # Holding the lease means that the writers of other leases' leftovers are gone.
         if self.owner is None or not self.path.is_dir():
             return
         for entry in sorted(self.path.iterdir()):
@@ -190,7 +181,7 @@ class CheckpointDirectory:
                 _remove(entry)
 
     def _complete(self) -> Iterator[Manifest]:
-        """Manifests of complete checkpoints, newest first. Others are passed over: a save does not depend on them."""
+        """Yield manifests of complete checkpoints, newest first; others are skipped, as a save does not depend on them."""
         for step in self.steps():
             try:
                 yield self.read(step)
@@ -200,7 +191,7 @@ class CheckpointDirectory:
                 continue  # stays for a person to look at
 
     def _hide(self, step: int) -> Path | None:
-        """Take a checkpoint's name away; returns its new path, None if that fails."""
+        """Take a checkpoint's name away; return its new path, None if that fails."""
         # Renamed first: a kill during the removal leaves no half checkpoint under a valid name.
         doomed = _free_name(self.path, f"{_TEMPORARY}removed-step-{step}")
         try:
@@ -217,7 +208,7 @@ class CheckpointDirectory:
 
 
 def _free_name(folder: Path, name: str) -> Path:
-    """`name`, or the first of name.2, name.3, ... that does not exist."""
+    """Return `name`, or the first of name.2, name.3, ... that does not exist."""
     target, attempt = folder / name, 1
     while os.path.lexists(target):
         attempt += 1
@@ -231,7 +222,7 @@ def _remove_all(entries: Sequence[Path]) -> None:
 
 
 def _remove(entry: Path) -> None:
-    """Remove a file, a link or a directory with all that can be removed of it. The rest is a warning."""
+    """Remove a file, a link or a directory as far as possible; the rest is a warning."""
     failed: list[tuple[str, BaseException]] = []
     if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry, onerror=lambda _, path, fault: failed.append((path, fault[1])))
@@ -246,7 +237,6 @@ def _remove(entry: Path) -> None:
 
 
 def _size(num_bytes: int) -> str:
-    """A size in the largest unit of which there is at least one: `1.50 GiB`, `20 KiB`."""
     for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if num_bytes >= 1 << shift:
             return f"{num_bytes / (1 << shift):.2f} {unit}"

@@ -1,4 +1,5 @@
-"""Reasons not to take a checkpoint. Damage alone lets a resumed run set it aside; all others touch nothing. Imports no torch."""
+"""Reasons not to take a checkpoint. A resumed run sets only damaged ones aside; all others it leaves as they are. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 
 class DamagedCheckpoint(ValueError):
-    """The files are readable and are not those that were saved: another hash or size, missing, or a torn manifest."""
+    """The files are readable but not as saved: another hash or size, a missing file, or a torn manifest."""
 
 
 class RefusedCheckpoint(ValueError):
@@ -18,7 +19,7 @@ class UnsafeCheckpoint(RefusedCheckpoint):
 
 
 def unreadable(error: OSError, path: Path) -> RefusedCheckpoint:
-    """Refusal for an I/O error, which says nothing of the contents. path: of what was read, if the error does not say."""
+    """Make the refusal for an I/O error, which says nothing about the contents. path: of what was read, if the error names none."""
     return RefusedCheckpoint(
         f"{error.filename or path}: {error.strerror or error}; nothing was renamed or removed: it may be whole, so make it "
         "readable (mount, permissions, disk) and try again"

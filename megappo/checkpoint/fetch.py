@@ -1,4 +1,4 @@
-"""Copies of checkpoints in other storage (`remote.py`), brought back and compared with their manifest. Imports no torch."""
+"""Fetches copies of checkpoints from other storage (`remote.py`) and compares them with their manifest. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def list_copies(url: str) -> list[int]:
-    """Steps of the complete copies below a URL, newest first. ValueError, one line, if the storage cannot be read."""
+    """List the steps of the complete copies below a URL, newest first. ValueError, one line, if the storage cannot be read."""
     storage, root = storage_of(url)
     try:
         names = (
@@ -39,7 +39,7 @@ def fetch_manifest(url: str, step: int, place: Path) -> Manifest:
 
 
 def fetch_files(url: str, manifest: Manifest, place: Path) -> None:
-    """Fetch the files of a copy to where its manifest is. DamagedCheckpoint if one is missing or is not what was saved."""
+    """Fetch the files of a copy next to its manifest. DamagedCheckpoint if one is missing or is not what was saved."""
     storage, root = storage_of(url)
     for name in sorted(manifest.files):
         _get(storage, f"{root}/step-{manifest.step}", name, place)

@@ -1,4 +1,4 @@
-"""Write a checkpoint's files: hashed by other threads while they are written, then forced to the disk. Imports no torch."""
+"""Writes a checkpoint's files: other threads hash them meanwhile, and they are forced to the disk. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ _VECTOR = 1024  # buffers that one writev takes, IOV_MAX on Linux
 
 
 def write_file(path: Path, pieces: Iterable[memoryview], pool: ThreadPoolExecutor, threads: int) -> Fingerprint:
-    """Write consecutive `pieces` (memoryviews of bytes) to a new file and force them to the disk; returns the file's fingerprint.
-
-    pool, threads: hash what is written. At most threads + 1 chunks of 64 MiB are waiting for it, which bounds the memory of an
-    iterator that makes copies. OSError if the disk is full or the file exists.
-    """
+    """Write consecutive `pieces` (memoryviews of bytes) to a new file, force it to the disk and return its fingerprint. pool,
+    threads: hash what is written; at most threads + 1 chunks of 64 MiB wait for them, which bounds the memory of an iterator that
+    makes copies. OSError if the disk is full or the file exists."""
     try:
         with path.open("xb", buffering=0) as file:
             digests = _write_and_hash(file.fileno(), pieces, pool, threads)
@@ -31,14 +29,14 @@ def write_file(path: Path, pieces: Iterable[memoryview], pool: ThreadPoolExecuto
 
 
 def _write_and_hash(descriptor: int, pieces: Iterable[memoryview], pool: ThreadPoolExecutor, threads: int) -> list[bytes]:
-    """Digests of the chunks."""
+    """Return the digests of the chunks."""
     digests: list[bytes] = []
     waiting: deque[Future[bytes]] = deque()
     try:
         for chunk in chunks(pieces):
             if len(waiting) > threads:
                 digests.append(waiting.popleft().result())
-            # The hash is that of the memory, not of what the disk gives back: a load compares with what was meant.
+            # The hash is of the memory, not of what the disk returns, so a load compares with what was meant.
             waiting.append(pool.submit(hash_pieces, chunk))
             _write_all(descriptor, chunk)
     finally:

@@ -1,8 +1,6 @@
-"""Hashes of files in chunks, so that several threads hash one file, on writing and on reading. Imports no torch.
-
-A checkpoint records of every file the BLAKE3 hash of the concatenated binary BLAKE3 hashes of its chunks of 64 MiB; the last chunk
-is what is left, and an empty file has no chunk. SHA-256 takes five times as long.
-"""
+"""Hashes of files in chunks, so that several threads can hash one file, on writing and on reading. Imports no torch. A file's hash
+is the BLAKE3 of the concatenated binary BLAKE3 digests of its chunks of 64 MiB (the last one shorter; an empty file has none).
+SHA-256 takes five times as long."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ class Fingerprint(NamedTuple):
 
 
 def cores_of_rank() -> int:
-    """Processor cores for one rank: those that this process may use, divided among the ranks of the node."""
+    """Return this rank's number of cores: those the process may use, divided among the ranks of the node."""
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
@@ -44,7 +42,6 @@ def hash_file(path: Path, threads: int) -> Fingerprint:
 
 
 def _hash_range(descriptor: int, start: int) -> bytes:
-    """Digest of the chunk that begins at `start`."""
     digest, at, end, block = blake3(), start, start + CHUNK_BYTES, bytearray(_READ_BYTES)
     while at < end and (count := os.preadv(descriptor, [memoryview(block)[: end - at]], at)):
         digest.update(memoryview(block)[:count])
@@ -53,7 +50,7 @@ def _hash_range(descriptor: int, start: int) -> bytes:
 
 
 def hash_pieces(pieces: Iterable[memoryview]) -> bytes:
-    """Digest of one chunk that lies in memory."""
+    """Return the digest of one chunk that lies in memory."""
     digest = blake3()
     for piece in pieces:
         digest.update(piece)
@@ -61,12 +58,12 @@ def hash_pieces(pieces: Iterable[memoryview]) -> bytes:
 
 
 def combine(digests: Sequence[bytes]) -> str:
-    """Hash (hex) of a file from the digests of its chunks, in order."""
+    """Return the hash (hex) of a file from the digests of its chunks, in order."""
     return blake3(b"".join(digests)).hexdigest()
 
 
 def chunks(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut consecutive pieces (of bytes) into lists of CHUNK_BYTES together, the last one of the rest."""
+    """Cut consecutive pieces (of bytes) into lists of CHUNK_BYTES together; the last list holds the rest."""
     held, room = [], CHUNK_BYTES
     for piece in pieces:
         while len(piece):

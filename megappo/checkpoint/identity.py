@@ -1,10 +1,8 @@
 """Facts about a run in its checkpoints: some must match on resume, the others are only recorded.
 
-A resumed run with another reference model, other adapters or another model below them, another tokenizer or other prompts would
-train towards something else without any error: refused.
-Validation data, reward models, environments, the code and the weights of rewards change what is measured or wanted, often on
-purpose (a mistake was corrected): a warning. So is another engine, which rounds otherwise. Layouts, the ranks of roles, versions,
-the number of prompts of a step and the length of the run may change. The seed and the order are the loader's own to compare.
+Another reference, adapter, base model, tokenizer or prompts would train towards something else without an error: refused. Other
+validation data, reward models, reward code, environments or engines are often meant: a warning. Layouts, ranks of roles, versions,
+prompts per step and run length may change. The loader compares seed and order.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ _WHOLE_FILE_BYTES = 1 << 20  # files up to this size are hashed whole
 _ADAPTER_KEYS = ("rank", "alpha", "targets", "use_rslora", "base_bits")  # of the section lora; dropout may change
 _SCALAR_HEAD = {"loss": "mse or huber"}  # both losses train the same head
 MUST_MATCH = ("reference", "tokenizer")
-"""Keys of the facts that a resumed run must share with its checkpoint; all other keys are only recorded."""
+"""Facts that a resumed run must share with its checkpoint, beside those that `require_same_run` compares by parts."""
 
 
 def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) -> None:
-    """ValueError, in one line, if a fact that must match does not."""
+    """Raise ValueError, in one line, if a fact that must match does not."""
     if (change := _other_prompts(manifest.facts.get("data"), facts.get("data"))) is not None:
         raise ValueError(f"{name} was written with other prompts: {change}; restore it, or start a new run in another directory")
     if (change := _other_texts(manifest.facts.get("data"), facts.get("data"))) is not None:
@@ -65,10 +63,8 @@ def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) ->
 
 
 def other_adapters(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first difference in adapters or in the models below them, with its key; None if there is none.
-
-    saved, now: role -> its section `lora` and `base`, the identity of its model; roles that train all weights are left out.
-    """
+    """Return the first difference in adapters or in the models below them, with its key; None if there is none. saved, now: role ->
+    its section `lora` and `base`, the identity of its model; roles that train all weights are left out."""
     for role in sorted({*saved, *now}):
         old, new = saved.get(role), now.get(role)
         if old is None or new is None:
@@ -87,7 +83,7 @@ def _critics(roles: Sequence[str]) -> str:
 
 
 def _other_freeze(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first role with other frozen weights, which have no optimizer state; None if there is none. Both: role -> `freeze`."""
+    """Return the first role with other frozen weights, which have no optimizer state. saved, now: role -> `freeze`."""
     for role in sorted({*saved, *now}):
         old, new = sorted(saved.get(role, [])), sorted(now.get(role, []))
         if old != new:
@@ -96,16 +92,13 @@ def _other_freeze(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | Non
 
 
 def head_of(facts: Mapping[str, Any], role: str) -> Mapping[str, Any] | None:
-    """Keys of a critic's categorical head in the facts of a run; None of a head that gives the value itself."""
+    """Return the keys of a critic's categorical head in the facts of a run; None for a scalar head."""
     return facts.get("value_head") if role == "critic" else facts.get("further_value_heads", {}).get(role)
 
 
 def other_head(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, role: str = "critic") -> str | None:
-    """The first difference of two critics' heads, with its key; None if there is none.
-
-    saved, now: keys of a categorical head (`loss`, `bins`, ...); None of one that gives the value itself. role: whose section the
-    key is of.
-    """
+    """Return the first difference of two critics' heads, with its key; None if there is none. saved, now: keys of a categorical
+    head (`loss`, `bins`, ...); None for a scalar head. role: section of the key."""
     old, new = (_SCALAR_HEAD if one is None else one for one in (saved, now))
     changed = next((key for key in ("loss", *new) if old.get(key) != new.get(key)), None)
     if changed is None:
@@ -118,7 +111,7 @@ def _rank(lora: Mapping[str, Any] | None) -> str:
 
 
 def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
-    """The first difference in the training data, with its key; None if there is none, or one is of no run."""
+    """Return the first difference in the training data, with its key; None without one, or if a side has no data."""
     if saved is None or now is None:
         return None
     if (old := saved.get("trajectories")) is not None or now.get("trajectories") is not None:
@@ -137,7 +130,7 @@ def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | Non
 
 
 def _other_trajectories(saved: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str | None:
-    """The difference, if only one of the two read recorded trajectories, or others; None if there is none."""
+    """Return the difference in recorded trajectories, if only one side reads them or they differ."""
     old, new = ("null" if one is None else one["path"] for one in (saved, now))
     if saved is not None and now is not None:
         if saved["sha256"] == now["sha256"]:
@@ -147,7 +140,7 @@ def _other_trajectories(saved: Mapping[str, str] | None, now: Mapping[str, str] 
 
 
 def _other_texts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:
-    """The first difference in the texts of `algorithm.ptx`, whose order and number the cursor counts by; None if there is none."""
+    """Return the first difference in the texts of `algorithm.ptx`, by whose order and number the cursor counts."""
     old, new = (None if one is None else one.get("ptx") for one in (saved, now))
     if old is None and new is None:
         return None
@@ -161,7 +154,7 @@ def _other_texts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None)
 
 
 def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str) -> list[str]:
-    """Differences from the checkpoint `name` that are allowed and change what is measured or wanted, one line each."""
+    """List differences from checkpoint `name` that are allowed but change what is measured or wanted, one line each."""
     lines = _changed_engines(saved, now, name)
     old, new = saved["data"], now["data"]
     if "trajectories" not in old:
@@ -172,7 +165,7 @@ def notable_changes(saved: Mapping[str, Any], now: Mapping[str, Any], name: str)
             lines.append(
                 f"the prompts have other token ids than at {name}: another version of megappo or of the tokenizer's package"
             )
-    # None: no part was a reward model, which `reward.parts` says.
+    # None: no part was a reward model; a change of that shows in `reward.parts`.
     if (old := saved["reward_model"]) is not None and (new := now["reward_model"]) is not None:
         changed = [f"reward_model.{key}" for key, value in new.items() if _identity(old[key]) != _identity(value)]
         if changed:
@@ -208,7 +201,7 @@ def _changed_engines(saved: Mapping[str, Any], now: Mapping[str, Any], name: str
 
 
 def _changed_sets(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> list[str]:
-    """Evaluation sets that both have and that measure something else now."""
+    """List evaluation sets that both have and that measure something else now."""
     lines = []
     for one in old.keys() & new.keys():
         what = {"sha256": "content", "settings": "settings", "reward": "reward"}
@@ -223,16 +216,13 @@ def _identity(fact: Any) -> Any:
 
 
 def identity_of_model(directory: str | Path) -> dict[str, str]:
-    """Fact about a model that is loaded from its own source: path (recorded) and fingerprint (compared)."""
+    """Return the fact about a model that is loaded from its own source: path (recorded) and fingerprint (compared)."""
     return {"path": str(directory), "sha256": fingerprint_model(directory)}
 
 
 def fingerprint_model(directory: str | Path) -> str:
-    """Fingerprint a Hugging Face checkpoint directory, cheaply for any size: SHA-256 of config.json and samples of its weights.
-
-    Per weight file: size, the first MiB and 16 blocks of 64 KiB spread over the rest. The path does not enter. ValueError if the
-    directory holds no config.json.
-    """
+    """Fingerprint a Hugging Face checkpoint directory, cheaply at any size: SHA-256 of config.json and, per weight file, its size,
+    first MiB and 16 blocks of 64 KiB spread over the rest. The path does not count. ValueError if config.json is missing."""
     directory = Path(directory)
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json; a Hugging Face checkpoint directory is needed")

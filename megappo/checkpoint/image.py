@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint's files before they are written: small pieces, and tensors that are copied once, to the file or into a
+"""Content of a checkpoint's files before they are written: small pieces, and tensors that are copied once, to the file or a
 snapshot."""
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FileImage:
-    """Content of one file as consecutive pieces. name: relative to the checkpoint. A tensor stands for its bytes, on any device."""
+    """Content of one file as consecutive pieces; a tensor, on any device, stands for its bytes. name: relative to the
+    checkpoint."""
 
     name: str
     pieces: Sequence[bytes | Tensor]
@@ -24,13 +25,13 @@ class FileImage:
         return sum(len(piece) if isinstance(piece, bytes) else piece.nbytes for piece in self.pieces)
 
     def content(self) -> Iterator[memoryview]:
-        """The pieces in host memory: a tensor on the device is copied when its turn comes, one on the host is not."""
+        """Yield the pieces in host memory. A device tensor is copied when its turn comes, a host tensor is not."""
         for piece in self.pieces:
             yield memoryview(piece) if isinstance(piece, bytes) else _memory_of(as_bytes(piece).cpu())
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
-    """Memory of a contiguous tensor [n] uint8 on the host, which lives as long as the view."""
+    """View a contiguous host tensor [n] uint8 as memory; the view keeps it alive."""
     if tensor.nbytes == 0:
         return memoryview(b"")
     # Not by numpy: a storage that it has seen can never be resized again, and offload resizes storages.
@@ -40,11 +41,11 @@ def _memory_of(tensor: Tensor) -> memoryview:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Bytes [nbytes] uint8 of a tensor, without a copy if it is contiguous."""
+    """View a tensor as [nbytes] uint8, without a copy if it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def device_of(images: Sequence[FileImage]) -> torch.device:
-    """Device of their tensors: the GPU, if one of them is there."""
+    """Return the GPU if one of the tensors is there, else the CPU."""
     devices = [piece.device for image in images for piece in image.pieces if isinstance(piece, Tensor)]
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))

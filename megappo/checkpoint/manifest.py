@@ -1,10 +1,6 @@
-"""Manifest of a checkpoint: every file with its size and hash, and the facts about the run that wrote it. Imports no torch.
-
-The manifest is written last, so a directory without one is not a checkpoint. It detects damage, not forgery: whoever can write
-the files can write the manifest too, unless MEGAPPO_CHECKPOINT_KEY is set. Then the manifest is signed (HMAC-SHA256), and with it
-the hash of every file: whoever has the key can sign, which protects against those who can write to the run directory and cannot
-read the job's environment. Without the key nothing is signed or compared.
-"""
+"""Manifest of a checkpoint: every file with its size and hash, and the facts about the run that wrote it. Imports no torch. It is
+written last: a directory without one is no checkpoint. It detects damage; forgery only if MEGAPPO_CHECKPOINT_KEY is set, which
+signs it (HMAC-SHA256) and so every file's hash. That stops writers to the run directory who cannot read the job's environment."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """files: path relative to the checkpoint directory -> entry. facts: see `identity.py`."""
+    """Content of a manifest. files: path relative to the checkpoint directory -> entry. facts: see `identity.py`."""
 
     step: int
     world_size: int
@@ -71,12 +67,12 @@ def rng_file(rank: int) -> str:
 
 
 def engine_folder(name: str) -> str:
-    """Folder of the shards of one engine."""
+    """Return the folder of one engine's shards."""
     return f"{_MODELS}/{name}"
 
 
 def models_of(manifest: Manifest) -> frozenset[str]:
-    """Names of the models that a checkpoint holds."""
+    """Return the names of the models that a checkpoint holds."""
     return frozenset(_files_of_models(manifest))
 
 
@@ -91,7 +87,7 @@ def _files_of_models(manifest: Manifest) -> dict[str, set[str]]:
 
 
 def require_complete(manifest: Manifest) -> None:
-    """UnsafeCheckpoint if the manifest leaves out a file that every checkpoint has: nobody would notice that it was changed."""
+    """Raise UnsafeCheckpoint if the manifest leaves out a file that every checkpoint has, as changes to it would go unnoticed."""
     models = _files_of_models(manifest)
     wanted = set() if manifest.model_only else {STATE}
     if not manifest.model_only and manifest.world_size <= len(manifest.files):
@@ -130,7 +126,7 @@ def sync_directory(path: Path) -> None:
 
 
 def list_files(directory: Path) -> list[str]:
-    """Relative paths of all files below, sorted, without the manifest itself."""
+    """List the relative paths of all files below, sorted, without the manifest itself."""
     found = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MANIFEST)
 
@@ -146,11 +142,9 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a manifest; its files are not looked at.
-
-    DamagedCheckpoint if it is missing or torn; RefusedCheckpoint if it cannot be read, has another format or not the signature of
-    MEGAPPO_CHECKPOINT_KEY; UnsafeCheckpoint if it holds what megappo never writes.
-    """
+    """Read a manifest without looking at its files. DamagedCheckpoint if it is missing or torn; RefusedCheckpoint if it cannot be
+    read, has another format or lacks the signature of MEGAPPO_CHECKPOINT_KEY; UnsafeCheckpoint if it holds what megappo never
+    writes."""
     name = f"{directory.name}/{MANIFEST}"
     content, signature = _parse(directory, name)
     digest = content.pop("sha256", None)
@@ -164,7 +158,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _parse(directory: Path, name: str) -> tuple[dict[str, Any], Any]:
-    """Content without the signature, and the signature, which may be anything."""
+    """Return the content without the signature, and the signature, which may be anything."""
     path = directory / MANIFEST
     if path.is_symlink():
         raise UnsafeCheckpoint(f"{name} is a symbolic link")
@@ -188,7 +182,7 @@ def _parse(directory: Path, name: str) -> tuple[dict[str, Any], Any]:
 
 
 def _manifest_of(content: Mapping[str, Any], name: str) -> Manifest:
-    """The manifest of checked content. UnsafeCheckpoint if its structure is not that of a manifest: nobody tore it."""
+    """Build the manifest from checked content. UnsafeCheckpoint if its structure is wrong, which no torn write explains."""
     expected = {"step": int, "world_size": int, "model_only": bool, "facts": dict, "files": dict, "format": int}
     types = {key: type(value) for key, value in content.items()}
     if types != expected:
@@ -214,10 +208,9 @@ def _entry_of(file: str, entry: Any, name: str) -> FileEntry:
 
 
 def find_wrong_size(directory: Path, manifest: Manifest, names: Iterable[str] | None = None) -> str | None:
-    """First of `names` (None: all files) that has another size than the manifest's; None if all are right.
-
-    FileNotFoundError if one is missing, other OSErrors if it cannot be looked at, all with its path; UnsafeCheckpoint for a link.
-    """
+    """Return a line on the first of `names` (None: all files) whose size differs from the manifest's; None if all are right.
+    FileNotFoundError if one is missing, other OSErrors if it cannot be looked at, all with its path; UnsafeCheckpoint for a
+    link."""
     linked: dict[Path, bool] = {}  # folders are looked at once
     for name in sorted(manifest.files if names is None else names):
         path = directory / name
@@ -235,7 +228,8 @@ def find_wrong_size(directory: Path, manifest: Manifest, names: Iterable[str] | 
 
 
 def find_wrong_content(directory: Path, manifest: Manifest, names: list[str]) -> str | None:
-    """First of `names` whose hash is not the manifest's; None if all are right. OSError, with the path, if one is unreadable."""
+    """Return a line on the first of `names` whose hash differs; None if all are right. OSError, with the path, if one is
+    unreadable."""
     for name in names:
         try:
             found = fingerprint_file(directory / name)
@@ -247,7 +241,7 @@ def find_wrong_content(directory: Path, manifest: Manifest, names: list[str]) ->
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
-    """Bytes that checksum and signature are made of."""
+    """Return the bytes that checksum and signature are made of."""
     return json.dumps(content, sort_keys=True).encode()
 
 
@@ -256,13 +250,13 @@ def _digest(text: bytes) -> str:
 
 
 def _signature(text: bytes) -> dict[str, str]:
-    """The manifest's `hmac` entry; empty without a key."""
+    """Return the manifest's `hmac` entry; empty without a key."""
     key = _key()
     return {} if key is None else {"hmac": hmac.digest(key, text, "sha256").hex()}
 
 
 def _check_signature(text: bytes, found: Any, name: str) -> None:
-    """RefusedCheckpoint if there is a key and `found` is not its signature of `text`. found: anything, None if there is none."""
+    """Raise RefusedCheckpoint if there is a key and `found` is not its signature of `text`."""
     wanted = _signature(text)
     if not wanted:
         return

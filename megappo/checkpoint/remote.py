@@ -1,8 +1,6 @@
-"""Copies of complete checkpoints in other storage (an object store, another file system), made beside training by rank 0.
-
-fsspec does the transfer. The manifest goes last, as on the disk: a copy without one was interrupted and is none. Nothing is
-removed there. A copy that fails costs a warning and not the run; so does a store that is slower than the saves, which skips some.
-"""
+"""Copies of complete checkpoints in other storage (object store, other file system), made by rank 0 beside training, with fsspec.
+The manifest goes last: a copy without one is incomplete. Nothing is removed there. A failed copy is a warning; a store slower than
+the saves skips some."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ from megappo.checkpoint.manifest import MANIFEST, list_files
 from megappo.runtime.messages import first_line
 
 COPY_S = 600.0
-"""Seconds that a run that ends waits for its last copies: a node's time is worth more than a checkpoint that the disk has too."""
+"""Seconds that an ending run waits for its last copies: a node's time is worth more than a checkpoint that the disk has too."""
 
 logger = logging.getLogger(__name__)
 
 
 def require_protocol(url: str) -> None:
-    """ValueError, one line, if fsspec knows no storage of this protocol, or a package for it is missing. Connects to nothing."""
+    """Raise ValueError, one line, if fsspec knows no storage of this protocol or lacks a package for it. Connects to nothing."""
     from fsspec import get_filesystem_class
     from fsspec.utils import get_protocol
 
@@ -32,24 +30,24 @@ def require_protocol(url: str) -> None:
 
 
 def url_of_run(remote: str, name: str) -> str:
-    """URL of a run's copies below `checkpoint.remote`."""
+    """Return the URL of a run's copies below `checkpoint.remote`."""
     return f"{remote.rstrip('/')}/{name}"
 
 
 def storage_of(url: str) -> tuple[Any, str]:
-    """fsspec's file system of a URL, and the path in it, which may be missing. ValueError, one line, as `open_storage`."""
+    """Return fsspec's file system of a URL and the path in it, which may be missing. ValueError, one line, if it cannot be used."""
     import fsspec
 
     try:
         storage, root = fsspec.core.url_to_fs(url)
-    # Every storage has exceptions of its own (botocore's, gcsfs's), and all of them mean that this one cannot be used.
+    # Every storage raises exceptions of its own (botocore's, gcsfs's); all mean that it cannot be used.
     except Exception as error:
         raise ValueError(f"cannot be used: {first_line(error)}") from error
     return storage, root.rstrip("/")
 
 
 def open_storage(url: str) -> tuple[Any, str]:
-    """As `storage_of`, with the directory made. ValueError, one line: unknown protocol, missing package, no access."""
+    """Call `storage_of` and make the directory. ValueError, one line: unknown protocol, missing package, no access."""
     storage, root = storage_of(url)
     try:
         storage.makedirs(root, exist_ok=True)
@@ -59,7 +57,7 @@ def open_storage(url: str) -> tuple[Any, str]:
 
 
 class RemoteCopies:
-    """Copies to `url`, one after the other, by a thread of this process. failed, skipped: checkpoints without a copy."""
+    """Copies to `url`, one after the other, in a thread. failed, skipped: checkpoints without a copy."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -78,7 +76,8 @@ class RemoteCopies:
             return frozenset(one[0] for one in (self._waiting, self._copying) if one is not None)
 
     def submit(self, step: int, checkpoint: Path) -> None:
-        """Copy a complete checkpoint as soon as the one before is done. A waiting one gives way: the newest is worth most."""
+        """Copy a complete checkpoint once the copy in progress is done. It replaces one that still waits: the newest is worth
+        most."""
         with self._changed:
             if self._waiting is not None:
                 self.skipped += 1
@@ -87,7 +86,7 @@ class RemoteCopies:
             self._changed.notify_all()
 
     def close(self, limit_s: float) -> bool:
-        """Wait for the copies, at most `limit_s` seconds; returns True if none is missing at the end."""
+        """Wait at most `limit_s` seconds for the copies; return True if none is missing."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -109,7 +108,7 @@ class RemoteCopies:
             try:
                 copy_checkpoint(checkpoint, self._url)
                 logger.info("copied %s to %s", checkpoint.name, self._url)
-            # As above: the storage's own exceptions. The next checkpoint is tried again.
+            # Any exception, as above. The next checkpoint is tried again.
             except Exception as error:
                 self.failed += 1
                 logger.warning("%s was not copied to %s: %s; training goes on", checkpoint.name, self._url, first_line(error))
@@ -121,7 +120,7 @@ def copy_checkpoint(checkpoint: Path, url: str) -> None:
     """Copy a checkpoint's directory below `url`. OSError if a file arrives with another size; other errors are the storage's."""
     storage, root = open_storage(url)
     target = f"{root}/{checkpoint.name}"
-    # A run that was resumed from an older step may save this one again: the copy is none until it is whole.
+    # A run resumed from an older step may save this step again: without its manifest the old copy counts as incomplete.
     if storage.exists(f"{target}/{MANIFEST}"):
         storage.rm_file(f"{target}/{MANIFEST}")
     for name in (*sorted(list_files(checkpoint)), MANIFEST):

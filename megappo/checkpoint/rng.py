@@ -1,4 +1,4 @@
-"""State of the random generators of one rank, in memory or in a file: python, numpy, torch CPU, CUDA, Megatron's named states."""
+"""State of one rank's random generators, in memory or in a file: python, numpy, torch CPU, CUDA, Megatron's named states."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def set_rng(state: RngState) -> None:
 
 
 def encode_rng() -> bytes:
-    """Content of a file with the state of every generator of this process (safetensors: no pickle)."""
+    """Encode the state of every generator of this process as a file's content (safetensors: no pickle)."""
     state = read_rng()
     return save(dict(state.tensors), metadata={"numbers": json.dumps(state.numbers)})
 
 
 def load_rng(path: Path) -> None:
-    """Restore every generator. ValueError if CUDA is used and the file has no state of it."""
+    """Restore every generator from a file. ValueError if CUDA is used and the file has no CUDA state."""
     with safe_open(path, framework="pt", device="cpu") as file:
         state = RngState({name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["numbers"]))
     if torch.cuda.is_available() and "cuda" not in state.tensors:

@@ -1,8 +1,6 @@
-"""State of one engine in the files of its ranks (safetensors): boxes of named tensors, read back in any cut.
-
-Every rank writes one file. The name of an entry is `KEY@ROW,COL`: the tensor that it is a part of, and the place of its first
-element there. Whatever the layout of the reader is, its boxes overlap with some entries; only those rows are read.
-"""
+"""State of one engine in the files of its ranks (safetensors): boxes of named tensors, read back in any layout. Every rank writes
+one file. An entry `KEY@ROW,COL` names its tensor and its first element there; a reader of any layout reads only the rows of entries
+that overlap with its boxes."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from megappo.checkpoint.state import ModelState, Shape, StateBox, StatefulModel
 from megappo.parallel.consensus import on_every_rank, raised_by_all
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""The format's names of what state is made of."""
+"""safetensors' names of the dtypes that state is made of."""
 
 
 class ShardFiles:
@@ -34,7 +32,7 @@ class ShardFiles:
         self._content: list[bytes | torch.Tensor] = []
 
     def images(self, state: ModelState) -> list[FileImage]:
-        """The files of `state`. Not collective: each rank knows its own part."""
+        """Return the files of `state`. Not collective: each rank knows its own part."""
         if self._boxes is not state.boxes or not self._content:  # an engine whose tensors stay where they are gives the same boxes
             self._boxes, self._content = state.boxes, _content(state.boxes)
         images = [FileImage(f"{self._folder}/{dist.get_rank():05d}{SHARD}", self._content)]
@@ -44,8 +42,8 @@ class ShardFiles:
 
 
 def _content(boxes: Sequence[StateBox]) -> list[bytes | torch.Tensor]:
-    """Header and values of a safetensors file."""
-    # The widest numbers first: each then lies at a multiple of its size, as the format's readers want it.
+    """Return header and values of a safetensors file."""
+    # Widest dtype first, so that each entry lies at a multiple of its item size, as readers of the format want it.
     boxes = sorted(boxes, key=lambda box: -box.values.element_size())
     header, at = {}, 0
     for box in boxes:
@@ -59,7 +57,7 @@ def _content(boxes: Sequence[StateBox]) -> list[bytes | torch.Tensor]:
 
 
 class _Entry(NamedTuple):
-    """An entry of a file: first row and column in its tensor, rows and columns, its file and its name there."""
+    """An entry of a file: its rectangle in its tensor, its file and its name there."""
 
     row: int
     col: int
@@ -70,11 +68,9 @@ class _Entry(NamedTuple):
 
 
 class StoredTensors:
-    """Tensors in the folder of one engine. shapes: of the whole tensors by name. position: plain numbers of their writer.
-
-    group: ranks that divide the reading of the files' headers among them, collectively; None: this process alone. UnsafeCheckpoint
-    on every rank if a file is none of megappo's, RankFault if one cannot be read.
-    """
+    """Tensors in the folder of one engine. shapes: of the whole tensors by name. position: plain numbers of their writer. group:
+    ranks that share the reading of the file headers, collectively; None: this process alone. On every rank UnsafeCheckpoint if a
+    file is not megappo's, RankFault if one cannot be read."""
 
     def __init__(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
         self._directory = directory
@@ -103,8 +99,8 @@ class StoredTensors:
         }
 
     def fill(self, boxes: Iterable[StateBox]) -> None:
-        """Read every box into its values, of any dtype on any device. OSError; ValueError if not all of a box is stored once;
-        UnsafeCheckpoint."""
+        """Read every box into its values, of any dtype on any device. OSError; ValueError if parts of a box are stored never or
+        twice; UnsafeCheckpoint."""
         by_key: dict[str, list[StateBox]] = {}
         for box in boxes:
             by_key.setdefault(box.key, []).append(box)
@@ -137,7 +133,7 @@ def _read(path: Path, entries: Iterable[tuple[_Entry, list[StateBox]]]) -> None:
 
 
 def _entries(path: Path) -> list[tuple[str, _Entry]]:
-    """(tensor, entry) of everything in a file. UnsafeCheckpoint if it is none of megappo's."""
+    """Return (tensor, entry) for everything in a file. UnsafeCheckpoint if the file is not megappo's."""
     found = []
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -162,7 +158,7 @@ def _position(path: Path) -> dict[str, int]:
 
 
 def _within(box: StateBox, entry: _Entry) -> StateBox | None:
-    """The part of a box that lies in an entry."""
+    """Return the part of a box that lies in an entry."""
     rows, cols = box.values.shape
     r0, r1 = max(box.row, entry.row), min(box.row + rows, entry.row + entry.rows)
     c0, c1 = max(box.col, entry.col), min(box.col + cols, entry.col + entry.cols)
@@ -172,11 +168,9 @@ def _within(box: StateBox, entry: _Entry) -> StateBox | None:
 
 
 def load_engine(engine: StatefulModel, directory: Path, *, with_optimizer: bool, with_head: bool = True) -> None:
-    """Load the state of one engine, in any layout, by whatever engine it was saved. Collective over the engine's ranks.
-
-    Without `with_head` the engine keeps its own head, and the checkpoint may have another one or none. ValueError or RankFault on
-    all of them if the state does not fit.
-    """
+    """Load the state of one engine, in any layout, saved by any engine. Collective over the engine's ranks. Without `with_head` the
+    engine keeps its own head, and the checkpoint may have another one or none. ValueError or RankFault on all of them if the state
+    does not fit."""
     stored = StoredTensors(directory, engine.host_group)
     try:
         boxes = engine.boxes_to_load(stored.shapes, with_optimizer=with_optimizer, with_head=with_head)
@@ -187,21 +181,19 @@ def load_engine(engine: StatefulModel, directory: Path, *, with_optimizer: bool,
 
 
 Models = Mapping[str, StatefulModel | None]
-"""Name of an engine -> the engine; None on ranks that it does not live on. The same names in the same order on every rank."""
+"""Name of an engine -> the engine; None on ranks that it does not live on. Same names in the same order on every rank."""
 
 
 def on_engines(models: Models, action: Callable[[str, StatefulModel], None], *kinds: type[Exception]) -> None:
     """Run `action` for every engine on its ranks, which raise its errors of `kinds` together; then raise the first on all ranks.
-
-    Collective over the world. Engines on different ranks are worked on at the same time.
-    """
+    Collective over the world. Engines on different ranks run at the same time."""
 
     def own() -> None:
         faults: list[Exception] = []
         failed: list[set[int]] = []
         for name, engine in models.items():
             ranks = set() if engine is None else set(dist.get_process_group_ranks(engine.host_group))
-            # Without the engines all of whose ranks know of a fault; others would wait for this rank.
+            # Skip engines whose ranks all know of a fault; other engines' ranks would wait for this one.
             if engine is None or any(ranks <= others for others in failed):
                 continue
             try:

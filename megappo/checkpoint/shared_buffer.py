@@ -16,10 +16,8 @@ GRANULE = 1 << 20
 
 
 class SharedBuffer:
-    """Block of at least `nbytes` bytes that another process can map by its `descriptor`; pinned if `device` is a GPU.
-
-    OSError if the memory is not there.
-    """
+    """Block of at least `nbytes` bytes that another process can map by its `descriptor`; pinned if `device` is a GPU. OSError if
+    there is too little memory."""
 
     # A memfd: no name that a killed rank could leave behind, and no limit by the size of /dev/shm, which containers keep small.
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -36,10 +34,8 @@ class SharedBuffer:
             self._stream = torch.cuda.Stream(device)
 
     def copy_of(self, images: list[FileImage]) -> Callable[[], None]:
-        """A function that copies the images into the buffer, one behind the other. It may run in another thread.
-
-        A tensor on the device is copied as the caller's stream leaves it, on a stream of its own, which is waited for at the end.
-        """
+        """Return a function, for any thread, that copies the images into the buffer one after the other. Device tensors are copied
+        on a stream of their own, in the state in which the caller's stream leaves them; the function waits for it."""
         if self._stream is None:
             return lambda: self._take(images)
         stream, ready = self._stream, torch.cuda.current_stream(self._device).record_event()

@@ -1,4 +1,4 @@
-"""The two kinds of state that a checkpoint holds, as protocols: `engine.base.Engine` extends the first."""
+"""The two kinds of state in a checkpoint, as protocols; `engine.base.Engine` extends the first."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 Shape = tuple[int, int]
-"""Rows and columns of a stored tensor. One of one dimension is one column, the matrices of one of three are one below the other."""
+"""Rows and columns of a stored tensor. A vector is one column; the matrices of a 3-D tensor lie one below the other."""
 
 
 class StateBox(NamedTuple):
-    """Rectangle of the stored tensor `key`: values [rows, cols], a view of any memory, are its elements from (row, col) on."""
+    """Rectangle of the stored tensor `key`, from (row, col) on. values: [rows, cols], a view of any memory."""
 
     key: str
     row: int
@@ -24,73 +24,64 @@ class StateBox(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelState:
-    """State of a model on one rank. boxes: what this rank writes, in the same place at every save; the ranks together write every
-    element once. tensors: all that this rank has of it, by names for messages. position: plain numbers, equal on all ranks.
-    """
+    """State of a model on one rank."""
 
     boxes: Sequence[StateBox]
+    """What this rank writes, in the same memory at every save; together the ranks write every element once."""
     tensors: Mapping[str, Tensor]
+    """All state of this rank, by names for messages."""
     position: Mapping[str, int]
+    """Plain numbers, equal on all ranks."""
 
 
 class StatefulModel(Protocol):
-    """A sharded model with its optimizer, whose tensors have the same names and shapes in every layout and under every engine.
-
-    All methods are collective over the ranks that the model lives on.
-    """
+    """A sharded model with its optimizer; tensor names and shapes do not depend on layout and engine. All methods are collective
+    over the ranks that the model lives on."""
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """Group of the model's ranks for exchanges on the host; the world's if it lives on all ranks."""
+        """Host group of the model's ranks; the world's if it lives on all ranks."""
         ...
 
     def save_state(self, *, with_optimizer: bool) -> ModelState:
-        """State for the checkpoint writer, which shares its memory. Nothing is exchanged with other ranks, so that a save needs one
-        agreement for everything.
-        """
+        """Return the state for the checkpoint writer, which shares its memory. Exchanges nothing with other ranks."""
         ...
 
     def release_state(self, read: Callable[[], None] | None = None) -> None:
-        """The state that `save_state` returned was read: memory that it occupied may be offloaded again.
-
-        read: returns once it is, for another thread still reads it. Called before the state changes or moves, or at once; it
-        exchanges nothing and raises nothing.
-        """
+        """Note that the state from `save_state` was read; its memory may be offloaded again. read: returns once another thread has
+        finished reading; called before the state changes or moves, or at once. It exchanges and raises nothing."""
 
     def boxes_to_load(self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True) -> Sequence[StateBox]:
-        """Boxes of the stored tensors, to be filled in place, that are this rank's state.
-
-        stored: shapes of the checkpoint's tensors by name. with_head: also what stands on top of the model (output projection,
-        value head); without it the model keeps its own, and the checkpoint may have another one or none. ValueError, the same on
-        every rank, if the tensors are not those of the model.
-        """
+        """Return the boxes of the stored tensors that are this rank's state, to be filled in place. stored: shapes of the
+        checkpoint's tensors by name. with_head: with output projection or value head; without it the model keeps its own, and the
+        checkpoint may have another one or none. ValueError, the same on every rank, if the tensors are not the model's."""
         ...
 
     def boxes_loaded(self, position: Mapping[str, int]) -> None:
-        """Go on from what `boxes_to_load` described, now filled. position: of the writer's optimizer, empty without one."""
+        """Continue from the filled boxes of `boxes_to_load`. position: of the writer's optimizer, empty without one."""
 
 
 class ReadGoingOn:
-    """The read of a model's state that another thread may still be at; see `StatefulModel.release_state`."""
+    """A read of a model's state that may still run in another thread; see `StatefulModel.release_state`."""
 
     def __init__(self) -> None:
         self._read: Callable[[], None] | None = None
 
     def begin(self, read: Callable[[], None] | None) -> None:
-        """There is one more; None: there is none."""
+        """Register a read, after waiting for the one before; None: there is none."""
         if read is not None:
             self.finish()
             self._read = read
 
     def finish(self) -> None:
-        """Wait for its end. What changes the state, or moves it, calls this first."""
+        """Wait for its end. Call it before the state changes or moves."""
         read, self._read = self._read, None
         if read is not None:
             read()
 
 
 class StatefulComponent(Protocol):
-    """Something small with state that is the same on every rank: strings, numbers, lists and dicts with string keys."""
+    """A small component whose state is equal on every rank: strings, numbers, lists and dicts with string keys."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

@@ -1,8 +1,8 @@
-"""Save and restore a run: engines (sharded), components (JSON) and random generators, all or nothing.
+"""Saves and restores a run: engines (sharded), components (JSON) and random generators, all or nothing.
 
-The order of a save makes it safe against a kill at any moment: all files, their hashes, a vote of all ranks, the manifest, one
-rename, LATEST, and only then the removal of old checkpoints. An asynchronous one copies the state and writes it in the background,
-and goes on from the vote at a later step boundary. A load verifies every file before it opens one. Knows nothing of the trainer.
+A save is safe against a kill at any moment: all files, their hashes, a vote of all ranks, the manifest, one rename, LATEST, and
+only then the removal of old checkpoints. An asynchronous save writes in the background and votes at a later step boundary. A load
+verifies every file before it opens one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, w
 logger = logging.getLogger(__name__)
 
 LOAD_FAULTS = (RankFault, ValueError)
-"""Errors that all ranks of an engine raise together if its checkpoint does not fit it."""
+"""Errors that all ranks of an engine raise together if its checkpoint does not fit."""
 
 
 class SaveFailed(RuntimeError):
@@ -59,10 +59,8 @@ class SaveFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A save whose state is being copied and then written to files; `CheckpointStore.drain` makes it a checkpoint.
-
-    submitted: done once all is copied and the writer has it.
-    """
+    """A save in flight, which `CheckpointStore.drain` makes a checkpoint. submitted: done once all is copied and the writer has
+    it."""
 
     step: int
     place: Path
@@ -71,13 +69,11 @@ class PendingSave:
     submitted: Future[None]
 
     def done(self) -> bool:
-        """True if this rank's files are written, or cannot be: `drain` would not wait for this rank. Local, and at once."""
+        """True if this rank's files are written, or cannot be: `drain` would not wait for this rank. Local, returns at once."""
         return self.submitted.done() and (self.submitted.exception() is not None or self.writer.is_done())
 
     def entries(self) -> dict[str, FileEntry]:
-        """Wait for this rank's files; returns their entries. The error that kept them from being copied, or OSError from being
-        written.
-        """
+        """Wait for this rank's files; return their entries. Raises the error of the copy, or OSError of the write."""
         self.submitted.result()
         try:
             return self.writer.result()
@@ -87,32 +83,32 @@ class PendingSave:
 
 
 class _Copy(NamedTuple):
-    """Files of one engine, or those beside the engines, in a buffer. done: once the copy in it is complete, or has failed."""
+    """Files of one engine, or of everything else, in a buffer. done: once the copy is complete or has failed."""
 
     files: list[SnapshotFile]
     done: Future[None]
 
     def wait(self) -> None:
-        """Until the state that is copied may change."""
+        """Wait until the copied state may change."""
         wait([self.done])
 
 
 class _Snapshot(NamedTuple):
-    """Part of one rank in a snapshot. place: for the files, on rank 0. components: digests of their states."""
+    """One rank's part of a snapshot. place: for the files, on rank 0. components: digests of their states."""
 
     place: Path | None
     components: Mapping[str, bytes]
 
 
 class CheckpointStore:
-    """Checkpoints of one run under `directory`, which all ranks share. Every method is collective.
+    """Checkpoints of one run under `directory`, which all ranks share. Every method is collective unless it says otherwise.
 
     keep_last: complete checkpoints that stay. save_only_model: weights only, for export, not for resuming. owner: id of the run's
-    lease, the same on every rank; without it what other processes wrote is neither renamed nor removed, damaged or not. remote: URL
-    for copies of what is complete, made by rank 0 (`remote.py`).
+    lease, equal on every rank; without it nothing of other processes is renamed or removed. remote: URL for copies by rank 0
+    (`remote.py`).
 
-    A loop that does not wait for the disk calls `begin_save` where a save is due, and `drain` at the step boundary where `pending`
-    is done on all ranks, and before it ends; both on all ranks at the same point.
+    To not wait for the disk, call `begin_save` where a save is due, and `drain` at the step boundary where `pending` is done on all
+    ranks, and before the end; both on all ranks at the same point.
     """
 
     def __init__(
@@ -145,11 +141,8 @@ class CheckpointStore:
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> Path:
-        """Write checkpoint `step`; returns its directory. facts: JSON-compatible, see `identity.py`.
-
-        This process writes, from the tensors themselves, and needs no host memory for a copy as `begin_save` does. A save in flight
-        is committed first. SaveFailed on every rank if one of them cannot write.
-        """
+        """Write checkpoint `step`; return its directory. facts: JSON-compatible, see `identity.py`. Writes in this process, without
+        a copy in host memory. A save in flight is committed first. SaveFailed on every rank if one of them cannot write."""
         self.drain()
         entries: dict[str, FileEntry] = {}
         threads = cores_of_rank()
@@ -183,21 +176,21 @@ class CheckpointStore:
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> None:
-        """Let a thread copy the state of checkpoint `step` to host memory, and another process of each rank write it.
+        """Copy the state of checkpoint `step` to host memory in a thread, and let each rank's writer process write it.
 
-        When it returns, everything may change, tensors by way of their engines, which wait for the copy first where there is still
-        one to be made (`StatefulModel.release_state`): the checkpoint will hold what was there at the call, to the bit. It becomes
-        one with `drain`, at a later step boundary. At most one save is in flight: an earlier one is committed first, and SaveFailed
-        of that one leaves this one not begun (the caller may begin it again). SaveFailed on every rank if one of them has no memory
-        for a copy or cannot describe its state; what goes wrong after that shows in `drain`.
+        On return everything may change, tensors by way of their engines, which first wait for the copy
+        (`StatefulModel.release_state`): the checkpoint holds the state at the call, to the bit. `drain` completes it at a later
+        step boundary. At most one save is in flight: an earlier one is committed first, and if that raises SaveFailed this one is
+        not begun (it may be tried again). SaveFailed on every rank if one has no memory for a copy or cannot describe its state;
+        later faults show in `drain`.
 
-        Host memory of a rank: its share of the checkpoint, from the first call to `close`. Later saves allocate
-        nothing, unless the state grew.
+        Host memory of a rank: its share of the checkpoint, from the first call to `close`; later saves allocate more only if the
+        state grew.
         """
         self.drain()
         copies: dict[str, _Copy] = {}
         with self._all_or_nothing(step):
-            # One agreement for everything that the ranks have to agree on: on busy cores each costs as much as many tensors.
+            # One collective for all checks: on busy cores each costs as much as many tensors.
             parts = on_every_rank("copying the state", lambda: self._take(step, engines, components, copies))
             require_equal([part.components for part in parts])
         place = parts[0].place
@@ -211,12 +204,9 @@ class CheckpointStore:
         return self._pending
 
     def drain(self) -> Path | None:
-        """Wait until all ranks have written the save in flight, if any, and make it a checkpoint; returns its directory.
-
-        SaveFailed on every rank if one of them could not write, or its writer process was killed: nothing is left of the save, and
-        the next one starts another process. The files of checkpoints that are not kept any more go in a thread of rank 0, for which
-        the next save and `close` wait.
-        """
+        """Wait until all ranks have written the save in flight, if any, and make it a checkpoint; return its directory. SaveFailed
+        on every rank if one could not write or its writer process was killed: nothing is left of the save, and the next one starts
+        another process. A thread of rank 0 removes old files; the next save and `close` wait for it."""
         pending, self._pending = self._pending, None
         if pending is None:
             return None
@@ -226,7 +216,7 @@ class CheckpointStore:
         return self._retain(manifest, wait=False)
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, newest first, damaged ones included. Not collective."""
+        """List the steps of all checkpoints, newest first, damaged ones included. Not collective."""
         return self._directory.steps()
 
     def finish_copies(self) -> None:
@@ -235,7 +225,7 @@ class CheckpointStore:
             self._copies.close(COPY_S)
 
     def close(self) -> None:
-        """End the writer process and free its memory. Not collective; what is in flight is lost."""
+        """End the writer process and free its memory. Not collective; a save in flight is lost."""
         self._pending = None
         self._copier.shutdown()
         self._writer.close()
@@ -244,7 +234,7 @@ class CheckpointStore:
 
     @contextmanager
     def _all_or_nothing(self, step: int) -> Iterator[None]:
-        """SaveFailed for a fault of any rank; nothing is left of the save then."""
+        """Raise SaveFailed for a fault of any rank, after removing what was written."""
         try:
             yield
         except RankFault as failure:
@@ -252,7 +242,7 @@ class CheckpointStore:
             raise SaveFailed(f"checkpoint of step {step} was not saved: {failure}") from failure
 
     def _begin(self, step: int, engines: Models) -> Path:
-        """Directory for the files of a new checkpoint, made by rank 0."""
+        """Make the directory for a new checkpoint, on rank 0."""
         place = self._directory.begin(step)
         for name in engines:
             (place / engine_folder(name)).mkdir(parents=True)
@@ -265,7 +255,7 @@ class CheckpointStore:
         components: Mapping[str, StatefulComponent],
         copies: dict[str, _Copy],
     ) -> _Snapshot:
-        """Begin copies of this rank's part of the state. Not collective."""
+        """Begin the copies of this rank's part of the state. Not collective."""
         self._writer.start()
         place = self._begin(step, engines) if dist.get_rank() == 0 else None
         for name, engine in engines.items():
@@ -281,7 +271,7 @@ class CheckpointStore:
     def _described(
         self, name: str, engine: StatefulModel, read: Callable[[], Callable[[], None] | None] = lambda: None
     ) -> Iterator[list[FileImage]]:
-        """This rank's files of an engine, whose state may not change inside. read: for `release_state`, asked for at the end."""
+        """Give this rank's files of an engine, whose state may not change inside. read: for `release_state`, called at the end."""
         try:
             files = self._files.setdefault(name, ShardFiles(engine_folder(name), engine.host_group))
             yield files.images(engine.save_state(with_optimizer=not self._save_only_model))
@@ -289,11 +279,10 @@ class CheckpointStore:
             engine.release_state(read())
 
     def _encoded(self, components: Mapping[str, StatefulComponent]) -> dict[str, str]:
-        """State of the components, none beside weights alone."""
         return {} if self._save_only_model else encode_components(components)
 
     def _small_files(self, encoded: Mapping[str, str]) -> list[FileImage]:
-        """This rank's files beside the engines': state of the components and of the random generators."""
+        """Return this rank's files beside the engines': components and random generators."""
         if self._save_only_model:
             return []
         state = [FileImage(STATE, [file_content(encoded)])] if dist.get_rank() == 0 else []
@@ -312,7 +301,6 @@ class CheckpointStore:
         return _Copy(files, self._copier.submit(buffer.copy_of(images)))
 
     def _submit(self, place: Path, copies: list[_Copy]) -> None:
-        """Let the writer process write what was copied."""
         for one in copies:
             one.done.result()
         self._writer.submit(place, [file for one in copies for file in one.files])
@@ -325,10 +313,8 @@ class CheckpointStore:
         return manifest
 
     def _retain(self, manifest: Manifest, *, wait: bool = True) -> Path:
-        """Let rank 0 remove old checkpoints, now that this one is complete; returns its directory.
-
-        wait: all ranks, until their files are gone. Otherwise they agree on nothing: nothing that happens here fails the save.
-        """
+        """Let rank 0 remove old checkpoints; return the new one's directory. wait: all ranks wait until the files are gone.
+        Otherwise they exchange nothing, and no fault here fails the save."""
         if wait:
             on_rank_zero("removing old checkpoints", lambda: self._remove_old(manifest, wait))
         elif dist.get_rank() == 0:
@@ -351,7 +337,7 @@ class CheckpointStore:
         unreported = set(list_files(place)) ^ set(manifest.files)
         if unreported:
             raise ValueError(f"files that no rank reported: {sorted(unreported)}")
-        # Nothing is read back, but a file that this rank sees otherwise than its writer did is found before the older ones go.
+        # Contents are not read back, but a file whose size rank 0 sees differently is found before older checkpoints go.
         wrong = find_wrong_size(place, manifest)
         if wrong:
             raise ValueError(wrong)
@@ -373,9 +359,9 @@ class CheckpointStore:
     def find_resumable(self, facts: Mapping[str, Any], skip: Collection[int] = (), *, wait: bool = True) -> Manifest:
         """Find the newest valid checkpoint, before anything is built. Under a lease, damaged ones are renamed to bad-step-N.
 
-        skip: steps not to take; `restore` renames them. wait: until the content of its files is verified; if
-        not, a thread verifies it, and `restore` waits. ValueError if there is no valid checkpoint, it holds weights only, or facts
-        that must match do not; RefusedCheckpoint if one cannot be read.
+        skip: steps not to take; `restore` renames them. wait: until file contents are verified; otherwise a thread verifies them,
+        and `restore` waits. ValueError if there is no valid checkpoint, it holds weights only, or facts that must match do not;
+        RefusedCheckpoint if one cannot be read.
         """
         if wait:
             manifest, self._verification = newest_verified(self._directory, skip), None
@@ -392,12 +378,12 @@ class CheckpointStore:
         return manifest
 
     def restore(self, manifest: Manifest, engines: Models, components: Mapping[str, StatefulComponent]) -> int:
-        """Load the checkpoint that `find_resumable` found; returns its step.
+        """Load the checkpoint that `find_resumable` found; return its step.
 
         Weights and optimizer load in any layout, on any ranks, under any engine; random states only with the same number of ranks.
         Under a lease, newer checkpoints are then renamed to abandoned-step-N: the run will save their steps again.
-        DamagedCheckpoint on every rank, before a file is opened, if a verification that `find_resumable` did not wait for finds
-        damage; under a lease it is renamed, and the next `find_resumable` gives the one before.
+        DamagedCheckpoint on every rank, before a file is opened, if a verification in a thread finds damage; under a lease the
+        checkpoint is renamed, and the next `find_resumable` gives the one before.
         """
         self._finish_verification()
         source = self._directory.step_path(manifest.step)
@@ -411,7 +397,7 @@ class CheckpointStore:
             component.load_state_dict(state[name])
         # Last: building and loading draw random numbers too.
         self._restore_rng(source, manifest)
-        # After all that can fail: a resume that is refused renames nothing that is valid.
+        # After all that can fail: a refused resume must rename nothing that is valid.
         for step, path in on_rank_zero("setting newer checkpoints aside", lambda: self._abandon_newer(manifest)):
             warn_once(
                 logger, "step-%d is newer than step-%d, from which the run goes on; renamed to %s", step, manifest.step, path.name
@@ -419,7 +405,7 @@ class CheckpointStore:
         return manifest.step
 
     def _finish_verification(self) -> None:
-        """DamagedCheckpoint on every rank, after it was set aside, if a checkpoint's content is not that of its manifest."""
+        """Raise DamagedCheckpoint on every rank, after setting the checkpoint aside, if its content is not as in its manifest."""
         verification, self._verification = self._verification, None
         if verification is not None:
             try:
@@ -434,13 +420,11 @@ class CheckpointStore:
         return self._directory.abandon_newer(manifest.step)
 
     def load_weights(self, name: str, engine: StatefulModel | None, step: int | None = None, *, with_head: bool = True) -> int:
-        """Load the weights of one engine, without optimizer, from checkpoint `step` (None: the newest valid one); returns the step.
+        """Load the weights of one engine, without optimizer, from checkpoint `step` (None: the newest valid one); return the step.
 
-        engine: None on ranks that it does not live on.
-
-        Works for `save_only_model` checkpoints and in any layout. Without `with_head` the engine keeps its own head, and the
-        checkpoint may have another one or none: a critic takes a policy's layers. ValueError if there is no such valid checkpoint
-        or engine.
+        engine: None on ranks that it does not live on. Works for `save_only_model` checkpoints and in any layout. Without
+        `with_head` the engine keeps its own head, and the checkpoint may have another one or none, so a critic can take a policy's
+        layers. ValueError if there is no such valid checkpoint or engine.
         """
         manifest = newest_verified(self._directory) if step is None else self._verified(step)
         source = self._directory.step_path(manifest.step) / engine_folder(name)
@@ -476,7 +460,7 @@ class CheckpointStore:
 
 
 def _let_training_go_first() -> None:
-    """Lower this thread's priority, as the writer process lowers its own: a core that is free copies at once all the same."""
+    """Lower this thread's priority; an idle core still copies at once."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 

@@ -1,9 +1,8 @@
 """Verification of checkpoints before anything in them is opened: manifest, required files, sizes, hashes.
 
-Collective, with the files divided among the ranks; `commands/runs/verify.py` does it in one process. All ranks return or raise
-the same. A
-wrong hash or size and a file that nobody sees are damage; an I/O error, and a file that some ranks do not see, refuse and touch
-nothing. Hashing, which takes about as long as a load, can go on in a thread until the files are needed.
+Collective, with the files divided among the ranks, which all return or raise the same. A wrong hash or size, and a file that no
+rank sees, are damage; an I/O error, and a file that only some ranks see, refuse and touch nothing. Hashing takes about as long as a
+load and can run in a thread.
 """
 
 from __future__ import annotations
@@ -34,13 +33,11 @@ _Look = tuple[str | None, ValueError | None, str | None]
 
 
 class Verification:
-    """Check of one checkpoint's content in a thread, after its manifest and the sizes of its files. Both methods are collective.
-
-    manifest: not to be trusted before `finish`.
-    """
+    """Check of one checkpoint's content in a thread, after its manifest and file sizes. Both methods are collective. manifest: not
+    to be trusted before `finish`."""
 
     def __init__(self, directory: CheckpointDirectory, step: int) -> None:
-        """DamagedCheckpoint or RefusedCheckpoint, on every rank, for what is found at once."""
+        """Start the check. DamagedCheckpoint or RefusedCheckpoint, on every rank, for what is found at once."""
         self._directory = directory
         self.manifest = _on_rank_zero("reading the manifest", lambda: _read_complete(directory, step))
         # Any rank can hash any file: the directory is shared.
@@ -63,7 +60,8 @@ class Verification:
         return _look(lambda: check(self._directory.step_path(self.manifest.step), self.manifest, mine))
 
     def finish(self) -> Manifest:
-        """Wait until all ranks have hashed their files; returns the manifest. Errors as above."""
+        """Wait until all ranks have hashed their files; return the manifest. DamagedCheckpoint or RefusedCheckpoint on every
+        rank."""
 
         def found() -> _Look:
             self._thread.join()
@@ -76,15 +74,13 @@ class Verification:
 
 
 def newest_verified(directory: CheckpointDirectory, skip: Collection[int] = ()) -> Manifest:
-    """Newest valid checkpoint but those of `skip`. Under a lease, damaged ones are renamed to bad-step-N.
-
-    ValueError if there is none; RefusedCheckpoint if a newer one cannot be read.
-    """
+    """Return the newest valid checkpoint that is not in `skip`. Under a lease, damaged ones are renamed to bad-step-N. Collective.
+    ValueError if there is none; RefusedCheckpoint if a newer one cannot be read."""
     return _newest(directory, skip, verify)
 
 
 def begin_with_newest(directory: CheckpointDirectory, skip: Collection[int] = ()) -> Verification:
-    """As `newest_verified`, with the content still to be verified: `finish`, and `set_damaged_aside` if that finds damage."""
+    """Do the same, with the content still to be verified: call `finish`, and `set_damaged_aside` if that finds damage."""
     return _newest(directory, skip, Verification)
 
 
@@ -110,13 +106,13 @@ def _newest(directory: CheckpointDirectory, skip: Collection[int], check: Callab
 
 
 def set_damaged_aside(directory: CheckpointDirectory, step: int, damage: DamagedCheckpoint) -> None:
-    """Rename a damaged checkpoint, under a lease, and say so. Collective."""
+    """Rename a damaged checkpoint, under a lease, and log it. Collective."""
     fate = on_rank_zero("setting a damaged checkpoint aside", lambda: _set_aside(directory, step))
     warn_once(logger, "step-%d is damaged (%s); %s, trying the next older one", step, damage, fate)
 
 
 def verify(directory: CheckpointDirectory, step: int) -> Manifest:
-    """Manifest of a checkpoint after all its files were hashed. DamagedCheckpoint or RefusedCheckpoint, on every rank."""
+    """Return the manifest of a checkpoint after hashing all its files. DamagedCheckpoint or RefusedCheckpoint, on every rank."""
     return Verification(directory, step).finish()
 
 
@@ -152,7 +148,6 @@ def _set_aside(directory: CheckpointDirectory, step: int) -> str:
 
 
 def _look(check: Callable[[], str | None]) -> _Look:
-    """Result of a check on this rank."""
     try:
         return check(), None, None
     except FileNotFoundError as error:
@@ -165,7 +160,7 @@ def _look(check: Callable[[], str | None]) -> _Look:
 
 
 def _raise_first(directory: CheckpointDirectory, step: int, reports: Sequence[tuple]) -> None:
-    """Collective. Raise the first fault of any rank: refusals first, as they leave the checkpoint alone."""
+    """Raise the first fault of any rank: refusals first, as they leave the checkpoint alone. Collective."""
     for rank, (_, refusal, _) in enumerate(reports):
         if refusal is not None:
             raise type(refusal)(f"rank {rank}: {refusal}")
@@ -185,7 +180,7 @@ def _raise_first(directory: CheckpointDirectory, step: int, reports: Sequence[tu
 
 
 def _on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
-    """`on_rank_zero`, with the faults of a checkpoint raised as themselves on every rank."""
+    """Call `on_rank_zero`; faults of a checkpoint are raised as themselves on every rank."""
 
     def attempt() -> tuple[Any, ValueError | None]:
         try:
