@@ -1,8 +1,7 @@
-"""Activations of one rank: an estimate in the manner of Korthikanti et al. 2022 ("Reducing activation recomputation in large
-transformer models", section 4), redone for this model: packed tokens, no dropout, SwiGLU, attention that never stores its scores.
+"""Estimate of the activations of one rank after Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer
+models", section 4), redone for packed tokens, no dropout, SwiGLU, and attention that never stores its scores.
 
-Temporary buffers of kernels and allocators are not counted. Weights and optimizer are `memory.py`'s.
-"""
+Temporary buffers of kernels and allocators are not counted. Weights and optimizer are in `memory.py`."""
 
 from __future__ import annotations
 
@@ -26,41 +25,39 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class RoleWork:
-    """Settings and sizes of a role that decide what a rank of it holds."""
+    """Settings and sizes that decide what one rank of a role holds."""
 
     dtype: Literal["bf16", "fp32"]
     trained: bool
     micro_batch_tokens: int
-    """At most, over all cp ranks."""
+    """Most tokens of a micro-batch, over all cp ranks."""
     num_micro_batches: int
     forward_tokens: int | None = None
-    """As micro_batch_tokens, of passes without gradients; None if equal."""
+    """The same for passes without gradients; None: `micro_batch_tokens`."""
     value_head: bool = False
     distributed_optimizer: bool = True
     recompute: Recompute = "none"
     offload: tuple[bool, bool, bool] = (False, False, False)
-    """Of parameters, gradients, optimizer."""
+    """True for each of (parameters, gradients, optimizer state) that leaves the device while other roles work."""
     adam_buffers: bool = False
-    """The optimizer is torch's AdamW on a GPU, which Megatron-core takes without TransformerEngine and Apex."""
+    """True for torch's AdamW on a GPU, which Megatron-core takes without TransformerEngine and Apex."""
     fused: bool = False
-    """SwiGLU is one kernel (`models/fusion.py`), as on a GPU."""
+    """True if SwiGLU is one kernel (`models/fusion.py`), as on a GPU."""
     steps: int = 1
-    """Optimizer steps of a phase."""
+    """Optimizer steps of one training phase."""
     values: tuple[int, int] | None = None
-    """Numbers per token that a pass without gradients and a training pass read: bytes of micro-batches, which None leaves out."""
+    """Numbers per token that (a pass without gradients, a training pass) reads; None leaves out the bytes of micro-batches."""
     lora: LoraConfig | None = None
-    """Of adapters that train, with a value head, on a frozen base."""
+    """Adapters that train, with a value head, on a frozen base; None if the role has none."""
     frozen: frozenset[str] = frozenset()
-    """Hugging Face names of weights that do not train; their activations are counted as if they did."""
+    """Hugging Face names of weights that do not train. Their activations are counted as if they did."""
 
 
 def activation_bytes(arch: ModelArch, layout: ParallelLayout, stage: int, work: RoleWork, adapter_width: int = 0) -> int:
-    """Peak bytes of a stage in a training pass: activations of the micro-batches in flight, plus the larger working set of a
-    layer's backward pass and of the model's output.
+    """Peak bytes of a stage in a training pass: activations of the micro-batches in flight, plus the larger of a layer's backward
+    working set and the output's.
 
-    Recomputation: selective counts like none; full keeps the input of every layer, and all activations of the layer being
-    recomputed. adapter_width: numbers per token and layer between A and B of adapters; 0 if all weights train.
-    """
+    adapter_width: numbers per token and layer between A and B of the adapters; 0 if all weights train."""
     itemsize, fused, tokens = ITEMSIZE[work.dtype], work.fused, -(-work.micro_batch_tokens // layout.cp)
     boundary = arch.hidden_size // sequence_shards(layout)
     sparse = _sparse_layers(arch, layout, stage)
@@ -71,6 +68,7 @@ def activation_bytes(arch: ModelArch, layout: ParallelLayout, stage: int, work: 
     # Pipeline messages, in and out, outlive their pass; under full recomputation the input is already the first layer's.
     messages = 0 if layout.pp == 1 else boundary * (1 if work.recompute == "full" else 2)
     if work.recompute == "full":
+        # The inputs of all layers are kept, and all activations of the one layer being recomputed.
         chunks = [messages + boundary * len(layers) for layers in sparse]
         backward += max(kept.values())
     else:  # selective too: our attention stores no scores that recomputation could save
@@ -95,7 +93,7 @@ def forward_bytes(
     value_head: bool = False,
     fused: bool = False,
 ) -> int:
-    """Peak bytes of a stage in a pass without gradients: one layer, or the model's output."""
+    """Peak bytes of a stage in a pass without gradients: in one layer, or at the model's output."""
     kinds = {*sum(_sparse_layers(arch, layout, stage), [])}
     layer = tokens * max(forward_elements(arch, layout, kind, fused) for kind in kinds) * itemsize
     if stage < layout.pp - 1 or value_head:
@@ -105,8 +103,7 @@ def forward_bytes(
 
 def micro_batch_bytes(layout: ParallelLayout, tokens: int, values: int) -> int:
     """Bytes of the micro-batches on the device of a last stage. tokens: of one, over all cp ranks. values: fp32 or int32 numbers
-    per token in the fields that the pass reads.
-    """
+    per token that the pass reads."""
     # Two int64 indices of all tokens (`ContextShard.order`, `ranked`) and one of this rank's (`index`).
     of_context = 0 if layout.cp == 1 else 2 * 8 + 8 // layout.cp
     # The current one and the next; under vpp a round of pp and the next.
@@ -161,7 +158,7 @@ def _final_norm_elements(arch: ModelArch, layout: ParallelLayout, itemsize: int,
 
 
 def _gathered(arch: ModelArch, layout: ParallelLayout) -> int:
-    """Elements per token of a product's input under sequence parallel, gathered from all tp ranks."""
+    """Elements per token of a product's input that sequence parallel gathers from all tp ranks."""
     return arch.hidden_size if layout.sequence_parallel else 0
 
 
@@ -172,10 +169,7 @@ def _message(arch: ModelArch, layout: ParallelLayout) -> int:
 def layer_elements_per_token(
     arch: ModelArch, layout: ParallelLayout, itemsize: int, sparse: bool = False, fused: bool = False
 ) -> int:
-    """Activations that one layer keeps per token of its rank, in elements of `itemsize` bytes. sparse: a layer of experts.
-
-    A test compares this with the tensors that a real model saves.
-    """
+    """Activations that one layer keeps per token of its rank, in elements of `itemsize` bytes. sparse: the layer has experts."""
     # Two norms: the input in fp32, the normalised input, the output.
     norms = 2 * (arch.hidden_size * FP32 // itemsize + 2 * arch.hidden_size)
     heads, kv_heads = arch.num_heads // layout.tp, arch.num_kv_heads // layout.tp
@@ -192,10 +186,8 @@ def layer_elements_per_token(
 
 
 def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, itemsize: int, fused: bool) -> int:
-    """Elements that dispatch, experts and router keep per token of a rank, if the tokens fall evenly on the experts.
-
-    A rank whose experts are chosen more often needs more.
-    """
+    """Elements that dispatch, experts and router keep per token of a rank. Assumes that tokens fall evenly on the experts; a rank
+    with busier experts needs more."""
     # A row: its input; gate and up, the product weighted by the router; not fused: also up with its offset, silu(gate) and the
     # product before weighting.
     row = hidden_size + (3 if fused else 6) * moe.ffn_size // layout.etp
@@ -206,9 +198,8 @@ def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, ite
 
 
 def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, chunks: Sequence[int]) -> int:
-    """Peak of a stage under 1F1B (Narayanan et al. 2021, section 2.2); a micro-batch keeps chunks[c] in model chunk c from its
-    forward to its backward pass.
-    """
+    """Peak of a stage under 1F1B (Narayanan et al. 2021, section 2.2), in the unit of `chunks`: what a micro-batch keeps in each
+    model chunk from its forward to its backward pass."""
     pp, vpp = layout.pp, layout.vpp
     # Megatron-core's `get_pp_rank_microbatches`.
     warm_up = pp - stage - 1 if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp
@@ -218,7 +209,7 @@ def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, c
     passes = [(chunk, round_ * pp + place) for round_ in range(rounds) for chunk in range(vpp) for place in range(pp)]
     held = peak = 0
     for step, (chunk, micro_batch) in enumerate(passes):
-        if micro_batch < num_micro_batches:  # those that fill up the last round take their sequences from the others
+        if micro_batch < num_micro_batches:  # micro-batches that only fill up the last round add no sequences
             held += chunks[chunk]
             peak = max(peak, held)
         if step >= warm_up:
@@ -230,16 +221,16 @@ def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, c
 def output_bytes(
     arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int, on_gpu: bool, *, trained: bool, frozen: bool = False
 ) -> int:
-    """Peak bytes of the log-probs, which never hold all logits. frozen: the projection has no gradient in a training pass."""
+    """Peak bytes of the log-probs, for which not all logits exist at once. frozen: the output projection has no gradient."""
     found = logit_bytes(arch, layout, tokens, itemsize, "cuda" if on_gpu else "cpu", trained=trained)
-    # In training the projection's fp32 gradient, which waits for the backward pass.
+    # The projection's fp32 gradient is made with the log-probs and waits for the backward pass.
     return found + (-(-arch.vocab_size // layout.tp) * arch.hidden_size * FP32 if trained and not frozen else 0)
 
 
 def logit_bytes(
     arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int, device: Literal["cpu", "cuda"], *, trained: bool
 ) -> int:
-    """Peak bytes of logits and their gradients, and of what the products are made of."""
+    """Peak bytes of the logits, their gradients and the copies of inputs and weights that the products read."""
     rows = -(-arch.vocab_size // layout.tp)
     chunk = min(tokens, CHUNK_TOKENS[device]) if trained else tokens
     block = min(chunk * rows, BLOCK_LOGITS[device])
@@ -250,10 +241,10 @@ def logit_bytes(
     if not trained:  # a block of logits, and with sequence parallel the gathered input
         return block * FP32 + widened + tokens * _gathered(arch, layout) * itemsize
     logits = chunk * rows
-    # While they are computed a block of them exists twice; later their gradient in the weights' type (fp32 overwrites the logits).
+    # While they are computed, one block exists twice; later their gradient in the weights' type (fp32 overwrites the logits).
     return logits * FP32 + max(block * FP32 + widened, 0 if itemsize == FP32 else logits * itemsize)
 
 
 def sequence_shards(layout: ParallelLayout) -> int:
-    """Number of ranks over which the activations between the matrix products are sharded."""
+    """Number of ranks that share the activations between the matrix products."""
     return layout.tp if layout.sequence_parallel else 1

@@ -1,8 +1,6 @@
-"""The plan of a run as a value: layouts, memory of every role and stage, rollout replicas, and what does not fit.
+"""The plan of a run as a value: layouts, memory per role and stage, rollout replicas, and what does not fit. `report.py` prints it.
 
-`report.py` prints it. Memory that is certain (weights, gradients, optimizer, KV cache) can refuse a run; the estimate of
-activations only warns.
-"""
+Certain memory (weights, gradients, optimizer, KV cache) can refuse a run; the estimate of activations only warns."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ from megappo.trainer.roles import critic_reads, policy_reads
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes and memory of a run. memory[role][stage]: one rank of the stage. device_memory: bytes, None if unknown.
-    reserve: of a rank, for the CUDA context and NCCL.
-    """
+    """Sizes and memory of a run."""
 
     config: TrainConfig
     archs: Mapping[str, ModelArch]
@@ -59,16 +55,19 @@ class Plan:
     world_size: int
     device: Device
     device_memory: int | None
+    """Bytes of one GPU; None if unknown."""
     step: StepArithmetic
     micro_batches: Mapping[str, int]
     memory: Mapping[str, tuple[RoleMemory, ...]]
+    """[role][stage]: one rank of the stage."""
     rollout: RolloutMemory | None
     reserve: int = 0
+    """Bytes of one rank for the CUDA context and NCCL."""
     warnings: tuple[str, ...] = field(default=())
 
     @property
     def replicas(self) -> int:
-        """vLLM replicas, or the data-parallel ranks of the policy that generate; 0 if nobody does."""
+        """Number of vLLM replicas, or of the policy's data-parallel ranks if those generate; 0 if the run does not sample."""
         if not self.samples:
             return 0
         if self.rollout is None:
@@ -77,7 +76,7 @@ class Plan:
 
     @property
     def samples(self) -> bool:
-        """True if the policy samples; a critic may train on trajectories that another run recorded."""
+        """True if the policy samples; False if a critic trains on recorded trajectories."""
         return "policy" in self.layouts
 
     @cached_property
@@ -86,16 +85,15 @@ class Plan:
         return {name: placement_of(ranks, self.world_size) for name, ranks in placements_in_use(self.config).items()}
 
     def roles_on(self, rank: int) -> list[str]:
-        """Roles that live on a rank of the world."""
         return [role for role in self.layouts if rank in self.placements[role]]
 
     def generates(self, rank: int) -> bool:
-        """True if vLLM is on this rank."""
+        """True if vLLM runs on this rank."""
         return self.rollout is not None and rank in self.placements["rollout"]
 
     def distinct_ranks(self) -> list[int]:
-        """The first rank of each combination of stages, and some others: those between hold as much as the one before them."""
-        # Stages and placements are runs of neighbouring ranks: a combination begins where one of a role begins or ends.
+        """First rank of every combination of stages, and a few more. A rank in between holds as much as the one before it."""
+        # Stages and placements are runs of neighbouring ranks: a combination begins where a stage or a placement begins or ends.
         begins = {
             self.placements[role].rank_of(layout.rank_of(pp=stage))
             for role, layout in self.layouts.items()
@@ -107,19 +105,19 @@ class Plan:
         return sorted(begins)
 
     def stage(self, role: str, rank: int) -> RoleMemory:
-        """Memory of a role on one of its ranks of the world."""
+        """Memory of a role on `rank`, a number in the world."""
         return self.memory[role][self.layouts[role].coordinates(self.placements[role].position_of(rank)).pp]
 
     def rollout_bytes(self, moment: Moment = "generate") -> int:
-        """Bytes of vLLM on one of its ranks: all while it generates, those that do not sleep (`rollout.sleep`) at other moments."""
+        """Bytes of vLLM on one of its ranks: everything while it generates, otherwise what does not sleep (`rollout.sleep`)."""
         return self.rollout.held(moment, self.config.rollout.sleep) if self.rollout is not None else 0
 
     def trainer_at_rest(self, rank: int) -> int:
-        """Bytes of one rank beside vLLM while no role works: also when vLLM starts."""
+        """Bytes of one rank without vLLM while no role works, as when vLLM starts."""
         return self.reserve + sum(self.stage(role, rank).resident for role in self.roles_on(rank))
 
     def certain(self, rank: int) -> int:
-        """Bytes of one rank without activations, in its fullest moment."""
+        """Bytes of one rank in its fullest moment, without activations."""
         pushed = [self.stage(role, rank).saving for role in self._beside_sampler(rank)]
         return self._fullest(rank, [m.offloaded + m.offloaded_optimizer for m in self._roles(rank)], pushed)
 
@@ -136,18 +134,17 @@ class Plan:
         return [role for role in roles_beside_sampler(self.config) if role in here]
 
     def _fullest(self, rank: int, training: Sequence[int], pushed: Sequence[int]) -> int:
-        """training: bytes that a role needs on top of what rests, in its fullest moment of stages 3 to 6, for each role. pushed:
-        the same after a push."""
+        """training, pushed: bytes that each role adds to what rests, at its peak in stages 3 to 6 and after a push."""
         work = max(training, default=0), max(pushed, default=0)
         rollout = self.rollout if self.generates(rank) else None
         return fullest_moment(self.trainer_at_rest(rank), *work, rollout, self.config.rollout.sleep)
 
     def host_memory(self, rank: int) -> int:
-        """Host memory of one rank that the offloaded parts of all roles take while none of them works."""
+        """Bytes of host memory on one rank for the offloaded parts of all roles, while none of them works."""
         return sum(memory.host_memory for memory in self._roles(rank))
 
     def snapshot_memory(self, rank: int) -> int:
-        """Host memory of one rank for the copy that an asynchronous save writes from; kept from the first save on."""
+        """Bytes of host memory on one rank for the copy that an asynchronous save writes from. It is kept after the first save."""
         if not self.config.checkpoint.asynchronous:
             return 0
         roles = [self.stage(role, rank) for role in self.roles_on(rank) if role in trained_sections(self.config)]
@@ -156,7 +153,7 @@ class Plan:
         return written + (-(-self.stage("reference", rank).weights // self._copies("reference")) if refreshed else 0)
 
     def _copies(self, role: str) -> int:
-        """Ranks that share the writing of the same weights of a frozen role."""
+        """Number of ranks that hold the same weights of a frozen role and share the writing."""
         layout = self.layouts[role]
         return 1 if section_of(self.config, role).engine == "fsdp2" else layout.dp * layout.cp
 
@@ -171,7 +168,7 @@ def roles_beside_sampler(config: TrainConfig) -> list[str]:
 
 
 def beside_sampler(config: TrainConfig, role: str, memory: RoleMemory) -> int:
-    """Bytes that such a role then adds on the device."""
+    """Bytes that a role of `roles_beside_sampler` adds on the device while it works."""
     return memory.saving if role in trained_sections(config) else memory.inferring
 
 
@@ -183,7 +180,7 @@ def make_plan(
     device: Device,
     device_memory: int | None = None,
 ) -> Plan:
-    """Plan and check. ConfigError if the run cannot fit into `device_memory` (bytes) whatever its activations are."""
+    """Plan a run and check it. ConfigError if its certain memory exceeds `device_memory` (bytes), or if vLLM could not start."""
     plan = work_out(config, archs, layouts, world_size, device, device_memory)
     check_kv_cache(plan)
     plan = _check_fit(plan)
@@ -200,7 +197,7 @@ def work_out(
     device_memory: int | None = None,
     counter: Counter = count_parameters,
 ) -> Plan:
-    """As `make_plan`, whether it fits or not."""
+    """Plan a run without checking whether it fits."""
     step = step_arithmetic(config)
     micro_batches = {role: _micro_batches(config, role, layout, step) for role, layout in layouts.items()}
     memory = {
@@ -217,7 +214,7 @@ def work_out(
 
 
 def _reserve(plan: Plan) -> int:
-    """Of the rank with most communicators."""
+    """Reserve of the rank whose communicators take most."""
 
     def of_rank(rank: int) -> int:
         of_roles = [(plan.layouts[role], plan.archs[role].moe is not None) for role in plan.roles_on(rank)]
@@ -229,23 +226,23 @@ def _reserve(plan: Plan) -> int:
 def memory_of_stage(
     config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stage: int, device: Device, counter: Counter
 ) -> RoleMemory:
-    """Of one rank of a stage, as in the plan of this configuration, for those that ask about one role at a time."""
+    """Memory of one rank of a stage, as in the plan of this configuration, for callers that need one role at a time."""
     step = step_arithmetic(config)
     return _stage_memory(config, role, arch, layout, stage, _micro_batches(config, role, layout, step), step, device, counter)
 
 
 def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: int | None) -> RolloutMemory:
-    """Of one rank of vLLM, as in the plan of this configuration."""
+    """Memory of one vLLM rank, as in the plan of this configuration."""
     return _rollout(config, arch, device, device_memory)
 
 
 def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
-    """Sequences of a data-parallel rank in one pass: of a mini-batch, or of the whole step for a frozen role."""
+    """Sequences per data-parallel rank in one pass."""
     return _each(samples_of_pass(config, role, step), layout)
 
 
 def samples_of_pass(config: TrainConfig, role: str, step: StepArithmetic) -> int:
-    """Samples of a mini-batch for a role that trains, of the whole step for a frozen one."""
+    """Samples in one pass: of a mini-batch for a role that trains, of the whole step for a frozen one."""
     return update_schedule(config, role).mini_batch_size if role in trained_sections(config) else step.samples
 
 
@@ -254,7 +251,7 @@ def _each(samples: int, layout: ParallelLayout) -> int:
 
 
 def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
-    """Micro-batches of such a pass when every sequence, and every text, is at its longest."""
+    """Most micro-batches of such a pass: when every sequence and every text is at its longest."""
     texts = text_arithmetic(config, role)
     sequences = _sequences(config, role, layout, step) + _each(texts.count, layout)
     longest = max(step.max_sequence_tokens, texts.max_tokens)
@@ -262,11 +259,11 @@ def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step:
 
 
 def _full_micro_batch(budget: int, total: int, longest: int, layout: ParallelLayout) -> int:
-    """Tokens of a micro-batch that is as full as it gets, of a pass of `total` tokens. Context parallel pads every sequence to a
-    multiple of 2 cp."""
+    """Most tokens of a micro-batch in a pass of `total` tokens."""
     tokens = min(max(budget, longest), total)
     if layout.cp == 1:
         return tokens
+    # Context parallel pads every sequence to a multiple of 2 cp.
     padding = -longest % (2 * layout.cp)
     return tokens + -(-tokens // longest) * padding
 
@@ -289,7 +286,7 @@ def _stage_memory(
         total = sequences * step.max_sequence_tokens + texts_tokens
         return _full_micro_batch(settings.micro_batch_tokens, total, longest, layout)
 
-    # Log-probs and values are of the whole step, and of no text.
+    # Log-probs and values are computed for the whole step at once, and not for texts.
     tokens = full(_sequences(config, role, layout, step), longest, _each(texts.count, layout) * texts.max_tokens)
     forward_tokens = full(_each(step.samples, layout), step.max_sequence_tokens)
     count = counter if settings.engine == "megatron" else count_own_parameters
@@ -316,7 +313,7 @@ def _stage_memory(
             steps=update_schedule(config, role).optimizer_steps(step.samples),
             adam_buffers=device == "cuda" and config.model.impl == "local",
             lora=settings.lora,
-            frozen=frozen if of_megatron else frozenset(),  # sharded below, by transformers' parameters
+            frozen=frozen if of_megatron else frozenset(),  # FSDP2: `sharded_memory` below counts them by transformers' names
         )
     memory = role_memory(arch, layout, stage, work, count)
     if of_megatron:
@@ -353,7 +350,7 @@ def _stage_memory(
 def _with_average(
     config: TrainConfig, role: str, memory: RoleMemory, count: ParameterCount | None, layout: ParallelLayout, device: Device
 ) -> RoleMemory:
-    """With the average of the policy's weights, if there is one. count: as in `memory.with_average`."""
+    """Add the moving average of the policy's weights, if the run has one. count: as in `memory.with_average`."""
     if role != "policy" or config.policy.ema is None:
         return memory
     on_device = config.policy.ema.keep_on == "device" or device == "cpu"  # whose memory is the host's
@@ -361,7 +358,7 @@ def _with_average(
 
 
 def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
-    """Numbers of a token that a role's passes read, without and with gradients: kept ids, fields of losses."""
+    """Numbers per token that a role's passes read (without, with) gradients: kept top-k ids and the fields of its losses."""
     if value_head_of(section_of(config, role)) is not None:
         return 0, len(critic_reads(role))
     s = config.rollout.sampling
@@ -372,7 +369,7 @@ def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
 
 
 def rollout_dtype(config: TrainConfig) -> Literal["bf16", "fp32"]:
-    """Of vLLM's weights and cache."""
+    """Type of vLLM's weights and KV cache."""
     return config.policy.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
 
 
@@ -383,7 +380,7 @@ def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory
 
 
 def sequences_at_once(plan: Plan) -> int:
-    """Sequences that one vLLM replica decodes together at most."""
+    """Most sequences that one vLLM replica decodes together."""
     return min(plan.config.rollout.max_num_seqs, sequences_of_replica(plan.step.samples, plan.replicas))
 
 
@@ -393,7 +390,7 @@ def sequences_of_replica(samples: int, replicas: int) -> int:
 
 
 def check_kv_cache(plan: Plan) -> None:
-    """Raise ConfigError if vLLM would refuse to start because its cache cannot hold one sequence at its longest."""
+    """Raise ConfigError if the KV cache cannot hold one sequence at its longest. vLLM would refuse to start."""
     rollout = plan.rollout
     longest = plan.step.max_sequence_tokens
     if rollout is None or rollout.holds_sequence(longest):
@@ -420,7 +417,7 @@ def check_kv_cache(plan: Plan) -> None:
 
 
 def check_rollout_start(plan: Plan) -> None:
-    """Raise ConfigError if vLLM would refuse to start: it wants its share of the whole device, free at that moment."""
+    """Raise ConfigError if vLLM would refuse to start because its share of the device is not free at that moment."""
     if plan.rollout is None or plan.device_memory is None or plan.device == "cpu":
         return
     config, have = plan.config.rollout, plan.device_memory
@@ -460,7 +457,7 @@ def _check_fit(plan: Plan) -> Plan:
 
 
 def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
-    """Fixes that lower the certain part: sizes of the largest role on this rank, offload that is not on yet, a smaller cache."""
+    """Fixes that lower the certain memory of a rank."""
     here = plan.roles_on(rank)
     if not here:
         yield "raise rollout.tp"

@@ -1,8 +1,6 @@
 """Memory of one rank of a role under FSDP2, from the shapes of its shards.
 
-Weights, gradients and moments are exact; gathered layers are counted by what FSDP2 holds at once, and activations are estimated as
-Megatron-core's, with the same recomputation.
-"""
+Weights, gradients and moments are exact. Gathered layers are what FSDP2 holds at once; activations are an estimate."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from megappo.parallel.layout import ParallelLayout
 
 
 def count_own_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
-    """Count the parameters of transformers' class on one tp rank, not sharded, as a `memory.Counter`."""
+    """Count the parameters of transformers' class on one tp rank, unsharded. It is a `memory.Counter`."""
     sizes = _sizes(arch, ParallelLayout(layout.tp, tp=layout.tp), value_head)
     return ParameterCount(sum(sizes.values()), 0, sizes.get(VALUE_HEAD, 0))
 
@@ -35,24 +33,24 @@ def count_own_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, va
 def count_own_unfrozen(
     arch: ModelArch, layout: ParallelLayout, stage: int, frozen: frozenset[str], count: ParameterCount, value_head: bool
 ) -> ParameterCount:
-    """Parameters of `count_own_parameters` that are not frozen, as `memory.count_unfrozen`."""
+    """Count the parameters of transformers' class that are not frozen, from `count_own_parameters`."""
     sizes = _sizes(arch, ParallelLayout(layout.tp, tp=layout.tp), value_head)
     away = sum(sizes[name] for name in frozen_whole(arch, frozen, value_head=value_head))
     return ParameterCount(count.dense - away, count.experts, count.fp32)
 
 
 def _sizes(arch: ModelArch, layout: ParallelLayout, value_head: bool) -> dict[str, int]:
-    """Parameter -> numbers of its shard on the first rank, which is the fullest."""
+    """Parameter -> elements of its shard on the first rank, which is the fullest."""
     return {name: prod(shape) for name, (_, shape) in shards_of(arch, layout, 0, value_head).items()}
 
 
 def score_bytes(arch: ModelArch, tokens: int, longest: int, itemsize: int, recompute: Recompute) -> tuple[int, int]:
-    """(bytes in a pass without gradients, in a training pass) of attention whose scores are in memory; (0, 0) for other models.
+    """Bytes of attention scores in (a pass without gradients, a training pass); (0, 0) for models that do not store them.
 
-    tokens: of a micro-batch, in sequences of `longest` tokens. Sliding windows save nothing: the scores are of all pairs.
-    """
+    tokens: of a micro-batch, in sequences of `longest` tokens."""
     if not arch.keeps_scores:
         return 0, 0
+    # Sliding windows save nothing: scores exist for all pairs of tokens.
     pairs = arch.num_heads * tokens * longest
     working = 3 * pairs * FP32  # scores, capped or masked ones, their softmax
     kept = pairs * (FP32 + itemsize)  # the softmax, and its rounding for the product with the values
@@ -60,26 +58,21 @@ def score_bytes(arch: ModelArch, tokens: int, longest: int, itemsize: int, recom
 
 
 def inputs_away(arch: ModelArch, layout: ParallelLayout, tokens: int, itemsize: int) -> int:
-    """Bytes of a rank's inputs of layers that wait in host memory, of a micro-batch of `tokens` over its cp ranks: all but one."""
+    """Bytes of layer inputs in a rank's host memory, for a micro-batch of `tokens` over its cp ranks: of all layers but one."""
     return -(-tokens // layout.cp) * (arch.num_layers - 1) * (arch.hidden_size // sequence_shards(layout)) * itemsize
 
 
 @dataclass(frozen=True)
 class _Shards:
-    """Shards of the fullest rank, and what it gathers of its tp rank. Names: of Hugging Face tensors and adapters.
+    """Shards of the fullest rank, and what it gathers for its tp rank. Names are those of Hugging Face tensors and adapters."""
 
-    held, moving: numbers of all parameters, and of those that train. weights: bytes of the shards. read: bytes of the largest
-    weight that a product makes of one in 8 bits. root, layer: bytes of the root's group and of the largest layer's, gathered.
-    moving_gathered: parameter that trains -> numbers, gathered.
-    """
-
-    held: int
-    moving: int
-    weights: int
-    read: int
-    root: int
-    layer: int
-    moving_gathered: Mapping[str, int]
+    held: int  # elements of all parameters
+    moving: int  # elements of those that train
+    weights: int  # bytes of the shards
+    read: int  # bytes of the largest weight that a product rebuilds from 8 bits
+    root: int  # bytes of the root's group when gathered
+    layer: int  # bytes of the largest layer's group when gathered
+    moving_gathered: Mapping[str, int]  # parameter that trains -> elements when gathered
 
 
 def _shards_of(arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> _Shards:
@@ -89,7 +82,7 @@ def _shards_of(arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> _Shar
     cuts = adapter_cuts(arch, adapted_of(of_adapters))
 
     def sizes(over: ParallelLayout) -> tuple[dict[str, int], dict[str, int]]:
-        """(all parameters, those that train) -> numbers of their shards on the first rank, which is the fullest."""
+        """Elements of the shards on the first rank, which is the fullest: (all parameters, those that train)."""
         base = _sizes(arch, over, value_head)
         boxes = {name: shard_box(shape, cuts.get(name, Cut(None)), over, 0) for name, shape in of_adapters.items()}
         beside = {name: box.area for name, box in boxes.items() if box is not None}
@@ -100,7 +93,7 @@ def _shards_of(arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> _Shar
     int8 = _rows_in_8_bits(arch, layout, lora)
 
     def in_bytes(numbers: Mapping[str, int]) -> dict[str, int]:
-        """Of tensors in the type of computation, those in 8 bits with their scales, of two bytes."""
+        """Bytes of tensors in the type of computation, and of those in 8 bits with their two-byte scales."""
         return {
             name: size * itemsize if name not in int8 else size + SCALE_BYTES * (size // int8[name][0]) * int8[name][1]
             for name, size in numbers.items()
@@ -122,7 +115,7 @@ def _shards_of(arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> _Shar
 
 
 def _rows_in_8_bits(arch: ModelArch, layout: ParallelLayout, lora: LoraConfig | None) -> dict[str, tuple[int, int]]:
-    """Weight in 8 bits -> (columns of the whole weight over the tp ranks that cut its rows, scales of such a row at most)."""
+    """Weight in 8 bits -> (columns on one tp rank, most scales of such a row)."""
     columns = {f"{name}.weight": width for name, (_, width) in int8_modules(arch, lora).items()}
     over_tp = hf_cuts(arch) if columns else {}
     parts = {name: layout.tp if over_tp[name].dim == 1 else 1 for name in columns}
@@ -130,7 +123,7 @@ def _rows_in_8_bits(arch: ModelArch, layout: ParallelLayout, lora: LoraConfig | 
 
 
 def _in_groups(whole: Mapping[str, int]) -> tuple[int, int]:
-    """Totals of the root's group and of the largest layer's on one tp rank, while they are gathered."""
+    """Totals on one tp rank while gathered: (the root's group, the largest layer's)."""
     by_layer: Counter[str] = Counter()
     for name, size in whole.items():
         by_layer[layer_prefix(name)] += size
@@ -147,14 +140,13 @@ def _peaks(
     scores: tuple[int, int],
     passes: OwnPasses | None,
 ) -> tuple[int, int]:
-    """Bytes of activations with what is gathered beside them: in a pass without gradients, and in a training pass if it is
-    trained. Arguments as of `sharded_memory`."""
+    """Bytes of activations and gathered tensors in (a pass without gradients, a training pass)."""
     itemsize = ITEMSIZE[work.dtype]
     moving_root, moving_layer = _in_groups(shards.moving_gathered)
     if passes is None:
-        # The root's group stays gathered, and of the layers the one at work and the next.
+        # The root's group stays gathered, and the layer at work with the next one.
         gathered = shards.root + 2 * shards.layer
-        # In the backward also whole gradients: the root's and a layer's, once more in fp32 while they are reduced.
+        # The backward pass adds whole gradients of the root and a layer, and a copy in fp32 while they are reduced.
         gradients = (moving_root + moving_layer) * (itemsize + FP32)
         return unsharded.forward + scores[0] + gathered, unsharded.activations + scores[1] + gathered + gradients
     projection = EMBEDDING if arch.tied_embeddings else OUTPUT
@@ -184,18 +176,17 @@ def sharded_memory(
     inputs_on_host: int = 0,
     passes: OwnPasses | None = None,
 ) -> RoleMemory:
-    """The memory of a rank with whole weights (`role_memory`), with the shards of the fullest rank of `layout` in their place.
+    """Replace the whole weights in a rank's memory (`role_memory`) by the shards of the fullest rank of `layout`.
 
-    scores: of `score_bytes`. accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
-    inputs_on_host: of `inputs_away`. passes: of a dense model of a family, whose activations are then those of
-    `hf_activations.py`, in place of Megatron's in `unsharded`.
-    """
+    scores: from `score_bytes`. accumulates: whole gradients wait for the last micro-batch (`reduce_once`, with more than one).
+    inputs_on_host: from `inputs_away`. passes: for a dense model of a family, whose activations `hf_activations.py` counts; None
+    keeps the estimate for Megatron in `unsharded`."""
     shards = _shards_of(arch, layout, work)
     forward, activations = _peaks(unsharded, arch, layout, work, shards, scores, passes)
     waiting = sum(shards.moving_gathered.values()) * FP32 if accumulates else 0
     weights, moving = shards.weights, shards.moving
     gradients, optimizer = moving * FP32, 2 * moving * FP32
-    saved = weights if work.frozen else moving * FP32  # of adapters not their base
+    saved = weights if work.frozen else moving * FP32  # adapters are saved without their base
     parameters_away, gradients_away, optimizer_away = work.offload
     return replace(
         unsharded,

@@ -1,9 +1,7 @@
-"""Activations of transformers' dense classes under FSDP2: what autograd keeps of a layer, and the fullest moments of a pass.
+"""Activations of transformers' dense classes under FSDP2: what autograd keeps of a layer, and the fullest moment of a pass.
 
-Moments, not a sum: FSDP2's gathered layers, whole gradients and the logits of the loss exist at different times. Bytes of tensors,
-as `benchmarks/bench_engines.py` counts them; a test holds families to 2 % of what is alive. Models with experts or without a family
-have the estimate of `activations.py`.
-"""
+Gathered layers, whole gradients and logits exist at different times, so moments are compared, not summed. A test holds the result
+to 2 % of the bytes alive in real models. Models with experts or without a family use `activations.py`."""
 
 from __future__ import annotations
 
@@ -19,49 +17,49 @@ _INT64 = 8
 
 @dataclass(frozen=True)
 class Gathered:
-    """Bytes of whole weights on one tp rank while FSDP2 has gathered them, and of their whole gradients.
-
-    root: embedding, last norm and output projection; layer: of the largest; both in the type of computation, or in 8 bits.
-    root_gradient, projection_gradient: in the type of computation, of what trains of the root, and of its output projection.
-    matrix: of the largest trained weight of a layer. root_reduced, layer_reduced: gradients in fp32 on their way to the shards.
-    shards: ranks that each weight is cut over.
-    """
+    """Bytes of whole weights that FSDP2 has gathered on one tp rank, and of their whole gradients."""
 
     root: int
+    """Embedding, last norm and output projection, in the type of computation or in 8 bits."""
     layer: int
+    """The largest layer, in the type of computation or in 8 bits."""
     root_gradient: int
+    """Gradients of the weights of the root that train, in the type of computation."""
     projection_gradient: int
+    """Gradient of the output projection if it trains, in the type of computation."""
     matrix: int
+    """The largest weight of a layer that trains, in the type of computation."""
     root_reduced: int
     layer_reduced: int
+    """`root_reduced`, `layer_reduced`: gradients in fp32 on their way to the shards."""
     shards: int
+    """Number of ranks that each weight is cut over."""
 
     @property
     def in_flight(self) -> int:
-        """Of the buffer in which a layer's weights arrive, beside those of the layer at work."""
+        """Bytes of the buffer that receives the next layer's weights while a layer works."""
         return self.layer if self.shards > 1 else 0
 
 
 @dataclass(frozen=True)
 class OwnPasses:
-    """Passes of a role. tokens, forward_tokens: of a micro-batch on this rank, in a training pass and in one without gradients.
-
-    batch, forward_batch: bytes of the micro-batches. adapted: last names of modules with adapters of `rank`, None if all weights
-    train.
-    """
+    """Sizes of the passes of a role on one rank."""
 
     tokens: int
     forward_tokens: int
+    """`tokens`, `forward_tokens`: of a micro-batch on this rank, in a training pass and in one without gradients."""
     recompute: Recompute
     device: Literal["cpu", "cuda"]
     batch: int
     forward_batch: int
+    """`batch`, `forward_batch`: bytes of the micro-batches in these passes."""
     value_head: bool
     adapted: frozenset[str] | None = None
+    """Last names of modules with adapters of `rank`; None if all weights train."""
     rank: int = 0
 
     def reads(self, *modules: str) -> bool:
-        """True if a gradient of one of these modules needs the input that they share."""
+        """True if the gradient of one of these modules needs the input that they share."""
         return self.adapted is None or not self.adapted.isdisjoint(modules)
 
 
@@ -69,15 +67,15 @@ def forward_peak(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes:
     """Most bytes alive in a pass without gradients: in attention, in an MLP, or at the output."""
     tokens, hidden = passes.forward_tokens, arch.hidden_size
     heads, kv_heads = _heads(arch, layout)
-    # Copies of query, key and value that are rotated and in packed order, under context parallel before and after the exchange.
-    if passes.device == "cpu":  # in order of their lengths twice, and the output four times
+    # Copies of query, key and value, rotated and in packed order; context parallel has them before and after its exchange.
+    if passes.device == "cpu":  # twice in order of length, and the output four times
         attention = 7 * heads + 6 * kv_heads
     else:
         attention = 3 * heads + 4 * kv_heads
     attention += heads + 2 * kv_heads if layout.cp > 1 else 0
-    # silu(gate), up and their product, with an adapter what it adds to up; and the residual with attention's output.
+    # silu(gate), up, their product, and what an adapter adds to up; `layer` below also has the residual with attention's output.
     mlp = (4 if passes.reads("gate_proj", "up_proj") and passes.adapted is not None else 3) * arch.ffn_size // layout.tp
-    # The embedding, which is whole on every tp rank, the residual and its norm, under sequence parallel also gathered.
+    # The embedding, whole on every tp rank; the residual and its norm, which sequence parallel also gathers.
     stream = hidden + 2 * hidden // sequence_shards(layout) + (hidden if layout.sequence_parallel else 0)
     layer = stream + max(attention * arch.head_dim, hidden // sequence_shards(layout) + mlp) + 2 * arch.head_dim
     working = gathered.layer + gathered.in_flight + tokens * layer * itemsize
@@ -88,16 +86,16 @@ def forward_peak(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes:
 
 
 def training_peak(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes: OwnPasses, gathered: Gathered) -> int:
-    """Most bytes alive in a training pass, of one micro-batch."""
+    """Most bytes alive in the training pass of one micro-batch."""
     tokens, wide = passes.tokens, FP32 // itemsize
     stream = arch.hidden_size // sequence_shards(layout)
     kept = layer_bytes(arch, layout, itemsize, passes) * tokens
-    inside = 0  # of the layer whose backward runs, beside what waits
+    inside = 0  # recomputed activations of the layer whose backward runs
     # In fp32 a norm keeps the stream itself. The first one's is the embedding, which needs no gradient below adapters.
     shared, first = stream * itemsize * tokens * (wide == 1), stream * FP32 * tokens * (passes.adapted is not None)
     if passes.recompute == "full":
         kept, inside, first = stream * itemsize * tokens, kept - shared, 0
-    # All layers', the tables of rotations, and the root, which stays gathered.
+    # What all layers keep, the tables of rotations, and the root, which stays gathered.
     base = passes.batch + arch.num_layers * kept - first + 2 * tokens * arch.head_dim * itemsize + gathered.root
     output = arch.hidden_size if layout.sequence_parallel else 0
     # The last norm's input in fp32, its rounded quotient (for a weight that trains), the output, and the output's gradient.
@@ -108,12 +106,12 @@ def training_peak(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes
         rows = -(-arch.vocab_size // layout.tp)
         weight = 0 if passes.adapted is not None else rows * arch.hidden_size * FP32  # the projection's gradient, in fp32
         loss = logit_bytes(arch, layout, tokens, itemsize, passes.device, trained=True) + weight
-        # Times the loss's own gradient, then in the type of computation; the gradient of the output likewise.
+        # The projection's gradient times the loss's own, a copy in the type of computation, and the gradient of the output.
         start = 2 * weight + (gathered.projection_gradient if itemsize != FP32 else 0) + tokens * stream * itemsize
     # A norm's backward: five tensors in fp32 beside its input and the output.
-    given = 0 if passes.value_head else stream + output  # hidden states that the loss was given
+    given = 0 if passes.value_head else stream + output  # the loss still holds its hidden states
     norm = tokens * ((stream * wide + given) * itemsize + 5 * stream * FP32) + gathered.in_flight + gathered.projection_gradient
-    # The MLP's: gradients of the product and of its factors, the product itself gone if it was kept; and the residual's.
+    # An MLP's backward: gradients of the product, its factors and the residual; the product itself is freed if it was kept.
     factors = (3 - passes.reads("down_proj")) * arch.ffn_size // layout.tp
     mlp = tokens * (factors + stream + given) * itemsize + inside
     mlp += gathered.layer + gathered.matrix + gathered.projection_gradient
@@ -122,18 +120,18 @@ def training_peak(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes
     reducing = gathered.shards > 1
     if arch.num_layers > 1 and reducing:  # one layer on: the gradients of the last one are on their way
         moments.append(base + mlp + gathered.in_flight * (arch.num_layers > 2) - kept + gathered.layer_reduced)
-    # At the end the root's gradients.
+    # The pass ends with the root's gradients.
     end = gathered.root + gathered.root_gradient + gathered.root_reduced * reducing + tokens * 2 * stream * itemsize
     return max(*moments, passes.batch + end)
 
 
 def layer_bytes(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes: OwnPasses) -> int:
-    """Bytes that autograd keeps of one layer for each token of the rank, without recomputation of the whole layer."""
+    """Bytes per token of the rank that autograd keeps of one layer, without recomputing the whole layer."""
     adapted, reads, wide = passes.adapted, passes.reads, FP32 // itemsize
     heads, kv_heads = _heads(arch, layout)
     stream = arch.hidden_size // sequence_shards(layout)
-    trains = adapted is None  # the weights of norms
-    # Two norms: the input in fp32, the quotient in the model's type; and the output, gathered from all tp ranks.
+    trains = adapted is None  # norms train
+    # Two norms: the input in fp32, the quotient in the model's type if norms train, and the output gathered from all tp ranks.
     elements = 2 * stream * (wide + trains)
     elements += arch.hidden_size * (reads("q_proj", "k_proj", "v_proj") + reads("gate_proj", "up_proj"))
     # Query, key and value as the kernel reads them, its output, which the CPU copies to packed order; under selective
@@ -150,5 +148,6 @@ def layer_bytes(arch: ModelArch, layout: ParallelLayout, itemsize: int, passes: 
 
 
 def _heads(arch: ModelArch, layout: ParallelLayout) -> tuple[int, int]:
-    """(query heads, KV heads) of a tp rank; context parallel repeats KV heads if there are fewer than ranks."""
+    """(query heads, KV heads) of a tp rank."""
+    # Context parallel repeats KV heads if there are fewer than ranks.
     return arch.num_heads // layout.tp, max(arch.num_kv_heads // layout.tp, layout.cp)

@@ -1,8 +1,6 @@
 """Memory of one rank, role by role, from the shapes of its parameters.
 
-Weights, gradients and optimizer state are exact counts of what Megatron-core allocates; activations are an estimate
-(`activations.py`).
-"""
+Weights, gradients and optimizer state are exact counts of what Megatron-core allocates; `activations.py` estimates the rest."""
 
 from __future__ import annotations
 
@@ -28,23 +26,16 @@ VLLM_VOCAB_MULTIPLE = 64  # rows of its embeddings; vLLM's DEFAULT_VOCAB_PADDING
 EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
 
 Moment = Literal["generate", "train", "pushed"]
-"""Of a step, as vLLM sees it: stage 2, and stage 8 where it evaluates; stages 3 to 6; from the push to the next generation."""
+"""Parts of a step as vLLM sees it: stage 2 and evaluations in stage 8; stages 3 to 6; from the push to the next generation."""
 Targets = tuple[str, ...] | str
-"""Of adapters, see `config.role_sections.LoraConfig`."""
+"""Modules with adapters, see `config.role_sections.LoraConfig.targets`."""
 Sleep = Literal["none", "cache", "all"]
 """`rollout.sleep`: what of vLLM leaves the device while the models train."""
 
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes of one rank of one role. `resident` stays while other roles work; `active` exists only while this role works.
-
-    forward: activations of a pass without gradients. offloaded: weights (offloaded_weights) and gradients that are off the device
-    while others work. offloaded_optimizer: state that is on the device from the first optimizer step of a phase to its end.
-    written, written_weights: this rank's share of a checkpoint, and of one without optimizer; none for a frozen role.
-    steps: optimizer steps of a phase. step_buffers: temporaries of such a step, when there are no activations. average: of the
-    policy's weights, on the device; average_on_host: on the host. inputs_on_host: of layers that are recomputed.
-    """
+    """Bytes of one rank of one role. `resident` stays while other roles work; `active` exists only while this role works."""
 
     parameters: int
     weights: int
@@ -52,20 +43,27 @@ class RoleMemory:
     optimizer: int
     activations: int
     forward: int
+    """Activations of a pass without gradients."""
     offloaded: int = 0
     offloaded_weights: int = 0
+    """`offloaded`: weights (`offloaded_weights`) and gradients that are off the device while other roles work."""
     offloaded_optimizer: int = 0
+    """State that is on the device only from the first optimizer step of a phase to its end."""
     step_buffers: int = 0
+    """Temporaries of an optimizer step, when there are no activations."""
     steps: int = 1
+    """Optimizer steps of a phase."""
     written: int = 0
     written_weights: int = 0
+    """`written`, `written_weights`: this rank's share of a checkpoint with and without optimizer; 0 for a frozen role."""
     average: int = 0
     average_on_host: int = 0
+    """`average`, `average_on_host`: of the policy's weights, on the device or on the host."""
     inputs_on_host: int = 0
+    """Inputs of recomputed layers that wait in host memory."""
 
     @property
     def held(self) -> int:
-        """Weights, gradients, optimizer and average, on the device or offloaded."""
         return self.weights + self.gradients + self.optimizer + self.average
 
     @property
@@ -74,23 +72,23 @@ class RoleMemory:
 
     @property
     def inferring(self) -> int:
-        """Added on the device by a pass without gradients."""
+        """Bytes that a pass without gradients adds on the device."""
         return self.offloaded_weights + self.forward
 
     @property
     def updating(self) -> int:
-        """Added on the device by forward and backward passes."""
+        """Bytes that forward and backward passes add on the device."""
         # From the second pass on, the optimizer's state is on the device too.
         return self.offloaded + self.activations + (self.offloaded_optimizer if self.steps > 1 else 0)
 
     @property
     def stepping(self) -> int:
-        """Added on the device by the optimizer step."""
+        """Bytes that the optimizer step adds on the device."""
         return self.offloaded + self.offloaded_optimizer + self.step_buffers
 
     @property
     def saving(self) -> int:
-        """Added on the device while the checkpoint is written, from these tensors without a second copy."""
+        """Bytes that writing a checkpoint adds on the device. It is written from these tensors, without a second copy."""
         return self.offloaded_weights + self.offloaded_optimizer
 
     @property
@@ -99,18 +97,19 @@ class RoleMemory:
 
     @property
     def host_memory(self) -> int:
-        """Bytes of host memory while others work; gradients are freed, not copied."""
-        # Blocks of pinned memory that held inputs are kept for the next pass.
+        """Bytes of host memory while others work."""
+        # Gradients are freed, not copied. Pinned blocks that held inputs are kept for the next pass.
         return self.offloaded_weights + self.offloaded_optimizer + self.inputs_on_host
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of one rank. fp32: the value head's, which are fp32 for any dtype; `dense` includes them."""
+    """Parameters of one rank."""
 
     dense: int
     experts: int
     fp32: int
+    """Those of the value head, which are fp32 for any dtype; `dense` includes them."""
 
     @property
     def total(self) -> int:
@@ -118,13 +117,13 @@ class ParameterCount:
 
 
 class Counter(Protocol):
-    """Counter of the parameters of a stage's rank, of a policy or (value_head) a critic."""
+    """Count the parameters on a rank of a stage, of a policy or (value_head) a critic."""
 
     def __call__(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount: ...
 
 
 def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
-    """Count by the shapes of the weight maps (`weight_map.py`). All ranks of a stage hold equally many parameters."""
+    """Count the parameters of one rank from the weight maps (`weight_map.py`). All ranks of a stage hold equally many."""
     sizes = {name: prod(shape) for name, shape in local_shapes(arch, layout, layout.rank_of(pp=stage), value_head).items()}
     experts = sum(size for name, size in sizes.items() if EXPERTS in name)
     return ParameterCount(sum(sizes.values()) - experts, experts, sizes.get(LOCAL_VALUE_HEAD, 0))
@@ -133,7 +132,6 @@ def count_parameters(arch: ModelArch, layout: ParallelLayout, stage: int, value_
 def role_memory(
     arch: ModelArch, layout: ParallelLayout, stage: int, work: RoleWork, counter: Counter = count_parameters
 ) -> RoleMemory:
-    """Memory of a rank of `stage`."""
     lora, frozen = work.lora, work.frozen
     count = trains = counter(arch, layout, stage, work.value_head)
     read = 0
@@ -187,10 +185,9 @@ def role_memory(
 def with_average(
     memory: RoleMemory, count: ParameterCount | None, layout: ParallelLayout, *, on_device: bool, swaps: bool
 ) -> RoleMemory:
-    """The memory of a policy whose weights are averaged, in fp32. count: of its parameters, None if every rank has a shard of them.
+    """Add an fp32 average of the policy's weights. count: its parameters; None if every rank has a shard of them.
 
-    on_device: the average stays there, and with swaps the policy's weights beside it while the average is sampled.
-    """
+    on_device: the average stays there; with `swaps` also the policy's weights, while the average is sampled."""
     average = memory.parameters * FP32
     saved = average if count is None else _each_writes(count, average, layout)
     return replace(
@@ -207,14 +204,14 @@ def _weight_bytes(count: ParameterCount, itemsize: int) -> int:
 
 
 def count_trained(arch: ModelArch, layout: ParallelLayout, stage: int, lora: LoraConfig, count: ParameterCount) -> ParameterCount:
-    """Parameters of one rank of a stage that train beside a frozen base: adapters and a value head. count: of the base and head."""
+    """Count what trains on one rank of a stage beside a frozen base: adapters and a value head. count: of the base and head."""
     return ParameterCount(_count_adapters(arch, layout, stage, lora.targets, lora.rank) + count.fp32, 0, count.fp32)
 
 
 def count_unfrozen(
     arch: ModelArch, layout: ParallelLayout, stage: int, frozen: frozenset[str], count: ParameterCount, value_head: bool
 ) -> ParameterCount:
-    """Parameters of one Megatron rank of a stage that are not frozen. count: of all of them."""
+    """Count the parameters on one Megatron rank of a stage that are not frozen. count: of all of them."""
     rank = layout.rank_of(pp=stage)
     shapes, still = local_shapes(arch, layout, rank, value_head), frozen_on_rank(arch, layout, rank, frozen, value_head=value_head)
     away = {name: prod(shapes[name]) for name in still}
@@ -232,26 +229,23 @@ def _count_adapters(arch: ModelArch, layout: ParallelLayout, stage: int, targets
 
 @cache
 def _adapters_in_layer(arch: ModelArch, targets: Targets) -> int:
-    """Of the layer with most."""
+    """Adapters of the layer that has most."""
     return max(Counted(map(layer_prefix, adapted_modules(tensors_to_adapt(arch), targets))).values())
 
 
 def _each_writes(count: ParameterCount, held: int, layout: ParallelLayout) -> int:
-    """Bytes that one of the ranks with copies of `held` bytes writes of them: dp x cp have the dense layers, edp the experts."""
+    """Bytes that each rank writes if dp x cp ranks share the dense layers of `held` bytes, and edp ranks the experts."""
     experts = held * count.experts // count.total
     return -(-(held - experts) // (layout.dp * layout.cp)) + -(-experts // layout.edp)
 
 
 def _optimizer_bytes(count: ParameterCount, itemsize: int, layout: ParallelLayout, distributed: bool) -> int:
-    """Bytes of two fp32 moments, and of an fp32 copy of every weight that is not fp32 itself."""
+    """Bytes of two fp32 moments, and of an fp32 copy of every weight that is not fp32."""
     return sharded_bytes(count, 2 if itemsize == FP32 else 3, 2, layout, distributed)
 
 
 def sharded_bytes(count: ParameterCount, each: int, fp32_each: int, layout: ParallelLayout, distributed: bool) -> int:
-    """Bytes of one rank for `each` fp32 values of a parameter, `fp32_each` of one that no dtype changes.
-
-    ZeRO-1 cuts them over the ranks that hold the same weights: dp x cp for the dense layers, edp for the experts.
-    """
+    """Bytes on one rank of `each` fp32 values per parameter, `fp32_each` for those that are fp32 under any dtype."""
     dense = each * (count.dense - count.fp32) + fp32_each * count.fp32
     experts = each * count.experts
     if not distributed:
@@ -265,29 +259,29 @@ def sharded_bytes(count: ParameterCount, each: int, fp32_each: int, layout: Para
 
 @dataclass(frozen=True)
 class RolloutMemory:
-    """Bytes of one vLLM rank. kv_cache: limit of the cache, None if it depends on an unknown GPU."""
+    """Bytes of one vLLM rank."""
 
     weights: int
     kv_bytes_per_token: int
     kv_cache: int | None
+    """Size of the cache; None if it depends on an unknown GPU."""
 
     def held(self, moment: Moment, sleep: Sleep) -> int:
-        """Bytes on the device: all of it while it generates, what does not sleep at other moments."""
+        """Bytes on the device: everything while vLLM generates, otherwise what does not sleep."""
         weights = self.weights if moment != "train" or sleep != "all" else 0
         return weights + (max(0, self.kv_cache or 0) if moment == "generate" or sleep == "none" else 0)
 
     def holds_sequence(self, tokens: int) -> bool:
-        """True if the cache has room for one sequence, without which vLLM refuses to start, or if its size is not known."""
+        """True if the cache has room for one sequence, which vLLM needs to start, or if its size is unknown."""
         return self.kv_cache is None or self.kv_cache >= tokens * self.kv_bytes_per_token
 
 
 def fullest_moment(at_rest: int, training: int, pushed: int, rollout: RolloutMemory | None, sleep: Sleep) -> int:
     """Bytes of one rank in its fullest moment of a step.
 
-    at_rest: of the trainer while no role works. training: of the role that needs most in stages 3 to 6, on top of that. pushed:
-    the same after a push, while a checkpoint is written or an evaluation scored. rollout: None if the policy's own model generates,
-    which needs no more than its log-probs do.
-    """
+    at_rest: bytes of the trainer while no role works. training, pushed: bytes that the largest role adds in stages 3 to 6, and
+    after a push while a checkpoint is written or an evaluation scored. rollout: None if the policy's own model generates."""
+    # The policy's own model needs no more to generate than for its log-probs.
     moments: tuple[tuple[Moment, int], ...] = (("generate", 0), ("train", training), ("pushed", pushed))
     return at_rest + max(work + (rollout.held(moment, sleep) if rollout is not None else 0) for moment, work in moments)
 
@@ -296,7 +290,7 @@ def rollout_memory(
     arch: ModelArch, tp: int, itemsize: int, kv_cache_gib: float | None, memory_share: float, device_memory: int | None
 ) -> RolloutMemory:
     """Weights and KV cache of one rank of a vLLM replica."""
-    if arch.own:  # without a family's rules for what is cut: as if all were, and the vocabulary not padded
+    if arch.own:  # no family says what is cut: assume that everything is, with no padded vocabulary
         weights = itemsize * -(-sum(map(prod, hf_tensors(arch).values())) // tp)
         return _with_cache(arch, arch.num_kv_heads, tp, weights, itemsize, kv_cache_gib, memory_share, device_memory)
     vocab_size = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE

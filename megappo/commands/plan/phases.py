@@ -1,8 +1,6 @@
 """Memory of one rank through the phases of a PPO step, and the tightest phase of each role.
 
-In a phase one role works and the others rest. Resting memory: `RoleMemory.resident`, the reserve, and the part of vLLM's weights
-and cache that does not sleep in the phase. `remedies.py` finds settings that relieve a phase.
-"""
+In each phase one role works and the others rest. `remedies.py` finds settings that relieve a phase."""
 
 from __future__ import annotations
 
@@ -17,14 +15,15 @@ from megappo.config.schema import TrainConfig
 
 @dataclass(frozen=True)
 class Phase:
-    """role: the one at work, `rollout` for vLLM. rest: bytes of resting roles and of this role's resident state. work: bytes that
-    exist only in this phase.
-    """
+    """Memory of one rank while one role works, in bytes."""
 
     name: str
     role: str
+    """The role at work; `rollout` is vLLM."""
     rest: int
+    """Resident state of all roles, the reserve, and the part of vLLM that does not sleep."""
     work: int
+    """Bytes that exist only in this phase."""
 
     @property
     def total(self) -> int:
@@ -32,7 +31,7 @@ class Phase:
 
 
 def phases(plan: Plan, rank: int) -> list[Phase]:
-    """Phases of one rank in the order of a step, of the roles that live on it: stages 2, 3, 4, 6, 7 and 8 of trainer/ppo.py."""
+    """Phases of one rank in the order of a step: stages 2, 3, 4, 6, 7 and 8 of trainer/ppo.py."""
     # The other stages hold a few bytes per token. The buffers of a push to vLLM are not counted.
     at_rest = plan.trainer_at_rest(rank)
     found: list[Phase] = []
@@ -65,7 +64,7 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
 
 
 def forward_passes(config: TrainConfig) -> list[str]:
-    """Roles in the order of their passes without gradients: the reward model in stage 3, the others in stage 4."""
+    """Roles in the order of their passes without gradients: the reward model (stage 3) before the others (stage 4)."""
     return sorted(roles_in_use(config), key=lambda role: role != "reward_model")
 
 

@@ -1,7 +1,4 @@
-"""Picture of a plan: the rank grid of every role and of vLLM's replicas, and the pipeline of every trained role with its bubble.
-
-Of a long schedule only the beginning and the end are drawn; of the ranks all.
-"""
+"""Picture of a plan: the rank grid of every role and of vLLM's replicas, and the pipeline of every trained role with its bubble."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ _LINE_INCHES, _HEAD_INCHES, _WIDTH_INCHES = 0.27, 1.25, 17.0
 
 
 def plot(plan: Plan, target: Path) -> None:
-    """Write the picture."""
     figure_of(plan).savefig(target, dpi=110)
 
 
@@ -66,7 +62,7 @@ def figure_of(plan: Plan) -> Figure:
 
 
 def _counted(placement: Placement) -> str:
-    """Cells count the ranks of a role from 0; its ranks in the world are named beside."""
+    # Cells count the ranks of a role from 0, so the title names its ranks in the world.
     return "" if placement.is_whole else f", counted from 0 on ranks {placement}"
 
 
@@ -75,11 +71,11 @@ def _counted(placement: Placement) -> str:
 
 @dataclass(frozen=True)
 class _Grid:
-    """stages: [stage][cell] ranks. colours: of the stages. experts: rank -> its part of the experts, empty without experts."""
+    """Cells of ranks to draw, stage by stage."""
 
-    stages: list[list[range]]
-    colours: Sequence[Any]
-    experts: Mapping[int, int] = field(default_factory=dict)
+    stages: list[list[range]]  # [stage][cell] ranks
+    colours: Sequence[Any]  # one per stage
+    experts: Mapping[int, int] = field(default_factory=dict)  # rank -> its part of the experts; empty without experts
 
     @property
     def has_labels(self) -> bool:
@@ -87,7 +83,7 @@ class _Grid:
 
     @property
     def cells_wide(self) -> int:
-        """Cells side by side that leave room for the longest label."""
+        # A cell must have room for the longest label.
         if not self.has_labels:
             return 4 * CELLS_WIDE
         # The last label has the largest numbers; 7 characters fit a cell.
@@ -206,7 +202,7 @@ class _Window:
 
 
 def _windows(whole: Timeline, layout: ParallelLayout) -> list[_Window]:
-    """Whole schedule if it is legible in one line, otherwise its warm-up and its end with some of the steady state."""
+    """The whole schedule if it is legible in one line; otherwise its warm-up and its end, each with some of the steady state."""
     longest = max(one.end - one.start for one in whole.passes) * layout.vpp
     part = (1.0 + longest) * layout.pp + 8.0
     if whole.total <= max(LEGIBLE_TIME, 2.1 * part):

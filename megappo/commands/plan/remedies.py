@@ -1,7 +1,6 @@
-"""Remedies for the tightest phase of a role: change one key, compute the plan again. No rules of thumb.
+"""Remedies for the tightest phase of a role: change one key and compute the plan again.
 
-Proposes only configurations that `megappo plan` accepts, and only if they shrink the role's tightest phase on any rank.
-"""
+Only configurations that `megappo plan` accepts and that shrink the role's tightest phase are proposed."""
 
 from __future__ import annotations
 
@@ -17,21 +16,21 @@ from megappo.config.role_sections import RoleConfig, TrainableConfig, key_of_rol
 from megappo.config.schema import TrainConfig
 from megappo.trainer.prepare.layouts import check_layouts
 
-LEAST_SHARE = 0.01  # of the phase; less is not worth a line
+LEAST_SHARE = 0.01  # of the phase; smaller savings are not listed
 VLLM_ROOM = 0.025  # of the GPU, 2 GiB of 80
 AXES = ("tp", "pp", "cp", "ep")
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """An override, and the bytes that it saves in the tightest phase of the role."""
+    """An override and the bytes that it saves in the tightest phase of the role."""
 
     override: str
     saved: int
 
 
 def remedies(plan: Plan, role: str, most: int = 2) -> list[Remedy]:
-    """Changes that save most in the tightest phase of `role`, the largest first: up to `most` settings, then one of its layout."""
+    """Changes that save most in the tightest phase of `role`: up to `most` settings, the best first, then one layout."""
     now = tightest(plan)[role][0].total
     found = []
     for changes in (_settings(plan, role), _layouts(plan.config, role)):
@@ -43,7 +42,7 @@ def remedies(plan: Plan, role: str, most: int = 2) -> list[Remedy]:
 
 
 def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> int | None:
-    """Bytes of the role's tightest phase under another configuration; None if it is refused for another reason than its size."""
+    """Bytes of the role's tightest phase under another configuration; None if that is refused for a reason other than size."""
     try:
         layouts = check_layouts(config, plan.archs, plan.world_size)
         changed = work_out(config, plan.archs, layouts, plan.world_size, plan.device, plan.device_memory)
@@ -54,7 +53,7 @@ def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> int | None:
 
 
 def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
-    """Changes of settings: of the role at work, of the resting roles' offload, and of vLLM, which is always there."""
+    """Changes of one setting."""
     config = plan.config
     if role in plan.layouts:
         section: RoleConfig = section_of(config, role)
@@ -82,15 +81,15 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
 
 
 def _keeps_inputs(section: RoleConfig) -> bool:
-    """True if inputs of layers stay on the device that could wait in host memory."""
+    """True if inputs of layers stay on the device although they could wait in host memory."""
     if not isinstance(section, TrainableConfig) or section.engine != "fsdp2":
         return False
     return section.recompute == "full" and not section.offload_activations
 
 
 def _smaller_share(plan: Plan) -> float | None:
-    """Smallest memory_share, in steps of 0.05, whose cache holds all sequences that run at once; None if it is no smaller than the
-    current one, or if something else sets the cache's size."""
+    """Smallest memory_share, in steps of 0.05, whose cache holds all sequences that run at once. None if the current share is no
+    larger, or if another key sets the cache's size."""
     rollout = plan.rollout
     if rollout is None or plan.device_memory is None or plan.device == "cpu" or plan.config.rollout.kv_cache_gib is not None:
         return None
@@ -101,7 +100,7 @@ def _smaller_share(plan: Plan) -> float | None:
 
 
 def _layouts(config: TrainConfig, role: str) -> Iterator[tuple[str, TrainConfig]]:
-    """Changes of one size of the role's layout, doubled."""
+    """Changes of one size of the role's layout: each axis doubled, or sequence parallel."""
     if role == "rollout":
         return
     parallel = section_of(config, role).parallel

@@ -47,7 +47,7 @@ def report(plan: Plan, data: RunData | RecordedData | None = None, notes: Sequen
 
 
 def remark_lines(plan: Plan, notes: Sequence[str]) -> list[str]:
-    """The notes and the plan's warnings, below a heading; empty if there are none."""
+    """The notes and warnings below a heading; empty if there are none."""
     remarks = [f"  note: {note}" for note in notes] + [f"  WARNING: {warning}" for warning in plan.warnings]
     return ["remarks", *remarks] if remarks else []
 
@@ -98,7 +98,7 @@ def _model_lines(plan: Plan) -> list[str]:
 
 
 def _ffn_text(arch: ModelArch) -> str:
-    """Columns of the MLP; with experts `2 of 8 x 96`: experts per token, per layer, columns of each."""
+    """Columns of the MLP; with experts `2 of 8 x 96`: experts per token, experts per layer, columns of each."""
     return str(arch.ffn_size) if arch.moe is None else f"{arch.moe.top_k} of {arch.moe.num_experts} x {arch.moe.ffn_size}"
 
 
@@ -127,12 +127,11 @@ def _size(layout: ParallelLayout, axis: str) -> str:
 
 
 def _groups(layout: ParallelLayout, placement: Placement, axis: str) -> str:
-    """Groups by ranks of the world."""
     return groups_text([placement.ranks_of(group) for group in layout.axis_groups(axis)]) if getattr(layout, axis) > 1 else "-"
 
 
 def _placement_lines(plan: Plan) -> Iterator[str]:
-    """Ranks of every role, if one does not live on all, and the roles that do not wait for each other."""
+    """Ranks of every role if any is on a part of them, and the roles that run at the same time."""
     if all(placement.is_whole for placement in plan.placements.values()):
         return
     for role in plan.layouts:
@@ -143,7 +142,7 @@ def _placement_lines(plan: Plan) -> Iterator[str]:
 
 
 def _split_lines(plan: Plan) -> Iterator[str]:
-    """Layers of every stage, chunk by chunk, for roles with `layers_per_stage`."""
+    """Layers of every stage and chunk, for roles with `layers_per_stage`."""
     for role, layout in plan.layouts.items():
         if layout.layers_per_stage:
             layers = plan.archs[role].num_layers
@@ -201,7 +200,7 @@ def _memory_lines(plan: Plan) -> list[str]:
 
 
 def _shared_lines(plan: Plan, size: Callable[[int], str]) -> Iterator[str]:
-    """The fullest of the ranks that hold the same, if not all do: what a placement leaves to each."""
+    """The peak of each group of ranks that hold the same roles, if there are several groups."""
     groups = ranks_by_roles({name: placement for name, placement in plan.placements.items() if name != "rollout" or plan.rollout})
     distinct = plan.distinct_ranks() if len(groups) > 1 else []
     for names, ranks in groups.items() if len(groups) > 1 else ():
@@ -212,7 +211,6 @@ def _shared_lines(plan: Plan, size: Callable[[int], str]) -> Iterator[str]:
 
 
 def _offload_lines(plan: Plan) -> Iterator[str]:
-    """Cost of offload in host memory."""
     ranks = plan.distinct_ranks()
     host_memory = max(plan.host_memory(rank) for rank in ranks)
     if host_memory and plan.device == "cuda":
@@ -220,8 +218,7 @@ def _offload_lines(plan: Plan) -> Iterator[str]:
 
 
 def _average_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
-    """Memory of the moving average of the policy, of which a run of critics alone has none."""
-    if "policy" not in plan.memory:
+    if "policy" not in plan.memory:  # a run of critics alone
         return
     memory = max(plan.memory["policy"], key=lambda one: one.average + one.average_on_host)
     if memory.average:
@@ -232,17 +229,17 @@ def _average_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterato
 
 
 def _snapshot_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
-    """Cost of asynchronous saves in host memory; on a CPU that is the memory above."""
     snapshot = max(plan.snapshot_memory(rank) for rank in plan.distinct_ranks())
     if snapshot and plan.device == "cuda":
         yield f"  asynchronous saves take {gib(snapshot)} GiB of pinned host memory a rank, {gib(8 * snapshot)} on a node of 8"
     elif snapshot:
+        # On a CPU the snapshot is in the same memory as the models above.
         yield f"  asynchronous saves take {size(snapshot)} {unit} a rank besides, from the first one on"
 
 
 def _adam_lines(plan: Plan) -> Iterator[str]:
     """Memory of torch's AdamW, which the plan counts only for model.impl=local."""
-    # With model.impl=auto, TransformerEngine's optimizer is taken if it is installed on the GPU machine, unknown here.
+    # model.impl=auto takes TransformerEngine's optimizer if the GPU machine has it, which is unknown here.
     if plan.device != "cuda" or plan.config.model.impl != "auto":
         return
     local = plan.config.model_copy(update={"model": plan.config.model.model_copy(update={"impl": "local"})})
@@ -279,7 +276,6 @@ def phase_lines(plan: Plan) -> list[str]:
 
 
 def _remedy_table(rows: Sequence[Sequence[str]], unit: str) -> list[str]:
-    """Table of remedies, with right-aligned numbers."""
     header = ["role", "tightest phase", "rank", unit, "would relieve it", "by"]
     wide = [max(len(row[column]) for row in (header, *rows)) for column in (2, 3)]
     aligned = [[row[0], row[1], row[2].rjust(wide[0]), row[3].rjust(wide[1]), *row[4:]] for row in (header, *rows)]
@@ -287,7 +283,7 @@ def _remedy_table(rows: Sequence[Sequence[str]], unit: str) -> list[str]:
 
 
 def _distinct_stages(stages: Sequence[RoleMemory]) -> Iterator[tuple[str, RoleMemory]]:
-    """Merge neighbouring stages of equal size to one line, with the most activations among them: `0`, `1-6`, `7`."""
+    """Merge neighbouring stages of equal size into one line (`0`, `1-6`, `7`), with the most activations among them."""
     first = 0
     for stage in range(1, len(stages) + 1):
         if stage == len(stages) or _held(stages[stage]) != _held(stages[first]):
@@ -372,7 +368,7 @@ def _frozen(plan: Plan, role: str) -> frozenset[str]:
 
 
 def checkpoint_bytes(plan: Plan) -> int:
-    """Bytes of one checkpoint, without what the files' format adds."""
+    """Bytes of one checkpoint, without the overhead of its file format."""
     config, total = plan.config, 0
     for role, section in trained_sections(config).items():
         value_head = value_head_of(section) is not None
@@ -408,7 +404,7 @@ def _checkpoint_lines(plan: Plan) -> Iterator[str]:
 def _data_lines(plan: Plan, data: RunData | RecordedData) -> list[str]:
     if isinstance(data, RecordedData):
         return [f"  {describe(data, plan.step.samples)}"]
-    role = "critic" if "critic" in plan.layouts else "policy"  # the critic's are not ended early, nor left out in its warm-up
+    role = "critic" if "critic" in plan.layouts else "policy"  # the critic's updates are never ended early and run in its warm-up
     schedule = update_schedule(plan.config, role)
     per_epoch, per_step, prompts = data.loader.steps_per_epoch, plan.step.prompts, len(data.train)
     epochs = data.total_steps * per_step / prompts

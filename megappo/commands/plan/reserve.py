@@ -1,9 +1,8 @@
-"""Device memory outside torch's allocator: the CUDA context and the buffers of NCCL's communicators. Published figures.
+"""Device memory outside torch's allocator: the CUDA context and the buffers of NCCL's communicators, from published figures.
 
-NCCL's: github.com/NVIDIA/nccl/issues/1685, 8 x H100 in one node: 32 channels, in each 10 MiB for a connection of a ring (4 MiB of
-NCCL_BUFFSIZE and what the protocols LL and LL128 take); the first all-to-all took 3.28 GB more, which is 14 MiB for each of
-7 peers and 32 channels. Fewer channels (NCCL_MAX_NCHANNELS) need less, and a communicator exists from its first use on.
-"""
+NCCL on 8 x H100 in one node (github.com/NVIDIA/nccl/issues/1685): 32 channels with 10 MiB for each connection of a ring (4 MiB of
+NCCL_BUFFSIZE, and the protocols LL and LL128). The first all-to-all took 3.28 GB more: 14 MiB for each of 7 peers and 32 channels.
+Fewer channels (NCCL_MAX_NCHANNELS) need less. A communicator takes memory from its first use on."""
 
 from __future__ import annotations
 
@@ -27,9 +26,7 @@ _EXPERTS = (("etp",), ("ep",), ("edp",), ("tp", "cp"))
 
 
 def reserve_bytes(layouts: Iterable[tuple[ParallelLayout, bool]], world_size: int, rollout_tp: int) -> int:
-    """Reserve of one rank. layouts: (layout, True if it has experts) of every role. rollout_tp: ranks of a vLLM replica, 1 without
-    vLLM.
-    """
+    """Reserve of one rank. layouts: (layout, True if it has experts) of every role. rollout_tp: ranks of a vLLM replica, or 1."""
     total = CONTEXT
     # Roles with the same layout share their groups.
     by_layout: dict[ParallelLayout, bool] = {}
@@ -42,7 +39,7 @@ def reserve_bytes(layouts: Iterable[tuple[ParallelLayout, bool]], world_size: in
 
 @cache
 def layout_bytes(layout: ParallelLayout, has_experts: bool) -> int:
-    """Of the communicators that one layout brings along. Kept, because the tuner asks about the same layouts again and again."""
+    """Bytes of the communicators that one layout brings along. Cached: the tuner asks about the same layouts again and again."""
     return sum(_communicator(axes, size) for axes, size in _groups(layout, has_experts))
 
 
@@ -56,9 +53,8 @@ def _groups(layout: ParallelLayout, has_experts: bool) -> list[tuple[set[tuple[s
 
 
 def _strides(layout: ParallelLayout, axes: tuple[str, ...]) -> tuple[tuple[int, int], ...]:
-    """(stride, size) of the axes in the rank, neighbours as one: the same for axes that stand for the same ranks. The tuner asks
-    for worlds of thousands of ranks, whose groups (`ParallelLayout.axis_groups`) would take too long to write down.
-    """
+    """(stride, size) of the axes in the rank, neighbouring axes merged: equal for axes that span the same ranks."""
+    # Listing the groups (`ParallelLayout.axis_groups`) takes too long for the worlds of thousands of ranks that the tuner tries.
     grid = _EXPERT_GRID if set(axes) & {"etp", "ep", "edp"} else _GRID
     found: list[tuple[int, int]] = []
     stride = 1
@@ -73,7 +69,7 @@ def _strides(layout: ParallelLayout, axes: tuple[str, ...]) -> tuple[tuple[int, 
 
 def _communicator(axes: set[tuple[str, ...]], size: int) -> int:
     """Bytes of the communicator of a group of `size` ranks."""
-    # Only messages, to two neighbours, between pipeline stages; all-to-all within cp and ep.
+    # Pipeline stages only send messages to two neighbours; cp and ep run all-to-all.
     total = RING if axes != {("pp",)} else 0
     if {("cp",), ("ep",)} & axes:
         return total + PEER * min(size - 1, MOST_PEERS)

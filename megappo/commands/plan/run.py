@@ -1,4 +1,4 @@
-"""Plan of a run: checks, memory, data. Every command that starts a run, or only judges it, refuses it by the same plan."""
+"""Plan of a run: checks, memory, data. Every command that starts or judges a run refuses it by this plan."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ from megappo.trainer.prepare.run import load_data
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that can start: plan, data, and notes on keys that this device does not need.
-
-    data: None if only shapes were checked; the run may then fail to start. Of recorded trajectories if the run reads them.
-    """
+    """A run that can start: its plan, its data, and notes on keys that this device does not need."""
 
     plan: Plan
     data: RunData | RecordedData | None
+    """Recorded trajectories if the run reads them; None if only shapes were checked, when the run may still fail to start."""
     notes: tuple[str, ...]
 
     def report(self) -> str:
@@ -46,11 +44,9 @@ def plan_run(
 ) -> PlannedRun:
     """Check a run completely without building anything. ValueError, one line, for the first mistake.
 
-    `plan.config` of the result is what runs: its batches may have been fitted (`data.fit_batch`).
-
-    device_memory: bytes of one GPU; None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with
-    shapes_only, tokenizer and data may be missing too.
-    """
+    `plan.config` of the result is what runs: its batches may have been fitted (`data.fit_batch`). device_memory: bytes of one GPU;
+    None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with shapes_only, tokenizer and data
+    may be missing too."""
     config, train, fitted = fit_if_asked(config, world_size, shapes_only=shapes_only)
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
     plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory)
@@ -70,10 +66,7 @@ def plan_here(
     shapes_only: bool = False,
     device: Device | None = None,
 ) -> PlannedRun:
-    """Check and plan a run. `gpu_memory_gib` or `device` plans for GPUs of another machine.
-
-    shapes_only: see `plan_run`.
-    """
+    """Check and plan a run, for the GPUs of this machine, or of another with `gpu_memory_gib` or `device`."""
     how = {"resume": resume, "shapes_only": shapes_only}
     if gpu_memory_gib is not None:
         return plan_run(config, ranks, "cuda", bytes_of_gib(gpu_memory_gib), **how)
@@ -87,7 +80,7 @@ def plan_here(
 
 
 def _idle_notes(plan: Plan) -> Iterator[str]:
-    """A line for each role, and for vLLM, that has more replicas than a pass has samples."""
+    """A line for each role, and for vLLM, with more replicas than a pass has samples."""
     trained = trained_sections(plan.config)
     for role, layout in plan.layouts.items():
         samples = samples_of_pass(plan.config, role, plan.step)

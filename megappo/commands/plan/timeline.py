@@ -1,8 +1,7 @@
 """Timeline of a pipeline: forward and backward passes of every micro-batch on every stage, and the bubble.
 
 The orders are Megatron-core's: 1F1B (Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters",
-section 2.2) and its interleaved form for vpp > 1. The unit of time is a forward of a whole stage; communication takes none.
-"""
+section 2.2), interleaved for vpp > 1. The unit of time is a forward pass of a whole stage; communication takes none."""
 
 from __future__ import annotations
 
@@ -33,10 +32,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All passes; total: end of the last one."""
+    """All passes of a schedule."""
 
     passes: tuple[Pass, ...]
     total: float
+    """End of the last pass."""
     num_stages: int
 
     @property
@@ -63,8 +63,7 @@ def timeline(
 ) -> Timeline:
     """Compute the timeline of a training pass. With vpp > 1 the number of micro-batches is raised to a multiple of pp.
 
-    backward: its time in forwards. work: [stage][chunk] time of a forward (see `chunk_work`); None for equal times.
-    """
+    backward: its time in forwards. work: [stage][chunk] time of a forward (see `chunk_work`); None for equal times."""
     pp, vpp = layout.pp, layout.vpp
     count = padded_micro_batches(layout, num_micro_batches)
     orders = [_order(stage, pp, vpp, count) for stage in range(pp)]
@@ -123,7 +122,7 @@ def _needs(kind: Kind, stage: int, chunk: int, micro: int, pp: int, vpp: int) ->
 
 
 def pipeline_of(plan: Plan, role: str) -> Timeline:
-    """Schedule of an update's mini-batch of the longest sequences."""
+    """Schedule of one mini-batch of an update when its sequences are at their longest."""
     layout, settings = plan.layouts[role], section_of(plan.config, role)
     backward = BACKWARD + (settings.recompute == "full")  # recomputation adds a forward to every backward
     work = chunk_work(layout, plan.archs[role].num_layers)
