@@ -1,12 +1,10 @@
-"""The `megappo` command: parse, call, exit code. Every command imports its code only when it is chosen.
+"""The `megappo` command: parse, call, exit code. The configuration is read before torch is imported (seconds), so that a wrong key
+is refused at once.
 
-The configuration is read before anything that imports torch (seconds): a wrong key is refused at once.
-
-Exit codes: 0 done; 1 ran and failed (`doctor` found something missing, a disk is full), starting again may help; 2 mistake of the
-user, one line on stderr before anything was computed; 17 failed, and would fail again in the same way: gradients or weights that
-are not finite, replicas that differ, restarts without progress; 75 stopped by a signal after a checkpoint, to be resumed; 130
-interrupted (Ctrl-C; a training stops at the first, with a checkpoint, and ends at the second); 143 ended by a second SIGTERM.
-"""
+Exit codes: 0 done; 1 failed and may work if started again (`doctor` found something missing, a disk is full); 2 the user's mistake,
+one line on stderr before anything was computed; 17 would fail again in the same way (gradients or weights that are not finite,
+replicas that differ, restarts without progress); 75 stopped by a signal after a checkpoint, to be resumed; 130 interrupted by
+Ctrl-C (a training stops with a checkpoint at the first, ends at the second); 143 ended by a second SIGTERM."""
 
 from __future__ import annotations
 
@@ -47,16 +45,17 @@ from megappo.runtime.world import is_rank
 from megappo.telemetry.console import flush_output, lost_output, open_console
 
 COMMANDS = (train, pretrain_critic, sft, plan, launch, tune, verify, generate, eval, export)
+"""`megappo X` is `commands/X`, in the order of `megappo --help`. Each has `add_command` and `main`. `main` does the heavy imports,
+because every call builds the parsers of all commands."""
 COMMANDS += (runs, trajectories, gate, compare, doctor, convert, config, serve_reward)
 """`megappo X` is `commands/X`, here in the order of `megappo --help`. Each has `add_command` and `main`; what is heavy is imported
 by `main`, as the parser of every command is built for each call."""
 PACKAGE = Path(__file__).parents[1]
 OF_THE_MACHINE = {errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPERM, errno.EROFS}
-"""Errors that say all there is to say: permissions, disks and limits. A rank keeps the traceback, which names its stage."""
+"""Errors that need no traceback: permissions, disks and limits. A rank keeps its traceback, which names the stage."""
 
 
 def build_parser() -> Parser:
-    """Parser of all commands."""
     parser = Parser(prog="megappo", description="PPO for large language models on Megatron-core and vLLM.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
 
@@ -79,7 +78,7 @@ def build_parser() -> Parser:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = build_parser()
-    # argparse returns the rest that it cannot place: overrides after an option, and other trainers' flags, which get a hint.
+    # argparse returns what it cannot place: overrides after an option, and flags of other trainers, which get a hint.
     args, rest = parser.parse_known_args(argv)
     if rest and not args.takes_overrides:
         raise ConfigError(f"unrecognized arguments: {' '.join(rest)}; see `megappo {args.command} --help`")
@@ -91,12 +90,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _require_cwd() -> None:
     try:
         os.getcwd()
-    except FileNotFoundError:  # libraries that cannot be loaded then say other things
+    except FileNotFoundError:  # otherwise libraries fail to load with misleading messages
         raise ConfigError("the current directory has been removed; change to one that exists") from None
 
 
 def _is_users_mistake(error: ValueError) -> bool:
-    """True if megappo itself raised the error, before the command had accepted its input."""
+    """True if megappo itself raised the error before the command accepted its input."""
     if is_fault(error):
         return False
     trace = error.__traceback__
@@ -121,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             print(f"megappo: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr)
             return MISTAKE if too_long else FAILED
-        # The reader (head, less) has exited: its end is no failure, and the code is that of the command if it had ended.
+        # The reader (head, less) has exited. That is no failure: return the code that the command would have returned.
         if not isinstance(error, BrokenPipeError):
             print(f"megappo: standard output cannot be written: {error.strerror}", file=sys.stderr)
             return FAILED
@@ -141,7 +140,7 @@ def _run(argv: Sequence[str] | None) -> int:
             print(text, end="", file=sys.stderr)  # one write: other ranks write there too
         return MISTAKE
     except Unrecoverable as error:
-        sys.excepthook(type(error), error, error.__traceback__)  # and recorded, as of an error that reaches the top
+        sys.excepthook(type(error), error, error.__traceback__)  # prints and records it like an uncaught error
         return UNRECOVERABLE
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,8 +1,6 @@
 """Write docs/config.md from `schema.py`: `python -m megappo.commands.docs_config [repository root]`.
 
-Nothing here describes a key: text, types, ranges and defaults all come from the models. A test asserts that the written file is
-current.
-"""
+All text, types, ranges and defaults come from the models. A test asserts that the written file is current."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ def default_text(field: FieldInfo) -> str:
 
 
 class Listed:
-    """What the page has already: classes of items and choices, and rows of tables with the section where they stand."""
+    """What the page already has: classes of items and choices, and table rows with the section that shows them."""
 
     def __init__(self) -> None:
         self.classes: set[type[BaseModel]] = set()
@@ -86,7 +84,7 @@ class Listed:
 
 
 def section_lines(name: str, cls: type[BaseModel], text: str, listed: Listed) -> Iterator[str]:
-    """A heading, the table of the section's own values, then its sections and the items of its lists, those of each class once."""
+    """Yield a heading, the table of the section's own values, its sections and the items of its lists, each class once."""
     properties = cls.model_json_schema()["properties"]
     values = [(key, field) for key, field in cls.model_fields.items() if not section_classes(field) or field.default is None]
     if name:
@@ -96,7 +94,7 @@ def section_lines(name: str, cls: type[BaseModel], text: str, listed: Listed) ->
 
 
 def inner_lines(name: str, cls: type[BaseModel], listed: Listed) -> Iterator[str]:
-    """The sections of a section, its choices and the items of its lists."""
+    """Yield the sections, choices and list items inside a section."""
     for key, field in cls.model_fields.items():
         dotted = f"{name}.{key}" if name else key
         choice = choice_of(field.annotation, field.discriminator)
@@ -113,7 +111,7 @@ def inner_lines(name: str, cls: type[BaseModel], listed: Listed) -> Iterator[str
 
 
 def choice_lines(name: str, choice: Choice, text: str, listed: Listed) -> Iterator[str]:
-    """A heading, then the text and the table of each section that a word chooses, then the sections inside them."""
+    """Yield a heading, the text and table of each section that a word chooses, then the sections inside them."""
     words = ", ".join(f"`{word}`" for word in choice.sections)
     text = text.replace("\n", " ")
     yield from (f"### {name}", "", f"{text} `{choice.key}` chooses among {words}; without it: `{choice.default}`.", "")
@@ -129,8 +127,8 @@ def choice_lines(name: str, choice: Choice, text: str, listed: Listed) -> Iterat
 
 
 def table_lines(name: str, values: Sequence[tuple[str, FieldInfo]], properties: Mapping[str, Any], listed: Listed) -> Iterator[str]:
-    """The table of a section's values. Keys that another section has with the same row are named with that section: roles share
-    most of theirs."""
+    """Yield the table of a section's values. Rows that another section already shows become a reference to it: roles share most of
+    their keys."""
     rows = {key: _row(key, field, properties[key]) for key, field in values}
     elsewhere: dict[str, list[str]] = {}
     for key, row in rows.items():
@@ -150,7 +148,6 @@ def _row(key: str, field: FieldInfo, schema: Mapping[str, Any]) -> str:
 
 
 def page() -> str:
-    """The text of docs/config.md."""
     lines, listed = [HEAD], Listed()
     for title, cls in (("`megappo train`", TrainConfig), ("`megappo sft`", SftConfig)):
         lines += [f"## {title}", "", *section_lines("", cls, "", listed)]

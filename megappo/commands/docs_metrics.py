@@ -1,7 +1,6 @@
 """Write docs/metrics.md from the catalogue in `metrics.py`: `python -m megappo.commands.docs_metrics [repository root]`.
 
-Nothing here describes a metric: names and meanings come from the catalogue. A test asserts that the written page is current.
-"""
+Names and meanings come from the catalogue. A test asserts that the written page is current."""
 
 from __future__ import annotations
 
@@ -42,12 +41,10 @@ def group_of(metric: Metric) -> str:
 
 
 def cell(text: str) -> str:
-    """Escape a bar, which would end the cell."""
-    return text.replace("|", "\\|")
+    return text.replace("|", "\\|")  # a bar would end the cell
 
 
 def page() -> str:
-    """The text of docs/metrics.md."""
     lines = [HEAD.replace("STAGES_OF_A_STEP", ", ".join(f"`{stage}`" for stage in STAGES))]
     for group, text in GROUPS.items():
         lines += [f"## {group}", "", text, "", "| metric | meaning |", "|---|---|"]

@@ -39,7 +39,7 @@ def positive_float(text: str) -> float:
 
 
 def limit(text: str) -> tuple[str, float]:
-    """`METRIC=VALUE`, a number >= 0."""
+    """Parse `METRIC=VALUE` with a number >= 0. ArgumentTypeError for anything else."""
     name, found, number = text.rpartition("=")
     try:
         value = float(number)
@@ -54,7 +54,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, whose help does not pass over a failed write."""
+    """argparse with errors of one line (ConfigError) and a help that fails if it cannot be written."""
 
     def print_help(self, file: Any = None) -> None:
         print(self.format_help(), end="", file=file)
@@ -65,9 +65,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class AddCommand(Protocol):
-    """Adds one command and returns its parser. run: takes the arguments and returns the exit code. text, more: its help.
-
-    config: how CONFIG is written, with the overrides behind it; None for a command without.
-    """
+    """Add one command and return its parser. run: maps the arguments to the exit code. text, more: its help. config: how CONFIG and
+    the overrides behind it are written; None for a command without them."""
 
     def __call__(self, name: str, run: Run, text: str, more: str = "", *, config: str | None = "CONFIG") -> Parser: ...

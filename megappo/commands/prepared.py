@@ -1,4 +1,4 @@
-"""Steps that commands share: models as directories, the device, the world that a rank joined."""
+"""Steps that commands share: model directories, the device, the world that a rank joined."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ Config = TypeVar("Config", "TrainConfig", "SftConfig")
 
 
 def local_models(config: Config) -> Config:
-    """`with_local_models`. Ranks of torchrun or srun join their world for it: one of them asks the hub."""
+    """Replace models of the hub by directories (`with_local_models`). Collective for ranks of torchrun or srun: one asks the
+    hub."""
     from megappo.runtime.world import is_rank
     from megappo.trainer.prepare.hub import names_models, with_local_models
 
-    if not is_rank() or not names_models(config):  # ranks that megappo starts are told directories
+    if not is_rank() or not names_models(config):  # ranks that megappo itself starts are given directories
         return with_local_models(config)
     from megappo.parallel.device import select_device, start_distributed
     from megappo.trainer.preflight import local_models_of_ranks
@@ -26,7 +27,7 @@ def local_models(config: Config) -> Config:
 
 
 def leave_world() -> None:
-    """Leave a world that was joined before the training; one that the training joined, it has left."""
+    """Leave a world that was joined before the training. One that the training joined is left already."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -34,14 +35,14 @@ def leave_world() -> None:
 
 
 def require_device(requested: Literal["auto", "cpu", "cuda"]) -> None:
-    """ValueError if the run needs a GPU and there is none. Not for `plan`, which may be for another machine."""
+    """Raise ValueError if the run needs a GPU and there is none. `plan` skips this: it may plan for another machine."""
     from megappo.parallel.device import select_device
 
     select_device(requested)
 
 
 def device_of(requested: Literal["auto", "cpu", "cuda"]) -> Device:
-    """Device that the ranks will choose: cpu or cuda."""
+    """Device that the ranks will choose."""
     if requested != "auto":
         return requested
     import torch

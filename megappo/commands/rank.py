@@ -1,8 +1,6 @@
-"""A rank of `megappo train` or `megappo sft`, whoever started it: `megappo` itself, torchrun or srun.
+"""A rank of `megappo train` or `megappo sft`, started by `megappo` itself, torchrun or srun: loads the data and trains.
 
-Loads the data by `trainer/prepare` and trains. It imports no plan: whether a run fits its GPUs is computed once, by the process
-that starts the ranks (`megappo train`, `megappo launch`) or by `megappo plan`; a test follows every import from here.
-"""
+It imports no plan, which a test checks. The process that starts the ranks, or `megappo plan`, checks once that the run fits."""
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ def sft_rank(args: argparse.Namespace) -> int:
 
 
 def _enter(stop: StopRequest | None = None) -> None:
-    """Set up tracebacks and signals of a rank, and its end with its launcher, before anything heavy is imported."""
+    """Set up tracebacks, signals and the end with the launcher, before anything heavy is imported."""
     from megappo.runtime.failure import record_exceptions
     from megappo.runtime.world import end_with_launcher
 
@@ -87,6 +85,6 @@ def _enter(stop: StopRequest | None = None) -> None:
 
 
 def _tell(line: str, notes: Sequence[str]) -> None:
-    """Print on rank 0 of torchrun or srun what the launcher of `megappo train` has printed for its ranks."""
+    """Print on rank 0 under torchrun or srun what `megappo train`'s own launcher prints for its ranks."""
     if os.environ["RANK"] == "0" and LAUNCHER_LISTENS not in os.environ:
         print("\n".join([line, *(f"note: {note}" for note in notes)]), flush=True)

@@ -62,7 +62,6 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
 
 def report(checked: CheckedSft, data: SftData) -> str:
-    """Model, layout, demonstrations and epochs of a fine-tuning, and the notes on it."""
     from megappo.models.weight_map import hf_tensors
     from megappo.telemetry.tables import figures
 

@@ -40,12 +40,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _start_ranks(args: argparse.Namespace, config: TrainConfig, overrides: list[str]) -> int:
-    """Check everything here once, so that a mistake is one line and not a launcher's traceback; then start the ranks and wait.
-
-    overrides: the user's, and those that name directories for models of the hub.
-    """
+    """Check everything once, start the ranks and wait. overrides: the user's, and directories for models of the hub."""
     from megappo.trainer.prepare.inputs import check_inputs
 
+    # Checked here, a mistake is one line and not a traceback of the launcher.
     check_inputs(config, resume=args.resume)
     from megappo.commands.launch.attempt import check_start
     from megappo.commands.launch.training import train_here
