@@ -1,4 +1,4 @@
-"""`megappo compare`: the curves of several runs side by side, and what of their settings differs."""
+"""`megappo compare`: the curves of several runs side by side, and the differences of their settings."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`megappo compare`: the curves of several runs side by side, what of their settings differs, and limits for CI.
+"""`megappo compare`: the curves of several runs side by side, the differences of their settings, and limits for CI.
 
-Reads the files of the runs alone, also beside a live one; imports no torch.
+Reads only the files of the runs, also beside a live one. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,50 +34,47 @@ LONGEST_VALUE = 44  # characters of a setting in a column
 
 @dataclass(frozen=True)
 class Options:
-    """metrics: names or patterns, none for the usual ones. window: steps of a trailing mean. until: last step that counts.
+    """Options of the command."""
 
-    tolerance: relative to the largest value of a curve. limits: name or pattern -> largest difference allowed.
-    """
-
-    metrics: tuple[str, ...] = ()
-    window: int = 1
-    until: int | None = None
-    tolerance: float = DEFAULT_TOLERANCE
-    limits: Mapping[str, float] = field(default_factory=dict)
+    metrics: tuple[str, ...] = ()  # names or patterns; empty: the usual ones
+    window: int = 1  # steps of a trailing mean
+    until: int | None = None  # last step that counts
+    tolerance: float = DEFAULT_TOLERANCE  # relative to the largest value of a curve
+    limits: Mapping[str, float] = field(default_factory=dict)  # name or pattern -> largest difference allowed
     plot: str | None = None
     as_json: bool = False
 
 
 @dataclass(frozen=True)
 class _Compared:
-    """Runs by their names, the curves of every metric and how far they are apart, and metric -> limit."""
+    """The runs by name and what their curves show."""
 
     runs: Mapping[str, Run]
-    curves: Mapping[str, Mapping[str, Curve]]
+    curves: Mapping[str, Mapping[str, Curve]]  # metric -> run -> curve
     differences: Mapping[str, Difference]
     limits: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class _Made:
-    """Keys whose values differ -> value of each run: of the settings, and of what was recorded. notes: on what is not known."""
+    """What the runs were made of, as far as it differs: key -> value of each run."""
 
     settings: Mapping[str, Sequence[str]]
     recorded: Mapping[str, Sequence[str]]
-    notes: Sequence[str]
+    notes: Sequence[str]  # what is not known
 
 
 @dataclass(frozen=True)
 class _Limit:
-    """A limit held against the runs. reason: why it is exceeded, empty if it is not."""
+    """A limit applied to the runs."""
 
     metric: str
     most: float
-    reason: str
+    reason: str  # why it is exceeded; empty if it is not
 
 
 def compare_runs(folders: Sequence[str], options: Options) -> int:
-    """Print the comparison, and draw it; returns 1 if a limit is exceeded, else 0. ConfigError, one line, for bad input."""
+    """Print and draw the comparison; return 1 if a limit is exceeded, else 0. Raises ConfigError, one line, for bad input."""
     target = None if options.plot is None else check_output_file("--plot", options.plot, (".png", ".svg", ".pdf"))
     compared = _compare(folders, options)
     limits = [_hold(metric, most, compared.differences[metric]) for metric, most in compared.limits.items()]
@@ -145,7 +142,7 @@ def _rows(path: Path, until: int | None) -> Rows:
 
 
 def _hold(metric: str, most: float, found: Difference) -> _Limit:
-    """A step that only some of the runs have logged is not known, and does not pass."""
+    # A step that only some runs have logged is unknown, and unknown does not pass.
     if found.missing:
         return _Limit(metric, most, f"{found.missing}; --until N compares the steps up to N alone")
     if found.largest is None:
@@ -209,11 +206,11 @@ def _step_text(run: Run) -> str:
 
 
 def _facts(compared: _Compared, made: _Made, limits: Sequence[_Limit]) -> dict[str, Any]:
-    """For scripts; an infinite difference is null, as JSON lacks it, with its step."""
     names = list(compared.runs)
     metrics = {}
     for metric, curves in compared.curves.items():
         found = asdict(compared.differences[metric])
+        # JSON has no infinity: null, whose step (`at`) is kept.
         found["largest"] = None if found["largest"] is None or math.isinf(found["largest"]) else found["largest"]
         metrics[metric] = {**found, "runs": {name: {str(step): value for step, value in curves[name].items()} for name in names}}
     return {

@@ -1,4 +1,4 @@
-"""Curves of one metric in several runs, and how far they are apart."""
+"""Curves of one metric in several runs, and the distance between them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megappo.config.errors import ConfigError
 from megappo.telemetry.metrics import Metric
 
 DEFAULT_TOLERANCE = 1e-4
+# Metrics that are compared if none is named.
 SHOWN = (
     Metric.SCORE_MEAN.value,
     Metric.EVAL_SCORE.value,
@@ -27,31 +28,25 @@ SHOWN = (
     Metric.SFT_LOSS.value,
     Metric.SFT_GRAD_NORM.value,
 )
-"""Metrics that are compared if none is named."""
 NUM_COLUMNS = 4  # of steps, the last among them
 
-Curve = Mapping[int, float | None]
-"""Step -> value, ascending; None where it was not finite."""
+Curve = Mapping[int, float | None]  # step -> value, ascending; None where it was not finite
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Distance of curves over the `steps` that all of them have.
-
-    largest: of the largest and the smallest value of a step, inf if one of them alone is not finite, None without a step in common.
-    at: its step. parts: the first step where they differ by more than the tolerance. missing: a line on the first step that only
-    some of the curves have, empty if there is none.
-    """
+    """Distance of curves over the `steps` that all of them have."""
 
     steps: int
-    largest: float | None
-    at: int | None
-    parts: int | None
-    missing: str
+    largest: float | None  # largest less smallest value of a step; inf if only some are finite, None without a common step
+    at: int | None  # step of `largest`
+    parts: int | None  # first step where they differ by more than the tolerance
+    missing: str  # a line on the first step that only some have; empty without one
 
 
 def find_metrics(patterns: Sequence[str], runs: Sequence[Rows], option: str) -> list[str]:
-    """Names that runs have logged, where `*` stands for any part of a name. ConfigError, one line, for one that none has."""
+    """Find the logged names that match, where `*` stands for any part. Raises ConfigError, one line, for a
+    pattern without a match."""
     logged = sorted(set().union(*map(logged_names, runs)))
     names: list[str] = []
     for pattern in patterns:
@@ -66,7 +61,7 @@ def find_metrics(patterns: Sequence[str], runs: Sequence[Rows], option: str) -> 
 
 
 def usual_metrics(runs: Sequence[Rows]) -> list[str]:
-    """Metrics of SHOWN that a run has logged. ConfigError without any."""
+    """List the metrics of SHOWN that a run has logged. Raises ConfigError if there are none."""
     logged = sorted(set().union(*map(logged_names, runs)))
     names = [name for pattern in SHOWN for name in logged if fnmatchcase(name, pattern)]
     if not names:
@@ -76,7 +71,7 @@ def usual_metrics(runs: Sequence[Rows]) -> list[str]:
 
 
 def curve_of(rows: Rows, metric: str, window: int = 1) -> Curve:
-    """Values of a metric, each the mean of the last `window` finite ones up to its step."""
+    """Take a metric's values, each averaged with the finite values before it, `window` in all."""
     values = {step: finite(rows[step][metric]) for step in sorted(rows) if metric in rows[step]}
     if window == 1:
         return values
@@ -89,7 +84,7 @@ def curve_of(rows: Rows, metric: str, window: int = 1) -> Curve:
 
 
 def difference(curves: Mapping[str, Curve], tolerance: float) -> Difference:
-    """Compare curves by name. tolerance: relative to the largest absolute value of any of them."""
+    """Compare curves by run. tolerance: relative to the largest absolute value of any of them."""
     steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
     values = {step: [curve[step] for curve in curves.values()] for step in steps}
     scale = max((abs(value) for step in steps for value in values[step] if value is not None), default=0.0)
@@ -100,7 +95,7 @@ def difference(curves: Mapping[str, Curve], tolerance: float) -> Difference:
 
 
 def _spread(values: Sequence[float | None]) -> float | None:
-    """Largest less smallest; None if no value is finite: nothing is known then."""
+    """Largest less smallest value; inf if only some are finite, None if none is."""
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -117,7 +112,7 @@ def _missing(curves: Mapping[str, Curve], common: Collection[int]) -> str:
 
 
 def steps_to_show(curves: Mapping[str, Mapping[str, Curve]]) -> list[int]:
-    """NUM_COLUMNS steps of metric -> run -> curve, evenly spread up to the last one that all runs have reached."""
+    """Choose NUM_COLUMNS steps from metric -> run -> curve, evenly spread up to the last step that all runs have reached."""
     of_metrics = [list(runs.values()) for runs in curves.values()]
     reached = [set().union(*of_run) for of_run in zip(*of_metrics)]
     steps = sorted(step for step in (set.intersection(*reached) or set.union(*reached)) if step > 0)

@@ -18,8 +18,7 @@ from megappo.runtime.ending import CONFIG
 
 ABSENT = "-"
 UNKNOWN = "?"
-OWN = ("run.name", "run.output_dir")
-"""Keys that differ between any two runs."""
+OWN = ("run.name", "run.output_dir")  # keys that differ between any two runs
 # Facts of a checkpoint (`trainer/run_facts.py`) that the configuration does not say.
 _FACTS = ("versions", "commits", "tokenizer", "reference", "reward_model", "data", "code")
 _LAUNCH = ("revision", "python", "machine", "gpus", "packages", "environment")
@@ -27,12 +26,11 @@ _LAUNCH = ("revision", "python", "machine", "gpus", "packages", "environment")
 _OF_A_JOB = re.compile(r"environment\.(SLURM|SBATCH|SRUN|MASTER|RANK|WORLD|LOCAL|HOSTNAME|TORCHELASTIC|MEGAPPO_LEASE)(_|$)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-Values = Mapping[str, str]
-"""Dotted name -> value as text; empty if nothing is known."""
+Values = Mapping[str, str]  # dotted name -> value as text; empty if nothing is known
 
 
 def settings_of(run_dir: Path) -> Values:
-    """Resolved configuration, without secrets; empty if it cannot be read."""
+    """Read the resolved configuration, secrets hidden; empty if it cannot be read."""
     try:
         data, _ = parse_yaml((run_dir / CONFIG).read_text(encoding="utf-8"), CONFIG)
         return dict(_flat(redacted_values(data)))
@@ -41,7 +39,7 @@ def settings_of(run_dir: Path) -> Values:
 
 
 def facts_of(run_dir: Path) -> Values:
-    """Versions and identities of data, models and reward code, from the newest checkpoint that can be read; empty without one."""
+    """Read versions and identities of data, models and reward code from the newest readable checkpoint; empty without one."""
     directory = CheckpointDirectory(run_dir / CHECKPOINTS)
     try:
         for step in directory.steps():
@@ -58,7 +56,7 @@ def facts_of(run_dir: Path) -> Values:
 
 
 def launch_of(run_dir: Path) -> Values:
-    """Code, packages, machine and environment of the newest launch; empty after a plain `megappo train`, which records none."""
+    """Read code, packages, machine and environment of the newest launch; empty if there is no record, as after `megappo train`."""
     try:
         newest = max((run_dir / LAUNCHES).glob("*/launch.json"), key=lambda path: path.stat().st_mtime)
         record = json.loads(newest.read_text(encoding="utf-8"))
@@ -68,9 +66,9 @@ def launch_of(run_dir: Path) -> Values:
 
 
 def differing(runs: Sequence[Values], without: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Key -> value of each run, for the keys whose values are not all equal; ABSENT where a run does not have it.
+    """Return key -> value of each run for the keys whose values differ; ABSENT where a run lacks the key.
 
-    A run of which nothing is known differs from none, and has UNKNOWN.
+    A run of which nothing is known shows UNKNOWN and differs from none.
     """
     keys = dict.fromkeys(key for run in runs for key in run)
     values = {key: [run.get(key, ABSENT) if run else UNKNOWN for run in runs] for key in keys if key not in without}
@@ -82,7 +80,7 @@ def _part(data: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
 
 
 def _flat(data: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted name, text of the value) of every value in nested mappings; a SHA-256 by its beginning."""
+    """Yield (dotted name, value as text) from nested mappings; a SHA-256 is cut short."""
     if isinstance(data, Mapping) and data:
         for key, value in data.items():
             yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))

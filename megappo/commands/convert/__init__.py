@@ -1,4 +1,4 @@
-"""`megappo convert`: settings of another trainer as a configuration, with a report on every key."""
+"""`megappo convert`: turn the settings of another trainer into a configuration, with a report on every key."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def add_command(command: AddCommand) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the configuration to `--output`, or to stdout with the report on stderr. Returns 1 if `--strict` finds unknown keys.
+    """Write the configuration to `--output`, or to stdout with the report on stderr; return 1 if `--strict` finds unknown keys.
 
-    Raises ConfigError, before anything is written.
+    Raises ConfigError before anything is written.
     """
     from megappo.commands.convert.conversion import convert
     from megappo.commands.convert.report import configuration, report, unknown

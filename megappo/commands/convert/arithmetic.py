@@ -1,6 +1,6 @@
-"""Arithmetic of the rules that name one (`Rule.by`, `Trainer.chosen`): values that depend on other keys, and the tables.
+"""Functions of the rules that name an arithmetic (`Rule.by`, `Trainer.chosen`), and the tables that find them by name.
 
-The functions are as `settings.py` says; those of engines stand in `engines.py`, those of single values in `single_values.py`.
+`settings.py` defines their signature. Those about engines are in `engines.py`, those about one value in `single_values.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def samples(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def unless_shared(rule: Rule, value: Any, settings: Settings) -> Values:
-    """A key of the critic's own schedule; nothing if the key of `algorithm`, which holds for both models, says it."""
+    """Set a key of the critic's own schedule, unless the key of `algorithm`, which holds for both models, has the same value."""
     (key,) = rule.keys
     found = samples(rule, value, settings)[key] if key == "critic.mini_batch_size" else translated(rule, value)
     shared = key.replace("critic.", "algorithm.")
@@ -111,7 +111,7 @@ def _ranks(nodes: str, each: str) -> Callable[[Rule, Any, Settings], Values]:
 
 
 def tp_of_rollout(key: str, settings: Settings) -> tuple[Any, str] | None:
-    """tp of a source that shards by FSDP; None for one that names its layout, or an engine that shards as it does."""
+    """Choose tp for a source that shards by FSDP; None if the source names its layout or the role's engine is fsdp2."""
     tp = settings.ours.get("rollout.tp", 1)
     is_fsdp2 = settings.ours.get(f"{key.split('.')[0]}.engine") == "fsdp2"
     if tp == 1 or is_fsdp2 or any(".megatron." in name for name in settings.written):
@@ -128,7 +128,7 @@ def sequence_parallel_of_tp(key: str, settings: Settings) -> tuple[Any, str] | N
 
 
 def both_clips(rule: Rule, value: Any, settings: Settings) -> Values:
-    """verl's clip_ratio holds where clip_ratio_low and clip_ratio_high are not written."""
+    """Set the bounds from verl's clip_ratio where clip_ratio_low or clip_ratio_high is not written."""
     own = {"algorithm.loss.clip_low": "clip_ratio_low", "algorithm.loss.clip_high": "clip_ratio_high"}
     return {key: value for key in rule.keys if f"actor_rollout_ref.actor.{own[key]}" not in settings.written}
 
@@ -173,7 +173,7 @@ def openrlhf_kl(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def rounds(rule: Rule, value: Any, settings: Settings) -> Values:
-    """Dynamic sampling with the default number of rounds."""
+    """Switch dynamic sampling on, with the default number of rounds."""
     if not value:
         raise implied("dynamic sampling is off")
     return same(rule.keys, 10)
@@ -195,7 +195,7 @@ def early_stopping(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def _trl(settings: Settings, name: str, default: Any) -> Any:
-    """Value of TRL's key, alone or in a workflow of FlowMesh."""
+    # TRL's key, alone or in a FlowMesh workflow.
     value = settings.foreign.get(name, settings.foreign.get(f"spec.training.{name}", default))
     return default if value is None else value
 

@@ -1,4 +1,4 @@
-"""Apply the rules of a trainer to its settings: a configuration of megappo, and one row for every key with its fate."""
+"""Apply a trainer's rules to its settings: a megappo configuration, and one row for every key and what became of it."""
 
 from __future__ import annotations
 
@@ -32,33 +32,29 @@ NOT_NAMED = "NAME IT: the source does not"
 
 @dataclass
 class Row:
-    """Fate of one foreign key. outcome None: unknown."""
+    """What became of one foreign key."""
 
     key: str
     value: Any
-    outcome: Outcome | None
+    outcome: Outcome | None  # None: unknown key
     note: str = ""
     sets: Values = field(default_factory=dict)
-    is_default: bool = False
-    """The source does not write it: the trainer's default, where megappo's is another."""
+    is_default: bool = False  # the trainer's default, not written in the source, where megappo's differs
 
 
 @dataclass
 class Conversion:
-    """A whole conversion."""
+    """Result of a conversion."""
 
     source: Source
     rows: list[Row]
-    values: Values
-    """Our keys, dotted, in the order of the schema."""
-    comments: dict[str, str]
-    """Our key -> where its value comes from."""
-    todo: list[str]
-    """Changes that the user has to make before the configuration can run."""
+    values: Values  # our keys, dotted, in the order of the schema
+    comments: dict[str, str]  # our key -> where its value comes from
+    todo: list[str]  # changes to make before the configuration can run
 
 
 def convert(source: Source) -> Conversion:
-    """Convert the settings of another trainer. Raises no error for what cannot be converted: it is a row."""
+    """Convert the settings of another trainer. What cannot be converted becomes a row, never an error."""
     trainer = source.trainer
     known = {key: value for key, value in source.values.items() if not isinstance(value, Unread)}
     foreign = {**trainer.defaults, **known}
@@ -98,7 +94,7 @@ def convert(source: Source) -> Conversion:
 
 
 def rule_of(key: str, trainer: Trainer) -> Rule | None:
-    """Rule of a key: its own, or that of a section which speaks for all keys below it."""
+    """Find the rule of a key: its own, or that of the innermost section whose rule covers all keys below it."""
     if key in trainer.rules:
         return trainer.rules[key]
     around = [section for section in trainer.sections if key.startswith(section + ".")]
@@ -125,7 +121,7 @@ def _first(key: str, value: Any, trainer: Trainer, settings: Settings) -> Row:
 
 
 def _plain(key: str, value: Any, rule: Rule) -> Row:
-    """Row of a key that sets nothing here."""
+    """Row of a key that sets nothing in megappo."""
     if rule.expects and value not in rule.expects:
         return Row(key, value, Outcome.MISSING, rule.otherwise or rule.note)
     if rule.outcome is Outcome.MISSING and _among(value, rule.off):
@@ -134,7 +130,7 @@ def _plain(key: str, value: Any, rule: Rule) -> Row:
 
 
 def _among(value: Any, options: tuple[Any, ...]) -> bool:
-    """Membership that tells 0 from false only where the options do."""
+    # 0 and False are equal here.
     return any(value == option for option in options)
 
 
@@ -191,7 +187,7 @@ def _comment(row: Row, trainer: Trainer) -> str:
 
 
 def nested(values: Values) -> dict[str, Any]:
-    """Dotted keys as nested mappings, in the order of the schema."""
+    """Turn dotted keys into nested mappings, in the order of the schema."""
     data: dict[str, Any] = {}
     for key in (key for key in FIELDS if key in values):
         *parents, last = key.split(".")
@@ -214,7 +210,7 @@ def _load(values: Values) -> TrainConfig | ValidationError:
 
 
 def _refusal(key: str, value: Any) -> str | None:
-    """Reason for which megappo does not take a value, None if it does."""
+    """Return why megappo does not take a value, None if it does."""
     if isinstance(value, int | float) and not abs(value) < LARGEST_NUMBER:  # the reader of YAML refuses it
         return f"{key}: too large a number"
     found = _load(PLACEHOLDERS | {key: value})
@@ -223,15 +219,16 @@ def _refusal(key: str, value: Any) -> str | None:
 
 
 def _word_of(section: Written) -> str:
-    """Word of the first section of a choice that has all keys: a key is tried alone (`_refusal`)."""
+    """Word of the first section of a choice that has all keys."""
     choice = section.choice
     assert choice is not None
+    # `_refusal` tries each key alone, without the word that would choose its section.
     fitting = (word for word, cls in choice.sections.items() if section.data.keys() <= cls.model_fields.keys())
     return next(fitting, section.data[choice.key])
 
 
 def _misplaced(values: Values) -> dict[str, str]:
-    """Key -> reason, for keys that the chosen section of a choice does not have."""
+    """Map the keys that the chosen section of a choice lacks to the reason."""
     return {
         f"{section.key}.{name}": f"{section.key}.{section.choice.key} is {section.data[section.choice.key]}"
         for section in written_sections(nested(values), TrainConfig)
@@ -241,14 +238,14 @@ def _misplaced(values: Values) -> dict[str, str]:
 
 
 def _incomplete(values: Values) -> dict[str, str]:
-    """Key -> reason, for keys of a section whose required key the source does not say (a factor without its data)."""
+    """Map the keys of a section whose required key the source does not say, such as a factor without its data, to the reason."""
     found = _load(values)
     absent = [] if isinstance(found, TrainConfig) else [".".join(map(str, e["loc"])) for e in found.errors(include_url=False)]
     return {key: f"{name} is missing" for name in absent for key in values if key.startswith(name.rpartition(".")[0] + ".")}
 
 
 def _drop(rows: list[Row], values: Values, dead: Mapping[str, str]) -> None:
-    """Remove keys without effect under the others (a KL coefficient without a KL): written, they would be refused."""
+    """Remove keys without effect under the others, which would be refused if written (a KL coefficient without a KL)."""
     for key in [key for key in values if key in dead]:
         del values[key]
         for row in rows:
@@ -259,7 +256,7 @@ def _drop(rows: list[Row], values: Values, dead: Mapping[str, str]) -> None:
 
 
 def _drop_default_rows(rows: list[Row], values: Values) -> None:
-    """Keep a default of the other trainer only where megappo's is another."""
+    """Keep a default of the other trainer only where megappo's differs."""
     reference = validated(nested({"policy.model": "m", "data.train": "d"}), TrainConfig)
     for row in [row for row in rows if row.is_default]:
         row.sets = {key: value for key, value in row.sets.items() if value_at(reference, key) != value}

@@ -1,7 +1,4 @@
-"""Arithmetic of rules about the engine that trains a role: its name, and keys that count in one backend alone.
-
-The functions are as `settings.py` says.
-"""
+"""Arithmetic of rules about the engine of a role: its name, and keys that count in only one backend. Signature: `settings.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def betas_if_dtensor(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def _of_backend(rule: Rule, value: Any, settings: Settings, backend: str) -> Values:
-    """NeMo-RL writes both backends and enables one."""
+    # NeMo-RL writes both backends and enables one.
     role = "value" if rule.keys[0].startswith("critic") else "policy"
     other = {"megatron_cfg": "dtensor_cfg", "dtensor_cfg": "megatron_cfg"}[backend]
     enabled = settings.foreign.get(f"{role}.{backend}.enabled", not settings.foreign.get(f"{role}.{other}.enabled", False))
@@ -37,7 +34,7 @@ def _of_backend(rule: Rule, value: Any, settings: Settings, backend: str) -> Val
 
 
 def fsdp2_if_on(rule: Rule, value: Any, settings: Settings) -> Values:
-    """NeMo-RL's DTensor backend: transformers' classes under FSDP2."""
+    """Choose fsdp2 for NeMo-RL's DTensor backend: transformers' classes under FSDP2."""
     if not value:
         raise Otherwise(Outcome.UNNEEDED, "off")
     return _of_backend(replace(rule, values={True: "fsdp2"}), value, settings, "dtensor_cfg")
@@ -49,14 +46,14 @@ def offload_if_dtensor(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def only_if_on(rule: Rule, value: Any, settings: Settings) -> Values:
-    """A switch over several of our keys, which have switches of their own in the source."""
+    """Switch on several of our keys, each of which also has a switch of its own in the source."""
     if not value:
         raise Otherwise(Outcome.UNNEEDED, "off")
     return same(rule.keys, True)
 
 
 def verl_engine(rule: Rule, value: Any, settings: Settings) -> Values:
-    """verl's strategy. The actor's is the reference's too, unless it has its own."""
+    """Translate verl's strategy. The actor's also holds for the reference unless that has its own."""
     if value == "fsdp":
         raise implied("FSDP's first version: Megatron-core instead; strategy=fsdp2 is engine fsdp2")
     keys = rule.keys[:1] if "actor_rollout_ref.ref.strategy" in settings.written else rule.keys

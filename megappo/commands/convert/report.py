@@ -1,4 +1,4 @@
-"""What `megappo convert` prints: the report on every key, and the configuration with its comments."""
+"""Output of `megappo convert`: the report on every key, and the configuration with its comments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unknown(conversion: Conversion) -> list[Row]:
 
 
 def report(conversion: Conversion) -> str:
-    """The report: counts, then every key under its outcome."""
+    """Write the report: counts, then every key under its outcome."""
     trainer = conversion.source.trainer
     written = [row for row in conversion.rows if not row.is_default]
     counts = [f"{sum(row.outcome is outcome for row in written)} {outcome.value}" for outcome in Outcome]
@@ -59,7 +59,7 @@ def _line(left: str, right: str) -> str:
 
 
 def configuration(conversion: Conversion) -> str:
-    """YAML of the configuration; the comment beside a value names the foreign key that it comes from."""
+    """Write the configuration as YAML; the comment beside a value names the foreign key that it comes from."""
     source = conversion.source
     lines = [f"# Written by `megappo convert {source.path}` ({source.trainer.name})."]
     lines += [f"# Before it runs: {line}" for line in conversion.todo]

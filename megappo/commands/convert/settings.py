@@ -1,7 +1,7 @@
-"""Both sides of a conversion while it goes on, and how a rule's function says that there is no value.
+"""State of a conversion, and how the function of a rule says that there is no value.
 
-Such a function takes the rule, the foreign value and the settings, and returns our values by key; or raises Otherwise, if the
-value has no equivalent or nothing is left to say.
+Such a function takes the rule, the foreign value and the settings, and returns our values by key. It raises Otherwise if the value
+has no equivalent or is not needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Values = dict[str, Any]
 
 
 class Otherwise(Exception):
-    """Another outcome than the rule's, and the reason."""
+    """Another outcome than the rule's, and the reason for it."""
 
     def __init__(self, outcome: Outcome, reason: str) -> None:
         super().__init__(reason)
@@ -29,21 +29,20 @@ class Settings:
     """Both sides as far as they are known: foreign keys with the trainer's defaults, and our keys."""
 
     foreign: Mapping[str, Any]
-    written: frozenset[str]
-    """Foreign keys that the source writes."""
+    written: frozenset[str]  # foreign keys that the source writes
     steps_of_ppo: bool
     ours: Values = field(default_factory=dict)
 
     def samples(self) -> int:
-        """Responses of a step."""
+        """Responses per step."""
         return int(self.ours.get("data.prompts_per_step", 256)) * int(self.ours.get("rollout.samples_per_prompt", 1))
 
     def sequence_tokens(self) -> int:
-        """Longest prompt and response, in tokens."""
+        """Tokens of the longest prompt and response."""
         return int(self.ours.get("data.max_prompt_tokens", 512)) + int(self.ours.get("rollout.max_response_tokens", 512))
 
     def updates(self, role: str) -> int:
-        """Optimizer steps of a role in a PPO step."""
+        """Optimizer steps of a role per PPO step."""
 
         def of(name: str, default: int) -> int:
             own = self.ours.get(f"critic.{name}") if role == "critic" else None
@@ -63,7 +62,7 @@ def number(value: Any) -> float:
 
 
 def translated(rule: Rule, value: Any) -> Any:
-    """Our value by the rule's table; the value itself if it has none."""
+    """Translate a value by the rule's table; without a table it stays as it is. Raises Otherwise for a value not in the table."""
     if rule.values is None:
         return value
     if isinstance(value, list | dict) or value not in rule.values:

@@ -1,7 +1,7 @@
-"""Commands of a shell script as lists of words: quotes, continued lines, comments, variables and arrays. Nothing is ever executed.
+"""Parse a shell script into commands, lists of words: quotes, continued lines, comments, variables and arrays. Executes nothing.
 
-A word that depends on what only a run would tell (`$(date)`, a variable that is set nowhere) keeps that text and the mark
-UNREAD, so that the key of such a value is reported and not guessed.
+A word that only a run could tell (`$(date)`, a variable set nowhere) keeps its text and the mark UNREAD, so that the key is
+reported and its value is not guessed.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Script:
 
 
 def parse_shell(text: str, name: str, environment: Mapping[str, str] = os.environ) -> Script:
-    """Parse a script. Variables that it does not set are taken from the environment. name: for messages.
+    """Parse a script; variables that it does not set come from the environment. name: for messages.
 
-    Raises ConfigError with the place if quotes are not closed.
+    Raises ConfigError, with the place, if quotes are not closed.
     """
     try:
         lexer = shlex.shlex(_PIECE.sub(_protect, text), posix=True, punctuation_chars="();<>|&")
@@ -69,7 +69,7 @@ def _protect(match: re.Match[str]) -> str:
 
 
 def _statements(tokens: list[str]) -> Iterator[list[str | list[str]]]:
-    """Words of each simple command; an array `NAME=(a b)` is the word `NAME=` and the list of its items."""
+    """Yield the words of each simple command; an array `NAME=(a b)` is the word `NAME=` and the list of its items."""
     words: list[str | list[str]] = []
     items: list[str] | None = None
     redirected = False
@@ -100,7 +100,7 @@ def _statements(tokens: list[str]) -> Iterator[list[str | list[str]]]:
 
 
 def _take(words: list[str | list[str]], script: Script, environment: Mapping[str, str]) -> None:
-    """Note the assignments at the start of a command, and the command itself."""
+    """Record the assignments at the start of a command, and the command itself."""
     place = 0
     while place < len(words):
         word = words[place]
@@ -127,7 +127,7 @@ def _take(words: list[str | list[str]], script: Script, environment: Mapping[str
 
 
 def _expand(word: str, script: Script, environment: Mapping[str, str], *, split: bool = True) -> list[str]:
-    """Words that a word becomes. A bare `$NAME` splits at spaces, as in bash; `"${NAME[@]}"` gives the items of an array."""
+    """Expand a word. A bare `$NAME` splits at spaces, as in bash; `"${NAME[@]}"` gives the items of an array."""
     whole = _VARIABLE.fullmatch(word)
     if whole is not None and whole["braced"] and whole["rest"] in ("[@]", "[*]"):
         return list(script.variables.get(whole["braced"], []))

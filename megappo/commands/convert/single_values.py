@@ -1,4 +1,4 @@
-"""Rules that read one value of the source, with little of the others: switches, lists, names, files."""
+"""Rules that read one value of the source and little else: switches, lists, names, files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megappo.config.foreign.rule import Outcome, Rule
 
 
 def spread(rule: Rule, value: Any, settings: Settings) -> Values:
-    """A list over the keys; a shorter one repeats (betas of policy and critic)."""
+    """Spread a list over the keys; a shorter one repeats, as betas do for policy and critic."""
     if not isinstance(value, list) or not value or len(rule.keys) % len(value):
         raise missing("not a list of that many numbers")
     return {key: value[place % len(value)] for place, key in enumerate(rule.keys)}
@@ -33,7 +33,7 @@ def adapter_rank(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def with_adapters(rule: Rule, value: Any, settings: Settings) -> Values:
-    """A setting of adapters, which says something only beside a rank of the same role."""
+    """Take a setting of adapters, which has a meaning only beside a rank for the same role."""
     critics = rule.keys[0].startswith("critic.")
     ranks = [
         key for key in settings.foreign if key.endswith("lora_rank") and ("." not in key or key.startswith("critic.") == critics)
@@ -44,14 +44,14 @@ def with_adapters(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def average_decay(rule: Rule, value: Any, settings: Settings) -> Values:
-    """The decay of a moving average that is switched on; OpenRLHF's default is the other key's."""
+    """Take the decay of a moving average that is switched on; the default is OpenRLHF's."""
     if not value:
         raise implied("off: no average is kept")
     return same(rule.keys, number(settings.foreign.get("ema_beta", 0.992)))
 
 
 def texts(rule: Rule, value: Any, settings: Settings) -> Values:
-    """A second data set and the factor of its loss, whose default in OpenRLHF acts with the data alone."""
+    """Take a second data set and the factor of its loss; OpenRLHF's default factor acts only with the data."""
     if not value:
         raise implied("off: PPO's loss alone")
     data, coef = rule.keys
@@ -82,7 +82,8 @@ TRACKER_FLAGS = {
 
 
 def tracker_flags(rule: Rule, value: Any, settings: Settings) -> Values:
-    """The trackers of all flags together. A key of an account, known only when the script runs, is set."""
+    """Combine the trackers of all flags."""
+    # An account's key that is known only when the script runs counts as set.
     on = [key for key in TRACKER_FLAGS if key in settings.written and settings.foreign.get(key, True) not in (None, "", False)]
     return same(rule.keys, [TRACKER_FLAGS[key] for key in on])
 
@@ -108,7 +109,7 @@ def truncation(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def policy_recompute(rule: Rule, value: Any, settings: Settings) -> Values:
-    """verl's key is the policy's; under Megatron it stands beside recompute_granularity, which says more."""
+    """Take verl's key for the policy, unless Megatron's recompute_granularity beside it says more."""
     if "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity" in settings.written:
         raise implied("recompute_granularity says it")
     return same(rule.keys, translated(rule, value))
@@ -119,7 +120,7 @@ def save_contents(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def run_name(rule: Rule, value: Any, settings: Settings) -> Values:
-    """Letters, digits and . _ - are the characters of a run's name."""
+    """Replace characters that a run's name may not have; letters, digits and . _ - may stay."""
     return same(rule.keys, re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-.")[:64] or "run")
 
 
@@ -144,7 +145,7 @@ def verl_answer_key(key: str, settings: Settings) -> tuple[Any, str] | None:
 
 
 def reward_model(rule: Rule, value: Any, settings: Settings) -> Values:
-    """The section of a reward model, and the part that is its score."""
+    """Set the section of the reward model, and the part that is its score."""
     if not isinstance(value, str) or "," in value:
         raise Otherwise(Outcome.MISSING, "one reward model; the others may be parts of the user's own")
     if settings.foreign.get("reward_model.enable") is False:  # verl's
@@ -153,7 +154,7 @@ def reward_model(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def rules_of_data(key: str, settings: Settings) -> tuple[Any, str] | None:
-    """Rule for data that their name tells."""
+    """Choose a reward rule by the name of the data."""
     if "reward.parts" in settings.ours:
         return None
     name = str(settings.ours.get("data.train", "")).lower()

@@ -1,4 +1,4 @@
-"""Read the settings of another trainer: (trainer, dotted key -> value) from a shell script, YAML or Python. Nothing is executed."""
+"""Read another trainer's settings, (trainer, dotted key -> value), from a shell script, YAML or Python. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PRODUCT = re.compile(r"\$\{mul:\s*([\w.]+)\s*,\s*([\w.]+)\s*\}")
 
 @dataclass(frozen=True)
 class Unread:
-    """A value that only a run would tell."""
+    """A value that only a run could tell."""
 
     text: str
 
@@ -46,7 +46,7 @@ class Source:
 
 
 def read_source(path: str | Path) -> Source:
-    """Read a file of another trainer. Raises ConfigError, in one line with what was recognised."""
+    """Read a file of another trainer. Raises ConfigError, one line that says what was recognised."""
     text = _read_text(Path(path))
     name = str(path)
     if name.endswith(".py"):
@@ -77,7 +77,7 @@ def _nothing(path: str, recognised: str) -> ConfigError:
 
 
 def _by_keys(values: Mapping[str, Any], trainers: tuple[Trainer, ...] = READ) -> Trainer | None:
-    """Trainer that knows most of the keys, and at least LEAST_KEYS of them; the first of several."""
+    """Trainer that knows the most keys, at least LEAST_KEYS; of equals the first."""
     known = [sum(key in trainer.rules for key in values) for trainer in trainers]
     return trainers[known.index(max(known))] if max(known) >= LEAST_KEYS else None
 
@@ -133,13 +133,13 @@ def _value(text: str, key: str, path: str) -> Any:
 
 
 def _settings(words: list[str], path: str) -> dict[str, Any]:
-    """Hydra's overrides: `a.b=value`, `+a.b=value`."""
+    """Read Hydra's overrides: `a.b=value`, `+a.b=value`."""
     matches = [match for word in words if (match := _SETTING.fullmatch(word))]
     return {match["key"]: _value(match["value"], match["key"], path) for match in matches}
 
 
 def _flags(words: list[str], path: str) -> dict[str, Any]:
-    """argparse's flags: `--key value`, `--key=value`, `--key a b`, `--key` alone is true."""
+    """Read argparse's flags: `--key value`, `--key=value`, `--key a b`; `--key` alone is true."""
     found: dict[str, list[str]] = {}
     key = ""
     for word in words:
@@ -169,7 +169,7 @@ def _read_yaml(text: str, path: str) -> Source:
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of every value; an empty mapping is a value."""
+    """Yield (dotted key, value) of every value; an empty mapping is a value."""
     for name, value in data.items():
         key = prefix + name
         if isinstance(value, Mapping) and value:
@@ -179,7 +179,7 @@ def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _resolved(value: Any, leaves: Mapping[str, Any], key: str) -> Any:
-    """Value of an interpolation: `${a.b}`, `${.b}` (beside `key`), `${oc.select:a.b,default}`, `${mul:${a.b}, ${c.d}}`."""
+    """Resolve an interpolation: `${a.b}`, `${.b}` (beside `key`), `${oc.select:a.b,default}`, `${mul:${a.b}, ${c.d}}`."""
     parent = key.rpartition(".")[0]
     for _ in range(8):  # a reference may lead to another
         if not (isinstance(value, str) and "${" in value):

@@ -1,4 +1,4 @@
-"""`megappo doctor`: what is installed, works, and is missing on this machine."""
+"""`megappo doctor`: what is installed on this machine, what works, and what is missing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`megappo doctor`: installed packages, the features that they enable, and missing packages with their purpose.
 
-Imports nothing heavy but torch, for its devices and operations, and TransformerEngine, if it is installed: only an import shows
-that it works. Packages are listed in `installed.py`, driver and CUDA in `gpu_stack.py`.
+Imports torch for its devices and operations, and TransformerEngine, since only an import shows that it works. Packages are listed
+in `installed.py`, driver and CUDA in `gpu_stack.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def device_lines(stack: Stack) -> list[str]:
-    """Python, GPUs, driver, CUDA and compilers of this machine."""
+    """Describe Python, GPUs, driver, CUDA and compilers of this machine."""
     python = f"  Python {platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})"
     lines = [python, *stack.lines()]
     tools = {"g++": "compiling the C++ kernels, and layers with compile: true", "sbatch": "jobs of Slurm: megappo launch"}
@@ -34,19 +34,19 @@ def device_lines(stack: Stack) -> list[str]:
 
 
 def library_facts() -> dict[str, Any] | None:
-    """Record of csrc/build.py next to the library; None without a library."""
+    """Read the record that csrc/build.py left next to the library; None without a library."""
     there = implementations.LIBRARY.exists() and implementations.LIBRARY.with_suffix(".json").exists()
     return implementations.library_facts() if there else None
 
 
 def library_line(facts: dict[str, Any]) -> str:
-    """Line with the torch, toolkit and architectures that the library was built for."""
+    """Name the torch, toolkit and architectures that the library was built for."""
     cuda = f" by CUDA {facts.get('cuda_toolkit') or 'unknown'} for {facts['cuda_archs']}" if facts["cuda"] else " without CUDA"
     return f"  library: built for torch {facts['torch']}{cuda}"
 
 
 def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
-    """(lines on parts of the GPU stack that do not fit, True if the GPUs cannot be used until they are fixed)."""
+    """Return lines on parts of the GPU stack that do not fit, and True if the GPUs are unusable until they are fixed."""
     found = gpu_stack.faults(stack)
     lines = [fault.text for fault in found]
     # The kernels' own reason, unless it repeats that the library could not be built here.
@@ -57,7 +57,7 @@ def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
 
 
 def parts_lines() -> list[str]:
-    """Lines on the features that work with the installed packages."""
+    """Describe the features that work with the installed packages."""
     from megappo.models.families.registry import FAMILIES
     from megappo.models.implementation import transformer_engine_fault
     from megappo.rewards.rules import RULES
@@ -76,7 +76,7 @@ def parts_lines() -> list[str]:
 
 
 def kernel_lines() -> tuple[list[str], list[str]]:
-    """(table of each op's implementation on CPU and GPU, checked against its reference; lines on faults)."""
+    """Return the table of each op's implementation on CPU and GPU, checked against its reference, and lines on faults."""
     import torch
 
     from megappo.ops import dispatch, selfcheck  # noqa: F401  registers the ops
@@ -96,7 +96,7 @@ def kernel_lines() -> tuple[list[str], list[str]]:
 
 
 def checked_column(device: torch.device) -> tuple[dict[str, list[str]], list[str]]:
-    """(op -> [its implementation on this device, state after the check of the kernels], lines on faults)."""
+    """Check the kernels of a device. Returns op -> [implementation, state], and lines on faults."""
     from megappo.ops import dispatch, selfcheck
 
     found = selfcheck.run_checks(device)
@@ -107,7 +107,7 @@ def checked_column(device: torch.device) -> tuple[dict[str, list[str]], list[str
 
 
 def report() -> tuple[str, int]:
-    """Text of `megappo doctor` and its exit code: 0 if PPO can run on this machine."""
+    """Return the text of `megappo doctor` and its exit code, 0 if PPO can run on this machine."""
     found, facts = findings(), library_facts()
     stack = gpu_stack.found(library_has_cuda=bool(facts and facts["cuda"]))
     rows = [[f.requirement.name, f.version or "-", f.requirement.versions or "any", f.state, f.requirement.purpose] for f in found]

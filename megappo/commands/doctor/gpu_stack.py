@@ -1,7 +1,7 @@
-"""Driver, GPUs, CUDA toolkit and torch of this machine, and the parts that do not fit, with the command that fixes them.
+"""Driver, GPUs, CUDA toolkit and torch of this machine: parts that do not fit, each with the command that fixes it.
 
-For `megappo doctor`. `found` inspects the machine; `faults` only compares, so that every state can be tested without a GPU.
-`ops/implementations.py` decides which of the library's kernels run with this torch on this GPU.
+`found` inspects the machine; `faults` only compares, so that every state can be tested without a GPU. `ops/implementations.py`
+decides which kernels of the library run with this torch on this GPU.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ LEAST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as nvidia-smi names it. capability: (major, minor)."""
+    """One GPU as nvidia-smi names it."""
 
     name: str
     memory_gib: float
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # major, minor
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Parts of the stack; None if missing. `*_cuda`: CUDA versions like "13.0"; driver_cuda is the newest that the driver runs."""
+    """Parts of the stack; None if missing. `*_cuda` are CUDA versions such as "13.0"."""
 
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
-    driver_cuda: str | None = None
+    driver_cuda: str | None = None  # newest CUDA that the driver runs
     nvcc: str | None = None
     nvcc_cuda: str | None = None
     torch: str | None = None
@@ -43,7 +43,7 @@ class Stack:
     library_has_cuda: bool = False
 
     def lines(self) -> list[str]:
-        """One line for each part."""
+        """Describe the stack, one line per part."""
         nvcc = f"{self.nvcc}, CUDA {self.nvcc_cuda}" if self.nvcc else "not found (needed only for compiling the CUDA kernels)"
         driver = f"{self.driver}, for CUDA up to {self.driver_cuda or 'unknown'}" if self.driver else "not found (nvidia-smi)"
         lines = [
@@ -62,10 +62,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Fault:
-    """One line on a part that does not fit, with the command that fixes it. stops: the GPUs cannot be used until then."""
+    """One line on a part that does not fit, with the command that fixes it."""
 
     text: str
-    stops: bool
+    stops: bool  # the GPUs cannot be used until it is fixed
 
 
 def _major(version: str | None) -> str:
@@ -73,7 +73,7 @@ def _major(version: str | None) -> str:
 
 
 def faults(stack: Stack) -> list[Fault]:
-    """Obstacles to using this machine's GPUs or compiling the CUDA kernels; none on a machine with neither GPU nor nvcc."""
+    """Find obstacles to using this machine's GPUs or compiling the CUDA kernels; none on a machine with neither GPU nor nvcc."""
     found = []
     if stack.torch is not None and stack.torch_cuda is None and (stack.gpus or stack.nvcc):
         has = f"{len(stack.gpus)} GPUs" if stack.gpus else f"nvcc ({stack.nvcc})"
@@ -105,7 +105,6 @@ def _driver_faults(stack: Stack) -> list[Fault]:
 
 
 def _toolkit_faults(stack: Stack) -> list[Fault]:
-    """Obstacles to building the CUDA kernels."""
     if stack.library_has_cuda:  # built already: no toolkit is needed
         return []
     fix = f"install the toolkit of CUDA {stack.torch_cuda}, then CUDA_HOME=/usr/local/cuda-{stack.torch_cuda} {BUILD}"
@@ -144,7 +143,7 @@ def found(library_has_cuda: bool) -> Stack:
 
 
 def gpus_of(said: str) -> tuple[Gpu, ...]:
-    """Parse nvidia-smi's lines `name, MiB, 9.0`; other lines (it prints errors to stdout) are ignored."""
+    """Parse nvidia-smi's lines `name, MiB, 9.0`; other lines are ignored, as it prints errors to stdout."""
     rows = re.findall(r"^(.+), *(\d+), *(\d+)\.(\d+) *$", said, re.MULTILINE)
     return tuple(Gpu(name, int(mib) / 1024, (int(major), int(minor))) for name, mib, major, minor in rows)
 

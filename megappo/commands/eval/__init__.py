@@ -1,4 +1,4 @@
-"""`megappo eval`: the evaluations of a configuration with the weights of a checkpoint, in any layout, without a training."""
+"""`megappo eval`: run a configuration's evaluations with the weights of a checkpoint, in any layout, without training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megappo eval`: the evaluations of a configuration with the weights of a checkpoint, in any layout, without a training."""
+"""The ranks' part of `megappo eval`: load the weights, evaluate, and write the results."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ from megappo.trainer.sampling import evaluators_of_run, rollout_of, sampling_par
 
 
 def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = RoleEngines) -> list[Evaluation]:
-    """Evaluate on this rank of the world; returns the results of all sets, the same on every rank.
+    """Evaluate on this rank; the results of all sets are the same on every rank. engines: builds the model. Collective over the
+    world.
 
-    engines: builds the model. An existing world is used and left to the caller; otherwise the launcher's is joined and left again.
+    An existing world is used and left to the caller; otherwise the launcher's is joined and left again.
     """
     config, data = planned.config, planned.data
     owns_world = not dist.is_initialized()
@@ -63,7 +64,7 @@ def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = Rol
 
 
 def _load_models(planned: PlannedEvaluation, engines: EngineBackend, device: torch.device) -> tuple[Engine, ModelScorer | None]:
-    """The policy with the weights of the checkpoint, and the reward model if a set is scored by it."""
+    """Return the policy with the checkpoint's weights, and the reward model if a set is scored by it."""
     config, text = planned.config, planned.data.reward_text
     factory = engines(config.model, config.run.timeouts, device)
     factory.connect([config.policy, *([config.reward_model] if text is not None else [])])
@@ -93,7 +94,7 @@ def _evaluators(planned: PlannedEvaluation, score_model: ModelScorer | None) -> 
 
 
 def results_table(results: Sequence[Evaluation]) -> str:
-    """A row per figure of every set."""
+    """Format a table with a row per figure of every set."""
     rows = [
         [key_of(result.name).removeprefix("evaluations.").removesuffix(".data") if place == 0 else "", figure, _number(value)]
         for result in results
@@ -107,7 +108,7 @@ def _number(value: float) -> str:
 
 
 def report(planned: PlannedEvaluation, results: Sequence[Evaluation], output: Path | None) -> None:
-    """Print the table, and write the file. Rank 0 only."""
+    """Print the table and write the file. Only for rank 0."""
     if output is not None:  # first: standard output may be lost
         record = finite_or_none(results_record(planned, results))
         replace_file(output, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
@@ -119,7 +120,7 @@ def report(planned: PlannedEvaluation, results: Sequence[Evaluation], output: Pa
 
 
 def results_record(planned: PlannedEvaluation, results: Sequence[Evaluation]) -> dict[str, Any]:
-    """Results for a file, JSON-compatible: settings and figures of every set, and all metrics under the names of a run."""
+    """Return results as JSON-compatible data: settings and figures of every set, and all metrics under the names of a run."""
     settings = {one.name: one for one in planned.data.evaluations}
     return {
         "checkpoint": str(planned.source.path),

@@ -1,4 +1,4 @@
-"""`megappo export`: the checkpoint of a run as a Hugging Face checkpoint."""
+"""`megappo export`: write a run's checkpoint as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 

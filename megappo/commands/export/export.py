@@ -1,4 +1,4 @@
-"""Export of a run's checkpoint as a Hugging Face checkpoint, in one process for any layout of the run."""
+"""Export a run's checkpoint as a Hugging Face checkpoint, in one process for any layout of the run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from megappo.trainer.rundir import RunDir
 def export_checkpoint(
     run: str, output: str, *, role: str, step: int | Literal["best"] | None, engines: EngineBackend = RoleEngines
 ) -> int:
-    """Export `role` of the run in directory `run` to `output`, which must not exist; returns the step.
+    """Export `role` of the run in directory `run` to `output`, which must not exist; return the step.
 
-    role: a trained one, or ema, the average of the policy's weights. step: None takes the newest valid one, best that of
-    `trainer.keep_best`. engines: builds the model of the run's resolved configuration; those of the run. ValueError for a missing
-    run or checkpoint, another role, or an existing output.
+    role: a trained one, or ema, the average of the policy's weights. step: None for the newest valid one, best for that of
+    `trainer.keep_best`. Raises ValueError for a missing run or checkpoint, another role, or an existing output.
     """
     run_dir = RunDir(Path(run))
     if not run_dir.config.is_file():
@@ -67,7 +66,7 @@ def export_checkpoint(
 
 
 def _require_room(output: Path) -> None:
-    """ConfigError if no directory can be made at `output`: before minutes of loading."""
+    """Raise ConfigError if no directory can be made at `output`, before minutes of loading."""
     try:
         fault = "exists" if output.exists() else None
         above = next(path for path in output.absolute().parents if path.exists())
@@ -80,7 +79,7 @@ def _require_room(output: Path) -> None:
 
 
 def _best_step(run_dir: RunDir) -> int:
-    """Step of the best checkpoint of the run so far. ConfigError if the run chooses none, or has saved none."""
+    """Step of the run's best checkpoint so far. Raises ConfigError if the run chooses none or has saved none."""
     newest = CheckpointDirectory(run_dir.checkpoints).newest()
     if newest is None:
         raise ConfigError(problem("--step", "best", f"{run_dir.checkpoints} holds no complete checkpoint"))

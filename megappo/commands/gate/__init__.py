@@ -1,4 +1,4 @@
-"""`megappo gate`: the metrics of a run held against limits."""
+"""`megappo gate`: check the metrics of a run against limits."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""`megappo gate`: hold the metrics of a run against limits, for scripts and CI. Reads metrics.jsonl alone; imports no torch.
+"""`megappo gate`: check the metrics of a run against limits, for scripts and CI. Reads only metrics.jsonl; imports no torch.
 
-A gate is one line; a file of gates is a YAML list of them:
+A file of gates is a YAML list of lines:
 
     METRIC OP NUMBER at STEP                       the value of that step
     METRIC OP NUMBER at last                       the last value that was logged
     METRIC OP NUMBER max over A..B                 max, min or mean of the values of steps A to B, both included
     METRIC OP NUMBER mean over last N              ... of the last N values
 
-OP is one of > >= < <=. What is not known does not pass: a step that the run did not reach or did not log, a value that was not
-finite (null).
+OP is one of > >= < <=. An unknown value fails: of a step that was not reached or not logged, or logged as not finite (null).
 """
 
 from __future__ import annotations
@@ -47,25 +46,25 @@ _GATE = re.compile(
 
 @dataclass(frozen=True)
 class Gate:
-    """One line. at: its step, None for the last value. how: of several values, over `steps` (first, final) or the last `count`."""
+    """One limit; the value is taken at one step or reduced over several."""
 
     text: str
     metric: str
     op: str
     limit: float
-    at: int | None = None
-    how: str | None = None
-    steps: tuple[int, int] | None = None
-    count: int | None = None
+    at: int | None = None  # None: the last value, unless `how` is set
+    how: str | None = None  # reduction over `steps` or `count`
+    steps: tuple[int, int] | None = None  # first, last
+    count: int | None = None  # of last values
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A gate held against a run. value: None if there is none. reason: of a missing value; empty otherwise."""
+    """A gate applied to a run."""
 
     gate: Gate
     value: float | None
-    reason: str = ""
+    reason: str = ""  # why the value is missing
 
     @property
     def passed(self) -> bool:
@@ -73,11 +72,12 @@ class Outcome:
 
 
 class _Missing(Exception):
-    """The value of a gate does not exist; the text says why."""
+    """The value of a gate does not exist; the message says why."""
 
 
 def show_gates(run_dir: Path, file: Path) -> int:
-    """Print a row per gate; returns 0 if all pass, else 1. ConfigError, one line: no run, no gates, a metric that no run has."""
+    """Print a row per gate; return 0 if all pass, else 1. Raises ConfigError, one line: no run, no gates, a
+    metric that no run has."""
     gates = read_gates(file)
     rows = read_rows(run_dir)
     logged = logged_names(rows)
@@ -96,7 +96,7 @@ def show_gates(run_dir: Path, file: Path) -> int:
 
 
 def read_gates(file: Path) -> list[Gate]:
-    """Read a file of gates. ConfigError names the line that is none."""
+    """Read a file of gates. Raises ConfigError that names the malformed line."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -109,7 +109,7 @@ def read_gates(file: Path) -> list[Gate]:
 
 
 def parse_gate(line: Any, place: str) -> Gate:
-    """Parse one line. ConfigError with its place and the forms."""
+    """Parse one line. Raises ConfigError with its place and the allowed forms."""
     match = _GATE.fullmatch(line.strip()) if isinstance(line, str) else None
     if match is None:
         raise ConfigError(f"{place} = {show(line)}: is no gate; write {FORMS}")
@@ -133,13 +133,13 @@ def parse_gate(line: Any, place: str) -> Gate:
 
 
 def _require_known(gate: Gate, logged: set[str], run_dir: Path) -> None:
-    """ConfigError for a metric that neither this run has logged nor megappo knows, with the nearest one."""
+    """Raise ConfigError, with the nearest name, for a metric that the run has not logged and megappo does not know."""
     if not is_known(gate.metric, logged):
         raise ConfigError(f"{gate.text}: {run_dir / METRICS} has no metric {gate.metric}{nearest_hint(gate.metric, logged)}")
 
 
 def hold(gate: Gate, rows: Rows) -> Outcome:
-    """Hold one gate against the rows of a run (step -> metric -> value)."""
+    """Apply one gate to the rows of a run (step -> metric -> value)."""
     try:
         return Outcome(gate, _value(gate, rows))
     except _Missing as reason:

@@ -1,4 +1,4 @@
-"""`megappo generate`: answers of a checkpoint to prompts."""
+"""`megappo generate`: answer prompts with a checkpoint."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ def answer(
     dtype: Literal["bf16", "fp32"],
     engines: EngineBackend = RoleEngines,
 ) -> list[str]:
-    """Generate one response text per prompt, in one process. engine: samples. engines: build the model that it samples from.
+    """Generate one response text per prompt, in one process. `engine` samples; `engines` build the model that it samples from.
 
-    ValueError for a missing checkpoint, tokenizer or engine, no prompts, a temperature below 0.
+    Raises ValueError for a missing checkpoint, tokenizer or engine, no prompts, or a temperature below 0.
     """
     if not prompts:
         raise ValueError("generate: no prompts; give --prompt TEXT or lines on standard input")
