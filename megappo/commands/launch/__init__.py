@@ -1,4 +1,4 @@
-"""`megappo launch`: a run as a job of Slurm, or with the same record on this machine."""
+"""`megappo launch`: start a run as a Slurm job, or on this machine with the same record."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ SKIPPED = "skipped_steps"  # file of an attempt's folder, which the script hands
 
 
 def check_start(run: RunConfig, *, resume: bool) -> Path:
-    """Directory of the run. ConfigError if a new run finds another run there, or a resumed one no checkpoint."""
+    """Return the run directory. Raises ConfigError if a new run finds another one there, or a resumed run no checkpoint."""
     run_dir = check_run_dir(run, resume)
     if resume:
         refuse_if_held(run_dir)  # first: a run that lives may not have saved yet
@@ -49,16 +49,15 @@ def check_start(run: RunConfig, *, resume: bool) -> Path:
 
 
 def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bool:
-    """Record the start of an attempt. Returns True if it continues from a checkpoint.
+    """Record the start of an attempt; return True if it continues from a checkpoint. resume: the first attempt continues a run.
 
-    resume: True if the first attempt continues a run. Leftovers of an attempt that died before its first checkpoint are moved
-    into that attempt's folder. NoProgress after too many attempts (Slurm requeues after a lost node or a preemption by itself);
-    ConfigError if the first attempt finds another run or nothing to resume.
+    Raises NoProgress after too many attempts, and ConfigError if the first attempt finds another run or nothing to resume.
     """
     starts = read_starts(launch_dir)
     run_dir = run_dir_of(run)
     if not starts:  # `megappo launch` has checked this, but the script may have been submitted by hand
         check_start(run, resume=resume)
+    # Slurm itself requeues after a lost node or a preemption, without asking `end`: attempts are counted here.
     start = next_start(starts, saved_steps(run_dir), attempt)
     with Lease.acquire(run_dir, "megappo.commands.launch.attempt begin"):  # or the ranks would find the run in use
         if starts and start.step == 0:  # the next attempt starts anew, and needs an empty run directory
@@ -70,9 +69,9 @@ def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bo
 
 
 def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_requeues: int) -> tuple[str, int]:
-    """Last lines of the log and exit code of the job; REQUEUE asks for a requeue. status: exit code of the ranks.
+    """Return the log's last lines and the job's exit code; REQUEUE asks for a requeue. status: exit code of the ranks.
 
-    RefusedCheckpoint or OSError if the files of the run cannot be read any more; nothing is written then.
+    Raises RefusedCheckpoint or OSError, and writes nothing, if the files of the run have become unreadable.
     """
     started_at = next((start.step for start in reversed(read_starts(launch_dir)) if start.attempt == attempt), None)
     if started_at is None:
@@ -110,7 +109,7 @@ def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_reque
 
 
 def end_without_files(launch_dir: Path, attempt: int, error: Exception, *, status: int) -> tuple[str, int]:
-    """As `end` if the files of the run have become unreadable: what the ranks left is told as far as it can be read."""
+    """Do as `end` when the files of the run are unreadable: report what the ranks left, as far as it can be read."""
     failure = None
     with contextlib.suppress(OSError, ValueError, KeyError):
         failure = first_failure(launch_dir / f"attempt-{attempt}", KILL_GRACE_S)

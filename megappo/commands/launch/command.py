@@ -18,14 +18,14 @@ from megappo.trainer.prepare.hub import with_local_models
 from megappo.trainer.prepare.remote_run import fetch, find_copies
 
 MAX_RESTARTS = "--max-restarts"
+# Options whose defaults are those of `script.Job`; None if not given.
 JOB_DEFAULTS = ("launcher", "signal_lead_s", "max_requeues")
-"""Options whose defaults are those of `script.Job`; None if not given."""
+# Options without meaning for --local.
 SLURM_ONLY = (*JOB_DEFAULTS, "nodes", "partition", "account", "time", "cpus_per_rank", "container", "mount", "sbatch")
-"""Options without meaning for --local."""
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Submit a job to Slurm, or print its script (--dry-run). ConfigError, before anything is written, if it cannot work."""
+    """Submit a job to Slurm, or print its script (--dry-run). Raises ConfigError, before anything is written, if it cannot work."""
     if args.max_restarts:
         raise ConfigError(
             f"launch: {MAX_RESTARTS} {args.max_restarts} goes with --local; a job of Slurm starts again by --max-requeues"
@@ -84,7 +84,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def launch_here(args: argparse.Namespace) -> int:
-    """Start the ranks on this machine, with the same record in the run directory as a Slurm job; returns their exit code."""
+    """Start the ranks on this machine, with the same record in the run directory as a Slurm job; return their exit code."""
     for name in SLURM_ONLY:
         if (value := getattr(args, name)) not in (None, []):
             option = "--" + name.removesuffix("_s").replace("_", "-")

@@ -1,4 +1,4 @@
-"""Record of a launch: code, packages, machine, and the relevant environment variables, without secrets."""
+"""Record of a launch: code, packages, machine, and the relevant environment variables, secrets hidden."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = re.compile(
 
 
 def report(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The record as plain data for JSON."""
+    """Collect the record as plain data for JSON."""
     from megappo.runtime.installed import findings
 
     return {
@@ -39,12 +39,12 @@ def report(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def shown_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Relevant variables by name, without secrets."""
+    """Select the relevant variables, secrets hidden."""
     return {name: HIDDEN if is_secret_name(name) else hide_secrets(env[name]) for name in sorted(env) if SHOWN.match(name)}
 
 
 def revision(repository: Path) -> dict[str, Any] | None:
-    """Git commit of the code and the files that differ from it; None if `repository` is not the top of a git work tree."""
+    """Return the commit and the changed files; None if `repository` is not the top of a git work tree."""
     found = _lines_of("git", "-C", str(repository), "rev-parse", "--show-toplevel", "HEAD")
     # An installed package may lie inside somebody else's work tree.
     if not found or Path(found[0]).resolve() != repository.resolve():
@@ -53,7 +53,6 @@ def revision(repository: Path) -> dict[str, Any] | None:
 
 
 def _lines_of(*command: str) -> list[str]:
-    """Output lines of an optional program; none if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=30, encoding="utf-8", errors="replace")
     except (OSError, subprocess.TimeoutExpired):

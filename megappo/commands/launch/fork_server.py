@@ -1,11 +1,8 @@
 """The process from which ranks are forked: `python -m megappo.commands.launch.fork_server SOCKET LAUNCHER PROGRAM MODULE...`.
 
-Started by `processes.ForkedProcesses`. It imports the modules once and then does nothing but fork and report. A rank of it runs
-`python -m PROGRAM`; it starts in milliseconds with all imports done, also after a failure, where imports are what a restart waits
-for. It starts no thread and opens no GPU, as neither survives a fork; if an import has, it says so and forks nothing.
-
-Messages: a reason not to fork, or None; then for (environment, arguments) the process id of the rank; and (process id, exit code)
-at the end of each.
+It imports the modules once, then only forks and reports, so that a rank starts `python -m PROGRAM` in milliseconds, restarts
+included. Messages: first a reason not to fork, or None; then for each (environment, arguments) the rank's process id, and (process
+id, exit code) when it ends. `processes.ForkedProcesses` starts it.
 """
 
 from __future__ import annotations
@@ -25,7 +22,8 @@ from megappo.runtime.libraries import freeze_imports, quiet_libraries
 
 
 def reason_not_to_fork() -> str | None:
-    """Reason why a fork of this process might hang or fail; None if there is none."""
+    """Return why a fork of this process might hang or fail; None if nothing speaks against it."""
+    # Neither a thread nor an open GPU survives a fork.
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         return f"its imports have started {threads - 1} threads"
     for descriptor in Path("/proc/self/fd").iterdir():
@@ -36,7 +34,7 @@ def reason_not_to_fork() -> str | None:
 
 
 def serve(connection: Connection) -> list[str] | None:
-    """Fork a rank for every request. Returns its arguments in the rank, and None here once the launcher is gone."""
+    """Fork a rank for every request. Returns the rank's arguments in the rank, and None in the server once the launcher is gone."""
     wake, write = os.pipe()
     for end in (wake, write):
         os.set_blocking(end, False)
@@ -74,7 +72,7 @@ def _report_ends(connection: Connection) -> None:
 
 
 def main(descriptor: int, launcher: int, program: str, modules: Sequence[str]) -> int:
-    """Exit code of the process that forks; a rank ends as its program does."""
+    """Return the exit code of the server; a rank ends with that of its program."""
     end_with(launcher)
     quiet_libraries()
     for name in modules:

@@ -1,7 +1,7 @@
-"""Worlds of ranks on this machine: start the ranks, hand requests to stop on, end them all when one has failed.
+"""Worlds of ranks on this machine: start the ranks, pass requests to stop on to them, end them all when one fails.
 
-torchrun's agent could not: it kills the ranks 30 s after a SIGTERM, inside a step or a save, and starts each again from its first
-import. The ranks find torchrun's variables; the store through which they meet lives here, on a port that is free.
+The ranks find torchrun's variables, but torchrun's agent is not used: it kills the ranks 30 s after a SIGTERM, inside a step or a
+save, and every restart imports everything again. The store through which the ranks meet lives here, on a free port.
 """
 
 from __future__ import annotations
@@ -34,34 +34,31 @@ _LONGEST_END_S = 60.0  # of a killed process, whose GPU memory the driver has to
 
 @dataclass(frozen=True)
 class WorldEnd:
-    """End of all ranks. code: exit code of the command. failure: the first rank to fail.
+    """How all ranks of a world ended."""
 
-    ended_by: the signal that ended them at once. at: time.monotonic() of the first failure.
-    """
-
-    code: int
-    failure: Failure | None = None
-    ended_by: signal.Signals | None = None
-    at: float = 0.0
+    code: int  # exit code of the command
+    failure: Failure | None = None  # of the first rank to fail
+    ended_by: signal.Signals | None = None  # signal that ended the ranks at once
+    at: float = 0.0  # time.monotonic() of the first failure
 
     def describe(self) -> str:
-        """One line; empty if no rank failed."""
+        """Describe a failure in one line; empty without one."""
         if self.ended_by is not None:
             return f"ended by {self.ended_by.name}"
         return self.failure.in_one_line() if self.failure is not None else ""
 
 
 def start_ranks(num_ranks: int, arguments: Sequence[str], module: str = "megappo.commands.cli") -> int:
-    """Run `python -m MODULE ARGUMENTS` on `num_ranks` ranks that know no stop. Returns the exit code, after one line on a failure.
+    """Run `python -m MODULE ARGUMENTS` on `num_ranks` ranks that take no request to stop; return the exit code.
 
-    ValueError if the machine has GPUs, but fewer than ranks.
+    Prints one line on a failure. Raises ValueError if the machine has GPUs, but fewer than ranks.
     """
     prepare(num_ranks)
     return _run_alone(NewProcesses(module), num_ranks, arguments)
 
 
 def start_worlds(worlds: Sequence[tuple[int, Sequence[str]]], module: str, preload: Sequence[str]) -> int:
-    """As `start_ranks` for worlds of (number of ranks, arguments), one after the other, which share the imports of `preload`.
+    """Run worlds of (number of ranks, arguments) as `start_ranks` does, one after the other, with the imports of `preload` shared.
 
     Returns the first exit code that is not 0; later worlds are not started then.
     """
@@ -81,7 +78,7 @@ def _run_alone(starter: Starter, num_ranks: int, arguments: Sequence[str]) -> in
 
 
 def prepare(num_ranks: int) -> None:
-    """Check the GPUs (ValueError), and give each rank its share of the cores."""
+    """Check the GPUs and give each rank its share of the cores. Raises ValueError if there are too few GPUs."""
     from megappo.parallel.device import check_gpus
 
     check_gpus(num_ranks)
@@ -89,7 +86,7 @@ def prepare(num_ranks: int) -> None:
 
 
 def say(end: WorldEnd) -> None:
-    """Print how ranks ended, unless all is well."""
+    """Print how the ranks ended, unless all is well."""
     if end.ended_by is not None:
         print(f"megappo: ended by {end.ended_by.name}", file=sys.stderr)
     elif end.failure is not None:
@@ -157,7 +154,7 @@ _STOPPING = "the ranks finish their step, save and end; SIGTERM or Ctrl-C once m
 
 
 def loopback_store() -> TCPStore:
-    """Serve a store for the processes of this machine: a free port (`store.port`) of 127.0.0.1."""
+    """Serve a store for the processes of this machine, on a free port (`store.port`) of 127.0.0.1."""
     from torch.distributed import TCPStore
 
     # torch's own socket would listen on all interfaces, whatever the address.
@@ -170,7 +167,7 @@ def loopback_store() -> TCPStore:
 
 @contextlib.contextmanager
 def _meeting_point(num_ranks: int) -> Iterator[tuple[Store, dict[str, str]]]:
-    """The store in which the ranks of a world on this machine find each other, and the world's variables."""
+    """Yield the store in which the ranks find each other, and the variables of the world."""
     # Here and not in rank 0: the system chooses a free port, and the store outlives every rank.
     store = loopback_store()
     yield (
@@ -211,6 +208,5 @@ def _kill(ranks: Mapping[int, RankProcess]) -> None:
 
 
 def _num_cores() -> int:
-    """Cores that this process may use."""
     # The affinity: Slurm may give the job a few of the machine's cores.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,8 +1,8 @@
-"""torchrun on one node of a Slurm job, in one task per node: `python -m megappo.commands.launch.node --nproc-per-node 8 -m MODULE
+"""torchrun on one node of a Slurm job, one task per node: `python -m megappo.commands.launch.node --nproc-per-node 8 -m MODULE
 ...`.
 
-The arguments are torchrun's own; the number of nodes and the c10d rendezvous are added from Slurm's variables. USR1 and TERM are
-left to the ranks (`runtime/signals.py`).
+The arguments are torchrun's; the number of nodes and the c10d rendezvous come from Slurm's variables. USR1 and TERM are left to the
+ranks (`runtime/signals.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHUTDOWN_S = 5
 
 
 def rendezvous(env: Mapping[str, str]) -> list[str]:
-    """torchrun's options for this node. ValueError outside of srun, and if srun started several tasks on the node."""
+    """Return torchrun's options for this node. Raises ValueError outside of srun, and if srun started several tasks on the node."""
     task = SlurmTask.of(env)
     if task is None:
         raise ValueError("megappo.commands.launch.node is started by srun, one task per node; without Slurm use torchrun itself")
@@ -54,7 +54,7 @@ def rendezvous(env: Mapping[str, str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code of the first rank that failed here, or 0."""
+    """Return the exit code of the first rank that failed here, or 0."""
     try:
         command = [*rendezvous(os.environ), *arguments]
     except ValueError as error:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_torchrun(arguments: Sequence[str]) -> int:
-    """Run torchrun's command line. Returns the exit code of the rank that failed first on this node, or 0."""
+    """Run torchrun's command line; return the exit code of the rank that failed first on this node, or 0."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run

@@ -1,4 +1,4 @@
-"""Processes of the ranks of this machine: started anew, or forked from one that has imported everything (`fork server.py`)."""
+"""Processes of the ranks of this machine: started anew, or forked from one that has imported everything (`fork_server.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megappo.runtime.helper_process import deaf_to_stop
 
 
 class RankProcess(Protocol):
-    """poll: exit code (negative: the signal that killed it), None while it runs."""
+    """A rank's process. `poll` returns the exit code (negative: the signal that killed it), or None while it runs."""
 
     pid: int
 
@@ -23,18 +23,16 @@ class RankProcess(Protocol):
 
 
 class Starter(Protocol):
-    """Start a rank with `environment` over this process's own. descriptors: files that can be read when a rank has ended.
+    """Starts ranks, each with `environment` over this process's own. A request to stop waits until a rank listens
+    (`runtime/signals.py`)."""
 
-    The ranks take no request to stop until they listen (`runtime/signals.py`); a signal that comes earlier waits for that.
-    """
-
-    descriptors: Sequence[int]
+    descriptors: Sequence[int]  # readable when a rank has ended
 
     def start(self, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess: ...
 
 
 class NewProcesses:
-    """Every rank is a new interpreter that runs a module."""
+    """Starts every rank as a new interpreter that runs a module."""
 
     descriptors: Sequence[int] = ()  # the end of a child is a signal
 
@@ -47,9 +45,9 @@ class NewProcesses:
 
 
 class ForkedProcesses:
-    """Ranks that run a module, forked from one process whose imports they share: seconds of each rank's start, and their memory.
+    """Starts ranks as forks of one process, which saves the seconds and the memory of their imports.
 
-    That process is started here and ends with this one, or by `close`. preload: modules that it imports.
+    That process is started here and ends with this one or by `close`. preload: modules that it imports.
     """
 
     def __init__(self, module: str, preload: Sequence[str]) -> None:
@@ -70,7 +68,7 @@ class ForkedProcesses:
         self.descriptors: Sequence[int] = (self._channel.fileno(),)
 
     def unfit(self) -> str | None:
-        """Wait for the imports. Returns the reason why ranks must not be forked after them, None if they may be."""
+        """Wait for the imports; return why ranks must not be forked after them, or None."""
         reason = self._read()
         return reason if self._open else "it has ended"
 
@@ -87,13 +85,13 @@ class ForkedProcesses:
         return _Forked(self, answer)
 
     def close(self) -> None:
-        """End the process from which ranks are forked. Its ranks have ended."""
+        """End the process from which ranks are forked. Its ranks must have ended."""
         self._channel.close()
         self._process.kill()  # it may be importing, where Ctrl-C has ended the wait for it
         self._process.wait()
 
     def code_of(self, pid: int) -> int | None:
-        """Exit code of a rank that was started here; None while it runs."""
+        """Return the exit code of a rank that was started here; None while it runs."""
         while pid not in self._codes and self._open and self._channel.poll():
             if (answer := self._read()) is not None:
                 self._note(*answer)
@@ -104,8 +102,8 @@ class ForkedProcesses:
         self._codes[pid] = code
 
     def _read(self) -> Any:
-        """Next message; None if the process has ended."""
         try:
+            # None once the process has ended.
             return self._channel.recv()
         except (EOFError, ConnectionError):
             self._open = False
@@ -113,9 +111,10 @@ class ForkedProcesses:
 
 
 class SharedImports:
-    """Starters for worlds one after the other: forks of one process, or new interpreters if ranks cannot be forked, which is said.
+    """Gives a starter to each of several worlds: forks of one process, or new interpreters, with a message, if ranks cannot be
+    forked.
 
-    That process is started with the first world, anew if it has ended, and ends with `close`. world: its name in the message.
+    The process starts with the first world, again if it has ended, and ends with `close`. world: its name in the message.
     """
 
     def __init__(self, module: str, preload: Sequence[str], world: str) -> None:
@@ -124,7 +123,7 @@ class SharedImports:
         self._new = False  # ranks cannot be forked here
 
     def starter(self) -> Starter:
-        """Wait for the imports; returns the starter of the next world."""
+        """Wait for the imports and return the starter of the next world."""
         if self._new:
             return NewProcesses(self._module)
         if self._forks is None or not self._forks.is_alive():

@@ -1,4 +1,4 @@
-"""Signals to the process that has started ranks: requests to stop with a checkpoint, and to end at once."""
+"""Signals to the process that started the ranks: requests to stop with a checkpoint, or to end at once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ AGAIN_S = 1.0
 
 
 class Requests:
-    """Context in which USR1, TERM, INT and HUP are requests; without ranks that can be stopped, each ends them at once.
+    """Context in which USR1, TERM, INT and HUP are requests; if ranks are not stoppable, each signal ends them at once.
 
-    stop: the first signal. end: a second one other than USR1, at least AGAIN_S later: the ranks are to be killed.
+    stop: the first signal. end: a second one other than USR1, at least AGAIN_S later; the ranks are to be killed.
     """
 
     def __init__(self, *, stoppable: bool) -> None:
@@ -49,7 +49,7 @@ class Requests:
         os.close(self._write)
 
     def wait(self, seconds: float, others: Sequence[int] = ()) -> None:
-        """Sleep until a signal comes, a child ends, or one of the file descriptors `others` can be read."""
+        """Sleep until a signal comes, a child ends, or one of the file descriptors `others` is readable."""
         select.select([self._wake, *others], [], [], seconds)
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake, 4096):

@@ -1,9 +1,7 @@
-"""Restarts of a run: where the next attempt starts, and when another one is no use. One policy for a Slurm job and for one machine.
+"""Restart policy of a run, for Slurm jobs and this machine alike: where the next attempt starts, and when to give up.
 
-Progress is measured by checkpoints: steps after the last one are lost to the next attempt anyway. Imports no torch.
-
-A start at the newest checkpoint may fail three times without a newer one. Then that checkpoint itself is suspected: the next three
-starts pass over it, to the one before. After these the run is given up: six attempts in all.
+Progress is a newer checkpoint. Three starts from the newest one may fail without progress, then three from the one before it, which
+covers a bad checkpoint; then the run is given up. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,26 +24,27 @@ _STARTS = "attempts.jsonl"
 
 
 class NoProgress(ValueError):
-    """Further attempts would end as the last ones did; the message is one line."""
+    """Further attempts would end like the last ones; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One line of attempts.jsonl. step: checkpoint that the attempt starts from, 0 without one. skipped: newer, passed over."""
+    """One line of attempts.jsonl."""
 
     attempt: int
-    step: int
+    step: int  # checkpoint that the attempt starts from; 0 without one
     time: float = 0.0
     nodes: str = ""
-    skipped: tuple[int, ...] = ()
+    skipped: tuple[int, ...] = ()  # newer checkpoints that it passes over
 
     def environment(self) -> dict[str, str]:
-        """Variables of the ranks of this attempt."""
+        """Variables for the ranks of this attempt."""
         return {SKIP_STEPS: ",".join(map(str, self.skipped))}
 
 
 def newest_step(run_dir: Path) -> int:
-    """Step of the newest complete checkpoint, 0 without one. RefusedCheckpoint after an I/O error, or if they are elsewhere."""
+    """Return the step of the newest complete checkpoint, 0 without one. Raises RefusedCheckpoint after an I/O error or as
+    `require_never_saved`."""
     manifest = CheckpointDirectory(run_dir / CHECKPOINTS).newest()
     if manifest is None:
         require_never_saved(run_dir)
@@ -53,7 +52,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 def require_never_saved(run_dir: Path) -> None:
-    """RefusedCheckpoint if the run has saved, by its other files: its checkpoints are elsewhere then, and not gone."""
+    """Raise RefusedCheckpoint if other files say that the run has saved: its checkpoints are elsewhere then, not gone."""
     checkpoints = run_dir / CHECKPOINTS
     # A run makes the folder before it writes its configuration.
     if (run_dir / CONFIG).exists() and not checkpoints.exists():
@@ -68,10 +67,8 @@ def require_never_saved(run_dir: Path) -> None:
 
 
 def saved_steps(run_dir: Path) -> dict[int, float]:
-    """Steps of the checkpoints that are complete -> time at which each was written, in seconds since the epoch.
-
-    RefusedCheckpoint as `newest_step`.
-    """
+    """Map the step of every complete checkpoint to the time of its writing (epoch seconds). Raises RefusedCheckpoint as
+    `newest_step`."""
     directory = CheckpointDirectory(run_dir / CHECKPOINTS)
     saved = {}
     for step in directory.steps():
@@ -86,10 +83,8 @@ def saved_steps(run_dir: Path) -> dict[int, float]:
 
 
 def next_start(starts: Sequence[Start], saved: Mapping[int, float], attempt: int) -> Start:
-    """Choose the checkpoint for the next attempt, after `starts`. NoProgress if there is none to try.
-
-    saved: see `saved_steps`.
-    """
+    """Choose the checkpoint for the next attempt after `starts`. saved: from `saved_steps`. Raises NoProgress if none is worth a
+    try."""
     last = starts[-1] if starts else None
     # One that was passed over is still there if the attempt failed before it could rename it.
     skipped = tuple(step for step in last.skipped if step in saved and saved[step] <= last.time) if last is not None else ()
@@ -120,15 +115,16 @@ def _since_progress(starts: Sequence[Start]) -> Sequence[Start]:
 
 
 def read_starts(launch_dir: Path) -> list[Start]:
-    """Starts of this launch, in order. A line that a full disk or the end of the machine has cut off does not count."""
+    """Read the starts of this launch, in order."""
     path = launch_dir / _STARTS
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    # A full disk or a crash of the machine may have cut off a line; it does not count.
     records = [json.loads(line) for line in lines if line.endswith("}\n")]
     return [Start(**{**record, "skipped": tuple(record.get("skipped", ()))}) for record in records]
 
 
 def record_start(launch_dir: Path, start: Start) -> Path:
-    """Append a start to attempts.jsonl; returns the folder of the attempt."""
+    """Append a start to attempts.jsonl; return the folder of the attempt."""
     folder = launch_dir / f"attempt-{start.attempt}"
     folder.mkdir(parents=True, exist_ok=True)
     with (launch_dir / _STARTS).open("a+", encoding="utf-8") as file:
@@ -139,7 +135,7 @@ def record_start(launch_dir: Path, start: Start) -> Path:
 
 
 def set_aside(run_dir: Path, folder: Path) -> None:
-    """Move what an attempt left that saved no checkpoint, so that the next one can start anew."""
+    """Move the leftovers of an attempt that saved no checkpoint into `folder`, so that the next one can start anew."""
     for entry in sorted(run_dir.iterdir()) if run_dir.is_dir() else ():
         # Of the launch, not of the attempt: records, and the lease of a launcher that is alive.
         if entry.name != LAUNCHES and not is_lease(entry.name):

@@ -25,23 +25,19 @@ EXAMPLES = Path(__file__).parents[3] / "scripts" / "slurm"
 
 @dataclass(frozen=True)
 class Job:
-    """Inputs of a script. gpus: True if each rank needs one. signal_lead_s: seconds from USR1 to the time limit.
-
-    container: an image, run by apptainer if it is a .sif and by pyxis otherwise; for pyxis a registry's name, or a file (.sqsh,
-    or a path that begins with . or /). mounts: `HOST:CONTAINER` paths besides the working directory. options: further options of
-    sbatch, e.g. `--partition=gpu`.
-    """
+    """Inputs of a job script."""
 
     nodes: int
     ranks_per_node: int
-    gpus: bool
+    gpus: bool  # each rank needs one
     launcher: Literal["srun", "torchrun"] = "srun"
-    signal_lead_s: int = 180
+    signal_lead_s: int = 180  # from USR1 to the time limit
     max_requeues: int = 10
     cpus_per_rank: int | None = None
+    # apptainer runs a .sif, pyxis any other: a .sqsh, a path that begins with . or /, or a registry's name
     container: str | None = None
-    mounts: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = ()  # `HOST:CONTAINER`, besides the working directory
+    options: tuple[str, ...] = ()  # further options of sbatch, such as `--partition=gpu`
 
     @property
     def world_size(self) -> int:
@@ -59,7 +55,7 @@ class Job:
 
 
 def render(job: Job, *, root: Path, python: str, config: Path, launch_dir: Path, log: Path, name: str, resume: bool) -> str:
-    """Render the script of `megappo launch`, with absolute paths. log: {job} stands for the job id."""
+    """Render the script of `megappo launch`, with absolute paths. In log, {job} stands for the job id."""
     return _render(
         job,
         head=["Written by `megappo launch`; docs/launch.md explains it."],
@@ -86,7 +82,7 @@ def render_by_hand(job: Job, file_name: str, purpose: str) -> str:
 
 
 def examples() -> dict[str, str]:
-    """File name below scripts/slurm/ -> text."""
+    """Render the scripts of scripts/slurm/: file name -> text."""
     jobs = {
         "one_node.sbatch": (Job(1, 8, gpus=True), "One node of 8 GPUs, one task per rank."),
         "many_nodes_srun.sbatch": (Job(8, 8, gpus=True), "8 nodes of 8 GPUs, one task per rank: srun starts all 64 ranks."),
@@ -122,7 +118,7 @@ def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bo
 
 
 def shell_templates(folder: Path) -> jinja2.Environment:
-    """Templates of job scripts. A value that is not one printable line, or holds a secret, is a ConfigError in any of them."""
+    """Load templates of job scripts. Rendering raises ConfigError for a value that is not one printable line or holds a secret."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(folder),
         undefined=jinja2.StrictUndefined,  # a misspelt variable must not become an empty word of a shell script
@@ -149,7 +145,6 @@ def _sbatch_path(path: Path) -> str:
 
 
 def _in_double_quotes(text: str) -> str:
-    """Escape text for the inside of a shell's double quotes."""
     return re.sub(r'([\\"$`])', r"\\\1", text)
 
 

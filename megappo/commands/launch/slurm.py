@@ -25,23 +25,23 @@ _TIMEOUT_S = 120
 
 @dataclass(frozen=True)
 class Partition:
-    """default: taken by jobs that name none. limit_s: longest job in seconds, None for no limit. nodes: all, in any state."""
+    """One partition of the cluster."""
 
     name: str
-    default: bool
+    default: bool  # taken by jobs that name none
     up: bool
-    limit_s: int | None
-    nodes: int
+    limit_s: int | None  # longest job; None for no limit
+    nodes: int  # in any state
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """state: Slurm's, e.g. PENDING. reason: of waiting. nodes: Slurm's list, empty while it waits. code: a shell's exit code."""
+    """What Slurm says of a job."""
 
-    state: str
-    reason: str
-    nodes: str
-    code: int
+    state: str  # Slurm's word, such as PENDING
+    reason: str  # why it waits
+    nodes: str  # Slurm's list; empty while it waits
+    code: int  # exit code as in a shell
 
     @property
     def is_over(self) -> bool:
@@ -53,7 +53,7 @@ def has_slurm() -> bool:
 
 
 def partitions() -> dict[str, Partition]:
-    """Partitions by name, hidden ones included. ConfigError if Slurm does not answer."""
+    """List partitions by name, hidden ones included. Raises ConfigError if Slurm does not answer."""
     rows = [line.split("|") for line in _ask("sinfo", "--all", "--noheader", "--summarize", "--format=%P|%a|%l|%D").splitlines()]
     found = [
         Partition(name.removesuffix("*"), name.endswith("*"), up == "up", parse_time(limit), int(nodes))
@@ -63,13 +63,14 @@ def partitions() -> dict[str, Partition]:
 
 
 def is_alive(job: str) -> bool:
-    """True if a job of this id waits or runs. ConfigError if Slurm does not answer."""
+    """True if a job with this id waits or runs. Raises ConfigError if Slurm does not answer."""
     status = job_status(job)
     return status is not None and not status.is_over
 
 
 def job_status(job: str) -> JobStatus | None:
-    """Status of a job; None if Slurm does not know it, or no longer (MinJobAge of slurm.conf). ConfigError without an answer."""
+    """Look up a job; None if Slurm does not know it, or no longer (MinJobAge of slurm.conf). Raises ConfigError
+    without an answer."""
     try:
         said = _ask("scontrol", "show", "job", "--oneliner", job)
     except ConfigError as error:
@@ -84,7 +85,7 @@ def job_status(job: str) -> JobStatus | None:
 
 
 def submit(script: Path) -> str:
-    """Submit a script; returns the job id. ConfigError, with sbatch's own words, if Slurm refuses it."""
+    """Submit a script and return the job id. Raises ConfigError, with sbatch's own words, if Slurm refuses it."""
     # On the command line too: #SBATCH lines yield to SBATCH_PARTITION and the like, which sites and start-up files export.
     # At \n alone, as bash and sbatch read it: str.splitlines would also split at a U+2028 within a value.
     lines = [line for line in script.read_text(encoding="utf-8").split("\n") if line.startswith("#SBATCH ")]
@@ -94,7 +95,7 @@ def submit(script: Path) -> str:
 
 
 def without_job_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Environment without the variables of the job and step that this process runs in."""
+    """Copy the environment without the variables of the job and step in which this process runs."""
     # sbatch would pass them on, and srun in the new job would take the old job's memory, cores and bindings for its own.
     if "SLURM_JOB_ID" not in env:
         return dict(env)
@@ -102,7 +103,7 @@ def without_job_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_time(text: str) -> int | None:
-    """Seconds of Slurm's `minutes`, `m:s`, `h:m:s`, `d-h`, `d-h:m` or `d-h:m:s`; None for no limit. ConfigError otherwise."""
+    """Parse Slurm's `minutes`, `m:s`, `h:m:s`, `d-h`, `d-h:m` or `d-h:m:s` into seconds; None for no limit. Raises ConfigError."""
     if text.lower() in _UNLIMITED:
         return None
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)

@@ -51,7 +51,7 @@ class Limits:
 
 
 def require_resumable(config: TrainConfig, what: str, way_out: str) -> None:
-    """ConfigError if the run has no checkpoints, or weights only, so that `what` could not go on from one."""
+    """Raise ConfigError if the run saves no checkpoints or only weights, so that `what` could not resume."""
     if config.checkpoint.save_strategy == "no":
         raise ConfigError(problem("checkpoint.save_strategy", "no", f"{what} could not resume; use steps or epoch, or {way_out}"))
     if config.checkpoint.save_only_model:
@@ -59,7 +59,7 @@ def require_resumable(config: TrainConfig, what: str, way_out: str) -> None:
 
 
 def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
-    """Check everything that does not need Slurm. ConfigError, one line, for the first mistake."""
+    """Check everything that does not need Slurm. Raises ConfigError, one line, for the first mistake."""
     ranks = config.run.num_ranks
     if ranks not in (None, job.world_size):
         fix = f"{job.nodes} nodes x {job.ranks_per_node} are {job.world_size} ranks; set run.num_ranks={job.world_size} or null"
@@ -104,8 +104,10 @@ _OWN_OPTIONS = {
 
 
 def check_options(options: Sequence[str], own: Mapping[str, str]) -> None:
-    """Check a user's options of sbatch. own: name of an option that the script sets itself -> fix. ConfigError for such an option,
-    and for text that is not one option on one line."""
+    """Check a user's sbatch options. own: options that the script sets itself -> fix.
+
+    Raises ConfigError for one of these, and for text that is not one option on one line.
+    """
     for option in options:
         if not option.startswith("--") or odd_character(option) is not None or not _is_whole(option):
             raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
@@ -115,7 +117,7 @@ def check_options(options: Sequence[str], own: Mapping[str, str]) -> None:
 
 
 def _is_whole(option: str) -> bool:
-    """False for quotes that are not closed, in an option that is written as it is."""
+    # Quotes that are not closed raise.
     try:
         return bool(shlex.split(directive(option)))
     except ValueError:
@@ -144,7 +146,7 @@ def _check_mounts(job: Job) -> None:
 
 
 def _tensor_parallel(config: TrainConfig) -> dict[str, tuple[int, str]]:
-    """Key -> its size, and the ranks that are cut into groups of this size."""
+    """Map each tp key to its size and to the ranks that are cut into groups of this size."""
     found = {
         f"{key_of_role(role)}.parallel.tp": (sizes.tp, section_of(config, role).ranks)
         for role, sizes in roles_in_use(config).items()
@@ -153,7 +155,7 @@ def _tensor_parallel(config: TrainConfig) -> dict[str, tuple[int, str]]:
 
 
 def _check_nodes(config: TrainConfig, job: Job) -> None:
-    """A tensor-parallel group must lie within a node or consist of whole nodes."""
+    """Require that a tensor-parallel group lies within a node or consists of whole nodes."""
     if next(placement_problems(config, job.world_size), None) is not None:
         return  # the plan's to report
     per_node = job.ranks_per_node
@@ -173,13 +175,13 @@ def _check_nodes(config: TrainConfig, job: Job) -> None:
 
 
 def _cuts_nodes(group: Sequence[int], per_node: int) -> bool:
-    """True for ranks on several nodes that are not all ranks of them."""
+    """True for ranks on several nodes that do not fill these nodes."""
     num_nodes = len({rank // per_node for rank in group})
     return num_nodes > 1 and len(group) != num_nodes * per_node
 
 
 def check_cluster(job: Job, limits: Limits) -> None:
-    """Check everything that needs Slurm. ConfigError if Slurm is missing or cannot run the job."""
+    """Check everything that needs Slurm. Raises ConfigError if Slurm is missing or cannot run the job."""
     if not slurm.has_slurm():
         raise ConfigError(
             "no Slurm on this machine (sbatch is not in PATH): --local starts the ranks here, --dry-run prints the script"
@@ -198,7 +200,7 @@ def check_cluster(job: Job, limits: Limits) -> None:
 
 
 def _obstacle(job: Job, limits: Limits, partition: slurm.Partition) -> str:
-    """Reason why the partition cannot run the job; empty if it can."""
+    """Return why the partition cannot run the job; empty if it can."""
     if not partition.up:
         return f"--partition {partition.name}: is down"
     if job.nodes > partition.nodes:
@@ -210,7 +212,7 @@ def _obstacle(job: Job, limits: Limits, partition: slurm.Partition) -> str:
 
 
 def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
-    """Notes on settings that work, but perhaps not as intended."""
+    """List settings that work, but perhaps not as intended."""
     notes = []
     if config.checkpoint.save_every == 0 and job.max_requeues:
         notes.append(
@@ -237,7 +239,7 @@ def print_script(config: TrainConfig, job: Job, run_dir: Path, *, resume: bool) 
 def record(config: TrainConfig, run_dir: Path) -> Path:
     """Make a folder below the run directory with the configuration and its origin.
 
-    ConfigError while a job of the run is alive, or if nothing can be written there; LeaseHeld while a process has it.
+    Raises ConfigError while a job of the run is alive or if nothing can be written there, LeaseHeld while a process has the run.
     """
     _refuse_second_job(run_dir)
     refuse_if_held(run_dir)
@@ -261,7 +263,7 @@ def record(config: TrainConfig, run_dir: Path) -> Path:
 
 
 def submit(config: TrainConfig, job: Job, folder: Path, *, resume: bool) -> str:
-    """Write the script into the folder of `record` and submit it; returns the job id. The folder is removed if Slurm refuses."""
+    """Write the script into the folder of `record` and submit it; return the job id. The folder is removed if Slurm refuses."""
     script = folder / "job.sbatch"
     script.write_text(_script(job, folder, config.run.name, resume), encoding="utf-8")
     try:
@@ -274,7 +276,7 @@ def submit(config: TrainConfig, job: Job, folder: Path, *, resume: bool) -> str:
 
 
 def remove_launch(folder: Path) -> None:
-    """Remove the folder of a launch that did not start, and parents that are empty then."""
+    """Remove the folder of a launch that did not start, and parents that become empty."""
     shutil.rmtree(folder)
     with contextlib.suppress(OSError):  # not empty, or a link
         for parent in folder.parents[:3]:  # launch, the run, output_dir

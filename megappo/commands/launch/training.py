@@ -54,12 +54,11 @@ def train_here(
     max_restarts: int = 0,
     record: Path | None = None,
 ) -> int:
-    """Run `megappo ARGUMENTS [--resume]` on `num_ranks` ranks; returns the exit code of the command.
+    """Run `megappo ARGUMENTS [--resume]` on `num_ranks` ranks; return the exit code of the command.
 
-    After a failure of any rank all are started again, at most `max_restarts` times, from the newest checkpoint or one before
-    (`restart.next_start`). record: folder of this launch below the run directory, needed for restarts. The code is that of the last
-    failure; 17 if further restarts are no use. stoppable: the ranks take requests to stop. ValueError if the machine has GPUs, but
-    fewer than ranks.
+    After a failure all ranks start again, at most `max_restarts` times, from a checkpoint of `restart.next_start`. The code is that
+    of the last failure, or 17 if further restarts are no use. record: folder of this launch below the run directory, needed for
+    restarts. stoppable: the ranks take requests to stop. Raises ValueError if the machine has GPUs, but fewer than ranks.
     """
     prepare(num_ranks)
     with contextlib.ExitStack() as stack:
@@ -78,7 +77,8 @@ def train_here(
 
 @contextlib.contextmanager
 def _evidence() -> Iterator[Path]:
-    """Folder for `failure.first_failure`: that of a job script, or a temporary one, which stays after a hang for its stacks."""
+    """Yield the folder for `failure.first_failure`: the job script's, or a temporary one, which is kept after a hang for its
+    stacks."""
     if (of_job := os.environ.get(ATTEMPT_DIR)) is not None:  # a job of one rank, whose end is read from there
         yield Path(of_job)
         return
@@ -91,7 +91,7 @@ def _evidence() -> Iterator[Path]:
 
 
 def conclude(end: WorldEnd, run_dir: Path) -> int:
-    """Record a failure in the run directory; returns the exit code of the command."""
+    """Record a failure in the run directory; return the exit code of the command."""
     if end.code == DONE:
         # Ranks end with 0 after a stop too: with another code torchrun and srun would kill those that are still ending.
         return STOPPED if is_stopped(run_dir) else DONE
@@ -145,7 +145,7 @@ class _Restarts:
             )
 
     def _has_ended_since(self, start: Start) -> bool:
-        """True if the run was over before a rank failed, in its last moments."""
+        """True if the run was over before a rank failed in its last moments."""
         recorded = read_end(self._run_dir)
         return recorded is not None and recorded.time >= start.time
 

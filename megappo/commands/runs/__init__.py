@@ -1,4 +1,4 @@
-"""`megappo runs`: the runs below a directory, and `megappo runs verify`: every byte of the checkpoints of one."""
+"""`megappo runs`: list the runs below a directory. `megappo runs verify`: read every byte of a run's checkpoints."""
 
 from __future__ import annotations
 

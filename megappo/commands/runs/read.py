@@ -48,37 +48,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The newest complete checkpoint (sizes checked, contents not). time: of its commit, epoch seconds.
-
-    weights_only: saved by `checkpoint.save_only_model`, and nothing to resume from.
-    best: {step, metric, mode, value} of the best step of the run so far, which has a checkpoint too; None if the run chooses none.
-    """
+    """The newest complete checkpoint; its sizes are checked, its contents not."""
 
     step: int
-    time: float
+    time: float  # of its commit, epoch seconds
     bytes: int
-    weights_only: bool
-    best: Mapping[str, Any] | None = None
+    weights_only: bool  # saved by `checkpoint.save_only_model`: nothing to resume from
+    best: Mapping[str, Any] | None = None  # {step, metric, mode, value} of the run's best step, which has a checkpoint too
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory. step: last of metrics.jsonl. total_steps: None if it follows from the data. bytes: on disk. faults: one
-    line for each file that could not be read."""
+    """One run directory."""
 
     path: Path
     state: State
     lease: LeaseRecord | None
     ended: Ended | None
-    step: int | None
-    total_steps: int | None
+    step: int | None  # last of metrics.jsonl
+    total_steps: int | None  # None if it follows from the data
     checkpoint: Checkpoint | None
-    bytes: int
-    faults: tuple[str, ...]
+    bytes: int  # on disk
+    faults: tuple[str, ...]  # one line per unreadable file
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """Run directories right below `directory` by name, or `directory` itself if it is one. ConfigError, one line, without any."""
+    """List run directories right below `directory` by name, or `directory` itself if it is one. Raises ConfigError, one line,
+    without any."""
     try:
         if any((directory / name).is_file() for name in (CONFIG, METRICS, LEASE, ENDED)):
             return [directory]
@@ -93,11 +89,11 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def _looks_like_a_run(path: Path) -> bool:
-    """True if this directory holds a name that a run writes, and if nobody may look inside: its row says so."""
+    """True if the directory holds a name that a run writes."""
     try:
         return not {CONFIG, METRICS, CHECKPOINTS, LEASE, ENDED, LAUNCHES}.isdisjoint(os.listdir(path))
     except OSError:
-        return True
+        return True  # unreadable: its row says so
 
 
 def read_run(path: Path) -> Run:
@@ -134,7 +130,7 @@ def _said(error: BaseException) -> str:
 
 
 def _state_at_rest(lease: LeaseRecord | None, ended: Ended | None, *, is_submitted: bool) -> State:
-    """State of a run that no process holds. lease: what the last holder left, if it was killed."""
+    """State of a run that no process holds. lease: left by the last holder if it was killed."""
     # An end that is older than the lease is that of an earlier start.
     if ended is not None and (lease is None or ended.time >= lease.since):
         return ended.outcome
@@ -144,7 +140,7 @@ def _state_at_rest(lease: LeaseRecord | None, ended: Ended | None, *, is_submitt
 
 
 def _read_text(path: Path, last: int | None = None) -> str | None:
-    """Text of a small file, or its `last` bytes; None if there is no such file. ValueError if it is not a plain or a small one."""
+    """Read a small file, or its `last` bytes; None without a file. Raises ValueError if it is not a plain file or not small."""
     try:
         facts = path.stat()
     except FileNotFoundError:
@@ -187,7 +183,6 @@ def _check_times(*times: float) -> None:
 
 
 def _last_step(run_dir: Path) -> int | None:
-    """Step of the last whole line of metrics.jsonl; None without a line."""
     text = _read_text(run_dir / METRICS, last=TAIL_BYTES)
     # A line without its end is being written, or was when the process was killed.
     lines = text.split("\n")[:-1] if text else []
@@ -207,7 +202,7 @@ def _total_steps(run_dir: Path) -> int | None:
 
 
 def _newest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint, and the faults of those that are newer."""
+    """Return the newest complete checkpoint, and faults of newer ones."""
     directory, faults = CheckpointDirectory(run_dir / CHECKPOINTS), []
     for step in directory.steps():
         place = directory.step_path(step)
@@ -223,7 +218,7 @@ def _newest(run_dir: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def _sizes(folder: str) -> Iterator[int]:
-    """Bytes on disk of every file below; links are not followed, and what a live run removes meanwhile does not count."""
+    """Yield the bytes on disk of every file below; links are not followed."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -231,16 +226,15 @@ def _sizes(folder: str) -> Iterator[int]:
                     yield from _sizes(entry.path)
                 else:
                     yield entry.stat(follow_symlinks=False).st_blocks * 512  # POSIX's unit, whatever the file system's is
-    except FileNotFoundError:
+    except FileNotFoundError:  # a live run has removed it meanwhile
         return
 
 
-Rows = Mapping[int, Mapping[str, Any]]
-"""Step -> metric -> value as it was logged; None where it was not finite."""
+Rows = Mapping[int, Mapping[str, Any]]  # step -> metric -> value as logged; None where it was not finite
 
 
 def read_rows(run_dir: Path) -> Rows:
-    """Read all rows. Of a step that was logged twice the later values count. ConfigError, one line: no run, or nothing logged."""
+    """Read all rows; of a step logged twice the later values count. Raises ConfigError, one line: no run, or nothing logged."""
     path = run_dir / METRICS
     try:
         records = read_lines(path)
@@ -264,18 +258,18 @@ def logged_names(rows: Rows) -> set[str]:
 
 
 def is_known(metric: str, logged: Collection[str]) -> bool:
-    """If a metric was logged, or is one that megappo logs."""
+    """True if a metric was logged or is one that megappo logs."""
     return metric in logged or (metric in set(Metric) and "*" not in metric)
 
 
 def nearest_hint(metric: str, logged: Collection[str]) -> str:
-    """`; did you mean NAME?` for a metric that is not known, or nothing."""
+    """Return `; did you mean NAME?` for an unknown metric, or nothing."""
     nearest = nearest_name(metric, sorted(logged))
     return f"; did you mean {nearest}?" if nearest else ""
 
 
 def finite(value: Any) -> float | None:
-    """The value as a number; None if it is none, or not finite."""
+    """Convert to a number; None if it is none or not finite."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 

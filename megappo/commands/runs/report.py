@@ -1,4 +1,4 @@
-"""`megappo runs`: the table of runs, and that of verified checkpoints, as text or JSON."""
+"""`megappo runs`: the tables of runs and of verified checkpoints, as text or JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megappo.telemetry.tables import GIB, MIB, figures, plain, table
 
 
 def show_runs(directory: Path, *, as_json: bool) -> int:
-    """Print the runs of a directory. ConfigError, one line, if it holds none."""
+    """Print the runs of a directory. Raises ConfigError, one line, if it holds none."""
     runs = [read_run(path) for path in find_runs(directory)]
     if as_json:
         print(json.dumps([_facts(run) for run in runs], indent=1, default=str))
@@ -31,7 +31,7 @@ def show_runs(directory: Path, *, as_json: bool) -> int:
 
 
 def show_verified(run_dir: Path, step: int | None, *, as_json: bool) -> int:
-    """Verify and print a run's checkpoints; returns 1 if one is not sound. ConfigError for a wrong path or step."""
+    """Verify and print a run's checkpoints; return 1 if one is not sound. Raises ConfigError for a wrong path or step."""
     verified = [verify_checkpoint(run_dir, one) for one in checkpoints_of(run_dir, step)]
     if as_json:
         print(json.dumps([asdict(one) for one in verified], indent=1))
@@ -62,7 +62,7 @@ def _state_text(run: Run, now: float) -> str:
 
 
 def _notes(run: Run) -> Iterator[str]:
-    """One line for the best checkpoint, for the reason of a failure, and for each fault."""
+    """Yield one line for the best checkpoint, for the reason of a failure, and for each fault."""
     if run.checkpoint is not None and (best := run.checkpoint.best) is not None:
         yield plain(f"best checkpoint step-{best.get('step')}: {best.get('metric')} = {best.get('value')}")
     if run.ended is not None and run.ended.message and run.state in ("failed", "stopped"):
@@ -87,7 +87,7 @@ def _facts(run: Run) -> dict[str, Any]:
 
 
 def age_text(seconds: float) -> str:
-    """`42 s`, `5 min`, `3 h`, `12 d`; 0 s for a clock that is behind."""
+    """Format seconds as `42 s`, `5 min`, `3 h` or `12 d`; 0 s for a clock that is behind."""
     for limit, unit, length in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
         if seconds < limit:
             return f"{max(0, int(seconds // length))} {unit}"

@@ -1,6 +1,6 @@
-"""Verification of a run's checkpoints by manifest, sizes and every hash, without touching them: safe beside a live run.
+"""Verify a run's checkpoints by manifest, sizes and every hash, without changing them: safe beside a live run.
 
-A load verifies a checkpoint too (`checkpoint/verification.py`) and sets a damaged one aside; this only tells. Imports no torch.
+A load verifies too (`checkpoint/verification.py`) and sets a damaged checkpoint aside; this only reports. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ THREADS = 8  # hashlib lets other threads run; more than a few do not make a dis
 
 @dataclass(frozen=True)
 class Verified:
-    """One checkpoint.
+    """Result for one checkpoint.
 
-    unverified: a file cannot be read, which says nothing about its data, or is none of megappo's. removed: by the live run while
-    it was verified. files, bytes: of the manifest, 0 if that cannot be read. fault: one line, empty if there is none.
+    unverified: a file cannot be read, which says nothing about its data, or is not megappo's. removed: the live run removed it
+    during the verification.
     """
 
     step: int
     state: Literal["ok", "damaged", "unverified", "removed"]
-    files: int
+    files: int  # of the manifest, as `bytes`; 0 if it cannot be read
     bytes: int
-    fault: str
+    fault: str  # one line; empty without one
 
     @property
     def is_sound(self) -> bool:
@@ -42,7 +42,7 @@ class Verified:
 
 
 def checkpoints_of(run_dir: Path, step: int | None = None) -> list[int]:
-    """Steps to verify, ascending: all, or this one. ConfigError, one line, for a wrong path or step."""
+    """List the steps to verify, ascending: all, or the given one. Raises ConfigError, one line, for a wrong path or step."""
     directory = CheckpointDirectory(run_dir / CHECKPOINTS)
     try:
         os.listdir(run_dir)
@@ -82,7 +82,7 @@ def verify_checkpoint(run_dir: Path, step: int) -> Verified:
 
 
 def _compare(place: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
-    """One line for each file that is not as the manifest says or that it does not name, and for each that cannot be read."""
+    """Return a line for each file that differs from the manifest or is not in it, and a line for each that cannot be read."""
     damaged = [f"{name} is not in the manifest" for name in list_files(place) if name not in manifest.files]
     unverified = []
     # The largest first, so that no thread is left alone with one at the end.
@@ -98,5 +98,5 @@ def _compare(place: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
 
 
 def exit_code(verified: Sequence[Verified]) -> int:
-    """0 if every checkpoint is sound, else 1."""
+    """Return 0 if every checkpoint is sound, else 1."""
     return int(not all(one.is_sound for one in verified))

@@ -1,7 +1,7 @@
 """The server of `megappo serve-reward`: your own function, or a Hugging Face reward model, behind POST /score and GET /health.
 
-docs/rewards.md, Remote rewards, has the protocol. It listens on this machine alone unless told otherwise, and on another address
-only with a token and a certificate: megappo asks other machines over https.
+docs/rewards.md, Remote rewards, has the protocol. It listens on loopback by default, and on another address only with a token and a
+certificate, since megappo asks other machines over https.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ MIB = 2**20
 
 
 class Unscorable(ValueError):
-    """Samples that cannot be scored however often they are sent: answered with 422, which ends the run."""
+    """Samples that can never be scored: answered with 422, which ends the run."""
 
 
 class Scorer(Protocol):
     def __call__(self, samples: Sequence[RewardInput]) -> Sequence[Any]:
-        """Results of the samples, in order: a number, {score, parts}, or None for undecided. Raises Unscorable."""
+        """Score the samples, in order: a number, {score, parts}, or None for undecided. Raises Unscorable."""
         ...
 
 
 class Function:
-    """Scorer of a function of a file, as `reward.parts: [{path: ..., function: ...}]` takes it."""
+    """Scorer by a function of a file, as in `reward.parts: [{path: ..., function: ...}]`."""
 
     def __init__(self, place: str, *, batch: bool, args: dict[str, Any]) -> None:
-        """place: `FILE:FUNCTION`. ValueError, one line, if there is no such function."""
+        """Load `FILE:FUNCTION`. Raises ValueError, one line, if there is no such function."""
         path, colon, function = place.rpartition(":")
         if not colon:
             raise ValueError("write FILE:FUNCTION")
@@ -70,10 +70,10 @@ class Function:
 
 
 class RewardModel:
-    """Scorer of a sequence-classification checkpoint with one label: its logit at the last token of prompt and response."""
+    """Scorer by a sequence-classification checkpoint with one label: its logit at the last token of prompt and response."""
 
     def __init__(self, directory: str, *, device: str, dtype: str, batch_tokens: int) -> None:
-        """ValueError, one line, for a checkpoint that is no reward model."""
+        """Load the checkpoint. Raises ValueError, one line, if it is no reward model."""
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -111,7 +111,7 @@ class RewardModel:
         return ids
 
     def _batches(self, ids: Sequence[list[int]]) -> list[list[int]]:
-        """Indices of sequences of like length, whose padded tokens fit the budget."""
+        """Group indices of sequences of similar length, so that the padded tokens of each batch fit the budget."""
         batches: list[list[int]] = []
         for i in sorted(range(len(ids)), key=lambda i: -len(ids[i])):
             if batches and (len(batches[-1]) + 1) * len(ids[batches[-1][0]]) <= self._batch_tokens:
@@ -132,8 +132,9 @@ class RewardModel:
 
 
 def make_app(scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI:
-    """The application. Requests are scored one after the other: functions need not be thread-safe, a GPU is one."""
+    """Make the application."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    # Functions need not be thread-safe, and a GPU runs one batch at a time.
     one_at_a_time = anyio.CapacityLimiter(1)
 
     @app.get("/health")
@@ -159,7 +160,7 @@ def make_app(scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI:
 
 
 async def read(request: Request, max_bytes: int) -> bytes:
-    """Body of a request of at most this size."""
+    """Read a request body. Raises HTTPException 413 beyond `max_bytes`."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -176,7 +177,7 @@ def serve(app: FastAPI, listener: socket.socket, certificate: str | None, key: s
 
 
 def settings_of(app: FastAPI, certificate: str | None = None, key: str | None = None) -> uvicorn.Config:
-    """Settings of the server: quiet, HTTP alone; requests under way get 30 s when it stops."""
+    """Settings of the server: quiet, HTTP only; requests under way get 30 s when it stops."""
     return uvicorn.Config(
         app,
         http="h11",
@@ -192,7 +193,8 @@ def settings_of(app: FastAPI, certificate: str | None = None, key: str | None = 
 
 
 def token_of(args: argparse.Namespace) -> str | None:
-    """Token of the environment. ValueError, one line, if it is missing, or if the address needs more than is given."""
+    """Read the token from the environment. Raises ValueError, one line, if it is missing or the address needs token and
+    certificate."""
     token = os.environ.get(args.token_env, "").strip() if args.token_env is not None else None
     if token == "":
         raise ValueError(f"--token-env {args.token_env}: the variable is not set")
@@ -202,7 +204,7 @@ def token_of(args: argparse.Namespace) -> str | None:
 
 
 def scorer_of(args: argparse.Namespace) -> Scorer:
-    """ValueError, one line, for what cannot score."""
+    """Load the scorer that the options name. Raises ValueError, one line, if it cannot score."""
     try:
         if args.function is not None:
             return Function(args.function, batch=args.batch, args=args.args)
@@ -213,7 +215,7 @@ def scorer_of(args: argparse.Namespace) -> Scorer:
 
 
 def serve_until_stopped(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM. ValueError, one line, before it listens: no scorer, no token, no such address."""
+    """Serve until SIGINT or SIGTERM. Raises ValueError, one line, before it listens: no scorer, no token, no such address."""
     token = token_of(args)
     scorer = scorer_of(args)
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET

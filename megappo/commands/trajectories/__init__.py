@@ -35,7 +35,7 @@ def add_command(command: AddCommand) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the tables of a run, and write its page. ConfigError, one line, before anything is printed or written."""
+    """Print the tables of a run and write its page. Raises ConfigError, one line, before anything is printed or written."""
     from megappo.commands.trajectories.analyse import analyse
     from megappo.commands.trajectories.report import LEGEND, report
     from megappo.config.output_file import check_output_file
@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _write(target: Path, text: str, mode: int) -> None:
-    """Write the page, readable by those alone who may read the samples. ConfigError if it cannot be written."""
+    """Write the page, readable only by those who may read the samples. Raises ConfigError if it cannot be written."""
     from megappo.telemetry.jsonl import replace_file
 
     previous = os.umask(0o077)

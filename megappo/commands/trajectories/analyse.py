@@ -18,10 +18,10 @@ SHORTEST_LOOP = 8  # tokens in all: the digits of 1000 are no loop
 
 @dataclass(frozen=True)
 class Loop:
-    """A response's end that repeats one block. tokens: covered by all its repeats. period: tokens of the block."""
+    """A response's end that repeats one block."""
 
-    tokens: int
-    period: int
+    tokens: int  # covered by all repeats
+    period: int  # tokens of the block
 
 
 def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
@@ -29,13 +29,13 @@ def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
 
 
 def repeated_share(tokens: Sequence[int], n: int = NGRAM) -> float:
-    """Share of the n-grams that occurred before in the same response (rep-n of Welleck et al. 2020); 0 if there are none."""
+    """Share of the n-grams that occurred before in the same response (rep-n of Welleck et al. 2020); 0 without n-grams."""
     all_of_them = ngrams(tokens, n)
     return 1 - len(set(all_of_them)) / len(all_of_them) if all_of_them else 0.0
 
 
 def tail_loop(tokens: Sequence[int]) -> Loop | None:
-    """The longest loop that the response ends in, by its shortest block; None without one."""
+    """Find the longest loop at the end of the response, by its shortest block; None without one."""
     backwards = list(reversed(tokens))
     best: Loop | None = None
     for period, same in enumerate(_prefix_matches(backwards)):
@@ -65,49 +65,47 @@ POSITIONS = 10  # deciles; responses of at most as many tokens are shown token b
 
 @dataclass(frozen=True)
 class Sample:
-    """One trajectory with its figures. repetition: share of repeated 4-grams. kl: sum over the response, nats; NaN without a
-    reference. entropy: mean over its tokens, nats."""
+    """One trajectory with its figures."""
 
     trajectory: Trajectory
     length: int
-    repetition: float
+    repetition: float  # share of repeated 4-grams
     loop: Loop | None
-    kl: float
-    entropy: float
+    kl: float  # sum over the response, nats; NaN without a reference
+    entropy: float  # mean over its tokens, nats
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Means over the samples of a step. truncated: share of those that the length limit cut."""
+    """Means over the samples of a step."""
 
     step: int
     samples: int
     score: float
     length: float
-    truncated: float
+    truncated: float  # share cut by the length limit
     repetition: float
     kl: float
 
 
 @dataclass(frozen=True)
 class PositionFigures:
-    """Means over the tokens of one part of the responses. kl: log pi - log pi_ref, nats. value_error: root of the mean square of
-    value - return; value_bias: its mean."""
+    """Means over the tokens at one position of the responses."""
 
     position: str
     tokens: int
     logprob: float
     entropy: float
-    kl: float
+    kl: float  # log pi - log pi_ref, nats
     value: float
     returns: float
-    value_bias: float
-    value_error: float
+    value_bias: float  # mean of value - return
+    value_error: float  # root mean square of value - return
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The worst samples, the worst one first."""
+    """The worst samples of each kind, the worst one first."""
 
     score: list[Sample]
     kl: list[Sample]
@@ -119,8 +117,7 @@ class Analysis:
     samples: list[Sample]
     steps: list[StepFigures]
     positions: list[PositionFigures]
-    by_token: bool
-    """True if positions are tokens, False if they are tenths of the response."""
+    by_token: bool  # positions are tokens, not tenths of the response
     worst: Worst
 
 
@@ -147,7 +144,7 @@ def analyse(trajectories: Sequence[Trajectory], worst: int) -> Analysis:
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
-    """Mean of the values that are numbers; NaN without one."""
+    """Mean of the values that are not NaN; NaN without one."""
     array = np.asarray(values, dtype=np.float64)
     array = array[~np.isnan(array)]
     return float(array.mean()) if array.size else math.nan
@@ -181,7 +178,7 @@ def _step(step: int, samples: Sequence[Sample]) -> StepFigures:
 
 
 def _by_position(trajectories: Sequence[Trajectory]) -> tuple[list[PositionFigures], bool]:
-    """Figures of the sampled tokens by their place among them, and True if the places are tokens."""
+    """Figures of the sampled tokens by position, and True if positions are tokens."""
     lengths = [trajectory.length for trajectory in trajectories]
     by_token = max(lengths, default=0) <= POSITIONS
     places = [np.arange(length) if by_token else np.arange(length) * POSITIONS // length for length in lengths if length]
@@ -209,7 +206,7 @@ def _by_position(trajectories: Sequence[Trajectory]) -> tuple[list[PositionFigur
 
 
 def _tokens_of(trajectories: Sequence[Trajectory], field: str) -> np.ndarray:
-    """This number of all sampled tokens, one after the other; NaN for those of trajectories without it."""
+    """One field of all sampled tokens, concatenated; NaN for trajectories without it."""
     missing = np.full(1, np.nan)
     lists = [
         trajectory.fields[field][trajectory.mask] if field in trajectory.fields else missing.repeat(trajectory.length)
@@ -219,10 +216,7 @@ def _tokens_of(trajectories: Sequence[Trajectory], field: str) -> np.ndarray:
 
 
 def _first(samples: Sequence[Sample], count: int, badness: Callable[[Sample], float]) -> list[Sample]:
-    """The samples with the largest badness, NaN before all; of equal ones the latest, which the newest weights wrote.
-
-    A response that samples of one prompt share is listed once.
-    """
+    """The `count` samples with the largest badness, NaN first; of equal ones the latest, which the newest weights wrote."""
 
     def key(indexed: tuple[int, Sample]) -> tuple[float, int]:
         value = badness(indexed[1])
@@ -233,5 +227,6 @@ def _first(samples: Sequence[Sample], count: int, badness: Callable[[Sample], fl
         if len(found) == count:
             break
         trajectory = sample.trajectory
+        # Samples of a prompt may be the same response, which is listed once.
         found.setdefault((trajectory.step, trajectory.id, trajectory.tokens.tobytes()), sample)
     return list(found.values())

@@ -1,7 +1,7 @@
-"""Page of trajectories: one HTML file with everything in it, which opens without a server or a network.
+"""Page of trajectories: one self-contained HTML file, which opens without a server or a network.
 
-What a model wrote is data to it: a JSON block that no text can end, shown as text nodes by page.js, under a policy that runs no
-other script and loads nothing.
+A model's text is untrusted: it is in a JSON block that no text can end, page.js shows it as text nodes, and the page's policy runs
+no other script and loads nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ MOST_DOTS = 2000  # of a picture: more hide each other, and take a browser secon
 
 
 def page(analysis: Analysis, name: str, max_samples: int | None, notes: Sequence[str]) -> tuple[str, list[str]]:
-    """HTML of at most `max_samples` samples, and notes on what is not on it. None: as many as a browser shows at ease. name: of the
-    run."""
+    """Return the HTML of at most `max_samples` samples (None: as many as a browser handles), and notes on what is left out."""
     mean_length = sum(sample.length for sample in analysis.samples) / len(analysis.samples)
     chosen = choose(analysis, max_samples or min(MAX_SAMPLES, max(1, int(MAX_TOKENS / max(mean_length, 1)))))
     more = []
@@ -58,7 +57,7 @@ def page(analysis: Analysis, name: str, max_samples: int | None, notes: Sequence
 
 
 def choose(analysis: Analysis, most: int) -> list[int]:
-    """Ascending indices of at most `most` samples: the worst of each kind, and the others evenly over the steps."""
+    """Choose ascending indices of at most `most` samples: the worst of each kind, and others evenly over the steps."""
     samples = analysis.samples
     place = {id(sample): index for index, sample in enumerate(samples)}
     kinds = list(vars(analysis.worst).values())
@@ -71,7 +70,7 @@ def choose(analysis: Analysis, most: int) -> list[int]:
 
 
 def _reasons(analysis: Analysis) -> dict[int, list[str]]:
-    """id() of a sample -> the lists of worst samples that it is in."""
+    """Map id() of a sample to the lists of worst samples that contain it."""
     titles = {"score": "lowest score", "kl": "highest KL", "repetition": "most repetitive"}
     found: dict[int, list[str]] = {}
     for kind, samples in vars(analysis.worst).items():
@@ -121,14 +120,14 @@ def _facts(sample: Sample, reasons: Sequence[str]) -> dict[str, Any]:
 
 
 def _numbers(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    """The numbers that the page colours tokens by."""
+    """The numbers by which the page colours tokens."""
     own = {name: numbers for name, numbers in trajectory.fields.items() if name not in ("ref_logprob", "rollout_logprob")}
     derived = {"kl": trajectory.kl, "value_error": trajectory.value_error, "log_ratio": trajectory.log_ratio}
     return own | {name: numbers for name, numbers in derived.items() if numbers is not None}
 
 
 def json_block(data: Any) -> str:
-    """JSON that is safe inside a <script> element: no text in it can end the element or open a comment."""
+    """Write JSON that is safe inside a <script> element: no text in it can end the element or open a comment."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     # < > & stand in JSON only inside of strings, in which the escapes mean the same.
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -158,5 +157,5 @@ def _html(name: str, data: Any) -> str:
 
 
 def _hash(text: str) -> str:
-    """Source of a Content-Security-Policy that allows exactly this text."""
+    """Source for a Content-Security-Policy that allows exactly this text."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

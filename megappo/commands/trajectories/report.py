@@ -1,4 +1,4 @@
-"""Figures of trajectories as tables for a terminal: a row for each step, and the worst samples of each kind."""
+"""Figures of trajectories as tables for a terminal: a row per step, and the worst samples of each kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ loop: tokens/period of a block that ends a response {LEAST_REPEATS} times or mor
 
 
 def report(analysis: Analysis) -> list[str]:
-    """Lines of all tables."""
+    """Return the lines of all tables."""
     lines = _steps(analysis)
     for title, samples, from_end in (
         ("lowest score", analysis.worst.score, False),
@@ -80,7 +80,7 @@ def _excerpt(sample: Sample, *, from_end: bool) -> str:
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many items, evenly spread, the first and the last among them."""
+    """Pick at most `most` items, evenly spread, the first and the last among them."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
