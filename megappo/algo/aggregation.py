@@ -1,8 +1,7 @@
-"""Aggregation of token losses to one number: a weight per token and one global denominator.
-
-loss = sum over all ranks and micro-batches of (weight * token loss) / total count. The weights depend on the sequence alone and
-the counts add, so neither the split into micro-batches nor the layout changes the loss.
-"""
+"""Weights that turn token losses into one number: sum over all ranks and micro-batches of weight * token loss, over the total
+count.
+The weights depend on the sequence alone and the counts add, so neither the split into micro-batches nor the layout changes the
+loss."""
 
 from __future__ import annotations
 
@@ -18,21 +17,24 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixe
 
 
 class TokenWeights(NamedTuple):
-    """weight: [T] fp32, 0 where the mask is false. count: this batch's share of the global denominator."""
+    """Weights of the tokens of a batch, and its share of the denominator."""
 
     weight: Tensor
+    """[T] fp32, 0 where the mask is false."""
     count: float
+    """Share of this batch in the global denominator."""
 
 
 def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[B] int64, number of true entries of mask [T] in each sequence."""
+    """Number of true entries of mask [T] in each sequence, [B] int64."""
     return sums_per_sequence(mask, cu_seqlens, torch.long)
 
 
 def sums_per_sequence(values: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B] sums of values [T] over each sequence, in `dtype`: one by one if they are long, or differences of a running sum."""
+    """Sums of values [T] over each sequence, [B] in `dtype`."""
     if len(values) > LONG * (len(cu_seqlens) - 1):
         return torch.stack([part.sum(dtype=dtype) for part in values.split(cu_seqlens.diff().tolist())])
+    # Short sequences: differences of a running sum.
     ends = cu_seqlens.long()
     at_ends = torch.zeros(ends.numel(), dtype=dtype, device=values.device)
     carried, start = at_ends.new_zeros(()), 0
@@ -54,14 +56,15 @@ def token_weights(mode: str, mask: Tensor, cu_seqlens: Tensor, max_tokens: int |
     seq-mean-token-sum    weight 1, count = sequences
     fixed-length          weight 1, count = sequences * max_tokens (Dr. GRPO)
 
-    A sequence without a true mask entry counts nowhere. Raises ValueError for another mode or a missing `max_tokens`.
+    A sequence without a true mask entry has weight 0 and is not counted. Raises ValueError for another mode or a missing
+    `max_tokens`.
     """
     count = loss_count(mode, tokens_per_sequence(mask, cu_seqlens), max_tokens)
     return TokenWeights(weight_of_tokens(mode, mask, cu_seqlens), count)
 
 
 def weight_of_tokens(mode: str, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] fp32, the weights of `token_weights`."""
+    """Weights of `token_weights`, [T] fp32."""
     weight = mask.float()
     if mode == "seq-mean-token-mean":
         per_sequence = tokens_per_sequence(mask, cu_seqlens).clamp(min=1).float().reciprocal()

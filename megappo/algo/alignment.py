@@ -1,9 +1,6 @@
-"""Alignment of model outputs to tokens: the one place that shifts.
-
-A causal model's output at position t-1 is about token x_t. Every per-token field of megappo is stored at its own token
-(log pi(x_t | x_<t) and V(x_<t) at t), so outputs move one place to the right within their sequence. Without this shift
-training runs without any error; it cost a public trainer 10 points on GSM8K, and the quickstart nothing (docs/engines.md).
-"""
+"""Alignment of model outputs to tokens: no other file shifts.
+A causal model's output at position t-1 is about token x_t. Every per-token field of megappo is stored at its own token: log
+pi(x_t | x_<t) and V(x_<t) at t. Training without this shift raises no error (docs/engines.md)."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""Target of an output that is about no token: its log-prob is 0."""
+"""Target of an output that predicts no token: its log-prob is 0."""
 
 
 def first_token_mask(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
-    """[T] bool, true at the first token of every sequence."""
+    """Mask of the first token of every sequence, [T] bool."""
     # One slot more, for the starts of empty sequences at the end of the batch.
     first = torch.zeros(num_tokens + 1, dtype=torch.bool, device=cu_seqlens.device)
     first[cu_seqlens.long()] = True
@@ -30,11 +27,9 @@ def shift_right(output: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def align_values(output: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Value head output [T, ...] -> (value [T, ...], bootstrap [B, ...]), differentiable.
-
-    value[t] = V(x_<t) = output[t-1], 0 at the first token. bootstrap[b] = output at the last token of sequence b, the value after
-    the whole response, 0 for an empty sequence. The caller decides on its use (only for responses cut by the length limit).
-    """
+    """Split the value head's output [T, ...] into (value [T, ...], bootstrap [B, ...]), differentiable.
+    value[t] = V(x_<t) = output[t-1], 0 at the first token. bootstrap[b] is the output at the last token of sequence b: the value
+    after the whole response, 0 for an empty sequence. The caller uses it only for responses that the length limit cut."""
     value = shift_right(output, cu_seqlens)
     starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     # Empty sequences take one extra output, of value 0.
@@ -44,15 +39,14 @@ def align_values(output: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def next_token_targets(tokens: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] int64: target of the output at t, tokens[t+1] within the sequence, IGNORE_INDEX at its last token.
-
-    The log-probs of these targets go back to their own token with `shift_right`.
-    """
+    """Target of the output at t, [T] int64: tokens[t+1] within the sequence, IGNORE_INDEX at its last token.
+    `shift_right` moves the log-probs of these targets back to their own tokens."""
     return shift_left(tokens, cu_seqlens, IGNORE_INDEX)
 
 
 def shift_left(field: Tensor, cu_seqlens: Tensor, fill: int) -> Tensor:
-    """Move a field of tokens [T, ...] to the outputs about them: out[t] = field[t+1] in each sequence, `fill` at its last."""
+    """Move a field of tokens [T, ...] to the outputs that predict them: out[t] = field[t+1] in each sequence, `fill` at its last
+    token."""
     after = torch.cat((field[1:], field[:1]))
     last = torch.ones(field.shape[0], dtype=torch.bool, device=field.device)
     last[:-1] = first_token_mask(field.shape[0], cu_seqlens)[1:]

@@ -1,7 +1,5 @@
-"""Chunks of per-token tensors, for arithmetic whose temporaries then stay in the cache of a core.
-
-Memory that a process touches for the first time costs more than the arithmetic on it: 2 ns for a number of 4 bytes.
-"""
+"""Chunks of per-token tensors: temporaries of arithmetic on a chunk stay in the cache of a core.
+Memory that a process touches for the first time costs more than the arithmetic on it: 2 ns for a number of 4 bytes."""
 
 from __future__ import annotations
 
@@ -15,10 +13,11 @@ TOKENS = 1 << 15
 
 
 def true_positions(mask: Tensor) -> Tensor:
-    """[n] int64, ascending positions of the true entries of mask [T], bool on the host: in a quarter of the time of `nonzero`."""
+    """Ascending positions of the true entries of mask [T], bool on the host; [n] int64."""
+    # A quarter of the time of torch's `nonzero`.
     return torch.from_numpy(numpy.flatnonzero(mask.numpy()))
 
 
 def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of consecutive tokens of all tensors [T, ...]; one empty view of each without tokens."""
+    """Views of consecutive tokens of all tensors [T, ...]; one empty view of each if there are no tokens."""
     yield from zip(*(x.split(TOKENS) for x in tensors), strict=True)

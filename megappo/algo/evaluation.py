@@ -1,7 +1,4 @@
-"""Estimators over the n responses to each prompt of an evaluation: pass@k, maj@n, and the standard error of a mean.
-
-Python's numbers, no tensors: the counts are small and exact.
-"""
+"""Estimators over the n responses to each prompt of an evaluation: pass@k, maj@n, and the standard error of a mean."""
 
 from __future__ import annotations
 
@@ -12,19 +9,15 @@ from collections.abc import Hashable, Sequence
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Unbiased estimate of the probability that one of k responses is correct: 1 - C(n - correct, k) / C(n, k).
-
-    The share of the subsets of k of the n responses that hold a correct one (Chen et al. 2021, arXiv:2107.03374, eq. 1).
-    """
+    This is the share of the subsets of k responses that hold a correct one (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
     assert 1 <= k <= n and 0 <= correct <= n, f"pass@{k} of {correct} correct in {n}"
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def majority(correct: Sequence[bool], answers: Sequence[Hashable | None]) -> float:
-    """Correctness of the answer that most of the n responses give; of several with as many votes, the mean over them.
-
-    answers: of every response, equal for equal answers; None does not vote. A tie is thus worth what a fair draw among the tied
-    answers is worth on average. 0 if nobody votes.
-    """
+    """Correctness of the answer that most of the n responses give; 0 if no response has an answer.
+    answers: one per response, equal for equal answers; None does not vote. A tie counts as the mean over the tied answers, which
+    is what a fair draw among them is worth."""
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0

@@ -1,28 +1,6 @@
-"""Rewards shaped by the KL, and generalised advantage estimation over packed sequences (Schulman et al. 2016).
-
-GAE over the sampled tokens is the affine recurrence A_t = delta_t + gamma lambda A_next(t), where next(t) is the next *sampled*
-token of the sequence, so a token that the policy did not sample (prompt, tool output, padding) is the identity: no TD error, no
-decay. Solved by pointer jumping: after k passes every token holds the sum over its next 2^k sampled tokens. That is log2(T) passes
-over [T], with no loop over tokens, no padding and no host sync. All accumulate in fp64 and round once: an fp32 scan loses 1.5e-5
-over 8192 tokens at gamma = lambda = 1. `ops/advantages.py` states shapes and errors and has the kernels.
-
-Tokens may differ (`StepWeights`): only some of the sampled ones are time steps (turns as steps), and steps have weights and traces
-(V-trace). Then a sampled token that is no step adds its reward to the step before it, without decay.
-
-V-trace: returns and advantages of one policy from responses of another (Espeholt et al. 2018, arXiv:1802.01561, section 4.1).
-
-With w = pi(a_t) / mu(a_t), rho_t = min(rho_bar, w_t), c_t = lambda min(c_bar, w_t) and delta_t the TD error:
-
-    v_t = V_t + rho_t delta_t + gamma c_t (v_next - V_next)
-    A_t = rho_t (r_t + gamma (lambda v_next + (1 - lambda) V_next) - V_t)
-
-next is the next sampled token, as in `gae.py`. With w = 1 and rho_bar, c_bar >= 1 this is GAE under every lambda: the paper's A_t,
-which has v_next alone, is the one of lambda = 1.
-
-v_t - V_t is the scan of `ops.advantages.token_advantages` with a weight rho_t and a trace: what follows a token reaches it as
-gamma V_next + gamma lambda k_t (v_next - V_next), k_t = min(c_bar, w_t) / rho_t, which makes k_t the trace of the *next* token.
-Under equal bounds k is 1 and A_t the same number.
-"""
+"""Reference of KL-shaped rewards, generalised advantage estimation (GAE, Schulman et al. 2016) and V-trace on packed sequences.
+`ops/advantages.py` states shapes and errors and has the kernels. All sums are in fp64 and rounded once: an fp32 scan loses
+1.5e-5 over 8192 tokens at gamma = lambda = 1."""
 
 from __future__ import annotations
 
@@ -38,10 +16,8 @@ from megappo.algo.whitening import whitening_moments
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """GAE lambda of each sequence: lambda_b = 1 - 1 / (alpha * length_b), [B] fp64; lengths [B] counts sampled tokens.
-
     Keeps the sum of the TD-error weights, about 1/(1 - lambda), proportional to the length (VAPO, Yue et al. 2025, eq. 7).
-    Responses of at most 1/alpha tokens get 0.
-    """
+    Responses of at most 1/alpha tokens get 0. Raises ValueError unless alpha is positive."""
     if not alpha > 0:
         raise ValueError(f"lam_length_alpha must be positive, not {alpha}")
     return (1.0 - 1.0 / (alpha * lengths.double().clamp(min=1.0))).clamp(min=0.0)
@@ -67,9 +43,11 @@ def token_advantages(
     weight: Tensor | None,
     trace: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(reward [T], advantage [T], returns [T], moments [3]): the reference of `ops.advantages.token_advantages`.
+    """Compute (reward [T], advantage [T], returns [T], moments [3]): the reference of `ops.advantages.token_advantages`.
 
-    A lambda is one number, or one per sequence if lam_*_each [B] is given.
+    GAE is A_t = delta_t + gamma lambda A_next(t), where next(t) is the next *sampled* token of the sequence. A token that was not
+    sampled (prompt, tool output, padding) is skipped: it has no TD error and no decay. A lambda is one number, or one per sequence
+    if lam_*_each [B] is given.
     """
     links = Links.of(response_mask, cu_seqlens)
     reward = token_rewards(logprob, ref_logprob, score, response_mask, cu_seqlens, kl_estimator, kl_coef)
@@ -91,7 +69,7 @@ def token_rewards(
     kl_estimator: str,
     kl_coef: float,
 ) -> Tensor:
-    """Reward of each token, [T] fp64: -kl_coef * KL, and the score [B] at the last sampled token; 0 outside the mask."""
+    """Reward of each token, [T] fp64: -kl_coef * KL, plus the score [B] at the last sampled token; 0 outside the mask."""
     sequence, _, after_last = Links.of(response_mask, cu_seqlens)
     reward = torch.zeros(logprob.shape, dtype=torch.float64, device=logprob.device)
     if ref_logprob is not None and kl_coef != 0.0:
@@ -104,16 +82,15 @@ def token_rewards(
 def _per_token_lambdas(
     sequence: Tensor, lam_policy: float, lam_value: float, lam_policy_each: Tensor | None, lam_value_each: Tensor | None
 ) -> Tensor:
-    """[2, T] fp64."""
     rows = [
         torch.full(sequence.shape, lam, dtype=torch.float64, device=sequence.device) if each is None else each.double()[sequence]
         for lam, each in ((lam_policy, lam_policy_each), (lam_value, lam_value_each))
     ]
-    return torch.stack(rows)
+    return torch.stack(rows)  # [2, T] fp64: policy, critic
 
 
 def _first_after(flag: Tensor) -> Tensor:
-    """[T] position of the first true entry of flag [T] after each position; T if there is none."""
+    """Position of the first true entry of flag [T] after each position, [T]; T if there is none."""
     num_tokens = flag.numel()
     position = torch.arange(num_tokens + 1, device=flag.device)
     at = torch.where(torch.nn.functional.pad(flag, (0, 1)), position, num_tokens)
@@ -121,19 +98,17 @@ def _first_after(flag: Tensor) -> Tensor:
 
 
 class Links(NamedTuple):
-    """Order of the sampled tokens of a packed batch, [T] each.
-
-    sequence: that the token is in. following: position of the next sampled token of the sequence, T if there is none. after_last:
-    true if there is none, so that the bootstrap follows.
-    """
+    """Order of the sampled tokens of a packed batch, [T] each."""
 
     sequence: Tensor
+    """Number of the token's sequence."""
     following: Tensor
+    """Position of the next sampled token of the sequence, T if there is none."""
     after_last: Tensor
+    """True if no sampled token follows, so that the bootstrap does."""
 
     @classmethod
     def of(cls, response_mask: Tensor, cu_seqlens: Tensor) -> Links:
-        """Arguments as in `token_advantages`."""
         num_tokens = response_mask.numel()
         position = torch.arange(num_tokens, device=response_mask.device)
         # Search from the right: an empty sequence starts at the same token as the next one, and owns none.
@@ -144,22 +119,25 @@ class Links(NamedTuple):
 
 
 class StepWeights(NamedTuple):
-    """Differences between sampled tokens, [T] each. steps: bool, true at time steps. weight, trace: fp64, 1 at other tokens."""
+    """Differences between sampled tokens, [T] each: turns as steps, and the weights and traces of V-trace.
+    A sampled token that is no step adds its reward to the step before it, without decay."""
 
     steps: Tensor
+    """bool, true at time steps."""
     weight: Tensor
+    """fp64, 1 at tokens that are no step."""
     trace: Tensor
+    """fp64, 1 at tokens that are no step."""
 
     @classmethod
     def of(cls, response_mask: Tensor, steps: Tensor | None, weight: Tensor | None, trace: Tensor | None) -> StepWeights:
-        """None: all sampled tokens are steps; 1."""
+        """Fill in what is None: every sampled token is a step, weights and traces are 1."""
         at = response_mask if steps is None else response_mask & steps
         one = torch.ones(at.shape, dtype=torch.float64, device=at.device)
         return cls(at, *(one if x is None else torch.where(at, x.double(), one) for x in (weight, trace)))
 
     def decay(self, decay: Tensor, following: Tensor) -> Tensor:
-        """[2, T] factor of what follows a token: that of the next sampled token, which is 1 if it is no step, else `decay` [2, T]
-        times its weight and trace. following: of `Links`."""
+        """Factor [2, T] on what follows a token: `decay` [2, T] times weight and trace of the next sampled token, 1 at no step."""
         of_following = torch.where(self.steps, decay * (self.weight * self.trace), 1.0)
         return torch.nn.functional.pad(of_following, (0, 1))[:, following]
 
@@ -174,7 +152,8 @@ def _scan(
     gamma: float,
     weights: StepWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """lams: [2, T], of policy and critic; the others as in `token_advantages`. weights: None if tokens do not differ."""
+    """Scan the batch. lams: [2, T], of policy and critic. weights None: all tokens are alike. The rest is as in
+    `token_advantages`."""
     steps, decay = response_mask, gamma * lams
     if weights is not None:
         # A token that is no step has no value: it hands on what follows, and its reward.
@@ -189,7 +168,7 @@ def _scan(
 
 
 def td_errors(reward: Tensor, value: Tensor, response_mask: Tensor, links: Links, bootstrap: Tensor | None, gamma: float) -> Tensor:
-    """reward + gamma * value of the next sampled token - value, [T] fp64; 0 outside the mask. Arguments as in `_scan`."""
+    """TD errors [T] in fp64: reward + gamma * value of the next sampled token - value; 0 outside the mask."""
     value = torch.where(response_mask, value.double(), 0.0)
     reward = torch.where(response_mask, reward, 0.0)
     # Slot T means "no further sampled token": its value is 0.
@@ -200,15 +179,15 @@ def td_errors(reward: Tensor, value: Tensor, response_mask: Tensor, links: Links
 
 
 def decayed_sums(terms: Tensor, decay: Tensor, following: Tensor) -> Tensor:
-    """[2, T] fp64, total_t = term_t + decay_t total_following(t): two recurrences over the same terms [T].
-
-    decay: [2, T], one row for each. following: [T], of `Links`.
-    """
+    """Solve total_t = term_t + decay_t total_following(t), [2, T] fp64, for each row of decay [2, T]. terms: [T]; following: of
+    `Links`."""
     num_tokens = following.numel()
     # Slot T means "no further sampled token": sum 0, factor 0, and it links to itself.
     total = torch.nn.functional.pad(terms.expand(2, -1), (0, 1))
     factor = torch.nn.functional.pad(torch.where(following < num_tokens, decay, 0.0), (0, 1))
     link = torch.cat((following, following.new_full((1,), num_tokens)))
+    # Pointer jumping: after k passes every token holds the sum over its next 2^k sampled tokens. log2(T) passes over [T], without a
+    # loop over tokens, padding or a host sync.
     for _ in range(num_tokens.bit_length()):
         # torch.where, not only the factor 0: the sum of another sequence may be NaN, and 0 * NaN is NaN.
         total = total + torch.where(link < num_tokens, factor * total[:, link], 0.0)
@@ -228,14 +207,22 @@ def _nan_unless_sound(cu_seqlens: Tensor, *outputs: Tensor) -> tuple[Tensor, ...
 def vtrace_weights(
     ratio: Tensor, response_mask: Tensor, cu_seqlens: Tensor, *, rho_bar: float, c_bar: float
 ) -> tuple[Tensor, Tensor]:
-    """(weight, trace), [T] fp64 each, of `token_advantages` whose returns are v_t, and whose advantages are v_t - V_t.
+    """V-trace (weight, trace) for `token_advantages`, [T] fp64 each. Its returns are then v_t and its advantages v_t - V_t.
 
-    ratio: [T], w of each sampled token.
+    V-trace corrects for responses of another policy mu (Espeholt et al. 2018, arXiv:1802.01561, section 4.1). With w = pi(a_t) /
+    mu(a_t), rho_t = min(rho_bar, w_t), c_t = lambda min(c_bar, w_t), delta_t the TD error and next the next sampled token:
+
+        v_t = V_t + rho_t delta_t + gamma c_t (v_next - V_next)
+        A_t = rho_t (r_t + gamma (lambda v_next + (1 - lambda) V_next) - V_t)
+
+    With w = 1 and rho_bar, c_bar >= 1 this is GAE under every lambda; the paper's A_t, which has v_next alone, is that of lambda =
+    1. ratio: [T], w of each sampled token.
     """
     following = Links.of(response_mask, cu_seqlens).following
     ratio = torch.where(response_mask, ratio.double(), 1.0)
     weight = ratio.clamp(max=rho_bar)
-    # A ratio of 0 is below both bounds: k is 1, of what is then multiplied by 0.
+    # What follows a token reaches it as gamma V_next + gamma lambda k_t (v_next - V_next): k_t is the trace of the *next* token.
+    # k of a ratio of 0 has no effect, as rho_t is 0 there.
     k = torch.where(weight > 0, ratio.clamp(max=c_bar) / weight, 1.0)
     trace = torch.ones_like(weight)
     inner = response_mask & (following < following.numel())
@@ -252,8 +239,9 @@ def vtrace_advantages(
     gamma: float,
     lam: float | Tensor,
 ) -> Tensor:
-    """A_t, [T] fp32 and 0 outside the mask: correction + rho_t (1 - k_t) gamma lambda correction_next, which is `correction` under
-    equal bounds. correction: [T], v_t - V_t under `lam`, a number or [B]. weight, trace: of `vtrace_weights`."""
+    """Compute A_t of `vtrace_weights`, [T] fp32, 0 outside the mask: correction + rho_t (1 - k_t) gamma lambda correction_next.
+    correction: [T], v_t - V_t under `lam`, a number or [B]; under equal bounds k is 1 and A_t is the correction. weight, trace:
+    of `vtrace_weights`."""
     links = Links.of(response_mask, cu_seqlens)
     of_sequences = torch.as_tensor(lam, dtype=torch.float64, device=cu_seqlens.device).expand(cu_seqlens.numel() - 1)
     k, following = pad(trace, (0, 1), value=1.0)[links.following], pad(correction.double(), (0, 1))[links.following]

@@ -1,8 +1,6 @@
 """Advantages of responses by comparison within their group, the responses to one prompt: GRPO and RLOO.
-
-Of numbers per response, [N]; a response's tokens all have its advantage. Groups are named, not places in an order: they may have
-different sizes, and their responses may stand anywhere. fp64, as the differences of rewards may be small beside them.
-"""
+All take one number per response, [N]; every token of a response has its advantage. Groups may have different sizes and any
+order. fp64, since differences of rewards may be small beside the rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +14,8 @@ EPSILON = 1e-6
 
 
 class GroupMoments(NamedTuple):
-    """Of the group of every response, [N] fp64. size; mean and std (with size - 1; 0 in a group of one) of its rewards."""
+    """Size of each response's group, mean and standard deviation of its rewards, [N] fp64 each. std divides by size - 1, 0 in a
+    group of one."""
 
     size: Tensor
     mean: Tensor
@@ -24,11 +23,11 @@ class GroupMoments(NamedTuple):
 
 
 def group_moments(reward: Tensor, group: Tensor) -> GroupMoments:
-    """reward: [N], summed over the tokens of a response. group: [N] int, equal for responses to one prompt."""
+    """Moments of groups. reward: [N], summed over the tokens of a response. group: [N] int, equal for responses to one prompt."""
     exact = reward.double()
     _, member = torch.unique(group, return_inverse=True)
     size = torch.bincount(member).double()
-    # Rewards near their mean: equal ones then differ from it by their own rounding alone.
+    # Squares of differences from the mean: equal rewards differ from it by their own rounding alone.
     mean = torch.zeros_like(size).index_add_(0, member, exact) / size
     squares = torch.zeros_like(size).index_add_(0, member, (exact - mean[member]).square())
     std = (squares / (size - 1.0).clamp(min=1.0)).sqrt()
@@ -36,32 +35,28 @@ def group_moments(reward: Tensor, group: Tensor) -> GroupMoments:
 
 
 def grpo_advantages(reward: Tensor, group: Tensor, *, divide_by_std: bool = True) -> Tensor:
-    """[N] fp64: (R - mean) / (std + EPSILON) of the group (Shao et al. 2024, arXiv:2402.03300, section 4.1.2).
-
-    Without the division: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783). 0 in a group of one. Arguments as `group_moments`.
-    """
+    """GRPO's advantages, [N] fp64: (R - mean) / (std + EPSILON) of the group (Shao et al. 2024, arXiv:2402.03300, 4.1.2).
+    divide_by_std false is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783). 0 in a group of one. Arguments as `group_moments`."""
     _, mean, std = group_moments(reward, group)
     centred = reward.double() - mean
     return centred / (std + EPSILON) if divide_by_std else centred
 
 
 def rloo_advantages(reward: Tensor, group: Tensor) -> Tensor:
-    """[N] fp64: R minus the mean of the other responses of the group (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8).
-
-    That is size / (size - 1) of R - mean; 0 in a group of one, which has no others. Arguments as `group_moments`.
-    """
+    """RLOO's advantages, [N] fp64: R minus the mean of the group's other responses (Ahmadian et al. 2024, arXiv:2402.14740, eq. 8).
+    That equals size / (size - 1) * (R - mean); 0 in a group of one. Arguments as `group_moments`."""
     size, mean, _ = group_moments(reward, group)
     return size / (size - 1.0).clamp(min=1.0) * (reward.double() - mean)
 
 
 def equal_groups(reward: Tensor, group: Tensor) -> float:
-    """Share of the groups whose rewards are all equal: their responses teach nothing. 0 without groups."""
+    """Share of the groups whose rewards are all equal, from which group advantages learn nothing. 0 without groups."""
     equal = are_equal(reward, group)
     return float(equal.double().mean()) if len(equal) else 0.0
 
 
 def are_equal(reward: Tensor, group: Tensor) -> Tensor:
-    """[G] bool, true of the groups whose rewards are all equal, by ascending group. Arguments as `group_moments`."""
+    """True for each group whose rewards are all equal, [G] bool in ascending order of group. Arguments as `group_moments`."""
     names, member = torch.unique(group, return_inverse=True)
     exact = reward.double()
     largest = torch.full((len(names),), -torch.inf, dtype=torch.float64).scatter_reduce_(0, member, exact, "amax")

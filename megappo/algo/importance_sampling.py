@@ -1,8 +1,6 @@
-"""Correction of the difference between the policy that sampled and the one that the update starts from, by importance weights.
-
-The behaviour policy is the sampler's recorded log-prob, the proximal policy the log-prob that the trainer computed of the same
-tokens before the update. Their ratio weighs the policy gradient; the ratio of the update itself is against the proximal policy.
-"""
+"""Importance weights for the difference between the policy that sampled and the one that the update starts from.
+The behaviour policy is the sampler's recorded log-prob, the proximal policy the trainer's log-prob of the same tokens before the
+update. Their ratio weighs the policy gradient; the ratio of the update itself is against the proximal policy."""
 
 from __future__ import annotations
 
@@ -15,15 +13,13 @@ from torch import Tensor
 from megappo.algo.kl import MAX_LOG_RATIO
 
 DIGITS = ((20, 11), (10, 10), (0, 10))
-"""(shift, bits) of the parts of a non-negative fp32 number, whose bits are ordered as the number is."""
+"""(shift, bits) of the digits of a non-negative fp32 number: its bits, read as an integer, have the same order as the numbers."""
 
 
 def kth_largest(values: Tensor, k: int, add: Callable[[Tensor], Tensor]) -> float:
-    """The k-th largest of the values of all ranks, k >= 1 counted from the largest; inf if there are fewer.
-
-    values: [n] fp32, >= 0 (less counts as 0), of this rank, which may have none. add: sum of an int64 vector over the ranks: three
-    exchanges of at most 2048 counts. Every rank gets the same number.
-    """
+    """Find the k-th largest of the values of all ranks, k >= 1; inf if there are fewer. Every rank gets the same number.
+    values: [n] fp32 of this rank, >= 0 (less counts as 0), may be empty. add: sums an int64 vector over the ranks. Collective
+    over the ranks of `add`: three exchanges of at most 2048 counts."""
     bits = values.float().clamp(min=0.0).view(torch.int32).long()
     found, left = 0, k
     for shift, width in DIGITS:
@@ -39,18 +35,18 @@ def kth_largest(values: Tensor, k: int, add: Callable[[Tensor], Tensor]) -> floa
 
 
 class Correction(NamedTuple):
-    """weight: [T] fp64, 0 outside the mask. cut: [T] bool, tokens whose ratio was out of bounds."""
+    """Importance weights and the tokens that they cut."""
 
     weight: Tensor
+    """[T] fp64, 0 outside the mask."""
     cut: Tensor
+    """[T] bool, tokens whose ratio was out of bounds."""
 
 
 def behaviour_ratio(logprob: Tensor, rollout_logprob: Tensor, mask: Tensor, cu_seqlens: Tensor, level: str) -> Tensor:
-    """exp of the log-ratio proximal / behaviour at each sampled token, [T] fp64; 0 where mask [T] is false, even if NaN.
-
-    level: token: of the token; sequence: summed over the sampled tokens of its sequence; geometric: their mean. Log-ratios are
-    bounded to +-20. ValueError for another level.
-    """
+    """Ratio proximal / behaviour at each sampled token, [T] fp64; 0 where mask [T] is false, even if NaN.
+    level: "token" is the token's ratio; "sequence" the product over the sampled tokens of its sequence; "geometric" their
+    geometric mean. Log-ratios are clamped to +-20. Raises ValueError for another level."""
     log_ratio = torch.where(mask, logprob.double() - rollout_logprob.double(), 0.0)
     if level in ("sequence", "geometric"):
         columns = torch.stack((log_ratio, mask.double()), 1)
@@ -63,11 +59,11 @@ def behaviour_ratio(logprob: Tensor, rollout_logprob: Tensor, mask: Tensor, cu_s
 
 
 def importance_weights(ratio: Tensor, mask: Tensor, kind: str, low: float | None, high: float) -> Correction:
-    """Weights [T] from ratios of `behaviour_ratio`.
+    """Weights [T] from ratios of `behaviour_ratio`. Raises ValueError for another kind.
 
     tis: min(ratio, high) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). mis: the
     ratio up to `high`, 0 above (Liu et al. 2025, "When Speed Kills Stability"). icepop: the ratio from `low` to `high`, 0 outside
-    (Ring-1T, arXiv:2510.18855). ValueError for another kind.
+    (Ring-1T, arXiv:2510.18855).
     """
     if kind not in ("tis", "mis", "icepop"):
         raise ValueError(f"correction {kind!r} is not one of tis, mis, icepop")

@@ -25,25 +25,21 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_estimate(logprob: Tensor, ref_logprob: Tensor, kl_estimator: str) -> Tensor:
-    """Per-token estimate of KL(policy || reference) [T] from log-probs [T] of tokens that the policy sampled, in nats.
-
-    Differentiable. Raises ValueError for another estimator; see `ESTIMATORS`.
-    """
+    """Per-token estimate of KL(policy || reference) in nats, [T], from log-probs [T] of tokens that the policy sampled.
+    Differentiable. Raises ValueError for a name that is not in `ESTIMATORS`."""
     return kl_of_log_ratio(logprob - ref_logprob, kl_estimator)
 
 
 def kl_of_log_ratio(log_ratio: Tensor, kl_estimator: str) -> Tensor:
-    """Estimate of `ESTIMATORS` from log-ratios of any shape, in nats. ValueError for an unknown name."""
+    """Estimate of `ESTIMATORS` from log-ratios of any shape, in nats. Raises ValueError for an unknown name."""
     if kl_estimator not in ESTIMATORS:
         raise ValueError(f"kl_estimator {kl_estimator!r} is not one of {', '.join(ESTIMATORS)}")
     return ESTIMATORS[kl_estimator](log_ratio)
 
 
 def kl_loss(logprob: Tensor, ref_logprob: Tensor, weight: Tensor, kl_estimator: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of weight * estimate, {"kl_loss_sum": unweighted fp64 sum over tokens with weight}); all tensors [T].
-
-    Tokens with weight 0 contribute neither value nor gradient, even if they hold NaN.
-    """
+    """Compute (sum of weight * estimate, {"kl_loss_sum": unweighted fp64 sum over tokens with weight}); all tensors [T].
+    Tokens with weight 0 contribute neither value nor gradient, even if they hold NaN."""
     valid = weight != 0
     estimate = kl_estimate(torch.where(valid, logprob, 0.0), torch.where(valid, ref_logprob, 0.0), kl_estimator)
     return (weight * estimate).sum(), {"kl_loss_sum": estimate.detach().double().sum()}
@@ -52,9 +48,9 @@ def kl_loss(logprob: Tensor, ref_logprob: Tensor, weight: Tensor, kl_estimator: 
 class KLController(Protocol):
     """Controller of the factor of the KL penalty.
 
-    `update` takes the step's KL per response in nats and its number of responses. The KL is the k1 sum, log pi(y) / pi_ref(y) of a
-    whole response, under any estimator of the penalty: its mean is the KL between the distributions of responses, to which a
-    target in nats refers. k2 is biased, and in k3 one token can outweigh the batch.
+    `update` takes the step's KL per response in nats and its number of responses. That KL is the k1 sum, log pi(y) / pi_ref(y) of a
+    whole response, whatever estimator the penalty has: its mean is the KL between the distributions of responses, to which a target
+    in nats refers. k2 is biased, and in k3 one token can outweigh the batch.
     """
 
     coef: float
@@ -68,7 +64,7 @@ class KLController(Protocol):
 
 @dataclass
 class FixedKL:
-    """Keep the factor."""
+    """Controller that keeps the factor."""
 
     coef: float
 

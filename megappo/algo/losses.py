@@ -1,9 +1,7 @@
-"""The losses of PPO over tokens: clipped policy loss, clipped value loss, entropy bonus.
-
-`weight` [T] is mask times aggregation weight (`algo/aggregation.py`); a token with weight 0 is ignored, even if NaN. Losses are
-sums: the caller divides by the global count. The two clipped losses come with their gradient and their metrics, as their kernels
-make them; `ops/losses.py` makes them differentiable. Half-precision inputs are computed in fp32, fp64 in fp64; sums are fp64.
-"""
+"""Token losses of PPO: clipped policy loss, clipped value loss, entropy bonus, negative log-likelihood.
+`weight` [T] is mask times aggregation weight (`aggregation.py`); a token with weight 0 is ignored, even if NaN. Losses are sums:
+the caller divides by the global count. The clipped losses return their gradient and metrics too; `ops/losses.py` makes them
+differentiable. Half-precision inputs are computed in fp32, fp64 in fp64; sums are fp64."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def policy_loss(
     clip_high: float,
     dual_clip: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss sum, its gradient by logprob [T], POLICY_SUMS, POLICY_MAXIMA): the reference of `ops.losses.policy_loss`."""
+    """Compute (loss sum, its gradient by logprob [T], POLICY_SUMS, POLICY_MAXIMA): the reference of `ops.losses.policy_loss`."""
     dtype = torch.promote_types(logprob.dtype, torch.float32)
     valid = weight != 0
     log_ratio = torch.where(valid, logprob.to(dtype) - old_logprob.to(dtype), 0.0)
@@ -63,7 +61,7 @@ def policy_loss(
 def value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, weight: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(loss sum, its gradient by value [T], VALUE_SUMS, VALUE_MAXIMA): the reference of `ops.losses.value_loss`."""
+    """Compute (loss sum, its gradient by value [T], VALUE_SUMS, VALUE_MAXIMA): the reference of `ops.losses.value_loss`."""
     dtype = torch.promote_types(value.dtype, torch.float32)
     valid = weight != 0
     new, old, target = (torch.where(valid, x.to(dtype), 0.0) for x in (value, old_value, returns))
@@ -86,18 +84,15 @@ def value_loss(
 
 
 def entropy_loss(entropy: Tensor, weight: Tensor) -> Tensor:
-    """Minus the sum of weight * entropy, both [T]; coef * loss is the entropy bonus."""
+    """Minus the sum of weight * entropy, both [T]. The entropy bonus is coef * loss. Raises ValueError as `check_per_token`."""
     check_per_token(entropy=entropy, weight=weight)
     kept = torch.where(weight != 0, entropy, 0.0)
     return -(weight * kept).sum()
 
 
 def nll_loss(logprob: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """(minus the sum of weight * logprob, {"nll_sum", "nll_tokens_sum"}: unweighted fp64 sum and number of tokens with weight).
-
-    Both tensors [T]; differentiable with respect to `logprob`. Negative log-likelihood of chosen tokens: VAPO's positive-example
-    loss (Yue et al. 2025, arXiv:2504.05118, eq. 12).
-    """
+    """Compute (minus the sum of weight * logprob, {"nll_sum": unweighted fp64 sum, "nll_tokens_sum": tokens with weight}).
+    Both tensors [T]; differentiable by `logprob`. VAPO's positive-example loss (Yue et al. 2025, arXiv:2504.05118, eq. 12)."""
     check_per_token(logprob=logprob, weight=weight)
     chosen = weight != 0
     kept = torch.where(chosen, logprob, 0.0)
@@ -105,7 +100,7 @@ def nll_loss(logprob: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]
 
 
 def check_per_token(**tensors: Tensor) -> None:
-    """ValueError unless all are floating-point [T], of one T and on one device."""
+    """Raise ValueError unless all tensors are floating-point [T], of one T and on one device."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1 or len(next(iter(shapes.values()))) != 1:
         raise ValueError("one value per token is wanted, got " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
@@ -117,7 +112,7 @@ def check_per_token(**tensors: Tensor) -> None:
 
 
 def _metrics(valid: Tensor, sums: list[Tensor], maximum: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-token quantities -> fp64 ([1 + n] sums, the token count first; [1] maximum, 0 without valid tokens)."""
+    """Sum per-token quantities in fp64: ([1 + n] sums, the token count first; [1] maximum, 0 without valid tokens)."""
     columns = [valid, *sums]
     totals = torch.stack([column.sum(dtype=torch.float64) for column in columns])
     return totals, torch.cat((maximum.double(), maximum.new_zeros(1, dtype=torch.float64))).amax().reshape(1)

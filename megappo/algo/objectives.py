@@ -1,9 +1,5 @@
-"""Parts of the policy's objectives beside PPO's clipped one (`losses.py`): the ratio of a whole sequence, CISPO, and DIS.
-
-`weight` [T] as in `losses.py`: a token with weight 0 is ignored, even if NaN.
-
-Control of the entropy bonus towards a target (Skywork-OR1, He et al. 2025, arXiv:2505.22312, "Adaptive Entropy Control").
-"""
+"""Objectives of the policy beside PPO's clipped one (`losses.py`): sequence ratio, CISPO, DIS, and a steered entropy bonus.
+`weight` [T] as in `losses.py`: a token with weight 0 is ignored, even if NaN."""
 
 from __future__ import annotations
 
@@ -14,21 +10,20 @@ from megappo.algo.kl import MAX_LOG_RATIO, kl_of_log_ratio
 
 
 def steered(coef: float, entropy: float, target: float, step: float) -> tuple[float, float]:
-    """(coefficient of this step's updates, `coef` for the next step) from the step's entropy per token before its updates, in nats.
+    """Steer the entropy bonus to a target: (coefficient of this step's updates, `coef` for the next step).
 
-    The bonus acts only while the entropy is at most the target. The coefficient rises by `step` below the target, falls by it
-    otherwise, and is never below 0, where the paper leaves it free.
+    entropy, target: per token, in nats; entropy is the step's before its updates. The bonus acts only while the entropy is at most
+    the target. The coefficient rises by `step` below the target and falls by it otherwise (Skywork-OR1, He et al. 2025,
+    arXiv:2505.22312, "Adaptive Entropy Control"). It is never below 0, where the paper sets no bound.
     """
     acting = coef if entropy <= target else 0.0
     return acting, max(0.0, coef + (step if entropy < target else -step))
 
 
 def sequence_log_ratio(logprob: Tensor, old_logprob: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean log-ratio of the sequence at each of its tokens, [T] fp32, without gradient: the log of GSPO's ratio, the geometric mean
-    of those of the tokens (Zheng et al. 2025, arXiv:2507.18071, eq. 7).
-
-    cu_seqlens: [B+1], of whole sequences. 0 at tokens with weight 0.
-    """
+    """Mean log-ratio of the sequence at each of its tokens, [T] fp32, without gradient; 0 at tokens with weight 0.
+    This is the log of GSPO's ratio, the geometric mean of the tokens' ratios (Zheng et al. 2025, arXiv:2507.18071, eq. 7).
+    cu_seqlens: [B+1], of whole sequences."""
     valid = weight != 0
     log_ratio = torch.where(valid, logprob.detach().double() - old_logprob.double(), 0.0)
     ends = cu_seqlens.long()
@@ -40,7 +35,7 @@ def sequence_log_ratio(logprob: Tensor, old_logprob: Tensor, weight: Tensor, cu_
 
 
 def token_kl_sum(logprob: Tensor, old_logprob: Tensor, weight: Tensor) -> Tensor:
-    """Sum over tokens with weight of the k3 estimate of KL(old || new), fp64, without gradient: `approx_kl_sum` of `losses.py`."""
+    """Sum of the k3 estimate of KL(old || new) over tokens with weight, fp64, without gradient: `approx_kl_sum` of `losses.py`."""
     log_ratio = torch.where(weight != 0, logprob.detach().double() - old_logprob.double(), 0.0)
     return kl_of_log_ratio(-log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), "k3").sum()
 
@@ -48,11 +43,11 @@ def token_kl_sum(logprob: Tensor, old_logprob: Tensor, weight: Tensor) -> Tensor
 def cispo_loss(
     logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of weight * l, metrics), l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, r = exp(logprob - old_logprob).
+    """Compute (sum of weight * l, metrics), l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, r = exp(logprob - old_logprob).
 
-    REINFORCE whose importance weight is clipped instead of its gradient: no token is left out (MiniMax-M1, arXiv:2506.13585, eq. 4
-    and 5). All tensors [T]; differentiable with respect to `logprob`. clip_low >= 1 leaves the weight unbounded below, as the paper
-    does. Metrics: the names of `losses.POLICY_SUMS` and POLICY_MAXIMA; clip_low and clip_high count tokens with a clipped weight.
+    CISPO is REINFORCE with a clipped importance weight: no token loses its gradient (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5).
+    All tensors [T]; differentiable by `logprob`. clip_low >= 1 leaves the weight unbounded below, as in the paper. Metrics:
+    POLICY_SUMS and POLICY_MAXIMA of `losses.py`; clip_low and clip_high count tokens with a clipped weight.
     """
     ratio = _ratio(logprob, old_logprob, weight)
     low, high = 1.0 - clip_low, 1.0 + clip_high
@@ -62,13 +57,13 @@ def cispo_loss(
 def dis_loss(
     logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, weight: Tensor, low: float, high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of weight * l, metrics), l = -sg(f(r)) A log pi, r = exp(logprob - rollout_logprob), f(r) = r if low < r < high, else 0.
+    """Compute (sum of weight * l, metrics), l = -sg(f(r)) A log pi, f(r) = r if low < r < high, else 0.
 
-    Direct double-sided importance sampling: the ratio is against the policy that sampled, no other is kept, and tokens out of
-    bounds have no gradient, whatever the sign of A (GLM-5, arXiv:2602.15763, section 4.1.2; SAO, arXiv:2607.07508, section 3.1,
-    low = 1 - eps_l, high = 1 + eps_h). The papers do not say if f(r) has a gradient; here it has none, which makes that of
-    the loss f(r) A grad log pi, the importance-weighted one. low < 1 < high. Shapes and metrics as in `cispo_loss`; clip_low and
-    clip_high count tokens left out.
+    r = exp(logprob - rollout_logprob). Direct double-sided importance sampling: the ratio is against the policy that sampled, and
+    tokens out of bounds have no gradient, whatever the sign of A (GLM-5, arXiv:2602.15763, section 4.1.2; SAO, arXiv:2607.07508,
+    section 3.1, low = 1 - eps_l, high = 1 + eps_h). The papers leave open if f(r) has a gradient; here it has none, so the gradient
+    is the importance-weighted f(r) A grad log pi. low < 1 < high. Shapes and metrics as in `cispo_loss`; clip_low and clip_high
+    count tokens left out.
     """
     ratio = _ratio(logprob, rollout_logprob, weight)
     below, above = ratio <= low, ratio >= high
@@ -77,7 +72,7 @@ def dis_loss(
 
 
 def _ratio(logprob: Tensor, old_logprob: Tensor, weight: Tensor) -> Tensor:
-    """exp(logprob - old_logprob) [T] without gradient, 1 at tokens with weight 0."""
+    """Ratio [T] without gradient, 1 at tokens with weight 0."""
     log_ratio = torch.where(weight != 0, logprob.detach() - old_logprob, 0.0)
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -92,7 +87,7 @@ def _weighed(
     low: Tensor,
     high: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(minus the sum of weight * factor * A log pi, metrics). low, high: [T] bool, tokens whose ratio is out of bounds."""
+    """Compute (minus the sum of weight * factor * A log pi, metrics). low, high: [T] bool, tokens whose ratio is out of bounds."""
     valid = weight != 0
     scale = weight * factor * torch.where(valid, advantage, 0.0)
     # where, not only the weight 0: 0 * NaN is NaN, in the gradient too.

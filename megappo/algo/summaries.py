@@ -1,8 +1,6 @@
-"""Figures of a step, for its log: mean, spread and extremes over masked tokens, explained variance, load of the experts.
-
-Those over tokens start as small fp64 vectors that add over ranks and batches (extremes combine by maximum), so no figure depends
-on the layout. The names under which they are logged are in `telemetry/metrics.py`.
-"""
+"""Figures of a step for its log: mean, spread and extremes over masked tokens, explained variance, load of the experts.
+Figures over tokens start as fp64 vectors that add over ranks and batches (extremes combine by maximum), so none depends on the
+layout. `telemetry/metrics.py` has the names under which they are logged."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ MIN_DEVIATION = 1e-6
 
 
 class Summary(NamedTuple):
-    """Summary as Python floats; nan without valid entries."""
+    """Summary of a quantity; nan without valid entries."""
 
     mean: float
     std: float
@@ -29,36 +27,35 @@ class Summary(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Figures that add over ranks and batches, of one quantity or [K] of several. sums: fp64 [..., 3], count, sum, sum of squares.
-    maxima: fp64 [..., 2], -min and max, which combine by maximum; -inf without entries."""
+    """Figures that add over ranks and batches, of one quantity or [K] of several."""
 
     sums: Tensor
+    """fp64 [..., 3]: count, sum, sum of squares."""
     maxima: Tensor
+    """fp64 [..., 2]: -min and max, which combine by maximum; -inf without entries."""
 
     @classmethod
     def joined(cls, parts: Sequence[Moments]) -> Moments:
-        """Of all parts together."""
+        """Moments of all parts together."""
         sums, maxima = zip(*parts)
         return cls(torch.stack(sums).sum(0), torch.stack(maxima).amax(0))
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> Moments:
-    """Of x [T] where mask [T] is true."""
+    """Moments of x [T] where mask [T] is true."""
     parts = [moments_of_chunk([chunk], true_positions(where)) for chunk, where in in_chunks(x, mask)]
     return Moments(*(figures[0] for figures in Moments.joined(parts)))
 
 
 def moments_of_chunk(columns: Sequence[Tensor], counted: Tensor, num_means: int = 0) -> Moments:
-    """Of several quantities [T] each, for a few tokens.
-
-    counted: [n] int64, positions of the true entries of a mask: a gather by them takes a third of the time of one by the mask.
-    num_means: of the first columns only the mean is asked for; their squares are 0, and their maxima those without entries.
-    """
+    """Moments [K] of several quantities [T] at the positions `counted`, [n] int64.
+    num_means: the first so many columns need only the mean; their squares are 0 and their maxima -inf."""
     if not len(counted):
         nothing = torch.zeros(len(columns), 3, dtype=torch.float64)
         return Moments(nothing, nothing[:, :2] - math.inf)
     rows = list[tuple[float, ...]]()
     for number, x in enumerate(columns):
+        # A gather by positions takes a third of the time of one by the mask.
         kept = x.index_select(0, counted)
         exact = kept.double()
         if number < num_means:
@@ -72,7 +69,7 @@ def moments_of_chunk(columns: Sequence[Tensor], counted: Tensor, num_means: int 
 
 
 def summarise(sums: Tensor, maxima: Tensor) -> Summary:
-    """Totals over all ranks -> mean, population standard deviation, min, max."""
+    """Turn totals over all ranks into mean, population standard deviation, min and max."""
     count, total, squares = sums.tolist()
     if count == 0:
         return Summary(math.nan, math.nan, math.nan, math.nan)
@@ -81,10 +78,8 @@ def summarise(sums: Tensor, maxima: Tensor) -> Summary:
 
 
 def explained_variance(returns: Tensor, errors: Tensor) -> float:
-    """1 - Var(R - V) / Var(R); nan if the returns do not vary (beyond fp32 rounding).
-
-    returns, errors: sums [3] of `Moments` of R and R - V over the same tokens.
-    """
+    """Explained variance 1 - Var(R - V) / Var(R); nan if the returns do not vary beyond fp32 rounding.
+    returns, errors: `Moments.sums` [3] of R and R - V over the same tokens."""
     (count, target, target_squares), (_, error, error_squares) = returns.tolist(), errors.tolist()
     if count == 0:
         return math.nan
@@ -97,15 +92,16 @@ def explained_variance(returns: Tensor, errors: Tensor) -> float:
 
 
 class ExpertLoad(NamedTuple):
-    """max_violation: excess of the busiest expert of any layer over its even share, relative to it (MaxVio, arXiv:2408.15664).
-    idle: share of all experts that no token chose."""
+    """Balance of the experts' load."""
 
     max_violation: float
+    """Excess of the busiest expert of any layer over its even share, relative to it (MaxVio, arXiv:2408.15664)."""
     idle: float
+    """Share of all experts that no token chose."""
 
 
 def expert_load(tokens: Tensor) -> ExpertLoad:
-    """Evenness of tokens [layers, experts], the routers' choices over the whole batch. Layers without any (dense) are left out."""
+    """Balance of tokens [layers, experts], the routers' choices over the whole batch. Layers without any (dense) are left out."""
     sparse = tokens[tokens.sum(1) > 0]
     if not len(sparse):
         return ExpertLoad(0.0, 0.0)

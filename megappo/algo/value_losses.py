@@ -1,8 +1,6 @@
 """Value losses beside the clipped squared error of `losses.py`: Huber's, and cross-entropy with returns spread over bins.
-
-Plain tensor code, differentiable by autograd. `weight` [T] is as in `losses.py`: a token with weight 0 is ignored, even if NaN.
-Losses are sums, and metrics are named as `losses.VALUE_SUMS` and `VALUE_MAXIMA`. Half precision is computed in fp32, fp64 in fp64.
-"""
+Differentiable by autograd. `weight` [T] is as in `losses.py`: a token with weight 0 is ignored, even if NaN. Losses are sums;
+half precision is computed in fp32, fp64 in fp64."""
 
 from __future__ import annotations
 
@@ -16,17 +14,15 @@ from torch import Tensor
 from megappo.algo.losses import check_per_token
 
 SMOOTHING = 0.75
-"""Standard deviation of `hl_gauss` in widths of a bin, as Farebrother et al. 2024 (arXiv:2403.03950, 3.2) chose it."""
+"""Standard deviation of `hl_gauss` in widths of a bin (Farebrother et al. 2024, arXiv:2403.03950, 3.2)."""
 
 
 def huber_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, weight: Tensor, clip: float | None, delta: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of weight * l, metrics), l = max(h(v - R), h(v_clipped - R)), v_clipped within `clip` of old_value.
-
-    h(e) = e^2 / 2 up to |e| = delta, then delta (|e| - delta / 2) (Huber 1964). All tensors [T]; differentiable with respect to
-    `value`. clip None is h(v - R). Metrics: VALUE_SUMS, VALUE_MAXIMA. ValueError for tensors of different shapes or devices.
-    """
+    """Compute (sum of weight * l, metrics), l = max(h(v - R), h(v_clipped - R)), v_clipped within `clip` of old_value.
+    h(e) = e^2 / 2 up to |e| = delta, then delta (|e| - delta / 2) (Huber 1964). All tensors [T]; differentiable by `value`. clip
+    None is h(v - R). Metrics: VALUE_SUMS, VALUE_MAXIMA. Raises ValueError for tensors of different shapes or devices."""
     check_per_token(value=value, old_value=old_value, returns=returns, weight=weight)
     valid = weight != 0
     new, old, target = _kept(valid, value, old_value, returns)
@@ -51,9 +47,9 @@ def _huber(error: Tensor, delta: float) -> Tensor:
 class ValueBins:
     """Bins of a categorical value head: the value is the mean of their centres under the head's distribution.
 
-    two_hot: `num` centres from `low` to `high`, and a return is shared by its two neighbours so that their mean is the return
-    (MuZero, arXiv:1911.08265, appendix F; DreamerV3, arXiv:2301.04104, without its symlog). hl_gauss: `num` intervals that divide
-    [low, high], and a return is a normal distribution around it, cut off at both ends (arXiv:2403.03950, 3.2).
+    two_hot: `num` centres from `low` to `high`; a return is shared by its two neighbours so that their mean is the return (MuZero,
+    arXiv:1911.08265, appendix F; DreamerV3, arXiv:2301.04104, without its symlog). hl_gauss: `num` intervals that divide [low,
+    high]; a return is a normal distribution around it, cut off at both ends (arXiv:2403.03950, 3.2).
     """
 
     kind: Literal["hl_gauss", "two_hot"]
@@ -66,12 +62,12 @@ class ValueBins:
         return (self.high - self.low) / (self.num - 1 if self.kind == "two_hot" else self.num)
 
     def centres(self, like: Tensor) -> Tensor:
-        """[num] on the device and in the type of `like`."""
+        """Centres of the bins, [num], on the device and in the dtype of `like`."""
         inset = 0.0 if self.kind == "two_hot" else self.width / 2
         return torch.linspace(self.low + inset, self.high - inset, self.num, dtype=like.dtype, device=like.device)
 
     def project(self, returns: Tensor) -> Tensor:
-        """[..., num] probabilities of the bins for returns [...]. A return out of [low, high] counts as the nearer end."""
+        """Spread returns [...] over the bins: [..., num] probabilities. A return out of [low, high] counts as the nearer end."""
         inside = returns.clamp(self.low, self.high)[..., None]
         if self.kind == "two_hot":
             # A hat around every centre: no index, which NaN would not have.
@@ -86,10 +82,11 @@ class ValueBins:
 
 
 def categorical_loss(logits: Tensor, returns: Tensor, weight: Tensor, bins: ValueBins) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of weight * cross-entropy of the projected return and the head's distribution, metrics).
+    """Compute (sum of weight * cross-entropy of the projected return and the head's distribution, metrics).
 
     logits: [T, bins.num], aligned with their tokens; differentiable. returns, weight: [T]. Metrics: VALUE_SUMS without the clip's,
-    VALUE_MAXIMA, and return_outside_sum, tokens whose return lies outside of the bins. ValueError for tensors that do not fit.
+    VALUE_MAXIMA, and return_outside_sum, tokens whose return lies outside of the bins. Raises ValueError for shapes that do not
+    fit.
     """
     check_per_token(returns=returns, weight=weight)
     if tuple(logits.shape) != (len(returns), bins.num):
@@ -104,7 +101,8 @@ def categorical_loss(logits: Tensor, returns: Tensor, weight: Tensor, bins: Valu
 
 
 def _kept(valid: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """The tensors in the type of computation, 0 at tokens without weight: also their gradient is 0 there, not NaN."""
+    """Tensors in the computing dtype, 0 at tokens without weight."""
+    # The gradient there is 0 too, not NaN.
     return [torch.where(valid, x.to(torch.promote_types(x.dtype, torch.float32)), 0.0) for x in tensors]
 
 
@@ -118,7 +116,7 @@ def _count(tokens: Tensor) -> Tensor:
 
 
 def _error_metrics(value: Tensor, returns: Tensor, valid: Tensor) -> dict[str, Tensor]:
-    """fp64 scalars: VALUE_SUMS without the clip's, and VALUE_MAXIMA."""
+    """Metrics as fp64 scalars: VALUE_SUMS without the clip's, and VALUE_MAXIMA."""
     error = torch.where(valid, value - returns, 0.0).double()
     return {
         "tokens_sum": _count(valid),

@@ -1,7 +1,5 @@
-"""Whitening of advantages with the moments of the whole global batch.
-
-The moments add over ranks and batches; whitening a rank or a micro-batch with its own would make the update depend on the layout.
-"""
+"""Whitening of advantages with the moments of the whole global batch, and the mean of several critics.
+The moments add over ranks and batches; with a rank's or a micro-batch's own moments the update would depend on the layout."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ from torch import Tensor
 
 
 def aggregate(values: Sequence[Tensor], how: Literal["mean", "min"]) -> Tensor:
-    """Elementwise mean or least of the critics' values, in their shape and dtype; of one critic its own, to the bit."""
+    """Elementwise mean or minimum of the critics' values, in their shape and dtype; of one critic its values, bit for bit."""
     if len(values) == 1:
         return values[0]
     stacked = torch.stack(list(values))
-    # In fp64: the sum of fp32 values is exact there, so that the order of the critics changes nothing.
+    # The fp64 sum of fp32 values is exact, so the order of the critics changes nothing.
     return stacked.amin(0) if how == "min" else stacked.double().mean(0).to(stacked.dtype)
 
 
@@ -31,17 +29,15 @@ EPSILON = 1e-8
 
 
 def whitening_moments(advantage: Tensor, mask: Tensor) -> Tensor:
-    """[3] fp64 count, sum and sum of squares over mask [T] bool; advantage: [T], 0 where the mask is false."""
+    """Count, sum and sum of squares over mask [T] bool, [3] fp64; advantage: [T], 0 where the mask is false."""
     exact = advantage.double()
     return torch.stack((mask.sum().double(), exact.sum(), exact.square().sum()))
 
 
 def whiten_apply(advantage: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
-    """(advantage - mean) / sqrt(var + EPSILON) on the mask, exactly 0 elsewhere; [T] fp32.
-
-    advantage: [T], floating. mask: [T] bool. moments: [3] fp64, `whitening_moments` summed over all ranks and batches. The variance
-    is unbiased (count - 1). With 0 or 1 valid tokens the result is 0 everywhere.
-    """
+    """Whiten: (advantage - mean) / sqrt(var + EPSILON) on the mask, exactly 0 elsewhere; [T] fp32.
+    advantage: [T], floating. mask: [T] bool. moments: [3] fp64, `whitening_moments` summed over all ranks and batches. The
+    variance is unbiased (count - 1). With 0 or 1 valid tokens the result is 0 everywhere."""
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1.0)
     # For constant advantages, rounding can leave the difference of the two large numbers just below 0.
