@@ -2,9 +2,8 @@
 
     torch.ops.megappo.token_advantages  log-probs, rewards, value -> reward, advantage, returns, moments
 
-`algo/gae.py` has the recurrence and the reference, which solves it by pointer jumping; csrc/advantages and
-ops/triton/advantages.py solve it in one reverse scan. All accumulate in fp64 and round once. Not differentiable: advantages are
-data.
+`algo/gae.py` is the reference; csrc/advantages and ops/triton/advantages.py are one reverse scan. All accumulate in fp64 and round
+once. Not differentiable: advantages are data.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megappo.algo.kl import ESTIMATORS
 from megappo.ops.dispatch import implementation, op
 
 KERNEL_ESTIMATORS = ("k1", "k2", "k3")
-"""Estimators of the kernels, in the order of their numbers from 1: Kl in csrc/advantages, KIND in ops/triton/advantages.py."""
+"""Estimators that kernels have, numbered from 1 in this order: Kl in csrc/advantages, KIND in ops/triton/advantages.py."""
 
 
 def token_advantages(
@@ -41,31 +40,31 @@ def token_advantages(
     weight: Tensor | None = None,
     trace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(reward [T], advantage [T], returns [T], moments [3]) of a packed batch.
+    """Compute (reward [T], advantage [T], returns [T], moments [3]) of a packed batch.
 
     logprob, ref_logprob, value: [T] aligned to their own token (`algo/alignment.py`); ref_logprob None means no KL, and logprob is
     not read. score: [B], added to the reward of the last sampled token; ignored for a sequence without sampled tokens.
     response_mask: [T] bool, true where the policy sampled. cu_seqlens: [B+1] int32 or int64, from 0 to T. bootstrap: [B] value
-    after the last sampled token, None means 0. lam_*: number or [B]; the policy's advantages use lam_policy, returns = value +
-    advantages under lam_value. kl_estimator: a name in `algo.kl.ESTIMATORS`; kernels have KERNEL_ESTIMATORS and refuse another.
+    after the last sampled token, None means 0. lam_*: number or [B]; advantages use lam_policy, returns = value + advantages under
+    lam_value. kl_estimator: a name in `algo.kl.ESTIMATORS`; kernels have KERNEL_ESTIMATORS only.
 
-    token_reward: [T] added to the reward of sampled tokens, None means 0. steps: [T] bool, which of the sampled tokens are time
-    steps, None means all; another adds its reward to the step before it, undecayed, and has neither value nor advantage
-    nor return: `gamma`, lambdas, lengths and moments count steps. weight, trace: [T] w and c of steps, None means 1; with x what
-    follows, A = w (reward - value + x) and x <- gamma value + gamma lambda c A: V-trace with its ratios (`algo/gae.py`).
+    token_reward: [T] added to the reward of sampled tokens, None means 0. steps: [T] bool, which sampled tokens are time steps,
+    None means all. Any other sampled token adds its reward, undecayed, to the step before it and has no value, advantage or return:
+    `gamma`, lambdas, lengths and moments count steps. weight, trace: [T] w and c of V-trace at steps, None means 1; A = w (reward -
+    value + x) and x <- gamma value + gamma lambda c A, where x is what follows (`algo/gae.py`).
 
-    Plain GAE of given rewards: ref_logprob None, score 0, token_reward the rewards. Padded rows [B, S] laid end to end are a packed
-    batch of sequences of S whose padding is masked; an episode that ends inside a sequence is a sequence of its own. A sequence has
-    the same bits in any batch in C++; where tiles meet (Triton, CUDA) the last bit of an fp64 sum may move, which rounds to another
-    fp32 once in about 10^8 tokens.
+    For GAE of given rewards: ref_logprob None, score 0, token_reward the rewards. Padded rows [B, S] laid end to end are sequences
+    of S with masked padding; an episode that ends inside a sequence is a sequence of its own. In C++ a sequence has the same bits
+    in any batch; where tiles meet (Triton, CUDA) the last bit of an fp64 sum may move, which rounds to another fp32 once in about
+    10^8 tokens.
 
     Outputs are fp32 and exactly 0 where the mask is false, even if the inputs there are NaN. moments: fp64 count, sum and sum of
-    squares of the advantages over the mask; those of several ranks or batches add, `whiten_apply` uses the total. A NaN stays in
-    its sequence (and reaches the moments).
+    squares of the advantages over the mask; add those of all ranks and batches for `whiten_apply`. A NaN stays in its sequence (and
+    reaches the moments).
 
     Raises ValueError for an estimator that is unknown or that the selected kernel lacks (kernels=reference has all), for shapes,
-    dtypes and devices, and on the CPU for cu_seqlens that does not go from 0 to T or falls. On a
-    GPU that would stop the stream: there such cu_seqlens makes every output NaN.
+    dtypes and devices, and on the CPU for cu_seqlens that falls or does not go from 0 to T. On a GPU that check would stop the
+    stream: there such cu_seqlens makes every output NaN.
     """
     if kl_estimator not in ESTIMATORS:
         raise ValueError(f"kl_estimator {kl_estimator!r} is not one of {', '.join(ESTIMATORS)}")
@@ -145,7 +144,7 @@ def _check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
 
 
 def _lambda(name: str, lam: float | Tensor, cu_seqlens: Tensor) -> tuple[float, Tensor | None]:
-    """One lambda as (number, None), lambdas per sequence as (nan, [B] fp64)."""
+    # One lambda is (number, None); lambdas per sequence are (nan, [B] fp64).
     if not isinstance(lam, Tensor):
         return float(lam), None
     num_sequences = cu_seqlens.shape[0] - 1

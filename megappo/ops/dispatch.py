@@ -1,12 +1,7 @@
 """Dispatch of every op to the implementation selected for its device; `implementations.py` lists the implementations.
-
-Every op of ops/ is `torch.ops.megappo.NAME` with a schema, a fake kernel and a reference, from algo/ where it is mathematics of the
-method; `op` makes it one. A call runs what is selected for the device of its first tensor; fp64 inputs, which exist for gradient
-checks, always run the reference.
-
-`kernels: auto` takes cuda, then triton, then reference on a GPU; cpp, then reference on the CPU. A named implementation that is
-missing is an error with the reason. The choice holds for the whole process, as roles must compute the same numbers.
-"""
+An op is `torch.ops.megappo.NAME` with a schema, a fake kernel and a reference; `op` registers it. A call runs what is selected
+for the device of its first tensor. `kernels: auto` tries cuda, triton, reference on a GPU, and cpp, reference on the CPU; a
+named implementation that is missing is an error. The choice holds for the whole process, as roles must compute the same numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ from torch.library import CustomOpDef
 from megappo.ops.implementations import ORDER, Kernels, missing
 
 Watch = Callable[[str, str, Callable[[], Any]], Any]
-"""(op, implementation, call) -> the call's result"""
+"""(op, implementation, call) -> the call's result."""
 
 
 class _Selection:
@@ -44,16 +39,14 @@ _row_ops: dict[str, str] = {}
 
 
 def op(reference: Callable[..., Any], *, file: str | None = None) -> CustomOpDef:
-    """Make `reference` the op `torch.ops.megappo.<its name>`, functional, with the schema of its annotations. A decorator too.
-
-    file: the module in ops/ that has the op, for a reference of algo/; kernels in Python are in files of the same name. The caller
-    adds `register_fake` (and `register_autograd`). Implementations elsewhere have the same name and arguments.
-    """
+    """Register `reference` as `torch.ops.megappo.<its name>`, functional, with the schema of its annotations. Also a decorator.
+    file: module of ops/ that has the op, for a reference in algo/; Python kernels are in files of the same name, with the same
+    arguments. The caller adds `register_fake` (and `register_autograd`)."""
     return _register(reference, (), file)
 
 
 def mutating_op(*mutates_args: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """As `op`, for a function `NAME_` that writes into the arguments named here and returns nothing."""
+    """Like `op`, for a function `NAME_` that writes into the arguments named here and returns nothing."""
     return lambda reference: _register(reference, mutates_args)
 
 
@@ -71,7 +64,7 @@ def _register(reference: Callable[..., Any], mutates_args: tuple[str, ...], file
 
 
 def op_around(row_op: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """As `op`, for a reference made of matrix products around the op `row_op`: used if this op has no kernel but `row_op` has."""
+    """Like `op`, for a reference of matrix products around the op `row_op`: it runs if this op has no kernel but `row_op` has."""
 
     def decorate(reference: Callable[..., Any]) -> CustomOpDef:
         _row_ops[reference.__name__] = row_op
@@ -81,7 +74,7 @@ def op_around(row_op: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
 
 
 def implementation(name: str, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """The function that a call of the op with these arguments runs."""
+    """Function that a call of the op with these arguments runs."""
     return _choice(name, args)[1]
 
 
@@ -93,12 +86,12 @@ def _choice(name: str, args: tuple[Any, ...]) -> tuple[str, Callable[..., Any]]:
 
 
 def selected(device_type: str) -> dict[str, str]:
-    """Op -> implementation on this kind of device ("cpu", "cuda"). Raises ValueError if the requested one is missing."""
+    """Implementation of each op on this kind of device ("cpu", "cuda"). Raises ValueError if the requested one is missing."""
     return {name: _resolve(name, device_type)[0] for name in sorted(_references)}
 
 
 def unavailable(device_type: str) -> list[str]:
-    """Reasons why `auto` cannot take better implementations on this kind of device, one line for each."""
+    """Reasons, one line each, why `auto` cannot take better implementations on this kind of device."""
     if _wanted(device_type) != "auto":
         return []
     reasons = [missing(candidate, device_type) for candidate in ORDER[device_type]]
@@ -107,11 +100,9 @@ def unavailable(device_type: str) -> list[str]:
 
 
 def select(kernels: Kernels, device_type: str | None = None) -> None:
-    """Choose the kernels of this process; "auto" at the start. Takes effect with the next call.
-
-    device_type: of the run. A GPU's kernels cannot take tensors that the run holds on the host, so a name applies to that kind of
-    device only, and `auto` to others; "reference" applies to all, and so does any name if device_type is None.
-    """
+    """Choose the kernels of this process from the next call on; "auto" at the start. Raises ValueError for an unknown name.
+    device_type: the run's. A name applies to that kind of device only, and `auto` to others, since a GPU's kernels cannot take
+    tensors on the host. "reference" applies to all devices, and so does any name if device_type is None."""
     if kernels not in get_args(Kernels):
         raise ValueError(f"kernels = {kernels}: use one of {', '.join(get_args(Kernels))}")
     _selection.kernels, _selection.device_type = kernels, device_type
@@ -120,7 +111,7 @@ def select(kernels: Kernels, device_type: str | None = None) -> None:
 
 @contextmanager
 def using(kernels: Kernels, *, native: str | None = None) -> Iterator[None]:
-    """`select` for a block. native: other namespace of the compiled ops (the tests' build of the CUDA kernels for the CPU)."""
+    """Apply `select` to a block. native: another namespace of compiled ops (the tests' build of the CUDA kernels for the CPU)."""
     with _restored():
         _selection.native = native or _selection.native
         select(kernels)
@@ -189,7 +180,7 @@ def _lookup(candidate: str, name: str) -> Callable[..., Any] | None:
 
 
 def _in_python(folder: str, name: str) -> Callable[..., Any] | None:
-    """The function NAME of ops/<folder>/<file of the op>; None if there is none that can run here."""
+    # The function NAME in the op's file below ops/<folder>, if there is one that can run here.
     path = f"megappo.ops.{folder}.{_files[name]}"
     if importlib.util.find_spec(path) is None:
         return None
@@ -199,6 +190,6 @@ def _in_python(folder: str, name: str) -> Callable[..., Any] | None:
 
 
 def native_op(name: str) -> Callable[..., Any] | None:
-    """The compiled op of this name; None if there is none."""
+    """Compiled op of this name; None if there is none."""
     # The library is loaded by now: `missing` did it.
     return getattr(getattr(torch.ops, _selection.native), name, None)

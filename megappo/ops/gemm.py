@@ -1,8 +1,5 @@
-"""Matrix products with fp32 sums for operands of any type (fp64 for fp64), on a GPU and on the CPU.
-
-A GPU multiplies bf16 and can return its fp32 accumulators. The CPU rounds a bf16 product to bf16, so there the operands are
-widened to fp32 first.
-"""
+"""Matrix products with fp32 sums for operands of any type (fp64 for fp64).
+A GPU multiplies bf16 and can return its fp32 accumulators; the CPU rounds a bf16 product to bf16, so operands are widened first."""
 
 from __future__ import annotations
 
@@ -13,23 +10,21 @@ from megappo.ops.vocab_stats import compute_dtype
 
 
 def operand(x: Tensor) -> Tensor:
-    """`x` as `mm_wide` takes it: in the compute type on the CPU, unchanged on a GPU."""
+    """Convert `x` for `mm_wide`: to the compute type on the CPU, unchanged on a GPU."""
     # CPU: logits rounded to bf16 cost up to 0.16 of a log-prob; widened products run at half the speed.
     return x if x.is_cuda else x.to(compute_dtype(x.dtype))
 
 
 def mm_wide(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in the compute type, of two `operand`s."""
+    """Multiply two `operand`s: a @ b in the compute type."""
     if a.dtype == compute_dtype(a.dtype):
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
 def add_mm_(total: Tensor, a: Tensor, b: Tensor, *, first: bool, exact: bool = True) -> None:
-    """total += a @ b, or total = a @ b for the first term. total: in the type of `a` and `b`, or fp32.
-
-    exact false lets the CPU round the term of a half-type product to that type, which doubles its speed.
-    """
+    """Compute total += a @ b, or total = a @ b for the first term. total: in the type of `a` and `b`, or fp32.
+    exact false lets the CPU round the term of a half-type product to that type, which doubles its speed."""
     if a.dtype == total.dtype:
         torch.mm(a, b, out=total) if first else total.addmm_(a, b)
     elif a.is_cuda:  # bf16 operands, fp32 accumulators added to `total` without rounding

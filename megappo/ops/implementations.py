@@ -1,10 +1,9 @@
-"""The implementations of the ops, those that run on a device, and the reason if one cannot. Imports torch only to query the GPU
-and to load the library.
+"""Implementations of the ops, and the reason if one cannot run here. Imports torch only to query the GPU and to load the library.
 
-    cpp        csrc/*/cpu.cpp         CPU tensors
-    cuda       csrc/*/cuda.cu         CUDA tensors
-    triton     ops/triton/FILE.py     CUDA tensors, and CPU tensors under TRITON_INTERPRET=1 (tests)
-    reference  algo/, ops/FILE.py     every device, plain PyTorch
+cpp        csrc/*/cpu.cpp         CPU tensors
+cuda       csrc/*/cuda.cu         CUDA tensors
+triton     ops/triton/FILE.py     CUDA tensors, and CPU tensors under TRITON_INTERPRET=1 (tests)
+reference  algo/, ops/FILE.py     every device, plain PyTorch
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ BUILD = "MEGAPPO_CUDA=1 pip install --no-build-isolation -e ."
 
 
 def missing(implementation: str, device_type: str) -> str | None:
-    """Reason, in one line, why an implementation cannot run here on this kind of device ("cpu", "cuda"); None if it can.
-
-    Loads the compiled library into the process. The GPU is the current one of this process.
-    """
+    """Reason, in one line, why an implementation cannot run on this kind of device ("cpu", "cuda"); None if it can.
+    Loads the compiled library into the process. The GPU is the current one of this process."""
     if implementation in ("auto", "reference"):
         return None
     if implementation == "triton":
@@ -46,12 +43,12 @@ def missing(implementation: str, device_type: str) -> str | None:
 
 
 def interpreted() -> bool:
-    """True if Triton's kernels run in its interpreter, on any device: minutes instead of milliseconds, for tests."""
+    """True if Triton's kernels run in its interpreter, for tests: minutes instead of milliseconds, on any device."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def library_facts() -> dict[str, Any]:
-    """Facts that csrc/build.py wrote beside the library: instruction sets, CUDA toolkit and architectures."""
+    """Read what csrc/build.py wrote beside the library: instruction sets, CUDA toolkit and architectures."""
     facts: dict[str, Any] = json.loads(_facts_file().read_text(encoding="utf-8"))
     return facts
 
@@ -61,7 +58,7 @@ def _facts_file() -> Path:
 
 
 def _no_cuda(facts: dict[str, Any]) -> str | None:
-    """Reason why the library's CUDA kernels cannot run with this torch and on this GPU; None if its facts give none."""
+    """Reason why the library's CUDA kernels cannot run with this torch on this GPU; None if its facts give none."""
     if not facts["cuda"]:
         fix = facts.get("cuda_fix") or "install it again with nvcc and a CUDA torch"
         return f"megappo was built without CUDA kernels: {facts['cuda_reason']}; {fix}"
@@ -100,7 +97,7 @@ def serves(archs: str, capability: tuple[int, int]) -> bool:
 
 @cache
 def _unloadable(library: Path) -> str | None:
-    """Load the library into the process, once. Returns the loader's reason for refusing it, None if it is loaded."""
+    """Load the library, once. Returns the loader's reason for refusing it, None if it is loaded."""
     import torch
 
     try:
@@ -114,7 +111,7 @@ def _unloadable(library: Path) -> str | None:
 
 
 def describe() -> str:
-    """Summary of the installed library in one line: kernels it holds, kernels left out and the reason."""
+    """Describe the installed library in one line: kernels it holds, kernels left out and the reason."""
     if (reason := missing("cpp", "cpu")) is not None:
         return f"{reason}; until then the CPU runs the PyTorch references, and a GPU Triton's kernels"
     cpu = f"C++ kernels for {', '.join(library_facts()['isas'])}"

@@ -1,11 +1,7 @@
 """Logits of hidden @ weight.T in blocks of tokens and columns, so that [T, Vl] logits never exist.
-
-`LinearLogits` gives the logits of a block, their statistics and their gradient, the last two by the row operations of
-`vocab_stats.py`. `linear_stats.py` and `linear_loss.py` loop over the blocks.
-
-Logits are fp32 for weights of any type. bf16_logits rounds them to bf16 before anything else, as an inference engine whose
-output layer computes in bf16 does; the gradient passes straight through the rounding.
-"""
+`LinearLogits` computes a block's logits, statistics and gradient; `linear_stats.py` and `linear_loss.py` loop over the blocks.
+Logits are fp32 for weights of any type. bf16_logits rounds them to bf16 first, as an inference engine with a bf16 output layer
+does; the gradient passes straight through the rounding."""
 
 from __future__ import annotations
 
@@ -29,18 +25,17 @@ INVARIANT_TOKENS = {"cpu": 128, "cuda": 1024}
 
 
 def logits_dtype_of(weight: Tensor, bf16_logits: bool) -> torch.dtype:
-    """dtype in which logits are held."""
     # Logits rounded to bf16 of fp32 weights stay in fp32: their gradient is written over them.
     return torch.bfloat16 if bf16_logits and weight.dtype == torch.bfloat16 else compute_dtype(weight.dtype)
 
 
 def cut(size: int, step: int) -> list[slice]:
-    """0 .. size in slices of `step`, the last one shorter."""
+    """Split 0 .. size into slices of `step`; the last one may be shorter."""
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
 
 
 def _cut_evenly(size: int, limit: int) -> list[slice]:
-    """Slices of about equal length, multiples of 64, of about `limit` at most."""
+    """Split into slices of about equal length, multiples of 64, of about `limit` at most."""
     # Equal, so that the last product is not a few columns wide.
     count = max(-(-size // limit), 1)
     return cut(size, max(-(-size // (count * 64)) * 64, 1))
@@ -52,7 +47,7 @@ def _rows(tensor: Tensor | None, tokens: slice) -> Tensor | None:
 
 @dataclass(frozen=True)
 class LinearLogits:
-    """hidden [T, H] @ weight[:num_valid].T; the other fields as the arguments of `linear_stats`."""
+    """Logits of hidden [T, H] @ weight[:num_valid].T; the other fields are the arguments of `linear_stats`."""
 
     hidden: Tensor
     weight: Tensor
@@ -72,11 +67,11 @@ class LinearLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
+        """Dtype in which logits are held."""
         return logits_dtype_of(self.weight, self.bf16_logits)
 
     def blocks(self, chunk_tokens: int) -> tuple[list[slice], list[slice]]:
-        """(token slices, column slices) to loop over. chunk_tokens: tokens in a block at most, 0 for the device's default."""
+        """Choose (token slices, column slices) to loop over. chunk_tokens: most tokens in a block, 0 for the device's default."""
         device = self.hidden.device.type
         if self.invariant:  # every product has one shape for any batch, fixed by the device and the vocabulary
             tokens = self._invariant_rows
@@ -92,12 +87,12 @@ class LinearLogits:
         return INVARIANT_TOKENS[self.hidden.device.type]
 
     def operand(self, x: Tensor) -> Tensor:
-        """`x` as the products of logits take it."""
+        """Convert `x` for the products of logits."""
         # bf16: the CPU rounds a bf16 product, and bf16_logits asks for exactly that rounding.
         return x if self.dtype == torch.bfloat16 else operand(x)
 
     def logits(self, hidden: Tensor, weight: Tensor, tokens: slice, columns: slice) -> Tensor:
-        """Logits [t, c] of a block in a new tensor; hidden and weight: the block's rows of each, as `operand` gives them."""
+        """Compute a block's logits [t, c] in a new tensor. hidden, weight: the block's rows of each, converted by `operand`."""
         num_tokens = hidden.shape[0]
         # A library chooses its algorithm by the product's shape, and another algorithm adds in another order.
         if self.invariant and num_tokens < self._invariant_rows:
@@ -112,7 +107,7 @@ class LinearLogits:
         return logits if self.kept is None else restrict_(logits, self.kept[tokens], self.vocab_start + columns.start)
 
     def stats(self, logits: Tensor, tokens: slice, columns: slice, want_entropy: bool) -> Tensor:
-        """Statistics [t, 4] of a block, as `vocab_stats`."""
+        """Statistics [t, 4] of a block, as in `vocab_stats`."""
         return torch.ops.megappo.vocab_stats(
             logits,
             self.target[tokens],
@@ -136,8 +131,8 @@ class LinearLogits:
         *,
         own: bool,
     ) -> Tensor:
-        """Gradient [t, c] of a block's logits in the weight's dtype. lse, entropy and the upstream gradients: [t] of the block.
-        own: may overwrite `logits`."""
+        """Gradient [t, c] of a block's logits in the weight's dtype. own: may overwrite `logits`.
+        lse, entropy and the upstream gradients: [t] of the block."""
         arguments = (
             logits,
             self.target[tokens],
@@ -158,7 +153,7 @@ class LinearLogits:
 
 
 def merge_blocks(stats: Tensor) -> Tensor:
-    """Statistics [B, T, 4] of the columns' blocks -> [T, 4] of all of them, summed in a fixed order."""
+    """Merge statistics [B, T, 4] of blocks of columns into those of all columns, [T, 4], in a fixed order."""
     m_b, s_b, t_b, z_b = stats.unbind(2)
     m = m_b.amax(0)
     # A row without a finite logit has m = -inf: 0 is subtracted, since -inf - -inf is NaN.

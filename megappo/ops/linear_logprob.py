@@ -1,10 +1,7 @@
-"""`linear_logprob`: log-prob and entropy from hidden states and the output weight, differentiable, over a tensor-parallel group.
-
-Arithmetic is in `linear_stats.py` and `vocab_stats.py`, the group in `vocab_shard.py`; this file checks arguments and holds the
-autograd pair. The forward makes exactly one all-gather of 16 bytes per token and rank for the log-probs; all ranks then hold the
-same bits. `algo/alignment.py` assigns targets to tokens. The upstream gradients must be the same on all ranks of the group, as they
-are for a loss that every rank computes from the same log-probs.
-"""
+"""Log-prob and entropy from hidden states and the output weight, differentiable, over a tensor-parallel group.
+This file checks arguments and holds the autograd pair; `linear_stats.py` and `vocab_stats.py` have the arithmetic,
+`vocab_shard.py` the group, `algo/alignment.py` the targets of tokens. The upstream gradients must be the same on all ranks of
+the group, as they are for a loss that every rank computes from the same log-probs."""
 
 from __future__ import annotations
 
@@ -30,41 +27,41 @@ MODES = ("fast", "invariant")
 
 @dataclass(frozen=True)
 class LinearOptions:
-    """Arguments of `linear_logprob` and of `linear_token_loss` beside the hidden states, weight, target and group."""
+    """Arguments of `linear_logprob` and `linear_token_loss` beside hidden states, weight, target and group."""
 
     vocab_start: int
-    """Id of the whole vocabulary of the weight's first row."""
+    """Id, in the whole vocabulary, of the weight's first row."""
     num_valid: int
     """Rows of the weight that are vocabulary entries; the rest is padding."""
     sequence_parallel: bool = False
-    """hidden is this rank's T/tp consecutive rows; its gradient is reduce-scattered, so each rank gets its own rows."""
+    """hidden is this rank's T/tp consecutive rows. Its gradient is reduce-scattered, so each rank gets its own rows."""
     temperature: float | Tensor = 1.0
     """Divides the logits: a positive number, or [T]."""
     chunk_tokens: int | None = None
-    """Tokens in a block of logits at most. None: 8 MB of logits on the CPU, 256 MB on a GPU; in `linear_token_loss` 512 tokens on
-    the CPU and 4096 on a GPU."""
+    """Most tokens in a block of logits. None: 8 MB of logits on the CPU, 256 MB on a GPU; in `linear_token_loss` 512 and 4096
+    tokens."""
     want_entropy: bool = True
     """False saves a pass."""
     ignore_index: int = IGNORE_INDEX
-    """Where the target is this, log-prob, entropy and gradient are 0."""
+    """Target of rows whose log-prob, entropy and gradient are 0."""
     logits_dtype: Literal["fp32", "bf16"] = "fp32"
-    """"bf16" rounds the logits to bf16 before temperature and softmax, where an inference engine in bf16 does; the gradient passes
+    """"bf16" rounds the logits to bf16 before temperature and softmax, as a bf16 inference engine does; the gradient passes
     straight through the rounding."""
     kept: Tensor | None = None
-    """[T, K] ids that the target of each row was drawn from (`top_k_ids.py`); all other logits count as -inf."""
+    """[T, K] ids that each row's target was drawn from (`top_k_ids.py`); all other logits count as -inf."""
     into_main_grad: bool = False
-    """See `main_grad_of`."""
+    """Add the weight's gradient to its fp32 accumulator; see `main_grad_of`."""
     mode: Literal["fast", "invariant"] = "fast"
-    """"invariant": the bits of a token's log-prob and entropy, and of its row of hidden's gradient, do not depend on the tokens
-    around it, for up to 128 (GPU: 1024) rows of wasted work; chunk_tokens has no effect. Of `linear_logprob` alone."""
+    """"invariant" (`linear_logprob` only): the bits of a token's log-prob, entropy and row of hidden's gradient do not depend on
+    the other tokens. Costs up to 128 (GPU: 1024) padded rows; chunk_tokens has no effect."""
     keep_logits: bool = False
-    """Spend [T, Vl] of memory (2 bytes a logit with bf16 logits of bf16 weights, else 4) instead of the fourth matrix product. Of
-    `linear_logprob` alone."""
+    """`linear_logprob` only: spend [T, Vl] of memory (2 bytes a logit with bf16 logits of bf16 weights, else 4) instead of the
+    fourth matrix product."""
 
 
 @dataclass(frozen=True)
 class LinearCall:
-    """Arguments of one call besides its tensors."""
+    """Arguments of one call beside its tensors."""
 
     shard: VocabShard
     bf16_logits: bool
@@ -94,11 +91,12 @@ class LinearCall:
         )
 
     def all_rows(self, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] of all tokens of the group."""
+        """Hidden states [T, H] of all tokens. Collective over the group under sequence parallelism."""
         return gather_rows(hidden, self.shard) if self.scattered else hidden
 
     def sum_over_shards(self, dhidden: Tensor) -> Tensor:
-        """Each rank's part of the gradient of all rows [T, H] -> gradient of this rank's `hidden`."""
+        """Sum each rank's part of the gradient of all rows [T, H] to the gradient of this rank's `hidden`. Collective over the
+        group."""
         if self.scattered:
             return reduce_scatter_rows(dhidden, self.shard)
         if self.shard.size > 1:
@@ -109,18 +107,19 @@ class LinearCall:
 def linear_logprob(
     hidden: Tensor, weight: Tensor, target: Tensor, group: dist.ProcessGroup | None, options: LinearOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """(logprob [T], entropy [T] or None) of softmax(hidden @ weight.T / temperature), fp32, the same on every rank of the group.
+    """Compute (logprob [T], entropy [T] or None) of softmax(hidden @ weight.T / temperature), fp32, equal on all ranks of the
+    group.
 
-    The [T, Vl] logits never exist: blocks of them are computed, and computed again in the backward.
     hidden: [T, H], the same on all ranks unless `sequence_parallel`. weight: [Vl, H] of hidden's dtype. target: [T] ids of the
-    whole vocabulary.
+    whole vocabulary. The [T, Vl] logits never exist: blocks of them are computed, and computed again in the backward. Collective
+    over the group: the forward makes exactly one all-gather of 16 bytes per token and rank for the log-probs.
+
+    The gradient of `hidden` is summed over the group; that of `weight` is this shard's, summed over tokens in fp32 and rounded to
+    weight's dtype once.
 
     Raises ValueError for shapes that do not fit and, on the CPU, for a target outside the vocabulary or its `kept` (or with logit
     -inf), naming the token. A GPU would synchronise for that check; there such a target gives logprob -inf, and the engine's finite
     vote skips the step.
-
-    The gradient of `hidden` is summed over the group, that of `weight` is this shard's, summed over tokens in fp32 and rounded to
-    weight's dtype once.
     """
     call = linear_call(hidden, weight, target, group, options)
     _, row_inv_temp = inverse_temperature(options.temperature, target)
@@ -171,11 +170,9 @@ def has_main_grad(weight: Tensor) -> bool:
 
 
 def main_grad_of(weight: Tensor) -> Tensor:
-    """The fp32 accumulator [Vl, H] that Megatron's DistributedDataParallel attaches to a parameter.
-
-    With into_main_grad the weight's gradient is added there, in fp32, and not returned: Megatron's protocol of gradient
-    accumulation fusion, completed by `handed_over`. Raises ValueError if there is none.
-    """
+    """Return the fp32 accumulator [Vl, H] that Megatron's DistributedDataParallel attaches to a parameter; ValueError without one.
+    With into_main_grad the weight's gradient is added there and not returned: Megatron's protocol of gradient accumulation
+    fusion, completed by `handed_over`."""
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is None or not has_main_grad(weight):
         raise ValueError(f"into_main_grad: weight {tuple(weight.shape)} has no fp32 main_grad of its shape; leave it to autograd")
@@ -183,7 +180,7 @@ def main_grad_of(weight: Tensor) -> Tensor:
 
 
 def handed_over(weight: Tensor) -> Tensor:
-    """Placeholder that autograd gets for a gradient that is in main_grad already."""
+    """Placeholder that autograd gets for a gradient that is already in main_grad."""
     setattr(weight, "grad_added_to_main_grad", True)  # DDP's hook then does not add what we return
     # DDP's hook fires only if autograd has some gradient. Tied embeddings (`zero_out_wgrad`): autograd sums the gradients of both
     # uses before the hook adds them, so ours must be 0.

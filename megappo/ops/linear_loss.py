@@ -1,12 +1,9 @@
-"""A loss of token log-probs from hidden states with three matrix products: logits, dhidden, dweight.
+"""Loss of token log-probs from hidden states with three matrix products: logits, dhidden, dweight.
 
-`linear_token_loss` takes any loss that is a sum over tokens; the policy's is in `trainer/roles.py`. For a chunk of tokens at a
-time the logits are computed, merged over the tensor-parallel group to log-prob and entropy, and the loss gives the gradient of
-these, so the logits' gradient is written over the logits while they exist: nothing is recomputed and nothing of size [T, Vl] is
-kept. All gradients come from the forward; the backward multiplies them by the upstream scalar. This saves the fourth product of
-`linear_logprob`'s backward, and costs a dweight in fp32 between forward and backward.
-
-If a token's loss needs log-probs of tokens on other ranks (context parallel), use `linear_logprob` and a loss after it.
+The loss of a chunk of tokens is differentiated while its logits exist, and their gradient is written over them: nothing is
+recomputed, nothing of size [T, Vl] is kept. This saves the fourth product of `linear_logprob`'s backward and costs a dweight in
+fp32 between forward and backward. Where a token's loss needs log-probs of other ranks' tokens (context parallel), use
+`linear_logprob`.
 """
 
 from __future__ import annotations
@@ -34,13 +31,16 @@ TokenLoss = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, dict[str, Ten
 
 @dataclass(frozen=True)
 class LinearLoss:
-    """loss: scalar, differentiable with respect to hidden and weight. logprob, entropy: [T], without gradient. metrics: those of
-    the token loss over all chunks: *_max by maximum, others by sum."""
+    """Result of `linear_token_loss`."""
 
     loss: Tensor
+    """Scalar, differentiable by hidden and weight."""
     logprob: Tensor
+    """[T], without gradient."""
     entropy: Tensor | None
+    """[T], without gradient."""
     metrics: dict[str, Tensor]
+    """Metrics of the token loss over all chunks: *_max by maximum, others by sum."""
 
 
 def linear_token_loss(
@@ -51,11 +51,9 @@ def linear_token_loss(
     options: LinearOptions,
     token_loss: TokenLoss,
 ) -> LinearLoss:
-    """Sum of token_loss over chunks of `linear_logprob`'s results, with its gradients; arguments as there.
-
-    Logits of one chunk exist at a time, so [4096, Vl] fp32 on a GPU. The group gathers statistics once per chunk and reduces
-    dhidden once, in the forward. Raises ValueError as `linear_logprob`.
-    """
+    """Sum token_loss over chunks of `linear_logprob`'s results, with its gradients. Arguments and ValueError as there.
+    Logits of one chunk exist at a time: [4096, Vl] fp32 on a GPU. Collective over the group: it gathers statistics once per
+    chunk and reduces dhidden once, all in the forward."""
     assert options.mode == "fast" and not options.keep_logits, "options of linear_logprob"
     call = linear_call(hidden, weight, target, group, options)
     _, row_inv_temp = inverse_temperature(options.temperature, target)
@@ -77,7 +75,7 @@ def linear_token_loss(
 
 
 class _Chunks:
-    """One pass over the chunks of tokens; `dhidden` is this shard's part."""
+    """Pass over the chunks of tokens; `dhidden` is this shard's part."""
 
     def __init__(self, call: LinearCall, problem: LinearLogits, token_loss: TokenLoss, want_entropy: bool, gradients: bool) -> None:
         self.call, self.problem = call, problem
@@ -133,7 +131,7 @@ class _Chunks:
     def differentiate(
         self, tokens: slice, logprob: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
-        """(loss, its gradients by logprob and entropy, metrics) of a chunk."""
+        """Compute (loss, its gradients by logprob and entropy, metrics) of a chunk."""
         # The caller runs without gradients; only the loss is differentiated, from leaves of [t] numbers.
         with torch.enable_grad():
             leaf = logprob.detach().requires_grad_()
@@ -153,7 +151,7 @@ def _combined(name: str, values: list[Tensor]) -> Tensor:
 
 
 class _WithGradients(torch.autograd.Function):
-    """Scalar `loss` with precomputed gradients by hidden and weight, for the loss itself."""
+    """Scalar `loss` whose backward multiplies the precomputed gradients by the upstream scalar."""
 
     @staticmethod
     def forward(

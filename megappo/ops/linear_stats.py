@@ -1,12 +1,11 @@
-"""Statistics of `vocab_stats` and their gradients from hidden states and the output weight: [T, Vl] logits never exist.
+"""Statistics of `vocab_stats` and their gradients from hidden states and the output weight, block by block (`linear_blocks.py`).
 
     torch.ops.megappo.linear_stats     hidden[T, H], weight[Vl, H] -> stats[T, 4], logits[T, num_valid] | empty
     torch.ops.megappo.linear_backward  ...                         -> dhidden[T, H] of this shard, dweight[Vl, H]
 
-A matrix product per block (`linear_blocks.py`), then the row operations of `vocab_stats.py` in the selected implementation,
-while the block is in the cache. The backward recomputes the logits (4 products in all), or takes those that the forward kept (3).
-This is the implementation for every device. Fused forwards that keep the logits on the chip replace `linear_stats` under the same
-schema: `triton/linear_stats.py`, and `cuda/linear_stats.py` on Hopper. Both call `stats_in_blocks` for cases they do not cover.
+The backward recomputes the logits (4 products in all) or takes those that the forward kept (3). Fused forwards replace
+`linear_stats` under the same schema: `triton/linear_stats.py`, and `cuda/linear_stats.py` on Hopper. Both call `stats_in_blocks`
+for cases they do not cover.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megappo.ops.vocab_stats import compute_dtype
 
 
 def stats_in_blocks(problem: LinearLogits, want_entropy: bool, keep_logits: bool, chunk_tokens: int) -> tuple[Tensor, Tensor]:
-    """The results of `linear_stats`, by matrix products and `vocab_stats`."""
+    """Compute `linear_stats` by matrix products and `vocab_stats`."""
     hidden, weight = problem.hidden, problem.weight
     blocks_of_tokens, blocks_of_columns = problem.blocks(chunk_tokens)
     kept_logits = hidden.new_empty(_kept_shape(hidden, problem.num_valid, keep_logits), dtype=problem.dtype)
@@ -63,12 +62,12 @@ def linear_stats(
     chunk_tokens: int,
     invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(stats [T, 4] of hidden @ weight.T as `vocab_stats` defines them, logits).
+    """Compute (stats [T, 4] of hidden @ weight.T as `vocab_stats` defines them, logits).
 
-    hidden: [T, H], weight: [Vl, H] of one dtype, rows from `num_valid` on are padding. kept: see `top_k_ids.py`; bf16_logits:
-    see `linear_blocks.py`. keep_logits: also return logits [T, num_valid] for `linear_backward`, rounded and restricted,
-    before temperature; else [0, 0]. chunk_tokens: tokens in a block at most, 0 for the device's default. invariant: the bits
-    of a row do not depend on the other rows or on T. Other arguments as `vocab_stats`.
+    hidden: [T, H], weight: [Vl, H] of one dtype, rows from `num_valid` on are padding. kept: see `top_k_ids.py`; bf16_logits: see
+    `linear_blocks.py`. keep_logits: also return logits [T, num_valid] for `linear_backward`, rounded and restricted, before
+    temperature; else [0, 0]. chunk_tokens: most tokens in a block, 0 for the device's default. invariant: the bits of a row do not
+    depend on the other rows or on T. Other arguments as in `vocab_stats`.
     """
     problem = LinearLogits(
         hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
@@ -116,11 +115,9 @@ def linear_backward(
     chunk_tokens: int,
     invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(dhidden [T, H], this shard's part of the sum over shards; dweight [Vl, H], padding rows 0), in the inputs' dtypes.
-
+    """Compute (dhidden [T, H], this shard's part of the sum over shards; dweight [Vl, H], padding rows 0), in the inputs' dtypes.
     lse, entropy, g_*: [T] as merged over all shards. logits: as `linear_stats` kept them, None to recompute them. Both gradients
-    are summed over their blocks in fp32.
-    """
+    are summed over their blocks in fp32."""
     problem = LinearLogits(
         hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
     )
@@ -146,8 +143,9 @@ def backward_in_blocks(
     *,
     add: bool,
 ) -> Tensor:
-    """dhidden of `linear_backward`. The weight's gradient is written to `dweight` [Vl, H] of any type; with `add` it is added, by
-    the products themselves, to a `dweight` of the compute type (an optimizer's fp32 accumulator). None: the weight is frozen."""
+    """Compute dhidden of `linear_backward`, and write the weight's gradient to `dweight` [Vl, H] of any type.
+    add: the products add to a `dweight` of the compute type (an optimizer's fp32 accumulator). dweight None: the weight is
+    frozen."""
     hidden, weight = problem.hidden, problem.weight
     blocks_of_tokens, blocks_of_columns = problem.blocks(chunk_tokens)
     # Sums in fp32: in bf16 the sum of 64 chunks has six times the error of one rounding.

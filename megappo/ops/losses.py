@@ -1,11 +1,11 @@
-"""Clipped policy loss and clipped value loss, with metrics and gradient in the same pass.
+"""Clipped policy loss and clipped value loss, with metrics and gradient in the same pass; `algo/losses.py` has the formulas.
 
     torch.ops.megappo.policy_loss  -> loss_sum, dloss/dlogprob [T], sums, maxima
     torch.ops.megappo.value_loss   -> loss_sum, dloss/dvalue [T], sums, maxima
 
-`algo/losses.py` has the formulas. Metrics are 0-dim fp64 tensors by name. Those ending in `_sum` add over micro-batches, ranks and
-steps, those ending in `_max` combine by maximum; a mean is X_sum / tokens_sum. Sums do not depend on the number of threads. A NaN
-of a token with weight reaches the loss, the gradient of that token and the metrics it is part of.
+Metrics are 0-dim fp64 tensors by name: X_sum adds over micro-batches, ranks and steps, X_max combines by maximum; a mean is X_sum /
+tokens_sum. Sums do not depend on the number of threads. A NaN of a token with weight reaches the loss, that token's gradient and
+its metrics.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def policy_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of weight * l, metrics), l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(logprob - old_logprob).
+    """Compute (sum of weight * l, metrics), l = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), r = exp(logprob - old_logprob).
 
-    Where A < 0 and dual_clip is given, l is at most -A dual_clip (Ye et al. 2020, eq. 5). All tensors [T]; differentiable with
-    respect to `logprob`. PPO: Schulman et al. 2017, eq. 7; different bounds: DAPO, Yu et al. 2025. Metrics: POLICY_SUMS,
-    POLICY_MAXIMA. Raises ValueError for tensors of different shapes or devices.
+    Where A < 0 and dual_clip is given, l is at most -A dual_clip (Ye et al. 2020, eq. 5). All tensors [T]; differentiable by
+    `logprob`. PPO: Schulman et al. 2017, eq. 7; different bounds: DAPO, Yu et al. 2025. Metrics: POLICY_SUMS, POLICY_MAXIMA. Raises
+    ValueError for tensors of different shapes or devices.
     """
     check_per_token(logprob=logprob, old_logprob=old_logprob, advantage=advantage, weight=weight)
     loss, _, sums, maxima = torch.ops.megappo.policy_loss(logprob, old_logprob, advantage, weight, clip_low, clip_high, dual_clip)
@@ -43,11 +43,9 @@ def policy_loss(
 def value_loss(
     value: Tensor, old_value: Tensor, returns: Tensor, weight: Tensor, *, clip: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of weight * l, metrics), l = max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within `clip` of old_value.
-
-    All tensors [T]; differentiable with respect to `value`; clip None is the plain squared error and does not read old_value.
-    Metrics: VALUE_SUMS, VALUE_MAXIMA. Raises ValueError for tensors of different shapes or devices.
-    """
+    """Compute (sum of weight * l, metrics), l = max((v - R)^2, (v_clipped - R)^2) / 2, v_clipped within `clip` of old_value.
+    All tensors [T]; differentiable by `value`; clip None is the plain squared error and does not read old_value. Metrics:
+    VALUE_SUMS, VALUE_MAXIMA. Raises ValueError for tensors of different shapes or devices."""
     check_per_token(value=value, old_value=old_value, returns=returns, weight=weight)
     loss, _, sums, maxima = torch.ops.megappo.value_loss(value, old_value, returns, weight, clip)
     return loss, _named(VALUE_SUMS, sums, VALUE_MAXIMA, maxima)

@@ -1,11 +1,7 @@
-"""Comparison of the selected kernels with their references, on this machine, at the start of a run.
-
-A miscompiled kernel or a library of another version would otherwise show as a run that learns slowly. `run_checks` calls every
-public function of ops/ on a small fixed problem, forward and backward, and compares the results with the same call in fp64, which
-always runs the reference, on the same device. A few thousand tokens: below 0.5 s on a CPU; on a GPU seconds, or minutes the first
-time, while Triton compiles. Tensor parallelism is not checked here: it gathers and adds the same statistics.
-`python -m megappo.ops.selfcheck --device cuda` does the check alone.
-"""
+"""Comparison of the selected kernels with their fp64 references at the start of a run; alone: `python -m megappo.ops.selfcheck`.
+A miscompiled kernel or a library of another version would otherwise only show as a run that learns slowly. Every public function
+of ops/ runs forward and backward on a few thousand tokens: below 0.5 s on a CPU, seconds on a GPU (minutes while Triton
+compiles). Tensor parallelism is not checked: it gathers and adds the same statistics."""
 
 from __future__ import annotations
 
@@ -39,14 +35,16 @@ LONG_ROWS, LONG_COLUMNS = 4, 40_000
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of one function. error: absolute, of the worst element; allowed: the bound on that element's error."""
+    """Comparison of one result of one function with its reference."""
 
     function: str
     result: str
     ops: dict[str, str]
     """Op -> implementation, of the ops that ran since the function's previous result."""
     error: float
+    """Absolute error of the worst element."""
     allowed: float
+    """Bound on that element's error."""
     at: tuple[int, ...]
     failure: str | None = None
     """Text of an error that the kernel raised instead."""
@@ -56,7 +54,7 @@ class Finding:
         return self.failure is None and self.error <= self.allowed
 
     def line(self, device: torch.device) -> str:
-        """The fault and the advice in one line, for a finding that is not ok."""
+        """Name the fault and the advice in one line, for a finding that is not ok."""
         kernels = ", ".join(f"{op} ({implementation})" for op, implementation in self.ops.items())
         others = [
             f"kernels={other}"
@@ -67,7 +65,7 @@ class Finding:
         return f"kernels: {kernels or self.function} {self._fault()}; {advice}"
 
     def _blamed(self, implementation: str) -> bool:
-        """True if it took part in the result; the references, only if nothing else did."""
+        """True if the implementation took part in the result; for the reference, only if nothing else did."""
         took_part = [implementation in ran.split(" + ") for ran in self.ops.values()]
         return bool(took_part) and all(took_part) if implementation == "reference" else any(took_part)
 
@@ -106,7 +104,7 @@ Results = Iterator[tuple[str, Tensor]]
 
 
 def _from_logits(numbers: Numbers, dtype: torch.dtype, rows: int = NUM_ROWS, columns: int = NUM_COLUMNS) -> Results:
-    """The row operations alone, on types and widths of logits that `linear_logprob` does not make of small problems."""
+    """Run the row operations alone, on types and widths of logits that `linear_logprob` does not make of small problems."""
     ops = torch.ops.megappo
     logits = numbers.normal(rows, columns, scale=4.0, dtype=dtype)
     num_valid = columns - PADDING
@@ -149,7 +147,7 @@ def _without_gradient(numbers: Numbers, num_tokens: int, num_columns: int) -> Re
 
 
 def _advantages(numbers: Numbers) -> Results:
-    """Sequences of 0, 1, many and few tokens, with gaps in the mask."""
+    # Sequences of 0, 1, many and few tokens, with gaps in the mask.
     cu_seqlens = torch.tensor([0, 0, 1, 2100, 2101, 2900, NUM_TOKENS], dtype=torch.int32, device=numbers.device)
     logprob = numbers.normal(NUM_TOKENS)
     value, mask = numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
@@ -188,13 +186,13 @@ def _value(numbers: Numbers) -> Results:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of a public function. run: yields the results of `function` in the order in which they are computed. precision:
-    error allowed in a result, relative to its largest element; gradient_precision: in gradients. One rounding to the result's own
-    type is allowed on top."""
+    """Call of a public function. One rounding to a result's own type is allowed on top of the precisions."""
 
     function: str
     run: Callable[[Numbers], Results]
+    """Yields the results of `function` in the order in which they are computed."""
     precision: float = 1e-5  # 84 roundings of fp32: sums of a few thousand terms of either sign, a division, an exponential
+    """Error allowed in a result, relative to its largest element."""
     gradient_precision: float = 1e-5
 
 
@@ -237,7 +235,7 @@ class Calls:
         return call()
 
     def take(self) -> dict[str, str]:
-        """Op -> implementation since the last `take`."""
+        """Return op -> implementation since the last `take`."""
         ran, self._ran = self._ran, {}
         return ran
 
@@ -252,10 +250,8 @@ def run_checks(device: torch.device) -> list[Finding]:
 
 
 def require_right(device: torch.device) -> None:
-    """Check the kernels selected now. ValueError, one line that names the kernels and the way out, if one raises or is wrong.
-
-    A kernel that hangs or crashes takes the process with it, so the line before says what to do then.
-    """
+    """Check the kernels selected now. Raises ValueError, one line with the kernels and the way out, if one raises or is wrong."""
+    # A kernel that hangs or crashes takes the process with it: this line is then the last of the log.
     logger.info("checking the kernels on %s; if this is the last line of the run, start it with kernels=reference", device)
     wrong = next((finding for finding in run_checks(device) if not finding.ok), None)
     if wrong is not None:

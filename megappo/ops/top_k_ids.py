@@ -1,9 +1,6 @@
-"""Logits restricted to the ids that a sampler with top-k or top-p could choose.
-
-`kept` [T, K] int32 or int64 lists, for the target of each row, the ids of the whole vocabulary that the sampler kept; -1 is no
-entry, and a row of only -1 is not restricted. Every other logit is -inf: probability 0, gradient 0. With it the trainer's
-distribution is the one that the tokens were drawn from.
-"""
+"""Logits restricted to the ids that a sampler with top-k or top-p could choose: the distribution that the tokens were drawn from.
+`kept` [T, K] int32 or int64 lists, per target, the ids of the whole vocabulary that the sampler kept; -1 is no entry, and a row
+of only -1 is not restricted. Every other logit is -inf: probability 0, gradient 0."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def check_top_k_ids(kept: Tensor | None, target: Tensor) -> None:
 
 
 def restrict_(logits: Tensor, kept: Tensor, vocab_start: int) -> Tensor:
-    """`logits` [T, V] with -inf, in place, at each column whose id (vocab_start + column) a restricted row does not list."""
+    """Set logits [T, V] to -inf, in place, at each column whose id (vocab_start + column) a restricted row does not list."""
     num_columns = logits.shape[1]
     if kept.shape[1] == 0 or num_columns == 0:
         return logits

@@ -1,8 +1,6 @@
 """Vocabulary shard of one tensor-parallel rank, and the collectives over its group.
-
-Statistics of the shards (`vocab_stats.py`, `linear_stats.py`) are gathered and merged here: one all-gather of 16 bytes per
-token and rank, after which every rank holds the same bits.
-"""
+Statistics of the shards (`vocab_stats.py`, `linear_stats.py`) are gathered and merged here, so that every rank holds the same
+bits."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import megappo.ops.vocab_stats  # noqa: F401  registers torch.ops.megappo.vocab_
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's part of the vocabulary, and the scale of its logits."""
+    """Part of the vocabulary on this rank, and the scale of its logits."""
 
     start: int
     num_valid: int
@@ -27,12 +25,12 @@ class VocabShard:
 
     @property
     def size(self) -> int:
-        """Number of ranks that share the vocabulary; 1 without a group."""
+        """Ranks that share the vocabulary; 1 without a group."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 
 def inverse_temperature(temperature: float | Tensor, target: Tensor) -> tuple[float, Tensor | None]:
-    """1 / temperature as (number, None), or as (1.0, [T] fp32) for one per row. ValueError unless positive or of target's shape."""
+    """1 / temperature as (number, None), or as (1.0, [T] fp32) for one per row. Raises ValueError unless > 0 or of shape [T]."""
     if isinstance(temperature, Tensor):
         if temperature.shape != target.shape:
             raise ValueError(f"temperature {tuple(temperature.shape)} is not one value for each of {target.numel()} tokens")
@@ -43,7 +41,9 @@ def inverse_temperature(temperature: float | Tensor, target: Tensor) -> tuple[fl
 
 
 def merge_shards(stats: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the shards' statistics and merge them: the one collective of the forward."""
+    """Gather the shards' statistics [T, 4] and merge them to (logprob, entropy, lse), each [T].
+    Collective over the group: one all-gather of 16 bytes per token and rank. Raises ValueError, on the CPU only, for a target
+    that no shard owns."""
     if shard.size == 1:
         gathered = stats[None]
     else:
@@ -59,7 +59,6 @@ def merge_shards(stats: Tensor, target: Tensor, shard: VocabShard) -> tuple[Tens
 
 
 def _check_owned(gathered: Tensor, target: Tensor, ignore_index: int) -> None:
-    """Raise ValueError if no shard owns a target."""
     # Every rank has the same `gathered`, so all ranks raise together.
     lost = (gathered[:, :, 3] == -torch.inf).all(0) & (target != ignore_index)
     if bool(lost.any()):
@@ -71,14 +70,14 @@ def _check_owned(gathered: Tensor, target: Tensor, ignore_index: int) -> None:
 
 
 def gather_rows(local: Tensor, shard: VocabShard) -> Tensor:
-    """[T/tp, H] of each rank -> [T, H] in rank order."""
+    """Gather [T/tp, H] of each rank to [T, H] in rank order. Collective over the group."""
     out = local.new_empty(shard.size * local.shape[0], local.shape[1])
     dist.all_gather_into_tensor(out, local.contiguous(), group=shard.group)
     return out
 
 
 def reduce_scatter_rows(full: Tensor, shard: VocabShard) -> Tensor:
-    """[T, H] partial sums on each rank -> this rank's [T/tp, H] of the sum."""
+    """Sum [T, H] over the ranks and return this rank's [T/tp, H] of the sum. Collective over the group."""
     out = full.new_empty(full.shape[0] // shard.size, full.shape[1])
     dist.reduce_scatter_tensor(out, full, group=shard.group)
     return out

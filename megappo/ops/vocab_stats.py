@@ -6,14 +6,11 @@
     torch.ops.megappo.vocab_logits_backward_ ...              the same, written over the logits
 
 With x = logits * inv_temp of one shard: m = max x, s = sum e^(x-m), t = sum e^(x-m) (x-m), z_y = x at the target (-inf where
-another shard owns it). entropy = log s - t/s, which unlike log s + m - sum(e^x x)/s keeps its precision under a common offset of
-the logits. Here are the reference implementations in plain PyTorch; others are in csrc/vocab_stats/ and triton/vocab_stats.py.
-The collective between statistic and merge is in `vocab_shard.py`, autograd in `linear_logprob.py`. Everything is fp32, or fp64 for
-fp64 logits (which exists for gradient checks).
+another shard owns it). entropy = log s - t/s, which unlike log s + m - sum(e^x x)/s stays precise under a common offset of the
+logits. Everything is fp32, or fp64 for fp64 logits (gradient checks). Kernels are in csrc/vocab_stats/ and triton/vocab_stats.py.
 
-Rows without effect are ignored, even if NaN: the statistic of an ignored target is that of an empty shard, and a row whose
-upstream gradients are 0 has gradient 0 (a masked token's inf or NaN never becomes 0 * inf). The bits of a row depend neither on the
-rows around it nor on the number of threads.
+Rows without effect are ignored, even if NaN: the statistic of an ignored target is that of an empty shard, and a row whose upstream
+gradients are 0 has gradient 0. The bits of a row depend neither on the rows around it nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ EXPONENT_FLOOR = -120.0
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32 for half types and fp32, fp64 for fp64."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.promote_types(dtype, torch.float32)  # fp32 for half types and fp32, fp64 for fp64
 
 
 def check_arguments(logits: Tensor, target: Tensor, num_valid: int, **per_token: Tensor | None) -> None:
@@ -63,7 +59,7 @@ def check_overwritable(logits: Tensor) -> None:
 
 
 def _scaled(logits: Tensor, num_valid: int, inv_temp: float, row_inv_temp: Tensor | None) -> Tensor:
-    """x[T, num_valid] in the compute type; may be a view of `logits`, so callers never write into it."""
+    """Scale logits to x [T, num_valid] in the compute type. May be a view of `logits`, so callers never write into it."""
     x = logits[:, :num_valid].to(compute_dtype(logits.dtype))
     if row_inv_temp is not None:
         return x * row_inv_temp.to(x.dtype)[:, None]
@@ -71,7 +67,7 @@ def _scaled(logits: Tensor, num_valid: int, inv_temp: float, row_inv_temp: Tenso
 
 
 def _local_target(target: Tensor, vocab_start: int, num_valid: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """(owned[T] bool, column[T] int64), columns clamped so that a gather stays in bounds."""
+    """Find (owned [T] bool, column [T] int64) of targets, columns clamped so that a gather stays in bounds."""
     local = target - vocab_start
     owned = (local >= 0) & (local < num_valid) & (target != ignore_index)
     return owned, local.clamp(0, max(num_valid - 1, 0))
@@ -88,12 +84,11 @@ def vocab_stats(
     ignore_index: int,
     want_entropy: bool,
 ) -> Tensor:
-    """Statistic of one vocabulary shard.
+    """Compute the statistic [T, 4] (m, s, t, z_y) of one vocabulary shard.
 
     logits: [T, Vl], columns from `num_valid` on are padding. target: [T] int64, ids of the whole vocabulary; this shard owns
-    vocab_start .. vocab_start + num_valid. inv_temp: 1/temperature of all rows, replaced by row_inv_temp [T] if given.
-    want_entropy false leaves t at 0. Returns [T, 4] (m, s, t, z_y); an empty or all -inf shard and an ignored target have m = z_y
-    = -inf, s = t = 0.
+    vocab_start .. vocab_start + num_valid. inv_temp: 1/temperature of all rows, replaced by row_inv_temp [T] if given. want_entropy
+    false leaves t at 0. An empty or all -inf shard and an ignored target have m = z_y = -inf, s = t = 0.
     """
     check_arguments(logits, target, num_valid, row_inv_temp=row_inv_temp)
     stats = torch.zeros(logits.shape[0], 4, dtype=compute_dtype(logits.dtype), device=logits.device)
@@ -127,10 +122,8 @@ def _(logits, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_ind
 @op
 def vocab_stats_merge(gathered: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the shards' statistics [R, T, 4], in rank order, to (logprob, entropy, lse), each [T].
-
-    Every rank that merges the same bits gets the same bits. Ignored targets have logprob = entropy = 0; a target that no shard
-    owns has logprob -inf.
-    """
+    The same bits give the same bits on every rank. Ignored targets have logprob = entropy = 0; a target that no shard owns has
+    logprob -inf."""
     check_gathered(gathered, target)
     m_r, s_r, t_r, z_r = gathered.unbind(2)
     m = m_r.amax(0)
@@ -212,12 +205,9 @@ def vocab_logits_backward(
     row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> Tensor:
-    """Gradient of this shard's logits, [T, Vl] in their dtype; padding columns, ignored rows and rows without an upstream
-    gradient are exactly 0.
-
+    """Gradient of this shard's logits, [T, Vl] in their dtype. Needs no collective.
     dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). lse, entropy, g_*: [T] as merged
-    over all shards. Needs no collective.
-    """
+    over all shards. Padding columns, ignored rows and rows without an upstream gradient are exactly 0."""
     return _gradient(
         logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
     )
@@ -242,10 +232,8 @@ def vocab_logits_backward_(
     row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> None:
-    """`vocab_logits_backward` in place over `logits`, for a caller that owns them and needs them no more; same bits.
-
-    The columns must be adjacent (logits.stride(1) == 1) and the rows must not overlap.
-    """
+    """Compute `vocab_logits_backward` in place over `logits`, which the caller owns and no longer needs; same bits.
+    The columns must be adjacent (logits.stride(1) == 1) and the rows must not overlap, else ValueError."""
     check_overwritable(logits)
     logits.copy_(
         _gradient(logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)

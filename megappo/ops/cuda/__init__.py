@@ -1,2 +1,1 @@
-"""Routes from an op to its CUDA kernel, if the kernel does not take every call. Ops without a file here call the kernel of their
-name."""
+"""Routes from an op to its CUDA kernel where the kernel does not take every call. Other ops call the kernel of their name."""

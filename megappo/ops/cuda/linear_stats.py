@@ -1,8 +1,6 @@
-"""`linear_stats` by the WGMMA kernel of csrc/linear_stats, which keeps the logits in registers, for calls that it takes.
-
-It takes, on Hopper GPUs, bf16 hidden states and weights whose rows are whole 16 bytes, unless the logits themselves are wanted
-(`keep_logits`) or restricted to kept ids. Every other call of the op runs in blocks, as it does on other GPUs.
-"""
+"""WGMMA kernel of csrc/linear_stats for `linear_stats`, which keeps the logits in registers.
+It takes bf16 hidden states and weights with rows of whole 16 bytes on Hopper GPUs, unless the logits are kept or restricted to
+ids. Every other call runs in blocks, as on other GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def usable() -> bool:
 
 
 def takes(hidden: Tensor, weight: Tensor, kept: Tensor | None, keep_logits: bool) -> bool:
-    """True if the kernel computes this call; the head of the file has the rule."""
+    """True if the kernel computes this call."""
     hidden_size = hidden.shape[1]
     return (
         hidden.dtype == weight.dtype == torch.bfloat16
@@ -50,9 +48,10 @@ def linear_stats(
     chunk_tokens: int,
     invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As the op of this name. The kernel needs no chunks: beside its result it holds 16 bytes for each token and split of the
-    vocabulary (at most 264 splits on an H200, usually 33)."""
+    """Compute the op of this name (`ops/linear_stats.py`), in the kernel or in blocks."""
     if takes(hidden, weight, kept, keep_logits):
+        # No chunks: beside its result the kernel holds 16 bytes for each token and split of the vocabulary (at most 264 splits on
+        # an H200, usually 33).
         kernel = native_op("linear_stats_wgmma")
         assert kernel is not None, "usable() asks for a build that has it"
         stats = kernel(

@@ -1,10 +1,9 @@
 """Triton twin of `ops/advantages.py`: the recurrence as a reverse `associative_scan` over tiles of the packed batch.
 
-A token is an affine map of x, what the tokens behind it contribute to its advantage (csrc/advantages/advantages.h has the
-recurrence); maps compose, and an end of a sequence cuts. Slot t of a scan holds the map of token t + 1, so that an inclusive scan
-gives the x which token t meets. Four launches: the map of every tile, one program that carries x over the tiles from the right,
-the tiles again with their x, and one program that adds their moments in order. Inputs are read twice, 30 bytes a token without a
-KL where csrc/advantages/cuda.cu moves 21: the portable fallback needs no communication between running programs.
+A token is an affine map of x, what the tokens after it contribute to its advantage (csrc/advantages/advantages.h); maps compose,
+and the end of a sequence cuts. Slot t holds the map of token t + 1, so an inclusive scan gives the x of token t. Four launches:
+maps of tiles, x carried over the tiles from the right, the tiles again with their x, moments. Inputs are read twice (30 bytes a
+token without a KL, csrc/advantages/cuda.cu moves 21): this portable fallback needs no communication between running programs.
 """
 
 from __future__ import annotations
@@ -43,13 +42,12 @@ def _compose(a_right, c_right, a2_right, c2_right, flags_right, a, c, a2, c2, fl
 
 @triton.jit
 def _first(x, slot):
-    """Entry of slot 0."""
     return tl.sum(tl.where(slot == 0, x, tl.zeros_like(x)), axis=0)
 
 
 @triton.jit
 def _search(cu_seqlens, t, num_sequences):
-    """Sequence of one token: number of entries of cu_seqlens[1..] at or before it."""
+    """Find the sequence of one token: the number of entries of cu_seqlens[1..] at or before it."""
     low, high = num_sequences * 0, num_sequences
     while low < high:
         middle = (low + high) // 2
@@ -61,7 +59,7 @@ def _search(cu_seqlens, t, num_sequences):
 
 @triton.jit
 def _search_all(cu_seqlens, at, inside, low_sequence, high_sequence):
-    """Sequences of a tile's tokens, between those of its first and last token."""
+    """Find the sequences of a tile's tokens, between those of its first and last token."""
     low, high = tl.zeros_like(at) + low_sequence, tl.zeros_like(at) + high_sequence
     width = high_sequence - low_sequence
     while width > 0:
@@ -102,8 +100,7 @@ def _token(
     KIND: tl.constexpr,
     MAX_LOG_RATIO: tl.constexpr,
 ):
-    """(sampled, step, reward, value) of each token; fp64, 0 for tokens that were not sampled, and value 0 of those that are no
-    step."""
+    """Load (sampled, step, reward, value) of each token; fp64, 0 if it was not sampled, and value 0 if it is no step."""
     sampled = tl.load(mask + at, mask=inside, other=0) != 0
     step = sampled
     if steps is not None:
@@ -146,7 +143,7 @@ def _scan_tile(
     MAX_LOG_RATIO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(a, c, a2, c2, flags) from each slot of this program's tile to the right edge of the tile, and the slots' sequences."""
+    """Scan this program's tile: (a, c, a2, c2, flags) from each slot to its right edge, and the slots' sequences."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     at = first + tl.arange(0, BLOCK)
     inside = at < num_tokens

@@ -1,10 +1,7 @@
 """Fused `linear_stats`: the logits of a tile live in registers between the product and the running statistic, never in memory.
-
-A program takes a block of tokens and a split of the vocabulary, tile by tile: the product over the hidden size, then the running
-(m, s, t, z_y) of the tile's rows. The splits' statistics [splits, T, 4] are merged like blocks of columns. Programs of the same
-split are neighbours, so that a tile of weights is read from memory once and then from the L2. Calls that need the logits, restrict
-or round them, or need bits independent of the batch run in blocks of `linear_stats.py`.
-"""
+A program takes a block of tokens and a split of the vocabulary, tile by tile; the splits' statistics [splits, T, 4] are merged
+like blocks of columns. Programs of the same split are neighbours, so that a tile of weights comes from the L2. Calls that keep,
+restrict or round the logits, or need bits independent of the batch, run in blocks of `linear_stats.py`."""
 
 from __future__ import annotations
 
@@ -124,7 +121,7 @@ def linear_stats(
     chunk_tokens: int,
     invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `megappo.ops.linear_stats.linear_stats`. Besides its result the kernel holds 16 bytes for each token and split."""
+    """See `megappo.ops.linear_stats.linear_stats`. Beside its result the kernel holds 16 bytes for each token and split."""
     num_tokens, hidden_size = hidden.shape
     if kept is not None or bf16_logits or keep_logits or invariant or num_tokens == 0 or num_valid == 0:
         problem = LinearLogits(

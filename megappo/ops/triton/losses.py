@@ -1,8 +1,6 @@
 """Triton twin of `ops/losses.py`.
-
-One program per 1024 tokens writes fp64 partial results, [results, programs]; a second kernel of one program adds them in order.
-Without atomics, a result depends on the tokens only.
-"""
+One program per 1024 tokens writes fp64 partial results [results, programs]; one program adds them in order. Without atomics, a
+result depends on the tokens only."""
 
 from __future__ import annotations
 

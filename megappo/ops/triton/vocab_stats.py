@@ -1,9 +1,6 @@
-"""Triton twins of `ops/vocab_stats.py`; the same plan as csrc/vocab_stats/: segments of a row, folded from left to right.
-
-A program reads its segment in tiles of rows x lanes; each lane keeps a running (m, s, t) in registers, and the lanes are reduced
-once, at the end of the segment. Segment and tile sizes depend on the width of the vocabulary only, so the bits of a row do not
-depend on the batch.
-"""
+"""Triton twins of `ops/vocab_stats.py`, with the plan of csrc/vocab_stats/: segments of a row, folded from left to right.
+Each lane of a program keeps a running (m, s, t) in registers; the lanes are reduced once, at the end of the segment. Segment and
+tile sizes depend on the width of the vocabulary only, so the bits of a row do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -132,7 +129,7 @@ def _merge(gathered, target, logprob, entropy, lse, num_ranks, num_tokens, ignor
 
 @triton.jit
 def _expm1(x):
-    """e^x - 1: by its series near 0, else by the difference."""
+    # Triton has no expm1: a series near 0, else the difference.
     series = 1.0 + x / 7.0
     series = 1.0 + x / 6.0 * series
     series = 1.0 + x / 5.0 * series
