@@ -1,7 +1,5 @@
-"""Batch arithmetic of a PPO step: samples, mini-batches and optimizer steps.
-
-The checks, `megappo plan` and the trainer all count with it. Plain integers, no torch.
-"""
+"""Batch arithmetic of a PPO step: samples, mini-batches and optimizer steps. The checks, `megappo plan` and the trainer all count
+with it. Plain integers, no torch."""
 
 from __future__ import annotations
 

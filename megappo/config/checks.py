@@ -127,10 +127,8 @@ GPU_KEYS_OF_ROLE = ("offload.parameters", "offload.optimizer", "offload_activati
 
 
 def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int, device: Device) -> list[str]:
-    """Raise ConfigError with the first problem; otherwise return notes on written keys that this device does not need.
-
-    explicit: the keys that the user wrote (`loading.explicit_keys`).
-    """
+    """Raise ConfigError with the first problem; otherwise return notes on written keys that this device does not need. explicit:
+    the keys that the user wrote (`loading.explicit_keys`)."""
     for message in problems(config, explicit, world_size):
         raise ConfigError(message)
     return device_notes(config, explicit, device)

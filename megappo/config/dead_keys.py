@@ -1,8 +1,5 @@
-"""Keys that have no effect under the other keys of a configuration.
-
-Writing one is an error (`checks.py`): whoever sets `kl.target` under a fixed controller believes that it acts. The dump of a
-resolved configuration leaves them out, so that it loads again.
-"""
+"""Keys that have no effect under the other keys of a configuration. Writing one is an error (`checks.py`): whoever sets `kl.target`
+under a fixed controller believes that it acts. The dump of a resolved configuration leaves them out, so that it loads again."""
 
 from __future__ import annotations
 

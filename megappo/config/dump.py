@@ -24,7 +24,6 @@ def dump_yaml(config: TrainConfig | SftConfig) -> str:
 
 
 def _remove(data: dict[str, Any], path: list[str]) -> None:
-    """Remove a key and any section that this leaves empty."""
     head, *rest = path
     if data.get(head) is None:  # a section that is not there, or a key of another section of a choice
         return
@@ -32,6 +31,7 @@ def _remove(data: dict[str, Any], path: list[str]) -> None:
         del data[head]
         return
     _remove(data[head], rest)
+    # A section without keys is not written.
     if not data[head]:
         del data[head]
 

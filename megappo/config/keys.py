@@ -1,7 +1,5 @@
-"""The keys of a configuration class as a flat table, and the nearest known key to an unknown one.
-
-Walks the pydantic models, so that suggestions, documentation and dumps follow `schema.py` without a second list.
-"""
+"""The keys of a configuration class as a flat table, and the nearest known key to an unknown one. Walks the pydantic models, so
+that suggestions, documentation and dumps follow `schema.py` without a second list."""
 
 from __future__ import annotations
 
@@ -106,11 +104,9 @@ class Written(NamedTuple):
 
 
 def written_sections(data: dict[str, Any], cls: type[BaseModel], prefix: str = "", is_static: bool = True) -> Iterator[Written]:
-    """Yield every section below `cls` that `data` writes, outer ones first, and write out the choices in `data`.
-
-    `controller: fixed` becomes {type: fixed}, and a choice without its word takes the default. Values that are no section, or name
-    an unknown one, are left for pydantic to refuse.
-    """
+    """Yield every section below `cls` that `data` writes, outer ones first, and write out the choices in `data`. `controller:
+    fixed` becomes {type: fixed}, and a choice without its word takes the default. Values that are no section, or name an unknown
+    one, are left for pydantic to refuse."""
     for name, value in data.items():
         if (field := cls.model_fields.get(name)) is None:
             continue

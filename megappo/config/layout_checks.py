@@ -1,7 +1,5 @@
-"""Rules about parallel sizes and the number of ranks that hold for every model.
-
-Limits of a model (heads, layers, experts) are checked in `megappo/trainer/prepare/model_rules.py`. Imports no torch.
-"""
+"""Rules about parallel sizes and the number of ranks that hold for every model. Limits of a model (heads, layers, experts) are
+checked in `megappo/trainer/prepare/model_rules.py`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -236,7 +234,6 @@ def parallel_problems(section: str, parallel: ParallelConfig, num_ranks: int, ra
 
 
 def _expert_problems(section: str, parallel: ParallelConfig, num_ranks: int) -> Iterator[str]:
-    """Yield problems of ep and etp; the sizes of the dense layers are known to fit."""
     ranks = num_ranks // parallel.pp  # experts are spread over all ranks of a stage: tp * cp * dp
     if ranks % (parallel.etp * parallel.ep) == 0:
         return

@@ -61,11 +61,9 @@ FIXES: Mapping[str, str] = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Config] = TrainConfig) -> Config:
-    """Read `path`, apply the overrides (`policy.parallel.tp=2`, values in YAML) and validate.
-
-    `key=null` on a key or section that cannot be null removes the file's value, so that the default holds. Raises ConfigError: one
-    line with the place (file and line, or the command line), the key, its value and the fix.
-    """
+    """Read `path`, apply the overrides (`policy.parallel.tp=2`, values in YAML) and validate. `key=null` on a key or section that
+    cannot be null removes the file's value, so that the default holds. Raises ConfigError: one line with the place (file and line,
+    or the command line), the key, its value and the fix."""
     document = read_yaml(path)
     origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
     for override in overrides:
@@ -153,7 +151,6 @@ def _takes_null(key: str, cls: type[BaseModel]) -> bool:
 
 
 def _place(key: str, origins: Mapping[str, str], name: str) -> str:
-    """Return file and line of a key, or of the nearest section around it."""
     parts = key.split(".")
     for size in range(len(parts), 0, -1):
         if (found := origins.get(".".join(parts[:size]))) is not None:
@@ -215,7 +212,6 @@ def _is_whole(key: str, data: Any, cls: type[BaseModel]) -> bool:
 
 
 def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[str, str], name: str) -> str:
-    """Write pydantic's first error in our form."""
     errors = error.errors(include_url=False)
     first = errors[0]
     fix, parent = _fix(first), first["loc"][:-1]

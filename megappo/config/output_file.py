@@ -10,10 +10,8 @@ from megappo.config.errors import ConfigError
 
 
 def check_output_file(option: str, path: str, endings: tuple[str, ...] = ()) -> Path:
-    """Return the path after checking that a file can be written there; nothing is changed. option: named in the message.
-
-    Raises ConfigError for a name without one of the `endings`, an unwritable place, and anything there that is no plain file.
-    """
+    """Return the path after checking that a file can be written there; nothing is changed. option: named in the message. Raises
+    ConfigError for a name without one of the `endings`, an unwritable place, and anything there that is no plain file."""
     target = Path(path)
     if endings and target.suffix not in endings:
         *others, last = endings

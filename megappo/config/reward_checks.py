@@ -42,7 +42,6 @@ def _route_problem(reward: RewardConfig) -> str | None:
 
 
 def _same_settings(reward: RewardConfig) -> str | None:
-    """Refuse a part to which two recipes give other settings under one name."""
     for recipe, parts in reward.recipes.items():
         for index, part in enumerate(parts):
             key, first = reward.all_parts[part.label]
@@ -54,8 +53,8 @@ def _same_settings(reward: RewardConfig) -> str | None:
 
 
 def _host_problem(reward: RewardConfig) -> str | None:
-    """Refuse a server that is not in `reward.allow_hosts`; addresses of this machine are always allowed."""
     for key, part in reward.all_parts.values():
+        # Addresses of this machine are always allowed.
         if part.url is None or reward.allow_hosts is None or is_loopback(host := host_of(part.url)):
             continue
         if host not in (allowed.lower() for allowed in reward.allow_hosts):

@@ -23,11 +23,8 @@ def run_dir_of(run: RunConfig) -> Path:
 
 
 def check_run_dir(run: RunConfig, resume: bool, *, resumable: bool = True) -> Path:
-    """Check the directory of a run without touching it, and return it.
-
-    A new run needs an absent or empty directory, a resumed run one that holds a run. resumable: the command has --resume. Raises
-    ConfigError.
-    """
+    """Check the directory of a run without touching it, and return it. A new run needs an absent or empty directory, a resumed run
+    one that holds a run. resumable: the command has --resume. Raises ConfigError."""
     path = run_dir_of(run)
     base = Path(run.output_dir)
     # The nearest directory that exists: the run creates the others.

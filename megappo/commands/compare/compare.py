@@ -1,7 +1,5 @@
-"""`megappo compare`: the curves of several runs side by side, the differences of their settings, and limits for CI.
-
-Reads only the files of the runs, also beside a live one. Imports no torch.
-"""
+"""`megappo compare`: the curves of several runs side by side, the differences of their settings, and limits for CI. Reads only the
+files of the runs, also beside a live one. Imports no torch."""
 
 from __future__ import annotations
 

@@ -66,10 +66,8 @@ def launch_of(run_dir: Path) -> Values:
 
 
 def differing(runs: Sequence[Values], without: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Return key -> value of each run for the keys whose values differ; ABSENT where a run lacks the key.
-
-    A run of which nothing is known shows UNKNOWN and differs from none.
-    """
+    """Return key -> value of each run for the keys whose values differ; ABSENT where a run lacks the key. A run of which nothing is
+    known shows UNKNOWN and differs from none."""
     keys = dict.fromkeys(key for run in runs for key in run)
     values = {key: [run.get(key, ABSENT) if run else UNKNOWN for run in runs] for key in keys if key not in without}
     return {key: one for key, one in values.items() if len(set(one) - {UNKNOWN}) > 1}

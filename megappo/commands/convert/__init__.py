@@ -25,9 +25,7 @@ def add_command(command: AddCommand) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the configuration to `--output`, or to stdout with the report on stderr; return 1 if `--strict` finds unknown keys.
-
-    Raises ConfigError before anything is written.
-    """
+    Raises ConfigError before anything is written."""
     from megappo.commands.convert.conversion import convert
     from megappo.commands.convert.report import configuration, report, unknown
     from megappo.commands.convert.sources import read_source

@@ -1,7 +1,5 @@
 """Functions of the rules that name an arithmetic (`Rule.by`, `Trainer.chosen`), and the tables that find them by name.
-
-`settings.py` defines their signature. Those about engines are in `engines.py`, those about one value in `single_values.py`.
-"""
+`settings.py` defines their signature. Those about engines are in `engines.py`, those about one value in `single_values.py`."""
 
 from __future__ import annotations
 

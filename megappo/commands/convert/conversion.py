@@ -102,7 +102,6 @@ def rule_of(key: str, trainer: Trainer) -> Rule | None:
 
 
 def _first(key: str, value: Any, trainer: Trainer, settings: Settings) -> Row:
-    """Row of a written key, before our values are known."""
     rule = rule_of(key, trainer)
     if rule is None:
         near = difflib.get_close_matches(key, sorted(trainer.rules), n=1, cutoff=0.6)
@@ -121,7 +120,6 @@ def _first(key: str, value: Any, trainer: Trainer, settings: Settings) -> Row:
 
 
 def _plain(key: str, value: Any, rule: Rule) -> Row:
-    """Row of a key that sets nothing in megappo."""
     if rule.expects and value not in rule.expects:
         return Row(key, value, Outcome.MISSING, rule.otherwise or rule.note)
     if rule.outcome is Outcome.MISSING and _among(value, rule.off):
@@ -256,9 +254,9 @@ def _drop(rows: list[Row], values: Values, dead: Mapping[str, str]) -> None:
 
 
 def _drop_default_rows(rows: list[Row], values: Values) -> None:
-    """Keep a default of the other trainer only where megappo's differs."""
     reference = validated(nested({"policy.model": "m", "data.train": "d"}), TrainConfig)
     for row in [row for row in rows if row.is_default]:
+        # A default of the other trainer counts only where megappo's differs.
         row.sets = {key: value for key, value in row.sets.items() if value_at(reference, key) != value}
         if not row.sets:
             rows.remove(row)

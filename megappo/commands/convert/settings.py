@@ -1,8 +1,5 @@
-"""State of a conversion, and how the function of a rule says that there is no value.
-
-Such a function takes the rule, the foreign value and the settings, and returns our values by key. It raises Otherwise if the value
-has no equivalent or is not needed.
-"""
+"""State of a conversion, and how the function of a rule says that there is no value. Such a function takes the rule, the foreign
+value and the settings, and returns our values by key. It raises Otherwise if the value has no equivalent or is not needed."""
 
 from __future__ import annotations
 

@@ -40,10 +40,8 @@ class Script:
 
 
 def parse_shell(text: str, name: str, environment: Mapping[str, str] = os.environ) -> Script:
-    """Parse a script; variables that it does not set come from the environment. name: for messages.
-
-    Raises ConfigError, with the place, if quotes are not closed.
-    """
+    """Parse a script; variables that it does not set come from the environment. name: for messages. Raises ConfigError, with the
+    place, if quotes are not closed."""
     try:
         lexer = shlex.shlex(_PIECE.sub(_protect, text), posix=True, punctuation_chars="();<>|&")
         lexer.whitespace_split, lexer.commenters = True, ""
@@ -100,7 +98,6 @@ def _statements(tokens: list[str]) -> Iterator[list[str | list[str]]]:
 
 
 def _take(words: list[str | list[str]], script: Script, environment: Mapping[str, str]) -> None:
-    """Record the assignments at the start of a command, and the command itself."""
     place = 0
     while place < len(words):
         word = words[place]

@@ -169,9 +169,9 @@ def _read_yaml(text: str, path: str) -> Source:
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every value; an empty mapping is a value."""
     for name, value in data.items():
         key = prefix + name
+        # An empty mapping is a value.
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{key}.")
         else:

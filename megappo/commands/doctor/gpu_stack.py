@@ -149,7 +149,6 @@ def gpus_of(said: str) -> tuple[Gpu, ...]:
 
 
 def _said_by(*command: str) -> str:
-    """Output of an optional program; "" if it is missing."""
     try:
         return subprocess.run(command, capture_output=True, timeout=60, encoding="utf-8", errors="replace").stdout
     except (OSError, subprocess.TimeoutExpired):

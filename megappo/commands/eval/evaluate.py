@@ -36,10 +36,7 @@ from megappo.trainer.sampling import evaluators_of_run, rollout_of, sampling_par
 
 def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = RoleEngines) -> list[Evaluation]:
     """Evaluate on this rank; the results of all sets are the same on every rank. engines: builds the model. Collective over the
-    world.
-
-    An existing world is used and left to the caller; otherwise the launcher's is joined and left again.
-    """
+    world. An existing world is used and left to the caller; otherwise the launcher's is joined and left again."""
     config, data = planned.config, planned.data
     owns_world = not dist.is_initialized()
     device = select_device(config.run.device)
@@ -64,7 +61,6 @@ def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = Rol
 
 
 def _load_models(planned: PlannedEvaluation, engines: EngineBackend, device: torch.device) -> tuple[Engine, ModelScorer | None]:
-    """Return the policy with the checkpoint's weights, and the reward model if a set is scored by it."""
     config, text = planned.config, planned.data.reward_text
     factory = engines(config.model, config.run.timeouts, device)
     factory.connect([config.policy, *([config.reward_model] if text is not None else [])])

@@ -30,11 +30,9 @@ from megappo.trainer.rundir import RunDir
 def export_checkpoint(
     run: str, output: str, *, role: str, step: int | Literal["best"] | None, engines: EngineBackend = RoleEngines
 ) -> int:
-    """Export `role` of the run in directory `run` to `output`, which must not exist; return the step.
-
-    role: a trained one, or ema, the average of the policy's weights. step: None for the newest valid one, best for that of
-    `trainer.keep_best`. Raises ValueError for a missing run or checkpoint, another role, or an existing output.
-    """
+    """Export `role` of the run in directory `run` to `output`, which must not exist; return the step. role: a trained one, or ema,
+    the average of the policy's weights. step: None for the newest valid one, best for that of `trainer.keep_best`. Raises
+    ValueError for a missing run or checkpoint, another role, or an existing output."""
     run_dir = RunDir(Path(run))
     if not run_dir.config.is_file():
         raise ValueError(f"{run} holds no run: {run_dir.config} does not exist")

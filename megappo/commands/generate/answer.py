@@ -38,9 +38,7 @@ def answer(
     engines: EngineBackend = RoleEngines,
 ) -> list[str]:
     """Generate one response text per prompt, in one process. `engine` samples; `engines` build the model that it samples from.
-
-    Raises ValueError for a missing checkpoint, tokenizer or engine, no prompts, or a temperature below 0.
-    """
+    Raises ValueError for a missing checkpoint, tokenizer or engine, no prompts, or a temperature below 0."""
     if not prompts:
         raise ValueError("generate: no prompts; give --prompt TEXT or lines on standard input")
     if not 0.0 <= temperature < math.inf:

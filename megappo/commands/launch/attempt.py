@@ -50,9 +50,7 @@ def check_start(run: RunConfig, *, resume: bool) -> Path:
 
 def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bool:
     """Record the start of an attempt; return True if it continues from a checkpoint. resume: the first attempt continues a run.
-
-    Raises NoProgress after too many attempts, and ConfigError if the first attempt finds another run or nothing to resume.
-    """
+    Raises NoProgress after too many attempts, and ConfigError if the first attempt finds another run or nothing to resume."""
     starts = read_starts(launch_dir)
     run_dir = run_dir_of(run)
     if not starts:  # `megappo launch` has checked this, but the script may have been submitted by hand
@@ -69,10 +67,8 @@ def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bo
 
 
 def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_requeues: int) -> tuple[str, int]:
-    """Return the log's last lines and the job's exit code; REQUEUE asks for a requeue. status: exit code of the ranks.
-
-    Raises RefusedCheckpoint or OSError, and writes nothing, if the files of the run have become unreadable.
-    """
+    """Return the log's last lines and the job's exit code; REQUEUE asks for a requeue. status: exit code of the ranks. Raises
+    RefusedCheckpoint or OSError, and writes nothing, if the files of the run have become unreadable."""
     started_at = next((start.step for start in reversed(read_starts(launch_dir)) if start.attempt == attempt), None)
     if started_at is None:
         raise RefusedCheckpoint(

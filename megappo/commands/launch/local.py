@@ -49,19 +49,15 @@ class WorldEnd:
 
 
 def start_ranks(num_ranks: int, arguments: Sequence[str], module: str = "megappo.commands.cli") -> int:
-    """Run `python -m MODULE ARGUMENTS` on `num_ranks` ranks that take no request to stop; return the exit code.
-
-    Prints one line on a failure. Raises ValueError if the machine has GPUs, but fewer than ranks.
-    """
+    """Run `python -m MODULE ARGUMENTS` on `num_ranks` ranks that take no request to stop; return the exit code. Prints one line on
+    a failure. Raises ValueError if the machine has GPUs, but fewer than ranks."""
     prepare(num_ranks)
     return _run_alone(NewProcesses(module), num_ranks, arguments)
 
 
 def start_worlds(worlds: Sequence[tuple[int, Sequence[str]]], module: str, preload: Sequence[str]) -> int:
     """Run worlds of (number of ranks, arguments) as `start_ranks` does, one after the other, with the imports of `preload` shared.
-
-    Returns the first exit code that is not 0; later worlds are not started then.
-    """
+    Returns the first exit code that is not 0; later worlds are not started then."""
     with contextlib.closing(SharedImports(module, preload, "world")) as imports:
         for num_ranks, arguments in worlds:
             prepare(num_ranks)
@@ -101,10 +97,8 @@ def run_world(
     evidence: Path,
     environment: Mapping[str, str] | None = None,
 ) -> WorldEnd:
-    """Start the ranks and wait for all of them, or for the first failure, which ends the others within KILL_GRACE_S.
-
-    evidence: folder for `failure.first_failure`. environment: further variables of every rank. No rank outlives the call.
-    """
+    """Start the ranks and wait for all of them, or for the first failure, which ends the others within KILL_GRACE_S. evidence:
+    folder for `failure.first_failure`. environment: further variables of every rank. No rank outlives the call."""
     ranks: dict[int, RankProcess] = {}
     with _meeting_point(num_ranks) as (store, described):
         common = {**described, ATTEMPT_DIR: str(evidence), **(environment or {})}
@@ -167,7 +161,6 @@ def loopback_store() -> TCPStore:
 
 @contextlib.contextmanager
 def _meeting_point(num_ranks: int) -> Iterator[tuple[Store, dict[str, str]]]:
-    """Yield the store in which the ranks find each other, and the variables of the world."""
     # Here and not in rank 0: the system chooses a free port, and the store outlives every rank.
     store = loopback_store()
     yield (

@@ -45,10 +45,8 @@ class NewProcesses:
 
 
 class ForkedProcesses:
-    """Starts ranks as forks of one process, which saves the seconds and the memory of their imports.
-
-    That process is started here and ends with this one or by `close`. preload: modules that it imports.
-    """
+    """Starts ranks as forks of one process, which saves the seconds and the memory of their imports. That process is started here
+    and ends with this one or by `close`. preload: modules that it imports."""
 
     def __init__(self, module: str, preload: Sequence[str]) -> None:
         self._channel, theirs = Pipe()
@@ -111,11 +109,9 @@ class ForkedProcesses:
 
 
 class SharedImports:
-    """Gives a starter to each of several worlds: forks of one process, or new interpreters, with a message, if ranks cannot be
-    forked.
-
-    The process starts with the first world, again if it has ended, and ends with `close`. world: its name in the message.
-    """
+    """Gives a starter to each of several worlds: forks of one process, or new interpreters, with a message, if ranks cannot
+    be forked. The process starts with the first world, again if it has ended, and ends with `close`. world: its name in the
+    message."""
 
     def __init__(self, module: str, preload: Sequence[str], world: str) -> None:
         self._module, self._preload, self._world = module, preload, world

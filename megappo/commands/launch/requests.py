@@ -16,10 +16,8 @@ AGAIN_S = 1.0
 
 
 class Requests:
-    """Context in which USR1, TERM, INT and HUP are requests; if ranks are not stoppable, each signal ends them at once.
-
-    stop: the first signal. end: a second one other than USR1, at least AGAIN_S later; the ranks are to be killed.
-    """
+    """Context in which USR1, TERM, INT and HUP are requests; if ranks are not stoppable, each signal ends them at once. stop: the
+    first signal. end: a second one other than USR1, at least AGAIN_S later; the ranks are to be killed."""
 
     def __init__(self, *, stoppable: bool) -> None:
         self.stop: signal.Signals | None = None

@@ -104,10 +104,8 @@ _OWN_OPTIONS = {
 
 
 def check_options(options: Sequence[str], own: Mapping[str, str]) -> None:
-    """Check a user's sbatch options. own: options that the script sets itself -> fix.
-
-    Raises ConfigError for one of these, and for text that is not one option on one line.
-    """
+    """Check a user's sbatch options. own: options that the script sets itself -> fix. Raises ConfigError for one of these, and for
+    text that is not one option on one line."""
     for option in options:
         if not option.startswith("--") or odd_character(option) is not None or not _is_whole(option):
             raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
@@ -146,7 +144,7 @@ def _check_mounts(job: Job) -> None:
 
 
 def _tensor_parallel(config: TrainConfig) -> dict[str, tuple[int, str]]:
-    """Map each tp key to its size and to the ranks that are cut into groups of this size."""
+    # Key -> its size, and the ranks that are cut into groups of this size.
     found = {
         f"{key_of_role(role)}.parallel.tp": (sizes.tp, section_of(config, role).ranks)
         for role, sizes in roles_in_use(config).items()
@@ -155,10 +153,10 @@ def _tensor_parallel(config: TrainConfig) -> dict[str, tuple[int, str]]:
 
 
 def _check_nodes(config: TrainConfig, job: Job) -> None:
-    """Require that a tensor-parallel group lies within a node or consists of whole nodes."""
     if next(placement_problems(config, job.world_size), None) is not None:
         return  # the plan's to report
     per_node = job.ranks_per_node
+    # A tensor-parallel group must lie within a node or consist of whole nodes.
     for key, (tp, text) in _tensor_parallel(config).items():
         ranks = ranks_of(text, job.world_size)
         groups = [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
@@ -200,7 +198,6 @@ def check_cluster(job: Job, limits: Limits) -> None:
 
 
 def _obstacle(job: Job, limits: Limits, partition: slurm.Partition) -> str:
-    """Return why the partition cannot run the job; empty if it can."""
     if not partition.up:
         return f"--partition {partition.name}: is down"
     if job.nodes > partition.nodes:
@@ -237,10 +234,8 @@ def print_script(config: TrainConfig, job: Job, run_dir: Path, *, resume: bool) 
 
 
 def record(config: TrainConfig, run_dir: Path) -> Path:
-    """Make a folder below the run directory with the configuration and its origin.
-
-    Raises ConfigError while a job of the run is alive or if nothing can be written there, LeaseHeld while a process has the run.
-    """
+    """Make a folder below the run directory with the configuration and its origin. Raises ConfigError while a job of the run is
+    alive or if nothing can be written there, LeaseHeld while a process has the run."""
     _refuse_second_job(run_dir)
     refuse_if_held(run_dir)
     folder = _free_folder(run_dir)

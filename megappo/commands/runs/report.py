@@ -62,7 +62,6 @@ def _state_text(run: Run, now: float) -> str:
 
 
 def _notes(run: Run) -> Iterator[str]:
-    """Yield one line for the best checkpoint, for the reason of a failure, and for each fault."""
     if run.checkpoint is not None and (best := run.checkpoint.best) is not None:
         yield plain(f"best checkpoint step-{best.get('step')}: {best.get('metric')} = {best.get('value')}")
     if run.ended is not None and run.ended.message and run.state in ("failed", "stopped"):

@@ -1,7 +1,5 @@
-"""Verify a run's checkpoints by manifest, sizes and every hash, without changing them: safe beside a live run.
-
-A load verifies too (`checkpoint/verification.py`) and sets a damaged checkpoint aside; this only reports. Imports no torch.
-"""
+"""Verify a run's checkpoints by manifest, sizes and every hash, without changing them: safe beside a live run. A load verifies too
+(`checkpoint/verification.py`) and sets a damaged checkpoint aside; this only reports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,11 +22,8 @@ THREADS = 8  # hashlib lets other threads run; more than a few do not make a dis
 
 @dataclass(frozen=True)
 class Verified:
-    """Result for one checkpoint.
-
-    unverified: a file cannot be read, which says nothing about its data, or is not megappo's. removed: the live run removed it
-    during the verification.
-    """
+    """Result for one checkpoint. unverified: a file cannot be read, which says nothing about its data, or is not megappo's.
+    removed: the live run removed it during the verification."""
 
     step: int
     state: Literal["ok", "damaged", "unverified", "removed"]

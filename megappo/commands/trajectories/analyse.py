@@ -144,7 +144,6 @@ def analyse(trajectories: Sequence[Trajectory], worst: int) -> Analysis:
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
-    """Mean of the values that are not NaN; NaN without one."""
     array = np.asarray(values, dtype=np.float64)
     array = array[~np.isnan(array)]
     return float(array.mean()) if array.size else math.nan

@@ -70,7 +70,6 @@ def choose(analysis: Analysis, most: int) -> list[int]:
 
 
 def _reasons(analysis: Analysis) -> dict[int, list[str]]:
-    """Map id() of a sample to the lists of worst samples that contain it."""
     titles = {"score": "lowest score", "kl": "highest KL", "repetition": "most repetitive"}
     found: dict[int, list[str]] = {}
     for kind, samples in vars(analysis.worst).items():
@@ -80,7 +79,6 @@ def _reasons(analysis: Analysis) -> dict[int, list[str]]:
 
 
 def _dots(samples: Sequence[Sample], chosen: Sequence[int]) -> list[tuple[int, Sample]]:
-    """The samples of the page and, as far as there is room, others evenly."""
     others = [index for index in range(len(samples)) if index not in set(chosen)]
     room = max(0, min(MOST_DOTS - len(chosen), len(others)))
     return [(index, samples[index]) for index in sorted([*chosen, *(others[i * len(others) // room] for i in range(room))])]
@@ -120,7 +118,6 @@ def _facts(sample: Sample, reasons: Sequence[str]) -> dict[str, Any]:
 
 
 def _numbers(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    """The numbers by which the page colours tokens."""
     own = {name: numbers for name, numbers in trajectory.fields.items() if name not in ("ref_logprob", "rollout_logprob")}
     derived = {"kl": trajectory.kl, "value_error": trajectory.value_error, "log_ratio": trajectory.log_ratio}
     return own | {name: numbers for name, numbers in derived.items() if numbers is not None}

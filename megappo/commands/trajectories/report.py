@@ -80,7 +80,6 @@ def _excerpt(sample: Sample, *, from_end: bool) -> str:
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Pick at most `most` items, evenly spread, the first and the last among them."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

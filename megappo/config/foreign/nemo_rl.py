@@ -26,7 +26,6 @@ FUSED = "Megatron-core and TransformerEngine choose their fusions"
 
 
 def _role(prefix: str, role: str) -> dict[str, Rule]:
-    """Rules for the policy or the value model, for both backends."""
     megatron, dtensor, ours = f"{prefix}.megatron_cfg", f"{prefix}.dtensor_cfg", f"{role}.optimizer"
     optimizer, parallel = f"{megatron}.optimizer", f"{role}.parallel"
     rules = {

@@ -18,20 +18,16 @@ ROLES = {"policy": ("policy", "actor"), "critic": ("critic", "value"), "referenc
 
 
 def exact_rule(name: str) -> tuple[Trainer, Rule] | None:
-    """Find the rule of a foreign flag (without dashes) or dotted key; `rollout.name` finds `actor_rollout_ref.rollout.name`.
-
-    The last part must be equal, and the other parts must occur in the foreign key in the same order.
-    """
+    """Find the rule of a foreign flag (without dashes) or dotted key; `rollout.name` finds `actor_rollout_ref.rollout.name`. The
+    last part must be equal, and the other parts must occur in the foreign key in the same order."""
     wanted = name.split(".")
     found = [one for one in _ending_like(wanted[-1]) if _holds(wanted, one[1]) and (len(wanted) > 1 or len(one[1]) == 1)]
     return min(found, key=lambda one: (len(one[1]), one[0]))[2:] if found else None
 
 
 def rule_by_last_part(last: str) -> tuple[Trainer, Rule] | None:
-    """Find the rule of the foreign keys with this last part, if they agree on the last part of our key.
-
-    Keys without an equivalent must agree on what becomes of them instead.
-    """
+    """Find the rule of the foreign keys with this last part, if they agree on the last part of our key. Keys without an equivalent
+    must agree on what becomes of them instead."""
     known = _ending_like(last)
     found = [one for one in known if one[3].outcome is Outcome.TAKEN]
     answers = {one[3].keys[0].rsplit(".", 1)[-1] for one in found}

@@ -61,7 +61,6 @@ def _optimizer(prefix: str, role: str) -> dict[str, Rule]:
 
 
 def _megatron(prefix: str, role: str) -> dict[str, Rule]:
-    """Rules for the Megatron section of the policy, critic or reference."""
     parallel, trained = f"{role}.parallel", role != "reference"
     transformer = f"{prefix}.override_transformer_config"
     rules = {
@@ -102,7 +101,6 @@ def _megatron(prefix: str, role: str) -> dict[str, Rule]:
 
 
 def _fsdp(prefix: str, role: str) -> dict[str, Rule]:
-    """Rules for the FSDP section of the policy, critic or reference."""
     parts = ("parameters",) if role == "reference" else ("parameters", "gradients", "optimizer")
     kinds = {"param_offload": "parameters", "grad_offload": "gradients", "optimizer_offload": "optimizer"}
     rules = {f"{prefix}.{key}": take(f"{role}.offload.{part}") for key, part in kinds.items() if part in parts}
