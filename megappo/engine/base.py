@@ -1,8 +1,7 @@
 """Interface of an engine: the model of a role (policy, critic, reference) with its optimizer, for any sharding.
 
-Roles, bridge, checkpoints, export and the instruments are written against `Engine`; only `build.py` names the engine that runs.
-An engine knows nothing of PPO: losses arrive as callables. Its model replicas share a batch (`parallel/shares.py`): every rank
-passes the share of its replica. `whole_batch.py` runs a pass over a batch that all ranks have.
+Only `build.py` names the engine that runs. An engine knows nothing of PPO: losses arrive as callables. Model replicas share a batch
+(`parallel/shares.py`): every rank passes the share of its replica.
 """
 
 from __future__ import annotations
@@ -31,113 +30,103 @@ LogitsDtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True)
 class LogprobQuery:
-    """Query of log-probs: row t of a micro-batch of T tokens is the distribution after token t.
-
-    target: [T] int64, the id whose log-prob row t gives, `ops.vocab_shard.IGNORE_INDEX` for none. temperature: divides the logits,
-    of every row or [T] of each. logits_dtype: the logits are rounded to it before that. kept: [T, K] int32, the only ids possible
-    in row t, then NO_ID; a row without any, and None, is the whole vocabulary. want_entropy: also the entropy of the same
-    distribution, in nats.
-    """
+    """Query of log-probs: row t of a micro-batch of T tokens is the distribution after token t."""
 
     target: Tensor
+    """[T] int64, the id whose log-prob row t gives; `ops.vocab_shard.IGNORE_INDEX` for none."""
     temperature: float | Tensor
+    """Divides the logits: of every row, or [T] of each."""
     logits_dtype: LogitsDtype = "fp32"
+    """Type to which the logits are rounded before the temperature divides them."""
     kept: Tensor | None = None
+    """[T, K] int32, the only ids possible in row t, then NO_ID. A row without any, and None: the whole vocabulary."""
     want_entropy: bool = True
+    """Return also the entropy of the same distribution, in nats."""
 
 
 class FusedLoss(Protocol):
     """A loss of log-probs that is computed, with its gradient, while the logits of a chunk of tokens exist."""
 
     def __call__(self, query: LogprobQuery, token_loss: TokenLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        """(sum of token_loss over chunks of rows, a differentiable scalar; its metrics, *_max by maximum, others by sum)."""
+        """Return (sum of token_loss over chunks of rows, a differentiable scalar; its metrics, *_max by maximum, others by sum)."""
         ...
 
 
 class LanguageOutput(Protocol):
-    """Distributions after each of the T tokens of a micro-batch, without logits or a whole output projection in memory.
-
-    Results are over all T rows and the same on every rank of a replica, although a rank may compute only a part of them.
-    """
+    """Distributions after each of the T tokens of a micro-batch, without whole logits or a whole output projection in memory.
+    Results are over all T rows and the same on every rank of a replica, although a rank may compute only a part of them."""
 
     @property
     def fused_loss(self) -> FusedLoss | None:
-        """Loss fused with the logits; None if the loss has to be computed from `logprobs`. Both ways give the same gradient."""
+        """Loss fused with the logits, with the same gradient as one from `logprobs`; None if there is no fused one."""
         ...
 
     def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
-        """(log-probs [T] fp32 of the targets, entropies [T] fp32 or None), differentiable; 0 in rows without a target."""
+        """Return (log-probs [T] fp32 of the targets, entropies [T] fp32 or None), differentiable; 0 in rows without a target."""
         ...
 
     def logits(self, rows: Tensor, logits_dtype: LogitsDtype) -> Tensor:
-        """Logits [R, V] fp32 of a few rows (int64 [R]); columns beyond the vocabulary are -inf. Without gradient."""
+        """Return logits [R, V] fp32 of a few rows (int64 [R]); -inf beyond the vocabulary. Without gradient."""
         ...
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Results of a loss function for one micro-batch.
-
-    loss_sum: scalar, the un-normalised sum (None when the pass is forward only). tokens: name -> [T] results to hand back.
-    sums / maxima: name -> scalar, combined over micro-batches and data-parallel ranks by sum / max.
-    """
+    """Results of a loss function for one micro-batch."""
 
     loss_sum: Tensor | None = None
+    """Scalar, the un-normalised sum; None in a forward-only pass."""
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> [T] results to hand back."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> scalar, summed over micro-batches and data-parallel ranks; those of `maxima` are combined by maximum."""
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 LanguageLoss = Callable[[LanguageOutput, PackedBatch], LossOutput]
 ValueLoss = Callable[[Tensor, PackedBatch], LossOutput]
-"""Loss of a value model: takes the head's raw output at every token, fp32: [T], or [T, rows] of a head with several."""
+"""Loss of a value model from the head's raw output at every token, fp32: [T], or [T, rows] of a head with several."""
 LossFunction = LanguageLoss | ValueLoss
 
 
 @dataclass(frozen=True)
 class RouterSummary:
-    """Load of the routers of a model with experts in one training pass.
-
-    tokens: [layers, experts] fp64, tokens sent to each expert (0 in dense layers). balance_loss: mean over sequences of their
-    balancing losses, summed over layers, before the coefficient; 0 if the coefficient is 0.
-    """
+    """Load of the routers of a model with experts in one training pass."""
 
     tokens: Tensor
+    """[layers, experts] fp64, tokens sent to each expert; 0 in dense layers."""
     balance_loss: float
+    """Mean over sequences of their balancing losses, summed over layers, before the coefficient; 0 if the coefficient is 0."""
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """Outcome of one pass. tokens: name -> [T] fp32 in the order of this replica's share, zeros on ranks that do not report them.
-
-    The rest is of all replicas, identical on every rank. router: of a training pass of a model with experts.
-    """
+    """Results of one pass. All but `tokens` are of all replicas, identical on every rank."""
 
     tokens: dict[str, Tensor]
+    """Name -> [T] fp32 in the order of this replica's share; zeros on ranks that do not report them."""
     sums: dict[str, float]
     maxima: dict[str, float]
     num_micro_batches: int
     router: RouterSummary | None = None
+    """Set by a training pass of a model with experts."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step. grad_norm: global L2 norm before clipping. applied: False if it was not finite and the step was
-    skipped on all ranks."""
+    """Result of an optimizer step."""
 
-    grad_norm: float
-    applied: bool
+    grad_norm: float  # global L2 norm before clipping
+    applied: bool  # False if the norm was not finite and all ranks skipped the step
 
 
 class Engine(StatefulModel, Protocol):
-    """One model on the ranks of its role, with its optimizer if it trains. A rank that the role does not live on has no engine.
-
-    Methods are collective over the role's ranks unless they say otherwise: nobody else takes part or waits.
-    """
+    """One model on the ranks of its role, with its optimizer if it trains; other ranks have no engine.
+    Methods are collective over the role's ranks unless they say otherwise."""
 
     @property
     def name(self) -> str:
-        """The role, for messages."""
+        """Name of the role, for messages."""
         ...
 
     @property
@@ -155,59 +144,54 @@ class Engine(StatefulModel, Protocol):
 
     @property
     def shares(self) -> Shares:
-        """Ranks of the shares of a batch, one for each replica of the model. The same on every rank."""
+        """Ranks of the shares of a batch, one share per replica of the model. The same on every rank."""
         ...
 
     # ----------------------------------------------------------------------------------------------------------- weights
 
     def named_parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """This rank's parameters, under names that are the same in every layout. Not collective."""
+        """Return this rank's parameters, under names that are the same in every layout. Not collective."""
         ...
 
     def named_gradients(self) -> Mapping[str, Tensor]:
-        """Gradients of the last training pass, reduced unless the optimizer is sharded; names as above. Not collective."""
+        """Return the last training pass's gradients by parameter name, reduced unless the optimizer is sharded. Not collective."""
         ...
 
     def main_parameters(self) -> Mapping[str, Tensor]:
-        """Whole fp32 copies that the optimizer updates in place of bf16 parameters; names as above. Empty without such copies, and
-        if the optimizer is sharded. Resident until the mode is left. Not collective."""
+        """Return the whole fp32 copies that the optimizer updates in place of bf16 parameters, by parameter name.
+        Empty without copies, and if the optimizer is sharded. They stay resident until the mode is left. Not collective."""
         ...
 
     def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name as above, values on this rank in fp32) of every parameter: those that the optimizer updates, not their rounding.
-
-        Each is good until the next is asked for. Inside a mode; collective over ranks that share a sharded optimizer.
-        """
+        """Yield (parameter name, fp32 values on this rank) of what the optimizer updates, not its bf16 rounding.
+        Each tensor is valid until the next one. Call it inside a mode; collective over ranks that share a sharded optimizer."""
         ...
 
     def merged_parameters(self) -> Weights:
-        """Parameters by the names of `pieces`, as the bridge and an export read them: a weight with an adapter adds it to the part
-        that is read (`models.lora.Adapted`), and adapters have no entry of their own. Good until the weights change."""
+        """Return the parameters by the names of `pieces`, as the bridge and exports read them; valid until the weights change.
+        An adapter is added to the part of its weight that is read (`models.lora.Adapted`) and has no entry of its own."""
         ...
 
     def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside, passes give the output of the base model. An AssertionError on an engine without adapters. Not collective."""
+        """Inside, passes use the base model alone. AssertionError on an engine without adapters. Not collective."""
         ...
 
     def pieces(self) -> PieceMap:
-        """Position in the role's layout -> its rectangles of Hugging Face tensors, by the names above. Not collective; the same on
-        every rank."""
+        """Return position in the role's layout -> its rectangles of Hugging Face tensors, alike on every rank. Not collective."""
         ...
 
     def adapter_pieces(self) -> PieceMap:
-        """The same of adapters' tensors (`models.lora.adapter_shapes`), in the parameters that hold them; none without adapters."""
+        """Same as `pieces`, for adapters' tensors (`models.lora.adapter_shapes`); empty without adapters."""
         ...
 
     def boxes_of(self, values: Mapping[str, Tensor], *, to_save: bool) -> Sequence[StateBox]:
-        """Boxes of Hugging Face tensors that values in the place of the named parameters make up: those that this rank writes to a
-        checkpoint, or all. Not collective."""
+        """Return the boxes of Hugging Face tensors that `values`, by parameter name, make up. Not collective.
+        to_save: only those that this rank writes to a checkpoint."""
         ...
 
     def export(self, directory: Path, source: Path) -> None:
         """Write a Hugging Face checkpoint to `directory`; configuration and tokenizer files come from `source`.
-
-        ValueError or OSError on every rank if one fails or `directory` exists; it appears when it is complete.
-        """
+        ValueError or OSError on every rank if one fails or `directory` exists; it appears when it is complete."""
 
     def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
         """Make weights, or optimizer state, resident and free to change; or move them to the host. Not collective."""
@@ -216,7 +200,7 @@ class Engine(StatefulModel, Protocol):
     # ------------------------------------------------------------------------------------------------------------ passes
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Make parameters and gradients resident inside; on exit offload the parts that the role's section offloads."""
+        """Make parameters and gradients resident inside; on exit offload what the role's section offloads."""
         ...
 
     def eval_mode(self) -> AbstractContextManager[None]:
@@ -234,10 +218,10 @@ class Engine(StatefulModel, Protocol):
     ) -> PassResult:
         """Run the micro-batches of all shares; a training pass leaves the reduced gradient of sum(loss_sum) / denominator.
 
-        share: of this rank's replica, which may be empty. Tokens are read where `shares` has holders and readers, fields where it
-        has holders; lengths everywhere. One training pass between `optimizer_zero_grad` and `optimizer_step`: a second one would
-        reduce gradients over ranks twice. reads: fields of the batch that loss_fn reads, if the batch has them. No others go to the
-        device; reading another field of a micro-batch is a KeyError.
+        share: of this rank's replica; may be empty. Tokens are read on the holders and readers of `shares`, fields on holders,
+        lengths everywhere. reads: fields that loss_fn reads, if the batch has them; only these go to the device, another one is a
+        KeyError. Run one training pass between `optimizer_zero_grad` and `optimizer_step`: a second one would reduce gradients over
+        ranks twice.
         """
         ...
 
@@ -246,16 +230,16 @@ class Engine(StatefulModel, Protocol):
     def optimizer_zero_grad(self) -> None: ...
 
     def optimizer_step(self) -> StepResult:
-        """Clip and apply the gradients; if they are not finite the step is skipped on all ranks."""
+        """Clip and apply the gradients; if they are not finite all ranks skip the step."""
         ...
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one optimizer step; returns the learning rate that this step uses."""
+        """Advance the schedule by one optimizer step and return the learning rate of that step."""
         ...
 
 
 class WithoutAdapters(ABC):
-    """The methods of `Engine` about adapters, for an engine, or a model in it, that has none."""
+    """Methods of `Engine` about adapters, for an engine, or a model in it, without any."""
 
     name: str
 

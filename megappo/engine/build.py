@@ -1,7 +1,4 @@
-"""Engines of a run, each as its role's section names it; and the build of Megatron's: model, weights, gradient buffers, optimizer.
-
-The one module that names engines.
-"""
+"""Engines of a run, by their roles' sections, and the build of Megatron's. The one module that names engines."""
 
 from __future__ import annotations
 
@@ -33,9 +30,7 @@ from megappo.parallel.placement import Placement, placement_of
 
 class RoleEngines:
     """The `EngineFactory` of a run. Roles with the same layout and ranks share their groups, whatever their engines.
-
-    ValueError if the layers that `model.impl` names cannot be built here.
-    """
+    ValueError if the layers that `model.impl` names cannot be built here."""
 
     def __init__(self, model: ModelConfig, timeouts: TimeoutsConfig, device: torch.device) -> None:
         self._chosen: Implementation = choose_implementation(model.impl, device.type)
@@ -65,7 +60,7 @@ class RoleEngines:
         return build(spec, groups, device=self._device, implementation=self._implementation(spec.section))
 
     def groups_for(self, spec: EngineSpec) -> ProcessGroups | None:
-        """Process groups of the role, made at the first call; None on ranks that it does not live on. Collective over the world."""
+        """Return the role's process groups, made at the first call; None on other ranks. Collective over the world."""
         return self._groups_of(spec.section)
 
     def _groups_of(self, section: RoleConfig) -> ProcessGroups | None:
@@ -130,7 +125,7 @@ def build_trainable(
 def build_frozen(
     spec: EngineSpec, groups: ProcessGroups, *, device: torch.device, implementation: Implementation = "local"
 ) -> MegatronEngine:
-    """Build a model that does not train. Only a `FrozenConfig` offloads it: of a trained role's section the rest counts."""
+    """Build a model that does not train. Offload applies only in a `FrozenConfig`, not in a trained role's section."""
     section = spec.section
     value_head = spec.value_head is not None
     chunks = build_model(
@@ -165,7 +160,7 @@ def _fill(chunks: Sequence[PackedModel], spec: EngineSpec, groups: ProcessGroups
 
 
 def _fill_randomly(chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill matrices with small random values: activations and gradients stay finite, experts are chosen about equally often."""
+    # Small matrices: activations and gradients stay finite, and experts are chosen about equally often.
     generators: dict[torch.device, torch.Generator] = {}
     with torch.no_grad():
         for module in (module for chunk in chunks for module in chunk.modules()):

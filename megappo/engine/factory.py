@@ -1,6 +1,6 @@
 """Specification of a role's engine, and the interface of the factory that builds it.
 
-A run takes one `EngineBackend`, by default `build.RoleEngines`: to a library user another engine is another argument.
+A run takes one `EngineBackend`, by default `build.RoleEngines`; a library user can pass another.
 """
 
 from __future__ import annotations
@@ -22,46 +22,43 @@ ValueHead = Literal["zero", "normal", "checkpoint"]
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Model of a role, and the role's section of the configuration: its layout, ranks, micro-batches and optimizer.
-
-    role: its name. model: directory of a Hugging Face checkpoint. value_head: initial weights of a value model's head; None for a
-    language model. total_updates: optimizer steps of the whole run, for the schedule; None for a frozen model. seed: of a random
-    head. random_weights: small random matrices in place of the checkpoint's, for timing: only config.json is read.
-    """
+    """Model of a role, and the role's section of the configuration: its layout, ranks, micro-batches and optimizer."""
 
     role: str
     model: str
+    """Directory of a Hugging Face checkpoint."""
     arch: ModelArch
     section: RoleConfig
     value_head: ValueHead | None = None
+    """Initial weights of a value model's head; None for a language model."""
     total_updates: int | None = None
-    seed: int = 0
+    """Optimizer steps of the whole run, for the schedule; None for a frozen model."""
+    seed: int = 0  # of a random head, and of adapters
     random_weights: bool = False
+    """Small random matrices in place of the checkpoint's, for timing: only config.json is read."""
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Hugging Face names of the weights that the section freezes, of a model that trains."""
+        """Hugging Face names of the weights that the section freezes; none if the model does not train."""
         if self.total_updates is None:
             return frozenset()
         return frozen_of(self.section, self.arch, value_head=self.value_head is not None)
 
 
 class EngineFactory(Protocol):
-    """Builds engines on ranks of the world, which exists. Every method but `describe` is collective over the world: ranks that a
-    role does not live on take part in making its groups."""
+    """Builds engines on the ranks of the world. Every method but `describe` is collective over the world.
+    Ranks that a role does not live on take part in making its groups."""
 
     def describe(self, section: RoleConfig) -> str:
-        """Name of the layers of a role with this section, in a word or two for the log."""
+        """Name the layers of a role with this section, in a word or two for the log."""
         ...
 
     def connect(self, sections: Iterable[RoleConfig]) -> None:
         """Connect the ranks of these roles before they load models, which takes each a different time."""
 
     def build(self, spec: EngineSpec) -> Engine | None:
-        """Build the engine, with all parts offloaded that its section offloads; None on ranks that the role does not live on.
-
-        ValueError if the model does not fit.
-        """
+        """Build the engine, offloaded as its section says; None on ranks that the role does not live on. ValueError if it does not
+        fit."""
         ...
 
     def settle(self) -> None:

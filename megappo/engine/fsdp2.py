@@ -1,8 +1,7 @@
 """Engine of transformers' own classes under FSDP2: data, tensor and context parallel, every weight sharded over the role's ranks.
 
-Each replica (tp x cp ranks) has a share of its own, which it cuts into micro-batches by the token budget, as many as every other.
-Gradients are reduced, in fp32, at each micro-batch: kept back to the last (`reduce_once`) they are as large as the whole model on
-every rank.
+A replica (tp x cp ranks) cuts its share into micro-batches by the token budget, as many as every other replica. Gradients are
+reduced in fp32 at each micro-batch; kept to the last (`reduce_once`) they take the memory of the whole model on every rank.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from megappo.parallel.groups import ProcessGroups
 
 
 class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
-    """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role. reduce_once:
-    gradients are reduced after the last micro-batch of a pass, not after each."""
+    """Engine (see base.py) of one role. dtype: of computation and export. `optimizer` is None for a frozen role.
+    reduce_once: gradients are reduced after the last micro-batch of a pass, not after each."""
 
     def __init__(
         self,
@@ -70,10 +69,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     # --------------------------------------------------------------------------------------------------------- weights
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Name of a parameter or an adapter's -> this rank's part, fp32 if it trains; those without any are left out.
-
-        The first rank has the model's constants too.
-        """
+        """Name of a parameter or adapter -> this rank's part, fp32 if it trains. Empty parts are left out."""
         return {**self._model.shards, **self._constants()}
 
     def named_gradients(self) -> dict[str, Tensor]:
@@ -83,7 +79,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         return {**self._model.merged(), **self._constants()}
 
     def _constants(self) -> dict[str, torch.nn.Parameter]:
-        """The model's constants, which are whole and the same on every rank, on the first."""
+        # Constants are whole and the same on every rank: the first one reports them.
         return self._model.constants if self.groups.position == 0 else {}
 
     def without_adapters(self) -> AbstractContextManager[None]:
@@ -91,7 +87,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         return super().without_adapters() if adapters is None else adapters.off()
 
     def main_parameters(self) -> dict[str, Tensor]:
-        """None: parameters that train are fp32 themselves."""
+        """Return nothing: parameters that train are fp32 themselves."""
         return {}
 
     def pieces(self) -> PieceMap:
@@ -131,7 +127,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         return () if self._optimizer is None else self._optimizer.tensors()
 
     def _enter(self, *, trains: bool) -> None:
-        """Nothing: the mode of the modules makes no difference to these models."""
+        """Do nothing: the mode of the modules makes no difference to these models."""
 
     def _free_gradients(self) -> None:
         self._model.free_gradients()
@@ -169,7 +165,6 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         return PassResult(tokens, sums, maxima, len(mine))
 
     def _dropping(self) -> AbstractContextManager[None]:
-        """Around a training pass."""
         adapters = self._model.adapters
         # Steps of the schedule are in checkpoints, unlike the number of passes.
         return (
@@ -179,7 +174,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         )
 
     def _run(self, micro: MicroBatch, loss_fn: LossFunction, denominator: float, *, forward_only: bool) -> LossOutput:
-        """One micro-batch, forward and, unless `forward_only`, backward. Collective over the role's ranks."""
+        """Run one micro-batch, forward and, unless `forward_only`, backward. Collective over the role's ranks."""
         with torch.set_grad_enabled(not forward_only):
             raw = self._model(micro.batch.tokens, micro.cu_seqlens, micro.context)
             if self.value_head:
@@ -222,4 +217,4 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
             yield Held(moment, name, tuple(values.shape), 0, values)
 
     def _take_new_weights(self) -> None:
-        """Nothing: the weights are those that the optimizer updates."""
+        """Do nothing: the optimizer updates the weights themselves."""

@@ -19,10 +19,8 @@ from megappo.parallel.groups import ProcessGroups
 
 
 def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -> Fsdp2Engine:
-    """Build the engine of a role. A role's section that trains is a `TrainableConfig`. Collective over the role's ranks.
-
-    ValueError if the model or the checkpoint does not fit.
-    """
+    """Build the engine of a role. Collective over the role's ranks. ValueError if the model or the checkpoint does not fit.
+    The section of a role that trains is a `TrainableConfig`."""
     section, trains, dtype = spec.section, spec.total_updates is not None, DTYPES[spec.section.dtype]
     if section.compile:
         _check_compiler(spec.role)
@@ -40,7 +38,7 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
 
 
 def _check_compiler(role: str) -> None:
-    """ConfigError without the compiler that torch.compile calls, for its kernels on the CPU and the launchers of those on a GPU."""
+    """Raise ConfigError without the C++ compiler that torch.compile calls for kernels on the CPU and launchers on a GPU."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         fix = f"torch.compile calls {compiler}, which is not on PATH; install it, name another one in CXX, or remove the key"

@@ -1,8 +1,8 @@
 """Low-rank adapters of transformers' own classes under FSDP2: the adapters of a model, their start, and their forward pass.
 
-Under tensor parallel an adapter is cut as its module's weight (`lora_shards.py`), and needs no exchange of its own: A of a
-column-parallel linear reads the input that its ranks share, and what B of a row-parallel one adds is a part of the sum that the
-linear's output is already. The copy that every tp rank has, of A or B, then has a part of its gradient on each.
+Under tensor parallel an adapter is cut as its module's weight (`lora_shards.py`) and needs no exchange of its own: A of a
+column-parallel linear reads the input that tp ranks share, B of a row-parallel one adds to the partial sum of the output. The copy
+that every tp rank has, of A or B, then has a part of its gradient on each.
 """
 
 from __future__ import annotations
@@ -28,12 +28,8 @@ from megappo.parallel.layout import ParallelLayout
 
 
 class Adapters:
-    """Adapters of a model. modules: name -> (out, in) of those that have one. cuts: of their tensors over tp. scaling: of B A.
-    seed: of the run.
-
-    Inside `off` the model is its base. Inside `dropping` inputs of A are dropped with the probability of the configuration.
-    ValueError for targets that the model does not have.
-    """
+    """Adapters of a model. seed: of the run. ValueError for targets that the model does not have.
+    modules: name -> (out, in) of adapted modules. cuts: of the adapters' tensors over tp. scaling: of B A."""
 
     def __init__(self, arch: ModelArch, lora: LoraConfig, seed: int) -> None:
         self.modules = adapted_modules(tensors_to_adapt(arch), lora.targets)
@@ -42,20 +38,19 @@ class Adapters:
         self.are_on, self.dropout = True, 0.0
 
     def add_to(self, model: torch.nn.Module) -> None:
-        """Put an adapter into each module: parameters `lora_A.weight` and `lora_B.weight` in fp32 beside its own, which keep their
-        names. model: on the meta device, after `tensor_parallel.cut_over_tp`, whose hooks a module keeps.
-        """
+        """Add parameters `lora_A.weight` and `lora_B.weight` in fp32 to each module; its own keep their names.
+        model: on the meta device, after `tensor_parallel.cut_over_tp`, whose hooks a module keeps."""
         for name in self.modules:
             linear = model.get_submodule(name)
             assert isinstance(linear, torch.nn.Linear), f"{name} is a {type(linear).__name__}"
-            # Another class for the same object, as `fully_shard` does it: the hooks of tensor parallel stay, and all layers run the
-            # same code, which torch.compile makes once.
+            # Change the class of the object, as `fully_shard` does: the hooks of tensor parallel stay, and all layers run the same
+            # code, which torch.compile compiles once.
             kind = Int8LoraLinear if isinstance(linear, Int8Linear) else LoraLinear
             cast(Any, linear).__class__ = kind
             cast(LoraLinear, linear).add(self, [self.cuts[f"{name}.{part}.weight"] for part in ("lora_A", "lora_B")])
 
     def start(self, local: Mapping[str, Tensor], pieces: Iterable[Piece]) -> None:
-        """Fill this rank's parts of all adapters, which are `pieces`: A with noise from the seed, B with zeros."""
+        """Fill this rank's parts (`pieces`) of all adapters: A with noise from the seed, B with zeros."""
         for piece in pieces:
             if piece.hf.endswith(ADAPTER_A):
                 module, box = piece.hf.removesuffix(ADAPTER_A), piece.box
@@ -70,12 +65,12 @@ class Adapters:
 
     @property
     def copied(self) -> set[str]:
-        """Tensors of which every tp rank has a copy, whose gradient there is of its part of the linear."""
+        """Tensors of which every tp rank has a copy, with the gradient of its part of the linear."""
         return {name for name, cut in self.cuts.items() if cut.dim is None}
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Of all tensors of the adapters, by name."""
+        """Shapes of the adapters' tensors by name."""
         return adapter_shapes(self.modules, self.lora.rank)
 
     @contextmanager
@@ -88,8 +83,9 @@ class Adapters:
 
     @contextmanager
     def dropping(self, step: int, replica: int, device: torch.device) -> Iterator[None]:
-        """Around a training pass. step: number of the pass; with replica and seed it gives the masks, so that a resumed run has
-        the same. replica: number of the dp x cp rank: its tp ranks drop the same of the input that they share."""
+        """Drop inputs of A inside a training pass. step: number of the pass. replica: number of the dp x cp rank.
+        Masks follow from seed, step and replica: a resumed run has the same, and tp ranks drop the same of the input that they
+        share."""
         if self.lora.dropout == 0:
             yield
             return
@@ -105,16 +101,14 @@ class Adapters:
 
 class LoraLinear(torch.nn.Linear):
     """Linear layer with an adapter: x W^T + bias + scaling * (x A^T) B^T.
-
-    A and B are fp32 parameters, which FSDP2 gathers in the type of computation, like W.
-    """
+    A and B are fp32 parameters, which FSDP2 gathers in the type of computation, like W."""
 
     _adapters: Adapters
     lora_A: torch.nn.Linear
     lora_B: torch.nn.Linear
 
     def add(self, adapters: Adapters, cuts: Sequence[Cut]) -> None:
-        """Add A and B, on the meta device; DTensors where they are cut, plain copies elsewhere, as norms are. cuts: of A and B."""
+        """Add A and B on the meta device; DTensors where they are cut, plain copies elsewhere, like norms. cuts: of A and B."""
         self._adapters = adapters
         made: dict[str, Any] = {"bias": False, "device": "meta", "dtype": torch.float32}
         self.lora_A = torch.nn.Linear(self.in_features, adapters.lora.rank, **made)
@@ -125,8 +119,7 @@ class LoraLinear(torch.nn.Linear):
                 part.weight = torch.nn.Parameter(distribute_tensor(part.weight, mesh, [Shard(cut.dim)], src_data_rank=None))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Under tensor parallel input and output are DTensors, and this rank's parts of A and B give the change of its rows of the
-        output, or its part of the sum that the output is."""
+        """Under tensor parallel input and output are DTensors; A and B give this rank's rows, or its part of the sum."""
         output, adapters = super().forward(input), self._adapters
         if not adapters.are_on:
             return output
@@ -142,10 +135,9 @@ class LoraLinear(torch.nn.Linear):
 
 
 class Int8LoraLinear(LoraLinear, Int8Linear):
-    """The same beside a weight in 8 bits."""
+    """`LoraLinear` whose base weight is in 8 bits."""
 
 
 def _local(part: torch.nn.Linear) -> Tensor:
-    """Weight of an A or B on this tp rank."""
     weight = part.weight
     return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -1,9 +1,8 @@
 """A model of transformers' own classes under FSDP2: its shards on this rank, their gradients, and the source of its weights.
 
-Tensor parallel cuts first (`models/tensor_parallel.py`); FSDP2 shards what is left over the ranks of the same tp coordinate, dp x
-cp. Every layer is a group of FSDP2, gathered for its forward and backward; embedding, last norm and output projection are the
-root's group, the value head one of its own, in fp32. The optimizer, the checkpoint and the bridge work on this rank's shards as
-plain tensors: a DTensor is its rectangle (`models/row_shards.py`) and its numbers.
+Tensor parallel cuts first (`models/tensor_parallel.py`); FSDP2 shards the rest over the ranks of the same tp coordinate (dp x cp).
+Every layer is an FSDP2 group; embedding, last norm and output projection are the root's, the fp32 value head has its own.
+Optimizer, checkpoint and bridge see this rank's shards as plain tensors, with their rectangles (`models/row_shards.py`).
 """
 
 from __future__ import annotations
@@ -48,14 +47,7 @@ from megappo.parallel.layout import ParallelLayout
 
 
 class ShardedModel:
-    """A model and this rank's shards of it.
-
-    shards: name of a parameter, an adapter's too -> this rank's part, sharing memory with FSDP2's own; those of which the rank
-    holds nothing are left out. trained: those of them with a gradient. shapes: of the whole
-    parameters, all of them. starts: first index of each shard in every dimension. copied: names of parameters that tp does not
-    cut, so that each tp rank has the same shard. constants: buffers that the checkpoint brought, whole on every rank. logit_scale:
-    of `check_packing`. adapters: of the model's LoRA adapters; None without.
-    """
+    """A model and this rank's shards of it. logit_scale: from `check_packing`. adapters: LoRA adapters, or None."""
 
     def __init__(
         self,
@@ -67,12 +59,16 @@ class ShardedModel:
         adapters: Adapters | None = None,
     ) -> None:
         self.module, self.logit_scale, self.adapters, self._dtype = module, logit_scale, adapters, dtype
+        # Buffers that the checkpoint brought, whole on every rank.
         self.constants = {name: torch.nn.Parameter(buffer, requires_grad=False) for name, buffer in constants_of(module).items()}
         self._root, self._groups = cast(FSDPModule, module), groups
         self._whole = {name: cast(DTensor, parameter.data) for name, parameter in module.named_parameters()}
-        self._sharded = dict(module.named_parameters())  # FSDP2 puts others in their place while they are gathered
+        self._sharded = dict(module.named_parameters())  # FSDP2 swaps in others while layers are gathered
+        # Shapes of the whole parameters, not of this rank's parts.
         self.shapes = {name: tuple(parameter.shape) for name, parameter in self._sharded.items()}
+        # This rank's part of a parameter, an adapter's too, sharing memory with FSDP2's own. Empty parts are left out.
         self.shards: dict[str, torch.nn.Parameter] = {}
+        # First index of each shard in every dimension.
         self.starts: dict[str, tuple[int, ...]] = {}
         places = shards_of(spec.arch, groups.layout, groups.position, self.is_value_model)
         for piece in () if adapters is None else adapters.pieces(groups.layout)[groups.position]:
@@ -88,6 +84,7 @@ class ShardedModel:
         self.trained = {name: shard for name, shard in self.shards.items() if shard.requires_grad}
         of_adapters = set() if adapters is None else adapters.copied
         partial = partial_names(spec.arch, self.is_value_model, sequence_parallel=groups.layout.sequence_parallel)
+        # Parameters that tp does not cut, so that each tp rank has the same shard.
         self.copied = copied_names(spec.arch, self.is_value_model) | of_adapters
         self._partial = sorted(self.trained.keys() & (partial | of_adapters))
 
@@ -96,12 +93,9 @@ class ShardedModel:
         return isinstance(self.module, ValueModel)
 
     def __call__(self, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None = None) -> Tensor:
-        """Final hidden states of this rank's tokens, [T / cp, H] ([T / cp / tp, H] under sequence parallel), or the head's outputs
-        fp32, [T], or [T, rows] of a head with several.
-
-        tokens: all T. cu_seqlens: on the host. context: this rank's part of the tokens under context parallel. Collective over the
-        ranks.
-        """
+        """Return the final hidden states of this rank's tokens [T / cp, H], or the head's outputs fp32 [T] or [T, rows].
+        Hidden states are [T / cp / tp, H] under sequence parallel. tokens: all T. cu_seqlens: on the host. context: this rank's
+        part of the tokens under context parallel. Collective over the ranks."""
         rows = getattr(self.module, OUTPUT_METHOD)(tokens, cu_seqlens, context)[0]
         if not self.is_value_model:
             return rows
@@ -109,19 +103,19 @@ class ShardedModel:
         return values if context is None else context.gather(values)
 
     def output_weight(self) -> Tensor:
-        """Rows of the output projection of this tp rank [V / tp, H], between a forward and its backward or the next `reshard`."""
+        """This tp rank's rows of the output projection [V / tp, H]; valid from a forward to its backward or `reshard`."""
         return output_weight(self.module)
 
     def reshard(self) -> None:
-        """Let go of gathered weights after a pass: FSDP2 keeps the root's, and would not see new weights in the shards."""
+        # After a pass FSDP2 keeps the root's weights gathered and would not see new ones in the shards.
         self._root.reshard()
 
     def reduce_gradients(self, now: bool) -> None:
-        """Say whether the next backward reduces gradients over ranks, those that earlier ones kept too, or keeps whole ones."""
+        """Say whether the next backward reduces gradients over ranks, with those kept before, or keeps whole ones."""
         self._root.set_requires_gradient_sync(now)
 
     def zero_gradients(self) -> None:
-        """Set the gradients to zero, and make those that are not there. A backward pass adds to them."""
+        """Set the gradients to zero, making those that are missing. A backward pass adds to them."""
         for name, parameter in self._sharded.items():
             if not parameter.requires_grad:
                 continue
@@ -133,7 +127,7 @@ class ShardedModel:
                 self.shards[name].grad = gradient
 
     def sum_partial_gradients(self) -> None:
-        """Add up, over tp, the gradients of copies that saw a part of the heads, tokens or columns each. Once, after a pass."""
+        """Sum, over tp, gradients of copies that each saw a part of the heads, tokens or columns. Once, after a pass."""
         if self._groups.layout.tp == 1:
             return
         gradients = [gradient for name in self._partial if (gradient := self.shards[name].grad) is not None]
@@ -148,12 +142,12 @@ class ShardedModel:
             parameter.grad = None
 
     def merged(self) -> Weights:
-        """Shards of the Hugging Face tensors, an adapted one with its adapter, of which every rank gathers the columns of A that it
-        has of the weight. Collective."""
+        """Return the shards of the Hugging Face tensors, adapted ones with their adapters. Collective."""
         if self.adapters is None:
             return self.shards
         weights = self._base_weights()
         for module in self.adapters.modules:
+            # Every rank needs the columns of A that its part of the weight has.
             a = self._whole[module + ADAPTER_A]
             a = a.redistribute(placements=(Replicate(), *a.placements[1:])).to_local()  # over FSDP2's axis alone
             if (name := f"{module}.weight") in self.shards:
@@ -164,7 +158,6 @@ class ShardedModel:
         return weights
 
     def _base_weights(self) -> dict[str, Tensor | Adapted | Quantised]:
-        """Shards without adapters; those in 8 bits with their scales."""
         weights: dict[str, Tensor | Adapted | Quantised] = {}
         for name, shard in self.shards.items():
             if not is_adapter(name) and not name.endswith(SCALE):
@@ -176,7 +169,7 @@ class ShardedModel:
         return weights
 
     def gradients(self) -> dict[str, Tensor]:
-        """Reduced gradients of this rank's shards, fp32; those that are not there are left out."""
+        """Reduced gradients of this rank's shards, fp32; missing ones are left out."""
         return {name: shard.grad for name, shard in self.shards.items() if shard.grad is not None}
 
 
@@ -184,11 +177,8 @@ def build_sharded(
     spec: EngineSpec, groups: ProcessGroups, *, dtype: torch.dtype, device: torch.device, trains: bool
 ) -> ShardedModel:
     """Build, cut, shard and fill the model of `spec` over the role's ranks. Collective over them.
-
-    Weights that train have fp32 shards and compute in `dtype`; frozen ones are kept in `dtype`, or in 8 bits with
-    `lora.base_bits`, a value head and adapters in fp32.
-    ValueError if the checkpoint or the architecture does not fit.
-    """
+    Weights that train have fp32 shards and compute in `dtype`; frozen ones are kept in `dtype`, or in 8 bits with `lora.base_bits`;
+    a value head and adapters in fp32. ValueError if the checkpoint or the architecture does not fit."""
     section, lora, recompute, layout = spec.section, None, "none", groups.layout
     inputs_on_host = False
     if isinstance(section, TrainableConfig):
@@ -207,7 +197,7 @@ def build_sharded(
     if layout.tp > 1:
         cut_over_tp(module, spec.arch, over_tp, sequence_parallel=layout.sequence_parallel)
     adapters = None
-    # Of one dp x cp rank, which has rows of every tensor.
+    # The cut of one dp x cp rank alone, which has rows of every tensor.
     cuts, one_tp_rank = hf_cuts(spec.arch), ParallelLayout(layout.tp, tp=layout.tp)
     for name, size in int8_modules(spec.arch, lora).items():
         linear = module.get_submodule(name)
@@ -235,9 +225,8 @@ def build_sharded(
 
 
 def _meshes(groups: ProcessGroups, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
-    """Axes of one mesh over the role's groups: FSDP2's, which is dp x cp, and tensor parallel's."""
     axes = [groups.collection.dp_cp, groups.tp]
-    # tp is the fastest axis of a layout: a row of positions is of one dp x cp coordinate.
+    # FSDP2 shards over dp x cp. tp is the fastest axis of a layout: a row of positions is of one dp x cp coordinate.
     ranks = torch.tensor(groups.placement.ranks).view(-1, groups.layout.tp)
     # DTensor remembers decisions, and the groups in them, by ranks and names of a mesh: another role, or an engine that is gone,
     # may have had groups of its own on the same ranks.
@@ -264,7 +253,7 @@ def _shard(module: torch.nn.Module, mesh: DeviceMesh, dtype: torch.dtype) -> Non
 
 
 def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adapters: Adapters | None) -> None:
-    """Read this rank's rectangles from the checkpoint; or small random ones, for timing."""
+    """Fill this rank's rectangles from the checkpoint, or with small random numbers for timing."""
     local = {name: cast(DTensor, parameter).to_local() for name, parameter in module.named_parameters()}
     if spec.random_weights:
         generator = torch.Generator().manual_seed(0)
@@ -299,7 +288,7 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
         if one.constant:
             (part,) = one.parts
             constants[one.name].copy_(reader.slice(part.hf, part.shape)[0][:])
-    # Both by every rank in whole, so that all of them refuse a checkpoint, and none waits for the others in the next collective.
+    # Every rank reads the whole head or embedding, so that all refuse a bad checkpoint and none waits in the next collective.
     if is_value_model:
         head = torch.empty(shapes[VALUE_HEAD])
         fill_value_head(head, spec.arch, reader, spec.value_head or "zero", spec.seed)

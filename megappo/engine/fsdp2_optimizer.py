@@ -19,10 +19,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class ShardedOptimizer:
     """AdamW over the shards of one model.
-
-    shards: name -> rectangle of this rank, none on a rank without any. copied: names of shards that every tp rank has alike.
-    updates: of the weights so far. schedule_steps: those that the schedule counted, skipped ones too.
-    """
+    shards: name -> rectangle of this rank; may be empty. copied: names of shards that every tp rank has alike. updates: of the
+    weights so far. schedule_steps: steps that the schedule counted, skipped ones too."""
 
     def __init__(
         self,
@@ -47,7 +45,7 @@ class ShardedOptimizer:
             self._optimizer.state[shard] = {"step": torch.zeros((), dtype=torch.float32), **moments}
 
     def position(self) -> dict[str, int]:
-        """Arguments of `set_position` to go on from here."""
+        """Return the arguments of `set_position` to go on from here."""
         return {"updates": self.updates, "schedule_steps": self.schedule_steps}
 
     def set_position(self, updates: int, schedule_steps: int) -> None:
@@ -69,14 +67,14 @@ class ShardedOptimizer:
         return lr
 
     def step(self) -> StepResult:
-        """Clip by the global norm and update; skip the step on all ranks if the norm is not finite on one. Collective."""
+        """Clip by the global norm and update; all ranks skip the step if the norm is not finite on one. Collective."""
         gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
         assert len(gradients) == len(self._shards), "a step comes after a pass"
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for name, gradient in zip(self._shards, gradients):
             copies = self._groups.layout.tp if name in self._copied else 1
             squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square() / copies
-        # Every gradient of every rank, a copy too, has a part: a NaN on one rank is in the sum of all, which is the vote.
+        # Every gradient of every rank is in this sum, copies too: a NaN anywhere reaches all ranks, so the sum is the vote.
         dist.all_reduce(squares, group=self._groups.everyone)
         grad_norm = float(squares.sqrt())
         if not math.isfinite(grad_norm):
@@ -89,22 +87,20 @@ class ShardedOptimizer:
         return StepResult(grad_norm, applied=True)
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(name of the moment, name of the shard, values)."""
+        """Yield (name of the moment, name of the shard, values)."""
         for name, shard in self._shards.items():
             for moment in MOMENTS:
                 yield moment, name, self._optimizer.state[shard][moment]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Of this rank's device memory, beside the shards."""
+        """Yield the optimizer's tensors in this rank's device memory, without the shards."""
         yield from (values for *_, values in self.moments())
 
 
 def scheduled_lr(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Rate of optimizer step `step` (from 1) of `total_steps`, as Megatron-core's scheduler has it: step k of the warm-up uses
-    k / warmup_steps of the peak.
-
-    linear and cosine reach the smallest rate at the last step, which is at least one behind the warm-up, and keep it.
-    """
+    """Learning rate of optimizer step `step` (from 1) of `total_steps`, as in Megatron-core's scheduler.
+    Step k of the warm-up uses k / warmup_steps of the peak. linear and cosine reach the smallest rate at the last step, which is at
+    least one after the warm-up, and keep it."""
     warmup, last = config.warmup_steps, max(total_steps, config.warmup_steps + 1)
     if step <= warmup and warmup > 0:
         return config.lr * step / warmup

@@ -1,6 +1,6 @@
-"""The `LanguageOutput` of engines that hold final hidden states and rows of the output projection, by the linear ops.
+"""The `LanguageOutput` of engines with final hidden states and rows of the output projection, by the linear ops.
 
-Vocabulary rows may be sharded over a tensor-parallel group and tokens over a context-parallel one; without groups one rank has all.
+Vocabulary rows may be sharded over tp and tokens over cp; without groups one rank has all.
 """
 
 from __future__ import annotations
@@ -20,27 +20,21 @@ from megappo.parallel.context import ContextShard
 
 @dataclass(frozen=True)
 class LinearOutput:
-    """Final hidden states of one micro-batch of T tokens, and the output projection.
+    """Final hidden states of one micro-batch of T tokens, and the output projection."""
 
-    hidden: [T / cp, H], with sequence_parallel [T / cp / tp, H]. weight: [V / tp, H], the rows of this rank of `group` (tp; None
-    is this rank alone). vocab_start: global id of its first row; num_valid: number of its rows that are real vocabulary (the rest
-    is padding). context: this rank's part of the T tokens under context parallel (None: all). widest: rows of the largest shard
-    (None: all shards are as large as this one). logit_scale: factor of the products.
-    """
-
-    hidden: Tensor
-    weight: Tensor
-    vocab_start: int
-    num_valid: int
-    group: dist.ProcessGroup | None = None
+    hidden: Tensor  # [T / cp, H]; [T / cp / tp, H] with sequence_parallel
+    weight: Tensor  # [V / tp, H], this rank's rows
+    vocab_start: int  # global id of the first row
+    num_valid: int  # rows that are real vocabulary; the rest is padding
+    group: dist.ProcessGroup | None = None  # of tp; None: this rank alone
     sequence_parallel: bool = False
-    context: ContextShard | None = None
-    widest: int | None = None
-    logit_scale: float = 1.0
+    context: ContextShard | None = None  # this rank's part of the T tokens; None: all
+    widest: int | None = None  # rows of the largest shard; None: all are as large as this one
+    logit_scale: float = 1.0  # factor of the products
 
     @property
     def fused_loss(self) -> FusedLoss | None:
-        """None under context parallel: the loss needs the log-probs of the tokens that other ranks of that group hold."""
+        """None under context parallel: the loss needs log-probs of tokens that other ranks of that group hold."""
         return self._fused_loss if self.context is None else None
 
     def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
@@ -63,7 +57,6 @@ class LinearOutput:
         return result.loss, result.metrics
 
     def _arguments(self, query: LogprobQuery) -> tuple[Tensor, Tensor, Tensor, dist.ProcessGroup | None, LinearOptions]:
-        """Arguments of the linear ops for the rows of this context-parallel rank."""
         temperature = query.temperature
         options = LinearOptions(
             vocab_start=self.vocab_start,
@@ -86,7 +79,6 @@ class LinearOutput:
         return x if self.context is None else self.context.gather(x)
 
     def _gathered(self, local: Tensor) -> Tensor:
-        """Concatenate over tp ranks along the first dimension."""
         world = 1 if self.group is None else dist.get_world_size(self.group)
         if world == 1:
             return local
@@ -96,7 +88,7 @@ class LinearOutput:
 
 
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T, [R, V / tp] fp32; a product of bf16 tensors would be rounded."""
+    # [R, V / tp] in fp32: a product of bf16 tensors would be rounded.
     if hidden.dtype == torch.float32:
         return hidden @ weight.t()
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32) if hidden.is_cuda else hidden.float() @ weight.float().t()

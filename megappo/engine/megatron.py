@@ -1,7 +1,7 @@
 """Engine of a Megatron-core model: pipeline schedules, gradient reduction, optimizer, offload.
 
-It takes the share of its data-parallel replica, cuts it into micro-batches, pads and shards them as the layout needs, and returns
-per-token results in the share's order on the rank that reports. Losses are callables; their meaning is unknown here.
+It cuts the share of its data-parallel replica into micro-batches, pads and shards them as the layout needs, and returns per-token
+results in the share's order on the rank that reports.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ from megappo.parallel.groups import ProcessGroups
 
 
 class MegatronEngine(RoleEngine[Optimizer]):
-    """Engine (see base.py) of one role.
+    """Engine (see base.py) of one role. `optimizer` is None for a frozen role.
 
-    chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. `optimizer` is None for a frozen role.
-    adapters: those of the chunks, if they have some.
+    chunks: the model chunks of `models/build.py`, each wrapped in DDP when they train. adapters: of the chunks, if they have some.
     """
 
     def __init__(
@@ -83,11 +82,11 @@ class MegatronEngine(RoleEngine[Optimizer]):
     # --------------------------------------------------------------------------------------------------------- weights
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Canonical name (see `models/naming.py`) -> parameter of this rank."""
+        """Canonical name (`models/naming.py`) -> parameter of this rank."""
         return named_parameters(self.chunks)
 
     def named_gradients(self) -> dict[str, Tensor]:
-        """Views of DDP's fp32 buffers; the distributed optimizer leaves each rank with the reduced sum of its own shard only."""
+        """Views of DDP's fp32 buffers; the distributed optimizer leaves each rank the reduced sum of its own shard only."""
         # main_grad: an attribute that DDP adds to what trains.
         trained = {name: parameter for name, parameter in self.named_parameters().items() if parameter.requires_grad}
         return {name: cast(Any, parameter).main_grad for name, parameter in trained.items()}
@@ -145,7 +144,6 @@ class MegatronEngine(RoleEngine[Optimizer]):
             self._gradients_freed = True
 
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        """Optimizer state without tensors that are model parameters themselves."""
         # The optimizer updates fp32 parameters in place, also the fp32 head of a bf16 critic: they belong to the parameters.
         if self._optimizer is not None:
             yield from without_storages_of(self._parameters(), self._optimizer.tensors())
@@ -184,8 +182,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         return PassResult(tokens, sums, maxima, len(mine), router)
 
     def _rounded(self, micro_batches: int) -> int:
-        """Number of micro-batches that the schedule can run: at least so many."""
-        # The interleaved schedule passes micro-batches through the stages in groups of pp.
+        # The interleaved schedule passes micro-batches through the stages in groups of pp, so the number is rounded up.
         multiple = self.groups.layout.pp if self.groups.layout.vpp > 1 else 1
         return -(-micro_batches // multiple) * multiple
 
@@ -203,7 +200,6 @@ class MegatronEngine(RoleEngine[Optimizer]):
         return loss, torch.ones((), dtype=torch.int, device=self.device), {}
 
     def _language_output(self, model: PolicyModel, raw: Tensor, context: ContextShard | None) -> LinearOutput:
-        """Argument of a language model's loss. raw: final hidden states, the output of the last model chunk."""
         layout = self.groups.layout
         start, num_valid = vocab_shard(model.arch, layout.tp, self.groups.coordinates.tp)
         return LinearOutput(
@@ -217,7 +213,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         )
 
     def _agree_on_names(self, outputs: list[LossOutput]) -> dict[str, list[str]]:
-        """Tell every rank the names of the results: only the last stage has them, but combining them is collective."""
+        # Only the last stage has results, but combining them is collective: every rank needs their names.
         layout = self.groups.layout
         names: dict[str, list[str]] | None = None
         if outputs:
@@ -230,7 +226,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         return agreed
 
     def _combine_router_load(self, num_sequences: int) -> RouterSummary | None:
-        """Load of the routers of all ranks in this pass; None for a dense model."""
+        """Sum the load of the routers of all ranks in this pass; None for a dense model. Collective over the role."""
         if self._router_state is None:
             return None
         load = self._router_state.collect()
@@ -261,5 +257,5 @@ class MegatronEngine(RoleEngine[Optimizer]):
 
 
 def _sum_gradients(model: list, num_tokens: Tensor, pg_collection: Any, force_all_reduce: bool = False) -> None:
-    """Megatron's reduction over dp, sequence-parallel and tied-embedding copies, without its division by the token count."""
+    """Run Megatron's reduction over dp, sequence-parallel and tied-embedding copies, without its division by the token count."""
     finalize_model_grads(model, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)

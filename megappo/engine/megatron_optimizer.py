@@ -36,7 +36,7 @@ from megappo.parallel.groups import ProcessGroups
 def wrap_with_ddp(
     chunks: Sequence[torch.nn.Module], groups: ProcessGroups, *, distributed_optimizer: bool
 ) -> list[DistributedDataParallel]:
-    """Gradient buffers (fp32) of every model chunk and their reduction over data-parallel ranks."""
+    """Give every model chunk fp32 gradient buffers and their reduction over data-parallel ranks."""
     for chunk in chunks:
         accumulate_into_main_grad(chunk)
     config = DistributedDataParallelConfig(
@@ -106,7 +106,7 @@ class Optimizer:
         return self._scheduler.num_steps
 
     def step(self) -> StepResult:
-        """Clip by the global norm and update; skip the step if the norm is not finite."""
+        """Clip by the global norm and update; all ranks skip the step if the norm is not finite. Collective over the role."""
         found_inf = self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         # A vote, although the norm is a sum over ranks: copies on dp ranks are assumed equal there, and counted once.
@@ -121,7 +121,7 @@ class Optimizer:
         return StepResult(grad_norm, applied=True)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Main parameters and moments held by this rank."""
+        """Yield the main parameters and moments that this rank holds."""
         for optimizer in self._chained():
             for group in optimizer.optimizer.param_groups:
                 yield from group["params"]
@@ -129,12 +129,12 @@ class Optimizer:
                 yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
 
     def main_parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(model parameter, its whole fp32 copy) of bf16 parameters; none under the distributed optimizer."""
+        """Yield (bf16 model parameter, its whole fp32 copy); nothing under the distributed optimizer."""
         for optimizer in self._chained():
             yield from whole_main_parameters(optimizer)
 
     def gathered_main_parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(bf16 model parameter, its whole fp32 copy), one at a time. Collective over the ranks that share a sharded optimizer."""
+        """Yield (bf16 model parameter, its whole fp32 copy). Collective over the ranks that share a sharded optimizer."""
         for optimizer in self._chained():
             yield from gathered_main_parameters(optimizer)
 
@@ -143,16 +143,15 @@ class Optimizer:
         self._optimizer.reload_model_params()
 
     def held_state(self) -> Iterator[OptimizerState]:
-        """The state that this rank keeps."""
         for optimizer in self._chained():
             yield from held_state(optimizer)
 
     def position(self) -> dict[str, int]:
-        """Arguments of `set_position` to go on from here."""
+        """Return the arguments of `set_position` to go on from here."""
         return {"updates": common_step(self._chained()), "schedule_steps": self.schedule_steps}
 
     def set_position(self, updates: int, schedule_steps: int) -> None:
-        """Go on after so many updates of the weights and steps of the schedule, with the state that is there."""
+        """Go on after so many updates of the weights and steps of the schedule, with the current state."""
         for optimizer in self._chained():
             set_step_number(optimizer.optimizer, updates)
         self._scheduler.num_steps = 0

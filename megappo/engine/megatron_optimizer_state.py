@@ -1,10 +1,8 @@
 """State of an optimizer for checkpoints: fp32 main parameters, both moments, the step number.
 
-Hyperparameters are not part of it: after a resume the configuration's apply. Every tensor is told with the model parameter that it
-belongs to, so it can be read back in another layout and by the other kind of optimizer; under the distributed optimizer every rank
-has flat parts. They share memory with the optimizer: a save copies nothing, a load writes into place. Megatron-core's own
-description is not used: it gathers a parameter's parts on one rank, fails for fp32 parameters in bf16 models (the value head), and
-can point to wrong tensors (`_pairs`).
+Hyperparameters are not in it: after a resume the configuration's apply. Every tensor comes with its model parameter, so another
+layout and the other kind of optimizer can read it back. Tensors share memory with the optimizer: a save copies nothing, a load
+writes into place.
 """
 
 from __future__ import annotations
@@ -22,18 +20,17 @@ from megappo.engine.state_boxes import MAIN, MOMENTS
 
 
 class OptimizerState(NamedTuple):
-    """One kind of state of a model parameter on this rank: values [n] from `start` on of the flattened parameter, sharing memory
-    with the optimizer. is_alone: no other data-parallel rank has them."""
+    """One kind of state of a model parameter on this rank, sharing memory with the optimizer."""
 
     kind: str
     parameter: torch.nn.Parameter
-    start: int
-    values: Tensor
-    is_alone: bool
+    start: int  # of the values in the flattened parameter
+    values: Tensor  # [n]
+    is_alone: bool  # no other data-parallel rank has them
 
 
 def held_state(optimizer: MegatronOptimizer) -> Iterator[OptimizerState]:
-    """The state on this rank: all of a parameter's, or a part under the distributed optimizer."""
+    """Yield the state on this rank: all of a parameter's, or flat parts under the distributed optimizer."""
     is_distributed = isinstance(optimizer, DistributedOptimizer)
     for parameter, main in _pairs(optimizer):
         start = optimizer._get_model_param_range_map(parameter)["param"].start if is_distributed else 0
@@ -42,9 +39,10 @@ def held_state(optimizer: MegatronOptimizer) -> Iterator[OptimizerState]:
 
 
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """(model parameter, the tensor that this rank updates for it); the same tensor or memory if the parameter is fp32."""
-    # Not by Megatron's own table of the distributed optimizer: it numbers a group's parameters in buffer order, but fp32 ones are
-    # updated first, so in a group with both types it points to wrong tensors. Training does not use that table, its checkpoints do.
+    """Yield (model parameter, the tensor that this rank updates for it): the same tensor or memory if the parameter is fp32."""
+    # Megatron's own table of the distributed optimizer numbers a group's parameters in buffer order, but fp32 ones are updated
+    # first: in a group with both types it points to wrong tensors. Its checkpoints use that table, training does not. They also
+    # gather a parameter's parts on one rank, and fail for fp32 parameters in bf16 models (the value head).
     groups = optimizer.optimizer.param_groups
     if isinstance(optimizer, DistributedOptimizer):
         for full, half, group in zip(optimizer.model_fp32_groups, optimizer.model_float16_groups, groups):
@@ -61,16 +59,14 @@ def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, T
 
 
 def whole_main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(model parameter, the whole fp32 tensor that this rank updates in its place); a sharded optimizer has none."""
+    """Yield (model parameter, the whole fp32 tensor updated in its place); nothing of a sharded optimizer."""
     if not isinstance(optimizer, DistributedOptimizer):
         yield from ((parameter, main) for parameter, main in _pairs(optimizer) if main is not parameter)
 
 
 def gathered_main_parameters(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(bf16 model parameter, its whole fp32 main parameter), one at a time.
-
-    A sharded optimizer gathers the parts, collectively over the ranks that share it; the tensor then is a copy.
-    """
+    """Yield (bf16 model parameter, its whole fp32 main parameter), one at a time.
+    A sharded optimizer gathers copies of them. Collective over the ranks that share it."""
     if not isinstance(optimizer, DistributedOptimizer):
         yield from whole_main_parameters(optimizer)
         return
@@ -93,13 +89,12 @@ def _names(parameter: Tensor) -> tuple[str, ...]:
 
 
 def _local_values(optimizer: MegatronOptimizer, parameter: Tensor, main: Tensor) -> dict[str, Tensor]:
-    """State on this rank for a parameter: all of it, or a flat part under the distributed optimizer."""
     state = optimizer.optimizer.state[main]
     return {name: main if name == MAIN else state[name] for name in _names(parameter)}
 
 
 def _keeps_step_per_parameter(inner: torch.optim.Optimizer) -> bool:
-    """True for torch's Adam; the fused ones of TransformerEngine and Apex keep the step in the parameter group."""
+    # The fused optimizers of TransformerEngine and Apex keep the step in the parameter group.
     return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
 
 
@@ -116,7 +111,7 @@ def create_moments(inner: torch.optim.Optimizer) -> None:
 
 
 def common_step(chained: Sequence[MegatronOptimizer]) -> int:
-    """Number of updates of this rank's parameters; optimizers without parameters here are ignored."""
+    """Return the number of updates of this rank's parameters; optimizers without parameters here are ignored."""
     steps = {step for optimizer in chained for step in _step_numbers(optimizer.optimizer)}
     assert len(steps) <= 1, f"parameters were updated a different number of times: {sorted(steps)}"
     return steps.pop() if steps else 0

@@ -1,19 +1,8 @@
-"""Pipeline schedules of Megatron-core over the micro-batches of one pass.
+"""Pipeline schedules of Megatron-core over the micro-batches of one pass, and messages between stages without shape exchange.
 
-`megatron.py` assigns sequences to micro-batches and handles the model's output.
-
-Messages between pipeline stages whose micro-batches differ in length.
-
-Megatron-core exchanges the shape of every tensor before the tensor, with a device synchronisation each time; in its
-interleaved schedule that exchange can also deadlock, because a rank that waits for its peer's shape has not yet asked for the
-tensor that the peer is sending. Every rank of a replica knows all its micro-batches, so here the shapes follow from the order of
-the schedule.
-
-Nor is the device synchronised after the exchange (`batch_p2p_sync`, which Megatron keeps for PyTorch before 2.0, whose batched
-operations did not order streams): NCCL's stream waits for the current one when the operations are issued, the work's `wait`
-makes the current stream wait for NCCL's, and torch holds the tensors until then. Megatron waits for every work before it returns
-(no `overlap_p2p_comm`). So a kernel that reads a received tensor, or reuses the memory of one that was sent and freed
-(`deallocate_pipeline_outputs`), is queued behind the transfer, and the host runs ahead.
+Megatron-core exchanges the shape of every tensor first, with a device synchronisation each time; in its interleaved schedule that
+can deadlock: a rank that waits for a shape has not yet asked for the tensor that its peer is sending. Every rank of a replica knows
+all its micro-batches, so here the shapes follow from the order of the schedule.
 """
 
 from __future__ import annotations
@@ -40,6 +29,10 @@ from megappo.parallel.groups import ProcessGroups
 Shape = tuple[int, int, int]
 
 
+# The device is not synchronised after an exchange either (`batch_p2p_sync`, which Megatron keeps for PyTorch before 2.0): NCCL's
+# stream waits for the current one when operations are issued, the work's `wait` makes the current stream wait for NCCL's, and torch
+# holds the tensors until then. Megatron waits for every work before it returns (no `overlap_p2p_comm`). So a kernel that reads a
+# received tensor, or reuses the memory of one that was sent and freed (`deallocate_pipeline_outputs`), runs after the transfer.
 class PlannedCommunicator(P2PCommunicator):
     """P2PCommunicator for one pass. tokens: length of this rank's part of every micro-batch, in the order of the pass."""
 
@@ -57,7 +50,6 @@ class PlannedCommunicator(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape | None, Shape | None]:
-        """Shapes of the tensors from the previous and the next stage, without communication."""
         return self._expected(recv_prev, self._from_previous), self._expected(recv_next, self._from_next)
 
     def _expected(self, wanted: bool, lengths: Iterator[int]) -> Shape | None:
@@ -76,11 +68,8 @@ def run_schedule(
     *,
     forward_only: bool,
 ) -> None:
-    """Run one pass: forward, and backward with gradient reduction unless `forward_only`.
-
-    compute_loss runs on the last stage, in order of the micro-batches. chunks: this rank's model chunks, wrapped in DDP if they
-    train. Collective over the role's ranks.
-    """
+    """Run one pass: forward, and backward with gradient reduction unless `forward_only`. Collective over the role's ranks.
+    compute_loss runs on the last stage, in order of the micro-batches. chunks: this rank's model chunks, in DDP if they train."""
     layout = groups.layout
     config = cast(TransformerConfig, chunks[0].config)  # the chunks' type is that of any module, whose attributes have none
 

@@ -17,20 +17,16 @@ from megappo.parallel.layout import ParallelLayout
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch of a data-parallel replica.
+    """One micro-batch of a data-parallel replica."""
 
-    batch: padded as the layout needs. cu_seqlens: its offsets on the host, for the model to plan with. real: [tokens of its
-    sequences] int64, their positions in `batch`. context: this rank's tokens under context parallel.
-    """
-
-    batch: PackedBatch
-    cu_seqlens: Tensor
-    real: Tensor
-    context: ContextShard | None
+    batch: PackedBatch  # padded as the layout needs
+    cu_seqlens: Tensor  # offsets of `batch` on the host, for the model to plan with
+    real: Tensor  # [tokens of its sequences] int64, their positions in `batch`
+    context: ContextShard | None  # this rank's tokens under context parallel
 
     @classmethod
     def of(cls, sequences: PackedBatch, groups: ProcessGroups) -> MicroBatch:
-        """Pad these sequences. Without any the result is padding alone, so that the rank takes part in every collective."""
+        """Pad these sequences. Without any the result is padding alone, so the rank still takes part in every collective."""
         padded, real = sequences.padded(*padding_multiples(groups.layout))
         return cls(padded, padded.cu_seqlens, real, context_shard(padded.cu_seqlens, groups.cp, padded.tokens.device))
 
@@ -49,9 +45,7 @@ class MicroBatch:
 
 class MicroBatches:
     """Micro-batches of one pass, made and copied to the device one ahead of the chunk that reads them.
-
-    num_tokens: of each with its padding. Every model chunk reads all of them in order; one that all chunks have read is freed.
-    """
+    Every model chunk reads all of them in order; one that all chunks have read is freed. num_tokens: of each, with its padding."""
 
     def __init__(self, batch: PackedBatch, sequences: Sequence[Sequence[int]], groups: ProcessGroups, device: torch.device) -> None:
         self._batch, self._sequences, self._groups, self._device = batch, sequences, groups, device
@@ -64,7 +58,7 @@ class MicroBatches:
         return len(self._sequences)
 
     def of_chunk(self) -> Iterator[MicroBatch]:
-        """All micro-batches on the device, for one model chunk."""
+        """Yield all micro-batches on the device, for one model chunk."""
         for index in range(len(self)):
             self._send(index)
             micro = self._sent[index]
@@ -83,10 +77,10 @@ class MicroBatches:
 
 
 def padding_multiples(layout: ParallelLayout) -> tuple[int, int]:
-    """(multiple of a sequence's tokens, multiple of a micro-batch's tokens)."""
+    """Return (multiple of a sequence's tokens, multiple of a micro-batch's tokens)."""
     return 2 * layout.cp if layout.cp > 1 else 1, token_cuts(layout)  # 2 cp: the zig-zag split of context parallel
 
 
 def token_cuts(layout: ParallelLayout) -> int:
-    """Number of shards of a micro-batch's activations between the layers' matrix products."""
+    """Count the shards of a micro-batch's activations between the layers' matrix products."""
     return layout.cp * (layout.tp if layout.sequence_parallel else 1)

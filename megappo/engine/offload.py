@@ -1,7 +1,7 @@
 """Offload of tensors from device memory to host memory and back, without changing their identity.
 
-The storage is emptied in place, so parameters, their views in Megatron's flat buffers and optimizer references stay valid objects;
-only their bytes are in host memory. Works on any device; on the CPU it serves the tests.
+Storages are emptied in place, so parameters, their views in Megatron's flat buffers and optimizer references stay valid objects.
+Works on any device; on the CPU it serves the tests.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from torch import Tensor
 
 from megappo.parallel.pinned import pin
 
-ALIGNMENT = 256  # bytes: every storage starts at such a multiple in the host buffer, as the device's allocator places it
+ALIGNMENT = 256  # bytes: storages start at multiples of it in the host buffer, as in the device's allocator
 
 
 class StorageOffload:
     """A set of tensors whose storages can be offloaded to host memory.
-
     `tensors` is called at each offload; the host buffer is kept while it gives the same storages. Copies are queued on the current
-    stream. A copy to the host is left out if the host's bytes are known to be current.
-    """
+    stream; one to the host is skipped if the host's bytes are current."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
@@ -58,10 +56,8 @@ class StorageOffload:
         self._is_offloaded, self._host_is_current = True, True
 
     def restore(self, *, to_change: bool = True) -> None:
-        """Allocate again and copy back. to_change: the bytes may differ at the next offload. If resident, only records `to_change`.
-
-        Does not wait for the copies: kernels queued on the current stream afterwards run behind them.
-        """
+        """Allocate again and queue the copies back; kernels queued later on the current stream run after them.
+        to_change: the bytes may differ at the next offload. If resident, only record `to_change`."""
         if self._is_offloaded:
             for storage, size in zip(self._storages, self._sizes):
                 storage.resize_(size)
@@ -84,15 +80,13 @@ class StorageOffload:
 
 
 class HostBuffer:
-    """One block of host memory for storages of these sizes in bytes; pinned if `device` is a GPU.
-
-    parts: a uint8 tensor for each. Takes the sizes, each rounded up to `ALIGNMENT`, and the rest of the last page.
-    """
+    """One block of host memory for storages of these sizes in bytes; pinned if `device` is a GPU. parts: a uint8 tensor for each.
+    It takes the sizes, each rounded up to `ALIGNMENT`, and the rest of the last page."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         self.nbytes = sum(padded)
-        # Not torch's pinned allocator: it rounds up to powers of two, twice the memory at worst.
+        # torch's pinned allocator would round up to powers of two, at worst twice the memory.
         whole = torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8)
         if device.type == "cuda":
             pin(self, whole)
@@ -106,6 +100,6 @@ def distinct_storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 
 def without_storages_of(others: Iterable[Tensor], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Those of `tensors` that share no storage with `others`, even if `others` are offloaded."""
+    """Yield the `tensors` that share no storage with `others`, even if `others` are offloaded."""
     theirs = {tensor.untyped_storage()._cdata for tensor in others}
     yield from (tensor for tensor in tensors if tensor.untyped_storage()._cdata not in theirs)

@@ -1,4 +1,4 @@
-"""Results of the micro-batches of a pass, put together over micro-batches and ranks. The same for every engine with gradients."""
+"""Results of the micro-batches of a pass, combined over micro-batches and ranks, for every engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megappo.engine.base import LossOutput
 
 
 def detached(output: LossOutput, real: Tensor) -> LossOutput:
-    """Results of a micro-batch without its graph and its padding. real: [tokens of its sequences] int64, their positions."""
+    """Drop the graph and the padding of a micro-batch's results. real: [tokens of its sequences] int64, their positions."""
     return LossOutput(
         tokens={name: value.detach().index_select(0, real) for name, value in output.tokens.items()},
         sums={name: value.detach() for name, value in output.sums.items()},
@@ -30,10 +30,8 @@ def in_order(
     *,
     reports: bool,
 ) -> dict[str, Tensor]:
-    """Per-token results in the order of the share's tokens, [T] fp32 on the share's device; zeros on a rank that does not report.
-
-    micro_batches: sequences of each in the share.
-    """
+    """Order per-token results as the share's tokens: [T] fp32 on the share's device; zeros on a rank that does not report.
+    micro_batches: the sequences of each, as indices in the share."""
     ordered = torch.zeros(len(names), share.num_tokens, dtype=torch.float32, device=device)
     if reports:
         for sequences, output in zip(micro_batches, outputs):
@@ -51,7 +49,8 @@ def combined_metrics(
     *,
     reports: bool,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(sums, maxima) of all micro-batches of all replicas. names: by kind, the same on every rank. Collective over the group."""
+    """Return (sums, maxima) of all micro-batches of all replicas. names: by kind, the same on every rank. Collective over the
+    group."""
     sum_names, maximum_names = names["sums"], names["maxima"]
     sums = torch.zeros(len(sum_names), dtype=torch.float64, device=device)
     maxima = torch.full((len(maximum_names),), -torch.inf, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""What engines of one role share, whatever their model: where they live, modes, offload, optimizer steps, saved state."""
+"""Base of engines: where a role lives, modes, offload, optimizer steps, saved state."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ _Tensors = tuple[bool, list[_Memory]]
 
 
 def places_of(tensors: Iterable[Tensor]) -> list[_Memory]:
-    """Places of the tensors' values, and how they lie there: equal as long as the tensors are the same, offloaded or not."""
-    # The storage's identity, not its memory's address: offload resizes storages. What was described keeps them alive, so none takes
-    # the place of another.
+    """Describe where the tensors' values lie; equal as long as the tensors are the same, offloaded or not."""
+    # By the storage's identity, not its address: offload resizes storages. Described tensors stay alive, so no identity is reused.
     return [
         (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
         for tensor in tensors
@@ -55,16 +54,14 @@ def places_of(tensors: Iterable[Tensor]) -> list[_Memory]:
 
 
 class SkippedSteps:
-    """Skipped steps of one model in a row."""
+    """Count of a model's skipped steps in a row."""
 
     def __init__(self, role: str, groups: ProcessGroups) -> None:
         self._role, self._groups, self._count = role, groups, 0
 
     def count(self, result: StepResult, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Count a step. gradients: of this rank by name, asked for at the end only.
-
-        NonFiniteGradient on every rank at the last one that a run survives.
-        """
+        """Count a step. gradients: of this rank by name, asked for only before the run stops.
+        NonFiniteGradient on every rank after `MAX_SKIPPED_STEPS` skipped steps in a row."""
         self._count = 0 if result.applied else self._count + 1
         if self._count >= MAX_SKIPPED_STEPS:
             found = _non_finite_ranks(gradients(), self._groups)
@@ -72,7 +69,7 @@ class SkippedSteps:
 
 
 def _non_finite_ranks(gradients: Mapping[str, Tensor], groups: ProcessGroups) -> str:
-    """Tensors with such gradients, rank by rank. Collective over the role, on the host."""
+    """Name the tensors with such gradients, rank by rank. Collective over the role, on the host."""
     bad = [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
     found = gathered((len(bad), bad[:MAX_NAMED]), groups.host)
     at, ranks = groups.layout.coordinates, groups.placement.ranks
@@ -89,7 +86,7 @@ def _non_finite_ranks(gradients: Mapping[str, Tensor], groups: ProcessGroups) ->
 
 
 class Steps(Protocol):
-    """An engine's own optimizer."""
+    """Interface of an engine's own optimizer."""
 
     def step(self) -> StepResult: ...
 
@@ -116,10 +113,7 @@ class EngineSettings:
 
 
 class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
-    """Base of engines (see base.py) with offload by storages, and state as `state_boxes.py` has it.
-
-    optimizer: None for a frozen role.
-    """
+    """Base of engines with offload by storages and state as in `state_boxes.py`. optimizer: None for a frozen role."""
 
     def __init__(self, name: str, groups: ProcessGroups, settings: EngineSettings, optimizer: OptimizerT | None) -> None:
         self.name = name
@@ -138,11 +132,11 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
 
     @abstractmethod
     def _parameters(self) -> Iterable[Tensor]:
-        """Parameters that this rank holds: what is offloaded as the model."""
+        """Parameters that this rank holds, offloaded as the model."""
 
     @abstractmethod
     def _optimizer_tensors(self) -> Iterable[Tensor]:
-        """Optimizer state that is no parameter itself: what is offloaded as the optimizer."""
+        """Optimizer state that is not a parameter itself, offloaded as the optimizer."""
 
     @property
     def placement(self) -> Placement:
@@ -205,7 +199,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
                 storages.restore() if device == "device" else storages.offload()
 
     def offload_idle(self) -> None:
-        """Offload the parts that this role's section offloads, to free memory for the next role or the rollout engine."""
+        """Offload what this role's section offloads, to free memory for the next role or the rollout engine."""
         self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
         if self._offload.gradients:
             self._free_gradients()
@@ -224,7 +218,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
         return self._trained().advance_schedule()
 
     def optimizer_step(self) -> StepResult:
-        # Both stay until the mode is left, instead of one round trip to the host per mini-batch.
+        # Parameters and optimizer state stay until the mode is left, instead of one round trip to the host per mini-batch.
         self.to("device")
         result = self._trained().step()
         self._skipped_steps.count(result, self.named_gradients)
@@ -239,8 +233,8 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
     def save_state(self, *, with_optimizer: bool) -> ModelState:
         for storages in (self._parameter_storages, self._optimizer_storages):
             storages.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
-        # Describing takes a tenth of the time for which a save in the background holds training; nothing in it changes from save
-        # to save while the tensors stay where they are.
+        # Describing takes a tenth of the time for which a background save holds training; the description is reused while the
+        # tensors stay where they are.
         tensors = (*self._parameters(), *(self._trained().tensors() if with_optimizer else ()))
         key = with_optimizer, places_of(tensors)
         if self._described is None or self._described[0] != key:
@@ -253,7 +247,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
         return ModelState(boxes, named, position)
 
     def release_state(self, read: Callable[[], None] | None = None) -> None:
-        """Offload again what `save_state` made resident, which waits for `read`; without offload training waits for it."""
+        """Offload again what `save_state` made resident, after `read`; without offload training waits for `read`."""
         self._save.begin(read)
         self.offload_idle()
 
@@ -279,7 +273,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
 
     @cached_property
     def _saved_pieces(self) -> PieceMap:
-        """Pieces of what checkpoints hold: all, or with adapters those and the head, which stand beside a frozen base."""
+        """Pieces of what checkpoints hold: all, or with adapters only those and the value head beside a frozen base."""
         whole, adapters = self.pieces(), self.adapter_pieces()
         if not any(adapters.templates):
             return whole
@@ -289,12 +283,12 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
 
     @cached_property
     def _unsaved(self) -> frozenset[str]:
-        """Hugging Face names of constants, which the model's own source brings."""
+        # Constants come from the model's own source.
         return frozenset(part.hf for one in self.arch.own if one.constant for part in one.parts)
 
     @abstractmethod
     def _held(self, *, with_optimizer: bool) -> Iterator[Held]:
-        """State of this rank's parameters, resident: their weights, and with the optimizer its moments and main parameters."""
+        """State of this rank's parameters, resident: weights, and with the optimizer moments and main parameters."""
 
     @abstractmethod
     def _take_new_weights(self) -> None:

@@ -1,8 +1,7 @@
 """Rectangles of Hugging Face tensors in the state of a rank: the form in which checkpoints hold every engine's state.
 
-A rank's parameters are such rectangles (`pieces()`), in any layout and under any engine; moments and fp32 main parameters lie like
-the weights that they belong to. So what one rank writes, any other finds by name and place. Vocabulary padding, which is zero, is
-not stored.
+A rank's parameters are such rectangles (`pieces()`) in any layout and engine; moments and fp32 main parameters lie like their
+weights. So any rank can read, by name and place, what another wrote. Vocabulary padding, which is zero, is not stored.
 """
 
 from __future__ import annotations
@@ -27,26 +26,23 @@ _FIX = "use the architecture that wrote it"
 
 
 class Held(NamedTuple):
-    """State of one parameter on this rank: all of it, or elements start, ... of the flattened parameter as values [n].
-
-    name: of the parameter in `pieces()`. shape: of the whole parameter on this rank. is_alone: no other data-parallel rank has it.
-    """
+    """State of one parameter on this rank: all of it, or values [n] of the flattened parameter from `start` on."""
 
     kind: str
-    name: str
-    shape: tuple[int, ...]
+    name: str  # of the parameter in `pieces()`
+    shape: tuple[int, ...]  # of the whole parameter on this rank
     start: int
     values: Tensor
-    is_alone: bool = False
+    is_alone: bool = False  # no other data-parallel rank has it
 
 
 def key_of(kind: str, name: str) -> str:
-    """Name in a checkpoint of a state of the parameter `name`."""
+    """Name of a state of the parameter `name` in a checkpoint."""
     return name if kind == WEIGHT else f"optimizer.state.{kind}.{name}"
 
 
 def boxes_to_save(held: Iterable[Held], pieces: PieceMap, layout: ParallelLayout, position: int) -> list[StateBox]:
-    """Boxes that a rank writes: what it alone has, and an equal part of what it and other data-parallel ranks have."""
+    """Boxes that a rank writes: what it alone has, and an equal part of what other data-parallel ranks have too."""
     writers = _writers(pieces, layout, position)
     mine = [piece for piece, positions in writers.items() if position in positions]
     written: list[StateBox] = []
@@ -61,11 +57,11 @@ def boxes_to_save(held: Iterable[Held], pieces: PieceMap, layout: ParallelLayout
 def boxes_to_load(
     held: Iterable[Held], pieces: Iterable[Piece], stored: Collection[str], *, with_optimizer: bool, with_head: bool
 ) -> Iterator[StateBox]:
-    """Boxes of the checkpoint that are a rank's state. pieces: those of the rank. stored: names of the checkpoint's tensors."""
+    """Yield the checkpoint's boxes of a rank's state. pieces: of the rank. stored: names of the checkpoint's tensors."""
     for part, piece, box in _boxes(held, pieces):
         if with_head or piece.hf not in _HEADS:
             main = key_of(MAIN, piece.hf)
-            # Of a bf16 weight and its fp32 copy the copy is the one that is updated; fsdp2 has no copy, its weights are fp32.
+            # The optimizer updates the fp32 copy of a bf16 weight; fsdp2 has no copy, because its weights are fp32.
             if part.kind == WEIGHT and part.values.dtype == torch.float32 and with_optimizer and main in stored:
                 box = box._replace(key=main)
             if part.kind == MAIN and main not in stored:
@@ -81,10 +77,8 @@ def require_same_tensors(
     with_optimizer: bool,
     with_head: bool = True,
 ) -> None:
-    """ValueError, the same on every rank, unless the checkpoint holds exactly the tensors of the model.
-
-    wanted: shapes of the model's tensors by Hugging Face name. frozen: those of them without optimizer state.
-    """
+    """Raise ValueError, the same on every rank, unless the checkpoint holds exactly the tensors of the model.
+    wanted: shapes of the model's tensors by Hugging Face name. frozen: names without optimizer state."""
     wanted = {name: shape for name, shape in wanted.items() if with_head or name not in _HEADS}
     keys = dict(wanted)
     if with_optimizer:
@@ -103,9 +97,7 @@ def require_same_tensors(
 
 def _writers(pieces: PieceMap, layout: ParallelLayout, position: int) -> dict[Piece, tuple[int, ...]]:
     """Pieces of a position -> the positions, in order, that write it: the first that holds it, and its data-parallel copies.
-
-    Copies on other tp ranks and stages (replicated weights, tied embeddings) write nothing.
-    """
+    Copies on other tp ranks and stages (replicated weights, tied embeddings) write nothing."""
     found: dict[Piece, tuple[int, ...]] = {}
     known: dict[tuple[int, int], list[tuple[Piece, tuple[int, ...]]]] = {}  # layers of a stage are alike
     for section in pieces.sections:
@@ -131,13 +123,13 @@ def _own_pieces(
 
 
 def _part(piece: Piece, layout: ParallelLayout, position: int) -> tuple[int, ...]:
-    """Coordinates of a position that its data-parallel copies share."""
+    # Data-parallel copies share these coordinates.
     at = layout.coordinates(position)
     return (at.pp, at.ep, at.etp) if "experts.local_experts." in piece.local else (at.pp, at.tp)
 
 
 def _share(boxes: Sequence[StateBox], number: int, index: int) -> Iterator[StateBox]:
-    """Part `index` of `number` about equally large ones, by rows, of the boxes one after the other."""
+    """Yield part `index` of `number` about equal parts of the boxes, cut by rows."""
     total, at = sum(box.values.nbytes for box in boxes), 0
     begin, end = total * index // number, total * (index + 1) // number
     for box in boxes:
@@ -150,7 +142,7 @@ def _share(boxes: Sequence[StateBox], number: int, index: int) -> Iterator[State
 
 
 def _boxes(held: Iterable[Held], pieces: Iterable[Piece]) -> Iterator[tuple[Held, Piece, StateBox]]:
-    """(state, piece, the box that it holds of the piece's Hugging Face tensor). pieces: those of the rank."""
+    """Yield (state, piece, the box of the piece's Hugging Face tensor in this state). pieces: of the rank."""
     by_name: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.local, []).append(piece)
@@ -167,7 +159,7 @@ def _boxes(held: Iterable[Held], pieces: Iterable[Piece]) -> Iterator[tuple[Held
 
 
 def _regions(part: Held) -> Iterator[tuple[Box, Tensor]]:
-    """(box of the parameter seen as 2-D, its values [rows, cols]) of which the held state is made."""
+    """Yield (box of the parameter seen as 2-D, its values [rows, cols]) of the held state."""
     rows, cols = shape_as_2d(part.shape)
     if tuple(part.values.shape) == part.shape:
         yield Box(0, rows, 0, cols), as_2d(part.values)
@@ -180,8 +172,7 @@ def _regions(part: Held) -> Iterator[tuple[Box, Tensor]]:
 
 @cache  # layers repeat their shapes, optimizers their ranges
 def flat_boxes(rows: int, cols: int, start: int, stop: int) -> Sequence[Box]:
-    """The boxes, in order, that make up elements start..stop - 1 of a flattened matrix: the end of a row, whole rows, the beginning
-    of a row."""
+    """Boxes, in order, of elements start..stop - 1 of a flattened matrix: end of a row, whole rows, beginning of a row."""
     first, last = -(-start // cols), stop // cols
     if first > last:  # all within one row
         ends = [Box(last, last + 1, start - last * cols, stop - last * cols)]

@@ -25,10 +25,8 @@ def pass_whole_batch(
     denominator: float = 1.0,
     forward_only: bool = False,
 ) -> PassResult:
-    """Run `Engine.forward_backward` on this rank's share of the batch; results per token are of all of it, on every rank.
-
-    batch: the same on every rank of the role. Its sequences are balanced over the shares by tokens. Collective over the role.
-    """
+    """Run `Engine.forward_backward` on this rank's share of the batch; per-token results are of the whole batch, on every rank.
+    batch: the same on every rank of the role; its sequences are balanced over the shares by tokens. Collective over the role."""
     shares, mine = engine.shares, sequences_of_share(engine, batch)
     result = engine.forward_backward(batch.select(mine), loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
     if not result.tokens:
@@ -43,7 +41,7 @@ def pass_whole_batch(
 
 
 def sequences_of_share(engine: Engine, batch: PackedBatch) -> list[int]:
-    """Ascending indices of the sequences that belong to this rank's share. Not collective."""
+    """Ascending indices of the sequences of this rank's share. Not collective."""
     rank = dist.get_rank()
     index = engine.shares.index_of(rank)
     assert index is not None, f"the {engine.name} does not live on rank {rank}"

@@ -32,10 +32,8 @@ def with_own_parameters(arch: ModelArch, path: str | Path) -> ModelArch:
 
 def describe_model(path: str | Path) -> ModelArch:
     """Read the architecture of a checkpoint directory that no family covers; config.json is enough.
-
     Shapes and names are exact; sizes of heads, MLP and experts are for estimates.
-    ValueError, one line, if engine fsdp2 cannot run it.
-    """
+    ValueError, one line, if engine fsdp2 cannot run it."""
     config = _config(path)
     for problem in _problems(config):
         raise ValueError(f"{path}: {problem}")
@@ -67,7 +65,6 @@ def describe_model(path: str | Path) -> ModelArch:
 
 
 def _config(path: str | Path) -> Any:
-    """Read the config of the language model, also of a model of text and images."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except (ValueError, KeyError, TypeError) as error:

@@ -97,9 +97,7 @@ def group_by_length(cu_seqlens: Sequence[int]) -> Grouping:
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's thd parameters with the position tables and the grouping of one micro-batch.
-
-    Under context parallel the tables are of this rank's T / cp tokens; cu_seqlens and the grouping are of the whole micro-batch.
-    """
+    Under context parallel the tables are of this rank's T / cp tokens; cu_seqlens and the grouping are of the whole micro-batch."""
 
     cos: Tensor | None = None
     sin: Tensor | None = None
@@ -134,9 +132,7 @@ def packed_sequences(
     arch: ModelArch, cu_seqlens: Tensor, device: torch.device, dtype: torch.dtype, context: ContextShard | None = None
 ) -> PackedSequences:
     """Build `PackedSequences` of a micro-batch with cu_seqlens [B+1] (int32, on the host or the device).
-
-    context: this rank's part of it under context parallel.
-    """
+    context: this rank's part of it under context parallel."""
     ends = cu_seqlens.long()
     lengths = ends.diff()
     positions = torch.arange(int(ends[-1]), device=ends.device) - ends[:-1].repeat_interleave(lengths)
@@ -212,10 +208,8 @@ def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, grouping: Grouping, scale: float, window: int | None = None
 ) -> Tensor:
     """Causal attention within each sequence: one scaled_dot_product_attention call per length group.
-
     query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]. K and V are shared by query heads, not repeated.
-    window: a token sees itself and the window - 1 tokens before it.
-    """
+    window: a token sees itself and the window - 1 tokens before it."""
     if not grouping.groups:
         return query.new_zeros(query.shape)
     padded = [pad(x, grouping) for x in (query, key, value)]

@@ -68,10 +68,8 @@ def build_model(
     device: torch.device | None = None,
 ) -> list[PackedModel]:
     """Build this rank's model chunks (vpp of them) of a policy, or of a critic with `value_head`.
-
     Only norms and the value head are initialised. in_8_bits: the layers' linear weights are in 8 bits, and frozen. device: None is
-    the rank's GPU, or the CPU. Collective over the role's ranks. ValueError if the layout does not fit the architecture.
-    """
+    the rank's GPU, or the CPU. Collective over the role's ranks. ValueError if the layout does not fit the architecture."""
     check_tp(arch, groups.layout.tp)
     check_cp(arch, groups.layout.tp, groups.layout.cp, implementation)
     tracker = get_cuda_rng_tracker()
@@ -254,8 +252,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def _mark_sharded(model: PackedModel) -> None:
-    """Mark weights that are sharded over tp, for the gradient norm."""
-    # Megatron marks them while it initialises weights, which `perform_initialization=False` leaves out.
+    # The gradient norm needs these marks. Megatron sets them while it initialises weights, which we turn off.
     for module in model.modules():
         if isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, 0, 1)

@@ -28,9 +28,7 @@ class _WithoutCopies(TorchDispatchMode):
 
 def parameters_in_checkpoint(model: PreTrainedModel) -> tuple[OwnParameter, ...]:
     """List the parameters of a model on the meta device and the buffers that its checkpoint brings. Tied ones appear once.
-
-    ValueError if a tensor of the checkpoint is not a block of rows of one parameter.
-    """
+    ValueError if a tensor of the checkpoint is not a block of rows of one parameter."""
     head = _names_of_head(model)
     held = dict(model.named_parameters())
     constants = constants_of(model)
@@ -69,7 +67,6 @@ def constants_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _names_of_head(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters outside the decoder."""
     decoder = {id(parameter) for parameter in model.base_model.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) not in decoder}
 

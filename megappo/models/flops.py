@@ -92,10 +92,8 @@ def forward_flops(
     arch: ModelArch, lengths: Tensor, *, value_head: bool, head_rows: int | None = None, causal: bool = True
 ) -> ForwardFlops:
     """Count the FLOPs of a forward pass over packed sequences. lengths: [B] int64 tokens of each, on the host.
-
     value_head: a Linear(hidden, arch.head_rows) in place of the output projection. head_rows: tokens with a head, all by default.
-    causal=False: attention over whole squares, as `torch.utils.flop_counter` and Megatron-LM before 2025 count.
-    """
+    causal=False: attention over whole squares, as `torch.utils.flop_counter` and Megatron-LM before 2025 count."""
     tokens = int(lengths.sum())
     weights = _own_weights(arch) if arch.own else _family_weights(arch)
     windows = [window_of(arch, layer) for layer in range(arch.num_layers)]
@@ -110,14 +108,11 @@ def forward_flops(
 
 def generation_flops(arch: ModelArch, prompts: Tensor, responses: Tensor) -> ForwardFlops:
     """Count the FLOPs of sampling with a KV cache. prompts, responses: [B] int64 tokens.
-
-    Every token but a response's last passes the layers once. A prompt shared between samples counts for each of them.
-    """
+    Every token but a response's last passes the layers once. A prompt shared between samples counts for each of them."""
     return forward_flops(arch, (prompts + responses - 1).clamp(min=0), value_head=False, head_rows=int(responses.sum()))
 
 
 def _pairs(lengths: Tensor, window: int | None, causal: bool) -> int:
-    """Pairs of a token and a key in one layer, over all sequences."""
     if not causal:
         return int(lengths.square().sum())
     ramp = lengths if window is None else torch.clamp(lengths, max=window)  # tokens whose window is not full yet

@@ -54,10 +54,8 @@ def read_fp8(config: Mapping[str, Any]) -> Fp8 | None:
 
 class Dequantised:
     """A 2-D fp8 tensor of a checkpoint that reads as fp32; a rectangle reads only its own weights and scales.
-
     weight, scale: safetensors' slices; scale of `grid(shape)` elements, or a scalar where there is one. where: file and name of the
-    scale. ValueError if the scale does not fit the weight.
-    """
+    scale. ValueError if the scale does not fit the weight."""
 
     def __init__(self, weight: Any, scale: Any, where: str, fp8: Fp8) -> None:
         self._weight, self._shape = weight, tuple(weight.get_shape())

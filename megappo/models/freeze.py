@@ -77,7 +77,6 @@ def _fits(wanted: str, part: str) -> bool:
 
 
 def _check_range(pattern: str, names: Iterable[str]) -> None:
-    """Raise ValueError if a range goes beyond the last layer."""
     before, last = "", max((int(found[1]) for name in names if (found := _LAYER.search(name))), default=-1)
     for part in pattern.split("."):
         if before == "layers" and (found := _RANGE.fullmatch(part)) and int(found[2]) > last:

@@ -30,9 +30,7 @@ def fusion_config(arch: ModelArch, implementation: Implementation, *, on_gpu: bo
 
 def accumulate_into_main_grad(model: torch.nn.Module) -> None:
     """Let TransformerEngine add a weight's gradient to its fp32 `main_grad` (from DDP) without a rounded copy in the weight's type.
-
-    The protocol is that of `ops.linear_logprob.main_grad_of`.
-    """
+    The protocol is that of `ops.linear_logprob.main_grad_of`."""
     # Set on the modules: Megatron's switch, `gradient_accumulation_fusion`, would also ask the output layer for Apex's kernel.
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation") and all(p.requires_grad for p in module.parameters(recurse=False)):

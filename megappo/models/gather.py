@@ -31,9 +31,7 @@ def on_all_ranks(step: Callable[[], None], groups: ProcessGroups) -> None:
 
 class Gather:
     """Assemble Hugging Face tensors, one after the other, on one rank: position `root`, or the first of this stage.
-
-    parameters: of this rank. pieces: of the positions that hold the tensors: the root's stage or, with a `root`, all.
-    """
+    parameters: of this rank. pieces: of the positions that hold the tensors: the root's stage or, with a `root`, all."""
 
     def __init__(
         self,

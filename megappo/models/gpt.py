@@ -68,9 +68,7 @@ class PackedModel(GPTModel):
 
 class PolicyModel(PackedModel):
     """Language model. The last stage returns final hidden states of this rank's tokens, [T / cp, 1, H].
-
-    Under sequence parallel they are [T / cp / tp, 1, H].
-    """
+    Under sequence parallel they are [T / cp / tp, 1, H]."""
 
     # Megatron passes many arguments by name; only the hidden states are used.
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -84,9 +82,7 @@ class PolicyModel(PackedModel):
 
 class CriticModel(PackedModel):
     """Value model. The last stage returns V [T] fp32 after every token, on every tp and cp rank, not shifted.
-
-    The head is a replicated fp32 Linear(H, rows); a categorical one gives [T, rows]. Embeddings are untied for any checkpoint.
-    """
+    The head is a replicated fp32 Linear(H, rows); a categorical one gives [T, rows]. Embeddings are untied for any checkpoint."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Tied, the pipeline would wait for a gradient of the output weight, which a value model does not have.

@@ -114,7 +114,6 @@ def _compile_layers(model: PreTrainedModel) -> None:
 
 
 def _recompute_layers(model: PreTrainedModel, draws: bool, on_host: bool) -> None:
-    """Keep only the input of every layer for the backward."""
     # Before `fully_shard`, whose hooks then gather a layer once for both of its forwards.
     again = _again_from_host if on_host else _again
     for layer in decoder_of(model).layers:
@@ -134,7 +133,7 @@ def _again_from_host(function: Callable[..., Any], draws: bool, *args: Any, **kw
 
 
 def _to_host(kept: Tensor) -> tuple[torch.device, Tensor]:
-    """Return (device, copy in host memory, pinned for a GPU). On the CPU a copy too, for the tests."""
+    # On the CPU a copy too, for the tests.
     copy = torch.empty(kept.shape, dtype=kept.dtype, device="cpu", pin_memory=kept.is_cuda)
     return kept.device, copy.copy_(kept, non_blocking=kept.is_cuda)
 
@@ -173,9 +172,7 @@ def names_of_embeddings(model: torch.nn.Module) -> tuple[str, str]:
 
 def fill_buffers(model: torch.nn.Module) -> None:
     """Compute the buffers that a class derives from its config, such as rotary angles, by transformers' initialisation.
-
-    Constants that the checkpoint brings are zero until they are read. ValueError if the initialisation leaves a buffer out.
-    """
+    Constants that the checkpoint brings are zero until they are read. ValueError if the initialisation leaves a buffer out."""
     owner: Any = decoder_of(model)
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the initialisation passes these by
@@ -193,7 +190,6 @@ def fill_buffers(model: torch.nn.Module) -> None:
 
 
 def _hidden_states(decoder: Any, tokens: Tensor, cu_seqlens: Tensor, context: ContextShard | None) -> Tensor:
-    """Run the decoder on packed sequences: [1, T, H], of this rank's tokens under context parallel."""
     lengths = cu_seqlens.long().diff()
     places = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
     positions = places - cu_seqlens[:-1].long().repeat_interleave(lengths)
@@ -269,12 +265,10 @@ def _attention_again(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.device, groups: ProcessGroups) -> float:
     """Compare two packed sequences with each alone in transformers' own attention, and logits with the output projection.
-
     Return the factor by which the model scales its logits, of those that its config names (1.0 for a value model). ValueError if
-    they differ: layers carry state between sequences, or cap the logits. Collective over the ranks; the root stays gathered.
-    """
+    they differ: layers carry state between sequences, or cap the logits. Collective over the ranks; the root stays gathered."""
     decoder, layout = decoder_of(model), groups.layout
-    # As long as context and sequence parallel can cut.
+    # Lengths that context and sequence parallel can cut.
     multiple = 2 * layout.cp * layout.tp if layout.cp * layout.tp > 1 else 1
     first, second = (-(-length // multiple) * multiple for length in (7, 12))
     ids = torch.arange(first + second) * 7919 % decoder.config.vocab_size
@@ -302,7 +296,6 @@ def check_packing(model: torch.nn.Module, dtype: torch.dtype, device: torch.devi
 
 
 def _logit_scales(model: torch.nn.Module) -> list[float]:
-    """Factors of the logits that the config may mean."""
     # Classes multiply (cohere2) or divide (granite) by the same keys.
     config: Any = decoder_of(model).config
     named = [getattr(config, key, None) for key in ("logit_scale", "logits_scaling")] if isinstance(model, PreTrainedModel) else []

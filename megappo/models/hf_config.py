@@ -62,7 +62,6 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_outer_keys(text: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the keys that a composite config keeps outside of its language model's part."""
     # True: transformers' default for every config class that has none of its own.
     text.setdefault("tie_word_embeddings", config.get("tie_word_embeddings", True))
     for key in ("dtype", "torch_dtype", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"):
@@ -130,7 +129,7 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
 
 
 def _code_key(config: Mapping[str, Any]) -> str | None:
-    """Return the first key, at any depth, by which transformers would run code of the checkpoint; None if there is none."""
+    # transformers would run code of the checkpoint for such a key at any depth.
     waiting: list[Any] = [config]
     while waiting:
         value = waiting.pop()
@@ -216,9 +215,7 @@ def _read_moe(values: _Values, num_layers: int) -> MoeArch | None:
 
 def _read_window(values: _Values, num_layers: int, max_positions: int) -> tuple[int | None, tuple[bool, ...]]:
     """Return (tokens that a token sees, itself included; one entry per layer, true with the window); (None, ()) if all see all.
-
-    ValueError if the config contradicts itself, or if transformers and vLLM would read it differently.
-    """
+    ValueError if the config contradicts itself, or if transformers and vLLM would read it differently."""
     family = values.family
     style = family.window or Window()
     window = values.get("sliding_window", style.default)
@@ -239,7 +236,6 @@ def _read_window(values: _Values, num_layers: int, max_positions: int) -> tuple[
 
 
 def _sliding_layers(values: _Values, first_layer: int | None, num_layers: int, window: int) -> tuple[bool, ...]:
-    """One entry per layer, true if it has the window. first_layer: of `Window`."""
     kinds = values.get("layer_types")
     if kinds and first_layer is not None:
         unknown = sorted(set(kinds) - {_FULL, _SLIDING})

@@ -43,10 +43,8 @@ def load_pretrained(
     seed: int = 0,
 ) -> None:
     """Fill every parameter of this rank from the checkpoint `path`.
-
     chunks: as built, not wrapped. value_head: how a critic's head starts: zeros, normal with variance 1/(hidden+1) from `seed`, or
-    from the checkpoint. ValueError names tensor and file.
-    """
+    from the checkpoint. ValueError names tensor and file."""
     parameters = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
     is_critic = isinstance(chunks[0], CriticModel)
     pieces = megatron_pieces(arch, groups.layout, groups.position, is_critic)
@@ -85,9 +83,7 @@ def read_box(source: LazySlice, box: Box) -> Tensor:
 
 def read_int8(source: LazySlice, box: Box) -> tuple[Tensor, Tensor]:
     """Read a rectangle of a 2-D tensor in 8 bits: its codes, and the scales of every block of 64 columns that it touches.
-
-    Both are what `int8_linear.quantise` makes of the whole tensor.
-    """
+    Both are what `int8_linear.quantise` makes of the whole tensor."""
     first, columns = box.c0 // BLOCK * BLOCK, source.get_shape()[1]
     # A scale is of all columns of its block, also of those that other ranks hold.
     codes, scales = quantise(read_box(source, box._replace(c0=first, c1=min(columns, -(-box.c1 // BLOCK) * BLOCK))))

@@ -40,9 +40,7 @@ class CheckpointReader:
 
     def slice(self, name: str, shape: Iterable[int]) -> tuple[LazySlice, str]:
         """Return the lazy slice of a tensor, dequantised if it is fp8, and its file and name for messages.
-
-        ValueError if it or its scale is missing, or has another shape or a dtype that holds no weights.
-        """
+        ValueError if it or its scale is missing, or has another shape or a dtype that holds no weights."""
         spelling = self.find(name)
         if spelling is None:
             raise ValueError(f"{self.path}: tensor {name} is missing ({len(self._files)} tensors in the checkpoint)")

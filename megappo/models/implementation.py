@@ -22,9 +22,7 @@ _INSTALL = "scripts/install_transformer_engine.sh builds it for this torch"
 @functools.cache
 def transformer_engine_fault() -> str | None:
     """Say in one line why TransformerEngine's layers cannot be built here, with the fix; None if they can.
-
-    Imports it, and Megatron-core after it: seconds if it is installed.
-    """
+    Imports it, and Megatron-core after it: seconds if it is installed."""
     fault = import_fault()
     if fault is not None:
         return f"{fault}; {_INSTALL}"

@@ -86,9 +86,7 @@ class Int8Linear(torch.nn.Linear):
 
     def become(self, first: int = 0) -> None:
         """Turn a linear layer on the meta device, whose class was changed to this one, into one in 8 bits.
-
-        If its weight is cut over tp the codes are a DTensor as it was, the scales this rank's. first: as in `num_blocks`.
-        """
+        If its weight is cut over tp the codes are a DTensor as it was, the scales this rank's. first: as in `num_blocks`."""
         codes = torch.empty_like(self.weight, dtype=torch.int8)
         rows, columns = (codes.to_local() if isinstance(codes, DTensor) else codes).shape
         scales = torch.empty(rows, num_blocks(columns, first), dtype=torch.bfloat16, device="meta")

@@ -30,10 +30,8 @@ _LAYER = re.compile(r"\.layers\.\d+\.")
 
 def adapted_modules(tensors: Mapping[str, Shape], targets: tuple[str, ...] | str) -> dict[str, tuple[int, int]]:
     """Name -> (out, in) of the modules with an adapter, in the order of `tensors` (from `tensors_to_adapt`).
-
     targets: endings of module names (`q_proj`, `self_attn.q_proj`), or `all-linear`, every linear layer of the decoder's layers.
-    ValueError for a target that matches nothing, with the nearest names, and for one that matches experts or their router.
-    """
+    ValueError for a target that matches nothing, with the nearest names, and for one that matches experts or their router."""
     linear = {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in tensors.items()
@@ -129,9 +127,7 @@ def scaling(lora: LoraConfig) -> float:
 
 def initial_a(module: str, columns: int, rank: int, seed: int) -> Tensor:
     """Draw the start of a module's A, [rank, columns] fp32 on the host: uniform within 1 / sqrt(columns), PEFT's Kaiming start.
-
-    It depends on the run's seed and the module's name alone, so it is the same in every layout and engine. B starts as zeros.
-    """
+    It depends on the run's seed and the module's name alone, so it is the same in every layout and engine. B starts as zeros."""
     generator = torch.Generator().manual_seed(seed_of(seed, module))
     return (torch.rand(rank, columns, generator=generator) * 2 - 1) / math.sqrt(columns)
 

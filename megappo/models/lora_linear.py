@@ -40,9 +40,7 @@ from megappo.parallel.groups import ProcessGroups
 
 class Adapter(torch.nn.Module):
     """This rank's part of one Hugging Face module's adapter, not filled: lora_A [rank, columns of box], lora_B [rows of box, rank].
-
-    size: (out, in) of the module's weight. box: the rectangle of that weight on this rank. empty: dtype and device.
-    """
+    size: (out, in) of the module's weight. box: the rectangle of that weight on this rank. empty: dtype and device."""
 
     def __init__(self, module: str, size: tuple[int, int], box: Box, rank: int, **empty: Any) -> None:
         super().__init__()
@@ -60,10 +58,8 @@ class Adapter(torch.nn.Module):
 
 class LinearAdapters(torch.nn.Module):
     """Adapters of the modules that one parallel linear holds.
-
     rows: (last name of a module, adapted or not, number of its rows) in the linear's output on this rank, in order. dropped: name
-    of the random state that chooses the dropped inputs.
-    """
+    of the random state that chooses the dropped inputs."""
 
     def __init__(
         self,
@@ -94,9 +90,7 @@ class LinearAdapters(torch.nn.Module):
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
         """Add the adapters' change to the linear's output [tokens, 1, rows]. x: its input [tokens, 1, columns].
-
-        Tokens, rows and columns are this rank's; under sequence parallel the tokens are cut on one side of the linear.
-        """
+        Tokens, rows and columns are this rank's; under sequence parallel the tokens are cut on one side of the linear."""
         if self.training and self._dropout > 0:
             tracker = get_cuda_rng_tracker()
             assert tracker is not None
@@ -145,9 +139,7 @@ def attach_adapters(
     chunks: Sequence[PackedModel], arch: ModelArch, groups: ProcessGroups, lora: LoraConfig, *, role: str, seed: int
 ) -> ModelAdapters:
     """Freeze a built model, except a value head, and add adapters, at their start, to the modules that `lora.targets` names.
-
-    ValueError, on every rank, for targets that match nothing, experts, or nothing on a stage of the pipeline.
-    """
+    ValueError, on every rank, for targets that match nothing, experts, or nothing on a stage of the pipeline."""
     model = ModelAdapters(chunks, arch, groups, lora, role, seed)
     check_stages(arch, groups.layout, model.modules)
     freeze_chunks(chunks, lambda name: name != LOCAL_VALUE_HEAD)

@@ -105,7 +105,6 @@ def adapter_piece_map(arch: ModelArch, layout: ParallelLayout, modules: Modules,
 
 
 def _template(arch: ModelArch, tp: int, stage: list[int], layer: int, modules: Modules, rank: int) -> tuple[Held, ...]:
-    """Pieces of one layer, without its prefix. stage: tp rank of every position of a stage."""
     holders: dict[Piece, list[int]] = {}
     for tp_rank in range(tp):
         positions = [position for position, its_rank in enumerate(stage) if its_rank == tp_rank]

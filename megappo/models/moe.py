@@ -97,9 +97,7 @@ class RouterState:
 
     def begin(self, coefficient: float, num_sequences: float) -> None:
         """Start a pass whose loss is coefficient / num_sequences times the sum of the balancing losses of layers and sequences.
-
-        num_sequences: of the whole batch, over all ranks and micro-batches. With coefficient 0 only the load is recorded.
-        """
+        num_sequences: of the whole batch, over all ranks and micro-batches. With coefficient 0 only the load is recorded."""
         self.scale = coefficient / num_sequences
         self._load.tokens.zero_()
         self._load.loss.zero_()
@@ -167,7 +165,6 @@ class SequenceRouter(Router):
         return probs, chosen
 
     def _balance(self, state: RouterState, logits: Tensor, probs: Tensor, chosen: Tensor) -> Tensor:
-        """Record the load and attach the gradient of the balancing loss to `probs`."""
         assert self._packed is not None, "the router ran outside its layer"
         assert self.layer_number is not None and self.num_experts is not None
         packed = self._packed
@@ -184,7 +181,7 @@ class SequenceRouter(Router):
         with torch.no_grad():
             if self.tp_cp_group.size() > 1:
                 dist.all_reduce(counts, group=self.tp_cp_group)
-            # Of each sequence, without padding: a token chose topk experts.
+            # Tokens of each sequence without padding: each chose topk experts.
             num_tokens = counts.sum(1, keepdim=True) / self.config.moe_router_topk
             # d L_b / d score of one token: f_i / T_b
             slope = counts * (self.num_experts / self.config.moe_router_topk) / num_tokens.clamp(min=1).square()
@@ -196,9 +193,7 @@ class SequenceRouter(Router):
 
 def local_sequences(packed: PackedSequences, tp: int, tp_rank: int, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Return ([t] int64 sequence of each token of this rank, [t] bool, false for padding); t = num_tokens = T / cp / tp.
-
-    tp: ranks over which sequence parallel cuts the tokens of a cp rank.
-    """
+    tp: ranks over which sequence parallel cuts the tokens of a cp rank."""
     context, lengths = packed.context, packed.cu_seqlens_q.long().diff()
     total = num_tokens * tp * (1 if context is None else context.size)
     sequence = torch.arange(lengths.numel(), device=lengths.device).repeat_interleave(lengths, output_size=total)
@@ -250,5 +245,5 @@ def mark_experts(model: torch.nn.Module) -> None:
                 # Megatron does this only if ep > 1. With ep = 1 and etp < tp under sequence parallel the tp ranks hold copies of an
                 # expert that saw different tokens: reduced over the dense data-parallel group, their gradients would differ.
                 setattr(parameter, "allreduce", False)
-                # Else the gradient norm drops the experts of all tp ranks but the first as copies.
+                # Without this mark the gradient norm takes the experts of all tp ranks but the first for copies and drops them.
                 setattr(parameter, "tensor_model_parallel", True)

@@ -46,9 +46,7 @@ def _canonical(chunk: PackedModel) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 def expert_name(inside: str, first: int) -> str:
     """Canonical name of an expert's tensor, from its name inside its layer in either implementation.
-
-    first: number of this rank's first expert. ValueError for any other name.
-    """
+    first: number of this rank's first expert. ValueError for any other name."""
     if match := _SEQUENTIAL_EXPERT.match(inside):
         local, tensor = int(match[1]), match[2]
     elif match := _GROUPED_EXPERT.match(inside):

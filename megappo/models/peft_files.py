@@ -36,9 +36,7 @@ class AdapterTensors:
 
 def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, source: Path) -> None:
     """Write the two files to `folder`, which must not exist, on the role's first rank. Collective over the role.
-
-    source: directory of the base model, which the configuration names.
-    """
+    source: directory of the base model, which the configuration names."""
     shapes = sizes_of(adapter.pieces)
     gather = Gather(adapter.parameters, adapter.pieces, shapes, groups, root=0)
     found = {_PREFIX + name: gather(name, torch.float32) for name in shapes}

@@ -85,10 +85,8 @@ class Section(NamedTuple):
 @dataclass(frozen=True)
 class PieceMap(Mapping[int, Sequence[Piece]]):
     """Pieces of every position of a role. As a mapping: position -> its pieces, with whole names.
-
     Each kind of layer is described once, so the size does not grow with the number of layers. sections[0] is outside the layers;
-    the layers follow by number.
-    """
+    the layers follow by number."""
 
     num_positions: int
     templates: tuple[tuple[Held, ...], ...]

@@ -24,9 +24,7 @@ def plain_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute `grouped_attention` with scores capped at `softcap`, and a sink [heads] for each query head.
-
-    query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim].
-    """
+    query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]."""
     if not grouping.groups:
         return query.new_zeros(query.shape)
     padded = [pad(x, grouping) for x in (query, key, value)]

@@ -12,9 +12,7 @@ from megappo.models.hf_config import NotImplementedByFamilies, read_arch
 
 def arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"], head_rows: int = 1) -> ModelArch:
     """Read the architecture of the checkpoint directory `path`; under fsdp2 of any causal language model of transformers.
-
-    head_rows: see `ModelArch`. ValueError, one line, for a model that the engine does not run.
-    """
+    head_rows: see `ModelArch`. ValueError, one line, for a model that the engine does not run."""
     arch = _arch_for(path, engine)
     return arch if head_rows == 1 else replace(arch, head_rows=head_rows)
 

@@ -134,8 +134,8 @@ def _without(parameter: OwnParameter, prefix: int) -> OwnParameter:
 
 
 def _own_pieces(parameter: OwnParameter, ranks: int, rank: int) -> Iterable[Piece]:
-    """Rectangles of a parameter on a rank; only the first rank holds constants."""
     entries = parameter.shape[0]
+    # Only the first rank holds constants.
     start, stop = rows_of_rank(entries, 1 if parameter.constant else ranks, rank)
     rows, cols = shape_as_2d(parameter.shape)
     each = rows // entries  # rows of an entry of the first dimension: of an expert

@@ -27,9 +27,7 @@ from megappo.models.weight_map import hf_cuts, layer_rules
 
 def cut_over_tp(model: torch.nn.Module, arch: ModelArch, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
     """Make DTensors of the tensors that tp cuts, and put collectives around them; other parameters stay as they are.
-
-    mesh: the tp axis. Call it before FSDP2 takes the model; weights may be on the meta device.
-    """
+    mesh: the tp axis. Call it before FSDP2 takes the model; weights may be on the meta device."""
     decoder = decoder_of(model)
     tokens = Shard(1) if sequence_parallel else Replicate()  # of [1, T, H]
     for layer in decoder.layers:
@@ -47,7 +45,6 @@ def cut_over_tp(model: torch.nn.Module, arch: ModelArch, mesh: DeviceMesh, *, se
 
 
 def _layer_styles(arch: ModelArch, tokens: Shard | Replicate) -> dict[str, ParallelStyle]:
-    """Path of a module within a layer -> its style."""
     styles: dict[str, ParallelStyle] = {}
     for rule in layer_rules(arch, 0):  # dense layers are alike
         for name in rule.hf(arch):

@@ -116,10 +116,8 @@ def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head:
 
 def megatron_pieces(arch: ModelArch, layout: ParallelLayout, rank: int, value_head: bool = False) -> list[Piece]:
     """Place of every Hugging Face rectangle in the parameters of one rank, by canonical name (`naming.py`).
-
     Elements without a piece are vocabulary padding, which is zero. With tied embeddings and pp > 1 the last stage holds its own
-    copy of the embedding as output layer. ValueError if the layout does not fit the architecture.
-    """
+    copy of the embedding as output layer. ValueError if the layout does not fit the architecture."""
     check_tp(arch, layout.tp)
     check_ep(arch, layout.ep, layout.etp)
     at = layout.coordinates(rank)
@@ -158,7 +156,6 @@ def piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool = False)
 
 
 def _layer_template(arch: ModelArch, layout: ParallelLayout, stage: list[Coordinates], layer: int) -> tuple[Held, ...]:
-    """Pieces of one layer and their holders within a stage."""
     held = [_held(arch, rule, layout.tp, [at.tp for at in stage]) for rule in layer_rules(arch, layer)]
     if arch.is_sparse(layer):
         for ep in range(layout.ep):

@@ -158,7 +158,6 @@ class RowParallel:
 
 
 def _width(arch: ModelArch, what: str) -> int:
-    """Columns inside a block: all attention heads, the MLP's, or one expert's."""
     if what == "expert":
         assert arch.moe is not None
         return arch.moe.ffn_size
