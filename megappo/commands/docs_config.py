@@ -127,8 +127,7 @@ def choice_lines(name: str, choice: Choice, text: str, listed: Listed) -> Iterat
 
 
 def table_lines(name: str, values: Sequence[tuple[str, FieldInfo]], properties: Mapping[str, Any], listed: Listed) -> Iterator[str]:
-    """Yield the table of a section's values. Rows that another section already shows become a reference to it: roles share most of
-    their keys."""
+    """Yield the table of a section's values. Rows that another section already shows become a reference to it."""
     rows = {key: _row(key, field, properties[key]) for key, field in values}
     elsewhere: dict[str, list[str]] = {}
     for key, row in rows.items():

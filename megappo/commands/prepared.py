@@ -12,8 +12,7 @@ Config = TypeVar("Config", "TrainConfig", "SftConfig")
 
 
 def local_models(config: Config) -> Config:
-    """Replace models of the hub by directories (`with_local_models`). Collective for ranks of torchrun or srun: one asks the
-    hub."""
+    """Replace models of the hub by directories. Collective for ranks of torchrun or srun, of which one asks the hub."""
     from megappo.runtime.world import is_rank
     from megappo.trainer.prepare.hub import names_models, with_local_models
 

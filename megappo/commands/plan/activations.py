@@ -186,14 +186,14 @@ def layer_elements_per_token(
 
 
 def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, itemsize: int, fused: bool) -> int:
-    """Elements that dispatch, experts and router keep per token of a rank. Assumes that tokens fall evenly on the experts; a rank
-    with busier experts needs more."""
+    """Elements that dispatch, experts and router keep per token of a rank, if tokens fall evenly on the experts."""
     # A row: its input; gate and up, the product weighted by the router; not fused: also up with its offset, silu(gate) and the
     # product before weighting.
     row = hidden_size + (3 if fused else 6) * moe.ffn_size // layout.etp
     # Weight (fp32) and choice (1 byte) of every expert; 24 bytes of indices and weights for each chosen one.
     router = (moe.num_experts * (FP32 + 1) + moe.top_k * 24) // itemsize
-    # A rank of ep receives as many rows as it sends, top_k for each token, and gathers those of its etp ranks.
+    # A rank of ep receives as many rows as it sends, top_k for each token (more if its experts are busier), and gathers those of
+    # its etp ranks.
     return (moe.top_k * layout.etp * row + router) // sequence_shards(layout)
 
 

@@ -8,7 +8,7 @@ from megappo.commands.parser import AddCommand, positive_int
 from megappo.config.errors import ConfigError
 
 OF_THE_JOB = ("partition", "account", "time", "sbatch")
-"""Options without effect unless --slurm is given."""
+"""Options that have no effect without --slurm."""
 OF_A_RANKING = (
     "gpus",
     "gpus_per_node",
@@ -20,7 +20,7 @@ OF_A_RANKING = (
     "json",
     "placements",
 )
-"""Options without effect on a probe alone."""
+"""Options that have no effect if the machine is only probed."""
 
 
 def add_command(command: AddCommand) -> None:

@@ -1,10 +1,6 @@
 """Trials one after the other in one world of ranks; a trial that takes its world down is followed by a new world.
 
-A rank that runs out of memory leaves the others waiting for it, so its whole world has to end. That trial's outcome is the error
-of the first rank to fail.
-
-    python -m megappo.commands.tune.batch FOLDER NAME...      # in a job of Slurm (`job.py`), where a world is a step
-"""
+`python -m megappo.commands.tune.batch FOLDER NAME...` runs in a job of Slurm (`job.py`), where a world is a step."""
 
 from __future__ import annotations
 
@@ -36,8 +32,7 @@ exit $code"""
 
 
 def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
-    """Run every trial without an outcome. Returns 0 once all have one, else the exit code of a world that ended outside of a
-    trial."""
+    """Run every trial without an outcome. Returns 0, or the exit code of a world that ended outside of a trial."""
     left = _without_outcome(folder, names)
     while left:
         world = world_folder(folder, left)
@@ -51,6 +46,7 @@ def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
                 return code
             if failure is not None and failure.code:  # srun reports the highest code, also of ranks that it killed
                 code = failure.code
+            # A rank that runs out of memory leaves the others waiting, so its world ends; the first error is the trial's outcome.
             if code != 0 and (world / RUNNING).exists():
                 name, failed = (world / RUNNING).read_text(encoding="utf-8"), Failed(reason=reason_of(failure, code))
                 write_outcome(folder, name, failed)
@@ -65,7 +61,7 @@ def run_trials(folder: Path, names: Sequence[str], start: Start) -> int:
 
 
 def ranks_here(num_ranks: int) -> Start:
-    """A `Start` of worlds with `num_ranks` on this machine. Raises KeyboardInterrupt if the user ends them or this process."""
+    """Return a `Start` for worlds of `num_ranks` here. It raises KeyboardInterrupt if the user ends them or this process."""
 
     def start(folder: Path, names: Sequence[str]) -> int:
         code = start_ranks(num_ranks, [str(folder), *names], module="megappo.commands.tune.rank")
@@ -93,8 +89,8 @@ def _without_outcome(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def reason_of(failure: Failure | None, code: int) -> str:
-    """Reason for a failed trial. code: of the rank that ended first."""
-    # A killed rank prints nothing; the text is then of a rank that lost its connection to it.
+    """Reason for a failed trial. code: exit code of the rank that ended first."""
+    # A killed rank prints nothing; the text then comes from a rank that lost its connection to it.
     if failure is None or (failure.code is None and code > 128):
         return f"a rank ended ({describe_exit(code)})"
     error = error_line(failure.text)

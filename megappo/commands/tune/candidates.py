@@ -1,7 +1,4 @@
-"""What a search chooses from: a role in one layout, vLLM in one size, and a choice of them for every role.
-
-`search.py` makes them; `report.py` and `measure.py` read them.
-"""
+"""What a search chooses from: a role in one layout, vLLM in one size, and a choice of them for every role."""
 
 from __future__ import annotations
 
@@ -25,11 +22,12 @@ ROLLOUT = "rollout"
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine that a run is tuned for. implementation: of the layers, whose rules differ."""
+    """Machine that a run is tuned for."""
 
     world_size: int
     hardware: Hardware
     implementation: Implementation = "local"
+    """Implementation of the layers; each has its own rules for layouts."""
 
     @property
     def device(self) -> Device:
@@ -37,36 +35,35 @@ class Machine:
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes of a GPU, as the plan is given them; None for CPU ranks, whose memory no plan counts."""
+        """Bytes of a GPU; None for CPU ranks, whose memory no plan counts."""
         return self.hardware.memory_bytes if self.hardware.is_gpu() else None
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one rank of a role, enough for every stage of its layout. resident: while others work. training: on top of it in
-    stages 3 to 6, an estimate. pushed: on top of it while vLLM's weights are awake: while its checkpoint is written, or an
-    evaluation scored.
-    """
+    """Bytes of one rank of a role, enough for every stage of its layout."""
 
     layout: ParallelLayout
     resident: int
+    """Held while other roles work."""
     training: int
+    """Added in stages 3 to 6; an estimate."""
     pushed: int
+    """Added while vLLM's weights are awake, to write a checkpoint or score an evaluation."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A role in one layout with its secondary choices. memory: of the fullest stage.
-
-    generate_s: seconds of generation by the role itself (the policy, without vLLM).
-    """
+    """A role in one layout with its secondary choices."""
 
     role: str
     settings: Settings
     need: Need
     memory: RoleMemory
+    """Memory of the fullest stage."""
     cost: RoleCost
     generate_s: float
+    """Seconds of generation by the policy itself; 0 with vLLM."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -78,11 +75,10 @@ class Candidate:
 
     @property
     def recompute(self) -> str:
-        """Recomputation of a role that trains; "none" of a frozen one, which has no backward pass."""
-        return self.settings.recompute if isinstance(self.settings, TrainableConfig) else "none"
+        return self.settings.recompute if isinstance(self.settings, TrainableConfig) else "none"  # frozen: no backward pass
 
     def overrides(self) -> list[str]:
-        """`policy.parallel.tp=8` ...: every chosen key; a layers_per_stage of the user's file is reset."""
+        """Every chosen key as `policy.parallel.tp=8`. A layers_per_stage of the user's file is reset."""
         parallel = self.settings.parallel
         split = "null" if not parallel.layers_per_stage else "[" + ",".join(map(str, parallel.layers_per_stage)) + "]"
         sizes = {key: getattr(parallel, key) for key in ("tp", "pp", "vpp", "cp", "ep", "etp")}
@@ -96,7 +92,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RolloutCandidate:
-    """vLLM with one tp; all None if the policy's own model generates."""
+    """vLLM with one tp; all fields are None if the policy's own model generates."""
 
     tp: int | None
     memory: RolloutMemory | None
@@ -112,17 +108,17 @@ class RolloutCandidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate for every role, and the replicas. plan: that of `megappo plan` for them. timetable: of their placement."""
+    """A candidate for every role, and the replicas."""
 
     roles: Mapping[str, Candidate]
     rollout: RolloutCandidate
     push_s: float
     plan: Plan
+    """The plan that `megappo plan` makes for them."""
     timetable: Timetable
 
     @property
     def generate_s(self) -> float:
-        """Seconds of generation, by vLLM or by the policy itself."""
         return self.rollout.total_s + self.roles["policy"].generate_s
 
     @property
@@ -136,10 +132,10 @@ class Choice:
         return self.plan.peak(self.plan.fullest_rank())
 
     def peak_of(self, role: str) -> int:
-        """Peak bytes of a rank while this role works, over all ranks."""
+        """Peak bytes of any rank while this role works."""
         return tightest(self.plan)[role][0].total
 
     def fullest(self) -> tuple[Phase, int]:
-        """The phase in which a rank is fullest, and the rank."""
+        """(the phase in which a rank is fullest, the rank)."""
         rank = self.plan.fullest_rank()
         return max(phases(self.plan, rank), key=lambda phase: phase.total), rank

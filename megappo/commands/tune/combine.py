@@ -15,8 +15,8 @@ def pareto(
     times: Sequence[tuple[float, ...]] | None = None,
 ) -> list[int]:
     """Indices of the needs that no earlier one undercuts in every respect. communicators: bytes of a layout's own communicators.
-    times: seconds of each that count as well; None if earlier ones are faster in every respect."""
-    # Counted as if no other role had the same layout and shared them: combining all layouts that could be shared takes too long.
+    times: seconds that count as well; None if earlier needs are faster in every respect."""
+    # Roles with the same layout share communicators. That is ignored: combining all layouts that could be shared takes too long.
     front: list[tuple[float, ...]] = []
     places = []
     for place, need in enumerate(needs):
@@ -30,12 +30,11 @@ def pareto(
 def combinations(
     fronts: Mapping[str, Sequence[Candidate]], fits: Callable[[Mapping[str, Need]], bool], timetable: Timetable, limit_s: float
 ) -> Iterator[dict[str, Candidate]]:
-    """Combinations of one of each front that fit together, each faster than those before. fits: takes a subset of the roles; once
-    false, more roles do not fit either. limit_s: of generation by a role, passes and updates.
-    """
+    """Yield combinations of one candidate per role that fit together, each faster than those before. fits: takes a subset of the
+    roles; once false, more roles do not fit either. limit_s: bound on generation by a role, passes and updates."""
     best = limit_s
     roles = list(fronts)
-    # A step is no shorter with each role's fastest pass and fastest updates, of whatever candidates.
+    # Lower bound of a step: each role's fastest pass and fastest updates, even of different candidates.
     least = {
         role: {phase: min(one.cost.phases[phase] for one in front) for phase in front[0].cost.phases}
         for role, front in fronts.items()
@@ -63,6 +62,6 @@ def _seconds(
     generating: Mapping[str, float],
     timetable: Timetable,
 ) -> float:
-    """Least seconds of a step with these candidates, whatever the other roles have."""
+    """Lower bound of the seconds of a step with these candidates."""
     phases = {role: chosen[role].cost.phases if role in chosen else least[role] for role in least}
     return timetable.step_s(phases) + sum(chosen[role].generate_s if role in chosen else generating[role] for role in least)

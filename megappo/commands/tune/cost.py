@@ -1,9 +1,8 @@
 """Predicted seconds of one role in a PPO step (trainer/ppo.py, stages 3, 4 and 6), from its layout, its model and the hardware.
+`step.py` adds roles, generation and the push of weights up to a step.
 
-How roles, generation (`generation.py`) and the push of weights add up to a step depends on the ranks of the roles: `step.py`.
-Not counted: the imbalance of sequences of different lengths, kernels that are slow because a shard is small, overlap
-of communication with computation (megappo does not overlap the reduction of gradients), checkpoints, scoring, data.
-"""
+Not counted: imbalance of sequence lengths, slow kernels of small shards, overlap of communication with computation (megappo does
+not overlap the reduction of gradients), checkpoints, scoring, data."""
 
 from __future__ import annotations
 
@@ -49,52 +48,51 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Size of a PPO step. schedules: of the roles that train. Tokens are means of a sequence; if unknown, the longest allowed.
-    texts: in each update of the policy, all of the longest length.
+    """Size of a PPO step. Tokens are means of a sequence, or the longest allowed if unknown.
 
-    windows: steps that a response takes under `rollout.partial_rollout_tokens`, whose places hold responses in any of their
-    windows alike.
-    Then response_tokens is what a step draws, prompt_tokens what stands before it, and `whole` is of the responses that end, from
-    which critics learn. decoded: tokens that the sampler draws one after the other; a window's are as many for nearly all.
-    """
+    Under `rollout.partial_rollout_tokens` a response takes `windows` steps, and a step holds responses in all of their windows
+    alike. `response_tokens` is then what a step draws, and `prompt_tokens` what stands before it."""
 
     samples: int
     schedules: Mapping[str, UpdateSchedule]
+    """Updates of the roles that train."""
     prompt_tokens: float
     response_tokens: float
     texts: TextArithmetic = TextArithmetic()
+    """Texts in each update of the policy, all of the longest length."""
     windows: int = 1
     whole: tuple[float, float] | None = None
+    """(prompt, response) tokens of the responses that end in a step, from which critics learn."""
     decoded: float | None = None
+    """Tokens that the sampler draws one after the other, if not `response_tokens`. Nearly all windows draw the same number."""
 
     @property
     def length(self) -> float:
         return self.prompt_tokens + self.response_tokens
 
     def mini_batch(self, role: str) -> int:
-        """Samples of one update, or of one pass of a trial for a frozen role: as many as of the first that trains."""
+        """Samples of one update. For a frozen role: of one pass of a trial, as many as the first role that trains."""
         return self.schedules.get(role, next(iter(self.schedules.values()))).mini_batch_size
 
     @property
     def decoded_tokens(self) -> float:
-        """Tokens that the sampler draws one after the other for the responses of a step."""
         return self.response_tokens if self.decoded is None else self.decoded
 
     def update(self, role: str) -> Shape:
-        """Samples of one update, without texts: of a critic those that end in the step."""
+        """Samples of one update, without texts. A critic has only those that end in the step."""
         size = min(self.samples, self.mini_batch(role))
         if self.whole is None or not is_critic(role):
             return Shape(size, self.prompt_tokens, self.response_tokens)
         return Shape(max(1, round(size / self.windows)), *self.whole)
 
     def sequences_of_update(self, role: str) -> int:
-        """Samples of one update and its texts, as sequences of the mean length that have as many tokens."""
+        """Number of sequences of the mean length with as many tokens as one update and its texts."""
         texts, own = self.texts if role == "policy" else TextArithmetic(), self.update(role)
         tokens = own.samples * (own.prompt_tokens + own.response_tokens) + texts.count * texts.max_tokens
         return ceil(tokens / self.length - 1e-9)
 
     def passes(self, role: str) -> float:
-        """Passes over `update` that have the tokens of one over all samples, at least one."""
+        """Number of passes over `update` with as many tokens as one pass over all samples; at least 1."""
         own = self.update(role)
         return max(1.0, self.samples * self.length / (own.samples * (own.prompt_tokens + own.response_tokens)))
 
@@ -104,7 +102,7 @@ class Workload:
 
 
 def workload_of(config: TrainConfig, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
-    """Workload of a configuration; the means are those given, or the longest."""
+    """Workload of a configuration, with these means or the longest lengths."""
     step, window = step_arithmetic(config), config.rollout.partial_rollout_tokens
     prompt = float(config.data.max_prompt_tokens if prompt_tokens is None else prompt_tokens)
     response = float(config.rollout.max_response_tokens if response_tokens is None else response_tokens)
@@ -118,7 +116,7 @@ def workload_of(config: TrainConfig, prompt_tokens: float | None = None, respons
     if window is None or response <= window:
         return plain
     windows = ceil(response / window)
-    # Window j of `windows` has j - 1 full ones before it, j being each number equally often.
+    # Window j has j - 1 full windows before it, and every j from 1 to `windows` is equally frequent.
     before, drawn = prompt + window * (windows - 1) / 2, response / windows
     return replace(
         plain, prompt_tokens=before, response_tokens=drawn, windows=windows, whole=(prompt, response), decoded=float(window)
@@ -127,13 +125,14 @@ def workload_of(config: TrainConfig, prompt_tokens: float | None = None, respons
 
 @dataclass(frozen=True)
 class RoleCost:
-    """Seconds of one role in a step. phases: `forward` (log-probs, values, scores) and `update`. parts: the same seconds by cause,
-    over both phases. num_micro_batches: of a data-parallel rank in one update (in the forward pass for a frozen role).
-    """
+    """Seconds of one role in a step."""
 
     phases: Mapping[str, float]
+    """`forward` (log-probs, values, scores) and `update`."""
     parts: Mapping[str, float]
+    """The same seconds by cause, over both phases."""
     num_micro_batches: int
+    """Of a data-parallel rank in one update; for a frozen role in the forward pass."""
 
     @property
     def total_s(self) -> float:
@@ -157,9 +156,8 @@ def role_cost(
     counts: Mapping[int, ParameterCount],
     memory: Mapping[int, RoleMemory] | None = None,
 ) -> RoleCost:
-    """Seconds of `role`. settings: its dtype, micro-batch budget, recomputation. counts: stage -> parameters of a rank. memory:
-    stage -> memory of a rank, for the time to move offloaded parts; None if nothing is offloaded.
-    """
+    """Predict the seconds of `role`. settings: its dtype, micro-batch budget, recomputation. counts: stage -> parameters of a rank.
+    memory: stage -> memory of a rank, for the time to move offloaded parts; None if nothing is offloaded."""
     trained = isinstance(settings, (PolicyConfig, AnyCriticConfig))
     lora = settings.lora if isinstance(settings, (PolicyConfig, AnyCriticConfig)) else None
     is_sharded = settings.engine == "fsdp2"  # one stage, since it has no pipeline
@@ -172,7 +170,7 @@ def role_cost(
     parts: dict[str, float] = defaultdict(float)
 
     kinds = stage_kinds(arch, layout)
-    passes: dict[float, list[Pass]] = {}  # tokens of a micro-batch -> of a stage of each kind
+    passes: dict[float, list[Pass]] = {}  # tokens of a micro-batch -> pass of a stage of each kind
 
     def one_pass(samples: int, trained: bool) -> int:
         """Add a pass over `samples` to `parts`; returns its number of micro-batches."""
@@ -203,7 +201,7 @@ def role_cost(
     parts.clear()
     num = one_pass(workload.sequences_of_update(role), trained=True)
     away = 0 if memory is None else max(one.inputs_on_host for one in memory.values())
-    parts["offload"] += 2 * num * away / hardware.host_bytes_per_s  # of every micro-batch, both ways
+    parts["offload"] += 2 * num * away / hardware.host_bytes_per_s  # inputs of every micro-batch, both ways
     if not is_sharded:
         _reduce_gradients(parts, layout, settings, trains, hardware)
     _optimizer(parts, layout, settings, trains, hardware)
@@ -217,18 +215,17 @@ def role_cost(
 
 
 def num_micro_batches(budget: int, sequences: int, workload: Workload, layout: ParallelLayout) -> int:
-    """Micro-batches that the balancer makes of sequences of the mean length; a multiple of pp under the interleaved schedule."""
+    """Micro-batches that the balancer makes of sequences of the mean length; a multiple of pp if interleaved."""
     return padded_micro_batches(layout, micro_batches_bound(sequences, max(1, round(workload.length)), budget))
 
 
 def _padded(length: float, layout: ParallelLayout) -> float:
-    """Mean length of a sequence with the padding of context parallel."""
-    # Padded to a multiple of 2 cp: on average by (2 cp - 1) / 2 tokens.
+    # Context parallel pads to a multiple of 2 cp: on average by (2 cp - 1) / 2 tokens.
     return length if layout.cp == 1 else length + layout.cp - 0.5
 
 
 def stage_kinds(arch: ModelArch, layout: ParallelLayout) -> dict[int, int]:
-    """The first stage of every kind -> number of stages of this kind. Stages differ by the embedding, the head and their layers."""
+    """First stage of every kind -> number of stages of this kind. Stages differ by embedding, head and layers."""
     alike = arch.moe is None or not arch.moe.dense_layers
 
     def kind(stage: int) -> tuple[object, ...]:
@@ -245,17 +242,17 @@ def stage_kinds(arch: ModelArch, layout: ParallelLayout) -> dict[int, int]:
 
 
 def pipeline_parts(stages: Sequence[tuple[Pass, int]], layout: ParallelLayout, count: int) -> dict[str, float]:
-    """Seconds of a pass of `count` micro-batches, by part; `bubble` is the idle time of the slowest stage.
+    """Seconds of a pass of `count` micro-batches, by part. `bubble` is the idle time of the slowest stage. stages: one of each
+    kind, with the number of that kind.
 
-    The total is count * s + (sum of the others) / vpp, s being the slowest stage. With equal stages this is
-    (count + (pp - 1) / vpp) * s, the length of 1F1B and of its interleaved form (Narayanan et al. 2021, section 2.2;
-    `commands/plan/timeline.py`, which a test compares). stages: one of each kind, with the number of that kind.
-    """
+    The total is count * s + (sum of the others) / vpp for the slowest stage s. With equal stages this is (count + (pp - 1) / vpp) *
+    s, the length of 1F1B and of its interleaved form (Narayanan et al. 2021, section 2.2)."""
     slowest = max((one for one, _ in stages), key=lambda one: one.total_s)
     parts: dict[str, float] = defaultdict(float)
     for direction in (slowest.forward, slowest.backward):
         for part, seconds in direction.items():
             parts[part] += count * seconds
+    # A test compares this with `commands/plan/timeline.py`.
     every = sum(number * one.total_s for one, number in stages)
     # The slowest stage never pauses once the pipeline is full; before and after, it waits while one micro-batch passes the other
     # stages, a chunk of each.
@@ -266,8 +263,7 @@ def pipeline_parts(stages: Sequence[tuple[Pass, int]], layout: ParallelLayout, c
 def _reduce_gradients(
     parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
 ) -> None:
-    """Add the reduction of fp32 gradients over the ranks with the same weights, after the backward pass. The distributed optimizer
-    (ZeRO-1, Rajbhandari et al. 2020) scatters them and gathers the new weights."""
+    """Add the reduction of fp32 gradients over the ranks with the same weights, after the backward pass."""
     links, itemsize = Links.of(hardware), ITEMSIZE[settings.dtype]
     slowest = 0.0
     for count in counts.values():
@@ -277,7 +273,7 @@ def _reduce_gradients(
             group = span(layout, axis, hardware.gpus_per_node)
             if not size:
                 continue
-            if settings.optimizer.distributed:
+            if settings.optimizer.distributed:  # ZeRO-1 (Rajbhandari et al. 2020): scatter gradients, gather new weights
                 seconds += links.gather_s(group, size * FP32) + links.gather_s(group, size * itemsize)
             else:
                 seconds += links.all_reduce_s(group, size * FP32)
@@ -288,7 +284,7 @@ def _reduce_gradients(
 def _optimizer(
     parts: dict[str, float], layout: ParallelLayout, settings: Trained, counts: Mapping[int, ParameterCount], hardware: Hardware
 ) -> None:
-    """Add the optimizer step, which is bound by memory."""
+    """Add the optimizer step, which is bound by memory bandwidth."""
     itemsize = ITEMSIZE[settings.dtype]
     largest = 0.0
     for count in counts.values():
@@ -301,8 +297,8 @@ def _optimizer(
 
 
 def _host_trip_s(memory: Mapping[int, RoleMemory] | None, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of (weights, optimizer state) one way between host memory and the device, if offloaded (`engine/offload.py`)."""
-    # Once per phase: the state comes with the first optimizer step and goes back after the last.
+    """Seconds of offloaded (weights, optimizer state) one way between host memory and the device (`engine/offload.py`)."""
+    # Each moves once per phase: the state comes with the first optimizer step and goes back after the last.
     if memory is None:
         return 0.0, 0.0
     weights = max(one.offloaded_weights for one in memory.values())
@@ -313,18 +309,16 @@ def _host_trip_s(memory: Mapping[int, RoleMemory] | None, hardware: Hardware) ->
 def exchange_s(weights: int, gradients: int, layout: ParallelLayout, layers: int, work: Pass, hardware: Hardware) -> float:
     """Seconds that communication under engine fsdp2 adds to one micro-batch of a rank (Rajbhandari et al. 2020, section 7.2).
 
-    Every weight is gathered in the forward pass and again in the backward pass, where every gradient is reduced and scattered.
-    work: its arithmetic; without a backward pass, only forward.
-
     weights, gradients: bytes of the whole model, or of what tp leaves of it; no gradients if they are not reduced after this one.
-    """
+    work: its arithmetic; without a backward pass only the forward is counted."""
     links, group = Links.of(hardware), span(layout, "gradients", hardware.gpus_per_node)
     gather = links.gather_s(group, weights)
+    # Every weight is gathered in the forward and again in the backward pass, which reduces and scatters every gradient.
     times = [(gather, work.forward_s)]
     if work.backward:
         reduce = links.gather_s(group, gradients) if gradients else 0.0
         times.append((gather + reduce, work.total_s - work.forward_s))
     if not hardware.is_gpu():
         return sum(talk for talk, _ in times)  # the cores that send are those that compute
-    # The next layer is gathered while one computes: all that shows is the first layer, and what computation is too short to hide.
+    # The next layer is gathered while one computes: only the first layer shows, and what computation is too short to hide.
     return sum(max(talk / layers, talk - compute) for talk, compute in times)

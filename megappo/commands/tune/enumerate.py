@@ -1,8 +1,6 @@
 """Every layout that a model allows on a number of ranks, and the secondary choices that go with it.
 
-Candidate sizes are divisors; `config/layout_checks.py` and `trainer/prepare/model_rules.py`, the rules of `megappo plan`, decide
-which are legal.
-"""
+Sizes are divisors. `config/layout_checks.py` and `trainer/prepare/model_rules.py` decide which are legal, as for `megappo plan`."""
 
 from __future__ import annotations
 
@@ -21,20 +19,16 @@ CHOICES_OF_TOKENS = 4  # budgets of 1, 2, 4 and 8 longest sequences
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a number, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def layouts(
     arch: ModelArch, world_size: int, implementation: Implementation = "local", *, frugal: bool = False
 ) -> Iterator[ParallelConfig]:
-    """Every legal choice of tp, sequence_parallel, pp, vpp, cp, ep and etp; layers_per_stage only if there is no even split.
-
-    tp with experts always has sequence parallel, as Megatron-core requires. frugal: only layouts that no other undercuts in
-    memory: with sequence parallel, without chunks.
-    """
+    """Yield every legal choice of tp, sequence_parallel, pp, vpp, cp, ep and etp; layers_per_stage only if there is no even split.
+    frugal: only layouts that no other undercuts in memory: with sequence parallel and without chunks."""
     for tp in divisors(world_size):
-        # Refused here, a tp (or below a cp) costs nothing; its combinations are hundreds.
+        # Refuse a bad tp here, and a bad cp below: each would have hundreds of combinations.
         if not _legal(ParallelConfig(tp=tp, sequence_parallel=tp > 1), arch, world_size, implementation):
             continue
         for cp in divisors(world_size // tp):
@@ -61,7 +55,7 @@ def _variants(
     """Variants with and without sequence parallel, and with every number of chunks."""
     for sequence_parallel in (False,) if tp == 1 else (True,) if frugal else (True, False):
         common = {**sizes, "tp": tp, "pp": pp, "sequence_parallel": sequence_parallel}
-        for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 and not frugal else [1]:  # a layer at least in every chunk
+        for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 and not frugal else [1]:  # every chunk has a layer
             split = nearly_even(arch.num_layers, pp * vpp) if arch.num_layers % (pp * vpp) else ()
             if split is None:
                 continue
@@ -71,10 +65,8 @@ def _variants(
 
 
 def nearly_even(num_layers: int, parts: int) -> tuple[int, ...] | None:
-    """Layers of every stage (or chunk) if `parts` does not divide them: one less on the last, or on the last and the first.
-
-    None if that does not suffice, or would leave a stage without a layer.
-    """
+    """Layers per stage (or chunk) if `parts` does not divide them: one less on the last, or on the last and the first. None if that
+    does not suffice, or leaves a stage without a layer."""
     # The ends hold the output and the embedding; Llama 3 (2024, section 3.3.2) takes a layer from each end.
     least, larger = divmod(num_layers, parts)
     smaller = parts - larger
@@ -95,14 +87,14 @@ def rollout_sizes(arch: ModelArch, world_size: int) -> list[int]:
 
 
 def token_budgets(configured: int, longest: int) -> list[int]:
-    """Micro-batch budgets to try, in tokens: the configured one, and 1, 2, 4, ... of the longest sequences, ascending."""
+    """Micro-batch budgets to try, in tokens, ascending: the configured one, and 1, 2, 4, ... longest sequences."""
     sizes = {longest << power for power in range(CHOICES_OF_TOKENS) if longest << power <= MOST_MICRO_BATCH_TOKENS}
     return sorted(sizes | {max(configured, longest)})
 
 
 def recompute_choices(configured: str | None) -> list[str]:
     """Recomputation to try. configured: None for a role that does not train."""
-    # `selective` saves nothing if attention stores no scores (`commands/plan/activations.py`): tried only if configured.
+    # `selective` saves nothing if attention stores no scores (`commands/plan/activations.py`), so it is tried only if configured.
     if configured is None:
         return ["none"]
     return ["none", "full"] + (["selective"] if configured == "selective" else [])

@@ -2,9 +2,7 @@
 
 Decoding is bound by memory: every token of a batch reads the weights once and its own KV cache (Pope et al. 2022, "Efficiently
 scaling transformer inference", section 2). Not counted: sampling, scheduling beyond a fixed time per token, imbalance of response
-lengths, reuse of prefixes. Of responses that go on (`rollout.partial_rollout_tokens`) what earlier steps drew is read again as a
-prompt.
-"""
+lengths, reuse of prefixes. Under `rollout.partial_rollout_tokens` the tokens of earlier steps are read again as a prompt."""
 
 from __future__ import annotations
 
@@ -27,12 +25,14 @@ from megappo.telemetry.hardware import Dtype, Hardware
 
 @dataclass(frozen=True)
 class GenerationCost:
-    """Seconds of one step's generation. at_once: sequences that a replica decodes together; waves: number of such batches."""
+    """Seconds of one step's generation."""
 
     prefill_s: float
     decode_s: float
     at_once: int
+    """Sequences that a replica decodes together."""
     waves: int
+    """Number of such batches."""
 
     @property
     def total_s(self) -> float:
@@ -48,7 +48,7 @@ def vllm_cost(
     world_size: int,
     hardware: Hardware,
 ) -> GenerationCost:
-    """Cost of vLLM replicas of `rollout.tp` ranks each. memory: of one rank, as the plan counts it."""
+    """Cost of vLLM replicas of `rollout.tp` ranks each. memory: of one rank, from the plan."""
     tp, links = rollout.tp, Links.of(hardware)
     group = Span(tp, min(tp, hardware.gpus_per_node))
     samples = sequences_of_replica(workload.samples, world_size // tp)
@@ -56,21 +56,21 @@ def vllm_cost(
     if memory.kv_cache is not None:
         at_once = max(1, min(at_once, int(memory.kv_cache // (memory.kv_bytes_per_token * workload.length))))
     waves = -(-samples // at_once)
-    at_once = -(-samples // waves)  # even waves: the last one is not a handful of sequences
+    at_once = -(-samples // waves)  # even waves, so that the last one is not a handful of sequences
     itemsize, rate = ITEMSIZE[dtype], hardware.flops_per_s(dtype)
     layer_flops = MULTIPLY_ADD * sum(sum(layer_weights(arch, arch.is_sparse(layer))) for layer in range(arch.num_layers)) / tp
     head_flops = MULTIPLY_ADD * arch.hidden_size * arch.vocab_size / tp
     context = workload.prompt_tokens + workload.response_tokens / 2  # mean over the tokens of a response
     read = memory.weights * _share_of_weights(arch, at_once) + at_once * context * memory.kv_bytes_per_token
-    # Two of a layer: after attention and after the MLP.
+    # Two per layer: after attention and after the MLP.
     reduce_s = 2 * arch.num_layers * links.all_reduce_s(group, at_once * arch.hidden_size * itemsize)
-    # A token: the larger of memory reads and matrix products, two all-reduces per layer, a fixed overhead.
+    # A token takes the larger of memory reads and matrix products, then the all-reduces and a fixed overhead.
     token_s = max(read / hardware.memory_bytes_per_s, at_once * (layer_flops + head_flops) / rate)
     token_s += reduce_s + hardware.decode_overhead_us * 1e-6
     prompt = samples * workload.prompt_tokens
     keys = sum(keys_seen(arch, layer, workload.prompt_tokens) for layer in range(arch.num_layers))
     attention = MULTIPLY_ADD * SCORES_AND_VALUES * arch.num_heads * arch.head_dim * keys / tp
-    # Of a prompt only the last token needs logits.
+    # Only the last token of a prompt needs logits.
     prefill = (prompt * (layer_flops + attention) + samples * head_flops) / rate
     prefill += 2 * arch.num_layers * links.all_reduce_s(group, prompt * arch.hidden_size * itemsize)
     return GenerationCost(prefill, waves * workload.decoded_tokens * token_s, at_once, waves)
@@ -80,7 +80,7 @@ def _share_of_weights(arch: ModelArch, batch: int) -> float:
     """Share of the weights that decoding a batch of tokens reads: 1 for a dense model."""
     if arch.moe is None:
         return 1.0
-    # Expected share of E experts that some token of a batch of B, k experts per token, is sent to.
+    # Expected share of E experts that a batch of B tokens reaches, with k experts per token: 1 - (1 - k / E) ** B.
     touched = 1 - (1 - arch.moe.top_k / arch.moe.num_experts) ** batch
     total = chosen = 0.0
     for layer in range(arch.num_layers):
@@ -99,7 +99,7 @@ def megatron_s(
     hardware: Hardware,
     counts: Mapping[int, ParameterCount],
 ) -> float:
-    """Seconds of generation by the policy's own model, without a KV cache: every token is a pass over the whole prefix."""
+    """Seconds of generation by the policy's own model. It has no KV cache: every token is a pass over the whole prefix."""
     # The mean prefix has half of the response.
     prefix = replace(workload, response_tokens=workload.response_tokens / 2)
     one = role_cost("policy", arch, layout, policy, prefix, hardware, counts).phases["forward"]  # weights stay on the device
@@ -113,10 +113,9 @@ def push_s(
     offloaded: int = 0,
     ends: tuple[Placement, Placement] | None = None,
 ) -> float:
-    """Seconds to push the policy's weights into the replicas. offloaded: bytes of the policy's weights that come from host memory
-    first. ends: ranks of policy and rollout, None for all ranks.
-    """
-    # Every rank receives its whole part of the model; layers of stages on other nodes come over the network.
+    """Seconds to push the policy's weights into the replicas. offloaded: bytes that come from host memory first. ends: ranks of
+    policy and rollout; None for all ranks."""
+    # Every rank receives its whole part of the model. Layers of stages on other nodes come over the network.
     loading = offloaded / hardware.host_bytes_per_s
     if memory is None:
         return loading
@@ -128,7 +127,7 @@ def push_s(
     times = 1.0
     if ends is not None and ends[0] != ends[1]:
         senders, receivers = ends
-        # The nodes that have no rank of the policy get all of it over the network, and few ranks send to many one after the other.
+        # Nodes without a rank of the policy get everything over the network, and few ranks send to many one after the other.
         times = max(1.0, len(receivers) / len(senders))
         sending, receiving = ({rank // per_node for rank in one.ranks} for one in ends)
         elsewhere = elsewhere if receiving <= sending else 1.0

@@ -1,8 +1,8 @@
-"""`--measure K --slurm`: the trials as a job of Slurm; the command waits for it, and may be interrupted.
+"""`--measure K --slurm`: the trials as a job of Slurm, for which the command waits.
 
     OUTPUT_DIR/tuning/job-12.sbatch   the script; job-12.log its output; job-12.json the trials that it runs
 
-Results are files (`trials.py`), so nothing is lost if the wait is interrupted: the next call finds the job, or its results.
+Results are files (`trials.py`): if the wait is interrupted, the next call finds the job or its results.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megappo.commands.tune.candidates import Machine
 from megappo.commands.tune.trials import Outcome, read_outcome, read_trial, world_folder
 from megappo.config.errors import ConfigError
 
-POLL_S = 5.0  # seconds
-# Seconds. Files of another node may appear late: a network file system refreshes a directory about once a minute.
+POLL_S = 5.0
+# Files of another node may appear late: a network file system refreshes a directory about once a minute.
 LATE_S = 90.0
 LAST_LINES = 15  # of the log of a job that failed
 # Options of sbatch that the script sets itself -> our option that changes each; None if there is none.
@@ -50,7 +50,7 @@ OWN_OPTIONS = {
 
 
 def job_for(machine: Machine, limits: Limits, options: Sequence[str]) -> Job:
-    """The job that trials on this machine need. ConfigError if Slurm is missing or cannot run it."""
+    """Describe the job that trials on this machine need. ConfigError if Slurm is missing or cannot run it."""
     per_node = machine.hardware.gpus_per_node
     nodes = -(-machine.world_size // per_node)
     own = "the trials depend on their own"
@@ -89,7 +89,7 @@ def render(job: Job, folder: Path, names: Sequence[str]) -> str:
 
 
 def _in_quotes(option: str) -> str:
-    """Quote a value for a line of #SBATCH, which is split at blanks and ends at #."""
+    # A line of #SBATCH is split at blanks and ends at #.
     return '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
@@ -102,13 +102,13 @@ def submit(job: Job, folder: Path, names: Sequence[str]) -> str:
     except ConfigError:
         script.unlink()
         raise
-    script.rename(folder / f"job-{job_id}.sbatch")  # Slurm gives the id, and has read the script
+    script.rename(folder / f"job-{job_id}.sbatch")  # named by its id, which Slurm gives after it read the script
     (folder / f"job-{job_id}.json").write_text(json.dumps(names) + "\n", encoding="utf-8")
     return job_id
 
 
 def living_jobs(folder: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """Waiting and running jobs by id, with their share of these trials."""
+    """Waiting and running jobs: id -> those of `names` that the job runs."""
     found = {}
     for file in folder.glob("job-*.json"):
         theirs = set(json.loads(file.read_text(encoding="utf-8")))
@@ -133,8 +133,7 @@ class Follower:
         return self.folder / f"job-{self.job_id}.log"
 
     def wait(self) -> None:
-        """Wait until the job is over, with a line for every change and every trial. ConfigError if it leaves trials without an
-        outcome. KeyboardInterrupt leaves the job running."""
+        """Wait until the job is over. ConfigError if trials have no outcome then. KeyboardInterrupt leaves the job running."""
         try:
             while not self._is_over():
                 time.sleep(POLL_S)
@@ -149,7 +148,7 @@ class Follower:
     def _is_over(self) -> bool:
         try:
             status = slurm.job_status(self.job_id)
-        except ConfigError as error:  # Slurm's controller restarts: no news of the job
+        except ConfigError as error:  # Slurm's controller may be restarting
             self._say(f"  {error}; still asking")
             return False
         self._tell_outcomes()
@@ -182,7 +181,7 @@ class Follower:
             self._line = line
 
     def _what_went_wrong(self, status: slurm.JobStatus | None) -> str:
-        """Reason for missing outcomes in one line, below the end of the log."""
+        """Print the end of the log, and return the reason for missing outcomes in one line."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
         print("\n".join(f"  | {line}" for line in lines[-LAST_LINES:]), file=sys.stderr, flush=True)
         how = f"ended ({status.state}, exit code {status.code})" if status is not None else "is no longer known to Slurm"

@@ -1,11 +1,9 @@
-"""Time of collectives over the links that a group's ranks have between them.
+"""Time of collectives over the links between the ranks of a group.
 
-A group's links follow from the rank order of `ParallelLayout` (tp fastest, then cp, dp, pp; experts etp, ep, edp) and the number
-of ranks of a node. The formulas are those of ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of
-collective communication operations in MPICH"; the "bus bandwidth" of NCCL's tests): n ranks move (n - 1) / n of the data, once
-for an all-gather or a reduce-scatter and twice for an all-reduce. Small messages take log2 n steps, as in the algorithms
-for them (ibid.: recursive doubling, Bruck; NCCL's trees).
-"""
+Links follow from the rank order of `ParallelLayout` (tp fastest, then cp, dp, pp; experts etp, ep, edp) and the ranks per node.
+Ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication operations in MPICH"; the "bus
+bandwidth" of NCCL's tests) move (n - 1) / n of the data over n ranks, once for an all-gather or a reduce-scatter and twice for an
+all-reduce. Small messages take log2 n steps (ibid.: recursive doubling, Bruck; NCCL's trees)."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class Span:
 
 
 def span(layout: ParallelLayout, axis: Axis, ranks_per_node: int) -> Span:
-    """Span of rank 0's group. `gradients`: the ranks that hold the same dense weights (dp x cp); `expert gradients`: edp."""
+    """Span of rank 0's group. `gradients`: the ranks with the same dense weights (dp x cp); `expert gradients`: edp."""
     stride, size = {
         "tp": (1, layout.tp),
         "cp": (layout.tp, layout.cp),
@@ -47,7 +45,7 @@ def span(layout: ParallelLayout, axis: Axis, ranks_per_node: int) -> Span:
 
 
 def ranks_together(placement: Placement, ranks_per_node: int) -> int:
-    """Largest number of neighbours, counted in a role's own ranks from the first on, that always share a node."""
+    """Largest block size that keeps each block of a role's ranks, counted from its first, on one node."""
     if placement.is_whole:
         return ranks_per_node
     nodes = [rank // ranks_per_node for rank in placement.ranks]
@@ -57,7 +55,7 @@ def ranks_together(placement: Placement, ranks_per_node: int) -> int:
 
 @dataclass(frozen=True)
 class Links:
-    """Rates and latencies of a rank's links. bytes_per_s: of one rank, one direction."""
+    """Rates and latencies of a rank's links; rates are bytes per second of one rank in one direction."""
 
     node_bytes_per_s: float
     network_bytes_per_s: float
@@ -75,10 +73,9 @@ class Links:
         )
 
     def _ring_bytes_per_s(self, group: Span) -> float:
-        """Rate of a ring through the group."""
         if not group.crosses_nodes:
             return self.node_bytes_per_s
-        # One ring for each of the group's ranks on a node: together they use the adapters of all of them.
+        # One ring for each of the group's ranks on a node, so that together they use all their network adapters.
         through = group.in_node * self.network_bytes_per_s
         return min(self.node_bytes_per_s, through) if group.in_node > 1 else through
 
@@ -87,27 +84,27 @@ class Links:
         return step * math.ceil(math.log2(group.size))
 
     def gather_s(self, group: Span, size: float) -> float:
-        """Seconds of an all-gather to `size` bytes, or a reduce-scatter of them."""
+        """Seconds of an all-gather to `size` bytes, or of a reduce-scatter of as many."""
         if group.size == 1:
             return 0.0
         moved = size * (group.size - 1) / group.size
         return moved / self._ring_bytes_per_s(group) + self._latency_s(group)
 
     def all_reduce_s(self, group: Span, size: float) -> float:
-        """Seconds of a reduce-scatter and an all-gather."""
-        return 2 * self.gather_s(group, size)
+        return 2 * self.gather_s(group, size)  # a reduce-scatter and an all-gather
 
     def all_to_all_s(self, group: Span, size: float) -> float:
-        """Seconds until every rank has sent `size` bytes, an equal part to each rank; to other nodes through its own adapter."""
+        """Seconds until every rank has sent `size` bytes, an equal part to each rank."""
         if group.size == 1:
             return 0.0
         part = size / group.size
         inside = (group.in_node - 1) * part / self.node_bytes_per_s
+        # To other nodes each rank sends through its own adapter.
         outside = (group.size - group.in_node) * part / self.network_bytes_per_s
         return max(inside, outside) + self._latency_s(group)
 
     def send_s(self, group: Span, size: float) -> float:
-        """Seconds of a message to a neighbour in the group; the slowest pair decides."""
+        """Seconds of a message to a neighbour in the group. The slowest pair decides."""
         if group.size == 1:
             return 0.0
         rate = self.network_bytes_per_s if group.crosses_nodes else self.node_bytes_per_s

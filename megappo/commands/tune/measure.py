@@ -1,9 +1,7 @@
-"""`--measure K`: short trials of the best layouts of every role, on this machine or in a job of Slurm, and the ranking by measured
-times.
+"""`--measure K`: short trials of the best layouts of every role, here or in a job of Slurm, and the ranking by measured times.
 
-Trials and results lie in `OUTPUT_DIR/tuning`, next to the run's directory: NAME.json is the trial, NAME.result.json its outcome;
-NAME has the role and a digest of model, settings, batch, world and machine. A trial with an outcome is not run again.
-"""
+`OUTPUT_DIR/tuning` has NAME.json for each trial and NAME.result.json for its outcome. NAME has the role and a digest of model,
+settings, batch, world and machine. A trial with an outcome is not run again."""
 
 from __future__ import annotations
 
@@ -46,13 +44,14 @@ from megappo.telemetry.tables import figures, table
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate with the outcome of its trial. phases: seconds of its passes and updates in a whole step, like those of
-    `RoleCost`; None if the trial failed. file: of the outcome."""
+    """A candidate with the outcome of its trial."""
 
     candidate: Candidate
     outcome: Outcome
     phases: Mapping[str, float] | None
+    """Seconds of its passes and updates in a whole step, as in `RoleCost`; None if the trial failed."""
     file: Path
+    """File of the outcome."""
 
     @property
     def measured_s(self) -> float | None:
@@ -61,36 +60,34 @@ class Tried:
 
     @property
     def total_s(self) -> float:
-        """Seconds, with predicted generation if this role generates: no trial measures that. Infinite if the trial failed."""
+        """Seconds with predicted generation, which no trial measures; infinite if the trial failed."""
         return float("inf") if self.measured_s is None else self.measured_s + self.candidate.generate_s
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Role -> candidates tried, the fastest first, failed ones last."""
+    """Outcomes of all trials."""
 
     tried: Mapping[str, Sequence[Tried]]
+    """Role -> candidates tried, the fastest first, failed ones last."""
 
     def report(self) -> str:
-        """Text with a table for every role."""
+        """A table for every role."""
         return "\n\n".join("\n".join(_lines(role, found)) for role, found in self.tried.items()) + "\n"
 
     def facts(self) -> dict[str, Any]:
-        """The measurement as plain data, for JSON."""
         return {role: [_facts(one) for one in found] for role, found in self.tried.items()}
 
 
 def check_measurable(search: Search) -> None:
-    """Raise ConfigError if there is nothing to try."""
+    """Raise ConfigError if no tuned role can be tried."""
     if set(search.tuned) <= {ROLLOUT}:
         raise ConfigError(f"--measure: trials are of models, not of --roles {ROLLOUT}")
 
 
 def measure(search: Search, choice: Choice, most: int, job: Job | None = None) -> Measurement:
-    """Try the best `most` layouts of every tuned role beside `choice`: here, or in a job of Slurm.
-
-    ConfigError if the ranks cannot be started here, or ended outside of a trial.
-    """
+    """Try the best `most` layouts of every tuned role beside `choice`, here or in a job of Slurm. ConfigError if the ranks cannot
+    be started here, or end outside of a trial."""
     roles = {role: search.beside(choice, role)[:most] for role in choice.roles if role in search.tuned}
     candidates = {trial_name(search, one, job): one for found in roles.values() for one in found}
     folder = Path(search.config.run.output_dir) / "tuning"
@@ -118,7 +115,7 @@ def measure(search: Search, choice: Choice, most: int, job: Job | None = None) -
 
 
 def trial_of(search: Search, one: Candidate) -> Trial:
-    """Trial of a candidate: one update of one mini-batch, of sequences of the mean length."""
+    """Trial of a candidate: one update of one mini-batch of sequences of the mean length."""
     shape = search.workload.update(one.role)
     run = search.config.run.model_copy(update={"device": search.machine.device})
     return Trial(
@@ -132,7 +129,7 @@ def trial_of(search: Search, one: Candidate) -> Trial:
 
 
 def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
-    """Name of a trial, `policy-1f0c...`: a digest of everything that its time depends on."""
+    """Name of a trial, `policy-1f0c...`, with a digest of everything that its time depends on."""
     trial, machine = trial_of(search, one), search.machine
     facts = {
         "arch": asdict(search.archs[one.role]),
@@ -145,7 +142,7 @@ def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
         "world": machine.world_size,
         "ranks of a node": machine.hardware.gpus_per_node,
         "machine": _machine_name(search, job),
-        "measured": list(Measured.model_fields),  # a version that measures other quantities runs the trial again
+        "measured": list(Measured.model_fields),  # runs a trial again for a version that measures other quantities
         "versions": [megappo.__version__, torch.__version__],
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
@@ -153,7 +150,7 @@ def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
 
 
 def _machine_name(search: Search, job: Job | None) -> str:
-    """Machine in a trial's name: the kind of GPU, or for CPUs this host or the job's partition."""
+    """The kind of GPU; for CPUs this host or the job's partition."""
     if search.machine.hardware.is_gpu():
         return search.machine.hardware.name
     if job is None:
@@ -177,16 +174,17 @@ def _make_folder(folder: Path, output_dir: str) -> None:
 
 
 def predicted_s(one: Candidate, workload: Workload) -> float:
-    """Predicted seconds of a trial, without its start. With offload it also times a phase of one update."""
+    """Predicted seconds of a trial, without its start."""
     phases, passes = one.cost.phases, workload.passes(one.role)
     trips = one.cost.parts.get("offload", 0.0)
+    # With offload a trial also times a phase of one update.
     times = 2 if one.cost.is_trained and trips else 1
     update_s = phases["update"] / workload.updates(one.role) if one.cost.is_trained else 0.0
-    return (REPEATS + 1) * (phases["forward"] / passes + times * update_s + trips)  # one more: the first is not counted
+    return (REPEATS + 1) * (phases["forward"] / passes + times * update_s + trips)  # + 1: the first is not counted
 
 
 def _submit(job: Job, folder: Path, names: Sequence[str], seconds: float) -> str:
-    """Submit the job; returns its id. If Slurm refuses it, its files are removed. seconds: predicted for the trials."""
+    """Submit the job and return its id; remove its files if Slurm refuses it. seconds: predicted for the trials."""
     try:
         job_id = submit(job, folder, names)
     except ConfigError:
@@ -219,9 +217,9 @@ def _tried(one: Candidate, folder: Path, name: str, workload: Workload) -> Tried
 
 
 def phases_of(measured: Measured, role: str, workload: Workload) -> dict[str, float]:
-    """Seconds of `role` in a whole step: `forward` with one pass over all samples, and `update` with its updates. Each phase moves
-    offloaded parts once."""
+    """Seconds of `role` in a whole step: one pass over all samples (`forward`) and all updates (`update`)."""
     passes = workload.passes(role)
+    # Each phase moves offloaded parts once, whatever its number of passes.
     phases = {"forward": (measured.forward_s - measured.load_s) * passes + measured.load_s}
     if measured.update_s is None:
         return phases
@@ -260,7 +258,7 @@ def _facts(one: Tried) -> dict[str, Any]:
 
 
 def best_measured(search: Search, choice: Choice, measurement: Measurement) -> Choice:
-    """The fastest combination by measured times that fits; roles that are not tuned stay. ConfigError if none is left."""
+    """The fastest combination by measured times that fits. Roles that are not tuned stay. ConfigError if none is left."""
     working = {role: [one for one in found if one.measured_s is not None] for role, found in measurement.tried.items()}
     for role, found in measurement.tried.items():
         if not working[role]:
@@ -270,7 +268,7 @@ def best_measured(search: Search, choice: Choice, measurement: Measurement) -> C
     for combination in product(*working.values()):
         roles = {**choice.roles, **{one.candidate.role: one.candidate for one in combination}}
         seconds = _seconds(search, roles, combination)
-        # Each fits beside the predicted best of the other roles; together they may not.
+        # Each fits beside the predicted best of the other roles, but together they may not.
         if seconds < fastest and search.fits({role: one.need for role, one in roles.items()}, choice.rollout):
             best, fastest = roles, seconds
     if best is None:
@@ -279,7 +277,7 @@ def best_measured(search: Search, choice: Choice, measurement: Measurement) -> C
 
 
 def _seconds(search: Search, roles: Mapping[str, Candidate], tried: Sequence[Tried]) -> float:
-    """Seconds of a step by what was measured, without vLLM and the push; roles that were not tried count as predicted."""
+    """Measured seconds of a step without vLLM and the push. Roles that were not tried count as predicted."""
     measured = {one.candidate.role: one.phases for one in tried if one.phases is not None}
     phases = {role: measured.get(role, one.cost.phases) for role, one in roles.items()}
     return search.timetable.step_s(phases) + roles["policy"].generate_s

@@ -1,8 +1,7 @@
 """Placements to try: all roles on all ranks, vLLM apart, the critic apart, the critic with the frozen models apart, and both apart.
 
-The world is cut once, or twice for policy, critic and vLLM on ranks of their own, between nodes if there are several, at a quarter,
-a half and three quarters. Every placement is searched for itself (`search.py`); `rank_placements` orders them.
-"""
+The world is cut once, or twice to give policy, critic and vLLM ranks of their own, at a quarter, a half and three quarters; between
+nodes if there are several. `search.py` searches each placement; `rank_placements` orders them."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from megappo.config.schema import TrainConfig
 from megappo.parallel.placement import Placement, placement_of
 from megappo.telemetry.tables import GIB, figures
 
-QUARTERS = (1, 2, 3)  # of the nodes, for those apart
+QUARTERS = (1, 2, 3)  # of the nodes, for the roles that are set apart
 ALONE_SHARE = 0.8  # of the memory, for vLLM without models beside it; the rest is for the reserve and the headroom
 COLOCATED = "colocated"
 UNSURE = 0.15  # of a step: of timed placements one predicted to be 14 % shorter was the longer one (benchmarks/bench_placements.py)
@@ -30,34 +29,35 @@ UNSURE = 0.15  # of a step: of timed placements one predicted to be 14 % shorter
 
 @dataclass(frozen=True)
 class Placing:
-    """Keys of one placement. name: for users. changes: key -> value, `critic.ranks` and what follows from it."""
+    """Keys of one placement."""
 
     name: str
+    """Its name for users."""
     changes: Mapping[str, str | float]
+    """Key -> value: `critic.ranks` and what follows from it."""
 
     def applied(self, config: TrainConfig) -> TrainConfig:
-        """The configuration with these keys."""
         for key, value in self.changes.items():
             config = replaced(config, key.split("."), value)
         return config
 
     def overrides(self) -> list[str]:
-        """As `key=value` lines."""
         return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.changes.items()]
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement with its search and the fastest run in it; choice: None if nothing fits."""
+    """A placement with its search."""
 
     placing: Placing
     search: Search
     choice: Choice | None
+    """The fastest run in it; None if nothing fits."""
 
 
 def rank_placements(search: Search, neutral: TrainConfig) -> list[Placed]:
     """Search every placement; the fastest first, those in which nothing fits last. search: colocated. neutral: its configuration
-    without the layouts that are open, which need not fit another placement."""
+    without the open layouts, which need not fit another placement."""
     found = []
     for placing in placings(neutral, search.machine):
         placed = search.placed(placing.applied(search.config), placing.overrides())
@@ -66,7 +66,7 @@ def rank_placements(search: Search, neutral: TrainConfig) -> list[Placed]:
 
 
 def placings(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
-    """Placements that the rules of a run allow, colocated first. config: all roles live on all ranks."""
+    """Yield the placements that the rules of a run allow, colocated first. config: has all roles on all ranks."""
     for placing in _proposed(config, machine):
         placing = _with_consequences(placing, config, machine.world_size)
         if next(world_problems(placing.applied(config), machine.world_size), None) is None:
@@ -98,19 +98,18 @@ def _proposed(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
 
 
 def _apart(roles: Sequence[str], apart: Sequence[str], first: str, second: str) -> tuple[str, dict[str, str]]:
-    """Name and keys of some roles on the second ranks and the others on the first."""
+    """Name and keys of a placement with the roles `apart` on the second ranks and the others on the first."""
     name = f"{' and '.join(apart).replace('_', ' ')} on {second}"
     return name, {f"{key_of_role(role)}.ranks": second if role in apart else first for role in roles}
 
 
 def _pairs_of_sizes(machine: Machine) -> list[tuple[int, int]]:
-    """Numbers of ranks for the critics and for vLLM that leave some for the policy; at most three pairs."""
+    """Numbers of ranks for (the critics, vLLM) that leave some for the policy; at most three pairs."""
     sizes = _sizes(machine)
     return [pair for pair in product(sizes, sizes) if sum(pair) < machine.world_size]
 
 
 def _sizes(machine: Machine) -> list[int]:
-    """Numbers of ranks that may be set apart."""
     per_node = machine.hardware.gpus_per_node
     unit = per_node if machine.world_size > per_node else 1
     nodes = machine.world_size // unit
@@ -118,7 +117,7 @@ def _sizes(machine: Machine) -> list[int]:
 
 
 def _with_consequences(placing: Placing, config: TrainConfig, world_size: int) -> Placing:
-    """The placement without offload and sleep where nobody else needs the room, and with vLLM's larger share where it is alone."""
+    """Turn off offload and sleep where no other role needs the room, and give vLLM a larger share where it is alone."""
     where = {name: placement_of(ranks, world_size) for name, ranks in placements_in_use(placing.applied(config)).items()}
     changes = dict(placing.changes)
     for role in roles_in_use(config):
@@ -154,7 +153,7 @@ def placement_lines(ranked: Sequence[Placed], top: int) -> list[str]:
 
 
 def stage_seconds(choice: Choice) -> tuple[float, float]:
-    """Seconds of all passes without gradients, and of all updates, by the clock."""
+    """Wall-clock seconds of (all passes without gradients, all updates)."""
     works = choice.timetable.works({role: one.cost.phases for role, one in choice.roles.items()})
     passes = max(work.end for work in works if work.phase == "forward")
     return passes, max(work.end for work in works) - passes
@@ -176,7 +175,7 @@ def advice(ranked: Sequence[Placed]) -> str:
 
 
 def placement_facts(ranked: Sequence[Placed]) -> list[dict[str, Any]]:
-    """The ranking for other programs, in seconds and bytes."""
+    """The ranking as plain data, in seconds and bytes."""
     return [
         {
             "placement": one.placing.name,

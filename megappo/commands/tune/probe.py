@@ -1,7 +1,4 @@
-"""Measurement of this machine: matrix products, copies and an all-reduce, by two ranks at once if there is room for two.
-
-Ranks share a machine's memory and cores; a profile states the rates of one rank beside another.
-"""
+"""Measurement of this machine: matrix products, copies and an all-reduce."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ from megappo.commands.plan.memory import GIB
 from megappo.config.schema import TrainConfig
 from megappo.telemetry.hardware import PROFILES, Hardware, hardware_of, load_hardware
 
-RANKS = 2
-# Where other work wants the cores too, a call is seldom left alone: of eight the fastest may take twice its time.
+RANKS = 2  # at once, if there is room: ranks share a machine's memory and cores, and a profile has the rates of one beside another
+# On a busy machine calls are seldom undisturbed: even the fastest of eight may take twice its time.
 FEWEST, LEAST_S, OVERHEAD_REPEATS = 8, 1.0, 50
-# Six tiny layers, so that their time is launches and Python.
+# Layers so small that their time is launches and Python.
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 6,
@@ -41,10 +38,8 @@ TINY = {
 
 
 def probe() -> Hardware:
-    """Measure the profile `cpu-here` or `gpu-here`. The network and decoding cannot be measured: taken from the nearest profile.
-
-    ValueError if the ranks fail, after their own output.
-    """
+    """Measure the profile `cpu-here` or `gpu-here`. ValueError if the ranks fail, after their own output. Network and decoding
+    cannot be measured and come from the nearest profile."""
     gpus = torch.cuda.device_count()
     ranks = min(RANKS, gpus) if gpus else min(RANKS, os.cpu_count() or 1)
     with tempfile.TemporaryDirectory(prefix="megappo-probe-") as name:
@@ -62,7 +57,7 @@ def probe() -> Hardware:
         **rates,
         "memory_gib": memory / GIB,
         "gpus_per_node": gpus or cores,
-        # Measured rates are those that are reached: no share to take of them.
+        # Measured rates are reached in full: take no share of them.
         "matmul_share": 1.0,
         "memory_share": 1.0,
         "link_share": 1.0,
@@ -76,7 +71,7 @@ def probe() -> Hardware:
 
 
 def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
-    """Rates of one rank of the world, measured together with the others. Keys are fields of `Hardware`."""
+    """Measure the rates of one rank, together with the others of the world. Keys are fields of `Hardware`. Collective."""
     import torch.distributed as dist
 
     size = 8192 if device.type == "cuda" else 768
@@ -90,7 +85,7 @@ def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
     rates["memory_tb_s"] = 2 * x.numel() * 4 / _undisturbed_s(lambda: y.copy_(x)) / 1e12  # fp32, read and written
     if dist.get_world_size() > 1:
         small, large = x[:64].clone(), x[: 1 << 22].clone()
-        # A pass makes hundreds of small ones: their usual latency counts, not the shortest.
+        # A pass makes hundreds of small all-reduces, so their usual latency counts, not the shortest.
         latency = median(_times(lambda: dist.all_reduce(small), 100))
         seconds = min(_times(lambda: dist.all_reduce(large), 30))
         # An all-reduce of two ranks has two steps; in each a rank sends and receives half of the data, and waits once.
@@ -101,13 +96,13 @@ def measure_rates(device: torch.device, folder: str) -> dict[str, float]:
 
 
 def link_gb_s(size: int, seconds: float, latency: float) -> float:
-    """GB/s of a link, from an all-reduce of `size` bytes between two ranks; a small one takes `latency` seconds."""
-    # On a busy machine the usual latency may exceed the shortest large all-reduce: at least half of that counts as data.
+    """GB/s of a link between two ranks whose all-reduce takes `seconds` for `size` bytes, and `latency` for a small message."""
+    # On a busy machine `latency` may exceed `seconds`: at least half of `seconds` counts as data.
     return size / max(seconds - latency, seconds / 2) / 1e9
 
 
 def _undisturbed_s(work: Callable[[], Any]) -> float:
-    """Seconds of the fastest of many calls, which are not collective: as many as LEAST_S has room for."""
+    """Seconds of the fastest of as many calls as fit into LEAST_S. The calls must not be collective."""
     found = _times(work, FEWEST)
     end = time.perf_counter() + LEAST_S
     while time.perf_counter() < end:
@@ -129,8 +124,7 @@ def _times(work: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def _layer_overhead_s(folder: str, device: torch.device) -> float:
-    """Host seconds of one layer, from a pass over a model of tiny layers. A micro-batch costs one layer more
-    (`commands/tune/work.py`)."""
+    """Host seconds of one layer, from a pass over a model of tiny layers."""
     from megappo.commands.tune.trial import run_trial
     from megappo.commands.tune.trials import Trial
 
@@ -150,4 +144,5 @@ def _layer_overhead_s(folder: str, device: torch.device) -> float:
     import torch.distributed as dist
 
     micro_batches = trial.samples // dist.get_world_size()
+    # + 1: a micro-batch costs one layer more (`commands/tune/work.py`).
     return run_trial(trial, device).forward_s / micro_batches / (TINY["num_hidden_layers"] + 1)

@@ -32,30 +32,32 @@ from megappo.trainer.prepare.layouts import check_layouts, read_archs
 
 @dataclass(frozen=True)
 class Question:
-    """A request to tune. config: the file and overrides below, as loaded; overrides of a winner are added to these.
-    prompt_tokens, response_tokens: means of a sequence, None for the longest. placements: to be searched too.
-    """
+    """A request to tune."""
 
     config: TrainConfig
+    """The file and `overrides`, as loaded."""
     config_path: str
     overrides: tuple[str, ...]
+    """The user's; those of a winner are added to them."""
     gpus: int
     hardware: Hardware
     roles: tuple[str, ...] | None = None
     prompt_tokens: float | None = None
     response_tokens: float | None = None
+    """`prompt_tokens`, `response_tokens`: means of a sequence; None for the longest."""
     placements: bool = False
+    """True if placements are searched too."""
 
 
 def default_profile(config: TrainConfig) -> str:
-    """`cpu` for a run on the CPU; any other run has to name its profile."""
+    """Return `cpu` for a run on the CPU. ConfigError for any other run, which has to name its profile."""
     if config.run.device == "cpu":
         return "cpu"
     raise ConfigError("--gpu is missing: a100, h100, h200, b200, or a YAML file with a profile (--probe measures this machine)")
 
 
 def num_gpus(asked: int | None, config: TrainConfig) -> int:
-    """Number of GPUs: --gpus, or that of the configuration."""
+    """Number of GPUs from --gpus or the configuration. ConfigError if neither has it."""
     if asked is not None:
         return asked
     if config.run.num_ranks is None:
@@ -64,11 +66,11 @@ def num_gpus(asked: int | None, config: TrainConfig) -> int:
 
 
 def make_search(question: Question) -> Search:
-    """The search for a question. ConfigError, one line, if its options do not fit together."""
+    """Build the search for a question. ConfigError, one line, if its options do not fit together."""
     _check_gpus(question.gpus, question.hardware)
     require_whole_steps(question.config, "tune")
     if question.config.data.fit_batch:
-        # Every layout would train on another batch, and the shortest step would be that of the smallest.
+        # Every layout would train on its own batch, and the smallest batch would win.
         fix = "tune compares layouts at one batch; write the sizes that `megappo plan` says instead, and set it to false"
         raise ConfigError(problem("data.fit_batch", True, fix))
     run = question.config.run.model_copy(update={"num_ranks": question.gpus})
@@ -98,7 +100,7 @@ def _check_gpus(gpus: int, hardware: Hardware) -> None:
 
 
 def _check_placements(config: TrainConfig) -> None:
-    """ConfigError for a placement of the user's own where placements are to be searched."""
+    # The user may not place roles where placements are to be searched.
     for name, ranks in placements_in_use(config).items():
         if ranks != ALL:
             key = f"{key_of_role(name)}.ranks"
@@ -125,8 +127,7 @@ def _tuned_roles(config: TrainConfig, asked: Sequence[str] | None) -> tuple[str,
 
 
 def neutral_config(config: TrainConfig, tuned: Sequence[str]) -> TrainConfig:
-    """The configuration without the layouts to be chosen, so that all other mistakes are reported at once. Keys that the user left
-    out stay unset."""
+    """Remove the layouts that are to be chosen, so that all other mistakes are reported at once. Unset keys stay unset."""
     changes: dict[str, Any] = {}
     for role in tuned:
         section = section_of(config, role)
@@ -145,7 +146,7 @@ def _workload(config: TrainConfig, question: Question) -> Workload:
 
 
 def find_best(search: Search) -> Choice:
-    """The fastest run that fits. ConfigError with the number of GPUs needed if none does."""
+    """The fastest run that fits. ConfigError, with the number of GPUs needed, if none does."""
     best = search.best()
     if best is not None:
         return best
@@ -175,12 +176,14 @@ def prepare_chosen(search: Search, choice: Choice, question: Question) -> Planne
 
 
 def written_choice(search: Search, choice: Choice, question: Question) -> TrainConfig:
-    """The winner as its user would write it: with the names of models that the file has."""
-    return load_config(question.config_path, [*question.overrides, *overrides_of(search, choice)])  # the last one counts
+    """Configuration of the winner as its user would write it, with the model names of the file."""
+    return load_config(
+        question.config_path, [*question.overrides, *overrides_of(search, choice)]
+    )  # of equal keys the last one counts
 
 
 def write_output(path: Path, config: TrainConfig, overrides: Sequence[str]) -> None:
-    """Write the whole configuration into a .yaml file; into any other the overrides, one per line."""
+    """Write the whole configuration into a .yaml file; into any other file the overrides, one per line."""
     if path.suffix in (".yaml", ".yml"):
         path.write_text(dump_yaml(config), encoding="utf-8")
     else:
@@ -195,9 +198,8 @@ def as_json(
     measured: Mapping[str, Any] | None = None,
     placements: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """The ranking for other programs: the content of the tables, in seconds and bytes, and the remarks of the plan. measured: facts
-    of the trials, by role. placements: all that were searched, the fastest first.
-    """
+    """The content of the tables as JSON, in seconds and bytes, with the remarks of the plan. measured: facts of the trials by role.
+    placements: all that were searched, the fastest first."""
     tables: dict[str, Any] = {
         role: [_facts(one) for one in search.beside(choice, role)[:top]] for role in choice.roles if role in search.tuned
     }

@@ -1,4 +1,4 @@
-"""The ranking as text: for every role a table with the reasons, the chosen run's step by phase and memory, and its overrides."""
+"""The ranking as text: for every role a table with reasons, then the chosen step by phase and memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.telemetry.hardware import Hardware
 from megappo.telemetry.tables import GIB, figures
 
-NOTABLE = 0.05  # share of a role's time from which a part of it is a reason
+NOTABLE = 0.05  # share of a role's time that makes a part of it a reason
 MOST_REASONS = 3
 LEFT = ("layout", "recompute", "the chosen step")  # columns of text
 
 
 def report(search: Search, choice: Choice, top: int) -> str:
-    """Report of the ranking as predicted, without trials."""
+    """Report of the predicted ranking, without trials."""
     blocks = [_assumptions(search.workload, search.machine)]
     for role in search.candidates:
         if role in search.tuned:
@@ -54,7 +54,6 @@ def _windows(workload: Workload) -> str:
 
 
 def _updates(workload: Workload) -> str:
-    """`4 updates of 128`, with the role where roles differ."""
     said = {role: f"{workload.updates(role)} updates of {workload.mini_batch(role):,}" for role in workload.schedules}
     if len(set(said.values())) == 1:
         return next(iter(said.values()))
@@ -124,8 +123,8 @@ def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
 
 
 def step_lines(search: Search, choice: Choice) -> list[str]:
-    """The chosen layouts through a step (trainer/ppo.py, stages 2, 3, 4, 6 and 7), and the fullest rank. Where roles work at the
-    same time, when they begin, and how long their ranks wait."""
+    """Table of the chosen step (trainer/ppo.py, stages 2, 3, 4, 6 and 7), and the fullest rank. Where roles work at the same time,
+    it has their begin and how long their ranks wait."""
     rows, apart = [], not search.timetable.takes_turns
     for name, begin, seconds, role in _phases(choice):
         what = ""
@@ -146,7 +145,7 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
 
 
 def _phases(choice: Choice) -> Iterator[tuple[str, float, float, str | None]]:
-    """(name, begin, seconds, role) of a step's parts."""
+    """(name, begin, seconds, role) of each part of a step."""
     yield "generate", 0.0, choice.generate_s, None
     config = choice.plan.config
     for work in choice.timetable.works({role: one.cost.phases for role, one in choice.roles.items()}):
@@ -156,13 +155,12 @@ def _phases(choice: Choice) -> Iterator[tuple[str, float, float, str | None]]:
 
 
 def _where(search: Search, name: str) -> str:
-    """`, on ranks 0-31` of a role that does not live on all."""
     placement = search.placements[name]
     return "" if placement.is_whole else f", on ranks {placement}"
 
 
 def reasons(one: Candidate, search: Search) -> list[str]:
-    """Parts of this layout's time that are not arithmetic, the largest first; and its optimizer state if that fills the rank."""
+    """The largest parts of this layout's time that are not arithmetic, the largest first."""
     return [text for _, text in sorted(_shares(one, search.hardware_of(one.role)), key=lambda pair: -pair[0])][:MOST_REASONS] or [
         f"matrix products {one.cost.share('matmul') + one.cost.share('head') + one.cost.share('attention'):.0%}"
     ]
@@ -202,7 +200,7 @@ def _shares(one: Candidate, hardware: Hardware) -> Iterator[tuple[float, str]]:
 
 
 def _shards(layout: ParallelLayout) -> str:
-    """The ranks that hold the same weights, over which gradients are summed and the optimizer is cut."""
+    # Gradients are summed, and the optimizer is cut, over the ranks with the same weights.
     return f"dp {layout.dp}" + (f" x cp {layout.cp}" if layout.cp > 1 else "")
 
 
@@ -217,7 +215,7 @@ def _rollout_reasons(one: RolloutCandidate, hardware: Hardware) -> Iterator[str]
 
 
 def layout_text(layout: ParallelLayout) -> str:
-    """As `str`, with long splits shortened: `tp8 pp16 dp2 split 7, 14 x 8, 7`."""
+    """Layout as `str`, with long splits shortened: `tp8 pp16 dp2 split 7, 14 x 8, 7`."""
     if not layout.layers_per_stage:
         return str(layout)
     runs = [(layers, len(list(group))) for layers, group in groupby(layout.layers_per_stage)]
@@ -240,7 +238,7 @@ def overrides_of(search: Search, choice: Choice) -> list[str]:
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str]) -> list[str]:
-    """Align columns, two blanks in front. left: headings of the columns that begin on the left."""
+    """Align columns, after two blanks. left: headings of the columns that are aligned on the left."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
     lines = []
     for row in [header, *rows]:
@@ -254,11 +252,13 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collecti
 
 @dataclass(frozen=True)
 class RankUse:
-    """Ranks on which the same live. names: roles and `rollout`. busy_s: seconds of a step in which one of them works."""
+    """Ranks on which the same roles live."""
 
     names: tuple[str, ...]
+    """Roles and `rollout`."""
     ranks: tuple[int, ...]
     busy_s: float
+    """Seconds of a step in which one of them works."""
     step_s: float
 
     @property
@@ -279,7 +279,7 @@ def rank_uses(choice: Choice) -> list[RankUse]:
         busy = sum(sum(phases[role].values()) for role in names if role in phases)
         busy += choice.generate_s if (ROLLOUT if by_vllm else "policy") in names else 0.0
         busy += choice.push_s if "policy" in names or ROLLOUT in names else 0.0
-        # `rollout` of the policy's own engine is no other inhabitant.
+        # If the policy's own engine generates, `rollout` is no role of its own.
         shown = tuple(name for name in names if by_vllm or name != ROLLOUT)
         found.append(RankUse(shown, ranks, busy, choice.total_s))
     return found

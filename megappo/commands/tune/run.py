@@ -24,10 +24,8 @@ from megappo.telemetry.hardware import dump_hardware, load_hardware
 
 
 def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
-    """Run the command on options that `check_options` accepted; returns the exit code. ConfigError for a user's mistake.
-
-    config: what `args.config` and `args.overrides` say; None without CONFIG, if this machine is only to be measured.
-    """
+    """Run the command on options that `check_options` accepted; returns the exit code. ConfigError for a user's mistake. config:
+    None without CONFIG, if the machine is only measured."""
     named = {"--output": args.output, "--json": args.json}
     targets = {option: check_output_file(option, text) for option, text in named.items() if text}
     if config is None:
@@ -81,10 +79,10 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
 
 
 def _first(ranked: Sequence[Placed], search: Search, args: argparse.Namespace) -> tuple[Search, Choice]:
-    """The fastest run, and the search of its placement. ranked: placements, the fastest first; none if they are not searched."""
+    """The fastest run, and the search of its placement. ranked: placements, the fastest first; empty if they are not searched."""
     first = next((one for one in ranked if one.choice is not None), None)
     if first is None or first.choice is None:
-        return search, asked.find_best(search)  # or the message that nothing fits
+        return search, asked.find_best(search)  # raises if nothing fits
     print("\n".join(placement_lines(ranked, args.top)), flush=True)
     if args.measure is not None:
         print(f"  trials are of {first.placing.name} alone; the others stay as predicted")

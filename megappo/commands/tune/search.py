@@ -1,10 +1,7 @@
 """Search for the fastest layouts that fit: every role is ranked by itself, then the roles are combined under their common memory.
 
-A search is of one placement, that of its configuration (`placing.py` tries others). Roles on the same ranks take turns, and
-constrain each other only through memory: resident memory of all roles that live there plus the largest working set. Memory is the
-plan's (`commands/plan/memory.py`, `commands/plan/reserve.py`); a choice carries its plan. To decide if it fits, a role's fullest
-stage stands for all of its ranks, which overestimates if the fullest stages of two roles lie on different ranks.
-"""
+A search is of one placement (`placing.py` tries others). Roles on the same ranks take turns and constrain each other only through
+memory: resident memory of all plus the largest working set, as the plan counts it."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ from megappo.parallel.layout import ParallelLayout, layout_of
 from megappo.parallel.placement import Placement, placement_of
 from megappo.telemetry.hardware import Hardware
 
-# Of a working set, which is mostly activations: tests hold their estimate to 10 %.
+# Of a working set, which is mostly activations. Tests hold the estimate of activations to 10 %.
 MARGIN = 1.1
 MOST_DOUBLINGS = 8  # up to 256 times the GPUs asked for
 
@@ -52,9 +49,8 @@ MOST_DOUBLINGS = 8  # up to 256 times the GPUs asked for
 class Search:
     """Candidates of every role of a run, in the placement of its configuration.
 
-    tuned: roles whose layout is open, `rollout` among them; the others keep theirs. placing: `key=value` lines of the placement,
-    if the user's configuration does not have it.
-    """
+    tuned: roles whose layout is open, `rollout` among them; the others keep theirs. placing: `key=value` lines of the placement, if
+    the user's configuration does not have it."""
 
     def __init__(
         self,
@@ -71,12 +67,12 @@ class Search:
         self.timetable = Timetable(self.placements, forward_passes(config))
         self._hardware = {name: _seen_from(placement, machine.hardware) for name, placement in self.placements.items()}
         self._counts: dict[tuple[object, ...], ParameterCount] = {}
-        # By role, number of its ranks, ranks that are neighbours on a node, and settings: the same in every placement.
+        # Keys: role, number of its ranks, neighbouring ranks on a node, and settings. Values hold in every placement.
         self._memory: dict[tuple[object, ...], dict[int, RoleMemory]] = {}
         self._costs: dict[tuple[object, ...], tuple[RoleCost, float]] = {}
 
     def placed(self, config: TrainConfig, placing: Sequence[str]) -> Search:
-        """The search of this run in another placement. What was counted for one serves the other."""
+        """Search this run in another placement, sharing what was counted."""
         other = Search(config, self.archs, self.machine, self.workload, self.tuned, placing)
         other._counts, other._memory, other._costs = self._counts, self._memory, self._costs
         return other
@@ -87,11 +83,10 @@ class Search:
         return all(one.is_whole for one in self.placements.values())
 
     def num_ranks(self, name: str) -> int:
-        """Ranks of a role or of `rollout`."""
         return len(self.placements[name])
 
     def hardware_of(self, name: str) -> Hardware:
-        """The machine as a role or `rollout` sees it: as many of its neighbouring ranks share a node."""
+        """The machine as a role or `rollout` sees it: gpus_per_node is the number of its neighbouring ranks on a node."""
         return self._hardware[name]
 
     @cached_property
@@ -101,7 +96,7 @@ class Search:
 
     @cached_property
     def rollouts(self) -> list[RolloutCandidate]:
-        """Replicas whose KV cache holds one longest sequence, as the plan demands; the fastest first."""
+        """Replicas whose KV cache holds one longest sequence, as the plan demands, the fastest first."""
         config, arch, machine = self.config, self.archs["policy"], self.machine
         if config.rollout.engine == "megatron":
             return [RolloutCandidate(None, None, None)]
@@ -139,7 +134,6 @@ class Search:
                     yield one
 
     def implementation(self, role: str) -> Implementation:
-        """Implementation of a role's layers."""
         return implementation_of_role(self.machine.implementation, self.config.model.impl, section_of(self.config, role))
 
     @staticmethod
@@ -147,7 +141,7 @@ class Search:
         return {"recompute": recompute} if hasattr(settings, "recompute") else {}
 
     def candidate(self, role: str, settings: Settings) -> Candidate | None:
-        """This role with these settings; None if it does not fit even alone, without replicas."""
+        """Build the candidate of a role with these settings; None if it does not fit beside any replicas."""
         stages = self._stages(role, settings)
         need = self._need(role, settings, stages.values())
         if not any(self.fits({role: need}, rollout) for rollout in self.rollouts):
@@ -161,7 +155,7 @@ class Search:
     def _cost(
         self, role: str, settings: Settings, layout: ParallelLayout, stages: Mapping[int, RoleMemory]
     ) -> tuple[RoleCost, float]:
-        """Seconds of its passes and updates, and of generation by the role itself."""
+        """Seconds of (passes and updates, generation by the role itself)."""
         arch, hardware, generate_s = self.archs[role], self.hardware_of(role), 0.0
         counts = {stage: self._count(arch, layout, stage, value_head_of(settings) is not None) for stage in stages}
         cost = role_cost(role, arch, layout, settings, self.workload, hardware, counts, stages)
@@ -174,7 +168,6 @@ class Search:
         return role, self.num_ranks(role), self.hardware_of(role).gpus_per_node, anywhere
 
     def _count(self, arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool = False) -> ParameterCount:
-        """Parameters of one rank of a stage, from shapes."""
         # Counted once for each kind of stage: cp, dp and the order of the chunks do not change it.
         sparse = [arch.is_sparse(layer) for layer in layout.stage_layers(arch.num_layers, stage)]
         ends = stage == 0, stage == layout.pp - 1
@@ -186,10 +179,12 @@ class Search:
     # ---------------------------------------------------------------------------------------------------------- combined
 
     def fits(self, needs: Mapping[str, Need], rollout: RolloutCandidate) -> bool:
-        """True if these roles and the replicas fit together, with the margin. If some roles do not, neither do more."""
+        """True if these roles and the replicas fit together, with the margin. If some roles do not, more do not either."""
         hosts = self.timetable.ranks
         reserve = max(self._reserve(names, needs, rollout) for names in hosts) if self.machine.device == "cuda" else 0
         for names in hosts:
+            # A role's fullest stage stands for all its ranks: too much where the fullest stages of two roles lie on different
+            # ranks.
             here = [need for role, need in needs.items() if role in names]
             training = int(MARGIN * max((need.training for need in here), default=0))
             pushed = max((need.pushed for need in here), default=0)
@@ -200,7 +195,7 @@ class Search:
         return True
 
     def _reserve(self, names: Collection[str], needs: Mapping[str, Need], rollout: RolloutCandidate) -> int:
-        """Of a rank that these live on; the plan takes that of the rank with most communicators for all."""
+        # Of a rank on which these live; the plan takes the largest of all ranks.
         of_roles = [(need.layout, self._has_experts(role)) for role, need in needs.items() if role in names]
         return reserve_bytes(of_roles, self.machine.world_size, (rollout.tp or 1) if ROLLOUT in names else 1)
 
@@ -208,10 +203,10 @@ class Search:
         return self.archs[role].moe is not None
 
     def best(self) -> Choice | None:
-        """The fastest candidates that fit together; None if none do. The push of weights, about 1 % of a step, is ignored in the
-        choice of the policy."""
+        """The fastest candidates that fit together; None if none do."""
         if not self.rollouts or not all(self.candidates.values()):
             return None
+        # The push of weights, about 1 % of a step, is ignored in the choice of the policy.
         fronts = {role: [found[index] for index in self._front_of(role, found)] for role, found in self.candidates.items()}
         best: Choice | None = None
         for rollout in self.rollouts:
@@ -224,21 +219,19 @@ class Search:
         return best
 
     def _front_of(self, role: str, found: Sequence[Candidate]) -> list[int]:
-        """Indices of those that no other undercuts in memory and time. found: the fastest first."""
-        # Where roles take turns, their sum counts; beside another role a slow pass may cost nothing, and a slow update much.
+        """Indices of the candidates that no other undercuts in memory and time. found: the fastest first."""
+        # If roles take turns, their sum counts. Beside another role a slow pass may cost nothing, and a slow update much.
         times = None if self.timetable.takes_turns else [(one.generate_s, *one.cost.phases.values()) for one in found]
         return self._front(role, [one.need for one in found], times)
 
     def _front(self, role: str, needs: Sequence[Need], times: Sequence[tuple[float, ...]] | None = None) -> list[int]:
-        """Indices of the Pareto front of `needs` (`pareto`), the best first."""
-
         def communicators(layout: ParallelLayout) -> int:
             return layout_bytes(layout, self._has_experts(role)) if self.machine.device == "cuda" else 0
 
         return pareto(needs, communicators, times)
 
     def choice(self, roles: Mapping[str, Candidate], rollout: RolloutCandidate) -> Choice:
-        """These candidates with their plan, fitting or not."""
+        """Combine these candidates with their plan, whether they fit or not."""
         policy, machine = roles["policy"], self.machine
         changes: dict[str, Any] = {role: one.settings for role, one in roles.items()}
         if rollout.tp is not None:
@@ -252,12 +245,12 @@ class Search:
         return Choice(roles, rollout, pushing, plan, self.timetable)
 
     def can_fit(self) -> bool:
-        """True if anything fits at all. Tries the least demanding layouts and settings of every role, without their time."""
+        """True if anything fits. Tries the least demanding layouts and settings of every role, without their times."""
         fronts = []
         for role in roles_in_use(self.config):
             settings: Settings = section_of(self.config, role)
             found = self._least_needs(role, settings) if role in self.tuned else [self._need_of(role, settings)]
-            # The least demanding first: a fit is found early, and the front stays short.
+            # The least demanding first, so that a fit is found early and the front stays short.
             found = sorted(found, key=lambda need: need.resident + need.training)
             fronts.append((role, [found[index] for index in self._front(role, found)]))
         return any(self._can_extend({}, fronts, rollout) for rollout in self.rollouts)
@@ -277,7 +270,7 @@ class Search:
         needs = []
         for parallel in found:
             ways = (least.model_copy(update={"parallel": parallel} | self._recompute(settings, one)) for one in ("full", "none"))
-            # An engine may lack the recomputation that saves most, or the layout.
+            # The engine may lack the layout, or the recomputation that saves most.
             if (way := next((way for way in ways if runs_under_its_engine(role, way)), None)) is not None:
                 needs.append(self._need_of(role, way))
         return needs
@@ -330,22 +323,21 @@ def _seen_from(placement: Placement, hardware: Hardware) -> Hardware:
 
 
 def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:
-    """Stages that may be the fullest: the ends, and the first one with the most layers; all stages if layers differ, or if a split
-    is so uneven that an early stage with fewer layers holds more micro-batches.
-    """
+    """Stages that may be the fullest: the ends, and the first of those with the most layers."""
     every = list(range(layout.pp))
-    if arch.moe is not None and arch.moe.dense_layers:
+    if arch.moe is not None and arch.moe.dense_layers:  # layers differ
         return every
     if not layout.layers_per_stage:
         return sorted({0, layout.pp - 1})
     sizes = [sum(layout.layers_per_stage[stage :: layout.pp]) for stage in every]
+    # So uneven that an early stage with fewer layers may hold more, because it has more micro-batches in flight.
     if max(sizes) - min(sizes) > 1:
         return every
     return sorted({0, sizes.index(max(sizes)), layout.pp - 1})
 
 
 def larger_worlds(machine: Machine) -> list[int]:
-    """Numbers of GPUs by doubling, in whole nodes if more than one. Layouts that are kept divide them too."""
+    """Numbers of GPUs by doubling, in whole nodes if more than one, so that layouts that are kept still divide them."""
     sizes, per_node = [machine.world_size], machine.hardware.gpus_per_node
     for _ in range(MOST_DOUBLINGS):
         twice = 2 * sizes[-1]
@@ -354,7 +346,7 @@ def larger_worlds(machine: Machine) -> list[int]:
 
 
 def gpus_needed(search: Search) -> int | None:
-    """The smallest of `larger_worlds` on which some layout fits; None if none does on the largest."""
+    """Smallest of `larger_worlds` on which some layout fits; None if none fits on the largest."""
     for world_size in larger_worlds(search.machine):
         machine = replace(search.machine, world_size=world_size)
         if Search(search.config, search.archs, machine, search.workload, search.tuned).can_fit():

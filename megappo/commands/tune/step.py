@@ -1,9 +1,7 @@
 """Length of a PPO step whose roles take turns on the same ranks, work at the same time on ranks of their own, or both.
 
-A step is a chain of stages that all ranks enter together (trainer/ppo.py): generation, scores of the reward model, passes of the
-other roles, updates, push of weights. Within a stage a role begins as soon as all of its ranks are done with the roles before it,
-so roles that share a rank take turns and others do not wait for each other.
-"""
+All ranks enter each stage of a step together (trainer/ppo.py). Within a stage a role begins as soon as all of its ranks are done
+with the roles before it."""
 
 from __future__ import annotations
 
@@ -16,11 +14,13 @@ SCORES = "reward_model"  # its results are shared before any other role begins
 
 
 class Work(NamedTuple):
-    """A pass or the updates of a role in a step. phase: `forward` or `update`. begin: seconds after generation."""
+    """A pass or the updates of a role in a step."""
 
     role: str
     phase: str
+    """`forward` or `update`."""
     begin: float
+    """Seconds after generation."""
     seconds: float
 
     @property
@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 
 class Timetable:
-    """Order of work in a step. placements: of every role and `rollout`. order: roles, as they make their passes."""
+    """Order of work in a step. placements: of every role and `rollout`. order: roles in the order of their passes."""
 
     def __init__(self, placements: Mapping[str, Placement], order: Sequence[str]) -> None:
         self.ranks = ranks_by_roles(placements)
@@ -39,12 +39,11 @@ class Timetable:
 
     @property
     def takes_turns(self) -> bool:
-        """True if no two roles ever work at the same time: the length of a step is a sum."""
+        """True if no two roles ever work at the same time, so that the length of a step is a sum."""
         return len({tuple(places) for places in self._places.values()}) == 1
 
     def works(self, phases: Mapping[str, Mapping[str, float]]) -> list[Work]:
-        """Passes and updates of a step, in their order. phases: role -> seconds of `forward` and, if it trains, `update`; a role
-        that is missing takes no time."""
+        """Passes and updates of a step, in order. phases: role -> seconds of `forward` and, if it trains, `update`."""
         done: list[Work] = []
         begin = 0.0
         for stage in self._stages(phases):

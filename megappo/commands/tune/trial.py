@@ -1,8 +1,7 @@
-"""Work of every rank of a trial: builds one role in one layout with random weights and times its passes and updates.
+"""Work of every rank of a trial: build one role in one layout with random weights, and time its passes and updates.
 
-Needs neither the run's data nor its weights: time does not depend on values. Rank 0 writes the name of a trial at its begin, for
-`batch.py` to see which one failed, and the result at its end. `trials.py` has the files' formats.
-"""
+It needs neither data nor weights of the run: times do not depend on values. Rank 0 writes the name of a trial at its begin, which
+tells `batch.py` which one failed, and the result at its end. `trials.py` has the files' formats."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from megappo.trainer.kernel_selection import choose_kernels
 from megappo.trainer.ptx import with_texts
 from megappo.trainer.roles import NLL_WEIGHT, Critic, Policy, RewardModel
 
-# A trial generates, scores and saves nothing: its ranks are never far apart, and a hang costs the job's other trials their time.
+# Short: ranks are never far apart without generation, scoring and saving, and a hang takes time from the job's other trials.
 TIMEOUTS = TimeoutsConfig(start_s=300.0, pass_s=300.0, meeting_s=300.0)
 TOTAL_UPDATES = 1000  # of the schedule: the learning rate of a step takes no time
 
@@ -65,8 +64,8 @@ def main(folder: Path, names: Sequence[str]) -> None:
 def run_trial(
     trial: Trial, device: torch.device, backend: EngineBackend = RoleEngines, clock: Callable[[], float] = time.perf_counter
 ) -> Measured:
-    """Time one trial. Collective. The first pass of each kind is not counted: it allocates, compiles and connects. clock: by
-    the wall's until the slowest rank is done; processor time is this rank's own."""
+    """Time one trial. Collective over the world. A wall clock counts until the slowest rank is done; processor time is this rank's
+    own."""
     fastest = partial(_fastest, clock=clock)
     section = section_of(trial.config, trial.role)
     engines = backend(trial.config.model, TIMEOUTS, device)
@@ -97,11 +96,11 @@ def _fastest(work: Callable[[], Any], repeats: int, clock: Callable[[], float]) 
         wait_for_device()
         dist.barrier()
         times.append(clock() - start)
-    return min(times[1:])
+    return min(times[1:])  # the first pass allocates, compiles and connects
 
 
 def _build_passes(trial: Trial, engines: EngineFactory) -> _Passes | _NoPasses:
-    """The role's passes; of a rank that it does not live on none. Collective over the world."""
+    """Passes of the role, or none on a rank without it. Collective over the world."""
     section, algorithm = section_of(trial.config, trial.role), trial.config.algorithm
     algorithm = algorithm.model_copy(update={"target_kl": None})  # a skipped update would take no time
     config = trial.config.model_copy(update={"algorithm": algorithm})
@@ -111,7 +110,7 @@ def _build_passes(trial: Trial, engines: EngineFactory) -> _Passes | _NoPasses:
 
 
 class _NoPasses:
-    """A rank without the role: it waits at the barriers, so that every rank finds the time of the slowest."""
+    """A rank without the role: it waits at the barriers, so that every rank sees the time of the slowest."""
 
     def nothing(self) -> None: ...
 
@@ -140,7 +139,7 @@ class _Passes:
         self._mini = mini
 
     def nothing(self) -> None:
-        """Run a pass without a batch: its weights come from host memory and are freed, as they did not change."""
+        """Run a pass without a batch: weights come from host memory and are freed, because they did not change."""
         with self.role.engine.eval_mode():
             pass
 
@@ -156,15 +155,14 @@ class _Passes:
         return self.role.engine.train_mode()
 
     def phase(self) -> None:
-        """Run a phase of one update, as stage 6 (trainer/updates.py): weights come, the optimizer's state comes with the step, and
-        both go back."""
+        """Run a phase of one update like stage 6 (trainer/updates.py): weights and the optimizer's state come and go back."""
         assert isinstance(self.role, (Policy, Critic))
         with self.train_mode():
             self.update()
 
     def update(self) -> None:
-        """Run one update inside a phase: from the second on, offloaded parts are on the device already."""
         assert isinstance(self.role, (Policy, Critic))
+        # From the second update of a phase on, offloaded parts are on the device already.
         self.role.update(self._mini, self._count)
 
 
@@ -183,7 +181,7 @@ class _RandomTexts(NamedTuple):
 
 
 def _random_batch(trial: Trial, vocab_size: int) -> PackedBatch:
-    """Random sequences of one length, with every field that stages 4 to 6 read of responses."""
+    """Random sequences of one length, with every field of responses that stages 4 to 6 read."""
     generator = torch.Generator().manual_seed(trial.config.run.seed)
     length = trial.prompt_tokens + trial.response_tokens
     tokens = torch.randint(0, vocab_size, (trial.samples, length), generator=generator)
@@ -192,7 +190,7 @@ def _random_batch(trial: Trial, vocab_size: int) -> PackedBatch:
     mask[:, trial.prompt_tokens :] = True
     own = fields_of(trial.role if is_critic(trial.role) else "critic")
     fields = {name: torch.randn(batch.num_tokens, generator=generator) * 0.1 for name in ("advantage", own.value, own.returns)}
-    # Of a uniform policy, so that ratios are near 1.
+    # Log-probs of a uniform policy, so that ratios are near 1.
     near = torch.full((batch.num_tokens,), -torch.log(torch.tensor(float(vocab_size))).item())
     fields |= dict.fromkeys(("logprob", "rollout_logprob", "ref_logprob"), near)
     fields |= dict.fromkeys((NLL_WEIGHT, BONUS), mask.flatten().float())

@@ -16,37 +16,38 @@ RUNNING = "running"  # file in a world's folder with the name of the current tri
 
 
 class Trial(BaseModel):
-    """One role of `config` in its layout there. label: its name for users. Tokens are of every sequence; samples: of a pass and of
-    an update."""
+    """One role of `config` in its layout there."""
 
     config: TrainConfig
     role: str
     label: str
+    """Its name for users."""
     samples: int
+    """Sequences of a pass and of an update."""
     prompt_tokens: int
     response_tokens: int
+    """`prompt_tokens`, `response_tokens`: of every sequence."""
     repeats: int = REPEATS
 
 
 class Measured(BaseModel):
-    """Seconds, the least of the repeats. forward_s: of a pass without gradients over the samples; update_s: of one optimizer step
-    on them, None if the role does not train.
-
-    Offloaded parts move once in a phase, for any number of passes and updates. load_s: part of forward_s, weights from host
-    memory. trip_s: not in update_s, weights and optimizer state that come and go back in a phase of updates.
-    """
+    """Seconds, the least of the repeats. Offloaded parts move once in a phase, for any number of passes and updates."""
 
     forward_s: float
+    """A pass without gradients over the samples."""
     update_s: float | None
+    """One optimizer step on the samples; None if the role does not train."""
     load_s: float = 0.0
+    """Part of `forward_s`: weights that come from host memory."""
     trip_s: float = 0.0
+    """Not in `update_s`: weights and optimizer state that come and go back in a phase of updates."""
 
     def __str__(self) -> str:
         return f"forward {self.forward_s:.4g} s" + (f", update {self.update_s:.4g} s" if self.update_s is not None else "")
 
 
 def moves(offload: OffloadConfig) -> bool:
-    """True if a phase of updates moves or reallocates offloaded parts; its trial then times a phase, too."""
+    """True if a phase of updates moves or reallocates offloaded parts. Its trial then times a phase, too."""
     return offload.parameters or offload.gradients or offload.optimizer
 
 
@@ -64,7 +65,6 @@ _OUTCOME: TypeAdapter[Outcome] = TypeAdapter(Outcome)
 
 
 def write_trial(folder: Path, name: str, trial: Trial) -> None:
-    """Write the description that the ranks read."""
     _write(trial_file(folder, name), trial.model_dump_json())
 
 
@@ -77,12 +77,12 @@ def trial_file(folder: Path, name: str) -> Path:
 
 
 def outcome_file(folder: Path, name: str) -> Path:
-    """Path of a trial's outcome; a trial without it is still to be run."""
+    """Path of a trial's outcome. A trial without this file is still to be run."""
     return folder / f"{name}.result.json"
 
 
 def write_outcome(folder: Path, name: str, outcome: Outcome) -> None:
-    """Write an outcome, at the end of its trial: a later trial may end the world."""
+    """Write an outcome at the end of its trial, because a later trial may end the world."""
     _write(outcome_file(folder, name), outcome.model_dump_json())
 
 
@@ -98,7 +98,6 @@ def world_folder(folder: Path, names: Sequence[str]) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file atomically, so that a reader on another node never sees half of it."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    os.replace(partial, path)  # atomic: a reader on another node never sees half of it

@@ -1,8 +1,6 @@
 """Cost of one micro-batch on one rank of one pipeline stage: matrix products, memory traffic and communication of its layers.
 
-The forward pass is counted; the caller doubles it for the backward pass. Times are in seconds, sizes in bytes unless named
-otherwise.
-"""
+Times are in seconds, sizes in bytes unless named otherwise."""
 
 from __future__ import annotations
 
@@ -23,12 +21,12 @@ from megappo.telemetry.hardware import Hardware
 
 Part = Literal["matmul", "attention", "memory", "head", "host", "tp", "cp", "ep", "pp"]
 _WITH_WEIGHTS: tuple[Part, ...] = ("matmul", "head")
-TILE_ROWS, TILE_COLUMNS = 128, 256  # of the output, computed by one multiprocessor at a time
+TILE_ROWS, TILE_COLUMNS = 128, 256  # tile of the output that one multiprocessor computes at a time
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one micro-batch in the forward and in the backward pass of one stage, by part."""
+    """Seconds of one micro-batch in the forward and backward pass of one stage, by part."""
 
     forward: Mapping[Part, float] = field(default_factory=dict)
     backward: Mapping[Part, float] = field(default_factory=dict)
@@ -56,8 +54,7 @@ class Product(NamedTuple):
 
 
 def layer_products(arch: ModelArch, layout: ParallelLayout, sparse: bool, tokens: float) -> list[Product]:
-    """The forward products of one layer on one rank that holds `tokens` (its part under context parallel), with balanced
-    experts."""
+    """Forward products of one layer on one rank that holds `tokens` (its part under context parallel), with balanced experts."""
     h, tp = arch.hidden_size, layout.tp
     heads, kv_heads = arch.num_heads * arch.head_dim / tp, arch.num_kv_heads * arch.head_dim / tp
     attention = [Product(tokens, h, heads + 2 * kv_heads), Product(tokens, heads, h)]
@@ -73,13 +70,11 @@ def layer_products(arch: ModelArch, layout: ParallelLayout, sparse: bool, tokens
 
 
 def product_s(product: Product, itemsize: int, rate: float, hardware: Hardware) -> float:
-    """Seconds of a product, at least those of reading its weights.
-
-    The last wave of tiles leaves on average half of the multiprocessors idle (NVIDIA, "Matrix Multiplication Background User's
-    Guide", tile and wave quantization).
-    """
+    """Seconds of a product, at least those of reading its weights."""
     rows = TILE_ROWS * math.ceil(product.rows / TILE_ROWS) if hardware.processors > 1 else product.rows
     tiles = rows / TILE_ROWS * max(1.0, product.columns / TILE_COLUMNS) * product.count
+    # The last wave of tiles leaves half of the multiprocessors idle on average (NVIDIA, "Matrix Multiplication Background User's
+    # Guide", tile and wave quantization).
     idle = 1 + hardware.processors / 2 / tiles if hardware.processors > 1 else 1.0
     arithmetic = MULTIPLY_ADD * rows * product.inner * product.columns * product.count / rate * idle
     return max(arithmetic, product.weights * itemsize / hardware.memory_bytes_per_s)
@@ -88,14 +83,12 @@ def product_s(product: Product, itemsize: int, rate: float, hardware: Hardware) 
 def stage_pass(
     arch: ModelArch, layout: ParallelLayout, stage: int, settings: RoleConfig, tokens: float, length: float, hardware: Hardware
 ) -> Pass:
-    """Seconds of one micro-batch on one rank of `stage`.
+    """Predict the seconds of one micro-batch on one rank of `stage`. tokens: of the micro-batch, over its cp ranks. length: of a
+    sequence.
 
-    tokens: of the micro-batch, over its cp ranks; length: of a sequence. Matrix products take 2 FLOPs for each weight and token,
-    attention 4 for each channel of a head and key that it sees (Narayanan et al. 2021, appendix; half of it under a causal mask).
-    Elementwise kernels write and read a layer's stored activations (`commands/plan/activations.py`).
-    Backward: twice the products and traffic; full recomputation adds a forward, selective that of attention. With adapters the
-    weights have no gradients, and the products of the adapters are left out.
-    """
+    Matrix products take 2 FLOPs for each weight and token, attention 4 for each channel of a head and key that it sees (Narayanan
+    et al. 2021, appendix; half of it under a causal mask). Elementwise kernels write and read the stored activations. The backward
+    pass takes twice that; full recomputation adds a forward pass, selective that of attention. Adapters are left out."""
     mine = tokens / layout.cp
     itemsize, rate = ITEMSIZE[settings.dtype], hardware.flops_per_s(settings.dtype)
     recompute, frozen = getattr(settings, "recompute", "none"), getattr(settings, "lora", None) is not None
@@ -114,13 +107,13 @@ def stage_pass(
         times["memory"] += count * 2 * mine * kept / hardware.memory_bytes_per_s
         weights_bytes += count * held
     if stage == layout.pp - 1 and value_head_of(settings) is None:
-        times["head"] = _head_s(arch, layout, mine, rate, hardware)  # the last stage alone has the vocabulary
-    # One layer more for each chunk: embedding or head, and messages.
+        times["head"] = _head_s(arch, layout, mine, rate, hardware)  # only the last stage has the vocabulary
+    # One more layer for each chunk: embedding or head, and messages.
     times["host"] = (len(layers) + layout.vpp) * hardware.layer_overhead_s
     talk = _communication(arch, layout, stage, layers, mine, itemsize, Links.of(hardware), hardware.gpus_per_node)
     forward: dict[Part, float] = {**times, **talk.forward}
     backward: dict[Part, float] = {part: BACKWARD * seconds for part, seconds in times.items()}
-    if frozen:  # of the two products of a backward pass only that for the input's gradient
+    if frozen:  # weights under adapters have no gradient: of the two backward products only the input's gradient is left
         backward |= {part: (BACKWARD - 1) * times[part] for part in _WITH_WEIGHTS}
     else:  # Gradients are added to an fp32 buffer: the product is written and read, the buffer read and written.
         backward["memory"] += weights_bytes / itemsize * (2 * itemsize + 2 * FP32) / hardware.memory_bytes_per_s
@@ -145,7 +138,7 @@ def _kinds(arch: ModelArch, layers: list[int]) -> list[tuple[bool, int, int]]:
 
 
 def _head_s(arch: ModelArch, layout: ParallelLayout, tokens: float, rate: float, hardware: Hardware) -> float:
-    """Seconds of output projection and log-probs, whose fp32 logits are written and read once, chunk by chunk."""
+    """Seconds of output projection and log-probs. The fp32 logits are written and read once, chunk by chunk."""
     rows = arch.vocab_size / layout.tp
     return tokens * rows * (MULTIPLY_ADD * arch.hidden_size / rate + 2 * FP32 / hardware.memory_bytes_per_s)
 
