@@ -64,8 +64,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
 def run_trial(
     trial: Trial, device: torch.device, backend: EngineBackend = RoleEngines, clock: Callable[[], float] = time.perf_counter
 ) -> Measured:
-    """Time one trial. Collective over the world. A wall clock counts until the slowest rank is done; processor time is this rank's
-    own."""
+    """Time one trial. Collective over the world. Wall-clock time is that of the slowest rank, processor time this rank's own."""
     fastest = partial(_fastest, clock=clock)
     section = section_of(trial.config, trial.role)
     engines = backend(trial.config.model, TIMEOUTS, device)

@@ -1,4 +1,4 @@
-"""`megappo verify`: the same recorded rollouts replayed in two layouts, and the largest differences of what came out."""
+"""`megappo verify`: replay the same recorded rollouts in two layouts, and print the largest differences of the results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Comparison of two measurements: the largest difference of every quantity, and its tolerance.
-
-Pure arithmetic on the results of `measure.py`.
-"""
+"""Comparison of two measurements of `measure.py`: the largest difference of every quantity, and its tolerance."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from megappo.commands.verify.gather import Gathered
 from megappo.commands.verify.measure import Measured
 
-# fp32: rounding of a few hundred additions in another order, of numbers of order 1 (tensors: relative to their largest element).
+# fp32 rounding of a few hundred additions in another order, of numbers of order 1 (tensors: relative to the largest element).
 TOLERANCE = 1e-5
 # Ten times looser: Adam amplifies the rounding of small gradients to fractions of a step, and the steps add up.
 PARAMETER_TOLERANCE = 1e-4
@@ -25,17 +22,16 @@ GRADIENTS, PARAMETERS = "gradients", "parameters"
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference of one quantity. where: its step and entry, metric, or tensor.
-
-    relative: |a - b| / max(1, |b|) of the worst number; of a gradient or parameter max |a - b| / max |b| of the worst tensor. NaN
-    where either measurement has one.
-    """
+    """Largest difference of one quantity."""
 
     role: str
     quantity: str
     where: str
+    """Its step and entry, metric, or tensor."""
     absolute: float
     relative: float
+    """|a - b| / max(1, |b|) of the worst number; for gradients and parameters max |a - b| / max |b| of the worst tensor. NaN if
+    either measurement has one."""
     tolerance: float
 
     @property
@@ -46,10 +42,8 @@ class Difference:
 def compare(
     measured: Measured, baseline: Measured, tolerance: float = TOLERANCE, parameter_tolerance: float = PARAMETER_TOLERANCE
 ) -> list[Difference]:
-    """Compare each quantity of each role of `baseline`, in its order; both measurements are of the same rollouts.
-
-    Gradients and parameters are compared if both have them, together with the copies on several ranks of `measured`.
-    """
+    """Compare each quantity of each role of `baseline`, in its order. Both measurements are of the same rollouts. Gradients and
+    parameters are compared if both have them, together with the copies on several ranks of `measured`."""
     differences: list[Difference] = []
     for role, expected in baseline.items():
         found = measured[role]
@@ -65,7 +59,7 @@ def compare(
 
 
 def worst(differences: Sequence[Difference]) -> Difference:
-    """The difference furthest beyond (or nearest to) its tolerance; NaN is beyond any."""
+    """The difference furthest beyond (or nearest to) its tolerance. NaN is beyond any."""
     return max(differences, key=lambda d: math.inf if math.isnan(d.relative) else d.relative / d.tolerance)
 
 
@@ -103,8 +97,9 @@ def _of_tensors(
 
 
 def _ratio(size: float, tensor: Tensor) -> float:
-    """`size` relative to the largest element. A tensor of zeros (an expert that no token reached) must stay zeros."""
+    """`size` relative to the largest element of the tensor."""
     largest = float(tensor.abs().max())
     if math.isnan(size) or math.isnan(largest):
         return math.nan
+    # A tensor of zeros (an expert that no token reached) must stay zeros.
     return 0.0 if size == 0 else (size / largest if largest else math.inf)

@@ -1,4 +1,4 @@
-"""An engine that hands everything to another one: the base of those that change or record a part of it."""
+"""An engine that forwards every call to another one: the base of engines that change or record a part of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megappo.parallel.shares import Shares
 
 
 class DelegatingEngine:
-    """Every method of `engine.base.Engine`, as the wrapped engine has it."""
+    """Forward every method of `engine.base.Engine` to the wrapped engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

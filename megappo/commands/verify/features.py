@@ -1,9 +1,7 @@
 """The baseline of a small run (one rank, no features), and the same with one feature at a time.
 
-A feature is a setting that must not change the numbers: another engine than Megatron's, ranks of a role's own, compiled layers,
-gradients reduced once, an axis of a layout, data parallelism, recomputation, offload, the distributed optimizer, the token budget
-of a micro-batch, kernels.
-"""
+A feature is a setting that must not change the numbers: engine, ranks, kernels, compilation, an axis of a layout, data parallelism,
+micro-batch size, recomputation, offload, reduction of gradients, the distributed optimizer."""
 
 from __future__ import annotations
 
@@ -34,13 +32,13 @@ DISTRIBUTED, DP, ENGINE, KERNELS, RANKS = "optimizer.distributed", "dp", "engine
 
 
 def on_one_rank(run: Run) -> Run:
-    """The baseline: the run in Megatron's engine, without parallelism, sharding, recomputation or offload, by the reference ops."""
+    """The baseline: Megatron's engine with reference kernels, without parallelism, sharding, recomputation or offload."""
     plain = {role: _plain(run.config, role) for role in roles_in_use(run.config)}
     return Run(with_sections(run.config, {**plain, KERNELS: "reference"}), 1)
 
 
 def features(config: TrainConfig, role: str, world_size: int) -> list[str]:
-    """Features that `on_one_rank` removes from this role."""
+    """Features of this role that `on_one_rank` removes."""
     section, plain = section_of(config, role), _plain(config, role)
     parallel = section.parallel
     found = [axis for axis in _AXES if getattr(parallel, axis) != getattr(plain.parallel, axis)]
@@ -53,7 +51,7 @@ def features(config: TrainConfig, role: str, world_size: int) -> list[str]:
 
 
 def one_at_a_time(run: Run) -> dict[str, Run]:
-    """Feature -> the baseline with this feature alone (and the settings it requires), for the features of `run`."""
+    """Feature of `run` -> the baseline with this feature alone and the settings it requires."""
     used = {role: features(run.config, role, run.world_size) for role in roles_in_use(run.config)}
     alone = on_one_rank(run).config
     runs: dict[str, Run] = {}
@@ -65,7 +63,7 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
         )
         world_size = lcm(*(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
         if feature in (DP, DISTRIBUTED, ENGINE):
-            world_size = min(2, run.world_size)  # two copies are enough to differ
+            world_size = min(2, run.world_size)  # two copies are enough to see a difference
         if feature == RANKS:
             world_size = run.world_size
         runs[feature] = Run(config, world_size)
@@ -73,7 +71,6 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
 
 
 def _plain(config: TrainConfig, role: str) -> RoleConfig:
-    """The role's section without features."""
     section = section_of(config, role)
     changes: dict[str, Any] = {"engine": "megatron", RANKS: ALL, "compile": False, "parallel": ParallelConfig()}
     changes["micro_batch_tokens"] = SAMPLES * LONGEST_SEQUENCE
@@ -95,7 +92,7 @@ def _with_feature(config: TrainConfig, role: str, feature: str | None) -> RoleCo
     section, plain = section_of(config, role), _plain(config, role)
     if feature in _AXES:
         return plain.model_copy(update={"parallel": _one_axis(section.parallel, feature, read_arch(section.model))})
-    if feature in ("compile", "reduce_once"):  # the engine that has it comes along
+    if feature in ("compile", "reduce_once"):  # with the engine that has it
         return plain.model_copy(update={"engine": section.engine, feature: True})
     if feature == "offload_activations":
         return plain.model_copy(update={"engine": section.engine, "recompute": section.recompute, feature: True})

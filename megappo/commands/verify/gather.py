@@ -1,8 +1,6 @@
 """Assembly of sharded tensors under their Hugging Face names on one rank, with the largest difference of their copies.
 
-For models small enough to be compared whole. Export (`models/hf_export.py`) writes large ones tensor by tensor, from one copy of
-each.
-"""
+For models small enough to compare whole; export (`models/hf_export.py`) writes large ones tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,21 +22,17 @@ from megappo.parallel.consensus import gathered_at
 
 @dataclass(frozen=True)
 class Gathered:
-    """Assembled tensors of a role; both fields are empty on ranks other than its first.
-
-    tensors: Hugging Face name -> whole tensor, fp32 on the host. spread: name -> largest difference of its copies, which tp, cp,
-    dp, edp ranks or both ends of a pipeline with tied embeddings hold.
-    """
+    """Assembled tensors of a role; both fields are empty on ranks other than the role's first."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    """Hugging Face name -> whole tensor, fp32 on the host."""
     spread: dict[str, float] = field(default_factory=dict)
+    """Name -> largest difference of its copies on tp, cp, dp or edp ranks, or on both ends of a pipeline (tied embeddings)."""
 
 
 def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
-    """Assemble `local`, this rank's parameters of the engine or their gradients by its names. Collective over its ranks.
-
-    Frozen tensors may be missing, which have no gradients.
-    """
+    """Assemble `local`: this rank's parameters of the engine, or their gradients, by the engine's names. Collective over its ranks.
+    Frozen tensors may be missing, because they have no gradients."""
     rank, placement, adapters = dist.get_rank(), engine.placement, engine.adapter_pieces()
     position, first = placement.position_of(rank), placement.rank_of(0)
     of_adapters = sizes_of(adapters)
@@ -65,13 +59,13 @@ def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
 
 
 def _part(tensor: Tensor, piece: Piece) -> NDArray[numpy.float32]:
-    # A copy: the next step changes the parameter in place. NumPy's: torch's tensors take five times as long to pickle.
+    # A copy: the next step changes the parameter in place. NumPy: torch's tensors take five times as long to pickle.
     part = rectangle(tensor.detach(), piece.slot, piece.row, piece.col, piece.box.rows, piece.box.cols)
     return part.float().cpu().clone().numpy()
 
 
 def _assemble(name: str, whole: Tensor, boxes: Mapping[Box, list[Tensor]]) -> tuple[Tensor, float]:
-    """The tensor from the first copy of each box, and the largest difference of another copy. Boxes are equal or disjoint."""
+    """(the tensor from the first copy of each box, largest difference of another copy). Boxes are equal or disjoint."""
     covered = sum(box.area for box in boxes)
     assert covered == whole.numel(), f"{name}: pieces cover {covered} of {whole.numel()} elements"
     spread = 0.0

@@ -1,8 +1,6 @@
-"""Replay of recorded rollouts in given layouts through the trainer's own stages 4 to 6; every result is recorded.
+"""Replay of recorded rollouts in given layouts through the trainer's own stages 4 to 6, with every result recorded.
 
-The stages are those of `trainer/`, and the roles are built as for a run, with each trained engine wrapped in a recorder.
-`compare.py` compares two measurements.
-"""
+Roles are built as for a run, with each trained engine wrapped in a recorder. `compare.py` compares two measurements."""
 
 from __future__ import annotations
 
@@ -45,16 +43,17 @@ LOSS, GRAD_NORM = "loss", "gradient norm"
 class RoleMeasures:
     """Results of one role: per quantity one tensor for every step, in the order of the rollouts.
 
-    values: per token [T] (logprobs, values, ...), per sequence [B] (bootstrap), or per mini-batch [updates] (loss, gradient
-    norm). metrics: name -> [updates]; sums are divided by the loss's denominator. gradients: of the first mini-batch. parameters:
-    after the last step. Both are gathered on request, to rank 0 only, or to all ranks from a role that has ranks of its own;
-    everything else is the same on every rank.
-    """
+    Everything is the same on every rank except gradients and parameters. Those are gathered on request to rank 0, or to all ranks
+    from a role that has ranks of its own."""
 
     values: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Per token [T] (logprobs, values, ...), per sequence [B] (bootstrap), or per mini-batch [updates] (loss, gradient norm)."""
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Name -> [updates]. Sums are divided by the loss's denominator."""
     gradients: Gathered | None = None
+    """Of the first mini-batch."""
     parameters: Gathered | None = None
+    """After the last step."""
 
     def add(self, quantity: str, numbers: Tensor) -> None:
         """Append one step's numbers of a quantity."""
@@ -73,14 +72,12 @@ def measure(
     gradients: bool = False,
     parameters: bool = False,
 ) -> Measured:
-    """Run one PPO step for each rollout (of `commands/verify/recording.py`), the critic updated before the policy. Collective
-    over the world, on whichever ranks of it the roles live.
+    """Run one PPO step for each rollout (of `recording.py`), with the critic updated before the policy. Collective over the world,
+    whichever of its ranks the roles live on. The KL coefficient stays at its first value.
 
     config: models, layouts, roles and algorithm. engines: builds the roles; the caller closes it. gradients: also gather those of
-    the first mini-batch, for which Megatron's optimizers must not be distributed. parameters: also gather those after the last
-    step. The KL coefficient stays at its first value.
-    """
-    # Megatron's distributed optimizer leaves each rank with whole gradients of which only its own shard is reduced.
+    the first mini-batch, without Megatron's distributed optimizer. parameters: also gather those after the last step."""
+    # Megatron's distributed optimizer leaves each rank with whole gradients, but reduces only the rank's own shard.
     trained = trained_sections(config)
     partial = [s for s in trained.values() if s.engine == "megatron" and s.optimizer.distributed]
     assert not (gradients and partial), "gradients are gathered without the distributed optimizer"
@@ -116,14 +113,14 @@ def measure(
 
 
 def _of_first_rank(measures: RoleMeasures, placement: Placement) -> RoleMeasures:
-    """Measures of a role as its first rank has them, also where it does not live. Collective over the world."""
+    """Measures of a role as its first rank has them, for all ranks. Collective over the world."""
     if placement.is_whole:
         return measures
-    return told_by(placement.rank_of(0), measures)  # of a small model
+    return told_by(placement.rank_of(0), measures)  # small: the model is
 
 
 def _texts(config: TrainConfig, roles: Roles, step: int, num_samples: int) -> DrawnTexts | None:
-    """Recorded texts of a step, other ones in every update; None without `algorithm.ptx`, and on ranks without the policy."""
+    """Recorded texts of a step, different in every update; None without `algorithm.ptx` and on ranks without the policy."""
     ptx = config.algorithm.ptx
     if ptx is None or roles.policy is None:
         return None
@@ -134,7 +131,7 @@ def _texts(config: TrainConfig, roles: Roles, step: int, num_samples: int) -> Dr
 
 
 def _scores(rollout: PackedBatch, roles: Roles) -> Tensor:
-    """Scores [B] of all sequences of a rollout that every rank has. Collective over the world."""
+    """Scores [B] of all sequences of a rollout, on every rank. Collective over the world."""
     experience, model = Experience.of_whole(rollout), roles.reward_model
     share = experience.for_role(roles.shares[REWARD_MODEL], ())
     results = {} if model is None else {"raw": model.scores(_in_vocabulary(share.batch, model.engine))}
@@ -142,12 +139,12 @@ def _scores(rollout: PackedBatch, roles: Roles) -> Tensor:
 
 
 def _in_vocabulary(batch: PackedBatch, engine: Engine) -> PackedBatch:
-    """The batch with ids that the engine's model has: a reward model may have another vocabulary than the policy."""
+    # A reward model may have another vocabulary than the policy.
     return replace(batch, tokens=batch.tokens % engine.arch.vocab_size)
 
 
 def _fields_in(batch: PackedBatch) -> Iterator[tuple[str, str, str]]:
-    """(role, quantity, field of the batch) of all that is compared, where the batch has it."""
+    """(role, quantity, field of the batch) of everything that is compared, where the batch has it."""
     critics = critics_in(batch)
     yield from (("policy", "logprobs", "logprob"), ("policy", "entropies", "entropy"), ("reference", "logprobs", "ref_logprob"))
     yield from ((role, "values", fields.value) for role, fields in critics.items())
@@ -184,7 +181,7 @@ class _RecordingEngines:
 
 
 class _Recorder(DelegatingEngine):
-    """An engine that records its training passes and optimizer steps; everything else is the wrapped engine's."""
+    """An engine that records its training passes and optimizer steps."""
 
     def __init__(self, engine: Engine, measures: RoleMeasures, gradients: bool) -> None:
         super().__init__(engine)
@@ -214,7 +211,7 @@ class _Recorder(DelegatingEngine):
         return result
 
     def end_step(self, loss: str) -> None:
-        """Store the updates of the step, one tensor for each metric. loss: name of the one that stands for the role's loss."""
+        """Store the updates of the step, one tensor for each metric. loss: name of the metric that is the role's loss."""
         self._measures.add(LOSS, torch.stack([update[loss] for update in self._updates]))
         self._measures.add(GRAD_NORM, torch.tensor(self._norms, dtype=torch.float64))
         for name in self._updates[0]:
@@ -227,7 +224,7 @@ class _Recorder(DelegatingEngine):
 
 
 def _metrics(result: PassResult, denominator: float) -> dict[str, Tensor]:
-    """Sums per unit of the loss, maxima, and the routers' load: all independent of the layout."""
+    """Sums per unit of the loss's denominator, maxima, and the routers' load: all independent of the layout."""
     metrics = {name: torch.tensor(value / denominator, dtype=torch.float64) for name, value in result.sums.items()}
     metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in result.maxima.items()}
     if result.router is not None:

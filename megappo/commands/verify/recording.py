@@ -1,9 +1,8 @@
-"""Synthetic recorded rollouts: the output of stage 2, drawn from a seed alone and so the same on every rank.
+"""Synthetic recorded rollouts: the output of stage 2, drawn from a seed and so the same on every rank.
 
-They hold the cases on which parity breaks: several turns with tokens between them that the policy did not sample, responses cut
-by the length limit, responses of one token, and lengths that no parallel size divides. The fields are those of
-`trainer/experience/collect.py`, and the score.
-"""
+They hold the cases on which parity breaks: several turns with tokens that the policy did not sample, responses cut by the length
+limit, responses of one token, and lengths that no parallel size divides. Fields as in `trainer/experience/collect.py`, and the
+score."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from megappo.data.ragged import NO_ID, Ragged
 
 # Most given and most sampled tokens in one turn.
 _LONGEST_GIVEN, _LONGEST_SAMPLED, _MOST_TURNS = 7, 12, 3
-# Ids that a token was drawn from; more would be most of a small vocabulary.
+# Ids that a token was drawn from. More would be most of a small vocabulary.
 _MOST_KEPT = 8
 _GROUP = 4  # samples of one group
 
@@ -30,27 +29,26 @@ LONGEST_SEQUENCE = LONGEST_RESPONSE + _LONGEST_GIVEN * _MOST_TURNS
 
 
 class Turn(NamedTuple):
-    """Numbers of tokens that were given (prompt, or the answer of a tool) and then sampled."""
+    """Number of tokens that were given (prompt, or the answer of a tool), and of those then sampled."""
 
     given: int
     sampled: int
 
 
 def record_rollouts(num_rollouts: int, *, sequences: int, vocab_size: int, seed: int = 0, kept: int = 0) -> list[PackedBatch]:
-    """`num_rollouts` batches of `sequences` samples. Of four one has a one-token response, one several turns, one was cut.
+    """Draw `num_rollouts` batches of `sequences` samples. Of four, one has a one-token response, one has several turns, one was
+    cut.
 
-    kept: most ids that a token was drawn from. Token fields: response_mask, rollout_logprob (near those of a random model, so that
-    bounds of its ratio to the policy's cut some tokens and keep others). Sequence fields: truncated, version,
-    score, group (four samples of each, which are no neighbours), greedy (score of a greedy response to the prompt of the
-    group). With kept > 0 the ragged field `kept`.
-    """
+    kept: most ids that a token was drawn from; if > 0 the batch has the ragged field `kept`. Token fields: response_mask,
+    rollout_logprob. Sequence fields: truncated, version, score, group (four samples each, not neighbours), greedy (score of a
+    greedy response to the prompt of the group)."""
     generator = torch.Generator().manual_seed(seed)
     rollouts = [_record(sequences, vocab_size, version, generator) for version in range(num_rollouts)]
     return rollouts if not kept else [_with_top_k_ids(batch, kept, vocab_size, generator) for batch in rollouts]
 
 
 class RecordedTexts:
-    """Texts for `algorithm.ptx` (`trainer.ptx.Texts`), any number of 2 to 20 tokens: text i is drawn from i alone."""
+    """Texts of 2 to 20 tokens for `algorithm.ptx` (`trainer.ptx.Texts`). Text i is drawn from i alone."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -73,7 +71,7 @@ def _record(sequences: int, vocab_size: int, version: int, generator: Generator)
     plan = [_turns(index, generator) for index in range(sequences)]
     batch = pack([_integers(0, vocab_size, sum(map(sum, turns)), generator) for turns in plan])
     mask = torch.tensor([sampled for turns in plan for sampled in _mask(turns)], dtype=torch.bool)
-    # From 0.5 to 1.5 times the log-prob of an even distribution: at most 0.
+    # 0.5 to 1.5 times the log-prob of an even distribution: bounds on the ratio to the policy cut some tokens and keep others.
     logprob = -log(vocab_size) * (0.5 + torch.rand(batch.num_tokens, generator=generator))
     return batch.with_fields(
         {"response_mask": mask, "rollout_logprob": torch.where(mask, logprob, 0.0)},
@@ -87,7 +85,7 @@ def _record(sequences: int, vocab_size: int, version: int, generator: Generator)
 
 
 def _groups(sequences: int) -> dict[str, Tensor]:
-    """Groups whose samples are no neighbours, and a greedy score of each, on its samples."""
+    """Groups whose samples are not neighbours, and a greedy score of each group on its samples."""
     group = torch.arange(sequences) % max(1, sequences // _GROUP)
     return {"group": group, "greedy": torch.cos(group.float())}
 

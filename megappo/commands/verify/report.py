@@ -10,7 +10,7 @@ from megappo.config.role_sections import key_of_role
 
 LEGEND = "[n]: token, sample (bootstrap values, scores) or mini-batch (loss, gradient norm, metrics) of the step, counted from 0"
 
-# Stage by stage: a wrong result of one makes those of all later stages wrong.
+# By stage: a wrong result of one stage makes the results of all later stages wrong.
 _FORWARD = ("logprobs", "entropies", "values", "bootstrap values", "scores")
 _EXPERIENCE = ("rewards", "advantages", "returns")
 
@@ -50,10 +50,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def first_cause(*steps: Sequence[Difference]) -> Difference | None:
-    """The difference beyond its tolerance that the others may follow from; None if all agree.
-
-    Earlier steps come first; within a step forward passes, then advantages, then gradients, then results of optimizer steps.
-    """
+    """The difference beyond its tolerance from which the others may follow; None if all agree. Earlier steps come first; within a
+    step forward passes, then advantages, then gradients, then results of optimizer steps."""
     for differences in steps:
         differing = [d for d in differences if not d.agrees]
         if differing:
@@ -84,11 +82,8 @@ def verdict(
     *,
     in_smaller_layouts: bool,
 ) -> str:
-    """Verdict and advice in one line.
-
-    used: role -> its features (`features.features`). alone: first difference with one feature, if measured. in_smaller_layouts: an
-    axis did not fit on the available ranks, so agreement says nothing about it.
-    """
+    """Verdict and advice in one line. used: role -> its features (`features.features`). alone: first difference with one feature,
+    if measured. in_smaller_layouts: an axis did not fit on the available ranks, so agreement says nothing about it."""
     breaking = [feature for feature, found in alone.items() if found is not None]
     if cause is None:
         agreed = f"all {compared} quantities agree with those of one rank"
@@ -104,7 +99,7 @@ def _next_step(
         return f"so it does with {', '.join(breaking)} alone"
     if alone:
         return "no feature alone does that: try two at a time"
-    computing = "critic" if "critic" in used else "policy"  # of advantages and returns: from its values, or its log-probs
+    computing = "critic" if "critic" in used else "policy"  # advantages and returns come from its values or log-probs
     role = cause.role if cause.role in used else computing
     candidates = [override for feature, override in _WITHOUT.items() if feature in used[role]]
     first = f"try first {candidates[0].format(role=key_of_role(role))}, or " if candidates else ""

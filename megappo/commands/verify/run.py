@@ -1,7 +1,6 @@
-"""`megappo verify CONFIG`: a small version of the run, measured in its layout and on one rank, and compared.
+"""`megappo verify CONFIG`: measure a small version of the run in its layout and on one rank, and compare.
 
-Starts the worlds one after the other, as `megappo train` starts its ranks, and reads the files that they wrote.
-"""
+Starts the worlds one after the other, as `megappo train` starts its ranks, and reads the files that they write."""
 
 from __future__ import annotations
 
@@ -46,11 +45,10 @@ def verify(
     bisect: bool = False,
     rank_module: str = "megappo.commands.verify.rank",
 ) -> int:
-    """Print the table and the verdict; returns 0 if all agrees, 1 if not, or the exit code of a rank that failed.
-
-    Parameters after the steps may differ ten times as much as the rest. rank_module: the program of every rank. ValueError, one
+    """Print the table and the verdict; returns 0 if all agrees, 1 if not, or the exit code of a rank that failed. ValueError, one
     line, if the configuration cannot work.
-    """
+
+    Parameters after the steps may differ ten times as much as the rest. rank_module: the program of every rank."""
     _check(config, device)
     if device == "cuda":
         max_ranks = min(max_ranks, torch.cuda.device_count())
@@ -70,7 +68,7 @@ def verify(
 
 
 def _check(config: TrainConfig, device: Device) -> None:
-    """Check as `megappo plan`, for the run's own ranks or the fewest possible, but without weights and data."""
+    """Check like `megappo plan`, for the run's own number of ranks or the fewest possible, but without weights and data."""
     ranks = config.run.num_ranks
     if ranks is None:
         ranks = fewest_ranks(config)
@@ -112,7 +110,7 @@ def _measure(runs: Mapping[str, Run], folder: Path, rank_module: str) -> int:
     for name, run in runs.items():
         _file(folder, name, "json").write_text(run.config.model_dump_json(), encoding="utf-8")
         worlds[run.world_size].append(name)
-    # The largest first: the ranks of later worlds get its number of threads.
+    # The largest first, because the ranks of later worlds get its number of threads.
     stems = {size: [_file(folder, name, "json").stem for name in worlds[size]] for size in sorted(worlds, reverse=True)}
     return start_worlds([(size, [str(folder), *names]) for size, names in stems.items()], rank_module, PRELOADED)
 
@@ -136,7 +134,7 @@ def _report(run: Run, results: Mapping[str, Results], tolerance: float, *, in_sm
 
 
 def _differences(measured: Results, baseline: Results, tolerance: float) -> tuple[list[Difference], list[Difference]]:
-    """Differences of the first step with its gradients, and of all steps with the parameters after them."""
+    """Differences of (the first step with its gradients, all steps with the parameters after them)."""
     looser = tolerance * PARAMETER_TOLERANCE / TOLERANCE
     return compare(measured.first, baseline.first, tolerance, looser), compare(measured.steps, baseline.steps, tolerance, looser)
 

@@ -1,8 +1,7 @@
 """The small version of a user's run that `megappo verify` measures.
 
-Keeps everything that could make numbers depend on the layout: families, layouts, recomputation, the kind of optimizer, offload,
-algorithm. Changes settings that would hide a difference or take time; `small_run` gives the reasons.
-"""
+It keeps what could make numbers depend on the layout: families, layouts, recomputation, optimizer, offload, algorithm. It changes
+settings that would hide a difference or take time."""
 
 from __future__ import annotations
 
@@ -45,13 +44,13 @@ from megappo.trainer.prepare.layouts import model_paths
 STEPS, SAMPLES, MINI_BATCH = 3, 12, 6
 # Texts in each update, with `algorithm.ptx`.
 TEXTS = 5
-# In a second epoch ratios are far from 1, so that clipping is measured; a third would show nothing else.
+# In a second epoch ratios are far from 1, so that clipping is measured. A third would show nothing new.
 MOST_EPOCHS = 2
 # Room for a few sequences: several micro-batches in a mini-batch, with different numbers of sequences.
 MICRO_BATCH_TOKENS = 64
 # Large: the few steps move every weight by far more than its rounding.
 LEARNING_RATE = 1e-3
-# Largest world that a note asks for: nobody starts more ranks to verify.
+# Largest world that a note asks for. Users do not start more ranks to verify.
 MOST_NAMED_RANKS = 32
 # With the usual 1e-8 Adam turns the rounding noise of gradients near zero into full steps of random sign.
 ADAM_EPS = 1e-5
@@ -65,10 +64,8 @@ class Run(NamedTuple):
 
 
 def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation: Implementation) -> tuple[Run, tuple[str, ...]]:
-    """The small version of `config`, with its models written below `folder`; and notes on layouts that did not fit.
-
-    Roles that share a checkpoint share a small one.
-    """
+    """Write the models of a small version of `config` below `folder`, and return (the run, notes on layouts that did not fit).
+    Roles that share a checkpoint share a small one."""
     require_whole_steps(config, "verify")
     fitted = _fitted(config, max_ranks)
     paths = {role: path for role, (_, path) in model_paths(config).items()}
@@ -117,7 +114,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
 
 
 def fewest_ranks(config: TrainConfig) -> int:
-    """Smallest world of the layouts; of roles on ranks of their own the world of all ranks that they name."""
+    """Smallest world of the layouts. With roles on ranks of their own, the world of all ranks that they name."""
     named = [ranges_of(text)[-1].stop for text in placements_in_use(config).values() if text != ALL]
     if named:
         return max(named)
@@ -126,11 +123,11 @@ def fewest_ranks(config: TrainConfig) -> int:
 
 
 def _fitted(config: TrainConfig, max_ranks: int) -> FittedLayouts:
-    """Layouts in the small world; roles that have ranks of their own in the run have some here, if there is room."""
+    """Layouts in the small world, with roles on ranks of their own as in the run if there is room."""
     wanted, parts = roles_in_use(config), _parts(config)
     if len(parts.hosts) == 1:
         return fit_layouts(wanted, max_ranks)
-    # With one replica FSDP2 would shard nothing; Megatron's layouts are worth more than their data parallelism.
+    # Give up Megatron's data parallelism before the parts. FSDP2 keeps its replicas: with one it would shard nothing.
     fewer = {role: number if section_of(config, role).engine == "fsdp2" else 1 for role, number in parts.replicas.items()}
     tried = (fit_parts(wanted, parts._replace(replicas=replicas), max_ranks) for replicas in (parts.replicas, fewer))
     return next((fitted for fitted in tried if fitted is not None), fit_layouts(wanted, max_ranks))
@@ -141,13 +138,13 @@ def _parts(config: TrainConfig) -> Parts:
     world_size, used = config.run.num_ranks or fewest_ranks(config), roles_in_use(config)
     placements = {role: placement_of(section_of(config, role).ranks, world_size) for role in used}
     hosts = ranks_by_roles(placements)
-    others = [()] if sum(map(len, hosts.values())) < world_size else []  # ranks of vLLM alone have samples too
+    others = [()] if sum(map(len, hosts.values())) < world_size else []  # ranks with only vLLM have samples too
     replicas = {role: min(2, max(1, len(placements[role]) // ranks_needed(parallel))) for role, parallel in used.items()}
     return Parts((*hosts, *others), replicas)
 
 
 def placement_notes(config: TrainConfig, run: Run) -> Iterator[str]:
-    """Two lines on ranks of roles in the run that its small version `run` has no room for."""
+    """Two lines if roles have ranks of their own in the run for which the small version `run` has no room."""
     used = roles_in_use(config)
     placed, parts = [role for role in used if section_of(config, role).ranks != ALL], _parts(config)
     if len(parts.hosts) == 1 or any(section_of(run.config, role).ranks != ALL for role in placed):
@@ -178,12 +175,9 @@ def _write_models(
 
 
 def implementation_of(config: TrainConfig, device_type: str) -> tuple[Implementation, tuple[str, ...]]:
-    """Layers to measure with, and a note if they are not the run's. ValueError as for a run.
-
-    TransformerEngine is measured only if requested by name, and then with a wider --tolerance.
-    """
-    # It multiplies fp32 matrices in TF32, whose rounding hides real differences, and its context parallelism has half-precision
-    # kernels only.
+    """Layers to measure with, and a note if they are not the run's. ValueError as for a run."""
+    # TransformerEngine is measured only if it is requested by name, and needs a wider --tolerance: it multiplies fp32 matrices in
+    # TF32, whose rounding hides real differences. Its context parallelism has only half-precision kernels.
     wanted = choose_implementation(config.model.impl, device_type)
     if wanted == "local":
         return wanted, ()

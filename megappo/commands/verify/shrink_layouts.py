@@ -1,8 +1,5 @@
 """Layouts that fit a small world and still shard a model along every axis of the user's, on ranks of their own where the user's
-are, and the number of layers they need.
-
-Pure arithmetic on the `parallel` sections of the configuration.
-"""
+are, and the number of layers they need. Pure arithmetic on the `parallel` sections of the configuration."""
 
 from __future__ import annotations
 
@@ -19,25 +16,28 @@ _FEWEST_LAYERS = 2
 
 
 class FittedLayouts(NamedTuple):
-    """Layouts on `world_size` ranks. parallel: role -> sizes. notes: one line for every role whose sizes were reduced. ranks: of
-    the roles that do not live on all."""
+    """Layouts on `world_size` ranks."""
 
     parallel: dict[str, ParallelConfig]
+    """Role -> sizes."""
     world_size: int
     notes: tuple[str, ...]
+    """One line for every role whose sizes were reduced."""
     ranks: Mapping[str, str] = {}
+    """Role -> its ranks, if it does not live on all."""
 
 
 class Parts(NamedTuple):
-    """Parts of a world, in the order of their ranks. hosts: roles that live on all ranks of a part; none where only vLLM does.
-    replicas: role -> fewest model replicas that it is to have, over all of its parts."""
+    """Parts of a world, in the order of their ranks."""
 
     hosts: tuple[tuple[str, ...], ...]
+    """Roles that live on all ranks of a part; none where only vLLM does."""
     replicas: Mapping[str, int]
+    """Role -> fewest model replicas that it needs, over all of its parts."""
 
 
 def ranks_needed(parallel: ParallelConfig) -> int:
-    """Smallest world of this layout: the model's ranks, and the experts' in every stage."""
+    """Smallest world of this layout: holds the model's ranks, and the experts' in every stage."""
     return lcm(parallel.tp * parallel.cp * parallel.pp, parallel.pp * parallel.etp * parallel.ep)
 
 
@@ -55,8 +55,8 @@ def fit_layouts(wanted: Mapping[str, ParallelConfig], max_ranks: int) -> FittedL
 
 
 def fit_parts(wanted: Mapping[str, ParallelConfig], parts: Parts, max_ranks: int) -> FittedLayouts | None:
-    """As `fit_layouts`, with each role on its parts of the world alone. None if an axis would be lost that a world without parts
-    has room for."""
+    """Fit layouts as `fit_layouts` does, with each role only on its parts of the world. None if that loses an axis for which a
+    world without parts has room."""
     parallel = _halved_to(wanted, lambda parallel: part_sizes(parallel, parts, max_ranks) is not None)
     whole = fit_layouts(wanted, max_ranks).parallel
     if parallel is None or any(_axes(parallel[role]) != _axes(whole[role]) for role in wanted):
@@ -75,11 +75,10 @@ def fit_parts(wanted: Mapping[str, ParallelConfig], parts: Parts, max_ranks: int
 
 
 def part_sizes(parallel: Mapping[str, ParallelConfig], parts: Parts, most: int) -> tuple[int, ...] | None:
-    """Ranks of each part in the smallest world in which every role has whole replicas, as many as it is to have; None if that has
-    more than `most` ranks."""
+    """Ranks of each part in the smallest world with as many whole replicas of each role as it needs; None beyond `most` ranks."""
     units, num_parts = {role: ranks_needed(sizes) for role, sizes in parallel.items()}, len(parts.hosts)
     at = {role: [place for place, names in enumerate(parts.hosts) if role in names] for role in units}
-    # Roles by their last part: as soon as it has a size, whole replicas fit or do not. All sizes of five parts take minutes to try.
+    # Check a role as soon as its last part has a size: trying all sizes of five parts would take minutes.
     ending = [[role for role in units if at[role][-1:] == [place]] for place in range(num_parts)]
 
     def are_whole(role: str, sizes: tuple[int, ...]) -> bool:
@@ -132,7 +131,7 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 
 def _halved(parallel: ParallelConfig) -> ParallelConfig:
-    """Half of the largest axis, without vpp, split or sequence parallel if their axis is now 1."""
+    """Halve the largest axis, and drop vpp, split or sequence parallel if their axis is now 1."""
     axis = max(_AXES, key=lambda name: getattr(parallel, name))
     sizes = parallel.model_dump() | {axis: getattr(parallel, axis) // 2}
     if axis == "pp":
@@ -155,9 +154,8 @@ def _merged(split: tuple[int, ...]) -> tuple[int, ...]:
 def split_layers(parallels: Sequence[ParallelConfig]) -> tuple[int, list[ParallelConfig]]:
     """(number of layers of the smallest model that fits all these layouts, the layouts with their split of it).
 
-    An uneven split keeps the order of its stages by size: (10, 9, 9, 8) becomes (3, 2, 2, 1); layers that other layouts need beyond
-    its sum go to its largest stage.
-    """
+    An uneven split keeps the order of its stages by size: (10, 9, 9, 8) becomes (3, 2, 2, 1). Layers that other layouts need beyond
+    its sum go to its largest stage."""
     compact = [_compact(p.layers_per_stage) for p in parallels]
     even = lcm(*(p.pp * p.vpp for p, split in zip(parallels, compact) if not split))
     fewest = max([_FEWEST_LAYERS, *(sum(split) for split in compact)])

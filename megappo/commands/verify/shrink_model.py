@@ -1,9 +1,7 @@
-"""A tiny model with every feature of a user's: a config.json derived from theirs, and random weights in a checkpoint directory.
+"""A tiny model with every feature of a user's: a config.json derived from theirs, and random weights.
 
-Keeps the family, rotary embedding, biases, norms of heads, tied embeddings, kinds of layers and the distribution of heads and
-experts over ranks. Widths are the smallest that the layouts divide. Sliding windows and scaled positions are shrunk below the
-recorded lengths, so that they take effect. Reads and writes JSON and safetensors only.
-"""
+It keeps the family, rotary embedding, biases, norms of heads, tied embeddings, kinds of layers and the distribution of heads and
+experts over ranks. Widths are the smallest that the layouts divide. Reads and writes JSON and safetensors only."""
 
 from __future__ import annotations
 
@@ -30,8 +28,8 @@ from megappo.models.weight_map import hf_tensors
 HIDDEN_SIZE, HEAD_DIM = 32, 8
 # Prime, so that every tp pads it.
 VOCAB_SIZE = 131
-SLIDING_WINDOW = 9  # tokens; shorter than most recorded sequences
-# Positions from which on scaled rotary embeddings differ from plain ones.
+SLIDING_WINDOW = 9  # tokens; shorter than most recorded sequences, so that it takes effect
+# Scaled rotary embeddings differ from plain ones from this position on.
 ORIGINAL_POSITIONS = 16
 MAX_POSITIONS = 128
 assert ORIGINAL_POSITIONS < LONGEST_SEQUENCE <= MAX_POSITIONS
@@ -53,7 +51,7 @@ _DROPPED = (
 def small_config(
     config: Mapping[str, Any], num_layers: int, parallels: Sequence[ParallelConfig], implementation: Implementation
 ) -> dict[str, Any]:
-    """config.json of the small model, under llama's keys. config: the user's. parallels: the layouts of all roles that use it."""
+    """Derive the small model's config.json, under llama's keys. config: the user's. parallels: layouts of all roles that use it."""
     arch = arch_of(config)
     text = usual_keys(text_config(config), FAMILIES[arch.family])
     heads, kv_heads = _heads(arch, parallels, implementation)
@@ -72,8 +70,8 @@ def small_config(
 
 
 def _heads(arch: ModelArch, parallels: Sequence[ParallelConfig], implementation: Implementation) -> tuple[int, int]:
-    """Fewest (attention heads, KV heads) that all layouts divide: KV heads shared if the user's are, several if theirs are
-    several, and repeated over cp ranks if theirs are."""
+    """Fewest (attention heads, KV heads) that all layouts divide."""
+    # As in the user's model, KV heads are shared or not, one or several, and if possible repeated over cp ranks.
     enough = max(arch.num_heads, 2 * lcm(*(p.tp * p.cp for p in parallels)))
     for as_theirs in (True, False):
         for heads in range(1, enough + 1):
@@ -127,7 +125,7 @@ def _window(arch: ModelArch, num_layers: int) -> dict[str, Any]:
 
 
 def _experts(arch: ModelArch, parallels: Sequence[ParallelConfig]) -> dict[str, Any]:
-    """Experts that ep divides, twice as many as a token's top-k if theirs are so many; one dense layer if theirs has some."""
+    """Experts that ep divides, twice top-k if the user's model has as many; one dense layer if the user's has some."""
     moe = arch.moe
     if moe is None:
         return {}
@@ -143,8 +141,7 @@ def _experts(arch: ModelArch, parallels: Sequence[ParallelConfig]) -> dict[str, 
 
 
 def _at_least(least: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `least`."""
-    return -(-least // multiple) * multiple
+    return -(-least // multiple) * multiple  # rounded up to a multiple
 
 
 def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
@@ -159,7 +156,7 @@ def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if len(shape) == 1 and not name.endswith("bias"):  # a norm in any family
-        # Not 1, as biases below are not 0: a gradient that is lost there shows in the numbers.
+        # Not 1, and biases below are not 0, so that a lost gradient shows in the numbers.
         return torch.empty(shape).uniform_(0.5, 1.5, generator=generator)
     # Scaled for activations of order 1 in every layer at this width.
     return torch.empty(shape).normal_(0, 0.2, generator=generator)

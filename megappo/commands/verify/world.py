@@ -1,8 +1,6 @@
-"""Work of every rank of a measuring world: measures small runs by their names. Started by `commands/verify/run.py` through
-`rank.py`.
+"""Work of every rank of a measuring world: measure small runs by their names. `run.py` starts it through `rank.py`.
 
-FOLDER/NAME.json is a small run. Rank 0 writes its results to FOLDER/NAME.pt.
-"""
+FOLDER/NAME.json is a small run. Rank 0 writes its results to FOLDER/NAME.pt."""
 
 from __future__ import annotations
 
@@ -30,11 +28,12 @@ from megappo.trainer.kernel_selection import choose_kernels
 
 
 class Results(NamedTuple):
-    """Measurements of one run. first: the first step, with the gradients of its first mini-batch (taken without the distributed
-    optimizer). steps: all steps, with the parameters after them."""
+    """Measurements of one run."""
 
     first: Measured
+    """The first step, with the gradients of its first mini-batch, without the distributed optimizer."""
     steps: Measured
+    """All steps, with the parameters after them."""
 
 
 def main(folder: str, names: Sequence[str], backend: EngineBackend = RoleEngines) -> None:
@@ -45,7 +44,7 @@ def main(folder: str, names: Sequence[str], backend: EngineBackend = RoleEngines
     start_distributed(device, run.timeouts)
     for name, config in runs.items():
         choose_kernels(config.kernels, device)
-        # By name: small runs are in fp32, for which `auto` would not take TransformerEngine as the user's run does.
+        # By name: for small runs, which are in fp32, `auto` would not take TransformerEngine as the user's run does.
         layers = ModelConfig(impl=choose_implementation(config.model.impl, device.type))
         engines = backend(layers, config.run.timeouts, device)
         results = _measure(config, engines)
@@ -72,7 +71,7 @@ def write_results(path: Path, results: Results) -> None:
 
 
 def read_results(path: Path) -> Results:
-    """Read the results of `write_results`; only tensors, numbers and text are unpickled."""
+    """Read the results of `write_results`. Only tensors, numbers and text are unpickled."""
     state = torch.load(path, weights_only=True)
     return Results(*({role: _measures(of) for role, of in state[name].items()} for name in Results._fields))
 
