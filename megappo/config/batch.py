@@ -108,7 +108,7 @@ def micro_batches_bound(sequences: int, sequence_tokens: int, budget_tokens: int
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:
     """Divisors of `number` next to `wanted`: the largest up to it and the smallest above it, where they exist."""
-    # Of a number above 2^40, a slip, some may be missed: it is refused all the same, and at once.
+    # The search is bounded: above 2^40, surely a slip, divisors may be missed, but the refusal stays fast.
     small = [d for d in range(1, min(math.isqrt(number), 1 << 20) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d <= wanted][-1:]

@@ -332,11 +332,11 @@ def dead_keys(config: TrainConfig | SftConfig) -> dict[str, str]:
     for rule in RULES[type(config)]:
         if rule.when(config):
             for name in _covered(rule.keys, type(config)):
-                found.setdefault(name, rule.because)  # the first reason in the order of the table
+                found.setdefault(name, rule.because)  # the first matching rule gives the reason
     for role, section in role_sections(config).items():
         key = key_of_role(role)
         rules = [rule for cls, rule in OF_ROLE if isinstance(section, cls) and rule.when(section)]
-        if not ("critics" in found and key.startswith("critics.")):  # all of them are named already
+        if not ("critics" in found and key.startswith("critics.")):  # `critics` is reported as a whole
             for name, because in ((f"{key}.{name}", rule.because) for rule in rules for name in rule.keys):
                 found.setdefault(name, because.format(role=key))
     return found

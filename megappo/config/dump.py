@@ -25,7 +25,7 @@ def dump_yaml(config: TrainConfig | SftConfig) -> str:
 
 def _remove(data: dict[str, Any], path: list[str]) -> None:
     head, *rest = path
-    if data.get(head) is None:  # a section that is not there, or a key of another section of a choice
+    if data.get(head) is None:  # an absent section, or one that was not chosen
         return
     if not rest:
         del data[head]

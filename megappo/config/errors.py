@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from megappo.config.redaction import hide_secrets
 
-SHOWN_CHARACTERS = 240  # long enough for a path: without its end it is of no use
+SHOWN_CHARACTERS = 240  # long enough for a path, which is useless without its end
 
 
 class ConfigError(ValueError):

@@ -68,7 +68,7 @@ def section_classes(field: FieldInfo) -> tuple[type[BaseModel], ...]:
     return tuple(choice.sections.values()) if choice is not None else ()
 
 
-@cache  # a walk of all classes; the rules of keys without effect ask for it dozens of times for each configuration
+@cache  # walks all classes, and dead_keys.py asks dozens of times per configuration
 def value_keys(cls: type[BaseModel]) -> tuple[tuple[str, FieldInfo], ...]:
     """Return (dotted name, field) of every value key in the order of the schema; a choice lists the keys of all its sections."""
     found: dict[str, FieldInfo] = {}
@@ -186,7 +186,7 @@ def _nearest(name: str, cls: type[BaseModel]) -> tuple[str | None, tuple[Trainer
     """Return (key, rule that led to it), trying in this order: another trainer's key with its sections, a key with the same last
     part (`policy.tp` -> `policy.parallel.tp`), the last part of another trainer's key, the nearest dotted name, the nearest last
     part."""
-    from megappo.config.foreign.tables import exact_rule, rule_by_last_part  # hundreds of keys, for messages alone
+    from megappo.config.foreign.tables import exact_rule, rule_by_last_part  # hundreds of keys, needed only for messages
 
     known = [key for key, _ in value_keys(cls)] + [key for key, _ in sections(cls)]
     wanted = name.lstrip("-").replace("-", "_")
@@ -195,7 +195,7 @@ def _nearest(name: str, cls: type[BaseModel]) -> tuple[str | None, tuple[Trainer
     def likeness(key: str) -> float:
         return difflib.SequenceMatcher(None, wanted, key).ratio()
 
-    def usable(found: tuple[Trainer, Rule] | None) -> bool:  # its key may be one of the other command (train, sft)
+    def usable(found: tuple[Trainer, Rule] | None) -> bool:  # its key may belong to the other command (train, sft)
         return found is not None and (not found[1].keys or found[1].keys[0] in known)
 
     if usable(foreign := exact_rule(wanted)) and foreign is not None:

@@ -48,13 +48,13 @@ def roles_in_use(config: TrainConfig | SftConfig) -> dict[str, ParallelConfig]:
     """Map every role that this configuration builds to its parallel sizes."""
     roles = {name: section.parallel for name, section in role_sections(config).items()}
     if isinstance(config, TrainConfig) and reads_trajectories(config):
-        return {name: sizes for name, sizes in roles.items() if is_critic(name)}  # nobody samples, and nothing is scored
+        return {name: sizes for name, sizes in roles.items() if is_critic(name)}  # no sampling, no scoring
     if isinstance(config, TrainConfig) and (config.algorithm.kl.placement == "none" or reference_is_base(config)):
-        del roles["reference"]  # nothing is measured against it, or the policy's own base is it
+        del roles["reference"]  # no KL, or the policy's own base is the reference
     if isinstance(config, TrainConfig) and not scores_with_model(config):
         del roles["reward_model"]
     if isinstance(config, TrainConfig) and not config.algorithm.has_critic:
-        roles = {name: sizes for name, sizes in roles.items() if not is_critic(name)}  # nobody reads their values
+        roles = {name: sizes for name, sizes in roles.items() if not is_critic(name)}  # their values are not used
     return roles
 
 
@@ -121,7 +121,7 @@ def world_problems(config: TrainConfig | SftConfig, world_size: int) -> Iterator
         yield problem("run.num_ranks", wanted, fix)
     misplaced = list(placement_problems(config, world_size))
     yield from misplaced
-    if misplaced:  # the sizes are of ranks that the world may not have
+    if misplaced:  # sizes cannot be checked on ranks that may not exist
         return
     for role, parallel in roles_in_use(config).items():
         ranks = section_of(config, role).ranks
@@ -161,7 +161,7 @@ def placement_problems(config: TrainConfig | SftConfig, world_size: int) -> Iter
     hosted = {name: set(ranks_of(text, world_size)) for name, text in places.items()}
     yield from _idle_ranks(hosted, config, world_size)
     if "rollout" not in hosted:
-        return  # critics alone: nothing waits for the memory that an offload frees, and no sampler for weights
+        return  # only critics run: no other model needs the freed memory or new weights
     if config.rollout.engine == "megatron" and hosted["rollout"] != hosted["policy"]:
         fix = f"rollout.engine megatron generates with the policy's own shards; set it to policy.ranks, {config.policy.ranks}"
         yield problem("rollout.ranks", config.rollout.ranks, fix)
@@ -222,7 +222,7 @@ def parallel_problems(section: str, parallel: ParallelConfig, num_ranks: int, ra
         stages = f"pp {parallel.pp}" + (f" x vpp {parallel.vpp}" if parallel.vpp > 1 else "")
         fix = f"has {len(given)} entries and {stages} needs {parts}; give one number per stage, or leave it out"
         yield problem(f"{section}.layers_per_stage", list(given), fix)
-    model_ranks = parallel.tp * parallel.cp * parallel.pp  # what is left is data parallel
+    model_ranks = parallel.tp * parallel.cp * parallel.pp  # the rest is data parallel
     if num_ranks % model_ranks:
         cp = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
         sizes = f"tp {parallel.tp}{cp} x pp {parallel.pp} = {model_ranks}"

@@ -71,7 +71,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), cls: type[Confi
         if value is None and not _takes_null(key, cls):
             _remove(document.data, key)
         else:
-            list(written_sections(document.data, cls))  # so that a key finds the section that a word before it stands for
+            list(written_sections(document.data, cls))  # expands words, so that this key finds their section
             _assign(document.data, key, value, str(path))
             origins[key] = COMMAND_LINE
     _refuse_unknown(document.data, cls, origins, str(path))
@@ -85,7 +85,7 @@ def validated(data: Mapping[str, Any], cls: type[Config]) -> Config:
     """Validate nested mappings, in which a word may stand for a choice. Raises pydantic's ValidationError."""
     copy = json.loads(json.dumps(data))
     list(written_sections(copy, cls))
-    # JSON mode is what lets a list stand for a tuple while everything else stays strict.
+    # Only JSON mode takes a list for a tuple and stays strict otherwise.
     return cls.model_validate_json(json.dumps(copy), strict=True)
 
 
@@ -98,17 +98,17 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
         raise ConfigError(f"{COMMAND_LINE}: {key}: options are set as key=value{'; ' if meant else ''}{meant}")
     if not equals or not key:
         raise ConfigError(f"{COMMAND_LINE}: {text}: not an override; write key=value, for example run.name=first")
-    if not value.strip():  # `policy.optimizer.lr=$LR` without LR: null would take back the file's value, and nobody asked for that
+    if not value.strip():  # `lr=$LR` with LR unset: reading it as null would silently drop the file's value
         fix = f"no value behind the =; write {key}=VALUE, {key}=null to take back the file's, or {key}='\"\"' for an empty text"
         raise ConfigError(f"{COMMAND_LINE}: {text}: {fix}")
     if (half := next((character for character in text if "\udc80" <= character <= "\udcff"), None)) is not None:
-        # Python's sign for a byte of the command line that the locale has no character for.
+        # Python's stand-in (surrogateescape) for a byte that the locale cannot decode.
         codec = sys.getfilesystemencoding()
         fix = "write UTF-8" if codec == "utf-8" else UTF_8_LOCALE
         raise ConfigError(f"{COMMAND_LINE}: {key}: byte {ord(half) - 0xDC00:#x} is no character in this locale ({codec}); {fix}")
     data, _ = parse_yaml(value, f"{COMMAND_LINE}: {key}")
     for name in values:
-        if name.startswith(key + ".") and data is not None and not _is_whole(key, data, cls):  # `policy=null` takes it back
+        if name.startswith(key + ".") and data is not None and not _is_whole(key, data, cls):  # `policy=null` resets the section
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'is a section; set its keys, for example {name}=VALUE')}")
         if key.startswith(name + ".") and not _is_inside_mapping(key, name, cls):
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'{name} is set as a whole, for example {name}=VALUE')}")
@@ -182,7 +182,7 @@ def _unknown_in(section: Written, key: str, last: str, cls: type[BaseModel]) -> 
 
 
 def _unknown(key: str, cls: type[BaseModel]) -> str:
-    # A file given to the wrong command differs in its first keys, whose nearest names here mean something else.
+    # The file may be meant for the other command; the nearest key here would mislead.
     other, command = (SftConfig, "sft") if cls is TrainConfig else (TrainConfig, "train")
     of_other = f"`megappo {command}` has it; " if key in dict(value_keys(other)) or _names_section(key, other) else ""
     schema = "--schema" if cls is TrainConfig else "--sft --schema"
@@ -221,7 +221,7 @@ def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[s
         key, first = f"{key}.{word}", {**first, "input": first["input"][word]}
     field = dict(value_keys(cls)).get(union := _key_of(parent, cls))
     if field is not None and item_class(field) is None and isinstance(first["loc"][-1], str):
-        # A key of several types: each refuses the value, under the key and a name of its own.
+        # A key of several types gets one error per type, each below the key; join them.
         key, fix = union, ", or ".join(_fix(one) for one in errors if one["loc"][:-1] == parent)
     place = _place(key, origins, name)
     if first["type"] == "missing":
@@ -284,7 +284,7 @@ def json_schema(cls: type[BaseModel] = TrainConfig) -> dict[str, Any]:
     schema = cls.model_json_schema()
     for section in (schema, *schema["$defs"].values()):
         for name, key in section["properties"].items():
-            if "discriminator" in key:  # a word may stand for the section that it chooses
+            if "discriminator" in key:  # the bare word is allowed too
                 words = {"enum": list(key["discriminator"]["mapping"])}
                 chosen = {part: key.pop(part) for part in ("oneOf", "discriminator")}
                 section["properties"][name] = {**key, "anyOf": [words, chosen]}

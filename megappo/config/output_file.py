@@ -38,7 +38,7 @@ def check_output_file(option: str, path: str, endings: tuple[str, ...] = ()) -> 
 def why_not_writable(folder: Path) -> str | None:
     """Return why no file can be made in a directory, None if one can. Leaves nothing behind."""
     try:
-        # Permissions are no answer: root has all of them, in /proc and on a disk that is mounted read-only too.
+        # os.access is not enough: root passes it even in /proc and on a read-only disk.
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         return f"{folder} cannot be written to: {error.strerror}"

@@ -38,7 +38,7 @@ def _check_path(path: str) -> str:
         raise PydanticCustomError("path", text, context) from None
     if sum(names) + len(names) > LONGEST_PATH or max(names) > LONGEST_NAME:
         raise PydanticCustomError("path", "is longer than a file system allows ({longest} bytes a name)", {"longest": LONGEST_NAME})
-    if (word := FOR_A_SHELL.search(path)) is not None:  # a run in a new folder `~`, which somebody then removes by `rm -r ~`
+    if (word := FOR_A_SHELL.search(path)) is not None:  # would make a folder `~`, and someone would `rm -r ~`
         text = "holds {word}, which only a shell replaces; write what it stands for"
         raise PydanticCustomError("path", text, {"word": word.group()})
     if "://" in path and hide_secrets(path) != path:  # the configuration is written to the run directory as it is
@@ -50,5 +50,5 @@ PathText = Annotated[str, AfterValidator(_check_path)]
 # Made absolute: a job script's copy of the configuration, and a resume from another directory, mean the same file.
 FilePath = Annotated[str, AfterValidator(_check_path), AfterValidator(os.path.abspath)]
 NAMES_MODEL = "names a model"
-# A directory, or a name of the Hugging Face hub, which `trainer/prepare/hub.py` replaces by one.
+# A directory, or a Hugging Face name that `trainer/prepare/hub.py` replaces by a local directory.
 ModelPath = Annotated[str, AfterValidator(_check_path), NAMES_MODEL]

@@ -37,12 +37,12 @@ def ranges_of(text: str) -> list[range]:
 
 def ranks_of(text: str, world_size: int) -> tuple[int, ...]:
     """List the ranks of a text, increasing. Raises ValueError if a range leaves the world, and as `ranges_of`."""
-    if world_size > MOST_RANKS:  # or listing them takes the memory
+    if world_size > MOST_RANKS:  # a tuple of so many ranks could fill the memory
         raise ValueError(f"a world of {world_size} ranks has more than {MOST_RANKS}; lower run.num_ranks (or --world-size)")
     if text == ALL:
         return tuple(range(world_size))
     ranges = ranges_of(text)
-    # Before they are listed: a range may be anything.
+    # Checked before listing: a range may name a billion ranks.
     for one in ranges:
         if one.stop > world_size:
             what = "has rank 0 only" if world_size == 1 else f"has ranks 0-{world_size - 1}"

@@ -19,7 +19,7 @@ def timeout_problems(run: RunConfig) -> Iterator[str]:
             yield problem(
                 f"run.timeouts.{name}", value, f"is below run.timeouts.pass_s = {limits.pass_s:g}; raise it, or lower pass_s"
             )
-    # A rank that waits in a meeting gives signs of life: the watchdog must be the first to notice one that does not.
+    # A waiting rank still sends heartbeats: the watchdog must catch a dead one before the meeting times out.
     if limits.heartbeat_s >= limits.meeting_s:
         fix = f"is not below run.timeouts.meeting_s = {limits.meeting_s:g}; lower it, or raise meeting_s"
         yield problem("run.timeouts.heartbeat_s", limits.heartbeat_s, fix)

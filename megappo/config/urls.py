@@ -59,7 +59,7 @@ def _check_url(url: str) -> str:
 
 
 def _check_secret(name: str) -> str:
-    if not is_secret_name(name):  # records of the environment hide values by these names
+    if not is_secret_name(name):  # records hide environment values by name
         fix = "is no name by which records know a secret, and hide it; choose one with TOKEN, KEY or SECRET in it"
         raise PydanticCustomError("secret", fix, {})
     return name

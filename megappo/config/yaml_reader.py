@@ -113,7 +113,7 @@ class _Converter:
     def scalar(self, node: yaml.ScalarNode) -> Any:
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         if kind == "str":
-            if any("\ud800" <= character <= "\udfff" for character in node.value):  # by an escape: "\ud800"
+            if any("\ud800" <= character <= "\udfff" for character in node.value):  # from an escape such as "\ud800"
                 raise self.error(node, "half of a surrogate pair is no character; write the whole one")
             return node.value
         if kind == "null":

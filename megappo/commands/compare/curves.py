@@ -28,7 +28,7 @@ SHOWN = (
     Metric.SFT_LOSS.value,
     Metric.SFT_GRAD_NORM.value,
 )
-NUM_COLUMNS = 4  # of steps, the last among them
+NUM_COLUMNS = 4  # steps shown, the last included
 
 Curve = Mapping[int, float | None]  # step -> value, ascending; None where it was not finite
 
@@ -124,5 +124,5 @@ def _spread_out(steps: Sequence[int], curves: Sequence[Curve]) -> Iterator[int]:
     for part in range(1, NUM_COLUMNS + 1):
         target = first + (last - first) * part / NUM_COLUMNS
         near = [step for step in steps if abs(step - target) <= (last - first) / (2.5 * NUM_COLUMNS)] or steps[-1:]
-        # An evaluation of every tenth step has values at few of them.
+        # Prefer steps with many values: an evaluation every tenth step has few.
         yield max(near, key=lambda step: (sum(step in curve for curve in curves), -abs(step - target)))

@@ -46,12 +46,12 @@ def facts_of(run_dir: Path) -> Values:
             try:
                 facts = dict(directory.read(step).facts)
                 facts["code"] = facts.get("reward", {}).get("code")
-                # A path says nothing of a content, and two machines have two.
+                # Paths differ between machines and do not identify the content.
                 return {key: value for key, value in _flat(_part(facts, _FACTS)) if not key.endswith(".path")}
             except BROKEN:
                 continue  # damaged, or removed by a live run; an older one says the same
     except BROKEN:
-        pass  # as without one
+        pass  # same as having no checkpoint
     return {}
 
 

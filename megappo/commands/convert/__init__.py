@@ -43,6 +43,6 @@ def main(args: argparse.Namespace) -> int:
         print(said, end="", file=sys.stderr)
     else:
         target.write_text(text, encoding="utf-8")
-        load_config(target)  # what is written, loads
+        load_config(target)  # the written file must load
         print(said + f"\n{target}: written; `megappo plan {target}` checks it against model, data and ranks")
     return 1 if args.strict and unknown(conversion) else 0

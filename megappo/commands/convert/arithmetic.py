@@ -309,7 +309,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
     "openrlhf_ranks": _ranks("actor_num_nodes", "actor_num_gpus_per_node"),
 }
 
-# Computed after the others, and in this order, as they count with the results.
+# Computed after the others and in this order, since they read their results.
 LATE = (("unless_shared",), ("warmup_steps", "warmup_ratio", "min_lr_ratio"))
 
 # Values where the source has none, chosen from the others; None leaves megappo's default.

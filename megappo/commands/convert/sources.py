@@ -21,7 +21,7 @@ from megappo.config.foreign.verl import VERL
 from megappo.config.yaml_reader import MAX_BYTES, parse_yaml, why_no_file
 
 READ = (VERL, NEMO_RL, OPENRLHF, LIGHTRFT, TRL, FLOWMESH)
-LAUNCHERS = ("nnodes", "nproc_per_node", "num_processes")  # flags of torchrun and accelerate before the script's own
+LAUNCHERS = ("nnodes", "nproc_per_node", "num_processes")  # flags of torchrun and accelerate, before the script's own
 LEAST_KEYS = 3  # known keys by which a file without a trainer's name is recognised
 _SETTING = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)+)=(?P<value>.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:)?([\w.]+)\s*(?:,\s*([^}]*))?\}")
@@ -99,9 +99,9 @@ def _read_shell(text: str, path: str) -> Source:
             continue
         if trainer in (LIGHTRFT, TRL):
             before = {key: value for key, value in _flags(words[:start], path).items() if key in LAUNCHERS}
-            # The launcher's last flag takes the script's name with it.
+            # The parser takes the script's name for a value of the launcher's last flag.
             values = {key: value[0] if isinstance(value, list) else value for key, value in before.items()} | values
-        # A comment inside a continued command ends it: bash takes what follows for another command.
+        # A comment inside a continued command ends it; for bash the rest is another command.
         lost = [word for other in commands[number + 1 :] for word in other if _SETTING.fullmatch(word)]
         notes = [f"{word.replace(UNREAD, '')}: after the end of the command, so {trainer.name} never saw it" for word in lost]
         notes += [

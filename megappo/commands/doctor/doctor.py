@@ -49,7 +49,7 @@ def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
     """Return lines on parts of the GPU stack that do not fit, and True if the GPUs are unusable until they are fixed."""
     found = gpu_stack.faults(stack)
     lines = [fault.text for fault in found]
-    # The kernels' own reason, unless it repeats that the library could not be built here.
+    # Skipped if the faults above already explain why the library has no CUDA.
     reason = implementations.missing("cuda", "cuda") if stack.torch_cuda is not None else None
     if reason and not found:
         lines.append(f"CUDA kernels: {reason}")

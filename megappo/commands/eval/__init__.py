@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     from megappo.trainer.prepare.evaluate import find_evaluation, plan_evaluation
 
     output = None if args.output is None else check_output_file("--output", args.output)
-    find_evaluation(config, args.checkpoint, args.only)  # before torch is imported, as by the next
+    find_evaluation(config, args.checkpoint, args.only)  # before the next call imports torch
     ranks = world_size(config.run)
     require_device(config.run.device)
     planned = plan_evaluation(config, args.checkpoint, args.only, ranks, device_of(config.run.device))

@@ -71,7 +71,7 @@ def _load_models(planned: PlannedEvaluation, engines: EngineBackend, device: tor
 
 def _load_policy(config: TrainConfig, source: PolicySource, factory: EngineFactory) -> Engine:
     spec = spec_of_role(config, "policy", None)
-    # Weights that a checkpoint replaces at once need not be read; its step has been looked for.
+    # The checkpoint replaces all weights, so the model's own need not be read.
     policy = factory.build(replace(spec, random_weights=source.directory is not None))
     assert policy is not None, "an evaluation has its roles on all ranks"
     if source.directory is not None:
@@ -105,7 +105,7 @@ def _number(value: float) -> str:
 
 def report(planned: PlannedEvaluation, results: Sequence[Evaluation], output: Path | None) -> None:
     """Print the table and write the file. Only for rank 0."""
-    if output is not None:  # first: standard output may be lost
+    if output is not None:  # before printing, which may fail
         record = finite_or_none(results_record(planned, results))
         replace_file(output, (json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
     for note in planned.notes:

@@ -37,7 +37,7 @@ def export_checkpoint(
     if not run_dir.config.is_file():
         raise ValueError(f"{run} holds no run: {run_dir.config} does not exist")
     if not run_dir.checkpoints.is_dir():
-        # Fine-tuning saves no checkpoints, it exports at its end.
+        # Fine-tuning saves no checkpoints; it exports at its end.
         there = f"; its model lies in {run_dir.export} already" if run_dir.export.is_dir() else ""
         raise ValueError(f"{run} has no checkpoints{there}")
     _require_room(Path(output))
@@ -49,7 +49,7 @@ def export_checkpoint(
         step = _best_step(run_dir)
     spec = spec_of_role(config, "policy" if role == AVERAGE else role, None)
     alone = spec.section.model_copy(update={"parallel": ParallelConfig(), "ranks": ALL})
-    # The head comes from the checkpoint, whatever it started from.
+    # The checkpoint holds the head's weights, so its initial value does not matter.
     spec = replace(spec, section=alone, value_head="zero" if spec.value_head is not None else None)
     device = select_device("auto")
     start_alone(device)

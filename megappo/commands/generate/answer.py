@@ -73,7 +73,7 @@ def answer(
     with input_accepted():
         rollout.push_weights(version=0)
         sampling = SamplingParams(max_tokens, temperature, stop_token_ids=tokenizer.eos_ids)
-        # One process is one replica: its responses are all.
+        # One process is one replica, so it has all responses.
         responses = generate(rollout, make_requests(tokens, samples_per_prompt=1, run_seed=0, step=0), sampling)
         rollout.close()
         dist.destroy_process_group()

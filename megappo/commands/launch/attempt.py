@@ -33,7 +33,7 @@ from megappo.runtime.lease import Lease, LeaseHeld, refuse_if_held
 from megappo.runtime.permissions import apply_permissions
 from megappo.trainer.prepare.remote_run import fetch, find_copies
 
-REQUEUE = STOPPED  # the script's word for it, by `end`
+REQUEUE = STOPPED  # `end` returns it for a requeue
 SKIPPED = "skipped_steps"  # file of an attempt's folder, which the script hands to the ranks (`runtime/world.py`)
 
 
@@ -41,7 +41,7 @@ def check_start(run: RunConfig, *, resume: bool) -> Path:
     """Return the run directory. Raises ConfigError if a new run finds another one there, or a resumed run no checkpoint."""
     run_dir = check_run_dir(run, resume)
     if resume:
-        refuse_if_held(run_dir)  # first: a run that lives may not have saved yet
+        refuse_if_held(run_dir)  # checked first, as a live run may not have saved yet
     if resume and newest_step(run_dir) == 0:
         fix = f"{run_dir} holds no checkpoint to resume; leave --resume out and use another name"
         raise ConfigError(problem("run.name", run.name, fix))
@@ -57,7 +57,7 @@ def begin(launch_dir: Path, run: RunConfig, attempt: int, *, resume: bool) -> bo
         check_start(run, resume=resume)
     # Slurm itself requeues after a lost node or a preemption, without asking `end`: attempts are counted here.
     start = next_start(starts, saved_steps(run_dir), attempt)
-    with Lease.acquire(run_dir, "megappo.commands.launch.attempt begin"):  # or the ranks would find the run in use
+    with Lease.acquire(run_dir, "megappo.commands.launch.attempt begin"):  # released again before the ranks take it
         if starts and start.step == 0:  # the next attempt starts anew, and needs an empty run directory
             set_aside(run_dir, launch_dir / f"attempt-{starts[-1].attempt}")
     folder = record_start(launch_dir, start)
@@ -147,7 +147,7 @@ def _end(args: argparse.Namespace, attempt: int) -> int:
     try:
         run_dir = run_dir_of(_config_of(args).run)
         text, code = end(args.launch_dir, run_dir, attempt, status=args.status, max_requeues=args.max_requeues)
-    except (ConfigError, RefusedCheckpoint, OSError) as error:  # `begin` has read all of it: no mistake of the user
+    except (ConfigError, RefusedCheckpoint, OSError) as error:  # `begin` could read these files, so the user made no mistake
         text, code = end_without_files(args.launch_dir, attempt, error, status=args.status)
     print(text, file=sys.stderr)
     print(code)  # not this process's own exit code: srun, which starts it in a container, would log that as the last line

@@ -36,7 +36,7 @@ def launch(args: argparse.Namespace) -> int:
         if value is None:
             raise ConfigError(f"launch: {option} is missing (how many; --local needs none)")
     config = with_local_models(load_config(args.config, args.overrides))
-    from megappo.trainer.prepare.inputs import check_inputs  # and numpy, which a wrong key need not wait for
+    from megappo.trainer.prepare.inputs import check_inputs  # late: imports numpy, and a wrong key should fail at once
 
     check_inputs(config, resume=args.resume)
     from megappo.commands.plan.run import plan_here
@@ -56,7 +56,7 @@ def launch(args: argparse.Namespace) -> int:
     submit.check_job(config, job, limits)
     if not args.dry_run:
         submit.check_cluster(job, limits)
-    copies = find_copies(config, resume=args.resume)  # the job fetches them
+    copies = find_copies(config, resume=args.resume)  # fetched by the job
     run_dir = check_start(config.run, resume=args.resume and copies is None)
     plan_here(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
     if not args.dry_run:

@@ -27,7 +27,7 @@ def reason_not_to_fork() -> str | None:
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         return f"its imports have started {threads - 1} threads"
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the one of this listing
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
             if (device := os.readlink(descriptor)).startswith("/dev/nvidia"):
                 return f"its imports have opened {device}"
     return None
@@ -77,7 +77,7 @@ def main(descriptor: int, launcher: int, program: str, modules: Sequence[str]) -
     quiet_libraries()
     for name in modules:
         importlib.import_module(name)
-    freeze_imports()  # what a rank's collector does not visit, stays shared memory
+    freeze_imports()  # the collector then leaves these pages shared between ranks
     connection = Connection(descriptor)
     unfit = reason_not_to_fork()
     connection.send(unfit)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 HOST = "127.0.0.1"
-_LOOK_S = 1.0  # between looks at the ranks; a signal or the end of a rank wakes at once
-_LONGEST_END_S = 60.0  # of a killed process, whose GPU memory the driver has to give back
+_LOOK_S = 1.0  # polling interval; signals and ends of ranks wake at once
+_LONGEST_END_S = 60.0  # after SIGKILL, while the driver frees GPU memory
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _watch(
             handed_on = True
             print(f"megappo: {requests.stop.name}: {_STOPPING}", file=sys.stderr, flush=True)
             _send(running.values(), signal.SIGUSR1)
-        # The others may wait for the dead one for ever. Their tracebacks are worth two seconds, but not after a kill from outside.
+        # The others may wait for the dead rank forever. Give them two seconds for tracebacks, unless it was killed from outside.
         if failed_at and (killed or time.monotonic() - failed_at > KILL_GRACE_S):
             break
         listener.end_silent((rank, process.pid) for rank, process in running.items())
@@ -140,7 +140,7 @@ def _watch(
     failure = first_failure(evidence, KILL_GRACE_S)
     assert failure is not None, "a rank failed and its exit code was noted"
     code = failure.code or FAILED
-    # A fault that comes back counts, also where a rank that lost its peer was seen first.
+    # An unrecoverable code wins, even if a rank that lost its peer ended first.
     return WorldEnd(UNRECOVERABLE if UNRECOVERABLE in codes.values() else code, failure, at=failed_at)
 
 
@@ -170,8 +170,8 @@ def _meeting_point(num_ranks: int) -> Iterator[tuple[Store, dict[str, str]]]:
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": HOST,
             "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_RUN_ID": "megappo",  # by it a process knows that a launcher has started it as a rank
-            # torchrun's word for a store that is there already (torch.distributed.rendezvous).
+            "TORCHELASTIC_RUN_ID": "megappo",  # tells a process that a launcher started it as a rank
+            # For torch.distributed.rendezvous: the store exists already.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             LAUNCHER_LISTENS: "1",
         },

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from megappo.runtime.ending import MISTAKE, as_shell, describe_exit
 from megappo.runtime.world import SlurmTask, first_host, port_of
 
-# Seconds from the first failure to the kill of the other ranks: they may wait for the dead one for ever.
+# Seconds from the first failure until the other ranks, which may wait forever, are killed.
 SHUTDOWN_S = 5
 
 

@@ -34,7 +34,7 @@ class Starter(Protocol):
 class NewProcesses:
     """Starts every rank as a new interpreter that runs a module."""
 
-    descriptors: Sequence[int] = ()  # the end of a child is a signal
+    descriptors: Sequence[int] = ()  # SIGCHLD tells instead
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -74,7 +74,7 @@ class ForkedProcesses:
         return self._open and self._process.poll() is None
 
     def start(self, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess:
-        with contextlib.suppress(ConnectionError):  # it has ended: so says the answer
+        with contextlib.suppress(ConnectionError):  # has ended, which the read below reports
             self._channel.send((dict(environment), list(arguments)))
         while isinstance(answer := self._read(), tuple):
             self._note(*answer)
@@ -85,7 +85,7 @@ class ForkedProcesses:
     def close(self) -> None:
         """End the process from which ranks are forked. Its ranks must have ended."""
         self._channel.close()
-        self._process.kill()  # it may be importing, where Ctrl-C has ended the wait for it
+        self._process.kill()  # it may still be importing after Ctrl-C
         self._process.wait()
 
     def code_of(self, pid: int) -> int | None:
@@ -93,7 +93,7 @@ class ForkedProcesses:
         while pid not in self._codes and self._open and self._channel.poll():
             if (answer := self._read()) is not None:
                 self._note(*answer)
-        # Where their parent is gone, the kernel has killed the ranks.
+        # If their parent is gone, the kernel has killed the ranks.
         return self._codes.get(pid, None if self._open else -signal.SIGKILL)
 
     def _note(self, pid: int, code: int) -> None:

@@ -86,7 +86,7 @@ def next_start(starts: Sequence[Start], saved: Mapping[int, float], attempt: int
     """Choose the checkpoint for the next attempt after `starts`. saved: from `saved_steps`. Raises NoProgress if none is worth a
     try."""
     last = starts[-1] if starts else None
-    # One that was passed over is still there if the attempt failed before it could rename it.
+    # A skipped checkpoint is still there if the attempt failed before renaming it.
     skipped = tuple(step for step in last.skipped if step in saved and saved[step] <= last.time) if last is not None else ()
     steps = [step for step in sorted(saved, reverse=True) if step not in skipped]
     newest = steps[0] if steps else 0
@@ -137,7 +137,7 @@ def record_start(launch_dir: Path, start: Start) -> Path:
 def set_aside(run_dir: Path, folder: Path) -> None:
     """Move the leftovers of an attempt that saved no checkpoint into `folder`, so that the next one can start anew."""
     for entry in sorted(run_dir.iterdir()) if run_dir.is_dir() else ():
-        # Of the launch, not of the attempt: records, and the lease of a launcher that is alive.
+        # Keep what belongs to the launch: its records and a live launcher's lease.
         if entry.name != LAUNCHES and not is_lease(entry.name):
             folder.mkdir(parents=True, exist_ok=True)
             names = (entry.name, *(f"{entry.name}.old{n}" for n in range(1, 10_000)))

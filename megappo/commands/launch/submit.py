@@ -154,7 +154,7 @@ def _tensor_parallel(config: TrainConfig) -> dict[str, tuple[int, str]]:
 
 def _check_nodes(config: TrainConfig, job: Job) -> None:
     if next(placement_problems(config, job.world_size), None) is not None:
-        return  # the plan's to report
+        return  # reported by the plan
     per_node = job.ranks_per_node
     # A tensor-parallel group must lie within a node or consist of whole nodes.
     for key, (tp, text) in _tensor_parallel(config).items():
@@ -279,7 +279,7 @@ def remove_launch(folder: Path) -> None:
 
 
 def _script(job: Job, folder: Path, name: str, resume: bool) -> str:
-    # The interpreter's path unresolved: the target of its link knows nothing of the virtual environment.
+    # Unresolved: the target of the interpreter's link is outside the virtual environment.
     python = sys.executable if job.container is None else "python3"
     run_dir = folder.parents[1]
     # The working directory is mounted anyway.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # imports torch
     pass
 
 RANK_MODULE = "megappo.commands.cli"
-# Everything that a rank imports on its way to the first step, as far as it starts no thread and opens no GPU: a test looks.
+# Everything a rank imports before its first step that starts no thread and opens no GPU (a test checks).
 PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "megappo.commands.rank",
@@ -79,7 +79,7 @@ def train_here(
 def _evidence() -> Iterator[Path]:
     """Yield the folder for `failure.first_failure`: the job script's, or a temporary one, which is kept after a hang for its
     stacks."""
-    if (of_job := os.environ.get(ATTEMPT_DIR)) is not None:  # a job of one rank, whose end is read from there
+    if (of_job := os.environ.get(ATTEMPT_DIR)) is not None:  # a job with one rank: the job script reads its end there
         yield Path(of_job)
         return
     folder = Path(tempfile.mkdtemp(prefix="megappo-ranks-"))
@@ -97,9 +97,9 @@ def conclude(end: WorldEnd, run_dir: Path) -> int:
         return STOPPED if is_stopped(run_dir) else DONE
     try:
         step = newest_step(run_dir)
-    except RefusedCheckpoint:  # a disk that has gone, perhaps the cause of the failure, whose exit code counts
+    except RefusedCheckpoint:  # the disk is gone, perhaps the cause; keep the failure's exit code
         step = 0
-    # A second request may come when all has been saved: that is a stop all the same, and its record stays.
+    # A second request after everything was saved is still a stop, so its record is kept.
     record_failure(run_dir, Ended("failed", step, end.code, end.describe()))
     return end.code
 
@@ -125,7 +125,7 @@ class _Restarts:
                 following = next_start(read_starts(self._record), saved_steps(self._run_dir), start.attempt + 1)
             except (NoProgress, RefusedCheckpoint) as reason:
                 print(f"{how}; not restarted: {reason}", file=sys.stderr, flush=True)
-                # A disk that has gone may come back: that is no reason to give the run up.
+                # A lost disk may come back, so the run is not given up.
                 return WorldEnd(UNRECOVERABLE, end.failure, at=end.at) if isinstance(reason, NoProgress) else end
             if start.attempt >= self._max_restarts:
                 print(f"{how}; not restarted: --max-restarts {self._max_restarts}", file=sys.stderr, flush=True)

@@ -34,7 +34,7 @@ METRICS = "metrics.jsonl"
 State = Literal["running", "finished", "stopped", "failed", "died", "submitted", "unknown"]
 # A line of metrics has about 3 KiB: the last whole one is within this many bytes of the end.
 TAIL_BYTES = 1 << 16
-# Records are a few KiB; more is not one of ours, and would be read for nothing.
+# Our records have a few KiB; a larger file is not one.
 MOST_BYTES = 1 << 20
 # By a pattern of the text that `config/dump.py` writes: YAML takes 10 ms a file, a second for a hundred runs.
 _TOTAL = re.compile(r"^trainer:\n(?:  .*\n)*?  steps: (\d{1,18})$", re.MULTILINE)

@@ -17,7 +17,7 @@ from megappo.commands.runs.read import BROKEN
 from megappo.config.errors import ConfigError
 from megappo.config.run_directory import CHECKPOINTS
 
-THREADS = 8  # hashlib lets other threads run; more than a few do not make a disk faster
+THREADS = 8  # hashlib releases the GIL; more threads do not speed up a disk
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _compare(place: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
     """Return a line for each file that differs from the manifest or is not in it, and a line for each that cannot be read."""
     damaged = [f"{name} is not in the manifest" for name in list_files(place) if name not in manifest.files]
     unverified = []
-    # The largest first, so that no thread is left alone with one at the end.
+    # Largest first, so that no thread is left with a large one at the end.
     names = sorted(manifest.files, key=lambda name: (-manifest.files[name].bytes, name))
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         checks = {name: pool.submit(find_wrong_content, place, manifest, [name]) for name in names}

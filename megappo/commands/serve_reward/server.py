@@ -172,7 +172,7 @@ async def read(request: Request, max_bytes: int) -> bytes:
 def serve(app: FastAPI, listener: socket.socket, certificate: str | None, key: str | None) -> None:
     """Serve until SIGINT or SIGTERM; requests under way are answered first."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # uvicorn raises the signal once more when it is done: that is no failure
+        signal.signal(number, lambda *_: None)  # uvicorn re-raises the signal when done, which is no failure
     uvicorn.Server(settings_of(app, certificate, key)).run(sockets=[listener])
 
 
@@ -221,7 +221,7 @@ def serve_until_stopped(args: argparse.Namespace) -> int:
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     try:
         listener = socket.create_server((args.host, args.port), family=family)
-    except (OSError, OverflowError) as error:  # Overflow: of a port
+    except (OSError, OverflowError) as error:  # OverflowError for a port out of range
         raise ConfigError(f"--host {args.host} --port {args.port}: {error}") from None
     host = f"[{args.host}]" if ":" in args.host else args.host
     scheme = "https" if args.certificate is not None else "http"

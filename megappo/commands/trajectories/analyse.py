@@ -12,7 +12,7 @@ import numpy as np
 from megappo.telemetry.trajectories.read import Trajectory
 
 NGRAM = 4  # shorter ones repeat in any text, longer ones only in copies
-LEAST_REPEATS = 3  # of a block at the end of a response for a loop
+LEAST_REPEATS = 3  # repeats that make a block at the end a loop
 SHORTEST_LOOP = 8  # tokens in all: the digits of 1000 are no loop
 
 

@@ -24,9 +24,9 @@ from megappo.telemetry.trajectories.fields import rounded
 from megappo.telemetry.trajectories.read import Trajectory
 
 MAX_SAMPLES = 200
-MAX_TOKENS = 400_000  # of a page whose number of samples was not given: 40 MB
+MAX_TOKENS = 400_000  # for a page without --max-samples: 40 MB
 HERE = Path(__file__).parent
-MOST_DOTS = 2000  # of a picture: more hide each other, and take a browser seconds
+MOST_DOTS = 2000  # dots in a picture; more overlap and slow the browser
 
 
 def page(analysis: Analysis, name: str, max_samples: int | None, notes: Sequence[str]) -> tuple[str, list[str]]:
@@ -61,7 +61,7 @@ def choose(analysis: Analysis, most: int) -> list[int]:
     samples = analysis.samples
     place = {id(sample): index for index, sample in enumerate(samples)}
     kinds = list(vars(analysis.worst).values())
-    # In turn, so that a small page has some of every kind.
+    # Take turns, so that a small page has some of every kind.
     turns = [kind[rank] for rank in range(max(map(len, kinds), default=0)) for kind in kinds if rank < len(kind)]
     worst = list(dict.fromkeys(place[id(sample)] for sample in turns))[:most]
     rest = [index for index in range(len(samples)) if index not in set(worst)]
@@ -126,7 +126,7 @@ def _numbers(trajectory: Trajectory) -> dict[str, np.ndarray]:
 def json_block(data: Any) -> str:
     """Write JSON that is safe inside a <script> element: no text in it can end the element or open a comment."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    # < > & stand in JSON only inside of strings, in which the escapes mean the same.
+    # In JSON < > & occur only inside strings, where the escapes mean the same.
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

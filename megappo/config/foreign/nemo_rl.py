@@ -116,7 +116,7 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
         f"{prefix}.scheduler": missing(ONE_SCHEDULE + "; torch's own objects are not read", f"{ours}.lr_schedule"),
         f"{prefix}.hf_config_overrides": missing("the checkpoint's config.json holds", f"{role}.model", off=(None, {})),
     }
-    # Sections in which nothing is a setting of PPO: one rule speaks for all their keys.
+    # Sections without any PPO setting: one rule covers all their keys.
     rules |= {
         f"{prefix}.tokenizer": unneeded("the tokenizer of the policy's checkpoint is used", "data.tokenizer"),
         f"{megatron}.distributed_data_parallel_config": unneeded("gradients are reduced in fp32, and overlap where they can"),

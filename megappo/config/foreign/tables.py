@@ -10,10 +10,10 @@ from megappo.config.foreign.rule import Outcome, Rule, Trainer
 from megappo.config.foreign.trl import TRL
 from megappo.config.foreign.verl import VERL
 
-# The order decides where several know a name.
+# The first trainer wins where several know a name.
 TRAINERS: tuple[Trainer, ...] = (MEGATRON, VERL, NEMO_RL, OPENRLHF, LIGHTRFT, TRL, FLOWMESH)
 
-# Our roles in the words of the others, so that `policy.param_offload` finds verl's actor.
+# Other trainers' words for our roles, so that `policy.param_offload` finds verl's actor.
 ROLES = {"policy": ("policy", "actor"), "critic": ("critic", "value"), "reference": ("reference", "ref")}
 
 
@@ -31,7 +31,7 @@ def rule_by_last_part(last: str) -> tuple[Trainer, Rule] | None:
     known = _ending_like(last)
     found = [one for one in known if one[3].outcome is Outcome.TAKEN]
     answers = {one[3].keys[0].rsplit(".", 1)[-1] for one in found}
-    if not found and "_" in last:  # a single word (`enable`, `type`) says too little of what is meant
+    if not found and "_" in last:  # a single word (`enable`, `type`) is too vague
         found = known
         answers = {(one[3].outcome.value, one[3].otherwise or one[3].note) for one in found}
     return min(found, key=lambda one: (one[0], len(one[1])))[2:] if len(answers) == 1 else None
