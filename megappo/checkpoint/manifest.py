@@ -25,7 +25,7 @@ HASH = "blake3"
 STATE = "state.json"
 """State of the trainer and its components."""
 POSITION, SHARD = "position.json", ".safetensors"
-"""Of a model: the file with the position of its optimizer, and the ending of those with its tensors."""
+"""Files of a model: the position of its optimizer, and the ending of those with its tensors."""
 _MODELS = "models"
 KEY_VARIABLE = "MEGAPPO_CHECKPOINT_KEY"  # `commands/launch/environment.py` hides values of names with KEY
 BEST = "best"

@@ -25,39 +25,34 @@ KILLED = 128 + signal.SIGKILL
 
 
 def describe_exit(exit_code: int) -> str:
-    """Put an exit code into words. exit_code: of a subprocess (-9) or of a shell (137)."""
+    """Put an exit code, of a subprocess (-9) or of a shell (137), into words."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {exit_code}"
 
 
 def as_shell(exit_code: int) -> int:
-    """Exit code of a subprocess (-9) as a shell gives it (137)."""
+    """Convert a subprocess's exit code (-9) to a shell's (137)."""
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 
 class Unrecoverable(RuntimeError):
-    """A fault that the same start would meet again: weights or gradients that are not finite, replicas that differ.
-
-    The command ends with exit code 17. A launcher or a job script that reads 17 neither restarts nor requeues the run: a person has
-    to look at the cause first.
-    """
+    """A fault that the same start would meet again, as weights or gradients that are not finite. The command ends with exit code
+    17, and launchers and job scripts neither restart nor requeue the run: a person must look at the cause."""
 
 
 class ReplicaDrift(Unrecoverable):
     """Ranks that must hold the same weights hold different ones; the message names role, parameter and ranks."""
 
 
-# A mistake of the user or a fault: before a command has accepted its input, a ValueError of megappo says what to change, in one
-# line with exit code 2. After it, nothing that the user wrote is wrong any more: a ValueError needs its traceback (exit code 1).
+# Until a command has accepted its input, a ValueError of megappo is a mistake: one line that says what to change, exit code 2.
+# After that the input is right, and a ValueError is a fault with its traceback, exit code 1.
 _MARK = "_raised_on_accepted_input"
 
 
 @contextlib.contextmanager
 def input_accepted(*, unless: tuple[type[ValueError], ...] = ()) -> Iterator[None]:
-    """Context of all work on accepted input: a ValueError out of it is a fault.
-
-    unless: errors that still tell the user what to do, as where a command finds that nothing it may choose from works.
-    """
+    """Context of all work on accepted input: a ValueError out of it is a fault. unless: errors that still tell the user what to do,
+    for example that none of a command's choices works."""
     try:
         yield
     except ValueError as error:
@@ -71,8 +66,8 @@ def is_fault(error: ValueError) -> bool:
     return hasattr(error, _MARK)
 
 
-# How the run ended, in its directory; absent while it runs, and after a kill of all its processes. Rank 0 writes it when the run
-# has finished or was stopped on request, the launcher when the run has failed.
+# How the run ended; absent while it runs and after a kill of all its processes. Rank 0 writes it for a run that finished or was
+# stopped on request, the launcher for one that failed.
 ENDED = "ended.json"
 CONFIG = "config.yaml"  # resolved configuration of a run, in its directory from the start on
 
@@ -81,22 +76,23 @@ Outcome = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Ended:
-    """One end of a run.
-
-    step: last step of a run that finished or stopped; of a failed one that of its newest checkpoint, 0 without one. code: exit code
-    of the ranks. message: one line. signals: rank -> name of the signal that asked it to stop. time: seconds since the epoch.
-    """
+    """One end of a run."""
 
     outcome: Outcome
     step: int
+    """Last step of a run that finished or stopped; of a failed run that of its newest checkpoint, 0 without one."""
     code: int = 0
+    """Exit code of the ranks."""
     message: str = ""
+    """One line."""
     signals: Mapping[str, str] = field(default_factory=dict)
+    """Rank -> name of the signal that asked it to stop."""
     time: float = 0.0
+    """Seconds since the epoch."""
 
 
 def record_end(run_dir: Path, end: Ended) -> None:
-    """Write ended.json with the present time, atomically: a reader sees the old one, or this one whole."""
+    """Write ended.json with the present time, atomically: a reader sees the old file or the whole new one."""
     content = {**asdict(end), "time": round(time.time(), 3), "message": hide_secrets(end.message)}
     temporary = run_dir / f".{ENDED}.{os.getpid()}"
     with temporary.open("w", encoding="utf-8") as file:
@@ -107,9 +103,9 @@ def record_end(run_dir: Path, end: Ended) -> None:
 
 
 def record_failure(run_dir: Path, end: Ended) -> None:
-    """Record a failure, unless the run never began here or its end is known: a refused command leaves what it finds."""
+    """Record a failure, unless the run never began here or its end is known: a refused command changes nothing."""
     try:
-        # Rank 0 removes the one record and writes the other file when it takes the directory.
+        # On taking the directory, rank 0 removes ended.json and writes config.yaml.
         if (run_dir / CONFIG).is_file() and not (run_dir / ENDED).exists():
             record_end(run_dir, end)
     except OSError as error:  # a full or lost disk, perhaps the cause of the failure, whose exit code counts
@@ -117,7 +113,7 @@ def record_failure(run_dir: Path, end: Ended) -> None:
 
 
 def read_end(run_dir: Path) -> Ended | None:
-    """Read how a run ended; None if it has not, or the file is not one of ours."""
+    """Read how a run ended; None if it has not, or the file is not megappo's."""
     try:
         return Ended(**json.loads((run_dir / ENDED).read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):

@@ -42,15 +42,17 @@ KILL_GRACE_S = 2
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure. code: shell's exit code, None if nobody waited for the rank. text: traceback, or end of its log, or the
-    watchdogs' report if it `hangs`. section: of a rank that could not say it itself, None if unknown."""
+    """The first failure of a run."""
 
     rank: int
     host: str
     code: int | None
+    """Exit code as a shell gives it; None if nobody waited for the rank."""
     text: str
+    """Traceback, or end of the rank's log, or the watchdogs' report if it hangs."""
     hangs: bool = False
     section: str | None = None
+    """Of a rank that could not name it itself; None if unknown."""
 
     @property
     def how(self) -> str:
@@ -72,7 +74,7 @@ class Failure:
         return f"{said}megappo: rank {self.rank} on {self.host} failed first ({how}){self._where}; {where}\n"
 
     def in_one_line(self) -> str:
-        """`rank 1: RuntimeError: text`, who hangs, or how it ended if it raised nothing."""
+        """Return `rank 1: RuntimeError: text`, which rank hangs, or how it ended if it raised nothing."""
         if self.hangs:  # the report's first line names rank, host and section
             return shorten(self.text.splitlines()[0].removeprefix("megappo: "), MOST_CHARACTERS, placeholder=" ...")
         error = error_line(self.text)
@@ -80,7 +82,7 @@ class Failure:
 
 
 def error_line(text: str) -> str | None:
-    """The error at the end of a traceback, on one line of at most MOST_CHARACTERS; None if `text` holds no traceback."""
+    """Return the error at the end of a traceback in one line of at most MOST_CHARACTERS; None if `text` holds no traceback."""
     if "Traceback" not in text:
         return None
     lines = text.rpartition("Traceback (most recent call last):")[2].strip("\n").splitlines()
@@ -109,7 +111,7 @@ def record_exceptions(rank: int) -> None:
 
 
 def is_first_to_say(text: str) -> bool:
-    """True unless another rank of a launcher on this machine has said the same: a mistake that all ranks find is one line."""
+    """True unless another rank of this machine's launcher has said the same, so a mistake that all ranks find is one line."""
     if LAUNCHER_LISTENS not in os.environ or ATTEMPT_DIR not in os.environ:  # every rank of a job has a log of its own
         return True
     name = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -123,17 +125,15 @@ def is_first_to_say(text: str) -> bool:
 
 
 def first_failure(folder: Path, kill_grace_s: float = 0.0) -> Failure | None:
-    """Find the rank that failed first; None if no rank left any evidence.
-
-    Ranks that lose a peer fail too, so the oldest traceback counts. A rank that ended first without a traceback counts if it was
-    killed from outside, or if no traceback is older than its end.
-    """
+    """Find the rank that failed first; None if no rank left evidence. Ranks that lose a peer fail too, so the oldest traceback
+    counts. A rank that ended first without a traceback counts if it was killed from outside, or if no traceback is older than its
+    end."""
     tracebacks = {_rank(path): json.loads(path.read_text(encoding="utf-8")) for path in _whole(folder.glob("rank-*.traceback"))}
     exits = {_rank(path): _Exit.read(path) for path in _whole(folder.glob("rank-*.exit"))}
     verdict = next((json.loads(path.read_text(encoding="utf-8")) for path in _whole(folder.glob(VERDICT))), None)
     earlier = (*(found["time_ns"] for found in tracebacks.values()), *(found.time_ns for found in exits.values()))
     if verdict is not None and verdict["time_ns"] < min(earlier, default=time.time_ns()):
-        # All ranks die of it, and the culprit last.
+        # A hang ends all ranks, and the culprit last, so the order of exits says nothing.
         code = exits[verdict["rank"]].code if verdict["rank"] in exits else None
         return Failure(verdict["rank"], verdict["host"], code, verdict["text"], hangs=True)
     raised = min(tracebacks, key=lambda rank: tracebacks[rank]["time_ns"], default=None)
@@ -168,8 +168,8 @@ class _Exit:
 
 
 def _whole(paths: Iterable[Path]) -> list[Path]:
-    """Files whose writer finished them."""
-    # Tracebacks and exits are one line each; without its end the writer was killed or the disk full.
+    """Return the files whose writer finished them."""
+    # Each is one line; without its newline the writer was killed or the disk full.
     return [path for path in paths if path.read_text(encoding="utf-8").endswith("\n")]
 
 

@@ -1,7 +1,4 @@
-"""The place where a thread of this process waits or works, read from its Python frames: no wrapper, no cost until it is asked.
-
-Imports no torch.
-"""
+"""Where a thread of this process waits or works, read from its Python frames: costs nothing until asked. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,17 +23,19 @@ _WAITS_IN_LINE = (".wait(", ".synchronize(")
 
 @dataclass(frozen=True)
 class Place:
-    """waits_in: name of the exchange that the thread waits in, None if it works. at: line of megappo, or of the code it calls."""
+    """Where a thread is in the code."""
 
     waits_in: str | None
+    """Name of the exchange that it waits in; None if it works."""
     at: str
+    """Line of megappo, or of the code that it calls."""
 
     def __str__(self) -> str:
         return f"{self.waits_in} in {self.at}" if self.waits_in else f"not in an exchange, at {self.at}"
 
 
 def main_thread_place() -> Place:
-    """Place of the main thread, or of another thread that is in an exchange while the main thread is in none (a backward pass)."""
+    """Return the place of the main thread, or, if that is in no exchange, of another thread that is in one (a backward pass)."""
     main = threading.main_thread().ident
     frames = sys._current_frames()
     place = place_of(frames[main]) if main in frames else Place(None, "(no frame)")
@@ -49,7 +48,7 @@ def main_thread_place() -> Place:
 
 
 def place_of(innermost: FrameType) -> Place:
-    """Place of a thread in the code, from its innermost frame."""
+    """Return a thread's place in the code, from its innermost frame."""
     stack = list(_outwards(innermost))
     waits_in, begin = None, 0
     for index, frame in enumerate(stack):
@@ -79,7 +78,7 @@ def place_of(innermost: FrameType) -> Place:
 
 
 def _function(stack: list[FrameType], index: int) -> str:
-    """Name of the exchange; torch wraps its functions in `wrapper`."""
+    """Return the name of the exchange; torch wraps its functions in `wrapper`."""
     while index > 0 and stack[index].f_code.co_name == "wrapper":
         index -= 1
     return stack[index].f_code.co_name
@@ -100,6 +99,6 @@ def _module(frame: FrameType) -> str:
 
 
 def _line(frame: FrameType) -> str:
-    """`trainer/scoring.py:55 (score_responses)`."""
+    """Return `trainer/scoring.py:55 (score_responses)`."""
     path = Path(frame.f_code.co_filename)
     return f"{path.parent.name}/{path.name}:{frame.f_lineno} ({frame.f_code.co_name})"

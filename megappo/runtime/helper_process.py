@@ -1,9 +1,6 @@
-"""Helper processes of a rank: the one way to start them, to ask them, to limit them and to end them.
-
-`HelperProcess` starts this file as a program, which makes what answers and answers one question after another. What its code prints
-goes to the rank's standard error. A request to stop reaches the whole process group and is the rank's own business: a helper that
-died of it would cost the rank its reward or its checkpoint. Imports nothing of megappo, and no torch.
-"""
+"""Helper processes of a rank: the one way to start, ask, limit and end them. `HelperProcess` starts this file as a program, which
+answers one question after another and prints to the rank's standard error. Requests to stop reach the whole process group but
+concern the rank alone, so helpers block them. Imports nothing of megappo, and no torch."""
 
 from __future__ import annotations
 
@@ -28,10 +25,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @contextlib.contextmanager
 def deaf_to_stop() -> Iterator[None]:
-    """Context in which to start processes that no request to stop may end: they inherit the block, from their first instruction on.
-
-    A signal that comes meanwhile waits for the end of the context.
-    """
+    """Context in which to start processes that no request to stop may end: they inherit the block from their first instruction. A
+    signal that arrives meanwhile waits for the end of the context."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -40,10 +35,8 @@ def deaf_to_stop() -> Iterator[None]:
 
 
 def parent_to_follow() -> int:
-    """Process id for `end_with` of a helper that is started here; 0 if the helper must not follow.
-
-    The kernel follows the thread that starts a helper, not its process: only the main thread lives as long as the rank.
-    """
+    """Return the process id for `end_with` of a helper that is started here; 0 if the helper must not follow."""
+    # The kernel follows the thread that starts a helper, and only the main thread lives as long as the rank.
     return os.getpid() if threading.current_thread() is threading.main_thread() else 0
 
 
@@ -58,17 +51,17 @@ def end_with(parent: int) -> None:
 
 
 Answerer = Callable[[Any], tuple[str, Any]]
-"""Answers a question by a word, the name of what became of it, and a value. It raises nothing that the rank could read."""
+"""Answers a question with a word, which names the outcome, and a value. It reports errors by FAILED and raises none."""
 
 FAILED = "failed"
-"""The word of an answer that is a reason: what went wrong in the helper, one line."""
+"""Word of an answer whose value is the reason of a failure, one line."""
 
 _READY = "ready"
 _LAST_S = 5.0  # for the exit of a process that has closed its end
 
 
 class HelperDied(RuntimeError):
-    """The process ended in the middle of a question. The message says how: `was ended by SIGSEGV`. code: as subprocess has it."""
+    """The process ended in the middle of a question. The message says how: `was ended by SIGSEGV`. code: as subprocess gives it."""
 
     def __init__(self, code: int, how: str) -> None:
         super().__init__(how)
@@ -76,11 +69,11 @@ class HelperDied(RuntimeError):
 
 
 class CannotSend(ValueError):
-    """A value that does not go through a pipe. The message says why."""
+    """A value that cannot be pickled for a pipe. The message says why."""
 
 
 def packed(value: Any) -> bytes:
-    """The value as it goes through a pipe. CannotSend."""
+    """Pickle a value for a pipe. CannotSend if that fails."""
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # as pickle refuses a function
@@ -88,11 +81,11 @@ def packed(value: Any) -> bytes:
 
 
 class HelperProcess:
-    """name: as `ps` shows it. make: called in the process, once; picklable. timeout_s: wall-clock limit of an
-    answer to a call, None for no limit.
+    """A process that answers questions. It starts with the first question and ends with this object and with the rank.
 
-    The process starts with the first question and ends with this object, and with the rank: the kernel follows the thread that
-    starts it (follow=os.getpid), or the rank where that thread is the main one (follow=parent_to_follow).
+    name: as `ps` shows it. make: picklable, called once in the process. timeout_s: wall-clock limit of an answer to a call, None
+    for no limit. follow: the kernel follows the thread that starts the process (os.getpid), or the rank if that is the main thread
+    (parent_to_follow).
     """
 
     def __init__(
@@ -103,7 +96,7 @@ class HelperProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._made: tuple[str, Any] | None = None  # the process's word on `make`
         self._closed = False
-        # The rank's own: processes also start while an engine generates, which sets variables for itself.
+        # The environment as it is now: processes also start while an engine generates, which sets variables for itself.
         self._environment = dict(os.environ)
 
     @property
@@ -112,9 +105,8 @@ class HelperProcess:
         return None if self._process is None else self._process.pid
 
     def __call__(self, question: Any) -> tuple[str, Any]:
-        """Answer a question, or say by FAILED why `make` gave nothing that could. The next question gets another process after
-        HelperDied, and after TimeoutError: then timeout_s had passed, and the process was ended, with all that it had started.
-        CannotSend for the question itself."""
+        """Answer a question, or say by FAILED why `make` failed. CannotSend if the question cannot be sent. After HelperDied, and
+        after TimeoutError, which ends the process with all that it started, the next question gets a new process."""
         body = packed(question)
         self.start()
         self._send(body)
@@ -143,11 +135,11 @@ class HelperProcess:
         self._send(pickle.dumps(self._make))
 
     def send(self, question: Any) -> None:
-        """Ask without waiting: `poll` until true, then `receive`. A process that has died shows there."""
+        """Ask without waiting: `poll` until true, then `receive`, which reports a process that has died."""
         self._send(packed(question))
 
     def poll(self, timeout_s: float | None = 0) -> bool:
-        """True if `receive` has something to say at once. Waits for at most `timeout_s` seconds; None: until then."""
+        """True if `receive` would return at once. Waits at most `timeout_s` seconds; None: until then."""
         try:
             return self._has_made(timeout_s) and self._channel.poll(timeout_s)
         except (EOFError, ConnectionError):
@@ -171,7 +163,7 @@ class HelperProcess:
             raise
 
     def close(self) -> None:
-        """End the process with all that it has started, from any thread; the next question starts another."""
+        """End the process with all that it started; callable from any thread. The next question starts another."""
         self._closed = True
         if self._process is not None:
             self._end()

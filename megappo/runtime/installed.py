@@ -1,7 +1,5 @@
-"""Packages that megappo needs, their versions and purposes, and the installed ones.
-
-Versions come from package metadata, so nothing is imported. The ranges are those of `versions.py`, which `setup.py` declares.
-"""
+"""Packages that megappo needs, with versions and purposes, and those installed. Versions come from package metadata, so nothing is
+imported; the ranges are those of `versions.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ State = Literal["ok", "missing", "out of range"]
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package: its distributions (the first that is installed counts), module, purpose, and command that installs it."""
+    """A package: its distributions (the first installed one counts), module, purpose, and the command that installs it."""
 
     distributions: tuple[str, ...]
     module: str
@@ -85,7 +83,7 @@ class Finding:
 
 
 def installed_version(requirement: Requirement) -> str | None:
-    """Version of the installed distribution; None if it or its module is missing."""
+    """Return the version of the installed distribution; None if it or its module is missing."""
     top = requirement.module.split(".")[0]
     if importlib.util.find_spec(top) is None:  # metadata may outlive its files
         return None
@@ -102,7 +100,7 @@ def findings(version_of: Callable[[Requirement], str | None] = installed_version
 
 
 def missing_package(name: str) -> str | None:
-    """Fix for a missing package (`vllm is not installed: pip install vllm`); None if it is installed."""
+    """Return the fix for a missing package (`vllm is not installed: pip install vllm`); None if it is installed."""
     requirement = next(r for r in REQUIREMENTS if r.name == name)
     return None if installed_version(requirement) is not None else f"{name} is not installed: {requirement.install}"
 

@@ -50,7 +50,7 @@ class LeaseHeld(ValueError):
 
 
 def refuse_if_held(run_dir: Path) -> None:
-    """LeaseHeld, one line, if a living process other than this one has the run; touches nothing."""
+    """Raise LeaseHeld, one line, if another living process has the run; touches nothing."""
     record = read_lease(run_dir)
     if record is not None and record.id != os.environ.get(LEASE_VARIABLE) and record.is_alive():
         raise _held(run_dir, record)
@@ -60,7 +60,8 @@ class Lease:
     """Lease of a run directory, from `acquire` to `release`; a context manager that releases it."""
 
     def __init__(self, record: LeaseRecord, file: int | None = None, made: tuple[Path, ...] = ()) -> None:
-        """file: descriptor of the record; None if another process holds the lease. made: directories to remove if still empty."""
+        """Make a lease. file: descriptor of the record; None if another process holds it. made: directories to remove if still
+        empty."""
         self.id = record.id
         self._record, self._file, self._made = record, file, made
         self._pid, self._released = os.getpid(), threading.Event()
@@ -68,10 +69,8 @@ class Lease:
 
     @classmethod
     def acquire(cls, run_dir: Path, command: str) -> Lease:
-        """Take the lease of a directory, which is made if it is missing, and renew it from now on.
-
-        command: for the message to others. LeaseHeld if a living process has it, ValueError if it cannot be written; one line each.
-        """
+        """Take the lease of a directory, which is made if missing, and renew it from now on. command: for the message to others.
+        LeaseHeld if a living process has it, ValueError if it cannot be written; one line each."""
         job = os.environ.get("SLURM_JOB_ID")
         now, started = int(time.time()), started_of(os.getpid()) or 0
         who = (socket.gethostname(), os.getpid(), started, process_table(), now, now, hide_secrets(" ".join(command.split())))
@@ -90,7 +89,7 @@ class Lease:
 
     @classmethod
     def of_launcher(cls, run_dir: Path, lease_id: str) -> Lease:
-        """Lease that the launcher of this rank holds. LeaseHeld if it holds it no more."""
+        """Return the lease that this rank's launcher holds. LeaseHeld if the launcher has lost it."""
         record = read_lease(run_dir)
         if record is None or record.id != lease_id:
             who = record.describe() if record is not None else "nobody"
@@ -121,7 +120,7 @@ class Lease:
         self.release()
 
     def beat(self) -> None:
-        """Renew the lease. Ends the process with UNRECOVERABLE if another one has it. OSError or ValueError if that fails."""
+        """Renew the lease. Ends the process with UNRECOVERABLE if another one has it. OSError or ValueError if renewing fails."""
         assert self._file is not None, "only the holder beats"
         found = read_lease(self._record.path.parent)
         if found is None:  # removed by hand
@@ -152,10 +151,8 @@ class Lease:
 
 @contextlib.contextmanager
 def held_lease(run_dir: Path, command: str) -> Iterator[Lease]:
-    """Hold the lease of a run for the ranks that this process starts: they find its id in their environment.
-
-    LeaseHeld or ValueError, one line, before anything is started. What is raised inside goes through.
-    """
+    """Hold the lease of a run for the ranks that this process starts: they find its id in their environment. LeaseHeld or
+    ValueError, one line, before anything is started."""
     with Lease.acquire(run_dir, command) as lease:
         os.environ.update({LEASE_VARIABLE: lease.id, LAUNCHER_VARIABLE: str(os.getpid())})
         try:
@@ -169,7 +166,7 @@ def held_lease(run_dir: Path, command: str) -> Iterator[Lease]:
 
 
 def _take(record: LeaseRecord) -> int:
-    """Put the record in its place; returns its descriptor. LeaseHeld if a living process is there."""
+    """Put the record in its place; return its descriptor. LeaseHeld if a living process is there."""
     run_dir = record.path.parent
     mine = record.path.with_name(f".{LEASE}.{record.id}")
     file = os.open(mine, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -197,7 +194,7 @@ def _take(record: LeaseRecord) -> int:
 
 
 def _replace(mine: Path, record: LeaseRecord, gone: LeaseRecord) -> bool:
-    """Take over from a holder that is gone; False if another process has done so."""
+    """Take over from a holder that is gone; False if another process was first."""
     run_dir = record.path.parent
     claim = claim_after(run_dir, gone.id)
     try:
@@ -216,7 +213,7 @@ def _replace(mine: Path, record: LeaseRecord, gone: LeaseRecord) -> bool:
 
 
 def _make(run_dir: Path) -> tuple[Path, ...]:
-    """Make the directory; returns those that were missing, the innermost first."""
+    """Make the directory; return those that were missing, the innermost first."""
     missing = tuple(folder for folder in (run_dir, *run_dir.parents) if not folder.exists())
     run_dir.mkdir(parents=True, exist_ok=True)
     return missing

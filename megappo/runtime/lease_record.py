@@ -1,7 +1,5 @@
-"""Record of the holder of a run directory, `lease.json`, and the signs of its life. `lease.py` takes, renews and releases it.
-
-Imports no torch.
-"""
+"""Record of the holder of a run directory, `lease.json`, and how to tell if it lives. `lease.py` takes, renews and releases it.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,33 +21,32 @@ GONE_S = 60.0  # a holder on another host is gone after so long without a beat
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """Content of lease.json. since, beat: epoch seconds by the holder's clock. started: ticks from boot to the start of `pid`.
-
-    pids: table in which `pid` is a number: boot id and pid namespace. restart: Slurm's count of restarts of `job`. path: its file.
-    """
+    """Content of lease.json. since, beat: epoch seconds by the holder's clock."""
 
     id: str
     host: str
     pid: int
     started: int
+    """Start of `pid` in ticks since boot."""
     pids: str
+    """Boot id and pid namespace in which `pid` counts."""
     since: int
     beat: int
     command: str
     job: str | None
     restart: str
+    """Slurm's count of restarts of `job`."""
     path: Path = field(compare=False)
 
     def is_alive(self) -> bool:
-        """True while the holder may write to the run: its process lives, or, on another host, it has beaten in the last minute."""
+        """True while the holder may write to the run: its process lives, or, on another host, its last beat is less than a minute
+        old."""
         known = self._known_to_live()
         return known if known is not None else self.silent_s() < GONE_S
 
     def outlives_watch(self) -> bool:
-        """`is_alive` for certain: the beat of another host is watched until it changes, or has not done so for a minute.
-
-        Prints a line if that takes time.
-        """
+        """Decide for certain: watch the beat of another host until it changes, or for a minute. Prints a line if that takes
+        time."""
         known = self._known_to_live()
         if known is not None:
             return known
@@ -65,7 +62,7 @@ class LeaseRecord:
         return False
 
     def _known_to_live(self) -> bool | None:
-        """None if the process cannot be seen from here."""
+        """Return whether the process lives; None if it cannot be seen from here."""
         if (self.host, self.pids) == (socket.gethostname(), process_table()):
             return _lives(self.pid, self.started)
         # Slurm ends every process of an attempt before it starts the next.
@@ -74,7 +71,7 @@ class LeaseRecord:
         return None
 
     def silent_s(self) -> float:
-        """Seconds since the last beat, by the file system's clock alone: those of two hosts differ."""
+        """Return the seconds since the last beat, by the file system's clock alone, as two hosts' clocks differ."""
         try:
             with self.path.open("rb") as file:  # NFS may keep the time of a file that is not opened for a minute
                 written = os.fstat(file.fileno()).st_mtime
@@ -88,16 +85,16 @@ class LeaseRecord:
         return now - written
 
     def describe(self) -> str:
-        """Holder, machine and time, in words."""
+        """Put holder, machine and time into words."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         job = f", Slurm job {self.job}" if self.job is not None else ""
         return f"`{self.command}` (process {self.pid} on {self.host}{job}) since {since}"
 
 
 def read_lease(run_dir: Path) -> LeaseRecord | None:
-    """Record of the last holder, dead or alive; None if nobody has the run. ValueError, one line, if it cannot be read."""
+    """Read the record of the last holder, dead or alive; None if nobody has the run. ValueError, one line, if it cannot be read."""
     record, seen = read_record(run_dir / LEASE), set()
-    # A process that takes over is the holder from the moment that it has announced itself.
+    # A process that takes over is the holder from the moment it announces itself.
     while record is not None and record.id not in seen and (successor := read_record(claim_after(run_dir, record.id))) is not None:
         seen.add(record.id)
         record = successor
@@ -109,7 +106,7 @@ def claim_after(run_dir: Path, lease_id: str) -> Path:
 
 
 def read_record(path: Path) -> LeaseRecord | None:
-    """Read a lease; None if there is none. ValueError, one line with the way out, if it cannot be read or is no record."""
+    """Read a lease; None if there is none. ValueError, one line with the way out, if it is unreadable or not a record."""
     try:
         content = json.loads(path.read_bytes())
         record = LeaseRecord(**content, path=path)
@@ -143,7 +140,7 @@ def encode(record: LeaseRecord) -> bytes:
 
 
 def started_of(pid: int) -> int | None:
-    """Start of a process in ticks since boot; None if it cannot be seen, or has ended and nobody has asked for its exit code."""
+    """Return a process's start in ticks since boot; None if it cannot be seen or has ended (a zombie included)."""
     try:
         # The name, in brackets, may hold blanks and brackets. State and start are fields 3 and 22.
         after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace", encoding="utf-8").rpartition(")")[2].split()
@@ -164,7 +161,7 @@ def _lives(pid: int, started: int) -> bool:
 
 @functools.cache
 def process_table() -> str:
-    """Table that process ids are numbers of: two containers of a host, and a host before and after a boot, have different ones."""
+    """Identify the table that process ids count in: it differs between containers of a host, and after a boot."""
     parts = []
     for read in (
         lambda: Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),

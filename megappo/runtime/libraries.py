@@ -1,7 +1,5 @@
-"""Prepare a process for the libraries that it imports: environment, import order, collections, memory, filters of warnings.
-
-`megappo doctor` names missing packages once; ranks do not at every start. Imports nothing heavy.
-"""
+"""Prepares a process for the libraries it imports: environment, import order, garbage collection, memory, warning filters. Imports
+nothing heavy. Missing packages are the business of `megappo doctor`."""
 
 from __future__ import annotations
 
@@ -53,10 +51,8 @@ def quiet_libraries() -> None:
 
 
 def _is_no_missing_gpu(record: logging.LogRecord) -> bool:
-    """False of torch's warning that there is nvcc and no GPU, as where runs on GPUs are planned or checked on the CPU.
-
-    Megatron-core imports torch's builder of extensions, which looks for both. A run that needs a GPU says so itself.
-    """
+    """False for torch's warning that nvcc is there but no GPU, as where GPU runs are planned on a CPU."""
+    # Megatron-core imports torch's extension builder, which looks for both. A run that needs a GPU says so itself.
     return not record.getMessage().startswith("No CUDA runtime is found")
 
 
@@ -70,23 +66,21 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt
 
 
 def collect_seldom() -> None:
-    """Call it before heavy imports. `freeze_imports` ends it; a command that needs no more than seconds leaves it so."""
+    """Collect garbage seldom during heavy imports, until `freeze_imports`; a command of a few seconds leaves it so."""
     gc.set_threshold(_IMPORTING, *_USUAL[1:])
 
 
 def freeze_imports() -> None:
-    """Keep collections off what there is, from now on, and have as many of them as usual. Call it after heavy imports."""
+    """Exclude all present objects from garbage collection and restore its usual threshold. Call it after heavy imports."""
     gc.freeze()
     atexit.register(gc.unfreeze)  # or libraries that look for leaks at the end (nanobind's) take the frozen objects for some
     gc.set_threshold(*_USUAL)
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep up to 128 MiB of freed memory for later blocks of less than 32 MiB. False if the C library has no such rule.
-
-    By its own rule glibc returns it to the system, which clears each page anew: a seventh of a rank's work on experience, whose
-    buffers of some MiB come and go in every exchange of a step.
-    """
+    """Let malloc keep up to 128 MiB of freed memory for blocks below 32 MiB. False if the C library has no such setting."""
+    # By default glibc returns it to the kernel, which clears each page again: a seventh of a rank's time on experience, whose
+    # buffers of a few MiB come and go.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(*rule) for rule in ((_MMAP_THRESHOLD, _MAPPED_FROM), (_TRIM_THRESHOLD, _KEPT_BYTES)))
 
@@ -99,7 +93,7 @@ _IMPORT_FAULTS = (ImportError, OSError, RuntimeError, AssertionError, AttributeE
 
 @functools.cache
 def import_fault() -> str | None:
-    """Reason why TransformerEngine does not import, in a few words; None if it does. Takes seconds if it is installed."""
+    """Say in a few words why TransformerEngine does not import; None if it does. Takes seconds if it is installed."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "is not installed"
     try:
@@ -111,11 +105,9 @@ def import_fault() -> str | None:
 
 
 class _BeforeMegatron(MetaPathFinder):
-    """Import hook in front of the finders; finds nothing itself.
-
-    Megatron-core replaces TransformerEngine by mocks after an ImportError and dies of any other error (of a wrong cuDNN, for
-    example), even if a run uses no layer of it. So its first import, by any module, tries that package before, and hides it.
-    """
+    """Import hook in front of the finders; finds nothing itself. Megatron-core mocks TransformerEngine after an ImportError but
+    dies of any other error (a wrong cuDNN), even if no layer of it is used. So the first import of Megatron-core tries
+    TransformerEngine, and hides one that fails."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         if fullname == "megatron.core":

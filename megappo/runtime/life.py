@@ -1,9 +1,6 @@
-"""Signs of life of the ranks to the launcher on their machine, which ends a rank whose own watchdog can no longer run.
-
-Ranks watch each other (`watchdog.py`). A rank alone in its world has nobody, and where C code blocks the interpreters of all ranks
-there is nobody left: the launcher, in whose process the job's store lives, then ends them. Also how a process that
-hangs is ended from outside: its stacks first, then SIGKILL for it and all that it started. Imports no torch.
-"""
+"""Signs of life from ranks to the launcher on their machine, which ends a rank whose own watchdog can no longer run. Ranks watch
+each other (`watchdog.py`), but a rank alone in its world, or a world whose interpreters are all blocked by C code, has only the
+launcher. Also how a hung process is ended from outside: stacks first, then SIGKILL. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _DUMP_S = 0.3
 
 
 def dump_stacks_of(pid: int) -> None:
-    """Let a rank write its stacks, even if it was stopped or its interpreter is blocked."""
+    """Make a rank write its stacks, even if it was stopped or its interpreter is blocked."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, DUMP_SIGNAL)
         os.kill(pid, signal.SIGCONT)
@@ -36,7 +33,7 @@ def dump_stacks_of(pid: int) -> None:
 
 
 def kill_with_children(pid: int) -> None:
-    """SIGKILL a process after all that it started: a reward's worker, a compiler."""
+    """SIGKILL all that a process started (a reward's worker, a compiler), then the process."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for started in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(ProcessLookupError):
@@ -58,13 +55,13 @@ class Store(Protocol):
 
 
 class SignOfLife:
-    """Sign of life of one rank. limit_s: silence after which the launcher is to end it. store: not wrapped in a prefix."""
+    """Sign of life of one rank. limit_s: silence after which the launcher ends it. store: not wrapped in a prefix."""
 
     def __init__(self, store: Store, rank: int, limit_s: float) -> None:
         self._store, self._key, self._limit_s, self._beats = store, _key(rank), limit_s, 0
 
     def give(self, where: Where) -> None:
-        """Does not wait for the store's answer: a `set` has none."""
+        """Send a sign without waiting: the store does not answer a `set`."""
         self._beats += 1
         sign = {"beat": self._beats, "limit_s": self._limit_s, "where": vars(where)}
         with contextlib.suppress(Exception):  # DistNetworkError: the launcher is gone, and the kernel ends this rank
@@ -76,14 +73,14 @@ class SignOfLife:
 
 
 class Listener:
-    """The launcher's side. `end_silent` has to be called about every `interval_s`."""
+    """The launcher's side. Call `end_silent` about every `interval_s`."""
 
     def __init__(self, store: Store, folder: Path, interval_s: float) -> None:
         self._store, self._folder, self._clock = store, folder, AwakeClock(interval_s)
         self._heard: dict[int, tuple[bytes, float]] = {}
 
     def end_silent(self, pids: Iterable[tuple[int, int]]) -> None:
-        """Kill the ranks that have been silent for their limit, after their stacks, and leave the verdict. pids: rank -> pid."""
+        """Dump the stacks of ranks that were silent beyond their limit, kill them, and record the verdict. pids: rank -> pid."""
         self._clock.tick()
         now = self._clock.now()
         for rank, pid in pids:

@@ -1,4 +1,4 @@
-"""Words of messages: the first line of an error, ranks by number, text that others wrote. Imports nothing of megappo."""
+"""Text for messages: the first line of an error, ranks by number, JSON that others wrote. Imports nothing of megappo."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """[1] -> `rank 1`; [0, 2, 3, 4] -> `ranks 0, 2-4`."""
+    """Format ranks: [1] -> `rank 1`; [0, 2, 3, 4] -> `ranks 0, 2-4`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -22,7 +22,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def ranks_by_value(values: Mapping[int, Key]) -> dict[Key, list[int]]:
-    """Rank -> value, turned into value -> its ranks; the value of the fewest ranks, the likely culprits, comes first."""
+    """Turn rank -> value into value -> its ranks; the value of the fewest ranks, the likely culprits, comes first."""
     found: dict[Key, list[int]] = {}
     for rank in sorted(values):
         found.setdefault(values[rank], []).append(rank)
@@ -30,7 +30,8 @@ def ranks_by_value(values: Mapping[int, Key]) -> dict[Key, list[int]]:
 
 
 def first_line(error: BaseException, *, kind: bool = False) -> str:
-    """First line with text of the error's message, its kind where there is none. kind: put it in front: `OSError: disk full`."""
+    """Return the first line of the error's message, or its kind if it has none. kind: put the kind in front: `OSError: disk
+    full`."""
     name = type(error).__name__
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if not text:
@@ -43,10 +44,8 @@ class NestedTooDeeply(ValueError):
 
 
 def parse_object(content: bytes, what: str, *, finite: bool = False) -> dict[str, Any]:
-    """The object that `content` holds, in UTF-8. finite: refuse NaN and Infinity, which JSON lacks and transformers writes.
-
-    ValueError, one line that begins with `what`: no UTF-8, no JSON, or something else than an object; NestedTooDeeply.
-    """
+    """Parse a JSON object in UTF-8. finite: refuse NaN and Infinity, which JSON lacks and transformers writes. ValueError, one line
+    that begins with `what`: not UTF-8, not JSON, or not an object; NestedTooDeeply."""
     try:
         value = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant if finite else None)
     except UnicodeDecodeError as error:

@@ -13,10 +13,10 @@ _MASKS: dict[Permissions, int] = {"private": 0o077, "group": 0o027, "world": 0o0
 
 
 def apply_permissions(permissions: Permissions) -> None:
-    """Set the umask of this process and of those that it starts. Call it before anything of the run is written."""
+    """Set the umask of this process and of those that it starts. Call it before the run writes anything."""
     os.umask(_MASKS[permissions])
 
 
 def open_to_readers_of(folder: Path, file: Path) -> None:
-    """Give a file that its writer made private the readers of its folder; safetensors ignores the umask."""
+    """Let the readers of a folder read a file that its writer made private; safetensors ignores the umask."""
     file.chmod(folder.stat().st_mode & 0o666)

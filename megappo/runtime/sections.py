@@ -16,20 +16,20 @@ from pathlib import Path
 
 from megappo.config.run_sections import TimeoutsConfig
 
-# `rank-N.section` of an attempt's folder is the section of a rank that was killed, which can say nothing any more. A rank writes
-# each of its sections there and removes the file when it ends by itself. Unlike the watchdog's signs of life it is never old.
+# `rank-N.section` in an attempt's folder tells where a killed rank was. A rank writes every section there and removes the file when
+# it ends by itself, so unlike the watchdog's signs of life it is never out of date.
 _BYTES = 256  # of the file, padded: a shorter section leaves nothing of a longer one
 
 
 class SectionFile:
-    """The writer's side, from its making to `remove`."""
+    """Writer of a rank's section file, open until `remove`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = _path(folder, rank)
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def write(self, section: str, step: int) -> None:
-        """2 us: the kernel keeps the page, and writes it after the end of the process too."""
+        """Write the present section; takes 2 us. The kernel keeps it even if the process is killed."""
         line = json.dumps({"section": section, "step": step})
         with contextlib.suppress(OSError):  # a full disk ends no section
             os.pwrite(self._descriptor, line.ljust(_BYTES - 1).encode() + b"\n", 0)
@@ -40,7 +40,7 @@ class SectionFile:
 
 
 def last_section(folder: Path, rank: int) -> str | None:
-    """`update_policy, step 3` of a rank that did not end by itself; None if it left none, as before the world was built."""
+    """Return `update_policy, step 3` of a rank that did not end by itself; None if it left none, as before the world was built."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         left = json.loads(_path(folder, rank).read_text(encoding="utf-8"))
         return f"{left['section']}, step {left['step']}" if left["step"] else left["section"]
@@ -64,10 +64,8 @@ _UNLEARNED = frozenset({CHECKPOINT, EXPORT})
 
 
 class AwakeClock:
-    """Seconds in which this process ran: time in which it was stopped (Ctrl-Z, a suspended job or machine) does not count.
-
-    `tick` has to be called about every `interval_s`.
-    """
+    """Clock in seconds that leaves out time in which this process was stopped (Ctrl-Z, a suspended job or machine). Call `tick`
+    about every `interval_s`."""
 
     def __init__(self, interval_s: float) -> None:
         self._longest = 5 * interval_s + 1.0  # of a tick that comes late because the machine is busy
@@ -86,7 +84,7 @@ class AwakeClock:
 
 @dataclass(frozen=True)
 class Where:
-    """Section of a rank. seconds: time in it so far. limit_s: its limit."""
+    """Section of a rank, with the seconds in it so far and its limit."""
 
     section: str
     step: int
@@ -99,7 +97,7 @@ class Where:
 
 @dataclass
 class _Open:
-    """A section that has begun. since: of its present stretch. longest_s: of its stretches before."""
+    """A section that has begun. since: start of its present stretch. longest_s: longest stretch before."""
 
     name: str
     since: float
@@ -107,11 +105,8 @@ class _Open:
 
 
 class Sections:
-    """Marks of the work of this rank's main thread; the watchdog's thread reads them.
-
-    Outside of `section` the work is `base`: loading, then what lies between the stages of a step, which has no learned limit.
-    file: is told of every section that begins or goes on.
-    """
+    """Marks of the work of this rank's main thread, which the watchdog's thread reads. Outside of `section` the work is loading,
+    then what lies between the stages of a step; neither has a learned limit. file: gets every section that begins or goes on."""
 
     def __init__(self, timeouts: TimeoutsConfig, clock: AwakeClock, file: SectionFile | None = None) -> None:
         self._timeouts, self._clock, self._file = timeouts, clock, file
@@ -124,14 +119,14 @@ class Sections:
         self._write()
 
     def of_step(self, step: int) -> Sections:
-        """These sections from here on as those of `step`, the first of which ends the loading."""
+        """Count sections from here on to `step`; the first step ends the loading."""
         self._step, self._base = step, BETWEEN
         self._write()
         return self
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Mark the body. Inside another section it is counted on its own, and the outer one starts anew after it."""
+        """Mark the body. A section inside another is timed on its own, and the outer one starts anew after it."""
         with self._lock:
             self._since = self._clock.now()
             self._open.append(_Open(name, self._since))
@@ -149,7 +144,7 @@ class Sections:
             self._write()
 
     def advance(self) -> None:
-        """Say that the work of the present section goes on: its limit holds for each stretch without that."""
+        """Note that the present section makes progress: its limit applies to each stretch between such notes."""
         with self._lock:
             now = self._clock.now()
             if self._open:
@@ -170,7 +165,8 @@ class Sections:
             return Where(name, self._step, self._clock.now() - self._since, self.limit_s(name))
 
     def limit_s(self, name: str) -> float:
-        """`meeting_s` until a section has occurred WARM_UP times, then `section_s`, or SLOWER times its 99th percentile."""
+        """Return `meeting_s` until a section has occurred WARM_UP times, then at least `section_s` and SLOWER times its 99th
+        percentile."""
         times = sorted(self._seen.get(name, ()))
         if name in _UNLEARNED or len(times) < WARM_UP:
             return self._timeouts.meeting_s

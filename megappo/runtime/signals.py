@@ -1,8 +1,6 @@
 """Requests to stop at the next step boundary: SIGUSR1 (Slurm, minutes before the time limit) and SIGTERM (preemption, `kill`).
-
-Slurm sends its signal to every process of a job step: to the ranks and to their children (a reward's worker, a compiler). The
-ranks decide together to stop (`parallel/consensus.py`). Imports no torch: threads older than `listen` would not block USR1.
-"""
+Slurm signals every process of a job step, the ranks' children too. The ranks decide together to stop (`parallel/consensus.py`).
+Imports no torch: its threads, started before `listen`, would not block USR1."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from types import FrameType
 
 
 class StopRequest:
-    """received: the first signal that asked this rank to stop, None without one."""
+    """Receiver of requests to stop. received: the first signal that asked this rank to stop, None without one."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None

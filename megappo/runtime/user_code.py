@@ -1,7 +1,5 @@
-"""Code of the user that a configuration names: a function of a Python file, or an entry point of an installed package.
-
-A data record never names code. It is loaded once, before a model is built, and runs in the ranks with their rights.
-"""
+"""The user's code that a configuration names: a function of a Python file, or an entry point of an installed package. Data records
+never name code. It is loaded once, before a model is built, and runs in the ranks with their rights."""
 
 from __future__ import annotations
 
@@ -24,13 +22,12 @@ from megappo.runtime.messages import first_line
 
 @dataclass(frozen=True)
 class OwnFunction:
-    """Loaded function. call: the function, its args bound. origin: its name in messages, `mine.py: score`.
-
-    file, source, sha256: of its code; None if it has none.
-    """
+    """A loaded function. file, source, sha256: of its code; None if it has none."""
 
     call: functools.partial[Any]
+    """The function with its args bound."""
     origin: str
+    """Its name in messages, `mine.py: score`."""
     file: str | None
     source: bytes | None
 
@@ -39,14 +36,14 @@ class OwnFunction:
         return None if self.source is None else hashlib.sha256(self.source).hexdigest()
 
     def place(self, error: BaseException) -> str:
-        """` (mine.py:12)`: the innermost line of the function's file that the error passed; empty if it passed none."""
+        """Return ` (mine.py:12)`, the innermost line of the function's file that the error passed; empty if it passed none."""
         return innermost(error, self.file)
 
 
 @dataclass(frozen=True)
 class OwnCode:
-    """Place of a function: in a file, or, where `path` is None, among those that installed packages offer in `group`. args: keyword
-    arguments for it. source: bytes of the file, as they were read before; None to read it."""
+    """Where a function is: in a file, or, where `path` is None, among the entry points of `group`. args: keyword arguments for
+    it."""
 
     group: str
     path: str | None
@@ -54,23 +51,24 @@ class OwnCode:
     entry_point: str | None
     args: Mapping[str, Any]
     source: bytes | None = None
+    """Bytes of the file as they were read before; None to read it."""
 
     def load(self, use: Use) -> OwnFunction:
-        """Import the function. ValueError, one line: no such file, function or entry point, an exception while importing (with file
-        and line), arguments that do not fit."""
+        """Import the function. ValueError, one line: no such file, function or entry point, an exception during the import (with
+        file and line), arguments that do not fit."""
         if self.path is None:
             return _function_of_entry_point(self.group, str(self.entry_point), use, self.args)
         source = read_code(self.path) if self.source is None else self.source
         return _function_of_file(self.path, str(self.function), use, self.args, source)
 
     def as_read(self, function: OwnFunction) -> OwnCode:
-        """The same place with the bytes that were loaded, as they were hashed; those of an installed package are imported again."""
+        """Return the same place with the bytes that were loaded and hashed; an installed package is imported again."""
         return self if self.path is None else replace(self, source=function.source)
 
 
 @dataclass(frozen=True)
 class Use:
-    """Use of a function, for messages. takes: its argument, `one sample`. gives: the end of `a coroutine or a generator; `."""
+    """Use of a function, for messages. takes: its argument, `one sample`. gives: what it should do instead of being a coroutine."""
 
     takes: str
     gives: str
@@ -107,7 +105,7 @@ def _function_of_entry_point(group: str, name: str, use: Use, args: Mapping[str,
 
 
 def read_code(path: str) -> bytes:
-    """Content of a file of code. ValueError, one line, if it cannot be read."""
+    """Read a file of code. ValueError, one line, if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -115,13 +113,13 @@ def read_code(path: str) -> bytes:
 
 
 def innermost(error: BaseException, file: str | None) -> str:
-    """Place in `file` where the error passed last, or its origin if file is None."""
+    """Return the place in `file` where the error passed last, or its origin if file is None."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if file is None or frame.filename == file]
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 class _Source(SourceLoader):
-    """Loader of bytes that were read and hashed before: no cached bytecode, none written beside the user's file."""
+    """Loader of bytes that were read and hashed before: uses no cached bytecode and writes none beside the user's file."""
 
     def __init__(self, path: str, source: bytes) -> None:
         self._path, self._source = path, source
@@ -136,7 +134,7 @@ class _Source(SourceLoader):
 
 
 def _import(path: str, source: bytes, module_name: str) -> ModuleType:
-    """Module of a file, made once per content: two functions of one file share its state."""
+    """Make the module of a file once per content: two functions of one file share its state."""
     if (known := sys.modules.get(module_name)) is not None:
         return known
     spec = importlib.util.spec_from_loader(module_name, _Source(path, source))
@@ -166,7 +164,7 @@ def _function(found: Any, origin: str, file: str | None, source: bytes | None, u
 
 
 def _require_fit(found: Any, origin: str, use: Use, args: Mapping[str, Any]) -> None:
-    """ValueError if the function does not take its argument and these args."""
+    """Raise ValueError if the function does not take its argument and these args."""
     try:
         signature = inspect.signature(found)
     except ValueError:  # a function of C has none; its first call shows

@@ -24,7 +24,7 @@ LAUNCHER = -1
 
 @dataclass(frozen=True)
 class Member:
-    """One rank of the world, as another one needs it to name it or to end it. started: of its process, in ticks since boot."""
+    """One rank of the world, as others need it to name or end it. started: of its process, in ticks since boot."""
 
     rank: int
     host: str
@@ -33,17 +33,16 @@ class Member:
 
     @classmethod
     def of_process(cls, rank: int, pid: int) -> Member:
-        """Of a process on this host."""
         return cls(rank, socket.gethostname(), pid, started_of(pid) or 0)
 
     def is_here(self) -> bool:
-        """True if its process lives on this host; another one may have its pid by now."""
+        """True if its process lives on this host; another process may have its pid by now."""
         return self.host == socket.gethostname() and started_of(self.pid) == self.started
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first suspicion, which ends the run. rank: of the suspect. by: rank that raised it, or LAUNCHER."""
+    """The first suspicion, which ends the run. rank: the suspect. by: rank that raised it, or LAUNCHER."""
 
     rank: int
     why: str
@@ -78,13 +77,14 @@ class Sighting:
         return cls(Where(**fields["where"]), Place(**fields["place"]))
 
     def kind(self) -> tuple[str, int, str]:
-        """Section, step and place: equal for ranks that wait for each other."""
+        """Return section, step and place: equal for ranks that wait for each other."""
         return self.where.section, self.where.step, str(self.place)
 
 
 @dataclass(frozen=True)
 class Report:
-    """culprits: ranks that hold up the others. silent: those of them that said nothing. line: one line; text: all ranks."""
+    """Result of a verdict. culprits: ranks that hold up the others. silent: culprits that said nothing. line: one line; text: all
+    ranks."""
 
     culprits: tuple[int, ...]
     silent: tuple[int, ...]
@@ -103,10 +103,8 @@ class Report:
 def judge(
     verdict: Verdict, members: Sequence[Member], sightings: Mapping[int, Sighting], folder: Path, last: Mapping[int, Where] = {}
 ) -> Report:
-    """Name the culprits: ranks that say nothing, else ranks that are in no exchange, else the fewest that wait in another one.
-
-    If all wait in the same exchange, the suspect of the verdict. last: section of a silent rank at its last sign of life.
-    """
+    """Name the culprits: silent ranks, else ranks in no exchange, else the fewest that wait in another exchange than the rest, else
+    the suspect of the verdict. last: section of a silent rank at its last sign of life."""
     silent = tuple(member.rank for member in members if member.rank not in sightings)
     working = tuple(rank for rank, sighting in sorted(sightings.items()) if sighting.place.waits_in is None)
     groups = ranks_by_value({rank: sighting.kind() for rank, sighting in sightings.items()})

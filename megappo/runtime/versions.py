@@ -1,8 +1,5 @@
-"""Versions that megappo is tested with: the one table of ranges and of exact versions.
-
-`setup.py`, csrc/ and the scripts that make environments read this file before megappo or anything else is installed: the standard
-library alone. Also the choice of the nvcc that compiles the CUDA kernels.
-"""
+"""Versions that megappo is tested with: the one table of ranges and exact versions, and the choice of nvcc. `setup.py`, csrc/ and
+install scripts read it before anything is installed, so it uses the standard library alone."""
 
 from __future__ import annotations
 
@@ -58,24 +55,24 @@ BROUGHT = {"triton": ">=3.6"}
 
 
 def range_of(name: str) -> str:
-    """Tested versions of a distribution, like ">=2.11,<2.14"; "" if any will do. Raises KeyError for one that is not listed."""
+    """Return the tested versions of a distribution, like ">=2.11,<2.14"; "" if any will do. KeyError if it is not listed."""
     groups = (REQUIRED, BROUGHT, *EXTRAS.values())
     listed = {key.partition("[")[0]: versions for group in groups for key, versions in group.items()}
     return listed[name]
 
 
 def pinned(name: str) -> str:
-    """Requirement for pip, like "torch==2.13.0". Raises KeyError for a distribution that has no exact version."""
+    """Return pip's requirement, like "torch==2.13.0". KeyError for a distribution without an exact version."""
     return f"{name}=={EXACT[name.removesuffix('-cpu')]}"
 
 
 def cuda_torch() -> str:
-    """The same for a torch with CUDA: three equal signs take no local version, so no +cpu build, however pip is configured."""
+    """Return pip's requirement for torch with CUDA: `===` matches no local version, so no +cpu build, however pip is configured."""
     return f"torch==={EXACT['torch']}"
 
 
 def nvcc_path() -> str | None:
-    """nvcc of CUDA_HOME, else on PATH, else None."""
+    """Return nvcc of CUDA_HOME, else on PATH, else None."""
     home = os.environ.get("CUDA_HOME")
     if home and (Path(home) / "bin/nvcc").exists():
         return str(Path(home) / "bin/nvcc")
@@ -83,6 +80,6 @@ def nvcc_path() -> str | None:
 
 
 def release_of(said: str) -> str | None:
-    """CUDA's version, like "13.0", in what `nvcc --version` prints; None if it names none."""
+    """Return CUDA's version, like "13.0", from the output of `nvcc --version`; None if it names none."""
     found = re.search(r"release (\d+\.\d+)", said)
     return found.group(1) if found else None

@@ -1,8 +1,8 @@
 """Watchdog of a rank: ends a run that hangs, and says who holds it up. Imports no torch.
 
-Two daemon threads per rank. One talks to the store of the job over a connection of its own: every beat it writes a sign of life,
-reads that of the next rank (so N ranks make N requests, whatever N is) and asks for a verdict. The other never waits for anybody:
-it watches the time of the present section, the next rank's signs and the store itself, and ends this process.
+Two daemon threads per rank. One talks to the job's store over its own connection: every beat it writes a sign of life, reads the
+next rank's (N requests for N ranks) and asks for a verdict. The other waits for nobody: it watches the present section's time, the
+next rank's signs and the store, and ends this process.
 
     stopped or dead rank, interpreter blocked by C code    its signs of life stop for heartbeat_s: noticed by the rank before it
     a section that takes too long                          by the rank itself
@@ -10,8 +10,8 @@ it watches the time of the present section, the next rank's signs and the store 
     the store's process stopped or dead                    by every rank for itself
     the same of all ranks at once, or of the only one      by the launcher on this machine, if it is ours (`life.py`)
 
-After a verdict all ranks write the stacks of their threads and where they are; one of them prints the report. SIGKILL ends them: an
-exception would not reach a main thread that waits in C code. A rank that cannot do this itself is ended by those on its host.
+After a verdict all ranks write their stacks and places, and one prints the report. SIGKILL ends them, as no exception reaches a
+main thread that waits in C code; a rank that cannot do this itself is ended by others on its host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megappo.runtime.messages import first_line
 from megappo.runtime.sections import AwakeClock, SectionFile, Sections, Where
 from megappo.runtime.verdict import VERDICT, Member, Report, Sighting, Verdict, judge, record_verdict
 
-# Seconds for the exchange after a verdict: every rank answers within a beat, the store in milliseconds.
+# Seconds for the exchange after a verdict: ranks answer within a beat, the store within milliseconds.
 EXCHANGE_S, ANSWERS_S = 6.0, 2.0
 # Head start of rank 0 as the one that prints the report.
 CLAIM_S = 0.5
@@ -53,12 +53,9 @@ class SharedStore(Store, Protocol):
 
 
 class Watchdog:
-    """Watches this rank and the next one while it is entered. `sections` is what the run marks its work in.
-
-    members: all ranks. store: a connection that nobody else uses; None in a world of one rank. folder: for `rank-N.stacks`,
-    `rank-N.late.stacks` (of a rank whose own watchdog is blocked), `rank-N.section` and the verdict; it exists. sign: to the
-    launcher, if it listens.
-    """
+    """Watches this rank and the next one while it is entered; the run marks its work in `sections`. members: all ranks. store: a
+    connection that nobody else uses; None in a world of one rank. folder: exists; gets `rank-N.stacks`, `rank-N.late.stacks` (if
+    the rank's own watchdog is blocked), `rank-N.section` and the verdict. sign: to the launcher, if it listens."""
 
     def __init__(
         self,
@@ -82,7 +79,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._stacks = (self._folder / f"rank-{self._rank}.stacks").open("w", encoding="utf-8")
-        # A stopped rank that goes on is asked for its stacks and is late at once: in one file the two would mix.
+        # A stopped rank that continues is asked for its stacks and is late at once: in one file the two would mix.
         self._late_stacks = (self._folder / f"rank-{self._rank}.late.stacks").open("w", encoding="utf-8")
         if self._rank == 0:
             (self._folder / VERDICT).unlink(missing_ok=True)  # of an earlier start in this directory
@@ -118,7 +115,7 @@ class Watchdog:
                 path.unlink()
 
     def of_step(self, step: int) -> Sections:
-        """The observer of a step's stages."""
+        """Return the observer of a step's stages."""
         return self.sections.of_step(step)
 
     def section(self, name: str) -> AbstractContextManager[None]:
@@ -131,7 +128,7 @@ class Watchdog:
             self._clock.tick()
             if self._sign is not None:
                 self._sign.give(self.sections.now())
-            # Where this thread is blocked itself, the stacks are written without the interpreter; a later tick puts it off.
+            # If this thread is blocked, C code writes the stacks without the interpreter; each tick postpones that.
             faulthandler.dump_traceback_later(self._heartbeat_s, file=self._late_stacks)
             if self._pulse is not None and not self._pulse.answers(self._heartbeat_s):
                 why = f"the job's store (rank 0's process, or the launcher) did not answer for {self._heartbeat_s:g} s"
@@ -154,7 +151,7 @@ class Watchdog:
         return None if self._pulse is None else self._pulse.silence(self._heartbeat_s)
 
     def _end_alone(self, verdict: Verdict) -> None:
-        """End without the others: nobody to ask, or no way to ask them."""
+        """End without the others: there are none, or no way to ask them."""
         here = {self._rank: self.dump_and_look()}
         alone = [member for member in self._members if member.rank == self._rank]
         report = judge(verdict, alone, here, self._folder) if self._pulse is None else _without_store(verdict, here[self._rank])
@@ -164,17 +161,15 @@ class Watchdog:
         self._end(report)
 
     def dump_and_look(self) -> Sighting:
-        """Write the stacks of all threads of this process to its file."""
+        """Write the stacks of all threads of this process to its file; return where it is."""
         faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         if self._raised_at is None:
             return Sighting(self.sections.now(), main_thread_place())
         return Sighting(self.sections.raised_in or self.sections.now(), place_of(_innermost(self._raised_at)))
 
     def _end(self, report: Report | None) -> None:
-        """Kill the silent ranks on this host and what they started, then this process and what it started.
-
-        A rank that has raised ends by its exception.
-        """
+        """Kill the silent ranks on this host, then this process, each with what it started. A rank that has raised ends by its
+        exception."""
         sys.stderr.flush()
         for member in self._members:
             if report is not None and member.rank in report.silent and member.is_here() and member.rank != self._rank:
@@ -215,7 +210,7 @@ class _Pulse:
         return self._owner._clock.now() - self._answered_at <= within_s
 
     def silence(self, limit_s: float) -> Verdict | None:
-        """Suspicion of the next rank if its sign of life has not changed for so long, counted up to the store's last answer."""
+        """Suspect the next rank if its sign of life has not changed for `limit_s`, counted up to the store's last answer."""
         silent_s = self._answered_at - self._heard_at
         if silent_s <= limit_s or self._heard == _DONE.encode():
             return None
@@ -273,7 +268,7 @@ class _Pulse:
             sys.stderr.write(f"megappo: rank {self._rank} ends: {self.report.line}\n")
 
     def _sightings(self) -> dict[int, Sighting]:
-        """Of all ranks that answer in time."""
+        """Collect the sightings of all ranks that answer in time."""
         waiting = [member.rank for member in self._members]
         found: dict[int, Sighting] = {}
         deadline = time.monotonic() + ANSWERS_S
@@ -307,7 +302,7 @@ def _gave_up_waiting(error: BaseException, trace: TracebackType) -> bool:
 
 
 def _in_exchange(trace: TracebackType) -> bool:
-    """True if an exchange between ranks raised, and not a reward's own request, for one."""
+    """True if an exchange between ranks raised, and not, say, a reward's own request."""
     return place_of(_innermost(trace)).waits_in is not None
 
 

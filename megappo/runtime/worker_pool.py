@@ -1,4 +1,4 @@
-"""A pool of workers: a thread for each, which waits for a process of its own."""
+"""A pool of workers: one thread each, which waits for a process of its own."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ JOIN_S = 10.0  # for a worker that ends
 
 
 class Worker(Protocol):
-    """Answers one question at a time. Called in one thread, and made in another."""
+    """Answers one question at a time. Called in one thread, made in another."""
 
     def __call__(self, question: Any, /) -> Any:
-        """The answer. What it raises becomes that of the question's future."""
+        """Return the answer. An exception becomes that of the question's future."""
         ...
 
     def close(self) -> None:
-        """End it; from any thread, also while it is called."""
+        """End it; callable from any thread, also during a call."""
         ...
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Answer with the seconds that it took, without the wait for a free worker."""
+    """An answer and the seconds it took, without the wait for a free worker."""
 
     result: Any
     seconds: float
 
 
 class WorkerPool:
-    """Questions wait in one queue for the next of `workers` workers, whose threads the first one starts. name: of the threads."""
+    """Workers behind one queue; the first question starts their threads. name: of the threads."""
 
     def __init__(self, name: str, make: Callable[[], Worker], workers: int) -> None:
         self._name = name
@@ -43,7 +43,8 @@ class WorkerPool:
         self._workers = [make() for _ in range(workers)]
 
     def submit(self, question: Any) -> Future[Timed]:
-        """Future of the answer. Its exception is what the worker raised; one that still waits can be cancelled."""
+        """Return the future of the answer. Its exception is what the worker raised; a question that still waits can be
+        cancelled."""
         assert self._workers, "the pool was closed"
         future: Future[Timed] = Future()
         self._queue.put((future, question))

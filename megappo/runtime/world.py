@@ -1,10 +1,6 @@
-"""The world that this process is a rank of: torchrun's, srun's (one task per rank), or none yet.
-
-torchrun describes the world in RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. For the tasks of a
-Slurm step the same six are derived here from Slurm's variables, alike on every rank and without a request to Slurm's controller.
-Also what a launcher tells its ranks, and their end with it: killed, it cannot end them, and they would train on alone. Runs before
-torch is imported.
-"""
+"""The world that this process is a rank of: torchrun's, srun's (one task per rank), or none yet. torchrun sets RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; for tasks of a Slurm step they are derived here from Slurm's variables,
+equally on every rank and without asking Slurm's controller. Also ends ranks with their launcher. Runs before torch is imported."""
 
 from __future__ import annotations
 
@@ -29,10 +25,8 @@ _THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """One task of a Slurm step, from the environment that slurmstepd sets.
-
-    tasks_here: tasks of the step on this node. nodelist: in Slurm's compressed form.
-    """
+    """One task of a Slurm step, from the environment that slurmstepd sets. tasks_here: on this node. nodelist: in Slurm's
+    compressed form."""
 
     job: int
     step: int
@@ -46,7 +40,7 @@ class SlurmTask:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> SlurmTask | None:
-        """This process's task; None outside of a step."""
+        """Return this process's task; None outside of a step."""
         # A batch script has SLURM_PROCID too, but no step of its own.
         if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env:
             return None
@@ -70,11 +64,9 @@ def is_rank() -> bool:
 
 
 def join_srun(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set torchrun's variables in a task that srun started as one rank. Call it first in a process that may be a rank.
-
-    ValueError, one line: torchrun and srun both describe a world and disagree; a job of several nodes without srun or torchrun;
-    a MASTER_ADDR that every node would take for itself.
-    """
+    """Set torchrun's variables in a task that srun started as one rank. Call it first in a process that may be a rank. ValueError,
+    one line: torchrun and srun describe different worlds; a job of several nodes without srun or torchrun; a MASTER_ADDR that every
+    node would take for itself."""
     task = SlurmTask.of(env)
     described = all(name in env for name in _RANK_VARIABLES)
     if task is None and not described and int(env.get("SLURM_JOB_NUM_NODES", "1")) > 1:
@@ -135,10 +127,8 @@ def _is_bound_to_one_gpu(env: Mapping[str, str], task: SlurmTask) -> bool:
 
 
 def world_size(run: RunConfig) -> int:
-    """Number of ranks of the run: the launcher's world, or `run.num_ranks`, or one per GPU, or 1.
-
-    ValueError if the launcher's world and `run.num_ranks` differ.
-    """
+    """Return the run's number of ranks: the launcher's world, or `run.num_ranks`, or one per GPU, or 1. ValueError if the
+    launcher's world and `run.num_ranks` differ."""
     if is_rank():
         started = int(os.environ["WORLD_SIZE"])
         if run.num_ranks not in (None, started):
@@ -159,12 +149,13 @@ def world_size(run: RunConfig) -> int:
 
 
 def port_of(job: int, step: int) -> int:
-    """TCP port of a step, distinct among the jobs that share a host."""
+    """Return the TCP port of a step, distinct among the jobs that share a host."""
     return FIRST_PORT + (job * _PORTS_PER_JOB + step) % NUM_PORTS
 
 
 def first_host(nodelist: str) -> str:
-    """`gpu[03-06,9],login1` -> `gpu03`; several brackets in one name are legal. ValueError if it is no list of hosts."""
+    """Return the first host: `gpu[03-06,9],login1` -> `gpu03`; a name may hold several brackets. ValueError if it is no list of
+    hosts."""
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)
     if first is None:
         raise ValueError(f"SLURM_STEP_NODELIST={nodelist}: not a list of hosts")
@@ -172,7 +163,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """`2(x3),1` -> [2, 2, 2, 1]."""
+    """Parse `2(x3),1` to [2, 2, 2, 1]. ValueError for another form."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -187,21 +178,19 @@ SKIP_STEPS = "MEGAPPO_SKIP_STEPS"
 
 
 def steps_to_skip() -> frozenset[int]:
-    """Steps that this attempt must not resume from."""
+    """Return the steps that this attempt must not resume from."""
     return frozenset(int(step) for step in os.environ.get(SKIP_STEPS, "").split(",") if step)
 
 
 def end_with_launcher(env: Mapping[str, str] = os.environ) -> None:
-    """Let the kernel kill this rank when its parent ends: torchrun, or the shell of a Slurm task.
-
-    Ranks that somebody starts by hand, with RANK in the environment of a shell, are left alone: the shell may end before them.
-    """
+    """Let the kernel kill this rank when its parent ends: torchrun, or the shell of a Slurm task. Ranks started by hand from a
+    shell with RANK set are left alone: the shell may end before them."""
     if sys.platform != "linux" or not ("TORCHELASTIC_RUN_ID" in env or SlurmTask.of(env) is not None):
         return
     launcher = env.get(LAUNCHER_VARIABLE)
     # By SIGKILL: TERM asks for a checkpoint, which ranks without a launcher could not agree on.
     end_with(os.getppid())
-    # The parent may be another process by now, which has taken over the ranks of a launcher that ended before the call.
+    # If the launcher ended before the call, another process has become the parent.
     if launcher is not None and started_of(int(launcher)) is None:
         print("megappo: the launcher of this rank has ended", file=sys.stderr, flush=True)
         os._exit(1)
