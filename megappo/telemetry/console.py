@@ -1,10 +1,6 @@
-"""Console of a command: standard output and error, in characters that never fail, whose reader may leave or be full.
-
-Of a training (`keep_console`) what cannot be printed is dropped: the run's numbers are in its files. Of any other command
-(`open_console`) it ends the command, which tells the loss from other failed writes by `lost_output`. For the processes of a
-command, whatever prints in them; in a program that calls the trainer itself, `side_work.py` covers the rows of the run. Imports
-nothing of megappo.
-"""
+"""Standard output and error of a command: they take any character, and survive a reader that leaves or a full disk. A training
+(`keep_console`) drops what cannot be printed, as its numbers are in files. Any other command (`open_console`) ends, and tells this
+loss from other failed writes by `lost_output`. Imports nothing of megappo."""
 
 from __future__ import annotations
 
@@ -22,7 +18,8 @@ class Console(io.TextIOWrapper):
 
 
 class _Descriptor(io.FileIO):
-    """File descriptor that knows its failed write. kept: one counts as done, and is noted once. failure: of one that is not."""
+    """File descriptor that notes a failed write. kept: a failed write counts as done and is noted once. failure: of one that is
+    not."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -52,7 +49,7 @@ class _Descriptor(io.FileIO):
 
 
 def open_console() -> None:
-    """Make standard output and error of this process take any character, and know their failed writes. Twice is once."""
+    """Make standard output and error take any character and note failed writes. A second call changes nothing."""
     _fill_closed()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -63,7 +60,7 @@ def open_console() -> None:
         raw = _Descriptor(stream.fileno(), name)
         console = Console(
             raw if stream.write_through else io.BufferedWriter(raw),  # python -u has no buffer
-            # Nobody chooses a locale of ASCII, and a configuration that a shell's > writes is read as UTF-8.
+            # An ASCII locale is never a choice, and a configuration that a shell's > writes is read as UTF-8.
             encoding="utf-8" if codecs.lookup(stream.encoding).name == "ascii" else stream.encoding,
             errors="backslashreplace",  # names of files need not be text, and models sample anything
             line_buffering=stream.line_buffering,
@@ -73,7 +70,7 @@ def open_console() -> None:
 
 
 def keep_console() -> None:
-    """Make standard output and error of this process survive the loss of their reader. A second call changes nothing."""
+    """Make standard output and error survive the loss of their reader. A second call changes nothing."""
     open_console()
     for stream in (sys.stdout, sys.stderr):
         if (raw := _descriptor_of(stream)) is not None:
@@ -87,7 +84,7 @@ def flush_output() -> None:
 
 
 def lost_output(error: OSError) -> bool:
-    """True if the error is the failed write of standard output, which drops all that is printed from now on."""
+    """True if the error is the failed write of standard output; then everything printed from now on is dropped."""
     raw = _descriptor_of(sys.stdout)
     if raw is None or raw.failure is not error:  # another file, or a pipe to a helper process
         return False

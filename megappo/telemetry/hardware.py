@@ -1,8 +1,5 @@
-"""Hardware profiles of one rank: GPUs from `hardware.yaml`, a file of the user's, or measured (`commands/tune/probe.py`).
-
-Rates come from data sheets with a stated share that is reached; `Hardware` gives the reached rates, in bytes, FLOPs and seconds.
-The tuner predicts times from them; the trainer's MFU takes the peak alone.
-"""
+"""Hardware profiles of one rank: GPUs from `hardware.yaml`, a user's file, or measured (`commands/tune/probe.py`). Data sheet rates
+times a stated share give the rates reached, in bytes, FLOPs and seconds; the tuner uses those, MFU the peak."""
 
 from __future__ import annotations
 
@@ -57,11 +54,11 @@ class Hardware:
         return int((self.memory_gib - self.headroom_gib) * GIB)
 
     def peak_tflops(self, dtype: Dtype) -> float:
-        """TFLOP/s of the data sheet."""
+        """Return TFLOP/s of the data sheet."""
         return self.bf16_tflops if dtype == "bf16" else self.fp32_tflops
 
     def flops_per_s(self, dtype: Dtype) -> float:
-        """FLOP/s reached by matrix products."""
+        """Return FLOP/s reached by matrix products."""
         return self.peak_tflops(dtype) * 1e12 * self.matmul_share
 
     @property
@@ -97,7 +94,7 @@ def load_hardware(name: str) -> Hardware:
 
 
 def hardware_of_gpu(device_name: str) -> Hardware | None:
-    """Profile of a GPU by the name that torch gives it (`NVIDIA H100 80GB HBM3`); None if no profile is of this kind."""
+    """Return the profile of a GPU by torch's name for it (`NVIDIA H100 80GB HBM3`); None if there is none."""
     words = re.split(r"[\s_/-]+", device_name.lower())
     if "pcie" in words or "nvl" in words:  # other clocks than the SXM boards of the data sheets
         return None
@@ -105,7 +102,7 @@ def hardware_of_gpu(device_name: str) -> Hardware | None:
 
 
 def dump_hardware(hardware: Hardware) -> str:
-    """The profile as YAML, to be saved and given to --gpu."""
+    """Write the profile as YAML, to be saved and given to --gpu."""
     lines = [f"{hardware.name}:"]
     for key, value in asdict(hardware).items():
         if key != "name":
@@ -114,7 +111,7 @@ def dump_hardware(hardware: Hardware) -> str:
 
 
 def profiles(path: Path) -> dict[str, Hardware]:
-    """Profiles of a file by their names."""
+    """Read the profiles of a file by their names."""
     return {name: hardware_of(name, values, str(path)) for name, values in read_yaml(path).data.items()}
 
 

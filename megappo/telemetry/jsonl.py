@@ -1,4 +1,4 @@
-"""Files of one JSON object per line; `metrics.jsonl` of a run survives crashes, resumes and full disks."""
+"""Files of one JSON object per line; `metrics.jsonl` survives crashes, resumes and full disks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LONGEST_LINE = 1 << 16  # bytes of a line of metrics: some 100 names and numbers
 
 
 def dump_line(record: Mapping[str, Any]) -> bytes:
-    """Encode one line of valid JSON in UTF-8; non-finite numbers become null, half a surrogate pair its escape."""
+    """Encode one line of valid JSON in UTF-8; non-finite numbers become null, a lone surrogate its escape."""
     text = json.dumps(finite_or_none(dict(record)), allow_nan=False, ensure_ascii=False)
-    # Half a pair has no UTF-8. Python's escape of it, \ud800, is JSON's too, and outside of strings there is none.
+    # A lone surrogate has no UTF-8. Python's escape of it, \ud800, is JSON's too, and outside of strings there is none.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file atomically: a reader never sees half of it, and a failure leaves the old one, and nothing beside it."""
+    """Write a file atomically: a reader never sees half of it, and a failure leaves the old file and nothing else."""
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_bytes(content)
@@ -43,7 +43,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Records as of `read_lines`, and True if a torn last line was left out."""
+    """Read records as `read_lines` does; also True if a torn last line was left out."""
     lines = path.read_text(encoding="utf-8").split("\n")
     records = []
     for number, line in enumerate(lines, 1):
@@ -59,7 +59,7 @@ def read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 class MetricsFile:
-    """Append one record per step; a crash or a full disk loses at most the record being written."""
+    """Appends one record per step; a crash or a full disk loses at most the record being written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 class RankFormatter(logging.Formatter):
-    """`12:34:56 rank 3 WARNING megappo.engine: text`; without the rank in a world of one process."""
+    """Formats `12:34:56 rank 3 WARNING megappo.engine: text`; without the rank in a world of one process."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         who = f"rank {rank} " if world_size > 1 else ""
@@ -16,8 +16,7 @@ class RankFormatter(logging.Formatter):
 
 
 def configure_logging(rank: int, world_size: int, stream: TextIO | None = None) -> None:
-    """Set up the `megappo` logger of this process; a second call replaces the first. Other loggers are not touched. stream: stderr
-    without one."""
+    """Set up this process's `megappo` logger, and no other; a second call replaces the first. stream: None for stderr."""
     logger = logging.getLogger("megappo")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""Memory that a stage of a step needs on this rank: the peak, reset when the stage begins, where the machine can tell."""
+"""Memory that a stage of a step needs on this rank: its peak, reset when the stage begins, where the machine can."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ class MemoryGauge(Protocol):
     """End of the metrics' names."""
     highest: float
 
-    def begin(self) -> None:
-        """Begin a stage."""
-        ...
+    def begin(self) -> None: ...
 
     def end(self) -> float:
-        """GiB of the stage that ends."""
+        """Return the GiB of the stage that ends."""
         ...
 
 
 class DevicePeak:
-    """Peak memory that torch has allocated on a GPU. Others (NCCL, the CUDA context) are not among it."""
+    """Peak memory that torch has allocated on a GPU, without NCCL's and the CUDA context."""
 
     kind, suffix = "peak memory that torch allocated on the GPU", "peak_gib"
 
@@ -51,7 +49,7 @@ class DevicePeak:
 
 
 class HostPeak:
-    """Peak resident memory of this process (VmHWM), which Linux resets on demand. Its reset lowers `ru_maxrss` too."""
+    """Peak resident memory of this process (VmHWM), which Linux resets on demand; the reset lowers `ru_maxrss` too."""
 
     kind, suffix = "peak resident memory of the process", "peak_gib"
 
@@ -77,7 +75,7 @@ class HostResident:
         self.highest = host_peak_gib()
 
     def begin(self) -> None:
-        """Nothing to reset."""
+        """Do nothing: nothing can be reset."""
 
     def end(self) -> float:
         self.highest = max(self.highest, host_peak_gib())
@@ -85,7 +83,7 @@ class HostResident:
 
 
 def memory_gauge(device: torch.device) -> MemoryGauge:
-    """The gauge of a rank that computes on `device`."""
+    """Return the gauge of a rank that computes on `device`."""
     if device.type == "cuda":
         return DevicePeak(device)
     try:
@@ -96,12 +94,12 @@ def memory_gauge(device: torch.device) -> MemoryGauge:
 
 
 def host_peak_gib() -> float:
-    """Peak resident memory of this process, since its start or since a gauge reset it."""
+    """Return the peak resident memory of this process in GiB, since its start or a gauge's reset."""
     return _status("VmHWM")
 
 
 def _status(field: str) -> float:
-    """GiB of a field of /proc/self/status."""
+    """Return a field of /proc/self/status in GiB."""
     text = _STATUS.read_text(encoding="utf-8")
     start = text.index(field) + len(field) + 1
     return int(text[start : text.index("kB", start)]) * 1024 / GIB

@@ -1,8 +1,5 @@
-"""Catalogue of the metrics of a run: every name, defined once, with its meaning and unit.
-
-A name is `group/metric`; the group is TensorBoard's section. Names that depend on the configuration (parts of the reward, stages)
-end in `*` here. The trainer computes the numbers.
-"""
+"""Catalogue of a run's metrics: every name, once, with its meaning and unit. A name is `group/metric`, and the group is
+TensorBoard's section. Names that depend on the configuration (parts of the reward, stages) end in `*` here."""
 
 from __future__ import annotations
 
@@ -45,12 +42,12 @@ STAGES = (
 MODEL_STAGES = ("generate", "logprobs", "update_critic", "update_policy")
 """Stages that consist of passes of models, whose FLOPs are counted."""
 REWARD_MODEL_STAGE = "score"
-"""Stage that is one too in a run with a reward model."""
+"""Stage that counts as one of MODEL_STAGES too in a run with a reward model."""
 MOMENTS = ("mean", "std", "min", "max")
 
 
 class _Named(StrEnum):
-    """Value: the name in JSONL and trackers. meaning: one line for the documentation."""
+    """Name in JSONL and trackers, with a one-line meaning for the documentation."""
 
     meaning: str
 
@@ -61,7 +58,7 @@ class _Named(StrEnum):
         return member
 
     def of(self, tail: str) -> str:
-        """Name of one member of a family: `Metric.STAGE_SECONDS.of("generate_s")`."""
+        """Return the name of one member of a family: `Metric.STAGE_SECONDS.of("generate_s")`."""
         assert self.value.endswith("*"), f"{self.value} is one metric"
         return self.value[:-1] + tail
 
@@ -271,7 +268,7 @@ class Metric(_Named):
 
 
 def of_critic(name: str, role: str) -> str:
-    """Name of a metric of the first critic for another one: `critic/loss` -> `critic_b/loss`."""
+    """Return the name of a metric of the first critic for another one: `critic/loss` -> `critic_b/loss`."""
     return role + name.removeprefix("critic")
 
 

@@ -1,4 +1,4 @@
-"""Names of all metrics that a PPO run can log, families written out, for keys that name one."""
+"""Names of all metrics that a PPO run can log, families written out, to check keys that name one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OF_PART = ("", "/std", "/min", "/max", "/share")
 
 
 def metric_names(parts: Sequence[str], roles: Sequence[str]) -> list[str]:
-    """Names of a run with these parts of the reward and these roles, without those of `open_beginnings`."""
+    """List the names of a run with these parts of the reward and these roles, without those of `open_beginnings`."""
     members = _members(parts, roles)
     names: list[str] = []
     critics = [role for role in roles if is_critic(role)]
@@ -27,14 +27,14 @@ def metric_names(parts: Sequence[str], roles: Sequence[str]) -> list[str]:
 
 
 def open_beginnings(parts: Sequence[str]) -> tuple[str, ...]:
-    """Beginnings of names whose ends are known only when they are logged: numbers inside these parts, sets of evaluations, and
-    families that are not written out above."""
+    """Return prefixes of names that are complete only when logged: numbers inside these parts, sets of evaluations, other
+    families."""
     families = [metric.of("") for metric in Metric if metric.value.endswith("*") and metric not in _members((), ())]
     return (*families, *(Metric.REWARD_PART.of(f"{part}.") for part in parts))
 
 
 def _members(parts: Sequence[str], roles: Sequence[str]) -> dict[Metric, Sequence[str]]:
-    """Family -> ends of its names."""
+    """Map each family to the ends of its names."""
     absent = () if "critic" in roles else ("update_critic",)
     stages = [*(one for one in MODEL_STAGES if one not in absent), *([REWARD_MODEL_STAGE] if "reward_model" in roles else [])]
     timed = [one for one in STAGES if one not in absent]
@@ -60,7 +60,7 @@ def _members(parts: Sequence[str], roles: Sequence[str]) -> dict[Metric, Sequenc
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """The known name that `name` was probably meant to be: of the whole, or of the part after the group."""
+    """Return the known name closest to `name`, as a whole or in the part after the group; None if none is close."""
     if near := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
         return near[0]
     tails = {known.split("/", 1)[1]: known for known in reversed(names)}

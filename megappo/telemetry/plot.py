@@ -1,4 +1,4 @@
-"""Pictures of curves by matplotlib: the learning curve of a run, and those of several runs beside each other."""
+"""Pictures of curves by matplotlib: the learning curve of a run, and several runs beside each other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write_learning_curve(run_dir: Path) -> Path | None:
 
 
 def learning_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
-    """Panels of the learning curve: title -> lines, of the panels in which a line has two points or more."""
+    """Return title -> lines for the panels of the learning curve in which a line has two points or more."""
     drawn = {}
     for title, lines in LEARNING.items():
         curves = {
@@ -67,7 +67,7 @@ def picture_of(panels: Mapping[str, Curves], title: str = "", kind: str = "svg")
 
 
 def figure_of(panels: Mapping[str, Curves], title: str = "") -> Figure:
-    """Draw the panels in rows of COLUMNS, with one legend for all. Lines are broken where a value was not finite."""
+    """Draw the panels in rows of COLUMNS with one legend for all. Lines break where a value was not finite."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -97,7 +97,7 @@ def figure_of(panels: Mapping[str, Curves], title: str = "") -> Figure:
 
 
 def _plain(text: str) -> str:
-    """Text that matplotlib takes for text: between two dollar signs it reads mathematics."""
+    """Escape dollar signs, between which matplotlib reads mathematics."""
     return text.replace("$", r"\$")
 
 

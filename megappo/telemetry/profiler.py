@@ -1,7 +1,5 @@
-"""Profiles of chosen steps by torch: one Chrome trace per step and rank, in which the stages are named.
-
-A trace opens in https://ui.perfetto.dev or chrome://tracing. On a GPU the stages are NVTX ranges in every step, for Nsight Systems.
-"""
+"""Profiles of chosen steps by torch: one Chrome trace per step and rank, with named stages, for https://ui.perfetto.dev or
+chrome://tracing. On a GPU the stages are NVTX ranges in every step, for Nsight Systems."""
 
 from __future__ import annotations
 
@@ -19,10 +17,7 @@ STAGE_RANGE = "stage {}"
 
 
 class StepProfiler:
-    """Profiler of this rank. steps: those to profile; their traces go to `directory`, which need not exist.
-
-    A trace that cannot be written is lost with a warning; the run goes on.
-    """
+    """Profiler of this rank. Traces of `steps` go to `directory`, which need not exist; one that cannot be written is a warning."""
 
     def __init__(self, directory: Path, steps: Collection[int], device: torch.device) -> None:
         self._directory, self._steps = directory, frozenset(steps)
@@ -32,7 +27,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around one step. A step that raises leaves no trace."""
+        """Context of one step. A step that raises leaves no trace."""
         if step not in self._steps:
             yield
             return

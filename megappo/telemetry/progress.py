@@ -1,7 +1,4 @@
-"""Console table of a run: a header, then one line per step.
-
-Plain lines without control characters, so a log file is as readable as a terminal.
-"""
+"""Console table of a run: a header, then one line per step, without control characters, so it also reads well in a log file."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ HEADER_EVERY = 40  # rows
 
 @dataclass(frozen=True)
 class Column:
-    """title and metric; format: of a finite number, e.g. `.3f`."""
+    """A column of the table. format: of a finite number, e.g. `.3f`."""
 
     title: str
     metric: str
@@ -48,14 +45,13 @@ SFT_COLUMNS = (
 
 
 def columns_without_critic() -> tuple[str, ...]:
-    """Metrics of PPO_COLUMNS that a run without a critic has."""
+    """Return the metrics of PPO_COLUMNS that a run without a critic has."""
     return tuple(column.metric for column in PPO_COLUMNS if not column.metric.startswith("critic/"))
 
 
 def columns_of(names: Sequence[str]) -> Sequence[Column]:
-    """Columns of these metrics (`telemetry.progress`); PPO_COLUMNS without any. A title is the name without its group, or all of
-    it where two would be the same.
-    """
+    """Return the columns of these metrics (`telemetry.progress`); PPO_COLUMNS without any. A title is the name without its group,
+    or the whole name if two titles would be equal."""
     if not names:
         return PPO_COLUMNS
     usual = {column.metric: column for column in PPO_COLUMNS}
@@ -68,7 +64,7 @@ def columns_of(names: Sequence[str]) -> Sequence[Column]:
 
 
 class Progress:
-    """Print rows to `stream`: the first, every `every` steps, the last. clock: seconds, for the time left."""
+    """Prints rows to `stream`: the first, every `every` steps, the last. clock: seconds, for the time left."""
 
     def __init__(
         self, columns: Sequence[Column], stream: TextIO, every: int = 1, clock: Callable[[], float] = time.monotonic

@@ -1,7 +1,5 @@
-"""Log of a run: metrics.jsonl, trackers, trajectories and the console. Every rank calls; rank 0 writes.
-
-Nothing here ends a run: what cannot be written is lost and counted (`side_work.py`).
-"""
+"""Log of a run: metrics.jsonl, trackers, trajectories and the console. Every rank calls; rank 0 writes. Nothing here ends a run:
+what cannot be written is lost and counted (`side_work.py`)."""
 
 from __future__ import annotations
 
@@ -39,11 +37,9 @@ class EvaluationResult(Protocol):
 
 
 class RunLog:
-    """Write metrics.jsonl, trajectories/ and learning_curve.svg to `root`, the same to trackers, the table to `stream` (stdout).
-
-    trackers: by name, not started. config: the run's for them, without secrets. progress, summary_every: as in
-    `config.run_sections.TelemetryConfig`.
-    """
+    """Writes metrics.jsonl, trajectories/ and learning_curve.svg to `root`, the same to trackers, the table to `stream` (None:
+    stdout). trackers: by name, not started. config: the run's, without secrets. progress, summary_every: see
+    `config.run_sections.TelemetryConfig`."""
 
     def __init__(
         self,
@@ -79,7 +75,8 @@ class RunLog:
             self._side_work.run("console", lambda: print(text, file=self._stream, flush=True))
 
     def step(self, metrics: Mapping[str, float], step: int, total_steps: int, timeline: Sequence[str] = ()) -> None:
-        """Log one PPO step: a line in the file, scalars, a row on the console. timeline: its lines in a block that is due."""
+        """Log one PPO step: a line in the file, scalars, a row on the console. timeline: lines for a statistics block that is
+        due."""
         if self._writes:
             row = {**self._take_held(step), **metrics}
             self._write(row, step)
@@ -97,11 +94,8 @@ class RunLog:
             self._side_work.run("console", lambda: progress.row(metrics, step, total_steps))
 
     def evaluation(self, evaluation: EvaluationResult, step: int) -> None:
-        """Log the result of one set with the weights after `step`. It joins the line of that step, logged next.
-
-        Step 0, before training, has no such line: `end_of_start` writes one. Named sets have no column in the table of steps, and
-        print a line.
-        """
+        """Log the result of one set with the weights after `step`; it joins the line of that step, logged next. Step 0 has no such
+        line: `end_of_start` writes one. Named sets have no column in the table and print a line."""
         if not self._writes:
             return
         held = self._take_held(step)

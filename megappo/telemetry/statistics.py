@@ -1,8 +1,6 @@
-"""Block of statistics that a run prints every few steps: rewards, lengths, advantages, stages with their rates and memory.
-
-It is made from the steps' metrics alone, so any log can be summarised again. Figures are those of all samples and tokens of the
-steps together: moments are pooled, rates are means over time, memory is the largest.
-"""
+"""Block of statistics that a run prints every few steps: rewards, lengths, advantages, stages with rates and memory. It is made
+from the steps' metrics alone, so any log can be summarised again. Moments are pooled, rates are means over time, memory is the
+largest."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ RATES = (Metric.STAGE_TOKENS, Metric.TFLOPS, Metric.MFU, Metric.HFU)
 
 
 class StatisticsBlock:
-    """Collect the metrics of steps; every `every` of them, and at the run's end, they become a block. 0: never."""
+    """Collects the metrics of steps; every `every` steps, and at the run's end, they become a block. 0: never."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -26,7 +24,7 @@ class StatisticsBlock:
         self._first = 0
 
     def add(self, row: Row, step: int, *, is_last: bool, more: Sequence[str] = ()) -> list[str]:
-        """Take a step; returns the lines to print now, if any. more: lines for the end of a block."""
+        """Take a step; return the lines to print now, if any. more: lines for the end of a block."""
         if self._every == 0:
             return []
         self._first = self._first if self._rows else step
@@ -38,16 +36,16 @@ class StatisticsBlock:
 
 
 def block(rows: Sequence[Row], first: int, last: int, more: Sequence[str] = ()) -> list[str]:
-    """Lines of the block on steps `first` to `last`; rows: their metrics by name. more: lines before the last."""
+    """Return the lines of the block on steps `first` to `last`. rows: their metrics by name. more: lines before the last."""
     steps = f"step {last}" if first == last else f"steps {first} to {last}"
     return [f"--- {steps}", *_moments(rows), *_stages(rows), *_work(rows), *more, "---"]
 
 
 class Pooled:
-    """Moments of what several steps have in common: count-weighted mean, population deviation, extremes."""
+    """Moments over several steps: count-weighted mean, population deviation, extremes."""
 
     def __init__(self, rows: Sequence[Row], names: Mapping[str, str], weights: Sequence[float]) -> None:
-        """names: moment -> name of its metric."""
+        """Pool the rows. names: moment -> name of its metric."""
         known = [(row, weight) for row, weight in zip(rows, weights) if _finite(row.get(names["mean"]))]
         total = sum(weight for _, weight in known)
         self.count = len(known)
@@ -55,7 +53,7 @@ class Pooled:
             self.mean = self.std = self.min = self.max = math.nan
             return
         mean = self.mean = sum(weight * row[names["mean"]] for row, weight in known) / total
-        # Around the pooled mean: each step's own variance, and the square of its distance.
+        # Variance around the pooled mean: each step's own variance plus its squared distance.
         around = sum(weight * (row[names["std"]] ** 2 + (row[names["mean"]] - mean) ** 2) for row, weight in known) / total
         self.std = math.sqrt(around)
         self.min = min(row[names["min"]] for row, _ in known)
@@ -63,7 +61,7 @@ class Pooled:
 
 
 def _moments(rows: Sequence[Row]) -> list[str]:
-    """Table of what responses and sampled tokens have: every step has as many responses, but not as many tokens."""
+    """Return the table of moments; steps have equally many responses, but not equally many tokens."""
     per_response = [1.0] * len(rows)
     # No response may end in a step (rollout.partial_rollout_tokens), which has no mean length then.
     per_token = [mean if _finite(mean := row.get(Metric.RESPONSE_MEAN)) else 0.0 for row in rows]
@@ -104,7 +102,7 @@ def _members(beginning: str) -> dict[str, str]:
 
 
 def _stages(rows: Sequence[Row]) -> list[str]:
-    """Table of the stages: seconds of a mean step, and rates and memory of those that have them."""
+    """Return the table of the stages: seconds of a mean step, and rates and memory of those that have them."""
     step_s = _total(rows, Metric.STEP_SECONDS) / len(rows)
     if step_s == 0:
         return []
@@ -137,7 +135,7 @@ def _stages(rows: Sequence[Row]) -> list[str]:
 
 
 def _work(rows: Sequence[Row]) -> list[str]:
-    """Table of the model FLOPs of a mean step by role and stage, over all ranks."""
+    """Return the table of the model FLOPs of a mean step by role and stage, over all ranks."""
     scored = any(name.startswith(Metric.TFLOP.of(f"{REWARD_MODEL_STAGE}/")) for row in rows for name in row)
     columns = [stage for stage in STAGES if stage in MODEL_STAGES or (scored and stage == REWARD_MODEL_STAGE)]
     work = {role: [_total(rows, Metric.TFLOP.of(f"{stage}/{role}")) / len(rows) for stage in columns] for role in _roles(rows)}
@@ -148,13 +146,13 @@ def _work(rows: Sequence[Row]) -> list[str]:
 
 
 def _roles(rows: Sequence[Row]) -> list[str]:
-    """Roles that the rows have work of: the policy, the critics, the others."""
+    """List the roles with FLOPs in the rows: policy, critics, others."""
     found = {name.rsplit("/", 1)[-1] for row in rows for name in row if name.startswith(Metric.TFLOP.of(""))}
     return sorted(found, key=lambda role: (role != "policy", not role.startswith("critic"), role))
 
 
 def _unit(tflops: Sequence[float]) -> tuple[str, float]:
-    """(unit, its size in TFLOP) in which the largest of these is between 1 and 1000."""
+    """Return (unit, its size in TFLOP) in which the largest value is between 1 and 1000."""
     largest = max(tflops, default=0.0)
     return next(((name, size) for name, size in UNITS if largest >= size), UNITS[-1])
 
@@ -164,7 +162,7 @@ def _total(rows: Sequence[Row], name: str) -> float:
 
 
 def _rate(rows: Sequence[Row], name: str, seconds: str) -> float | None:
-    """Mean over time of a rate; None if no step has it."""
+    """Return the mean over time of a rate; None if no step has it."""
     known = [row for row in rows if name in row]
     time = sum(row[seconds] for row in known)
     return sum(row[name] * row[seconds] for row in known) / time if time > 0 else None
@@ -179,5 +177,5 @@ def _finite(value: float | None) -> bool:
 
 
 def _number(value: float) -> str:
-    """At most five figures, no exponent where none is needed."""
+    """Format with at most five figures, and no exponent where none is needed."""
     return f"{value:.5g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3g}"

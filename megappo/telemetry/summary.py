@@ -1,7 +1,4 @@
-"""Summary of a finished run: scores, times and paths, read from its metrics.jsonl.
-
-python -m megappo.telemetry.summary RUN_DIR
-"""
+"""Summary of a finished run: scores, times and paths, read from its metrics.jsonl. python -m megappo.telemetry.summary RUN_DIR"""
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ from megappo.telemetry.metrics import Metric
 
 
 def summary(run_dir: Path) -> str:
-    """First and last evaluation, seconds per stage of a step, and the paths of the results. ValueError if there is no run."""
+    """Return first and last evaluation, seconds per stage of a step, and the paths of the results. ValueError if there is no
+    run."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"{path} does not exist: {run_dir} holds no finished run")
@@ -52,7 +50,7 @@ def _stages(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _is_stage(key: str) -> bool:
-    """True if the metric is the time of a stage; `timing/reward/...` are those of a stage's parts."""
+    """True for the time of a stage; `timing/reward/...` are parts of a stage."""
     return key.startswith("timing/") and key.count("/") == 1 and key != Metric.STEP_SECONDS.value
 
 

@@ -1,4 +1,4 @@
-"""Aligned plain-text tables and short texts for numbers and ranks, for what the commands and scripts print."""
+"""Aligned plain-text tables, and short texts for numbers and ranks, for what commands and scripts print."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_CHARACTERS = 300  # of a text on a line
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Lines of a table; the first `left` columns are left-aligned, the others right-aligned."""
+    """Return the lines of a table; the first `left` columns are left-aligned, the others right-aligned."""
     cells = [list(header), *[list(row) for row in rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
@@ -34,7 +34,7 @@ def figures(value: float) -> str:
 
 
 def plain(text: object, longest: int = MOST_CHARACTERS) -> str:
-    """One line for a terminal: control characters of a file's name or content become `?`."""
+    """Return one line for a terminal: control characters of a file's name or content become `?`."""
     line = " ".join(str(text).split())
     line = line if len(line) <= longest else line[: longest - 3] + "..."
     return "".join(character if character.isprintable() else "?" for character in line)
@@ -55,7 +55,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _offset_key(ranks: Sequence[int]):
-    """Key for `groupby` that is constant along a run of neighbouring ranks."""
+    """Return a key for `groupby` that is constant along a run of neighbouring ranks."""
     place = {rank: index for index, rank in enumerate(ranks)}
     return lambda rank: rank - place[rank]
 

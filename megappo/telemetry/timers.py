@@ -20,17 +20,14 @@ def wait_for_device() -> None:
 
 
 class StageObserver(Protocol):
-    """Somebody who wants to know the stage that this rank is in, `resilience.sections.Sections` for one."""
+    """Gets the name of each stage that this rank enters, as `runtime.sections.Sections` does."""
 
     def section(self, name: str) -> AbstractContextManager[None]: ...
 
 
 class StageTimers:
-    """Timers of one step. seconds: stage -> wall time; entering a stage again adds to it. spans: stage -> its first begin and last
-    end, seconds since construction. memory_gib: stage -> what `memory` says, the larger value of a stage entered again.
-
-    observer: is told of every stage.
-    """
+    """Timers of one step. seconds: stage -> wall time; entering a stage again adds to it. spans: stage -> first begin and last end,
+    in seconds since construction. memory_gib: stage -> largest value of `memory`. observer: gets every stage."""
 
     def __init__(
         self,

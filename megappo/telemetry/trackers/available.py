@@ -1,4 +1,4 @@
-"""Checks of `telemetry.trackers` before a run: packages and credentials are there. Imports no tracker."""
+"""Checks of `telemetry.trackers` before a run: packages and credentials. Imports no tracker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OFFLINE = "or set telemetry.mode=offline"
 
 
 def tracker_problem(telemetry: TelemetryConfig) -> str | None:
-    """First reason for which a tracker could not work, as one line; None if all can. The network is not asked."""
+    """Return the first reason, in one line, why a tracker could not work; None if all can. Makes no network request."""
     needed = {"wandb": ["wandb"], "mlflow": ["mlflow", *(["sqlalchemy", "alembic"] if telemetry.mode == "offline" else [])]}
     for tracker in telemetry.trackers:
         for package in needed.get(tracker, ()):
@@ -60,7 +60,7 @@ def _wandb_server() -> str:
 
 
 def _wandb_setting(name: str) -> str | None:
-    """A value of the settings file that `wandb login` writes."""
+    """Read a value of the settings file that `wandb login` writes."""
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     settings = configparser.ConfigParser(interpolation=None)
     try:

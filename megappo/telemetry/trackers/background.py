@@ -1,7 +1,5 @@
-"""A tracker whose calls may wait for a network, in a thread of this process: a call that hangs holds no step.
-
-What the library sends later is its own affair: W&B has a service, MLflow retries its requests.
-"""
+"""A tracker whose calls may wait for a network, in a thread of this process, so that a call that hangs holds no step. What the
+library sends later is its own affair: W&B has a service, MLflow retries its requests."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from megappo.runtime.messages import first_line
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
 
 FINISH_S = {"finished": 60.0, "stopped": 15.0, "failed": 5.0}
-"""Seconds to wait for a tracker at the end; after a request to stop the job has little time left."""
+"""Seconds to wait for a tracker at the end; after a request to stop, the job has little time left."""
 
 MAX_WAITING = 256  # records: some 80 steps with histograms, of a few KiB each
 
@@ -28,12 +26,9 @@ class TrackerError(OSError):
 
 
 class BackgroundTracker:
-    """Tracker `name` in a daemon thread, in the order of the calls.
-
-    A call appends to a bounded queue and returns. It raises TrackerError if the queue is full, or once the tracker has raised:
-    then the tracker is switched off. A process that ends without `finish` closes the run as failed. abandon: ends what the library
-    has started, after a `finish` that does not return.
-    """
+    """Runs tracker `name` in a daemon thread, in the order of the calls. A call appends to a bounded queue and returns.
+    TrackerError if the queue is full, or once the tracker has raised, which switches it off. A process that ends without `finish`
+    closes the run as failed. abandon: ends what the library has started if `finish` does not return."""
 
     def __init__(
         self, name: str, tracker: Tracker, abandon: Callable[[], None] = lambda: None, max_waiting: int = MAX_WAITING

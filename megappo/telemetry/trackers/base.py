@@ -1,7 +1,5 @@
-"""Protocol of a tracker: a place where the numbers of a run are shown (TensorBoard, Weights & Biases, MLflow).
-
-A tracker may fail in any method: `group.py` counts it, and training goes on.
-"""
+"""Protocol of a tracker, which shows the numbers of a run (TensorBoard, Weights & Biases, MLflow). A tracker may fail in any
+method: `group.py` counts it, and training goes on."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from megappo.telemetry.jsonl import dump_line, replace_file
 Status = Literal["finished", "stopped", "failed"]
 
 TEXT_COLUMNS = ("id", "score", "prompt", "response", "answer")
-"""Fields of a trajectory (`trainer.report.trajectories_of`) that trackers show as text."""
+"""Fields of a trajectory (`trainer/trajectories.py`) that trackers show as text."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """counts: n numbers of entries; edges: n + 1 ascending, finite borders of the bins."""
+    """Histogram of n bins. counts: n numbers of entries; edges: n + 1 ascending, finite borders."""
 
     counts: tuple[int, ...]
     edges: tuple[float, ...]
@@ -31,7 +29,7 @@ class Histogram:
 
 
 class Tracker(Protocol):
-    """Calls come in the order start, records of ascending steps, finish. Values are finite; texts are whatever a policy writes."""
+    """A place for a run's numbers. Calls: start, records of ascending steps, finish. Values are finite; texts may hold anything."""
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
         """Open the run, or continue it. config: the run's, without secrets. resumed_step: records after it come again."""
@@ -51,19 +49,16 @@ class Tracker(Protocol):
 
 
 def texts_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """TEXT_COLUMNS of a trajectory as text, scores with four figures; empty where a row has none. Half a surrogate pair, which has
-    no UTF-8, becomes its escape."""
+    """Return TEXT_COLUMNS of a trajectory as text, scores with four figures, empty where the row has none."""
     values = (row.get(name) for name in TEXT_COLUMNS)
     texts = ("" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+    # a lone surrogate, which has no UTF-8, becomes its escape
     return tuple(text.encode("utf-8", "backslashreplace").decode("utf-8") for text in texts)
 
 
 class TrackedRun:
-    """Identity of a run at a tracker, by which a resumed run continues it. `trackers/NAME.json` below `root` has the id that the
-    tracker knows the run by, and the last step that it was given.
-
-    Trackers take no step back, so the steps that a resumed run repeats are left out (`is_new`).
-    """
+    """Identity of a run at a tracker, by which a resumed run continues it: id and last step given, in `root`/trackers/NAME.json.
+    Trackers take no step twice, so the steps that a resumed run repeats are left out (`is_new`)."""
 
     def __init__(self, root: Path, name: str) -> None:
         self._path = root / "trackers" / f"{name}.json"
@@ -73,7 +68,7 @@ class TrackedRun:
         self._last_before = self._step
 
     def begin(self, run_id: str) -> None:
-        """Keep the id of a new run."""
+        """Store the id of a new run."""
         self.id = run_id
         self._write()
 
@@ -82,7 +77,7 @@ class TrackedRun:
         return step > self._last_before
 
     def given(self, step: int) -> None:
-        """Keep the step of a record that was given."""
+        """Store the step of a record that was given."""
         if step > self._step:
             self._step = step
             self._write()

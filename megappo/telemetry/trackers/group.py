@@ -1,4 +1,4 @@
-"""The trackers of a run: every record goes to each of them, and a failure of one costs its record."""
+"""The trackers of a run: every record goes to each of them, and a failure of one costs that tracker's record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Trackers:
         self._resumed_step = step
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Values that are not finite are left out: a gap in the curve."""
+        """Send the finite values; others leave a gap in the curve."""
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         self._each(lambda tracker: tracker.metrics(step, finite))
 
@@ -62,7 +62,7 @@ class Trackers:
 
 
 def make_trackers(telemetry: TelemetryConfig, run_name: str, root: Path) -> dict[str, Tracker]:
-    """The trackers that a configuration names, not started, for the run in `root`."""
+    """Make the trackers that a configuration names, not started, for the run in `root`."""
     from megappo.telemetry.trackers.tensorboard import TensorBoard  # torch's writer is slow to import
 
     makers: dict[str, Callable[[], Tracker]] = {

@@ -31,10 +31,8 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")  # of metrics
 
 
 class Mlflow:
-    """A run of the experiment `MLFLOW_EXPERIMENT_NAME` (megappo).
-
-    Histograms become JSON artifacts and trajectories text artifacts.
-    """
+    """A run of the experiment `MLFLOW_EXPERIMENT_NAME` (default megappo); histograms become JSON artifacts, trajectories text
+    artifacts."""
 
     def __init__(self, root: Path, run_name: str, telemetry: TelemetryConfig, note: Callable[[str], None]) -> None:
         self._root, self._name, self._telemetry, self._note = root, run_name, telemetry, note
@@ -88,7 +86,7 @@ class Mlflow:
         return self._tracked.id
 
     def _begin(self, client: Any, artifacts: str | None) -> None:
-        """Create the run, and its experiment where it is missing. artifacts: URI of the folder for a new experiment's files."""
+        """Create the run, and its experiment if missing. artifacts: URI of the folder for a new experiment's files."""
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megappo")
         experiment = client.get_experiment_by_name(name)
         experiment_id = client.create_experiment(name, artifacts) if experiment is None else experiment.experiment_id
@@ -97,7 +95,7 @@ class Mlflow:
 
 
 def _param_batches(config: Mapping[str, Any]) -> Iterator[list]:
-    """The keys of a configuration as MLflow's parameters, as many as one request takes."""
+    """Yield the keys of a configuration as MLflow parameters, as many as one request takes."""
     entities: Any = importlib.import_module("mlflow.entities")
     params = [entities.Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _leaves(config)]
     for start in range(0, len(params), _MAX_PARAMS):

@@ -15,11 +15,8 @@ PROBE_BYTES = 4096  # a block of most file systems
 
 
 class TensorBoard:
-    """Event files in `directory`, flushed with every record.
-
-    After a resume TensorBoard hides the records of older files after the resumed step. After a failure the next record opens
-    another file.
-    """
+    """Event files in `directory`, flushed with every record. After a failure the next record opens another file. After a resume
+    TensorBoard hides older records of repeated steps."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -82,7 +79,8 @@ class TensorBoard:
 
 
 def _require_room(directory: Path) -> None:
-    """OSError if a small file cannot be written here. TensorBoard's writer would leave an empty file and a thread's traceback."""
+    """Raise OSError if a small file cannot be written here; TensorBoard's writer would leave an empty file and a thread's
+    traceback."""
     directory.mkdir(parents=True, exist_ok=True)
     probe = directory / ".room"
     try:
@@ -92,7 +90,7 @@ def _require_room(directory: Path) -> None:
 
 
 def _markdown(row: Mapping[str, Any]) -> str:
-    """A sample for TensorBoard's Markdown: texts are indented, so that nothing in them is taken for markup."""
+    """Write a sample as Markdown; texts are indented, so that nothing in them counts as markup."""
     return "\n\n".join(f"**{name}**\n\n{_indented(text)}" for name, text in zip(TEXT_COLUMNS, texts_of(row)) if text)
 
 

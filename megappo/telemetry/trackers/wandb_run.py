@@ -22,8 +22,8 @@ INIT_S = 60.0  # wandb's own limit on the first answer of its server
 
 
 class Wandb:
-    """A run of the project `WANDB_PROJECT` (megappo); offline it is written to `wandb/` of the run
-    directory, for `wandb sync`. W&B reads its other variables itself, such as WANDB_RUN_GROUP."""
+    """A run of the project `WANDB_PROJECT` (default megappo); offline it goes to `wandb/` of the run directory, for `wandb sync`.
+    W&B reads its other variables itself, such as WANDB_RUN_GROUP."""
 
     def __init__(self, root: Path, run_name: str, telemetry: TelemetryConfig, note: Callable[[str], None]) -> None:
         self._root, self._name, self._telemetry, self._note = root, run_name, telemetry, note
@@ -83,7 +83,7 @@ class Wandb:
 
 
 def end_service() -> None:
-    """Kill the service that wandb has started: one that hangs would hold the end of this process, in wandb's exit handler."""
+    """Kill the service that wandb has started: if it hangs, wandb's exit handler would keep this process from ending."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it has just ended
             if "wandb-core" in child.name():

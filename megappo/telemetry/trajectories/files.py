@@ -1,4 +1,4 @@
-"""Files of a run's trajectories, found and not opened. Imports neither numpy nor torch."""
+"""Finds the files of a run's trajectories without opening them. Imports neither numpy nor torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _READS = re.compile(r"^  warmup_trajectories: (?!null$)", re.MULTILINE)
 
 
 def files_by_step(run: Path) -> dict[int, Path]:
-    """Step -> its file, of a run or a folder with the files alone. ConfigError, one line, if there is none."""
+    """Map steps to files, of a run or a folder with the files alone. ConfigError, one line, if there is none."""
     folder = run / FOLDER if (run / FOLDER).is_dir() else run
     try:
         names = sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
@@ -28,7 +28,7 @@ def files_by_step(run: Path) -> dict[int, Path]:
 
 
 def _reason(run: Path) -> str:
-    """Why a run has written none, and the fix."""
+    """Say why a run has written none, with the fix."""
     try:
         text = (run / "config.yaml").read_text(encoding="utf-8")
     except (OSError, ValueError):

@@ -19,20 +19,17 @@ from megappo.telemetry.trajectories.files import files_by_step
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sample. Arrays and lists have one entry per token of the response, from the first sampled token on.
-
-    sample: index in its step. score: NaN if it was not finite. tokens: int64. mask: bool, true on
-    sampled tokens. fields: name -> fp64, NaN where the mask is false; a run without a reference lacks ref_logprob. special: ids
-    that stand for no text.
-    """
+    """One sample. Arrays and lists have one entry per token of the response, from the first sampled token on."""
 
     step: int
     sample: int
+    """Index in its step."""
     id: str
     prompt: str
     answer: str
     response: str
     score: float
+    """NaN if it was not finite."""
     parts: dict[str, float]
     recipe: str
     finish: str
@@ -41,10 +38,14 @@ class Trajectory:
     prompt_tokens: list[int]
     prompt_texts: list[str]
     tokens: np.ndarray
+    """int64 ids."""
     texts: list[str]
     mask: np.ndarray
+    """bool, true on sampled tokens."""
     fields: dict[str, np.ndarray]
+    """Name -> fp64, NaN where the mask is false; a run without a reference lacks ref_logprob."""
     special: frozenset[int]
+    """Ids that stand for no text."""
 
     @property
     def length(self) -> int:
@@ -67,7 +68,7 @@ class Trajectory:
 
     @property
     def log_ratio(self) -> np.ndarray | None:
-        """Log-prob of every token by the trainer less that by the sampler, nats: 0 but for rounding and top-p."""
+        """Trainer's less sampler's log-prob of every token, nats: 0 but for rounding and top-p."""
         return self._difference("logprob", "rollout_logprob")
 
     def _difference(self, name: str, other: str) -> np.ndarray | None:
@@ -76,8 +77,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Trajectories in the order of steps. notes: one line for everything that was left out. mode: permission bits that all of their
-    files have."""
+    """Trajectories in the order of steps. notes: one line for everything left out. mode: permission bits that all files share."""
 
     trajectories: list[Trajectory]
     notes: list[str]
@@ -85,7 +85,7 @@ class Sampled:
 
 
 def parse_steps(text: str) -> tuple[int, int | None]:
-    """First and last step of `10`, `10..20`, `10..` or `..20`; None: to the end. ConfigError otherwise."""
+    """Return first and last step of `10`, `10..20`, `10..` or `..20`; None: to the end. ConfigError otherwise."""
     found = re.fullmatch(r"(\d{1,18})|(\d{0,18})\.\.(\d{0,18})", text)
     if found is None or text == "..":
         raise ConfigError(f"--steps {text}: write one step (10) or a range (10..20, 10.., ..20)")
