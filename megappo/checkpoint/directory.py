@@ -137,7 +137,8 @@ class CheckpointDirectory:
 
     def retain(self, keep_last: int, keep: Collection[int | None], *, wait: bool = True) -> list[int]:
         """Remove all complete checkpoints but the newest `keep_last` and the steps `keep`; return the removed steps. Damaged ones
-        stay and do not count. One that cannot be removed is a warning. Without `wait` a thread removes the files."""
+        stay and do not count. One that cannot be removed is a warning. Without `wait` they lose their names now and a thread
+        removes the files."""
         complete = [manifest.step for manifest in self._complete()]
         doomed = {step: self._hide(step) for step in complete[keep_last:] if step not in keep}
         hidden = [path for path in doomed.values() if path is not None]

@@ -80,7 +80,8 @@ def newest_verified(directory: CheckpointDirectory, skip: Collection[int] = ()) 
 
 
 def begin_with_newest(directory: CheckpointDirectory, skip: Collection[int] = ()) -> Verification:
-    """Do the same, with the content still to be verified: call `finish`, and `set_damaged_aside` if that finds damage."""
+    """Find the newest checkpoint as `newest_verified` does, its content still to be verified: call `finish`, and
+    `set_damaged_aside` if that finds damage."""
     return _newest(directory, skip, Verification)
 
 

@@ -1,7 +1,5 @@
-"""Assignment of sequences to data-parallel ranks and micro-batches.
-
-Pure functions of the sequence lengths, so every rank that knows them computes the same plan without communication.
-"""
+"""Assignment of sequences to data-parallel ranks and micro-batches: pure functions of the sequence lengths, so every rank that
+knows them computes the same plan without communication."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from collections.abc import Sequence
 import numpy
 from numpy.typing import NDArray
 
-# A round of `parts_balanced` takes 5 us whatever it brings, a step of a heap 0.25 us.
+# A round of `parts_balanced` takes 5 us however many sequences it places, a heap step 0.25 us.
 FEWEST_OF_A_ROUND = 32
 AT_ONCE_BY_HEAP = 1024
 
@@ -25,11 +23,9 @@ def partition_balanced(lengths: Sequence[int], num_parts: int) -> list[list[int]
 
 
 def parts_balanced(lengths: NDArray[numpy.int64], num_parts: int) -> NDArray[numpy.int64]:
-    """Part of every index in `partition_balanced`, [N] each.
-
-    Every rank plans for all samples of a step, so rounds do at once what a heap does one by one, in a tenth of its time: of the
-    parts in ascending order each takes the next sequence, up to the first that is heavier than one that has taken already.
-    """
+    """Return the part of every index in `partition_balanced`. lengths, result: [N] int64. In rounds, parts in ascending order of
+    load each take the next sequence, up to the first part that is heavier than one that has taken already: the heap's result in a
+    tenth of its time, as every rank plans for all samples of a step."""
     if num_parts == 1:
         return numpy.zeros_like(lengths)
     order = _longest_first(lengths)
@@ -60,8 +56,8 @@ def parts_balanced(lengths: NDArray[numpy.int64], num_parts: int) -> NDArray[num
 
 
 def _longest_first(lengths: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
-    """Indices by descending length, equal ones ascending: longest processing time first (Graham 1969), at most 4/3 of the optimal
-    load."""
+    """Return indices by descending length, equal ones ascending: longest processing time first (Graham 1969), at most 4/3 of the
+    optimal load."""
     bits = len(lengths).bit_length()
     # Ten times faster than a stable sort of indices by their lengths.
     keys = ((lengths.max(initial=0) - lengths) << bits) | numpy.arange(len(lengths))
@@ -70,7 +66,7 @@ def _longest_first(lengths: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
 
 
 def _by_heap(sizes: NDArray[numpy.int64], loads: NDArray[numpy.int64]) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64]]:
-    """(load [M] that each of the sizes was added to, loads [P] afterwards), each size to the lightest. loads: ascending."""
+    """Add each size to the lightest load; return the load [M] that each was added to, and the loads [P] after. loads: ascending."""
     heap, given = loads.tolist(), []
     for size in sizes.tolist():
         given.append(heap[0])
@@ -79,7 +75,7 @@ def _by_heap(sizes: NDArray[numpy.int64], loads: NDArray[numpy.int64]) -> tuple[
 
 
 def split_by_budget(lengths: Sequence[int], token_budget: int) -> int:
-    """Smallest number (at least 1) of balanced parts within the budget; a sequence longer than the budget is alone in a part."""
+    """Return the smallest number (at least 1) of balanced parts within the budget; a sequence longer than it is alone in a part."""
     total = sum(min(length, token_budget) for length in lengths)
     num_parts = max(1, -(-total // token_budget))  # lower bound: all parts full
     while num_parts < len(lengths) and not _fits(lengths, num_parts, token_budget):
@@ -93,8 +89,6 @@ def _fits(lengths: Sequence[int], num_parts: int, token_budget: int) -> bool:
 
 
 def plan_micro_batches(lengths: Sequence[int], token_budget: int, least: int = 1) -> list[list[int]]:
-    """Cut the sequences of one model replica into micro-batches within the budget, at least `least`; some may be empty.
-
-    Returns the indices of each, ascending.
-    """
+    """Cut the sequences of one model replica into at least `least` micro-batches within the budget, some perhaps empty; return the
+    indices of each, ascending."""
     return partition_balanced(lengths, max(least, split_by_budget(lengths, token_budget)))

@@ -1,9 +1,6 @@
-"""Collective wrappers of work that may fail on one rank: every rank learns of the failure, and all raise or none. Beside them, the
-exchanges of Python objects.
-
-They are collective over the world, or over the group that they are given. Messages name ranks of the world.
-A rank that raises alone leaves its peers waiting in the next collective until the timeout.
-"""
+"""Collective wrappers of work that may fail on one rank, so that all ranks raise or none, and exchanges of Python objects. A rank
+that raises alone leaves its peers waiting in the next collective until the timeout. All are collective over the world, or over the
+given group; messages name world ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +25,8 @@ class RankFault(RuntimeError):
 
 
 def gathered(own: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
-    """The objects of all ranks, in rank order, on every rank; [own] without a world. Collective; pickled, so keep them small."""
+    """Gather the objects of all ranks, in rank order, on every rank; [own] without a world. Collective; pickled, so keep them
+    small."""
     if group is None and place_in_world()[1] == 1:
         return [own]
     found: list = [None] * dist.get_world_size(group)
@@ -37,7 +35,7 @@ def gathered(own: Result, group: dist.ProcessGroup | None = None) -> list[Result
 
 
 def gathered_at(rank: int, own: Result, group: dist.ProcessGroup | None = None) -> list[Result]:
-    """The objects of all ranks, in rank order, on this rank of the world, and none elsewhere. Collective as `gathered`."""
+    """Gather the objects of all ranks, in rank order, on this world rank; [] elsewhere. Collective as `gathered`."""
     if group is None and place_in_world()[1] == 1:
         return [own]
     found: list | None = [None] * dist.get_world_size(group) if dist.get_rank() == rank else None
@@ -46,7 +44,7 @@ def gathered_at(rank: int, own: Result, group: dist.ProcessGroup | None = None) 
 
 
 def told_by(rank: int, own: Result, group: dist.ProcessGroup | None = None) -> Result:
-    """The object of this rank of the world, on every rank. Collective as `gathered`; `own` counts on that rank alone."""
+    """Return this world rank's object on every rank; `own` counts there alone. Collective as `gathered`."""
     box = [own]
     if group is not None or place_in_world()[1] > 1:
         dist.broadcast_object_list(box, src=rank, group=group)
@@ -54,10 +52,8 @@ def told_by(rank: int, own: Result, group: dist.ProcessGroup | None = None) -> R
 
 
 def on_every_rank(what: str, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> list[Result]:
-    """Run `action` on every rank; returns the results in rank order, on every rank. RankFault on all if one fails.
-
-    `action` must not contain collectives. Results are gathered as pickled objects: keep them small.
-    """
+    """Run `action` on every rank; return the results in rank order, on every rank. RankFault on all if one fails. Collective.
+    `action` must not contain collectives. Results are gathered as pickled objects: keep them small."""
     result, fault, cause = None, None, None
     try:
         result = action()
@@ -72,13 +68,13 @@ def on_every_rank(what: str, action: Callable[[], Result], group: dist.ProcessGr
 
 
 def on_rank_zero(what: str, action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0 only; returns its result on every rank. RankFault on all ranks if it fails."""
+    """Run `action` on rank 0 only; return its result on every rank. RankFault on all ranks if it fails. Collective."""
     results = on_every_rank(what, lambda: action() if dist.get_rank() == 0 else None)
     return cast(Result, results[0])
 
 
 def tally(votes: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[int]:
-    """Number of ranks that vote yes, for each question. Collective, on the host: one small message."""
+    """Count the ranks that vote yes, for each question. Collective, on the host: one small message."""
     counts = torch.tensor([int(vote) for vote in votes])
     dist.all_reduce(counts, group=group)
     return counts.tolist()
@@ -90,10 +86,8 @@ def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def raised_by_all(action: Callable[[], Result], *kinds: type[Exception], group: dist.ProcessGroup | None = None) -> Result:
-    """Run `action`, and raise its first rank's error of these kinds on all ranks. Collective, also if it raises.
-
-    For work of which each rank, or each role's ranks, do a part: `action` may exchange among ranks that raise together.
-    """
+    """Run `action`, and raise its first rank's error of these kinds on all ranks. Collective, also if it raises. `action` may
+    exchange among ranks that raise together, such as those of one role."""
     result, fault = None, None
     try:
         result = action()
@@ -104,10 +98,8 @@ def raised_by_all(action: Callable[[], Result], *kinds: type[Exception], group: 
 
 
 def raise_together(fault: Exception | None, *kinds: type[Exception], group: dist.ProcessGroup | None = None) -> None:
-    """Raise the first rank's fault on all ranks, if any has one. Collective: one small message without a fault.
-
-    The first rank raises its own; others raise the first of `kinds` that it is, with its text.
-    """
+    """Raise the first rank's fault on all ranks, if any has one. Collective: one small message without a fault. The first rank
+    raises its own fault; others raise the first of `kinds` that matches it, with its text."""
     rank = place_in_world()[0]
     if not (any_rank(fault is not None, group) if group is not None else int(total(torch.tensor(int(fault is not None))))):
         return
@@ -119,6 +111,6 @@ def raise_together(fault: Exception | None, *kinds: type[Exception], group: dist
 
 
 def warn_once(logger: logging.Logger, text: str, *values: object) -> None:
-    """Log a warning of what all ranks know on rank 0 only. Not collective."""
+    """Log, on rank 0 only, a warning of what all ranks know. Not collective."""
     if dist.get_rank() == 0:
         logger.warning(text, *values)

@@ -1,9 +1,6 @@
-"""Context parallel: the tokens of a packed micro-batch on each rank, and the exchange of per-token values.
-
-Each sequence is cut into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r (zig-zag, as in TransformerEngine), so that all
-ranks have the same work under a causal mask. Every rank of the group knows the whole micro-batch (token ids and fields are a few
-bytes per token): targets and losses are computed on whole sequences, and only activations are cut. `models/attention.py` uses it.
-"""
+"""Context parallelism: the tokens of a packed micro-batch on each rank, and the exchange of per-token values. Each sequence is cut
+into 2 cp chunks, and rank r holds chunks r and 2 cp - 1 - r (zig-zag, as in TransformerEngine), so all ranks have equal work under
+a causal mask. Token ids, fields and losses stay whole on every rank; only activations are cut."""
 
 from __future__ import annotations
 
@@ -16,10 +13,8 @@ from torch import Tensor
 
 
 def zigzag_index(cu_seqlens: Tensor, cp: int, cp_rank: int) -> Tensor:
-    """[T / cp] int64: tokens of a rank, sequence by sequence, its early chunk before its late one.
-
-    cu_seqlens: [B+1] offsets of sequences whose lengths are multiples of 2 cp.
-    """
+    """Return [T / cp] int64: tokens of a rank, sequence by sequence, its early chunk before its late one. cu_seqlens: [B+1] offsets
+    of sequences whose lengths are multiples of 2 cp."""
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.long().diff()
     assert not (lengths % (2 * cp)).any(), f"context parallel {cp} needs sequences padded to a multiple of {2 * cp} tokens"
     mine = lengths // cp  # tokens of each sequence on one rank
@@ -32,19 +27,17 @@ def zigzag_index(cu_seqlens: Tensor, cp: int, cp_rank: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ContextShard:
-    """Part of one micro-batch of T tokens on this rank.
-
-    index: [T / cp] int64, packed position of each token of this rank. order: [T] int64, position of each token in the
-    concatenated parts of ranks 0..cp-1. ranked: [T] int64, packed position of each token of that concatenation (inverse of
-    `order`).
-    """
+    """Part of one micro-batch of T tokens on this rank."""
 
     group: dist.ProcessGroup
     size: int
     rank: int
     index: Tensor
+    """[T / cp] int64, packed position of each token of this rank."""
     order: Tensor
+    """[T] int64, position of each token in the concatenated parts of ranks 0..cp-1."""
     ranked: Tensor
+    """[T] int64, packed position of each token of that concatenation (inverse of `order`)."""
 
     def take(self, x: Tensor) -> Tensor:
         """Slice [T, ...], equal on every rank of the group, to this rank's [T / cp, ...]."""
@@ -55,16 +48,18 @@ class ContextShard:
         return _Gather.apply(x, self)
 
     def heads_from_tokens(self, x: Tensor) -> Tensor:
-        """Exchange [T / cp, heads, dim] of this rank's tokens for [T, heads / cp, dim] of this rank's heads. Collective."""
+        """Exchange [T / cp, heads, dim] of this rank's tokens for [T, heads / cp, dim] of this rank's heads. Collective;
+        differentiable."""
         return _HeadsFromTokens.apply(x, self)
 
     def tokens_from_heads(self, x: Tensor) -> Tensor:
-        """Inverse of `heads_from_tokens`: [T, heads / cp, dim] -> [T / cp, heads, dim]. Collective."""
+        """Exchange [T, heads / cp, dim] for [T / cp, heads, dim], the inverse of `heads_from_tokens`. Collective;
+        differentiable."""
         return _TokensFromHeads.apply(x, self)
 
 
 def context_shard(cu_seqlens: Tensor, group: dist.ProcessGroup, device: torch.device) -> ContextShard | None:
-    """Part of this rank in `group`, with its tensors on `device`; None if the group is this rank alone."""
+    """Return this rank's part in `group`, with tensors on `device`; None if the group is this rank alone."""
     size, rank = group.size(), group.rank()
     if size == 1:
         return None

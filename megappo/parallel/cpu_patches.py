@@ -1,9 +1,6 @@
-"""Run Megatron-core on a machine without CUDA, over gloo, by patching it.
-
-Megatron-core 0.16 writes the device as the literal 'cuda' and checks tensor types by the name 'torch.cuda.FloatTensor'. The
-literals are replaced inside the few Megatron functions that we run, and not by wrapping torch for the whole process, which vLLM
-shares. A function without the expected literal is an error: Megatron-core has changed.
-"""
+"""Patches that run Megatron-core on a machine without CUDA, over gloo. Megatron-core 0.16 writes the device as 'cuda' and checks
+tensor types by the name 'torch.cuda.FloatTensor'. These literals are replaced inside the few functions that run here; torch itself
+is shared with vLLM. A missing literal is an error: Megatron-core has changed."""
 
 from __future__ import annotations
 
@@ -53,7 +50,8 @@ class PlatformError(RuntimeError):
 
 
 def install() -> None:
-    """Prepare this process for Megatron-core without CUDA. No effect if CUDA is available; may be called twice."""
+    """Prepare this process for Megatron-core without CUDA. No effect if CUDA is available; may be called twice. PlatformError for
+    another version of Megatron-core."""
     if torch.cuda.is_available() or getattr(torch.cuda.current_device, "megappo_cpu", False):
         return
     _patch_torch()
@@ -67,7 +65,7 @@ def install() -> None:
 
 
 def _patch_torch() -> None:
-    """Replace calls that raise without CUDA, so nothing that works changes its meaning."""
+    """Replace only calls that raise without CUDA, so nothing that works changes its meaning."""
 
     def current_device() -> torch.device:
         return torch.device("cpu")
@@ -150,7 +148,7 @@ def _patch_rng_tracker() -> None:
 
 
 def _patch_token_dispatcher() -> None:
-    """Skip the copy of the experts' split sizes to the host on a CUDA side stream: here they are on the host already."""
+    """Skip the copy of the experts' split sizes to the host on a CUDA side stream: they are on the host."""
     name = "megatron.core.transformer.moe.token_dispatcher"
     dispatcher = _resolve(importlib.import_module(name), name, "MoEAlltoAllTokenDispatcher")
     original = _resolve(dispatcher, name, "_maybe_dtoh_and_synchronize")
@@ -170,7 +168,7 @@ def _patch_token_dispatcher() -> None:
 
 
 def _patch_uneven_gather() -> None:
-    """Gather unequal numbers of tokens (experts cut over etp) by all-to-all: gloo's all_gather refuses them."""
+    """Gather unequal numbers of tokens (experts cut over etp) by all-to-all, as gloo's all_gather refuses them."""
     name = "megatron.core.tensor_parallel.mappings"
     mappings = importlib.import_module(name)
     original = _resolve(mappings, name, "_gather_along_first_dim")

@@ -1,4 +1,4 @@
-"""Device of this rank, and the torch.distributed world with the backend that goes with it."""
+"""Device of this rank, and the torch.distributed world with the matching backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megappo.runtime.messages import first_line
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Names of the configuration -> torch types."""
-# Read when the first group is made. After a timeout NCCL's watchdog ends the process (3, torch's default) and leaves the last
-# exchanges of every rank, for which it has to record them.
+# Read when the first group is made. After a timeout NCCL's watchdog ends the process (3, torch's default) and dumps the last
+# exchanges of every rank, which it must record for that.
 _NCCL_DEFAULTS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     "TORCH_NCCL_ENABLE_MONITORING": "1",
@@ -29,7 +29,7 @@ _NCCL_DEFAULTS = {
 
 
 def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Device of this rank. ValueError if CUDA is requested and absent, refused and visible, or lacks a GPU for this rank."""
+    """Return this rank's device. ValueError if CUDA is requested and absent, refused and visible, or lacks a GPU for this rank."""
     if requested == "cuda" and not torch.cuda.is_available():
         raise ValueError("run.device = cuda: torch sees no CUDA device; use run.device=cpu or install a CUDA build of torch")
     if not torch.cuda.is_available():
@@ -42,7 +42,7 @@ def select_device(requested: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def check_gpus(num_local_ranks: int) -> None:
-    """ValueError if this machine has GPUs, but fewer than ranks."""
+    """Raise ValueError if this machine has GPUs, but fewer than ranks."""
     if torch.cuda.is_available() and torch.cuda.device_count() < num_local_ranks:
         raise ValueError(
             f"run.num_ranks: {num_local_ranks} ranks on this machine need a GPU each, torch sees {torch.cuda.device_count()}; "
@@ -60,11 +60,8 @@ def start_alone(device: torch.device) -> None:
 
 
 def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsConfig()) -> None:
-    """Join the world that torchrun described in the environment, and prepare Megatron-core for the device.
-
-    A world that exists is left as it is. ValueError on rank 0 if another process has the world's port, and where the environment
-    describes no world.
-    """
+    """Join the world that torchrun described in the environment, unless one exists, and prepare Megatron-core for the device.
+    ValueError on rank 0 if another process has the world's port, and where the environment describes no world."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         for name, value in _NCCL_DEFAULTS.items():
@@ -72,7 +69,7 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
     else:
         cpu_patches.install()
     if not dist.is_initialized():
-        # Not init_process_group's own rendezvous: it has one limit for joining and for all later exchanges.
+        # Not init_process_group's own rendezvous, which has one limit for joining and for all later exchanges.
         limit = timedelta(seconds=timeouts.start_s)
         try:
             store, rank, world_size = next(dist.rendezvous("env://", timeout=limit))
@@ -101,14 +98,15 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
 
 
 def world_group() -> dist.ProcessGroup:
-    """The group of all ranks, after the world was joined."""
+    """Return the group of all ranks, after the world was joined."""
     world = dist.group.WORLD
     assert world is not None, "the world was not joined"
     return world
 
 
 def ranks_of_run(group: dist.ProcessGroup) -> list[int]:
-    """World ranks of a group as the run counts them, inside a part of the world too (`rollout/subworld.py`): for messages."""
+    """Return a group's world ranks as the run counts them, for messages, also inside a part of the world
+    (`rollout/subworld.py`)."""
     ranks = dist.get_process_group_ranks(group)
     outside = getattr(dist.distributed_c10d._world, "ranks_of_run", None)
     return ranks if outside is None else [outside[rank] for rank in ranks]
@@ -116,11 +114,8 @@ def ranks_of_run(group: dist.ProcessGroup) -> list[int]:
 
 @contextmanager
 def as_world(group: dist.ProcessGroup) -> Iterator[None]:
-    """Let `group` be the default group inside, for libraries that exchange over it and take none as an argument.
-
-    Megatron-core agrees on parameter groups and checks shards that way, over all ranks of the process. Inside, ranks are counted in
-    the group. Groups must not be made.
-    """
+    """Make `group` the default group inside, for libraries that take no group: Megatron-core agrees on parameter groups and checks
+    shards over the default one. Inside, ranks count in the group, and no groups may be made."""
     world = world_group()
     dist.distributed_c10d._update_default_pg(group)
     try:
@@ -130,10 +125,8 @@ def as_world(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def set_limit(group: dist.ProcessGroup, seconds: float, *, device_only: bool = False) -> None:
-    """Set the timeout of later exchanges of this group; `device_only` leaves those on the host unchanged.
-
-    gloo's point-to-point messages keep the timeout that the group was made with.
-    """
+    """Set the timeout of later exchanges of this group; `device_only` leaves those on the host unchanged. gloo's point-to-point
+    messages keep the timeout that the group was made with."""
     # torch's own (private) _set_pg_timeout does not distinguish the backends of a group.
     backends = {kind.type: group._get_backend(kind) for kind in group._device_types}
     for backend in backends.values():
@@ -142,5 +135,5 @@ def set_limit(group: dist.ProcessGroup, seconds: float, *, device_only: bool = F
 
 
 def limit_of(group: dist.ProcessGroup) -> float:
-    """Timeout of this group's exchanges in seconds, as `set_limit` has set it without `device_only`."""
+    """Return the timeout of this group's exchanges in seconds, as `set_limit` has set it without `device_only`."""
     return group._get_backend(group._device_types[0]).options._timeout.total_seconds()

@@ -1,12 +1,8 @@
-"""Process groups of one role, built from its layout and placement. Groups are values passed as arguments, never module globals.
+"""Process groups of one role, built from its layout and placement, and passed as arguments, never as module globals.
 
-Roles with different layouts may live on the same ranks, on others, or on some in common: each has its own ProcessGroups. Nothing
-but making them is collective over the world, so roles on different ranks never wait for each other. Megatron-core takes all groups
-explicitly (ProcessGroupCollection); the one global it still needs is the scratch buffer of its sequence-parallel layers.
-
-Timeouts (`run.timeouts`): inside a pass ranks are at most a pass apart, and the groups made here have a short limit, so that a
-hanging rank is noticed. Between passes ranks do work of different length (a long response, a reward, a disk). They `meet` before
-the next pass, on the host and with a long limit: an exchange on the device would charge its short limit for the late rank.
+Only making groups is collective over the world, so roles on different ranks never wait for each other. Timeouts (`run.timeouts`):
+inside a pass ranks are at most a pass apart, and a short limit shows a hanging rank. Between passes ranks do work of different
+length and `meet` on the host with a long limit: an exchange on the device would charge its short limit for the late rank.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ _NO_VALUE = -(1 << 62)  # below every digest and its negative
 
 
 class AgreedPass(NamedTuple):
-    """Size of a pass. micro_batches: of every replica. sequences: of all replicas together."""
+    """Size of a pass: micro-batches of every replica, and sequences of all replicas together."""
 
     micro_batches: int
     sequences: int
@@ -41,17 +37,14 @@ class AgreedPass(NamedTuple):
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """Groups of this rank in one layout.
-
-    placement: world ranks of the layout's positions. host: all ranks of the role, for exchanges on the host between passes, with
-    the limit `meeting_s`; the world itself if the role lives on all of it.
-    """
+    """Groups of this rank in one layout. placement: world ranks of the layout's positions."""
 
     layout: ParallelLayout
     placement: Placement
     coordinates: Coordinates
     collection: ProcessGroupCollection
     host: dist.ProcessGroup
+    """All ranks of the role, for exchanges on the host with the limit `meeting_s`; the world if the role is on all of it."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
 
     @property
@@ -61,28 +54,24 @@ class ProcessGroups:
         return self.layout.rank_of(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp)
 
     def world_rank(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Rank of the world at these coordinates."""
+        """Return the world rank at these coordinates."""
         return self.placement.rank_of(self.layout.rank_of(tp=tp, cp=cp, dp=dp, pp=pp))
 
     def meet(self, before: str) -> None:
         """Wait, on the host, until every rank of the role is here. Collective over these. before: the next work, for the message.
-
-        Errors as `meeting.meet`, after `meeting_s`.
-        """
+        Errors as `meeting.meet`, after `meeting_s`."""
         meeting.meet(Point(before), Limit("run.timeouts.meeting_s", self.timeouts.meeting_s), self.host)
 
     def agree(self, work: str, number: int, lengths: Tensor, micro_batches: int) -> AgreedPass:
         """Check that every rank of the role is about to run this pass, and agree on its size. Collective over these, on the host.
-
         work, number: name of the pass, and how many the role has made. lengths: [B] of this replica's sequences. micro_batches:
-        that they need. Errors as `meeting.meet`; ScheduleDiverged too if ranks of a replica have other sequences. Ranks are at most
-        a pass apart here, so the limit is that of exchanges inside a pass.
-        """
+        that they need. Errors as `meeting.meet`; ScheduleDiverged too if ranks of a replica have other sequences."""
+        # ranks are at most a pass apart here, so the limit is that of exchanges inside a pass
         seconds = limit_of(self.tp)
         key = "pass_s" if seconds == self.timeouts.pass_s else "start_s"
         dp, share = self.layout.dp, self.coordinates.dp
         digest = zlib.crc32(lengths.numpy().tobytes())
-        # Of every replica: digests of its ranks (equal if the largest and the negative of the smallest are), and its sequences.
+        # Per replica: its ranks' digests (equal if the largest and the negative of the smallest are), and its number of sequences.
         slots = [_NO_VALUE] * (3 * dp)
         slots[share::dp] = digest, -digest, lengths.numel()
         point, limit = Point(work, number, share, digest), Limit(f"run.timeouts.{key}", seconds)
@@ -135,7 +124,7 @@ class ProcessGroups:
 
 
 def meet(before: str, limit_s: float) -> None:
-    """As `ProcessGroups.meet`, for all ranks of the world."""
+    """Wait as `ProcessGroups.meet` does, for all ranks of the world. Collective over the world."""
     meeting.meet(Point(before), Limit("run.timeouts.meeting_s", limit_s), world_group())
 
 
@@ -157,10 +146,8 @@ def build_groups(layout: ParallelLayout, placement: Placement, timeouts: Timeout
 def build_groups(
     layout: ParallelLayout, placement: Placement | None = None, timeouts: TimeoutsConfig = TimeoutsConfig()
 ) -> ProcessGroups | None:
-    """Create every group of the layout; None on ranks that the placement leaves out. placement: None for all ranks.
-
-    Collective over the world: all ranks, those left out too, call it in the same order. Timeouts are `start_s` until `settle`.
-    """
+    """Create every group of the layout; None on ranks that the placement leaves out. placement: None for all ranks. Collective over
+    the world: all ranks, those left out too, call it in the same order. Timeouts are `start_s` until `settle`."""
     rank = dist.get_rank()
     placement = placement or Placement.whole(dist.get_world_size())
     assert len(placement) == layout.world_size, f"a layout of {layout.world_size} ranks on {len(placement)}"
@@ -201,7 +188,7 @@ def build_groups(
 
 
 def destroy_groups(groups: ProcessGroups) -> None:
-    """Free the groups of a layout whose models are gone. Collective over the role; for a process that tries many layouts."""
+    """Free the groups of a layout whose models are gone, in a process that tries many layouts. Collective over the role."""
     for group in groups._distinct():
         dist.destroy_process_group(group)
     if not groups.placement.is_whole:
@@ -209,7 +196,7 @@ def destroy_groups(groups: ProcessGroups) -> None:
 
 
 def _host_group(placement: Placement, timeouts: TimeoutsConfig) -> dist.ProcessGroup | None:
-    """Group of all ranks of a role for exchanges on the host, as patient as the world's; None on other ranks."""
+    """Make the group of all ranks of a role for exchanges on the host, with the world's limit; None on other ranks."""
     if placement.is_whole:
         return world_group()
     limit = timedelta(seconds=timeouts.meeting_s)
@@ -218,7 +205,7 @@ def _host_group(placement: Placement, timeouts: TimeoutsConfig) -> dist.ProcessG
 
 
 def _embedding_group(layout: ParallelLayout, placement: Placement, limit: timedelta) -> dist.ProcessGroup | None:
-    """Group of the first and last stage of a pipeline, which hold the copies of a tied embedding; None on other ranks."""
+    """Make the group of a pipeline's first and last stage, which hold the copies of a tied embedding; None on other ranks."""
     mine: dist.ProcessGroup | None = None
     for positions in layout.axis_groups("pp"):
         ends = placement.ranks_of(sorted({positions[0], positions[-1]}))

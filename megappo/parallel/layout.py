@@ -1,9 +1,6 @@
-"""Parallel layout as a value: sizes of the axes, coordinates of every rank of a role, layers of every stage.
-
-Pure arithmetic without torch.distributed: `megappo plan` and the bridge use it for worlds that do not exist here. The order of
-the axes is Megatron's default: tp fastest, then cp, dp and pp. Experts divide the ranks of a stage in another way: etp fastest,
-then ep and the remaining edp. `groups.py` builds groups from it.
-"""
+"""Parallel layout as a value: sizes of the axes, coordinates of every rank of a role, layers of every stage. Pure arithmetic, which
+`megappo plan` and the bridge also use for worlds that do not exist here. The axes are in Megatron's default order: tp fastest, then
+cp, dp and pp; for experts etp, ep and the remaining edp share the ranks of a stage."""
 
 from __future__ import annotations
 
@@ -30,23 +27,22 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """tp x cp x dp x pp positions, counted from 0. Raises ValueError if the sizes do not fit the world or each other.
-
-    world_size: ranks of the role, which `placement.py` maps to those of the world. A rank here is a position among them.
-    vpp: model chunks of every pipeline stage (interleaved schedule). ep: ranks over which the experts of a layer are distributed;
-    etp: ranks over which each of them is cut. layers_per_stage: layers of the pp * vpp virtual stages in the order of the
-    model, that is chunk 0 of every stage, then chunk 1; empty means an even split.
-    """
+    """tp x cp x dp x pp positions, counted from 0. ValueError if the sizes do not fit the world or each other."""
 
     world_size: int
+    """Ranks of the role. A rank here is a position among them; `placement.py` maps it to the world."""
     tp: int = 1
     pp: int = 1
     sequence_parallel: bool = False
     vpp: int = 1
+    """Model chunks of every pipeline stage (interleaved schedule)."""
     cp: int = 1
     ep: int = 1
+    """Ranks over which the experts of a layer are distributed."""
     etp: int = 1
+    """Ranks over which each expert is cut."""
     layers_per_stage: tuple[int, ...] = ()
+    """Layers of the pp * vpp virtual stages in model order: chunk 0 of every stage, then chunk 1; empty: an even split."""
 
     def __post_init__(self) -> None:
         model = self.tp * self.cp * self.pp
@@ -95,7 +91,8 @@ class ParallelLayout:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def axis_groups(self, *axes: str) -> list[list[int]]:
-        """Groups of ranks that differ only along these axes, in rank order. The axes must be of one grid, see `Coordinates`."""
+        """Return groups of ranks that differ only along these axes, in rank order. The axes must be of one grid, see
+        `Coordinates`."""
         grid = ("etp", "ep", "edp", "pp") if set(axes) & {"etp", "ep", "edp"} else ("tp", "cp", "dp", "pp")
         assert set(axes) <= set(grid), f"{axes} mix the two grids"
         groups: dict[tuple, list[int]] = {}
@@ -105,14 +102,14 @@ class ParallelLayout:
         return list(groups.values())
 
     def chunk_layers(self, num_layers: int, stage: int, chunk: int = 0) -> range:
-        """Global indices of the layers of one model chunk of a stage. ValueError if the layers do not split this way."""
+        """Return the global layer indices of one model chunk of a stage. ValueError if the layers do not split this way."""
         split = self._split(num_layers)
         position = chunk * self.pp + stage  # chunk 0 of every stage comes first
         start = sum(split[:position])
         return range(start, start + split[position])
 
     def stage_layers(self, num_layers: int, stage: int) -> Iterator[int]:
-        """Global indices of all layers of a stage, chunk by chunk."""
+        """Yield the global indices of all layers of a stage, chunk by chunk."""
         for chunk in range(self.vpp):
             yield from self.chunk_layers(num_layers, stage, chunk)
 
@@ -138,7 +135,7 @@ class ParallelLayout:
 
 
 def layout_of(parallel: ParallelConfig, world_size: int) -> ParallelLayout:
-    """The layout of a section `<role>.parallel` on the role's `world_size` ranks. ValueError if the sizes do not fit."""
+    """Return the layout of a section `<role>.parallel` on the role's `world_size` ranks. ValueError if the sizes do not fit."""
     return ParallelLayout(
         world_size,
         tp=parallel.tp,

@@ -1,8 +1,6 @@
-"""Meetings on the host: the ranks wait for each other and prove that they are at the same point of the schedule.
-
-Ranks that differ there (one micro-batch fewer, a skipped update) would abort inside a collective without a name, or wait in a
-pipeline for ever. A meeting is one all-reduce of a few integers; details are exchanged only if the ranks differ.
-"""
+"""Meetings on the host: the ranks wait for each other and prove that they are at the same point of the schedule. Ranks that differ
+(one micro-batch fewer, a skipped update) would abort in a collective that names nobody, or wait in a pipeline for ever. A meeting
+is one all-reduce of a few integers; details are exchanged only if the ranks differ."""
 
 from __future__ import annotations
 
@@ -20,11 +18,10 @@ from torch import Tensor
 from megappo.parallel.device import ranks_of_run
 from megappo.runtime.messages import name_ranks, ranks_by_value
 
-# Seconds after which a waiting rank leaves a mark for the message about those that are missing. Meetings are shorter as a rule
-# and leave none.
+# Seconds after which a waiting rank leaves a mark, so that messages can name the missing ranks. Most meetings are shorter.
 _MARK_S = 1.0
-# Numbers in the first exchange of a meeting: two digests, and values. Ranks at different points bring more or fewer values, and
-# gloo aborts at messages of different sizes; so many are enough for a pass on four replicas, which then needs no second exchange.
+# Numbers in the first exchange of a meeting: two digests, then values. The size is fixed, as gloo aborts at messages of different
+# sizes; it is enough for a pass on four replicas without a second exchange.
 _FIRST_SIZE = 16
 
 
@@ -38,19 +35,18 @@ class ScheduleDiverged(RuntimeError):
 
 @dataclass(frozen=True)
 class Point:
-    """Point of the schedule before some work. work: named in messages. The rest is of a pass.
-
-    number: passes of the role so far. share: of the batch, that this rank's replica has. lengths: digest of that share's sequence
-    lengths, the same on the ranks of a replica only.
-    """
+    """Point of the schedule before some work, named in messages. Only passes have the other fields."""
 
     work: str
     number: int | None = None
+    """Passes of the role so far."""
     share: int | None = None
+    """Share of the batch that this rank's replica has."""
     lengths: int | None = None
+    """Digest of the share's sequence lengths, equal on the ranks of a replica only."""
 
     def digest(self) -> int:
-        """The same on all ranks that are at the same point, whatever their shares."""
+        """Hash work and number: equal on all ranks at the same point, whatever their shares."""
         # 7 bytes: its negative is an int64 too.
         return int.from_bytes(hashlib.blake2b(repr((self.work, self.number)).encode(), digest_size=7).digest(), "big")
 
@@ -69,11 +65,9 @@ class Limit:
 
 
 def meet(point: Point, limit: Limit, group: dist.ProcessGroup, values: Sequence[int] = ()) -> list[int]:
-    """Wait until every rank of `group` is at this point; returns the largest of all ranks' `values`, one by one.
-
-    Collective over the group, on the host. Messages name ranks of the world. ScheduleDiverged on every rank if one is at another
-    point. RankIsLate after the limit; it names the ranks that are missing.
-    """
+    """Wait until every rank of `group` is at this point; return the elementwise maximum of all ranks' `values`. Collective over the
+    group, on the host. Messages name world ranks. ScheduleDiverged on every rank if one is at another point. RankIsLate after the
+    limit; it names the missing ranks."""
     digest = point.digest()
     first = torch.zeros(_FIRST_SIZE, dtype=torch.int64)
     first[:2] = torch.tensor([digest, -digest])  # maxima of both are equal in size if all digests are
@@ -101,7 +95,7 @@ def _combine(largest: Tensor, point: Point, limit: Limit, group: dist.ProcessGro
     options: Any = dist.AllreduceOptions()  # torch's stub has another type for the operation
     options.reduceOp = dist.ReduceOp.MAX
     options.timeout = timedelta(seconds=limit.seconds)
-    # The method, whose limit is its own: the group's is that of exchanges on the host.
+    # The method takes a limit of its own; dist.all_reduce would use the group's.
     work = group.allreduce([largest], options)
     grace_s = min(_MARK_S, limit.seconds / 2)
     if _is_over(work, grace_s):
@@ -131,7 +125,7 @@ def _is_over(work: dist.Work, seconds: float) -> bool:
 
 
 def _missing(marks: dist.Store, ranks: Sequence[int]) -> str:
-    """Those of the ranks without a mark, in words."""
+    """Name the ranks without a mark."""
     try:
         missing = [rank for rank in ranks if not marks.check([str(rank)])]
     except RuntimeError:  # the store is gone with the process that held it
@@ -140,7 +134,7 @@ def _missing(marks: dist.Store, ranks: Sequence[int]) -> str:
 
 
 def _by_rank(points: Mapping[int, Point]) -> str:
-    """The ranks that differ, in words: by their passes, or by lengths in the replicas whose ranks have different ones."""
+    """Name the ranks that differ: by their passes, or by lengths in the replicas whose ranks have different ones."""
     passes = {rank: replace(point, share=None, lengths=None) for rank, point in points.items()}
     if len(set(passes.values())) > 1:  # lengths differ from replica to replica as a rule, and would part those that are at one pass
         groups = ranks_by_value(passes)

@@ -1,4 +1,4 @@
-"""Page-locked host memory that does not come from torch's own allocator, which rounds sizes up to powers of two."""
+"""Page-locked host memory outside torch's own allocator, which rounds sizes up to powers of two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def pin(owner: object, memory: Tensor) -> None:
-    """Lock the pages of `memory` [n] uint8 until `owner` is collected: a GPU copies at full speed then, and beside other work."""
+    """Lock the pages of `memory` [n] uint8 until `owner` is collected: a GPU then copies at full speed, and beside other work."""
     runtime: Any = torch.cuda.cudart()  # a module, None to the type checker
     address = memory.data_ptr()
     torch.cuda.check_error(runtime.cudaHostRegister(address, memory.nbytes, 0))

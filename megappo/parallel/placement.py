@@ -1,8 +1,5 @@
-"""Placement as a value: the ranks of the world on which a role lives, and their positions in its layout.
-
-A `ParallelLayout` counts positions from 0; position p of a role is the p-th of its ranks. Pure arithmetic without
-torch.distributed, for worlds that do not exist here too.
-"""
+"""Placement as a value: the world ranks on which a role lives; position p of its `ParallelLayout` is the p-th of them. Pure
+arithmetic, also for worlds that do not exist here."""
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ from megappo.config.rank_ranges import ALL, ranges_text, ranks_of
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks of a role, increasing, in a world of `world_size` ranks. ValueError if there are none, or others than these."""
+    """Ranks of a role, increasing, in a world of `world_size` ranks. ValueError if there are none, or if they are not increasing or
+    outside the world."""
 
     ranks: tuple[int, ...]
     world_size: int
@@ -28,7 +26,7 @@ class Placement:
 
     @classmethod
     def whole(cls, world_size: int) -> Placement:
-        """All ranks of the world."""
+        """Return a placement on all ranks of the world."""
         return cls(tuple(range(world_size)), world_size)
 
     @property
@@ -42,15 +40,15 @@ class Placement:
         return rank in self._positions
 
     def rank_of(self, position: int) -> int:
-        """World rank of a position of the layout."""
+        """Return the world rank of a position of the layout."""
         return self.ranks[position]
 
     def position_of(self, rank: int) -> int:
-        """Position of a world rank that the role lives on; KeyError for another one."""
+        """Return the position of a world rank that the role lives on; KeyError for another rank."""
         return self._positions[rank]
 
     def ranks_of(self, positions: Iterable[int]) -> list[int]:
-        """World ranks of positions, in their order."""
+        """Return the world ranks of positions, in their order."""
         return [self.ranks[position] for position in positions]
 
     def overlaps(self, other: Placement) -> bool:
@@ -58,7 +56,7 @@ class Placement:
         return not self._positions.keys().isdisjoint(other._positions)
 
     def __str__(self) -> str:
-        """As a user writes it."""
+        """Write the ranks as a user does."""
         return ALL if self.is_whole else ranges_text(self.ranks)
 
     @cached_property
@@ -67,12 +65,12 @@ class Placement:
 
 
 def placement_of(ranks: str, world_size: int) -> Placement:
-    """Placement of a key `ranks`. ValueError, without the key, as `config.rank_ranges.ranks_of`."""
+    """Return the placement of a key `ranks`. ValueError, without the key, as `config.rank_ranges.ranks_of`."""
     return Placement(ranks_of(ranks, world_size), world_size)
 
 
 def ranks_by_roles(placements: Mapping[str, Placement]) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """Those that live on a rank, roles and `rollout` -> all ranks with just these, increasing. The first ranks come first."""
+    """Group ranks by the roles (and `rollout`) that live on them: names -> ranks, increasing; groups by their first rank."""
     if all(one.is_whole for one in placements.values()):
         return {tuple(placements): next(iter(placements.values())).ranks}
     hosts: dict[int, list[str]] = {}

@@ -1,7 +1,5 @@
-"""Division of a batch over the ranks of a role: one share for each model replica, and the ranks that hold it.
-
-Pure values over world ranks, equal everywhere, also on ranks that the role does not live on: they send to it and receive from it.
-"""
+"""Division of a batch over the ranks of a role: one share per model replica, and the ranks that hold it. Pure values over world
+ranks, equal everywhere, as ranks without the role send to it and receive from it."""
 
 from __future__ import annotations
 
@@ -19,35 +17,34 @@ from megappo.runtime.messages import name_ranks
 
 @dataclass(frozen=True)
 class Shares:
-    """World ranks of every share of a batch.
-
-    members: all ranks of the replica. holders: those of them that hold tokens and fields, the first of which hands back results per
-    token. readers: further ones that hold tokens alone. The other members hold lengths only. stage: of the holders in the
-    role's pipeline.
-    """
+    """World ranks of every share of a batch."""
 
     members: tuple[tuple[int, ...], ...]
+    """All ranks of the replica; those that neither hold nor read hold lengths only."""
     holders: tuple[tuple[int, ...], ...]
+    """Members that hold tokens and fields; the first of them returns the results per token."""
     readers: tuple[tuple[int, ...], ...]
+    """Further members that hold tokens alone."""
     stage: int = 0
+    """Stage of the holders in the role's pipeline."""
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[int]) -> Shares:
-        """A share for each rank, held by it alone."""
+        """Make a share for each rank, held by it alone."""
         alone = tuple((rank,) for rank in ranks)
         return cls(alone, alone, ((),) * len(alone))
 
     @classmethod
     def of_all(cls, ranks: Sequence[int]) -> Shares:
-        """One share, held by all of these ranks."""
+        """Make one share, held by all of these ranks."""
         return cls((tuple(ranks),), (tuple(ranks),), ((),))
 
     @staticmethod
     def of_world(size: int) -> Shares:
-        """`of_ranks` of all ranks of a world."""
+        """Return `of_ranks` of all ranks of a world."""
         return _of_world(size)
 
-    # Of a world of thousands all members take longer than an exchange; the ends tell divisions apart.
+    # In a world of thousands of ranks, hashing all members takes longer than an exchange; the ends tell divisions apart.
     def __hash__(self) -> int:
         return hash((self.count, self.members[0], self.members[-1], self.stage))
 
@@ -57,7 +54,7 @@ class Shares:
 
     @cached_property  # asked for each rank of a world of thousands
     def reporters(self) -> tuple[int, ...]:
-        """World rank of each share that hands back its results."""
+        """World rank of each share that returns its results."""
         return tuple(ranks[0] for ranks in self.holders)
 
     @cached_property
@@ -71,11 +68,11 @@ class Shares:
         return torch.from_numpy(numpy.array([(*holders, *readers) for holders, readers in zip(self.holders, self.readers)]))
 
     def index_of(self, rank: int) -> int | None:
-        """Share of a world rank; None if it has none."""
+        """Return the share of a world rank; None if it has none."""
         return self._index.get(rank)
 
     def describe(self, share: int) -> str:
-        """Ranks that compute the results of a share, in words."""
+        """Name the ranks that compute the results of a share."""
         return f"{name_ranks(self.holders[share])} (stage {self.stage})"
 
     @cached_property
@@ -89,10 +86,8 @@ def _of_world(size: int) -> Shares:
 
 
 def shares_of(layout: ParallelLayout, ranks: Sequence[int] | None = None) -> Shares:
-    """Shares of a role. ranks: world rank of every position of the layout; None for a layout of the whole world.
-
-    The last stage of a pipeline holds tokens and fields, the first one tokens.
-    """
+    """Return the shares of a role: the last pipeline stage holds tokens and fields, the first reads tokens. ranks: world rank of
+    every position of the layout; None for a layout of the whole world."""
     at = range(layout.world_size) if ranks is None else ranks
     if layout.dp == layout.world_size and list(at) == list(range(layout.dp)):
         return Shares.of_world(layout.dp)  # the same object: no exchange compares thousands of ranks

@@ -1,7 +1,5 @@
-"""Sums and maxima over the ranks of the world, of figures that each rank has of its own samples.
-
-A process without a world has the totals already: library users and tests need no process group.
-"""
+"""Sums and maxima over the world's ranks of figures of each rank's own samples. Without a world, as in tests and library use, the
+values are returned as they are."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Ring of gloo: 2 (ranks - 1) steps, each of which waits for the one before, 2 ms of processor time on 8 ranks of 2 cores. All to
-# all: half the messages and no step that waits, 0.25 ms.
+# gloo's ring takes 2 (ranks - 1) dependent steps, 2 ms of processor time for 8 ranks on 2 cores. All-to-all sends half the messages
+# in one step: 0.25 ms.
 MOST_BYTES_TO_ALL = 1 << 20
 
 
 def place_in_world() -> tuple[int, int]:
-    """(rank, world size); (0, 1) without a world."""
+    """Return (rank, world size); (0, 1) without a world."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
@@ -28,12 +26,12 @@ def total(values: Tensor) -> Tensor:
 
 
 def largest(values: Tensor) -> Tensor:
-    """Maximum over ranks, element by element. Collective as `total`."""
+    """Take the maximum over ranks, element by element. Collective as `total`."""
     return _reduced(values, dist.ReduceOp.MAX)
 
 
 def total_and_largest(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """`total` of the first and `largest` of the second, fp64 vectors, in one exchange if they are small."""
+    """Return `total` of the first and `largest` of the second, fp64 vectors, in one exchange if they are small. Collective."""
     together = torch.cat([sums, maxima])
     if place_in_world()[1] == 1 or not _goes_to_all(together.nbytes, together.device):
         return total(sums), largest(maxima)
@@ -42,10 +40,8 @@ def total_and_largest(sums: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_ranks(rows: Tensor, expected: int = 0) -> Tensor:
-    """[sum of M, K] int32 rows of all ranks, rank by rank, from the [M, K] of each; M may differ. Collective over the world.
-
-    expected: the same on every rank. If no rank has more rows, and those are few, one exchange tells their numbers and brings them.
-    """
+    """Concatenate the [M, K] int32 rows of all ranks to [sum of M, K], rank by rank; M may differ. Collective over the world.
+    expected: the same on every rank. If no rank has more rows, and these are few, one exchange carries counts and rows."""
     world_size, width = place_in_world()[1], rows.shape[1]
     if world_size == 1:
         return rows
@@ -75,12 +71,12 @@ def _reduced(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 
 
 def _goes_to_all(num_bytes: int, device: torch.device) -> bool:
-    """True if it costs less to send so many bytes to every rank than to take more steps: those of a ring, or a second exchange."""
+    """True if sending so many bytes to every rank costs less than further steps: those of a ring, or a second exchange."""
     return device.type == "cpu" and num_bytes * place_in_world()[1] <= MOST_BYTES_TO_ALL
 
 
 def _of_ranks(values: Tensor) -> Tensor:
-    """[world, n] vectors of all ranks from the [n] of each, in one exchange without a step that waits for another."""
+    """Gather [world, n] from the [n] of each rank, in one exchange without dependent steps."""
     world_size = place_in_world()[1]
     received = values.new_empty(world_size, len(values))
     dist.all_to_all_single(received.view(-1), values.repeat(world_size))
@@ -88,7 +84,8 @@ def _of_ranks(values: Tensor) -> Tensor:
 
 
 def _pairwise(rows: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-    """[n] sum or maximum of rows [R, n] by halving: element by element, so the same bits on every rank whatever its processor."""
+    """Combine rows [R, n] to [n] by halving."""
+    # elementwise, so every rank gets the same bits whatever its processor
     combine = torch.add if operation == dist.ReduceOp.SUM else torch.maximum
     while len(rows) > 1:
         half = len(rows) // 2
@@ -98,17 +95,17 @@ def _pairwise(rows: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 
 
 def totals(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`total` of several fp64 vectors in one exchange. The same names and sizes on every rank."""
+    """Return `total` of several fp64 vectors in one exchange. Same names and sizes on every rank. Collective."""
     return _named(total(_flat(named)), named)
 
 
 def maxima(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`largest` of several fp64 vectors in one exchange. The same names and sizes on every rank."""
+    """Return `largest` of several fp64 vectors in one exchange. Same names and sizes on every rank. Collective."""
     return _named(largest(_flat(named)), named)
 
 
 def totals_and_maxima(sums: Mapping[str, Tensor], largest_of: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """`totals` of the first and `maxima` of the second, in one exchange."""
+    """Return `totals` of the first and `maxima` of the second, in one exchange. Collective."""
     summed, most = total_and_largest(_flat(sums), _flat(largest_of))
     return _named(summed, sums), _named(most, largest_of)
 
@@ -123,10 +120,8 @@ def _named(flat: Tensor, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def names_of_ranks(names: Sequence[str]) -> list[str]:
-    """Names of all ranks: the own ones if all have the same, else all of them, sorted.
-
-    Collective over the world: strings are exchanged only if the ranks differ.
-    """
+    """Return this rank's names if all ranks have the same, else all ranks' names, sorted. Collective over the world; strings are
+    exchanged only if the ranks differ."""
     own = list(names)
     digest = int.from_bytes(hashlib.blake2b(repr(own).encode(), digest_size=7).digest(), "big")
     extremes = largest(torch.tensor([digest, -digest]))
@@ -138,7 +133,7 @@ def names_of_ranks(names: Sequence[str]) -> list[str]:
 
 
 def first_of_ranks(text: str | None) -> str:
-    """Text of the first rank that has one; one does. Collective over the world, for messages of failures."""
+    """Return the text of the first rank that has one; at least one must. Collective over the world, for messages of failures."""
     said: list[str | None] = [text]
     if place_in_world()[1] > 1:
         said = [None] * dist.get_world_size()

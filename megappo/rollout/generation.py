@@ -1,8 +1,6 @@
-"""Generation of one batch: the replicas of an engine share its requests, and each rank gets the responses that it answers for.
-
-Each replica starts with its own share. Requests that do not fit wait, the longest predicted first; replicas take them through one
-counter in the world's store, so a slow replica takes fewer. Seeds belong to samples: responses do not depend on their replica.
-"""
+"""Generation of one batch: the replicas of an engine share its requests, and each rank gets the responses that it answers for. Each
+replica starts with its own share. Requests that do not fit wait, the longest predicted first; replicas take them through one
+counter in the world's store, so a slow replica takes fewer. Seeds belong to samples: responses do not depend on their replica."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class LeaseRecord:
         return known if known is not None else self.silent_s() < GONE_S
 
     def outlives_watch(self) -> bool:
-        """Decide for certain: watch the beat of another host until it changes, or for a minute. Prints a line if that takes
-        time."""
+        """Tell for certain if the holder lives: watch the beat of another host until it changes, or for a minute. Prints a line if
+        that takes time."""
         known = self._known_to_live()
         if known is not None:
             return known

@@ -165,7 +165,7 @@ class Sections:
             return Where(name, self._step, self._clock.now() - self._since, self.limit_s(name))
 
     def limit_s(self, name: str) -> float:
-        """Return `meeting_s` until a section has occurred WARM_UP times, then at least `section_s` and SLOWER times its 99th
+        """Return `meeting_s` until a section has occurred WARM_UP times, then the larger of `section_s` and SLOWER times its 99th
         percentile."""
         times = sorted(self._seen.get(name, ()))
         if name in _UNLEARNED or len(times) < WARM_UP:
