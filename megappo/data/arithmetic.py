@@ -1,8 +1,5 @@
 """The quickstart's task: short sums a small model can learn, and the character tokenizer they are written in.
-
-Problems are drawn without replacement from all pairs of operands, and a held-out problem never appears in the training data, not
-even with its operands exchanged. Training on the files is left to `megappo sft` and `megappo train`.
-"""
+Training on the files is left to `megappo sft` and `megappo train`."""
 
 from __future__ import annotations
 
@@ -23,19 +20,20 @@ _COMMUTATIVE = "+*"
 
 @dataclass(frozen=True)
 class ArithmeticTask:
-    """Problems `a∘b=` with lowest <= a, b <= highest and ∘ one of `operations` (characters of "+-*"). Answers may be negative.
-
-    highest_second: largest b; None means `highest`. padded: operands get leading zeros to equal widths. last_digit_first: answers
-    are written from the last digit on, as one adds on paper. With both, a small model learns carries in a few hundred steps
-    instead of a few thousand.
-    """
+    """Problems `a∘b=` with lowest <= a, b <= highest and ∘ one of `operations`. Raises ValueError for an empty range, or other
+    operations.
+    With `padded` and `last_digit_first` a small model learns carries in a few hundred steps instead of a few thousand."""
 
     lowest: int = 0
     highest: int = 99
     operations: str = "+"
+    """Characters of "+-*"."""
     highest_second: int | None = None
+    """Largest b; None means `highest`."""
     padded: bool = False
+    """Operands get leading zeros to equal widths."""
     last_digit_first: bool = False
+    """Answers are written from the last digit on, as one adds on paper."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.lowest <= self.highest:
@@ -45,7 +43,8 @@ class ArithmeticTask:
             raise ValueError(f"operations {self.operations!r}: choose from {''.join(_OPERATIONS)}")
 
     def problems(self) -> list[list[dict[str, str]]]:
-        """Every problem once as {prompt, answer}; problems that differ only in the order of commuting operands form one group."""
+        """List every problem once as {prompt, answer}; the two orders of commuting operands form one group. Answers may be
+        negative."""
         groups = []
         last = self.highest if self.highest_second is None else self.highest_second
         for symbol in dict.fromkeys(self.operations):
@@ -58,7 +57,7 @@ class ArithmeticTask:
         return groups
 
     def without_carries(self, problem: dict[str, str]) -> dict[str, str]:
-        """The same sum without carrying: 47+38 gives 75. Sums that need no carry stay right."""
+        """Answer the same sum without carrying: 47+38 gives 75. Sums that need no carry stay right."""
         first, second = (operand[::-1] for operand in problem["prompt"].removesuffix("=").split("+"))
         digits = "".join(str((int(x) + int(y)) % 10) for x, y in zip_longest(first, second, fillvalue="0"))
         answer = str(int(digits[::-1]))
@@ -76,11 +75,14 @@ class ArithmeticTask:
 
 @dataclass(frozen=True)
 class ArithmeticFiles:
-    """train: prompts of PPO. eval: held out from both others. sft: demonstrations, drawn from the training problems."""
+    """Files of `write_arithmetic`."""
 
     train: Path
+    """Prompts of PPO."""
     eval: Path
+    """Problems that are in neither of the other files."""
     sft: Path
+    """Demonstrations, drawn from the training problems."""
 
 
 def write_arithmetic(
@@ -93,11 +95,8 @@ def write_arithmetic(
     forgotten_carries: float = 0.0,
 ) -> ArithmeticFiles:
     """Write train.jsonl, eval.jsonl and sft.jsonl, one {"prompt": "12+34=", "answer": "46"} per line. Same seed, same bytes.
-
-    Demonstrations are a part of the training problems (num_sft <= num_train). forgotten_carries: the share of them that adds every
-    pair of digits without carrying, so that imitation learns a mistake that only a reward can correct; additions only. ValueError
-    if the task has too few problems.
-    """
+    num_sft <= num_train. forgotten_carries: share of demonstrations (additions only) without carrying, so that imitation learns
+    a mistake that only a reward can correct. Raises ValueError for too few problems, or arguments that break these rules."""
     rng = random.Random(f"arithmetic {seed}")  # a text, so that other generators of the same seed draw other numbers
     groups = task.problems()
     # Held out by group: a+b in training would give away b+a.
@@ -128,10 +127,7 @@ def write_arithmetic(
 
 def train_tokenizer(directory: str | Path, alphabet: str = ALPHABET) -> Path:
     """Train a character-level SentencePiece model of this alphabet and write it as `tokenizer.model`; returns its path.
-
-    Ids: pad 0, bos 1, eos 2, unk 3, then the characters. Text is not normalised. ValueError for an alphabet with spaces or
-    repeated characters.
-    """
+    Ids: pad 0, bos 1, eos 2, unk 3, then the characters. Text is not normalised. ValueError for spaces or repeated characters."""
     from sentencepiece import SentencePieceTrainer
 
     # SentencePiece gives white space a piece of its own.
@@ -161,8 +157,7 @@ def train_tokenizer(directory: str | Path, alphabet: str = ALPHABET) -> Path:
 
 
 def _alphabet_sentences(alphabet: str) -> Sequence[str]:
-    """Training texts of the tokenizer, with earlier characters more frequent."""
-    # SentencePiece sorts pieces by frequency, so ids follow the alphabet.
+    # SentencePiece sorts pieces by frequency: earlier characters are more frequent, so ids follow the alphabet.
     return [alphabet[: i + 1] for i in range(len(alphabet))]
 
 

@@ -1,8 +1,5 @@
-"""Cache of prepared data: folders, each under the hash of all that decides its content.
-
-One process makes a folder and the others of its file system wait for it; it appears under its name when it is complete.
-Nothing here knows what the data mean.
-"""
+"""Cache of prepared data: folders, each named by the hash of all that decides its content.
+One process makes a folder and the others of its file system wait for it; it appears under its name when it is complete."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ VARIABLE = "MEGAPPO_CACHE"
 
 
 def cache_dir() -> Path:
-    """MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo; it need not exist. ValueError if the user has no home."""
+    """MEGAPPO_CACHE, else XDG_CACHE_HOME/megappo, else ~/.cache/megappo; it need not exist. Raises ValueError without a home."""
     if folder := os.environ.get(VARIABLE):
         return Path(folder)
     try:
@@ -43,13 +40,12 @@ Key = Mapping[str, Any]
 
 
 class Cache:
-    """Entries below a folder. notes: lines for the plan, on what could not be kept.
-
-    If the folder cannot be written, what it has is read, and everything else is made in a temporary folder of this process.
-    """
+    """Entries below a folder.
+    If the folder is not writable, its entries are read and new ones are made in a temporary folder of this process."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or cache_dir()).absolute() / "data"
+        # Lines for the plan, on what could not be kept.
         self.notes: list[str] = []
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._refused = ""
@@ -66,10 +62,8 @@ class Cache:
         return not self._refused
 
     def folder(self, key: Key, build: Callable[[Path], object]) -> Path:
-        """The folder of this key; `build` fills an empty one if there is none.
-
-        ValueError, one line, if the disk is full. Errors of `build` leave nothing behind.
-        """
+        """Return the folder of this key; `build` fills an empty one if there is none.
+        Raises ValueError, one line, if the disk is full. Errors of `build` leave nothing behind."""
         entry = self.root / digest(key)
         if entry.is_dir():
             _touch(entry)
@@ -83,7 +77,7 @@ class Cache:
         return entry
 
     def value(self, key: Key, make: Callable[[], Any]) -> Any:
-        """The JSON value of this key; `make` gives it if it is not kept. Errors of `make` are not kept."""
+        """Return the JSON value of this key, made by `make` if it is not kept. Errors of `make` are not kept."""
         name = "value.json"
         folder = self.folder(key, lambda folder: (folder / name).write_text(json.dumps(make()), encoding="utf-8"))
         return json.loads((folder / name).read_text(encoding="utf-8"))
@@ -105,7 +99,7 @@ class Cache:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _own(self, name: str, build: Callable[[Path], object]) -> Path:
-        """The folder of an entry that this process makes for itself."""
+        # The folder cannot be written: this process makes the entry for itself.
         note = f"{self.root} cannot be written ({self._refused}), so every start of every rank prepares the data; set {VARIABLE}"
         if self._temporary is None:
             self.notes.append(note)
@@ -118,11 +112,12 @@ class Cache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Hold the lock of an entry; it ends with the process. On a file system without locks all make it, one is kept."""
+        """Hold the lock of an entry; it ends with the process."""
         with (self.root / f"{name}.lock").open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:
+                # Without locks several processes may make the entry; one is kept.
                 if error.errno not in _NO_LOCKS:
                     raise
             yield
@@ -143,12 +138,12 @@ def digest(key: Key) -> str:
 
 
 def content_of(files: Sequence[Path]) -> str:
-    """Hash of the contents of these files, which are read at every call (BLAKE3 on all cores: seconds for tens of gigabytes)."""
+    """Hash of the contents of these files, read at every call (BLAKE3 on all cores: seconds for tens of gigabytes)."""
     return digest({"files": [blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest() for file in files]})
 
 
 def signature(files: Sequence[Path]) -> list[list[int]]:
-    """[size, time of change of the content, of the inode (ns), inode] of each file: equal while nobody writes to it."""
+    """State of each file: [size, mtime (ns), ctime (ns), inode]. Equal while nobody writes to it."""
     return [[stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for stat in (file.stat() for file in files)]
 
 

@@ -1,7 +1,4 @@
-"""Token ids by which a conversation goes on behind a turn of the policy: what an environment says, up to the next turn.
-
-Turns are never encoded again: a sampled response need not be the ids that its text has.
-"""
+"""Token ids that continue a conversation after a turn of the policy: what an environment says, up to the next turn."""
 
 from __future__ import annotations
 
@@ -12,10 +9,9 @@ _ANSWER: Message = {"role": "assistant", "content": "."}
 
 
 class Conversation:
-    """Format of messages behind a turn: those of the chat template, or the bare text.
-
-    ValueError, one line, for a template that does not end an answer by an id that ends a response.
-    """
+    """Format of the messages after a turn: the chat template's, or the bare text.
+    Turns are never encoded again: a sampled response need not be the ids that its text has. Raises ValueError, one line, for a
+    template that does not end an answer by an id that ends a response."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: bool) -> None:
         self._tokenizer, self._chat = tokenizer, chat_template
@@ -25,10 +21,8 @@ class Conversation:
 
     def follow(self, message: Message, *, ended: bool) -> list[int]:
         """Ids of a message that follows a turn, and of the start of the next one.
-
-        ended: the turn's last token ends a response; if not, as after a stop string, the template's end of an answer comes first.
-        ValueError, one line, for a message that the template refuses.
-        """
+        ended: the turn's last token ends a response; if not, as after a stop string, the template's end of an answer comes
+        first. Raises ValueError, one line, for a message that the template refuses."""
         if not self._chat:
             return self._tokenizer.encode(message["content"])
         ids = self._tokenizer.chat([_QUESTION, _ANSWER, message])
@@ -43,15 +37,14 @@ class Conversation:
         return [*turn, ids[self._end_of_answer(ids)]]
 
     def cut(self, text: str, max_tokens: int | None) -> str:
-        """The text, cut after so many tokens."""
+        """Cut the text after so many tokens; None cuts nothing."""
         ids = [] if max_tokens is None else self._tokenizer.encode(text)
         if max_tokens is None or len(ids) <= max_tokens:
             return text
         return self._tokenizer.decode(ids[:max_tokens]).rstrip("\ufffd")  # the cut may lie in a character
 
     def _end_of_answer(self, ids: list[int]) -> int:
-        """Place of the id that ends the answer."""
-        # A template may begin an answer otherwise than it shows an earlier one, as by an open thought.
+        # A template may begin a new answer in another way than it shows an earlier one, for example with an open thought.
         same = next((i for i, (a, b) in enumerate(zip(self._begin, ids)) if a != b), len(self._begin))
         end = next((i for i in range(same, len(ids)) if ids[i] in self._tokenizer.eos_ids), None)
         if end is None:

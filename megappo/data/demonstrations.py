@@ -1,8 +1,5 @@
 """Demonstrations for supervised fine-tuning: prompt and response -> token ids, with a mask of the tokens to learn.
-
-A demonstration has the tokens of a rollout with the same response: the prompt as `prompts.py` builds it, the response encoded on
-its own, the end-of-sequence id.
-"""
+They have the tokens of a rollout: the prompt as `prompts.py` builds it, the response encoded on its own, the end-of-sequence id."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from megappo.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Demonstration:
-    """tokens: prompt, response, eos. The loss covers all but the first `prompt_length`."""
+    """Token ids of prompt, response and eos. The loss covers all but the first `prompt_length`."""
 
     id: str
     tokens: tuple[int, ...]
@@ -32,7 +29,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class DemonstrationRules:
-    """Keys of `data` that make demonstrations of records."""
+    """Keys of `data` that turn records into demonstrations."""
 
     prompt_key: str
     response_key: str
@@ -42,7 +39,7 @@ class DemonstrationRules:
 
 @dataclass(frozen=True)
 class DemonstrationSet:
-    """Demonstrations of at most max_tokens tokens, in the order of the records; made when they are asked for."""
+    """Demonstrations of at most max_tokens tokens, in the order of the records; made on access."""
 
     rows: Rows
     source: str
@@ -68,18 +65,16 @@ class DemonstrationSet:
 
 
 def demonstrations_of(source: Source, tokenizer: Tokenizer, rules: DemonstrationRules, cache: Cache) -> DemonstrationSet:
-    """Demonstrations of a source by these rules; tokenised if the cache has them not. Records longer than max_tokens are left out
-    and counted, never cut.
-
-    ValueError, one line: a key that a record lacks (its keys are listed), a value of the wrong type, or nothing left.
-    """
+    """Tokenise the demonstrations of a source by these rules, or take them from the cache. Longer ones than max_tokens are left
+    out.
+    Raises ValueError, one line: a key that a record lacks (its keys are listed), a value of the wrong type, or nothing left."""
     recipe = Recipe(partial(_encode, tokenizer, rules), "int32", partial(_checked, source, rules))
     rows, _ = rows_of(source, tokenizer, {"demonstrations": asdict(rules)}, cache, recipe)
     return DemonstrationSet(rows, source.spec, rows.facts["num_records"], rules.max_tokens)
 
 
 def _encode(tokenizer: Tokenizer, rules: DemonstrationRules, record: Record, name: str) -> Iterator[tuple[list[int], int]]:
-    """(token ids, those of the prompt) of a record; nothing if they are too many."""
+    """Yield (token ids, number of prompt ids) of a record; nothing if it is too long."""
     question = question_field(record, rules.prompt_key, "data.prompt_key", name)
     response = record_field(record, rules.response_key, "data.response_key", name)
     if not isinstance(response, str):

@@ -1,4 +1,4 @@
-"""The resumable order in which a run visits its prompts: shuffled, by weights, by pass rates. Every rank has the same loader."""
+"""Resumable order in which a run visits its prompts: shuffled, by weights, by pass rates. Every rank has the same loader."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ _COUNTS = "<i4"  # of pass rates in a checkpoint
 
 class PassRates:
     """Responses and passes of N prompts so far. A response passes if its score is at least pass_score.
-
-    A prompt of pass rate p is visited with chance max(min_chance, 4 p (1 - p)), one that was never seen always. min_chance: in
-    (0, 1], so that a visit comes after 1 / min_chance prompts in the mean. skipped: prompts passed over so far.
-    """
+    A prompt of pass rate p is visited with chance max(min_chance, 4 p (1 - p)), a prompt without responses always. min_chance:
+    in (0, 1], so at least one in 1 / min_chance prompts is visited on average."""
 
     def __init__(self, num_prompts: int, pass_score: float, min_chance: float, seed: int) -> None:
         self.pass_score, self.min_chance, self._seed = pass_score, min_chance, seed
         self.responses = numpy.zeros(num_prompts, numpy.int32)
         self.passes = numpy.zeros(num_prompts, numpy.int32)
-        self.skipped = 0
+        self.skipped = 0  # prompts passed over so far
 
     @property
     def num_seen(self) -> int:
@@ -39,31 +37,31 @@ class PassRates:
         return int((self.responses > 0).sum())
 
     def observe(self, rows: Sequence[int], scores: Sequence[Sequence[float]]) -> None:
-        """Count the scores of the responses to these prompts; a prompt may be there several times."""
+        """Count the scores of the responses to these prompts; a prompt may occur several times."""
         for row, found in zip(rows, scores, strict=True):
             self.responses[row] += len(found)
             self.passes[row] += sum(score >= self.pass_score for score in found)
 
     def chance(self, row: int) -> float:
-        """Chance of a prompt to be visited at its turn."""
+        """Chance that a prompt is visited at its turn."""
         if not self.responses[row]:
             return 1.0
         rate = float(self.passes[row]) / float(self.responses[row])
         return max(self.min_chance, 4.0 * rate * (1.0 - rate))
 
     def takes(self, row: int, epoch: int, index: int) -> bool:
-        """Decide whether a prompt is visited at this place of the epoch; a prompt that is not is counted. Seeded by the place."""
+        """Decide whether a prompt is visited at this place of the epoch, which seeds the draw; count it as skipped if not."""
         taken = random.Random(f"curriculum {self._seed} {epoch} {index}").random() < self.chance(row)
         self.skipped += not taken
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-compatible: the counts as compressed bytes, which are small where few prompts were seen."""
+        """JSON-compatible state."""
+        # Compressed: mostly zeros where few prompts were seen.
         counts = numpy.stack([self.responses, self.passes]).astype(_COUNTS).tobytes()
         return {"skipped": self.skipped, "counts": base64.b64encode(zlib.compress(counts, 1)).decode()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of as many prompts."""
         counts = numpy.frombuffer(zlib.decompress(base64.b64decode(state["counts"])), _COUNTS).reshape(2, len(self.responses))
         self.responses, self.passes = (row.astype(numpy.int32) for row in counts)
         self.skipped = state["skipped"]
@@ -73,10 +71,9 @@ class PromptLoader:
     """Prompts of each step: an endless, resumable walk through seeded orders, one per epoch.
 
     No prompt is dropped: a step at the end of an epoch takes the rest from the next one. Without weights and pass rates every
-    prompt is visited exactly once per epoch, and only a step across an epoch's end can hold a prompt twice. The order of an epoch
-    depends on (seed, epoch, weights) alone; without shuffle it is that of the data. cache: keeps the orders of many prompts.
-
-    weights: [N] fp64, of the visits of an epoch (`weighted`), with shuffle. pass_rates: pass over some prompts at their turn.
+    prompt is visited exactly once per epoch. An order depends on (seed, epoch, weights) alone; without shuffle it is that of the
+    data. cache: keeps the orders of many prompts. weights: [N] fp64, how often to visit each prompt (`weighted`), with shuffle.
+    pass_rates: skip some prompts. Raises ValueError for fewer prompts than prompts_per_step.
     """
 
     def __init__(
@@ -133,7 +130,7 @@ class PromptLoader:
         return self.num_steps(1)
 
     def next_step(self, count: int | None = None) -> list[int]:
-        """Advance the cursor; returns indices of so many prompts, by default those of a step."""
+        """Advance the cursor and return indices of `count` prompts, by default those of a step."""
         wanted = self.prompts_per_step if count is None else count
         chosen: list[int] = []
         while len(chosen) < wanted:
@@ -150,7 +147,7 @@ class PromptLoader:
         return self.pass_rates is None or self.pass_rates.takes(row, self.epoch, index)
 
     def state_dict(self) -> dict[str, Any]:
-        """Cursor, the settings that it is valid for, and pass rates. JSON-compatible."""
+        """JSON-compatible cursor, the settings that it is valid for, and pass rates."""
         return {
             "epoch": self.epoch,
             "index": self.index,
@@ -162,8 +159,8 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the saved run's last prompt. prompts_per_step and the curriculum may differ, and pass rates start anew if
-        there are none; ValueError if data, shuffle, seed or weights do."""
+        """Continue after the saved run's last prompt. Raises ValueError if data, shuffle, seed or weights changed.
+        prompts_per_step and the curriculum may change; pass rates start anew if the state has none."""
         for name, option in (("num_prompts", "data.train"), ("shuffle", "data.shuffle"), ("seed", "run.seed")):
             mine = int(getattr(self, name))
             if state[name] != mine:
@@ -192,7 +189,7 @@ class PromptLoader:
 
 
 def shuffled(num_prompts: int, seed: int, epoch: int) -> array:
-    """[N] a permutation of the prompts, 32-bit."""
+    """Random permutation of the prompts, [N] of 32 bits."""
     order = array("i", range(num_prompts))  # 4 bytes a prompt; a list takes 36
     # Seeding by a string hashes all of it (SHA-512); random.Random keeps its sequence across Python versions.
     random.Random(f"prompts {seed} {epoch}").shuffle(order)  # pyright: ignore[reportArgumentType]  no MutableSequence
@@ -200,12 +197,9 @@ def shuffled(num_prompts: int, seed: int, epoch: int) -> array:
 
 
 def weighted(weights: numpy.ndarray, seed: int, epoch: int) -> array:
-    """[N] visits of N prompts, 32-bit: prompt i is visited floor or ceil of N w_i / sum(w) times, and that often in the mean of the
-    epochs; with equal weights once.
-
-    weights: [N] fp64, >= 0, not all 0. Systematic sampling (Madow 1949) over a permutation, whose visits are then shuffled: of all
-    ways to draw in proportion to weights, it leaves the least to chance.
-    """
+    """Draw [N] visits of N prompts, 32-bit: prompt i gets floor or ceil of N w_i / sum(w) visits, with that mean over the epochs.
+    weights: [N] fp64, >= 0, not all 0; equal weights give one visit each. Systematic sampling (Madow 1949) over a permutation,
+    whose visits are then shuffled: of all ways to draw in proportion to weights it leaves the least to chance."""
     count, generator = len(weights), random.Random(f"weights {seed} {epoch}")
     order = numpy.frombuffer(shuffled(count, seed, epoch), numpy.int32)
     # Relative to the largest: a sum of weights near the limit of fp64 would be infinite.
@@ -219,10 +213,8 @@ def weighted(weights: numpy.ndarray, seed: int, epoch: int) -> array:
 
 
 def weights_of(prompts: PromptSet, key: str, cache: Cache) -> numpy.ndarray:
-    """[N] fp64 weights in the field `key` of the prompts' records; read once for each file, choice of prompts and key.
-
-    ValueError, one line: a record without the field, a weight that is no number of 0 or more, or nothing but zeros.
-    """
+    """Weights [N] fp64 in the field `key` of the prompts' records; read once for each file, choice of prompts and key.
+    Raises ValueError, one line: a record without the field, a weight that is no number of 0 or more, or nothing but zeros."""
 
     def read() -> numpy.ndarray:
         weights = numpy.array([_weight(prompt, key) for prompt in prompts.prompts])
@@ -243,6 +235,6 @@ def _weight(prompt: Prompt, key: str) -> float:
 
 
 def _top_k_array(cache: Cache, key: Key, make: Callable[[], numpy.ndarray]) -> numpy.ndarray:
-    """The array of this key, mapped; `make` gives it if the cache has none."""
+    """Array of this key, mapped; made by `make` if the cache has none."""
     folder = cache.folder(key, lambda folder: numpy.save(folder / "array.npy", make()))
     return numpy.load(folder / "array.npy", mmap_mode="r")

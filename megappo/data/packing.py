@@ -1,8 +1,5 @@
-"""Packed batches: sequences laid end to end without padding.
-
-The one batch type of every hot path. `parallel/balance.py` cuts it into micro-batches; the alignment of log-probs and values to
-tokens is the contract of `algo/`.
-"""
+"""Packed batches: sequences laid end to end without padding, the one batch type of every hot path.
+`parallel/balance.py` cuts them into micro-batches; `algo/` aligns log-probs and values to tokens."""
 
 from __future__ import annotations
 
@@ -19,20 +16,20 @@ from megappo.data.ragged import Ragged
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Sequences b = 0..B-1 laid end to end.
-
-    tokens: [T] int64. cu_seqlens: [B+1] int32, cu_seqlens[b] is where sequence b starts and cu_seqlens[B] = T.
-    token_fields: name -> [T] (or [T, ...]), one value per token. sequence_fields: name -> [B], one value per sequence.
-    ragged_fields: name -> T rows, any number of ids per token. left_out: names of fields that `only` dropped; reading one of them
-    raises KeyError.
-    """
+    """Sequences b = 0..B-1 laid end to end."""
 
     tokens: Tensor
+    """[T] int64."""
     cu_seqlens: Tensor
+    """[B+1] int32: sequence b starts at cu_seqlens[b], and cu_seqlens[B] = T."""
     token_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> [T] (or [T, ...]), one value per token."""
     sequence_fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> [B], one value per sequence."""
     ragged_fields: Mapping[str, Ragged] = field(default_factory=dict)
+    """Name -> T rows, any number of ids per token."""
     left_out: frozenset[str] = frozenset()
+    """Names of fields that `only` dropped; reading one of them raises KeyError."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,7 +41,7 @@ class PackedBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """[B] int64, tokens of each sequence."""
+        """Tokens of each sequence, [B] int64."""
         return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -54,7 +51,7 @@ class PackedBatch:
         return self.sequence_fields[name]
 
     def ragged(self, name: str) -> Ragged:
-        """A field of some ids per token."""
+        """Ragged field of this name."""
         self._require_there(name)
         return self.ragged_fields[name]
 
@@ -83,7 +80,7 @@ class PackedBatch:
         sequence_fields: Mapping[str, Tensor] = {},
         ragged_fields: Mapping[str, Ragged] = {},
     ) -> PackedBatch:
-        """Add fields; fields of the same names are replaced."""
+        """Add fields, or replace those of the same names."""
         for name, value in token_fields.items():
             assert value.shape[:1] == self.tokens.shape, f"{name}: {tuple(value.shape)} are not of {self.num_tokens} tokens"
         for name, rows in ragged_fields.items():
@@ -99,7 +96,7 @@ class PackedBatch:
         )
 
     def token_index(self, sequences: Sequence[int] | Tensor) -> Tensor:
-        """[sum of lengths] int64: positions of these sequences' tokens in this batch, in the given order."""
+        """Positions of these sequences' tokens in this batch, in the given order; [sum of lengths] int64."""
         chosen = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         return token_positions(self.cu_seqlens[:-1].long()[chosen], self.lengths[chosen])
 
@@ -120,9 +117,9 @@ class PackedBatch:
     def padded(self, sequence_multiple: int = 1, total_multiple: int = 1) -> tuple[PackedBatch, Tensor]:
         """Pad every sequence to a multiple; returns the batch and [real tokens] int64, the new positions of the tokens.
 
-        Padding is zeros (tokens 0, fields 0 or False, no ids) at the end of a sequence. A sequence of padding alone
-        completes the total if it is 0 or no multiple of `total_multiple`. Context parallel needs sequences of a multiple of 2 cp
-        tokens, sequence parallel a total that is a multiple of cp tp.
+        Padding is zeros (tokens 0, fields 0 or False, no ids) at the end of a sequence. A sequence of padding alone is added if the
+        total is 0 or no multiple of `total_multiple`. Context parallel needs sequences of a multiple of 2 cp tokens, sequence
+        parallel a total that is a multiple of cp tp.
         """
         lengths = padded_lengths(self.lengths, sequence_multiple, total_multiple)
         total, is_completed = int(lengths.sum()), lengths.numel() > self.num_sequences  # completed: one sequence of padding more
@@ -158,7 +155,7 @@ class PackedBatch:
 
 
 def joined(batches: Sequence[PackedBatch]) -> PackedBatch:
-    """One or more batches of the same fields, end to end."""
+    """Join one or more batches of the same fields, end to end."""
     first = batches[0]
     return replace(
         first,
@@ -171,7 +168,7 @@ def joined(batches: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def padded_lengths(lengths: Tensor, sequence_multiple: int = 1, total_multiple: int = 1) -> Tensor:
-    """[B] int64 lengths of the sequences of `PackedBatch.padded`, or [B+1] with the sequence that completes the total."""
+    """Lengths of the sequences of `PackedBatch.padded`, [B] int64, or [B+1] with the sequence that completes the total."""
     lengths = -(-lengths // sequence_multiple) * sequence_multiple
     multiple = lcm(sequence_multiple, total_multiple)
     total = int(lengths.sum())
@@ -184,7 +181,7 @@ def _extended(tensor: Tensor, count: int) -> Tensor:
 
 
 def cu_seqlens_of(lengths: Tensor | Sequence[int]) -> Tensor:
-    """[B] lengths -> [B+1] int32 offsets from 0."""
+    """Offsets [B+1] int32 from 0 of lengths [B]."""
     lengths = torch.as_tensor(lengths)
     out = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)  # kernels of attention want int32
     out[1:] = lengths.cumsum(0)

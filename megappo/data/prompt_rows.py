@@ -1,4 +1,4 @@
-"""Prompts of a source as rows of a cache: tokenised, filtered and checked once, made of their row when they are asked for."""
+"""Prompts of a source as rows of a cache: tokenised, filtered and checked once, then made of their row on access."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megappo.data.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class PromptRules:
-    """Keys of `data` that make prompts of records. limit: on the number of prompts."""
+    """Keys of `data` that turn records into prompts."""
 
     prompt_key: str
     answer_key: str
@@ -34,14 +34,13 @@ class PromptRules:
     max_prompt_tokens: int
     overlong: Literal["filter", "error"] = "filter"
     limit: int | None = None
+    """Most prompts to take."""
 
 
 def prompts_of(source: Source, tokenizer: Tokenizer, rules: PromptRules, cache: Cache) -> PromptSet:
-    """Prompts of a source by these rules; tokenised if the cache has them not.
-
-    ValueError, one line: a key that a record lacks (its keys are listed), a question or an answer of the wrong type, a prompt
-    without tokens, a prompt longer than max_prompt_tokens with overlong="error", or nothing left.
-    """
+    """Tokenise the prompts of a source by these rules, or take them from the cache.
+    Raises ValueError, one line: a key that a record lacks (its keys are listed), a question or an answer of the wrong type, a
+    prompt without tokens, a prompt longer than max_prompt_tokens with overlong="error", or nothing left."""
     recipe = Recipe(partial(_encode, tokenizer, rules), "string", partial(_checked, source, rules), rules.limit)
     rows, fingerprint = rows_of(source, tokenizer, {"prompts": asdict(rules)}, cache, recipe)
     facts = rows.facts
@@ -57,7 +56,7 @@ def prompts_of(source: Source, tokenizer: Tokenizer, rules: PromptRules, cache: 
 
 
 def _encode(tokenizer: Tokenizer, rules: PromptRules, record: Record, name: str) -> Iterator[tuple[list[int], str]]:
-    """(token ids, answer) of a record; nothing if they are too many and are to be left out."""
+    """Yield (token ids, answer) of a record; nothing if it is too long and overlong prompts are filtered."""
     question = question_field(record, rules.prompt_key, "data.prompt_key", name)
     answer = answer_field(record, rules.answer_key, name)
     tokens = encode_question(question, tokenizer, rules.format, name)
@@ -66,7 +65,8 @@ def _encode(tokenizer: Tokenizer, rules: PromptRules, record: Record, name: str)
 
 
 def _checked(source: Source, rules: PromptRules, rows: Rows, num_records: int) -> Mapping[str, Any]:
-    """Facts of the rows; records beyond the limit are not counted. ValueError as `prompts_of`."""
+    """Facts of the rows. Raises ValueError as `prompts_of`."""
+    # Records beyond the limit are not counted.
     if rules.limit is not None and len(rows) == rules.limit:
         num_records = rows[len(rows) - 1].record + 1
     num_overlong = num_records - len(rows)
@@ -87,7 +87,7 @@ def _checked(source: Source, rules: PromptRules, rows: Rows, num_records: int) -
 
 
 class StoredPrompts(Sequence[Prompt]):
-    """Prompts of mapped rows: a prompt is made anew each time."""
+    """Prompts of mapped rows. Each access makes a new one."""
 
     def __init__(self, rows: Rows, spec: str, rules: PromptRules) -> None:
         self._rows, self._spec, self._rules = rows, spec, rules

@@ -1,8 +1,5 @@
-"""Prompts of a run: the fields of a record and their format.
-
-`sources.py` reads files, `prompt_rows.py` makes the prompts of a source, `loader.py` has the order of visits. Every rank has the
-same PromptSet.
-"""
+"""Prompts of a run: the fields of a record and their format. Every rank has the same PromptSet.
+`sources.py` reads files, `prompt_rows.py` makes the prompts of a source, `loader.py` has the order of visits."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """Format of a prompt; the fields are the keys of the same name under `data`."""
+    """Format of a prompt, with keys named as under `data`. Raises ValueError for a system prompt without a chat template."""
 
     chat_template: bool = True
     system_prompt: str | None = None
@@ -39,7 +36,7 @@ class PromptFormat:
         return tokenizer.encode_prompt(question + self.prompt_suffix)
 
     def messages(self, question: str | Sequence[Message]) -> list[Message]:
-        """Messages of a question, with the suffix behind the last one and the system message in front."""
+        """Messages of a question, with the suffix after the last one and the system message in front."""
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         completed = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + self.prompt_suffix}]
         if self.system_prompt is None:
@@ -51,38 +48,39 @@ class PromptFormat:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. id: `source#row` (row counts from 0, before filtering). text: the question without template and suffix.
-    line: of the record in its file, from 1; None if it has none."""
+    """Question of one record."""
 
     id: str
+    """`source#row`; rows count from 0, before filtering."""
     tokens: tuple[int, ...]
     text: str
+    """Question without template and suffix."""
     answer: str
     record: Record
     line: int | None = None
+    """Line of the record in its file, from 1; None if it has none."""
 
     @property
     def place(self) -> str:
-        """The id, with the line in the file where there is one: `train.jsonl#2 (line 3)`."""
+        """Id and, where there is one, line in the file: `train.jsonl#2 (line 3)`."""
         source, _, row = self.id.rpartition("#")
         return record_name(source, int(row), self.line)
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts of at most max_prompt_tokens tokens, in the order of the records.
-
-    prompts: made when they are asked for, if they are those of a cache. source_sha256: of the source's content. fingerprint: of all
-    that decides the prompts and their names in messages; "" if they are not of a source. hashes: `identities`, if they are known.
-    """
+    """Prompts of at most max_prompt_tokens tokens, in the order of the records."""
 
     prompts: Sequence[Prompt]
     num_records: int
     num_overlong: int
     max_prompt_tokens: int
     source_sha256: str = ""
+    """SHA-256 of the source's content."""
     fingerprint: str = ""
+    """Hash of all that decides the prompts and their names in messages; "" if they are not of a source."""
     hashes: Mapping[str, str] | None = None
+    """`identities`, if they are known."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -91,8 +89,8 @@ class PromptSet:
         return self.prompts[index]
 
     def identities(self) -> dict[str, str]:
-        """SHA-256 of the choice of records (`kept`), which gives the loader's cursor its meaning, and of their token ids and
-        answers (`tokens`), in order."""
+        """SHA-256 of the chosen records (`kept`), which the loader's cursor counts, and of their token ids and answers
+        (`tokens`)."""
         if self.hashes is not None:
             return dict(self.hashes)
         identities = Identities()
@@ -128,7 +126,7 @@ def record_name(source: str, row: int, line: int | None) -> str:
 
 
 def encode_question(question: Any, tokenizer: Tokenizer, prompt_format: PromptFormat, name: str) -> list[int]:
-    """Encode one question. ValueError with the record's name, or without it for a missing chat template."""
+    """Encode one question. Raises ValueError with the record's name, or without it for a missing chat template."""
     if prompt_format.chat_template and not tokenizer.has_chat_template:
         return tokenizer.chat([])  # raises, with the fix; the fault is the tokenizer's, not this record's
     for part in (question,) if isinstance(question, str) else (message["content"] for message in question):
@@ -143,7 +141,7 @@ def encode_question(question: Any, tokenizer: Tokenizer, prompt_format: PromptFo
 
 
 def record_field(record: Record, key: str, option: str, name: str) -> Any:
-    """record[key], or the nested value of a key `a.b`. ValueError lists the record's keys."""
+    """Value of record[key], or the nested value of a key `a.b`. Raises ValueError with the record's keys."""
     if key in record:  # a key may itself contain a dot
         return record[key]
     value: Any = record
@@ -155,7 +153,7 @@ def record_field(record: Record, key: str, option: str, name: str) -> Any:
 
 
 def question_field(record: Record, key: str, option: str, name: str) -> str | list[Message]:
-    """Question of a record: a string, or a non-empty list of messages with string role and content. ValueError otherwise."""
+    """Question of a record: a string, or a non-empty list of messages with string role and content. Raises ValueError otherwise."""
     value = record_field(record, key, option, name)
     if isinstance(value, str):
         return value
@@ -165,7 +163,7 @@ def question_field(record: Record, key: str, option: str, name: str) -> str | li
 
 
 def answer_field(record: Record, key: str, name: str) -> str:
-    """Reference answer of a record: a string, or the text of a number or truth value. ValueError otherwise."""
+    """Reference answer of a record: a string, or the text of a number or truth value. Raises ValueError otherwise."""
     value = record_field(record, key, "data.answer_key", name)
     # The text of null would be None, that of a list Python's notation: no response would ever equal it.
     if value is None or isinstance(value, (Mapping, list, bytes)) or (isinstance(value, float) and not math.isfinite(value)):
@@ -174,7 +172,7 @@ def answer_field(record: Record, key: str, name: str) -> str:
 
 
 def require_text(text: str, part: str, name: str) -> str:
-    """The text itself. ValueError if it holds half of a surrogate pair, which has no UTF-8."""
+    """Return the text. Raises ValueError if it holds half of a surrogate pair, which has no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

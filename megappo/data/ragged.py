@@ -1,7 +1,5 @@
-"""Some ids for each token, end to end: what top-k and top-p kept, of which most tokens have far fewer than the longest row.
-
-A table [T, K] would take the longest row for every token; `padded` makes that of a micro-batch, where an op reads it.
-"""
+"""Rows of ids per token, end to end: the ids that top-k and top-p kept, far fewer for most tokens than for the longest row.
+A table [T, K] would take the longest row for every token; `padded` makes the table of a micro-batch, where an op reads it."""
 
 from __future__ import annotations
 
@@ -19,11 +17,14 @@ NO_ID = -1  # "none" in a table of token ids
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of ids. ids: [n] int32, row after row. counts: [T] int32, ids of each row. known_width: `width`, of rows on a device."""
+    """Rows of ids, one per token."""
 
     ids: Tensor
+    """[n] int32, row after row."""
     counts: Tensor
+    """[T] int32, ids of each row."""
     known_width: int | None = None
+    """`width`, if it was read before the rows went to a device."""
 
     @classmethod
     def of_table(cls, table: Tensor) -> Ragged:
@@ -37,12 +38,11 @@ class Ragged:
         return cls(torch.cat([one.ids for one in parts]), torch.cat([one.counts for one in parts]))
 
     def __len__(self) -> int:
-        """Number of rows."""
         return self.counts.numel()
 
     @cached_property
     def offsets(self) -> Tensor:
-        """[T+1] int64, where the ids of each row start, and their number."""
+        """Start of each row in `ids`, and the end of the last: [T+1] int64."""
         return torch.cat([self.counts.new_zeros(1, dtype=torch.long), self.counts.cumsum(0)])
 
     def select(self, spans: Spans) -> Ragged:
@@ -52,7 +52,7 @@ class Ragged:
         return Ragged(ids.of(self.ids), spans.of(self.counts))
 
     def spread(self, index: Tensor, num_rows: int) -> Ragged:
-        """Row t as row index[t] of `num_rows`, the others empty; index: [T] int64, ascending."""
+        """Move row t to row index[t] of `num_rows`; the others are empty. index: [T] int64, ascending."""
         return Ragged(self.ids, self.counts.new_zeros(num_rows).index_copy_(0, index, self.counts))
 
     @property
@@ -67,7 +67,7 @@ class Ragged:
         return Ragged(moved(self.ids, device), moved(self.counts, device), self.width)
 
     def padded(self) -> Tensor:
-        """[T, K] int32: the ids of each row, then NO_ID; K: `width`."""
+        """Table [T, K] int32 of the ids of each row, then NO_ID; K is `width`."""
         there = torch.arange(self.width, device=self.counts.device) < self.counts[:, None]
         # masked_scatter: ids go to the places in their order, and no index of them is made.
         return self.ids.new_full(there.shape, NO_ID).masked_scatter_(there, self.ids)

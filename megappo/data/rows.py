@@ -1,9 +1,6 @@
 """Rows of token ids in Arrow files that any number of processes map: made once of the records of a source, then read by number.
-
-A folder holds `records.arrow` (the records as `sources.py` reads them, in blocks), `tokens*.arrow` (the rows) and `facts.json`.
-Many records are tokenised by `Dataset.map` of Hugging Face's `datasets`, on several cores. `prompt_rows.py`, `demonstrations.py`
-and `texts.py` say what a row is.
-"""
+A folder holds `records.arrow` (the records, in blocks), `tokens*.arrow` (the rows) and `facts.json`. `prompt_rows.py`,
+`demonstrations.py` and `texts.py` define the rows; `Dataset.map` of `datasets` tokenises many records on several cores."""
 
 from __future__ import annotations
 
@@ -33,11 +30,11 @@ BATCH = 4096  # rows of an Arrow batch
 MOST_PROCESSES = 32  # more gain little: the hash of all rows is made by one
 
 Encode = Callable[[Record, str], Iterable[tuple[Sequence[int], Any]]]
-"""Rows of a record, which has this name in messages: token ids, and one further value. ValueError, one line, for a bad record."""
+"""(record, its name in messages) -> its rows: token ids and one further value. ValueError, one line, for a bad record."""
 
 
 class Row(NamedTuple):
-    """Tokens and the further value of a row, and its record: number from 0 in the source, block, position in the block."""
+    """Tokens of a row, its further value, and its record: number in the source from 0, block, position in the block."""
 
     tokens: Sequence[int]
     value: Any
@@ -47,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Rows:
-    """Rows of a folder, mapped: they take no memory of the process. facts: as they were written with them."""
+    """Rows of a folder, mapped: they take no memory of the process. `facts` are those written with them."""
 
     def __init__(self, folder: Path, source: Source) -> None:
         import pyarrow
@@ -75,7 +72,7 @@ class Rows:
 
     @cached_property
     def lengths(self) -> numpy.ndarray:
-        """[N] int32, tokens of each row."""
+        """Tokens of each row, [N] int32."""
         found = [batch.column(0).value_lengths().to_numpy() for batch in self._batches]
         return numpy.concatenate([numpy.zeros(0, numpy.int32), *found])
 
@@ -88,22 +85,20 @@ class Rows:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The making of rows. kind: of its `value`, a type of Arrow by name. limit: on the number of rows; records beyond are not read.
-
-    finish: facts of the rows (given them and the number of records), or ValueError for rows that no run should have.
-    """
+    """Instructions to make rows."""
 
     encode: Encode
     kind: str
+    """Arrow type, by name, of a row's `value`."""
     finish: Callable[[Rows, int], Mapping[str, Any]]
+    """(rows, number of records) -> facts of the rows. Raises ValueError for rows that no run should have."""
     limit: int | None = None
+    """Most rows; records beyond are not read."""
 
 
 def rows_of(source: Source, tokenizer: Tokenizer, rules: Key, cache: Cache, recipe: Recipe) -> tuple[Rows, str]:
-    """(rows of a source by these rules, fingerprint of all that decides them and their names), made if the cache has them not.
-
-    ValueError as of `recipe`, or if the files change meanwhile. RuntimeError, one line, if a process that tokenises is killed.
-    """
+    """Return (rows of a source by these rules, fingerprint of all that decides them and their names), made if the cache has none.
+    Raises ValueError as `recipe` does, or if the files change meanwhile; RuntimeError, one line, if a process is killed."""
     before = signature(source.files)
     key = {
         "content": content_of(source.files) if source.files else _content_in_memory(source),
@@ -159,7 +154,7 @@ def _write_records(file: Path, source: Source) -> list[int]:
 
 
 class _Job(NamedTuple):
-    """What a process needs to make rows of blocks; it is pickled."""
+    """Arguments of a process that makes rows of blocks; it is pickled."""
 
     folder: Path
     spec: str
@@ -168,7 +163,7 @@ class _Job(NamedTuple):
     kind: str
 
     def rows(self, blocks: Iterable[tuple[int, int]]) -> Iterator[Row]:
-        """Rows of blocks (number, first record). ValueError: the first bad record."""
+        """Rows of blocks (number, first record). Raises ValueError for the first bad record."""
         import pyarrow
 
         blocks = list(blocks)
@@ -205,13 +200,13 @@ def _encode_here(job: _Job, starts: Sequence[int], limit: int | None) -> None:
 
 
 def usable_processes() -> int:
-    """This rank's part of the cores that it may run on, at most MOST_PROCESSES."""
+    """This rank's share of the cores that it may run on, at most MOST_PROCESSES."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)) // ranks))
 
 
 def _encode_elsewhere(job: _Job, starts: Sequence[int]) -> None:
-    """Encode by a process of its own, which divides the work: a rank with threads and devices must not be forked."""
+    # In a process of its own, which divides the work: a rank with threads and devices must not be forked.
     mapper = HelperProcess("data", partial(_mapper, job), None)
     try:
         word, said = mapper((list(starts), usable_processes()))
@@ -229,7 +224,6 @@ _REFUSED = "refused-"
 
 
 def _mapper(job: _Job) -> Callable[[Any], tuple[str, Any]]:
-    """Answerer of the process that divides the work."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -265,7 +259,7 @@ def _mapper(job: _Job) -> Callable[[Any], tuple[str, Any]]:
 
 
 def _map_blocks(job: _Job, blocks: Mapping[str, Sequence[int]]) -> Any:
-    """Table of the rows of these blocks. A bad record is written down, and blocks after it are left out: so the first is told."""
+    # A bad record is written to a file and the blocks after it are left out, so that the first one is reported.
     places = list(zip(blocks["block"], blocks["start"]))
     refused = min((int(file.name.removeprefix(_REFUSED)) for file in job.folder.glob(f"{_REFUSED}*")), default=None)
     if refused is not None and refused < places[0][0]:

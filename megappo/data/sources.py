@@ -20,36 +20,32 @@ BLOCK = 256  # records of a batch
 
 
 class Source(Protocol):
-    """Records of one source. spec: as the user wrote it. files: that hold the records; empty if none does. choice: of the records
-    among those of the files, "" for all.
-
-    sha256: "" until `batches` has been read to its end; of a .parquet file's bytes, of a dataset's records, or of a .jsonl file's
-    lines, each ended by a newline: that of the file itself, unless it has ends of lines as on Windows, a byte order mark or blank
-    lines, which change no record.
-    """
+    """Records of one source."""
 
     spec: str
+    """Name as the user wrote it."""
     files: Sequence[Path]
+    """Files that hold the records; empty if there are none."""
     choice: str
+    """Names the chosen records among those of the files; "" for all."""
     sha256: str
+    """Empty until `batches` has been read to its end. Then of a .parquet file's bytes, a dataset's records, or a .jsonl file's
+    lines, each ended by a newline: the file's own unless it has Windows line ends, a byte order mark or blank lines."""
 
     def batches(self) -> Iterator[Any]:
-        """All records in order, as `pyarrow.RecordBatch` of one schema; after the last one `sha256` is known. ValueError, one line,
-        for a source that cannot be read."""
+        """All records in order, as `pyarrow.RecordBatch` of one schema. Raises ValueError, one line, if they cannot be read."""
         ...
 
     @staticmethod
     def records(spec: str, batch: Any) -> Iterator[tuple[Record, int | None]]:
-        """(record, its line in the file, from 1, or None) of every row of a batch. ValueError names a bad line by its number."""
+        """Pairs (record, its line in the file from 1, or None) of a batch. Raises ValueError with the number of a bad line."""
         ...
 
 
 def open_source(spec: str) -> Source:
-    """Open a `.jsonl` file, a `.parquet` file or a Hugging Face dataset; of files nothing is read.
-
-    A dataset is `name` (its "train" split) or `name:subset:split` (an empty subset means the default one). ValueError, one line,
-    for a missing or unreadable source.
-    """
+    """Open a `.jsonl` file, a `.parquet` file or a Hugging Face dataset. Nothing is read of files.
+    A dataset is `name` (its "train" split) or `name:subset:split` (an empty subset means the default one). Raises ValueError,
+    one line, for a missing or unreadable source."""
     path = find_file(spec)
     if path is None:
         return HubDataset(spec)
@@ -57,9 +53,8 @@ def open_source(spec: str) -> Source:
 
 
 def find_file(spec: str) -> Path | None:
-    """The file that a source names, None for a Hugging Face dataset, of which nothing but the name is looked at. ValueError as
-    `open_source`.
-    """
+    """File that a source names; None for a Hugging Face dataset, whose name alone is checked. Raises ValueError as
+    `open_source`."""
     path = Path(spec)
     if path.suffix in (".jsonl", ".parquet"):
         if not path.is_file():
@@ -76,7 +71,7 @@ def find_file(spec: str) -> Path | None:
 
 
 class JsonLines:
-    """Lines of a .jsonl file, one record each; blank lines are none. Kept as text: a column of Arrow has one type."""
+    """Lines of a .jsonl file, one record each, without blank lines. Kept as text, since a column of Arrow has one type."""
 
     choice = sha256 = ""
 
@@ -126,7 +121,6 @@ def _parse_line(spec: str, number: int, line: bytes) -> Record:
 
 
 def _require_flat(record: Any, line: bytes) -> None:
-    """NestedTooDeeply for a record nested deeper than MAX_DEPTH."""
     if line.count(b"[") + line.count(b"{") <= MAX_DEPTH:  # nearly every line
         return
     level = [record]
@@ -174,7 +168,7 @@ class Parquet(_Arrow):
 
 
 class HubDataset(_Arrow):
-    """Rows of a Hugging Face dataset, loaded (and downloaded, if need be) when this is made."""
+    """Rows of a Hugging Face dataset, loaded (and downloaded if need be) by the constructor."""
 
     def __init__(self, spec: str) -> None:
         self.spec = self.choice = spec  # the files of a split are those of its slices too
@@ -192,9 +186,9 @@ class HubDataset(_Arrow):
 
 
 def _plain(batch: Any) -> Any:
-    """The batch with values in place of dictionaries, which a file has once and batches differ in; without notes of pandas."""
     import pyarrow
 
+    # A file has one dictionary, and batches differ in theirs: values instead. The notes of pandas are dropped.
     is_dictionary = pyarrow.types.is_dictionary
     fields = [field.with_type(field.type.value_type) if is_dictionary(field.type) else field for field in batch.schema]
     return batch.cast(pyarrow.schema(fields))

@@ -1,7 +1,5 @@
-"""Plain texts for a language-modelling loss, as rows of a cache: tokenised once, cut into sequences of at most so many tokens.
-
-A text starts as a prompt does and ends with the end-of-sequence id. `demonstrations.py` has the texts of prompt and response.
-"""
+"""Plain texts for a language-modelling loss, as rows of a cache: tokenised once, cut into sequences of limited length.
+A text starts as a prompt does and ends with the end-of-sequence id. `demonstrations.py` has texts of prompt and response."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _SHORTEST = 2  # the first token of a sequence has no prefix, so a sequence of o
 
 @dataclass(frozen=True)
 class TextRules:
-    """Keys of `algorithm.ptx` that make sequences of records."""
+    """Keys of `algorithm.ptx` that turn records into sequences."""
 
     text_key: str
     max_tokens: int
@@ -34,7 +32,7 @@ class TextRules:
 
 @dataclass(frozen=True)
 class TextSet:
-    """Sequences of 2 to `max_tokens` tokens, in the order of the records and of their text; made when they are asked for."""
+    """Sequences of 2 to `max_tokens` tokens, in the order of the records and of their text; made on access."""
 
     rows: Rows
     source: str
@@ -54,7 +52,7 @@ class TextSet:
         return f"{len(self):,} sequences, {self.num_tokens:,} tokens of {self.rows.facts['num_records']:,} texts"
 
     def lengths(self, indices: Sequence[int]) -> Tensor:
-        """[B] int64, tokens of these sequences, which are not read."""
+        """Tokens of these sequences, [B] int64, without reading them."""
         return torch.tensor([int(self.rows.lengths[i]) for i in indices], dtype=torch.long)
 
     def packed(self, indices: Sequence[int]) -> PackedBatch:
@@ -63,18 +61,15 @@ class TextSet:
 
 
 def texts_of(source: Source, tokenizer: Tokenizer, rules: TextRules, cache: Cache) -> TextSet:
-    """Sequences of a source by these rules; tokenised if the cache has them not. A longer text becomes several sequences, each but
-    the first without the tokens before it.
-
-    ValueError, one line: a key that a record lacks (its keys are listed), a value of the wrong type, or no text at all.
-    """
+    """Tokenise the texts of a source by these rules, or take them from the cache.
+    A longer text becomes several sequences, each without the tokens before it. Raises ValueError, one line: a key that a record
+    lacks (its keys are listed), a value of the wrong type, or no text at all."""
     recipe = Recipe(partial(_encode, tokenizer, rules), "null", partial(_checked, source))
     rows, _ = rows_of(source, tokenizer, {"texts": asdict(rules)}, cache, recipe)
     return TextSet(rows, source.spec)
 
 
 def _encode(tokenizer: Tokenizer, rules: TextRules, record: Record, name: str) -> Iterator[tuple[list[int], None]]:
-    """Token ids of the sequences of a record."""
     text = record_field(record, rules.text_key, "algorithm.ptx.text_key", name)
     if not isinstance(text, str):
         raise ValueError(f"algorithm.ptx.text_key={rules.text_key}: {name} holds a {type(text).__name__}, not a string")

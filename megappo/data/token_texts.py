@@ -1,4 +1,4 @@
-"""Text of sampled tokens: of a response, as rewards and environments read it, and of every single token, for logs and pages."""
+"""Text of sampled tokens: of a response for rewards and environments, and of every single token for logs and pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_WAIT = 8
 
 
 def response_text(tokens: Sequence[int], tokenizer: Tokenizer, stop: Sequence[str] = ()) -> str:
-    """The response without the end-of-sequence token, up to the first of the stop strings."""
+    """Text of a response without the end-of-sequence token, up to the first of the stop strings."""
     ids = list(tokens)
     if ids and ids[-1] in tokenizer.eos_ids:
         ids.pop()
@@ -23,9 +23,7 @@ def response_text(tokens: Sequence[int], tokenizer: Tokenizer, stop: Sequence[st
 
 def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
     """One text per id, special tokens by name; joined they are `tokenizer.decode_all(ids)`.
-
-    A character whose bytes are spread over several tokens is the text of the last of them, and the others have "".
-    """
+    A character whose bytes are spread over several tokens is the text of the last of them, and the others have ""."""
     whole = tokenizer.decode_all(ids)
     texts: list[str] = []
     # whole[:told] is the text of ids[:settled]; decoding starts at `start` before it, as some decoders drop a leading space.
@@ -47,12 +45,12 @@ def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def special_ids(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
-    """Those ids that stand for no text: ends of sequences, starts of turns, padding. Ascending, without repetition."""
+    """Ids among these that stand for no text: ends of sequences, starts of turns, padding. Ascending, without repetition."""
     return sorted(one for one in set(ids) if not tokenizer.decode([one]) and tokenizer.decode_all([one]))
 
 
 def _common_prefix(text: str, other: str, start: int) -> int:
-    """Number of characters in which `text` agrees with other[start:] from its beginning."""
+    """Number of characters that `text` shares with other[start:], from the beginning."""
     if other.startswith(text, start):
         return len(text)
     return next(i for i, character in enumerate(text) if other[start + i : start + i + 1] != character)

@@ -1,8 +1,6 @@
 """Text to token ids and back: Hugging Face tokenizer directories and raw SentencePiece models behind one protocol.
-
-Models, rollouts and losses see token ids only. Ids are decoded for rewards and logs; a sampled response is never encoded again.
-This is the only file outside `models/` that imports transformers.
-"""
+Models, rollouts and losses see token ids only; a sampled response is never encoded again. This is the only file outside
+`models/` that imports transformers."""
 
 from __future__ import annotations
 
@@ -36,22 +34,22 @@ _HF_FILES = (
 
 
 class Tokenizer(Protocol):
-    """Interface of a tokenizer.
-
-    vocab_size: ids are 0..vocab_size-1. eos_id: ends a demonstration. eos_ids: all ids that end a response, eos_id first
-    (`generation_config.json` may name more). pad_id: None if the tokenizer has none; packed batches need none.
-    chat_template_sha256: of the template's text, None without one. fingerprint: SHA-256 of the names and bytes of its files.
-    """
+    """Interface of a tokenizer. Ids are 0..vocab_size-1."""
 
     path: Path
     vocab_size: int
     bos_id: int | None
     eos_id: int
+    """Ends a demonstration."""
     eos_ids: tuple[int, ...]
+    """All ids that end a response, eos_id first (`generation_config.json` may name more)."""
     pad_id: int | None
+    """None if the tokenizer has none; packed batches need none."""
     has_chat_template: bool
     chat_template_sha256: str | None
+    """SHA-256 of the template's text, None without one."""
     fingerprint: str
+    """SHA-256 of the names and bytes of its files."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a continuation, without special tokens."""
@@ -62,11 +60,11 @@ class Tokenizer(Protocol):
         ...
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a conversation ({role, content} each) up to the start of the answer. ValueError without chat template."""
+        """Ids of a conversation ({role, content} each) up to the start of the answer. Raises ValueError without a chat template."""
         ...
 
     def conversation(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a whole conversation, whose last message is the assistant's. ValueError without chat template."""
+        """Ids of a whole conversation, whose last message is the assistant's. Raises ValueError without a chat template."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -74,15 +72,15 @@ class Tokenizer(Protocol):
         ...
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """Text with special tokens, as `decode` otherwise."""
+        """Text with special tokens, otherwise as `decode`."""
         ...
 
     def pieces(self) -> list[str]:
-        """Piece of every id, "" of an id without one; for comparisons of vocabularies."""
+        """Piece of every id, "" for an id without one; for comparisons of vocabularies."""
         ...
 
     def identity(self) -> dict[str, str]:
-        """All that decides the ids of a text: the files, the packages that read them, and the day, if the template writes it."""
+        """All that decides the ids of a text: the files, the packages that read them, and the day if the template writes it."""
         ...
 
     def save(self, directory: str | Path) -> None:
@@ -91,15 +89,13 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Open a `.model` file or a tokenizer directory. ValueError names the path and the fix.
-
-    A directory with tokenizer.json or tokenizer_config.json is Hugging Face's; one with only tokenizer.model is SentencePiece's.
-    """
+    """Open a `.model` file or a tokenizer directory. Raises ValueError with the path and the fix.
+    A directory with tokenizer.json or tokenizer_config.json is Hugging Face's; one with only tokenizer.model is SentencePiece's."""
     return find_tokenizer(path)()
 
 
 def find_tokenizer(path: str | Path) -> Callable[[], Tokenizer]:
-    """Reader of the tokenizer at `path`, of which only the names of its files are looked at. ValueError as `load_tokenizer`."""
+    """Return a reader of the tokenizer at `path`, after a look at its files' names only. Raises ValueError as `load_tokenizer`."""
     path = Path(path)
     if not path.exists():
         raise ValueError(
@@ -119,7 +115,8 @@ def find_tokenizer(path: str | Path) -> Callable[[], Tokenizer]:
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer directory of transformers' AutoTokenizer. Directories with their own code (`auto_map`) are refused."""
+    """Tokenizer directory of transformers' AutoTokenizer. Raises ValueError if it is unreadable or has its own code
+    (`auto_map`)."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoTokenizer  # here: it takes seconds, and SentencePiece models do not need it
@@ -283,15 +280,14 @@ def _decode(ids: Sequence[int], vocab_size: int, known: Callable[[list[int]], st
 
 
 def _eos_ids(eos_id: int, directory: Path) -> tuple[int, ...]:
-    """eos_id and the further ids of generation_config.json (an int or a list there)."""
-    # Chat models often end a turn with another id than the tokenizer's eos_token.
+    # Chat models often end a turn with another id than the tokenizer's eos_token: an int or a list in that file.
     more = _read_json(directory / "generation_config.json").get("eos_token_id")
     more = more if isinstance(more, list) else [] if more is None else [more]
     return tuple(dict.fromkeys([eos_id, *more]))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Object in this JSON file; {} if there is no file. ValueError if it holds something else."""
+    """Object in this JSON file; {} if there is no file. Raises ValueError if it holds something else."""
     return parse_object(file.read_bytes(), str(file)) if file.exists() else {}
 
 
