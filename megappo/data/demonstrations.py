@@ -65,8 +65,8 @@ class DemonstrationSet:
 
 
 def demonstrations_of(source: Source, tokenizer: Tokenizer, rules: DemonstrationRules, cache: Cache) -> DemonstrationSet:
-    """Tokenise the demonstrations of a source by these rules, or take them from the cache. Longer ones than max_tokens are left
-    out.
+    """Tokenise demonstrations of a source, or take them from the cache. Those beyond max_tokens are left out and counted, never
+    cut.
     Raises ValueError, one line: a key that a record lacks (its keys are listed), a value of the wrong type, or nothing left."""
     recipe = Recipe(partial(_encode, tokenizer, rules), "int32", partial(_checked, source, rules))
     rows, _ = rows_of(source, tokenizer, {"demonstrations": asdict(rules)}, cache, recipe)

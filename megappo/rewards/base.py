@@ -10,24 +10,25 @@ from typing import Any, Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class RewardInput:
-    """One finished response.
-
-    response: its text before the end-of-sequence token and the first of `rollout.stop`. record: the data record of the prompt.
-    truncated: cut by the length limit. num_tokens: sampled tokens. full_response: the text with the stop string and special tokens.
-    tokens: the sampled ids. turns: text of each turn of the policy, as `response` is; of one turn that alone. With several turns
-    response and full_response are of all of them, and of the observations between.
-    """
+    """One finished response."""
 
     prompt: str
     response: str
+    """Text before the end-of-sequence token and the first of `rollout.stop`; includes the observations between several turns."""
     answer: str
     truncated: bool
+    """True if the length limit cut the response."""
     num_tokens: int
+    """Sampled tokens."""
     record: Mapping[str, Any]
+    """Data record of the prompt."""
     sample_id: str
     full_response: str = ""
+    """`response` with the stop string and special tokens."""
     tokens: tuple[int, ...] = ()
+    """Sampled ids."""
     turns: tuple[str, ...] = ()
+    """Text of each turn of the policy, cut as `response` is."""
 
 
 class UnusableAnswer(ValueError):
@@ -39,54 +40,49 @@ class RewardError(RuntimeError):
 
 
 Result = float | Mapping[str, Any] | None
-"""A finite number, or {"score": number, "parts": {name: number}, "per_token": num_tokens numbers}, or None for undecided: scored 0
-and counted. NumPy's and torch's numbers and arrays will do."""
+"""A finite number, or {"score": number, "parts": {name: number}, "per_token": num_tokens numbers}, or None for undecided: scored
+0 and counted. Numbers and arrays of NumPy and torch are accepted."""
 
 
 class Part(Protocol):
     """One part of a reward on this rank.
-
-    A future's `UnusableAnswer` scores 0 and is counted. After any other exception all ranks stop; a `RewardError` tells itself
-    which part and sample failed, of other exceptions the scorer says it.
-
-    streams: values come from other threads or processes, and do not depend on which samples were started together or before: then
-    samples are started while others are generated. Futures of samples that still wait can be cancelled.
-    """
+    `UnusableAnswer` in a future scores 0 and is counted; any other exception stops all ranks. A `RewardError` names the part and
+    the sample itself, for others the scorer adds them."""
 
     streams: bool
+    """True if values are computed in other threads or processes and do not depend on which samples start together or before.
+    Samples then start while others are generated, and futures of waiting samples can be cancelled."""
 
     def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Any]]:
-        """One future of a `Result` (or a `workers.pool.Timed` one) per sample, in order; may be done already. Called again as
-        samples finish."""
+        """Start samples, in any number of calls: one future of a `Result` (or a `worker_pool.Timed` one) each, in order."""
         ...
 
     def close(self) -> None:
-        """End its workers and connections, also those with work in hand. May be called twice."""
+        """End its workers and connections, even if they are busy. May be called twice."""
         ...
 
 
 @runtime_checkable
 class RetryingPart(Part, Protocol):
-    """A part that asks again what failed. num_retries: requests sent again so far."""
+    """A part that sends failed requests again."""
 
     num_retries: int
+    """Requests sent again so far."""
 
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """A part that was loaded and checked before a model was built.
-
-    make: builds it on a rank; None for a part that all ranks compute together. requires: `answer`, and fields that every record
-    must have. sha256: of its code; None if it has none. ask: tries on a
-    rank, before a model is built and for up to so many seconds, if the part can work; RewardError if not. None: nothing to try.
-    """
+    """A part that was loaded and checked before a model was built."""
 
     make: Callable[[], Part] | None
+    """Builds the part on a rank; None for a part that all ranks compute together."""
     requires: tuple[str, ...] = ()
+    """`answer`, and fields that every record must have."""
     sha256: str | None = None
+    """SHA-256 of its code; None if it has none."""
     ask: Callable[[float], None] | None = None
+    """Tries on a rank, for up to so many seconds and before a model is built, if the part can work; raises RewardError if not."""
 
 
 def describe(sample: RewardInput) -> str:
-    """Name a sample in a message."""
     return f"sample {sample.sample_id}, response {sample.response[:200]!r}"

@@ -1,7 +1,5 @@
 """Score of a response: the weighted sum of the parts of its recipe minus penalties, with every part kept for the logs.
-
-A rank composes the verdicts of its own samples.
-"""
+Each rank composes the verdicts of its own samples."""
 
 from __future__ import annotations
 
@@ -21,16 +19,17 @@ Row = TypeVar("Row")
 MISSING_EOS = "missing_eos_penalty"
 LENGTH = "length_penalty"
 WHOLE = ""
-"""Label of the only recipe where no route chooses one."""
+"""Label of the only recipe if there is no route."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A finished response and the verdicts of its local parts, as ranks exchange it. label: of its recipe."""
+    """A finished response and the verdicts of its local parts, as ranks exchange it."""
 
     sample_id: str
     text: str
     label: str
+    """Label of its recipe."""
     truncated: bool
     num_tokens: int
     verdicts: Mapping[str, Verdict]
@@ -38,39 +37,41 @@ class Judged:
 
 @dataclass(frozen=True)
 class Scored:
-    """Texts and scores of some samples. total: [B], numbers of fp32.
-
-    parts: name -> [B] of fp32; a part's own value before its weight, NaN for a sample whose recipe has not the part, or a penalty
-    as it enters the total (<= 0). num_undecided: scores of 0 because a part was undecided, as math_verify out of time.
-    num_unusable: scores of 0 because a part could not read the reference answer. labels: [B] recipes; empty without a route.
-    per_token: [B] weighted rewards of the sampled tokens, which are not in the total; None for a sample, or for all, without.
-    seconds: [B] or fewer, part -> seconds of the samples that it scored. model_total: [B] the reward models' share of the total;
-    None without any. recipe_labels: all that there are. early_s: seconds of generation in which this rank computed rewards; None
-    if no part streams. model_lengths: tokens of each text that the reward model read, of these samples. retries: remote part ->
-    requests that this rank sent again for them.
-    """
+    """Texts and scores of some samples. [B] is one number per sample, in fp32."""
 
     texts: list[str]
     total: list[float]
+    """[B]."""
     parts: dict[str, list[float]]
+    """Name -> [B]: a part's unweighted value, NaN if the sample's recipe lacks it; a penalty as it enters the total (<= 0)."""
     num_undecided: int
+    """Scores of 0 because a part was undecided, such as math_verify out of time."""
     num_unusable: int = 0
+    """Scores of 0 because a part could not read the reference answer."""
     labels: list[str] = field(default_factory=list)
+    """[B] labels of recipes; empty without a route."""
     per_token: list[list[float] | None] | None = None
+    """[B] weighted rewards of the sampled tokens, not part of the total; None for a sample, or for all, that have none."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    """Part -> seconds of the samples that it scored, at most [B]."""
     model_total: list[float] | None = None
+    """[B] share of the reward models in the total; None without any."""
     recipe_labels: tuple[str, ...] = ()
+    """Labels of all recipes."""
     early_s: float | None = None
+    """Seconds of generation in which this rank computed rewards; None if no part streams."""
     model_lengths: list[int] = field(default_factory=list)
+    """Tokens of each text that the reward model read."""
     retries: dict[str, int] = field(default_factory=dict)
+    """Remote part -> requests that this rank sent again."""
 
     def with_parts(self, names: Sequence[str]) -> Scored:
-        """With these parts and no others, in this order. A part that is new is a number inside of another one, which no sample here
-        has: 0, or NaN for a sample without that other part."""
+        """Keep these parts only, in this order."""
+        # A new part is a number inside another part, which no sample here has: 0, or NaN for a sample without that other part.
         return replace(self, parts={name: self.parts.get(name) or self._without(name) for name in names})
 
     def select(self, chosen: Sequence[int]) -> Scored:
-        """Scores of these samples, in this order. Counts, seconds, lengths and retries stay those of all that were scored."""
+        """Select samples in this order. Counts, seconds, lengths and retries stay those of all that were scored."""
 
         def rows(values: list[Row] | None) -> list[Row] | None:
             return None if values is None else [values[i] for i in chosen]
@@ -86,7 +87,7 @@ class Scored:
         )
 
     def among(self, scored: Sequence[bool]) -> Scored:
-        """Scores of more samples, of which these are the ones that were scored, in their order; the others have 0 and no part."""
+        """Extend to all samples. scored: true for each that has a score here, in their order; the others get 0 and no part."""
         if all(scored):
             return self
         places = iter(range(len(self.total)))
@@ -111,7 +112,7 @@ class Scored:
 
 
 def joined(scores: Sequence[Scored]) -> Scored:
-    """One or more scores of the same reward, one after the other; counts and retries are added up."""
+    """Join one or more scores of the same reward, one after the other; counts and retries are added up."""
     names = list(dict.fromkeys(name for one in scores for name in one.parts))
     scores = [one.with_parts(names) for one in scores]
     no_model = all(one.model_total is None for one in scores)
@@ -143,13 +144,12 @@ def _per_token_of_all(scores: Sequence[Scored]) -> list[list[float] | None] | No
 
 @dataclass(frozen=True)
 class Composition:
-    """score = sum of weight * part - missing_eos_penalty * [cut] - length_penalty * max(0, num_tokens - length_penalty_start).
-
-    recipes: label -> part -> weight; only `WHOLE` without a route. A part of weight 0 is logged without counting. Penalties of 0
-    have no part. A part's own parts are logged as `part.inner`. ValueError: no parts, a weight that is not finite.
-    """
+    """Recipes and penalties. A part of weight 0 is only logged; a part's own numbers are logged as `part.inner`.
+    score = sum of weight * part - missing_eos_penalty * [cut] - length_penalty * max(0, num_tokens - length_penalty_start).
+    Raises ValueError for a recipe without parts or a weight that is not finite."""
 
     recipes: Mapping[str, Mapping[str, float]]
+    """Label -> part -> weight; only `WHOLE` without a route."""
     missing_eos_penalty: float = 0.0
     length_penalty: float = 0.0
     length_penalty_start: int = 0
@@ -168,11 +168,8 @@ class Composition:
         return list(dict.fromkeys(name for recipe in self.recipes.values() for name in recipe))
 
     def compose(self, judged: Sequence[Judged], model_parts: Mapping[str, Mapping[int, Verdict]] | None = None) -> Scored:
-        """Score [B] responses. model_parts: name -> response -> verdict of the parts that all ranks computed together, for the
-        responses whose recipe has them.
-
-        RewardError for a value or a sum that is not finite in fp32.
-        """
+        """Score [B] responses. Raises RewardError for a value or a sum that is not finite in fp32.
+        model_parts: name -> response -> verdict of the parts that all ranks computed together, where the recipe has them."""
         verdicts = [self._verdicts(one, i, model_parts or {}) for i, one in enumerate(judged)]
         penalties = self._penalties(judged)
         totals = []
@@ -209,7 +206,7 @@ class Composition:
         return sum(weight * found[name].score for name, weight in self.recipes[one.label].items() if name in names)
 
     def _verdicts(self, one: Judged, index: int, model_parts: Mapping[str, Mapping[int, Verdict]]) -> dict[str, Verdict]:
-        """Part -> verdict for all parts of the sample's recipe."""
+        """Verdicts of all parts of the sample's recipe."""
         found = {}
         for name in self.recipes[one.label]:
             if name in model_parts:
@@ -230,7 +227,7 @@ class Composition:
         return penalties
 
     def _inner_parts(self, verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, list[float]]:
-        """Numbers inside the parts, as `part.inner`; 0 for a sample without that number, NaN for one without the part."""
+        # 0 for a sample without that number, NaN for one without the part.
         values: dict[str, list[float]] = {}
         for name in self.names:
             for inner in sorted({inner for found in verdicts if name in found for inner in found[name].parts}):
@@ -257,7 +254,7 @@ def _seconds(names: Sequence[str], verdicts: Sequence[Mapping[str, Verdict]]) ->
 
 
 def _model_lengths(model_parts: Mapping[str, Mapping[int, Verdict]]) -> list[int]:
-    """Tokens of the texts of one pass: parts of the same model share its verdicts."""
+    # Parts of the same model share the verdicts of its pass.
     first: Mapping[int, Verdict] = next(iter(model_parts.values()), {})
     return [verdict.num_tokens for verdict in first.values() if verdict.num_tokens is not None]
 

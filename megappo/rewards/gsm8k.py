@@ -1,11 +1,7 @@
-"""GSM8K's answer convention: the final line of a solution is `#### 72` (Cobbe et al. 2021, "Training Verifiers to Solve Math Word
-Problems").
-
-A number is: an optional sign (- + or U+2212), an optional $ before or after the sign, digits with correct thousands commas or
-none, an optional decimal part. Numbers are compared as exact decimals, so 5, 5.00 and 05 are equal, and so are 1,000 and 1000.
-Text after the number (a full stop, %, a unit) is ignored; a number that continues as something else (3/4, 2^5, 1,23, 5e3,
-36+36=72) does not count.
-"""
+"""GSM8K's answers: the final line of a solution is `#### 72` (Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems").
+A number is an optional sign (- + or U+2212), an optional $ before or after it, digits with correct thousands commas or none, an
+optional decimal part. Numbers are compared as exact decimals: 5, 5.00 and 05 are equal, and so are 1,000 and 1000. Text after it
+(a full stop, %, a unit) is ignored; a number that continues as something else (3/4, 2^5, 1,23, 5e3, 36+36=72) does not count."""
 
 from __future__ import annotations
 
@@ -27,17 +23,17 @@ _WHOLE = re.compile(rf"\s*{_NUMBER}\s*\.?\s*")
 
 
 def gsm8k_strict(sample: RewardInput) -> float:
-    """1 if the number after the last `#### ` that has one on its line equals the answer, else 0."""
+    """1 if the number after the last `#### ` with a number on its line equals the answer, else 0."""
     return float(marked_number(sample.response) == gold_number(sample.answer))
 
 
 def gsm8k_flexible(sample: RewardInput) -> float:
-    """1 if the last number anywhere in the response equals the answer (verl's `method="flexible"`). Ignores the format."""
+    """1 if the last number anywhere in the response equals the answer, whatever the format (verl's `method="flexible"`), else 0."""
     return float(last_number(sample.response) == gold_number(sample.answer))
 
 
 def gsm8k_format(sample: RewardInput) -> float:
-    """1 if the response has `#### ` and a number, right or wrong."""
+    """1 if the response has `#### ` and a number, right or wrong, else 0."""
     return float(_MARKED.search(sample.response) is not None)
 
 
@@ -52,7 +48,7 @@ def last_number(response: str) -> Decimal | None:
 
 
 def gold_number(answer: str) -> Decimal:
-    """Number of a reference answer: the text after the last `####`, or all of it. UnusableAnswer if that is no number."""
+    """Number of a reference answer: the text after the last `####`, or all of it. Raises UnusableAnswer if that is no number."""
     match = _WHOLE.fullmatch(answer.rsplit("####", 1)[-1])
     if match is None:
         raise UnusableAnswer(f"the reference answer {answer[-80:]!r} is not a number and does not end with `#### number`")

@@ -12,7 +12,7 @@ from megappo.rewards.verdict import plain
 from megappo.runtime.worker_pool import Timed
 
 Place = Callable[[BaseException], str]
-"""Place in the rule's source that an error passed, as ` (mine.py:12)`; empty if unknown."""
+"""Place in the rule's source where an error occurred, as ` (mine.py:12)`; empty if unknown."""
 
 
 class Deferred(Future):
@@ -39,7 +39,7 @@ class Deferred(Future):
 
 
 class InlinePart:
-    """A function as a part. batch: it takes the list of the samples that `start` gets. close: ends what the function holds."""
+    """A function as a part. batch: it takes all samples that `start` gets, in a list. close: releases what the function holds."""
 
     # It may draw from the rank's random state, in the order of the samples, or want all of them in one list.
     streams = False

@@ -11,7 +11,7 @@ from megappo.runtime.worker_pool import Worker, WorkerPool
 
 
 class PoolPart:
-    """A part whose samples wait in one queue for the next of `workers` workers, each of which answers by a `Result`."""
+    """A part whose samples wait in one queue for the next of `workers` workers, each of which answers with a `Result`."""
 
     streams = True
 

@@ -1,8 +1,5 @@
-"""A part of the reward that a server scores: batches of samples, several requests at once (`server.py` is the server's side).
-
-One thread per part runs the requests of this rank. Samples may be handed in one by one: what waits while all requests are under
-way goes out together.
-"""
+"""A part of the reward that a server scores: batches of samples, several requests at once (`server.py` asks the server).
+One thread per part runs the requests of this rank. Samples that wait while all requests are under way go out together."""
 
 from __future__ import annotations
 
@@ -23,15 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class RemotePart:
-    """Part of a reward whose samples a server scores. num_retries: requests sent again so far.
-
-    The failure of one request is that of everything that waits: it ends the run, and nobody has to wait for the others.
-    """
+    """Part of a reward whose samples a server scores.
+    One failed request fails everything that waits: it ends the run, so there is no reason to wait for the others."""
 
     streams = True
 
     def __init__(self, server: Server) -> None:
-        """ValueError, one line, for settings that no client can be made of."""
+        """Raises ValueError, one line, for settings that no client can be made of."""
         self.server = server
         self.num_retries = 0
         self._asker = Asker(server, self._retried)
@@ -100,10 +95,11 @@ class RemotePart:
                 future.set_result(result)
 
     def _next_batch(self, size: int) -> list[tuple[RewardInput, Future[Result]]]:
-        """Up to `size` of the samples that wait, which nobody can cancel from here on; none if nothing waits."""
+        """Take up to `size` of the waiting samples."""
         batch: list[tuple[RewardInput, Future[Result]]] = []
         while self._waiting and len(batch) < size:
             sample, future = self._waiting.popleft()
+            # From here on the sample cannot be cancelled.
             if future.set_running_or_notify_cancel():
                 batch.append((sample, future))
             else:

@@ -1,8 +1,5 @@
-"""One request to a reward server: a deadline for the whole of it, a cap on the bytes of its answer, and nothing followed.
-
-Redirects, cookies, netrc and the environment's proxies are not used; answers are read as they come, never decompressed. What may
-pass by itself is a `TryAgain`, everything else a `Refused`. httpx2 is imported where a client is made.
-"""
+"""One request to a reward server: one deadline for all of it, a cap on the bytes of its answer, and nothing followed.
+Redirects, cookies, netrc and the environment's proxies are not used; answers are never decompressed. httpx2 is imported lazily."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class Refused(Exception):
 
 
 class TryAgain(Exception):
-    """A fault that may pass. after_s: the least wait that the server asks for (Retry-After)."""
+    """A fault that may pass. after_s: seconds that the server asks to wait at least (Retry-After)."""
 
     def __init__(self, text: str, after_s: float = 0.0) -> None:
         super().__init__(text)
@@ -40,7 +37,7 @@ class TryAgain(Exception):
 
 
 def make_client(url: str, settings: RemoteConfig, token: str | None) -> httpx2.AsyncClient:
-    """Client of one server. ValueError, one line, for `ca_file` that cannot be read."""
+    """Make the client of one server. Raises ValueError, one line, for a `ca_file` that cannot be read."""
     import httpx2
 
     verify: ssl.SSLContext | bool = True
@@ -63,7 +60,7 @@ def make_client(url: str, settings: RemoteConfig, token: str | None) -> httpx2.A
 
 
 async def post(client: httpx2.AsyncClient, url: str, body: bytes, timeout_s: float, max_bytes: int) -> bytes:
-    """Body of the answer to one POST. Raises TryAgain or Refused."""
+    """Return the body of the answer to one POST. Raises TryAgain or Refused."""
     import httpx2
 
     try:
@@ -113,7 +110,7 @@ async def _refuse_status(response: httpx2.Response, token: str) -> None:
 
 
 async def _excerpt(response: httpx2.Response, token: str) -> str:
-    """The start of an answer that explains itself, for a message; without the token, which some servers repeat."""
+    """Read the start of an explanation, for a message."""
     body = b""
     async for chunk in response.aiter_raw():
         body += chunk
@@ -121,13 +118,14 @@ async def _excerpt(response: httpx2.Response, token: str) -> str:
             break
     text = body[:_EXCERPT_BYTES].decode("utf-8", "replace")
     if token:
+        # Some servers repeat the token.
         text = text.replace(token, HIDDEN)
     text = _printable(text)
     return f": {text}" if text else ""
 
 
 def _printable(text: str) -> str:
-    """Text of a server on one line, without secrets and control characters: it goes into logs and to a terminal."""
+    # A server's text goes into logs and to a terminal: one line, without control characters and secrets.
     line = "".join(character for character in " ".join(text.split()) if character.isprintable())
     return hide_secrets(line)[:_EXCERPT_CHARACTERS]
 
@@ -145,7 +143,7 @@ def _seconds(retry_after: str | None) -> float:
 
 
 def _described(error: Exception) -> str:
-    """`ConnectError: Connection refused`: the kind of an error, and its first cause, as the library's own text says little."""
+    # Kind and first cause, as in `ConnectError: Connection refused`: the library's own text says little.
     cause = _in_chain(error, OSError, innermost=True)
     number = cause.errno if isinstance(cause, OSError) else None
     text = os.strerror(number) if number is not None and number in errno.errorcode else str(cause or error)
@@ -153,7 +151,7 @@ def _described(error: Exception) -> str:
 
 
 def _in_chain(error: BaseException, kind: type[BaseException], *, innermost: bool = False) -> BaseException | None:
-    """The error or one of its causes that is of this kind; None if there is none."""
+    """Find the error of this kind among an error and its causes; None if there is none."""
     found, link = None, error
     while link is not None and (found is None or innermost):
         if isinstance(link, kind):

@@ -1,8 +1,5 @@
-"""Table of the reward rules, and the rules that need no arithmetic.
-
-A configuration names rules of this table; a data record never does, so that data cannot choose its own scoring. Weights and
-penalties are in `compose.py`.
-"""
+"""Table of the reward rules, and the rules that need no arithmetic. Weights and penalties are in `compose.py`.
+A configuration names rules of this table; a data record never does, so that data cannot choose its own scoring."""
 
 from __future__ import annotations
 
@@ -32,7 +29,6 @@ def has_eos(sample: RewardInput) -> float:
 
 
 def normalised(text: str) -> str:
-    """Text after Unicode NFKC, with runs of white space as one space."""
     return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
@@ -56,7 +52,7 @@ READS_NUMBER = ("gsm8k_strict", "gsm8k_flexible")
 
 
 def make_rule(name: str) -> RewardRule:
-    """Make the rule of this name. ValueError with the nearest name and the whole list."""
+    """Make the rule of this name. Raises ValueError with the nearest name and the whole list."""
     if name in RULES:
         return RULES[name]()
     nearest = difflib.get_close_matches(name, RULES, n=1, cutoff=0.5)
@@ -65,7 +61,8 @@ def make_rule(name: str) -> RewardRule:
 
 
 def make_part(name: str, workers: int = 0) -> Part:
-    """The rule of this name as a part: in the main thread, or in a pool of one or more workers. ValueError as `make_rule`."""
+    """Make a part of the rule of this name, in the main thread or a pool of at least one worker. Raises ValueError as
+    `make_rule`."""
     if name in POOLED:
         return PoolPart(name, POOLED[name], max(1, workers))
     rule = make_rule(name)
@@ -73,7 +70,7 @@ def make_part(name: str, workers: int = 0) -> Part:
 
 
 def hash_of_code(name: str) -> str | None:
-    """SHA-256 of the source file that defines a rule; None if there is no such file. ValueError as `make_rule`."""
+    """SHA-256 of the source file that defines a rule; None if there is no such file. Raises ValueError as `make_rule`."""
     rule = make_rule(name)
     file = sys.modules[rule.__module__].__file__  # of the function, or of the object's class
     if file is None or not Path(file).is_file():

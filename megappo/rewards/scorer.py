@@ -1,8 +1,6 @@
 """Scoring of samples on this rank: the parts of their recipe, started as samples finish, collected at the end.
-
-Parts that stream are started early, on the rank that drew a sample; all others on the rank that owns it. Nothing here needs the
-other ranks: `trainer/scoring.py` takes early values to the owners, and `compose.py` makes scores of what all ranks have found.
-"""
+Parts that stream start early, on the rank that drew a sample; all others start on the rank that owns it. `trainer/scoring.py`
+takes early values to the owners, and `compose.py` makes scores of what all ranks have found."""
 
 from __future__ import annotations
 
@@ -29,24 +27,26 @@ Found = dict[str, Verdict | None]
 
 @dataclass
 class _Started:
-    """A sample and what its parts have found. begun: part -> time of its start. seconds: from there to its end, once there is one.
-    elsewhere: what another rank has found, or will."""
+    """A sample and what its parts have found."""
 
     sample: RewardInput
     label: str
     begun: dict[str, float] = field(default_factory=dict)
+    """Part -> time of its start."""
     futures: dict[str, Future[Any]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    """Part -> seconds from its start to its end, once there is one."""
     elsewhere: Found = field(default_factory=dict)
+    """Verdicts that another rank has found or will find."""
     verdicts: dict[str, Verdict] = field(default_factory=dict)
 
 
 class Scorer:
-    """The parts of a run on this rank, and their composition. label_of: recipe of a record.
+    """Parts of a run on this rank, and their composition.
 
-    score_model: verdicts of the other parts of the composition for (prompts, responses), which all ranks compute together; the
-    trainer calls it once the local parts of all ranks are there. None without such a part. on_progress: the trainer tells it how
-    many of all ranks' values are there: (found, of).
+    label_of: recipe of a record. score_model: verdicts of the composition's other parts for (prompts, responses), which all ranks
+    compute together; the trainer calls it once the local parts of all ranks are done. on_progress: the trainer reports the values
+    of all ranks to it, (found, of).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Scorer:
         return any(part.streams for part in self._parts.values())
 
     def with_model(self, score_model: Callable[[Sequence[Any], Sequence[Judged]], Sequence[Verdict]]) -> Scorer:
-        """Scorer with the same parts, which both may close, and another `score_model`."""
+        """Make a scorer with the same parts, which both may close, and another `score_model`."""
         other = Scorer(self._parts, self.composition, self._label_of, self.on_progress, score_model)
         other._retries_taken = self._retries_taken  # of the same parts
         return other
@@ -80,17 +80,15 @@ class Scorer:
         return [name for name in self.composition.names if name not in self._parts]
 
     def take_retries(self) -> dict[str, int]:
-        """Part -> requests that this rank has sent again since the last call, for the parts that do."""
+        """Requests that this rank has sent again since the last call, for each part that retries."""
         now = {name: part.num_retries for name, part in self._parts.items() if isinstance(part, RetryingPart)}
         new = {name: count - self._retries_taken.get(name, 0) for name, count in now.items()}
         self._retries_taken.update(now)
         return new
 
     def submit(self, samples: Sequence[RewardInput], found: Sequence[Found] | None = None) -> None:
-        """Start the parts of these samples. Samples may come in any number of calls. RewardError for a part that cannot start.
-
-        found: for each sample what another rank has, of which nothing is started here.
-        """
+        """Start the parts of these samples, in any number of calls. Raises RewardError for a part that cannot start.
+        found: values of each sample that another rank has; they are not started here."""
         started = [_Started(sample, self._label_of(sample.record)) for sample in samples]
         for one, elsewhere in zip(started, found or [{}] * len(started), strict=True):
             one.elsewhere |= elsewhere
@@ -99,7 +97,7 @@ class Scorer:
         self._started += started
 
     def submit_early(self, samples: Mapping[int, RewardInput]) -> None:
-        """Start those parts of these samples, by number, that stream. A part that cannot start fails later, in `finish`."""
+        """Start the parts that stream for these samples, by number. A part that cannot start fails later, in `finish`."""
         started = {number: _Started(sample, self._label_of(sample.record)) for number, sample in samples.items()}
         for name, part in self._parts.items():
             if part.streams:
@@ -112,10 +110,8 @@ class Scorer:
         self._early |= started
 
     def hand_over(self) -> tuple[dict[int, Found], float]:
-        """Samples that were started early, by number, and the seconds in which their values were computed so far.
-
-        Values that nobody has begun to compute are left out: they are cancelled, and their samples' owners start them.
-        """
+        """Return the values of early samples, by number, and the seconds in which they were computed so far.
+        Values that have not begun are cancelled and left out: the owners of their samples start them."""
         now = time.perf_counter()
         spans = [
             (one.begun[name], one.begun[name] + one.seconds.get(name, now - one.begun[name]))
@@ -125,7 +121,7 @@ class Scorer:
         return {number: _handed_over(one) for number, one in self._early.items()}, _covered(spans)
 
     def finish_early(self) -> dict[int, dict[str, Verdict]]:
-        """Verdicts that were being computed at `hand_over`, once all values are there. RewardError if a part failed."""
+        """Return the verdicts that were being computed at `hand_over`, once all are there. Raises RewardError if a part failed."""
         self._wait()
         try:
             return {
@@ -140,7 +136,7 @@ class Scorer:
             self._early = {}
 
     def _start(self, name: str, started: Sequence[_Started]) -> None:
-        """Start a part for those of the samples whose recipe has it, and whose value is not found elsewhere."""
+        """Start a part for those samples whose recipe has it and whose value is not found elsewhere."""
         chosen = [one for one in started if name in self.composition.recipes[one.label] and name not in one.elsewhere]
         if not chosen:
             return
@@ -156,10 +152,8 @@ class Scorer:
             future.add_done_callback(_clock(one.seconds, name, begun))
 
     def work(self, seconds: float) -> tuple[int, int]:
-        """Score for about so long: (values found, values to find), a value being that of a part for a sample.
-
-        After a failure nothing is left to find: `finish` raises it.
-        """
+        """Score for about so many seconds and return (values found, values to find); a value is one part's result for one sample.
+        After a failure nothing is left to find: `finish` raises it."""
         end = time.monotonic() + seconds
         futures = [future for _, _, future in self._entries()]
         for future in futures if not self.has_failed else ():
@@ -179,17 +173,15 @@ class Scorer:
         return any(_has_failed(future) for _, _, future in self._entries())
 
     def drop(self) -> None:
-        """Forget all samples, as after a failure of another rank. Values in hand are not waited for."""
+        """Forget all samples, as after a failure of another rank, without waiting for values that are being computed."""
         for _, _, future in self._entries():
             future.cancel()
         self._started, self._early = [], {}
 
     def finish(self) -> list[Judged]:
-        """Verdicts of all submitted samples, in their order, once all are there; then the scorer is empty.
-
-        Without those that another rank was still computing. RewardError if a part failed for one of them, without waiting for the
-        others.
-        """
+        """Wait for the verdicts of all submitted samples, return them in order, and empty the scorer.
+        Leaves out values that another rank was still computing. Raises RewardError as soon as a part failed, and waits no
+        longer."""
         self._wait()
         started = self._started
         try:
@@ -205,13 +197,12 @@ class Scorer:
             pass
 
     def close(self) -> None:
-        """End what the parts hold."""
         for part in self._parts.values():
             part.close()
 
     def _entries(self) -> Iterator[tuple[_Started, str, Future[Any]]]:
-        """Part by part: rules that draw random numbers draw them in this order."""
         for name in self._parts:
+            # Part by part: rules that draw random numbers draw them in this order.
             for one in self._started:
                 if name in one.futures:
                     yield one, name, one.futures[name]
@@ -221,7 +212,7 @@ class Scorer:
 
 
 def _handed_over(one: _Started) -> Found:
-    """Values that an early sample's owner need not start. Verdicts that are there leave the sample."""
+    """Values that an early sample's owner need not start. Finished verdicts leave the sample."""
     found: Found = {}
     for name, future in list(one.futures.items()):
         found[name] = None
@@ -241,7 +232,7 @@ def _judged(one: _Started) -> Judged:
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of what these spans cover together."""
+    """Length of the union of these spans."""
     covered, end = 0.0, -math.inf
     for first, last in sorted(spans):
         covered += max(0.0, last - max(first, end))

@@ -19,25 +19,27 @@ _LAST_TRY_S = 1.0  # least limit of the try at the end of the budget
 
 @dataclass(frozen=True)
 class Server:
-    """A reward server. name: of the part. token: sent with every request; None for none. It is in no repr and no record."""
+    """A reward server."""
 
     name: str
+    """Name of the part."""
     url: str
     settings: RemoteConfig
     token: str | None = field(default=None, repr=False)
+    """Sent with every request, and kept out of reprs and records; None for none."""
 
 
 class Asker:
     """Client of a server, for one event loop. retried: called with the reason before a request is sent again."""
 
     def __init__(self, server: Server, retried: Callable[[str], None] = lambda reason: None) -> None:
-        """ValueError, one line, for `ca_file` that cannot be read."""
+        """Raises ValueError, one line, for a `ca_file` that cannot be read."""
         self._server, self._retried = server, retried
         self._client = make_client(server.url, server.settings, server.token)
         self._random = random.Random()  # of its own: the run's is seeded, and the same on every rank
 
     async def results(self, samples: Sequence[RewardInput], retry_budget_s: float) -> list[Result]:
-        """Results of the samples of one request, in order. RewardError with server, tries, reason and sample."""
+        """Score the samples in one request; results in order. Raises RewardError with server, tries, reason and sample."""
         settings, began = self._server.settings, time.monotonic()
         try:
             body = request_body(samples, settings.send)
@@ -67,7 +69,6 @@ class Asker:
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.aclose()
 
     def _failed(self, reason: str, tries: int, began: float, samples: Sequence[RewardInput]) -> RewardError:

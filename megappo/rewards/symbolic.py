@@ -1,9 +1,6 @@
-"""The rule `math_verify`: mathematical equality of the response's final answer and the reference answer (math-verify, sympy).
-
-sympy evaluates anything that a policy writes, and `9^{9^{9^9}}` never ends. math-verify's own time limits are SIGALRM handlers:
-they work in the main thread only and cannot interrupt a computation inside C. So the comparison runs in one worker process
-(`symbolic_worker.py`) without those limits, and the kernel ends the worker if one comparison takes too much CPU time.
-"""
+"""Rule `math_verify`: mathematical equality of the response's final answer and the reference answer (math-verify, sympy).
+sympy evaluates anything that a policy writes, and `9^{9^{9^9}}` never ends. math-verify's own limits (SIGALRM) cannot interrupt
+C code, so one worker process (`symbolic_worker.py`) compares, and the kernel ends it if a comparison takes too much CPU time."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class MathVerify:
-    """1 if the final answer equals the reference answer, else 0.
+    """1 if the final answer equals the reference answer, else 0; None (undecided) after more than `cpu_limit_s` CPU seconds.
 
-    The final answer is the last \\boxed{} if the response has one, otherwise the rest of the line after the last `####` that a
-    number follows (GSM8K), otherwise the one that math-verify finds: "the answer is", LaTeX, the last expression. The reference
-    answer is the text after its last `####`, or all of it. A comparison of more than `cpu_limit_s` seconds is undecided (None), is
-    logged as a warning and counted in `undecided`. UnusableAnswer: a reference answer that is no mathematical expression.
-    RuntimeError: the worker died of anything but its limit. Threads may share a rule; their calls run one at a time.
+    The final answer is the last \\boxed{} if there is one, else the rest of the line after the last `####` that a number follows
+    (GSM8K), else the one that math-verify finds: "the answer is", LaTeX, the last expression. The reference answer is the text
+    after its last `####`, or all of it. Undecided comparisons are logged as warnings and counted in `undecided`. Raises
+    UnusableAnswer for a reference answer that is no mathematical expression, RuntimeError if the worker died of anything but its
+    limit. Threads may share a rule; their calls run one at a time.
     """
 
     def __init__(self, cpu_limit_s: float = 5.0) -> None:
@@ -60,7 +57,7 @@ class MathVerify:
         return float(reply["equal"])
 
     def check_answer(self, answer: str) -> None:
-        """UnusableAnswer if this reference answer is no mathematical expression, or takes over `cpu_limit_s` seconds to read."""
+        """Raise UnusableAnswer if this answer is no mathematical expression, or takes over `cpu_limit_s` seconds to read."""
         if _number(answer) is not None:
             return  # most answers of most data: no reason to ask the worker (4 ms)
         with self._lock:
@@ -71,9 +68,7 @@ class MathVerify:
 
     def classes(self, responses: Sequence[str]) -> list[int | None] | None:
         """Number the different final answers of these responses: equal numbers for answers that the rule holds equal.
-
-        None for a response without an answer; None in place of the list if the comparisons take more than `cpu_limit_s` seconds.
-        """
+        None for a response without an answer; None in place of the list if the comparisons take more than `cpu_limit_s` seconds."""
         with self._lock:
             reply = self._ask({"responses": [_final_answer(response) for response in responses]})
         return None if reply is None else reply["classes"]
@@ -105,8 +100,8 @@ def _require_usable(reply: dict, answer: str) -> None:
 
 
 def _reference(answer: str) -> str:
-    """Text after the last `####`, or all of it; a number without money, commas and full stop, which math-verify reads as text."""
     number = _number(answer)
+    # math-verify reads numbers with money signs, commas or a full stop as text.
     return answer.rsplit("####", 1)[-1].strip() if number is None else number
 
 
@@ -125,7 +120,8 @@ def _final_answer(response: str) -> str:
 
 
 def _has_box(text: str) -> bool:
-    """True if a box opens and closes: a response that was cut inside its box has none. One pass, for thousands of repetitions."""
+    """True if a box opens and closes: a response that was cut inside its box has none."""
+    # One pass: a response may repeat itself thousands of times.
     depth, boxes = 0, []  # depths at which a box is open
     for match in _BOX_PARTS.finditer(text):
         token = match[0]

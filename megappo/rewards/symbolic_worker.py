@@ -1,4 +1,4 @@
-"""Answers of the worker process of `symbolic.py`, which alone imports this: with math-verify it takes 0.3 s."""
+"""Worker process of `symbolic.py`. Only that process imports this file: with math-verify it takes 0.3 s."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEMORY_LIMIT = 4 << 30  # bytes of address space; only big integers come near i
 
 
 def answering(cpu_limit_s: float) -> Answerer:
-    """Prepare this process: its answerer takes {"answer"}, {"answer", "response"} or {"responses"}."""
+    """Prepare this process and return its answerer, which takes {"answer"}, {"answer", "response"} or {"responses"}."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the kernel acts on it, even while Python is inside C code
     _limit_memory()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
@@ -38,7 +38,7 @@ def _answer(cpu_limit_s: float, question: Mapping[str, Any]) -> tuple[str, dict[
 
 
 def _compare(answer: str, response: str | None) -> dict[str, object]:
-    """Read the answer, and compare the response with it if there is one. `usable`: if the answer is an expression."""
+    """Read the answer, and compare the response with it if there is one. `usable`: the answer is an expression."""
     gold = parse(_boxed(_plain(answer)), parsing_timeout=_NO_TIMEOUT)
     if not gold or response is None:
         return {"usable": bool(gold)}
@@ -61,16 +61,14 @@ def _classes(responses: list[str]) -> dict[str, object]:
 
 
 def _boxed(answer: str) -> str:
-    """Put a bare answer, or one between dollar signs, into a box, so that math-verify reads all of it; keep other texts.
-
-    `\\$` is money and delimits no mathematics.
-    """
+    """Put a bare answer, or one between dollar signs, into a box, so that math-verify reads all of it; keep other texts."""
+    # `\$` is money and delimits no mathematics.
     bare = _DELIMITERS.sub("", answer.strip())
     return answer if "\\boxed" in bare or _DELIMITER.search(bare) else f"\\boxed{{{bare}}}"
 
 
 def _plain(text: str) -> str:
-    """Rewrite notation that math-verify misreads: `33\\frac{1}{3}\\%`, to it 33 / 300, and the colon of `3\\text{:}30`, to it 3."""
+    # math-verify reads `33\frac{1}{3}\%` as 33 / 300, and `3\text{:}30` as 3.
     return _MIXED_PERCENT.sub(r"\1", text).replace("\\text{:}", ":")
 
 

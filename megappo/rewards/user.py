@@ -1,5 +1,5 @@
-"""Reward code of the user: a function of a Python file, or an entry point of the group `megappo.rewards` (`own_code.py`); in the
-rank, or in processes of its own, several at once, of which one that takes too long can be ended."""
+"""Reward code of the user: a function of a Python file, or an entry point of the group `megappo.rewards` (`user_code.py`).
+It runs in the rank, or in several processes of its own, which can be ended if they take too long."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OwnRule(OwnFunction):
-    """Loaded reward code. call: takes a `RewardInput`, or a list of them if `batch`. requires: `answer`, and fields that every
-    record must have."""
+    """Loaded reward code. `call` takes a `RewardInput`, or a list of them if `batch`."""
 
     name: str
     batch: bool
     requires: tuple[str, ...]
+    """`answer`, and fields that every record must have."""
 
     def part(self) -> InlinePart:
-        """The rule as a part of a reward."""
         return InlinePart(self.name, self.call, batch=self.batch, place=self.place)
 
 
 def load_rule(name: str, code: OwnCode, *, batch: bool) -> OwnRule:
-    """Rule of the user's code. Errors as `OwnCode.load`; ValueError too for `requires` that is no tuple of names."""
+    """Load the rule of the user's code. Errors as `OwnCode.load`; ValueError too for `requires` that is no tuple of names."""
     found = code.load(Use("a list of samples" if batch else "one sample", "a rule returns its score"))
     requires = getattr(found.call.func, "requires", ())
     if not isinstance(requires, (tuple, list)) or not all(isinstance(field, str) for field in requires):
@@ -43,10 +42,9 @@ def load_rule(name: str, code: OwnCode, *, batch: bool) -> OwnRule:
 
 
 class OwnProcess:
-    """Worker of a pool. timeout_s: wall-clock limit of one call; after it the process is ended and the sample is undecided (None).
-
-    RewardError: the function raised, or its process died. The process ends with the thread that calls, and with this object.
-    """
+    """Worker of a pool that runs one rule in a process; the process ends with the calling thread and with this object.
+    timeout_s: wall-clock limit of one call; after it the process is ended and the sample is undecided (None). Raises RewardError
+    if the function raised or its process died."""
 
     def __init__(self, name: str, code: OwnCode, timeout_s: float | None) -> None:
         self._name, self._timeout_s, self._undecided = name, timeout_s, 0
@@ -69,12 +67,12 @@ class OwnProcess:
         return value
 
     def close(self) -> None:
-        """End the process, also while it works for another thread."""
+        """End the process, even while it works for another thread."""
         self._process.close()
 
 
 def _scoring(name: str, code: OwnCode) -> Answerer:
-    """The rule, as its process answers. ValueError, one line, for code that cannot be used."""
+    """Answerer of the process. Raises ValueError, one line, for code that cannot be used."""
     return partial(_answer, load_rule(name, code, batch=False))
 
 

@@ -18,22 +18,23 @@ _KEYS = {"score", "parts", PER_TOKEN}
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a part for a sample. parts: numbers inside it, with the sum of per_token under that name.
-
-    per_token: rewards of the sampled tokens, [num_tokens]; None if the part has none. reason: of a score of 0 that the part did not
-    give. seconds: time that it took; None if unknown. num_tokens: tokens that a reward model read for it; None of other parts.
-    """
+    """Result of a part for a sample."""
 
     score: float
     parts: Mapping[str, float]
+    """Numbers inside it; the sum of per_token has that name."""
     per_token: tuple[float, ...] | None = None
+    """[num_tokens] rewards of the sampled tokens; None if the part has none."""
     reason: Literal["undecided", "unusable"] | None = None
+    """Why the score is 0 although the part gave none."""
     seconds: float | None = None
+    """Time that it took; None if unknown."""
     num_tokens: int | None = None
+    """Tokens that a reward model read for it; None for other parts."""
 
 
 def verdict_of(result: Any, name: str, sample: RewardInput, seconds: float | None = None) -> Verdict:
-    """Check the result of part `name`. RewardError, naming the sample, for anything but a `rewards.base.Result`."""
+    """Check the result of part `name`. Raises RewardError, naming the sample, for anything but a `rewards.base.Result`."""
     result = plain(result)
     if result is None:
         return Verdict(0.0, {}, reason="undecided", seconds=seconds)
@@ -55,7 +56,7 @@ def verdict_of(result: Any, name: str, sample: RewardInput, seconds: float | Non
 
 
 def plain(value: Any) -> Any:
-    """Python's value of a tensor or a NumPy array or scalar."""
+    """Convert a tensor or a NumPy array or scalar to Python's value."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -1,8 +1,6 @@
 """Final answers of responses as votes: the classes of equal answers that maj@N of an evaluation counts.
-
-A vote is for what a rule takes for the final answer of a response, and answers are equal if that rule would hold them equal. A
-rule without an entry here judges a response without naming an answer in it, so nothing can be counted.
-"""
+A vote is for what a rule takes for the final answer, and answers are equal if that rule would hold them equal. Rules without an
+entry here judge a response without naming an answer, so nothing can be counted."""
 
 from __future__ import annotations
 
@@ -29,15 +27,13 @@ VOTING = (*EXTRACTORS, "math_verify")
 
 
 def voting_rule(labels: Sequence[str]) -> str | None:
-    """The first of these parts of a reward that can count votes; None if none can."""
+    """First of these parts of a reward that can count votes; None if none can."""
     return next((label for label in labels if label in VOTING), None)
 
 
 def answers_of(rule: str, groups: Sequence[Sequence[str]]) -> list[Answers]:
     """Answers of the responses to each prompt, by a rule of VOTING. groups: texts per prompt.
-
-    Nobody votes where math_verify does not come to a decision within its time; that is logged.
-    """
+    If math_verify does not decide on a prompt in time, its responses do not vote, and that is logged."""
     if rule != "math_verify":
         extract = EXTRACTORS[rule]
         return [[extract(text) for text in texts] for texts in groups]

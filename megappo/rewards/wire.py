@@ -1,7 +1,5 @@
-"""JSON of remote rewards, version 1: what a reward server is asked and what it answers (docs/rewards.md).
-
-Both sides use it: the client (`remote.py`) and `megappo serve-reward`. Nothing here opens a connection.
-"""
+"""JSON of remote rewards, version 1: requests to a reward server and its answers (docs/rewards.md). Opens no connection.
+Both the client (`remote.py`) and `megappo serve-reward` use it."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ class BadScore(ValueError):
 
 
 def request_body(samples: Sequence[RewardInput], send: Sequence[str]) -> bytes:
-    """Body of a request about these samples. ValueError, without the sample, for a record that JSON does not hold."""
+    """Body of a request about these samples. Raises ValueError, without the sample, for a record that JSON does not hold."""
     listed = [{name: getattr(sample, FIELDS[name]) for name in send} for sample in samples]
     try:
         # ASCII: half of a surrogate pair, which a record may hold, has no bytes in UTF-8.
@@ -48,9 +46,7 @@ def request_body(samples: Sequence[RewardInput], send: Sequence[str]) -> bytes:
 
 def results_of(body: bytes, num_samples: int) -> list[Result]:
     """Results of the answer, in the order of the samples: {score, parts, per_token}, a number if it is alone, None for undecided.
-
-    ValueError, one line, for anything but `num_samples` finite numbers or nulls. Rewards of tokens are counted by `verdict_of`.
-    """
+    Raises ValueError, one line, for anything but `num_samples` finite numbers or nulls. `verdict_of` counts per_token."""
     answer = _parsed(body, "the answer")
     if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
         raise ValueError(f"the answer is {_shown(answer)}, not {_ANSWER}")
@@ -127,7 +123,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _shown(value: Any) -> str:
-    """A value of the answer on one line of ASCII: it comes from elsewhere, and goes to a terminal."""
+    # One line of ASCII: the value comes from elsewhere, and goes to a terminal.
     text = json.dumps(value) if not isinstance(value, int) or abs(value) < 1e30 else "a very large integer"
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -136,7 +132,7 @@ def _shown(value: Any) -> str:
 
 
 def samples_of(body: bytes) -> list[RewardInput]:
-    """Samples of a request; fields that it lacks are empty. ValueError, one line, for anything else than a request."""
+    """Samples of a request; fields that it lacks are empty. Raises ValueError, one line, for anything but a request."""
     asked = _parsed(body, "the request")
     if not isinstance(asked, dict) or not isinstance(asked.get("samples"), list):
         raise ValueError('the request is not {"version": 1, "samples": [...]}')
@@ -146,7 +142,7 @@ def samples_of(body: bytes) -> list[RewardInput]:
 
 
 def answer_body(results: Sequence[Any]) -> dict[str, Any]:
-    """Answer to these results of a function. ValueError for one that is no score."""
+    """Answer with these results of a function. Raises ValueError for one that is no score."""
     scores, columns = [], dict[str, list[float | None]]()
     tokens: list[list[float] | None] = [None] * len(results)
     for i, result in enumerate(results):

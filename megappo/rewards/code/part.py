@@ -32,10 +32,8 @@ class CodeReward:
 
 class CodePart:
     """Run the program of each sample against the tests of its record, `workers` samples at a time.
-
     Score: 1 if all tests pass, else 0; or the share that passes. Parts: has_code, passed (share), timeout, error (1 if a test
-    ended so). A response without a program scores 0. UnusableAnswer: tests that cannot be read.
-    """
+    ended so). A response without a program scores 0."""
 
     streams = True
 
@@ -47,11 +45,11 @@ class CodePart:
         self._closed = False
 
     def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Timed]]:
-        """One future per sample, in order. It may raise UnusableAnswer, or SandboxError."""
+        """Return one future per sample, in order. It may raise UnusableAnswer for tests that cannot be read, or SandboxError."""
         return [self._pool.submit(self._timed, sample) for sample in samples]
 
     def close(self) -> None:
-        """End all programs and workers; what has not been scored is cancelled or fails."""
+        """End all programs and workers; samples without a score are cancelled or fail."""
         with self._lock:
             self._closed = True
             running = list(self._open)
@@ -75,7 +73,7 @@ class CodePart:
         return {"score": score, "parts": {"has_code": 1.0, "passed": passed, **others}}
 
     def _run(self, tests: Sequence[CodeTest], program: Mapping[str, str]) -> Counter[str]:
-        """Number of tests per end: passed, failed, timeout, error. With score: all, the first that fails is the last."""
+        """Count tests by end: passed, failed, timeout, error. With score: all, the first that fails is the last."""
         ended: Counter[str] = Counter()
         with Sandbox(self._settings.limits) as sandbox:
             with self._lock:
@@ -105,7 +103,7 @@ _END = {"timeout": "timeout", "exit 0": "failed"}
 
 
 def read_problem(settings: CodeReward, record: Mapping[str, Any]) -> tuple[tuple[CodeTest, ...], str]:
-    """Tests of a record, and the code that comes before a program. UnusableAnswer, one line: none that can be read."""
+    """Read a record's tests and the code that comes before a program. Raises UnusableAnswer, one line, if they are unreadable."""
     entry_point = None if settings.entry_point_key is None else field_of(record, settings.entry_point_key)
     setup = "" if settings.setup_key is None else field_of(record, settings.setup_key)
     if entry_point is not None and not (isinstance(entry_point, str) and entry_point.isidentifier()):
@@ -118,7 +116,7 @@ def read_problem(settings: CodeReward, record: Mapping[str, Any]) -> tuple[tuple
 
 
 def field_of(record: Mapping[str, Any], key: str) -> Any:
-    """Field of a record; `a.b` reaches inside. UnusableAnswer if there is none."""
+    """Field of a record; `a.b` reaches inside. Raises UnusableAnswer if there is none."""
     value: Any = record
     for name in key.split("."):
         if not isinstance(value, Mapping) or value.get(name) is None:

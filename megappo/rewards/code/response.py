@@ -10,9 +10,7 @@ _PYTHON = ("python", "python3", "py")
 
 def program_of(response: str) -> str | None:
     """Last block fenced as python, python3 or py; else the only block, if its fence names no language; else None.
-
-    A block that the response does not close is no program: it was cut.
-    """
+    A block that the response does not close was cut, and is no program."""
     blocks = _blocks(response)
     named = [text for language, text in blocks if language in _PYTHON]
     if named:
@@ -21,7 +19,7 @@ def program_of(response: str) -> str | None:
 
 
 def _blocks(response: str) -> list[tuple[str, str]]:
-    """(language, text) of every closed fence."""
+    """Pairs (language, text) of every closed fence."""
     found: list[tuple[str, str]] = []
     fence, language, lines = "", "", []
     for line in response.splitlines():

@@ -1,7 +1,5 @@
-"""Tests of a programming task, as data sets write them, and how a result is held against what they expect.
-
-What is expected stays on the rank wherever a comparison outside the sandbox can decide: a program that is run never sees it.
-"""
+"""Tests of a programming task, as data sets write them, and the comparison of a result with what they expect.
+Expected values stay on the rank wherever a comparison outside the sandbox can decide: the program never sees them."""
 
 from __future__ import annotations
 
@@ -21,18 +19,19 @@ _REL_TOL, _ABS_TOL = 1e-6, 1e-9  # of numbers that another machine has printed
 
 @dataclass(frozen=True)
 class CodeTest:
-    """One test. stdin: text for the program. task: what the runner does. expected: text, value, or a nonce of the task.
-
-    kind: stdin (a program's output), call (a function's result, of JSON), value (an expression's result) or assert (test code).
-    """
+    """One test."""
 
     kind: Literal["stdin", "call", "value", "assert"]
+    """stdin (a program's output), call (a function's result, of JSON), value (an expression's result) or assert (test code)."""
     stdin: str
+    """Text for the program."""
     task: Mapping[str, Any]
+    """Task of the runner."""
     expected: Any
+    """Text, value, or a nonce of the task."""
 
     def passed(self, outcome: Outcome) -> bool:
-        """True if the program ended well and its result is the expected one. Whatever it wrote, this raises nothing."""
+        """True if the program ended well with the expected result. Raises nothing, whatever the program wrote."""
         if outcome.status != "exit 0":
             return False
         if self.kind == "stdin":
@@ -50,11 +49,11 @@ class CodeTest:
 
 
 def read_tests(field: Any, entry_point: str | None = None) -> tuple[CodeTest, ...]:
-    """Read the tests of a record. UnusableAnswer, one line: no known form, or no test in it.
+    """Read the tests of a record. Raises UnusableAnswer, one line: no known form, or no test in it.
 
-    field: {"inputs": [...], "outputs": [...]} of a program, with "fn_name" of that function's arguments and results; or test
-    code, or a list of it, each one test; or JSON text of one of them. entry_point: function that test code's own
-    `check` is called with (HumanEval).
+    field: {"inputs": [...], "outputs": [...]} of a program, with "fn_name" of that function's arguments and results; or test code,
+    or a list of it, each one test; or JSON text of one of them. entry_point: function to which test code's own `check` is applied
+    (HumanEval).
     """
     if isinstance(field, str):
         field = _json_or_code(field)
@@ -116,7 +115,7 @@ def _text(value: Any) -> str:
 
 
 def _call_test(given: Any, expected: Any, function: Any) -> CodeTest:
-    """A list of arguments, or text with one JSON value per line, and then JSON text of the result (LiveCodeBench)."""
+    """Make a test of a list of arguments, or of JSON text: one argument per line, and the result (LiveCodeBench)."""
     if isinstance(given, str):
         try:
             given = [json.loads(line) for line in given.splitlines()]
@@ -146,7 +145,7 @@ def _of_code(code: str, entry_point: str | None) -> CodeTest:
 
 
 def _split(tree: ast.Module) -> tuple[str, Any] | None:
-    """(expression, literal) of test code that is one `assert expression == literal`."""
+    """Split test code that is one `assert expression == literal` into (expression, literal)."""
     if len(tree.body) != 1 or not isinstance(statement := tree.body[0], ast.Assert):
         return None
     test = statement.test
@@ -173,7 +172,7 @@ def _untagged(value: Any) -> Any:
 
 
 def _lists(value: Any) -> Any:
-    """Value with tuples as lists and keys as text: JSON has no others."""
+    # JSON has lists only, and its keys are text.
     if isinstance(value, (list, tuple)):
         return [_lists(item) for item in value]
     return {str(key): _lists(item) for key, item in value.items()} if isinstance(value, dict) else value

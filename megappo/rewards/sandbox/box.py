@@ -1,8 +1,6 @@
-"""A sandbox as a rank holds it: run one test after the other, each in processes of its own. Threads may hold one each.
-
-Bubblewrap (`bwrap`) makes the namespaces and the root folder; `runner.py` limits itself before it runs the code. The end of the
-first process of the namespaces, which the runner leaves behind, is the end of every process inside.
-"""
+"""Sandbox of a rank: runs one test after the other, each in processes of its own. Each thread may hold one.
+Bubblewrap (`bwrap`) makes the namespaces and the root folder; `runner.py` limits itself before it runs the code. When the first
+process of the namespaces ends, which the runner leaves behind, every process inside ends."""
 
 from __future__ import annotations
 
@@ -41,35 +39,35 @@ _MARK = "MEGAPPO_SANDBOX"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a sandbox. memory_mib: address space of each process. packages: if the code may import this run's packages.
-
-    isolated: no network, no files but the interpreter's, no processes but its own; needs bubblewrap. Otherwise the
-    code has the rights of the rank's user, less its environment.
-    """
+    """Limits of a sandbox."""
 
     memory_mib: int = 512
+    """Address space of each process."""
     max_processes: int = 8
     packages: bool = False
+    """The code may import this run's packages."""
     isolated: bool = True
+    """No network, no files but the interpreter's, no processes but its own; needs bubblewrap. Otherwise the code has the rights
+    of the rank's user, less its environment."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of one test. status: `exit CODE`, `signal NUMBER`, `timeout`, `output` (too much) or `lost` (somebody killed it).
-
-    stdout: at most `OUTPUT_BYTES`. report: text that the runner wrote, or the code in its stead.
-    """
+    """End of one test."""
 
     status: str
+    """`exit CODE`, `signal NUMBER`, `timeout`, `output` (too much) or `lost` (killed from outside)."""
     stdout: str = ""
+    """At most `OUTPUT_BYTES`."""
     report: str = ""
+    """Text that the runner wrote, or the code in its place."""
 
 
 class Sandbox:
     """Place to run the code of one response; a context manager, whose end leaves no process behind."""
 
     def __init__(self, limits: Limits) -> None:
-        """SandboxError, one line: bubblewrap is not installed."""
+        """Raises SandboxError, one line, if bubblewrap is not installed."""
         self._limits = limits
         self._folder = None if limits.isolated else tempfile.mkdtemp(prefix="megappo-code-")
         self._first: int | None = None  # process whose end is the end of the test
@@ -78,7 +76,7 @@ class Sandbox:
             raise SandboxError(PACKAGE)
 
     def run(self, stdin: str, task: Mapping[str, Any], limit_s: float) -> Outcome:
-        """Run one test. task: what `runner.py` reads. SandboxError: nothing could be started."""
+        """Run one test. task: as `runner.py` reads it. Raises SandboxError if nothing could be started."""
         end = time.monotonic() + limit_s
         user = INSIDE if self._limits.isolated and is_root_with_nobody() else None
         text = json.dumps({**task, "user": user, "limits": self._resources(limit_s)})
@@ -108,8 +106,8 @@ class Sandbox:
     def _start(
         self, command: list[str], mark: Mapping[str, str], streams: Sequence[IO[bytes]], passed: tuple[int, ...]
     ) -> subprocess.Popen[bytes]:
-        """Start a command in the sandbox. passed: the last one is for bubblewrap, to say which process is the first."""
         if self._folder is None:
+            # By the last of the files bubblewrap says which process is the first.
             command, more = isolated(command, _packages() if self._limits.packages else (), passed[-1])
             passed = (*passed, *more)
         given, stdout, errors = streams
@@ -126,7 +124,7 @@ class Sandbox:
             )
 
     def _resources(self, limit_s: float) -> list[tuple[int, int]]:
-        """(limit of resources, value) that the runner sets for itself and the code."""
+        """Pairs (limit of `resource`, value) that the runner sets for itself and the code."""
         limits = self._limits
         values = {
             resource.RLIMIT_AS: limits.memory_mib << 20,
@@ -139,13 +137,13 @@ class Sandbox:
         return list(values.items())
 
     def _processes_beside(self) -> int:
-        """Processes that the limit of the user counts with those of the code."""
+        """Processes that the user's limit counts beside those of the code."""
         if self._limits.isolated:
             return 0 if is_root_with_nobody() else 1  # the first one
         return _processes_of_user()
 
     def _wait(self, process: subprocess.Popen[bytes], said: int, end: float) -> str:
-        """`exit N`, `signal N`, `timeout` or `lost`; nothing of the namespaces runs any more."""
+        """Wait until nothing runs in the namespaces: `exit N`, `signal N`, `timeout` or `lost`."""
         self._first = process.pid if self._folder is not None else _first_process(said)
         try:
             if self._first is None:  # bubblewrap could make no namespace
@@ -165,10 +163,10 @@ class Sandbox:
         return "timeout" if not in_time else f"exit {code}" if code >= 0 else f"signal {-code}"
 
     def _end(self, process: subprocess.Popen[bytes], mark: str) -> None:
-        """Without namespaces: kill all that has the environment of the test, daemons too."""
         if self._folder is None:
             return
         with suppress(ProcessLookupError, PermissionError):
+            # Without namespaces: kill all processes with the environment of the test, daemons too.
             os.killpg(process.pid, signal.SIGKILL)
         while left := list(_marked(f"{_MARK}={mark}".encode())):
             for pid in left:
@@ -176,12 +174,12 @@ class Sandbox:
             time.sleep(0.001)
 
     def close(self) -> None:
-        """Remove what the code wrote."""
+        """Remove the files of the code."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)  # the code may have left what cannot be removed
 
     def kill(self) -> None:
-        """End it from another thread, while this one waits for an answer: that one is `lost`."""
+        """End the test from another thread than the one that runs it; its outcome is `lost`."""
         self._killed = True
         if (first := self._first) is not None:
             _kill(first)
@@ -194,7 +192,7 @@ class Sandbox:
 
 
 def reason_against(limits: Limits) -> str | None:
-    """One line that says why this machine has no such sandbox, or None: runs a program in one."""
+    """Try a program in such a sandbox. Returns the reason, in one line, why this machine has none; None if it has."""
     try:
         with Sandbox(limits) as sandbox:
             outcome = sandbox.run("", {"kind": "stdin", "setup": "", "source": "print('works')"}, _START_S)
@@ -226,7 +224,7 @@ def _packages() -> Sequence[str]:
 
 
 def _first_process(said: int) -> int | None:
-    """Number of the first process of the namespaces, as bubblewrap says it; None if it made none."""
+    """Number of the first process of the namespaces, as reported by bubblewrap; None if it made none."""
     text = b""
     while not text.rstrip().endswith(b"}"):
         if not (more := os.read(said, 4096)):
@@ -236,7 +234,7 @@ def _first_process(said: int) -> int | None:
 
 
 def _has_ended(pid: int, end: float) -> bool:
-    """Wait for the end of a process until this time; its parent has yet to reap it."""
+    """Wait until this time for a process, which its parent has yet to reap, to end; true if it did."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -276,7 +274,7 @@ def _kill(pid: int) -> None:
 
 
 def _file(text: str) -> IO[bytes]:
-    """File in memory: nobody has to pump it, and RLIMIT_FSIZE bounds what is written."""
+    # In memory: nothing has to be pumped, and RLIMIT_FSIZE bounds what is written.
     file = os.fdopen(os.memfd_create("test"), "r+b", buffering=0)
     file.write(text.encode("utf-8", "surrogatepass"))
     file.seek(0)

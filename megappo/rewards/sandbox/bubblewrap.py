@@ -1,7 +1,5 @@
-"""A command in bubblewrap (`bwrap`): new namespaces, and a root folder of the interpreter and the system's libraries, read-only.
-
-No network, no home, no run directory, no /proc, no /sys, no device of a GPU. The working directory is new every time.
-"""
+"""Commands in bubblewrap (`bwrap`): new namespaces, a read-only root folder of the interpreter and the system's libraries.
+No network, no home, no run directory, no /proc, no /sys, no device of a GPU. The working directory is new every time."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 class SandboxError(RuntimeError):
-    """A sandbox could not be made, or a program not be started in it: a fault of the machine, not of the code."""
+    """A sandbox could not be made, or no program be started in it: a fault of the machine, not of the code."""
 
 
 def python() -> str:
@@ -38,8 +36,8 @@ def bwrap() -> str | None:
 
 
 def isolated(command: list[str], packages: Sequence[str], info: int) -> tuple[list[str], tuple[int, ...]]:
-    """(the command in bubblewrap, files that it needs open). packages: folders that it may read. info: file for the
-    number of its first process."""
+    """Wrap a command: (the command in bubblewrap, files that it needs open).
+    packages: folders that it may read. info: file to which bubblewrap writes the number of the first process."""
     program = bwrap()
     assert program is not None, "a sandbox has it"
     options = [program, "--die-with-parent", "--as-pid-1", "--new-session", "--info-fd", str(info), "--hostname", "sandbox"]
@@ -68,7 +66,8 @@ def isolated(command: list[str], packages: Sequence[str], info: int) -> tuple[li
 
 @lru_cache
 def is_root_with_nobody() -> bool:
-    """True if this is root, and the user nobody exists: in a namespace of one user it does not, and root is an ordinary user."""
+    """True if this is root and the user nobody exists."""
+    # In a namespace of one user nobody does not exist, and root is an ordinary user.
     found = 0
     for name in ("uid_map", "gid_map"):
         ranges = [tuple(map(int, line.split())) for line in Path("/proc/self", name).read_text().splitlines()]
@@ -78,7 +77,8 @@ def is_root_with_nobody() -> bool:
 
 @lru_cache
 def _user_namespace() -> int:
-    """File of a user namespace of root and nobody, in which no other can be made. Bubblewrap itself maps one user. SandboxError."""
+    """Make a user namespace of root and nobody, in which no other can be made; returns its file. Raises SandboxError."""
+    # Bubblewrap itself maps one user only.
     close = 'sh -c "echo 0 >/proc/sys/user/max_user_namespaces"'  # by a shell that is started as root of the namespace
     script = f"echo; read go; {close} 2>/dev/null; echo; read end"
     helper = subprocess.Popen(

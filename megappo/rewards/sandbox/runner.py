@@ -1,10 +1,7 @@
-"""Program inside a sandbox: run the code of one response against one test. Its source is passed to `python -c`; nothing imports it.
-
-It reads its task from one file and reports to another, which `box.py` has prepared and names. Standard library only.
-
-This is the one place of megappo that runs text as code. What shares the process with the code can be forged by it: so what a test
-expects is not in the task where a comparison outside can do (`stdin`, `value`, `call`), and `assert` is the rest.
-"""
+"""Program inside a sandbox: runs the code of one response against one test. Its source is passed to `python -c`.
+It reads its task from one file and reports to another, which `box.py` names. Standard library only, and no other file imports
+it. This is the one place of megappo that runs text as code. The code can forge what shares its process, so the task lacks what a
+test expects where a comparison outside can decide (`stdin`, `value`, `call`); `assert` is the rest."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def main() -> None:
 
 
 def _confine(user: int | None, limits: list[tuple[int, int]]) -> None:
-    """Give up rights and the stream of errors, and take the limits (number, value), which then cannot be raised."""
+    """Give up rights and the error stream, and take the limits (number, value), which then cannot be raised."""
     nothing = os.open("/dev/null", os.O_WRONLY)
     os.dup2(nothing, 2)
     close(nothing)
@@ -71,7 +68,7 @@ def _confine(user: int | None, limits: list[tuple[int, int]]) -> None:
 
 
 def _leave_first_process() -> None:
-    """Return in a child. The first process of a namespace reaps the orphans and ends as the child does, and all others with it."""
+    # The child goes on. The first process of a namespace reaps orphans and ends as the child does, and all others with it.
     child = os.fork()
     if child == 0:
         return
@@ -103,10 +100,7 @@ def _result(module: types.ModuleType, task: dict[str, Any]) -> Any:
 
 
 def _guarded(module: types.ModuleType, test: str) -> Callable[[], None]:
-    """Compile test code, to run when the module is filled; what it compares is a plain value, or the code's object on both sides.
-
-    Otherwise an object whose `__eq__` returns True would pass every test.
-    """
+    """Compile test code, to run when the module is filled, so that it only compares values of the same origin."""
     import ast
 
     class Guard(ast.NodeTransformer):
@@ -122,6 +116,7 @@ def _guarded(module: types.ModuleType, test: str) -> Callable[[], None]:
         return ast.arguments([], [ast.arg(name) for name in names], None, [], [], None, [])
 
     def compare(comparison: Any, left: Any, right: Any) -> Any:
+        # An object whose `__eq__` returns True would otherwise pass every test.
         if made_by_code(left) != made_by_code(right):
             raise AssertionError("an object of the code's own class stands for a plain value")
         return comparison(left, right)
@@ -137,10 +132,7 @@ def _guarded(module: types.ModuleType, test: str) -> Callable[[], None]:
 
 
 def _tagged(value: Any) -> Any:
-    """JSON of a plain value; containers as [kind, items]. Subclasses count as what they extend: only contents are compared.
-
-    TypeError for other objects.
-    """
+    """JSON of a plain value; containers as [kind, items]. Raises TypeError for other objects."""
     value = value.tolist() if hasattr(value, "tolist") else value  # NumPy
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -150,6 +142,7 @@ def _tagged(value: Any) -> Any:
         return ["complex", [value.real, value.imag]]
     if isinstance(value, dict):
         return ["dict", [[_tagged(key), _tagged(item)] for key, item in dict.items(value)]]
+    # Subclasses count as what they extend: only contents are compared.
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             items: Any = kind.__iter__
