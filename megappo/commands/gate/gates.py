@@ -1,13 +1,7 @@
 """`megappo gate`: check the metrics of a run against limits, for scripts and CI. Reads only metrics.jsonl; imports no torch.
 
-A file of gates is a YAML list of lines:
-
-    METRIC OP NUMBER at STEP                       the value of that step
-    METRIC OP NUMBER at last                       the last value that was logged
-    METRIC OP NUMBER max over A..B                 max, min or mean of the values of steps A to B, both included
-    METRIC OP NUMBER mean over last N              ... of the last N values
-
-OP is one of > >= < <=. An unknown value fails: of a step that was not reached or not logged, or logged as not finite (null).
+docs/evaluation.md has the forms of a gate. An unknown value fails: of a step that was not reached or not logged, or logged as not
+finite (null).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The process from which ranks are forked: `python -m megappo.commands.launch.fork_server SOCKET LAUNCHER PROGRAM MODULE...`.
 
-It imports the modules once, then only forks and reports, so that a rank starts `python -m PROGRAM` in milliseconds, restarts
-included. Messages: first a reason not to fork, or None; then for each (environment, arguments) the rank's process id, and (process
-id, exit code) when it ends. `processes.ForkedProcesses` starts it.
+It imports the modules once, then only forks, so that a rank, restarted or not, starts in milliseconds. Messages: a reason not to
+fork, or None; then for each (environment, arguments) the rank's process id, and (process id, exit code) when it ends.
 """
 
 from __future__ import annotations

@@ -1,13 +1,5 @@
-"""`megappo launch`: check the job here, write script, configuration and origin into the run directory, and submit to Slurm.
-
-runs/NAME/launch/001/     one folder per launch of the run
-  config.yaml             the resolved configuration, which the job reads
-  launch.json             command line, code, packages and environment of the launch
-  job.sbatch, job_id      the script, and its id in Slurm
-  job-123.log             log of the job: one part per attempt; ends with the first traceback, if any
-  attempts.jsonl          every start: time, nodes, step
-  attempt-0/              rank-N.log, plan.txt, environment.json, and evidence of failures
-"""
+"""`megappo launch`: check the job here, write its script, configuration and origin into the run directory, and submit it to Slurm.
+docs/launch.md lists the files of a launch."""
 
 from __future__ import annotations
 

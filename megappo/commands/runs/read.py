@@ -1,9 +1,5 @@
-"""What the files of a run directory say about the run: its state, last step, last checkpoint and size on disk.
-
-    lease.json      while a process owns the run: who, where, since when
-    ended.json      how it ended last: finished, stopped (to be resumed) or failed
-    metrics.jsonl   one line per step
-    checkpoints/    see `checkpoint/directory.py`
+"""What the files of a run directory say about the run: its state (lease.json, ended.json), last step (metrics.jsonl), last
+checkpoint and size on disk.
 
 Reads only. A file that cannot be read is a fault of its run and hides no other run. Imports no torch.
 """
