@@ -106,7 +106,6 @@ def _is_users_mistake(error: ValueError) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
     quiet_libraries()
     open_console()
     code = DONE

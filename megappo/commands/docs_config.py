@@ -94,7 +94,6 @@ def section_lines(name: str, cls: type[BaseModel], text: str, listed: Listed) ->
 
 
 def inner_lines(name: str, cls: type[BaseModel], listed: Listed) -> Iterator[str]:
-    """Yield the sections, choices and list items inside a section."""
     for key, field in cls.model_fields.items():
         dotted = f"{name}.{key}" if name else key
         choice = choice_of(field.annotation, field.discriminator)

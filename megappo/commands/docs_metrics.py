@@ -36,7 +36,6 @@ print([step["kl/per_token"] for step in steps if "kl/per_token" in step])
 
 
 def group_of(metric: Metric) -> str:
-    """Part of a name before the first `/`."""
     return metric.value.split("/", 1)[0]
 
 

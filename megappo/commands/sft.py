@@ -19,7 +19,6 @@ def add_command(command: AddCommand) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Be a rank of a world that was started, or check everything here and start one."""
     from megappo.runtime.world import is_rank, join_srun
 
     keep_console()

@@ -158,7 +158,7 @@ class Plan:
         return 1 if section_of(self.config, role).engine == "fsdp2" else layout.dp * layout.cp
 
     def fullest_rank(self) -> int:
-        return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))
+        return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))  # of equal ranks the first
 
 
 def roles_beside_sampler(config: TrainConfig) -> list[str]:
@@ -214,8 +214,6 @@ def work_out(
 
 
 def _reserve(plan: Plan) -> int:
-    """Reserve of the rank whose communicators take most."""
-
     def of_rank(rank: int) -> int:
         of_roles = [(plan.layouts[role], plan.archs[role].moe is not None) for role in plan.roles_on(rank)]
         return reserve_bytes(of_roles, plan.world_size, plan.config.rollout.tp if plan.generates(rank) else 1)
@@ -237,7 +235,6 @@ def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, devi
 
 
 def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
-    """Sequences per data-parallel rank in one pass."""
     return _each(samples_of_pass(config, role, step), layout)
 
 
@@ -251,7 +248,7 @@ def _each(samples: int, layout: ParallelLayout) -> int:
 
 
 def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
-    """Most micro-batches of such a pass: when every sequence and every text is at its longest."""
+    """Most micro-batches of one pass: when every sequence and every text is at its longest."""
     texts = text_arithmetic(config, role)
     sequences = _sequences(config, role, layout, step) + _each(texts.count, layout)
     longest = max(step.max_sequence_tokens, texts.max_tokens)
@@ -369,7 +366,6 @@ def values_read(config: TrainConfig, role: str) -> tuple[int, int]:
 
 
 def rollout_dtype(config: TrainConfig) -> Literal["bf16", "fp32"]:
-    """Type of vLLM's weights and KV cache."""
     return config.policy.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
 
 
@@ -457,7 +453,6 @@ def _check_fit(plan: Plan) -> Plan:
 
 
 def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
-    """Fixes that lower the certain memory of a rank."""
     here = plan.roles_on(rank)
     if not here:
         yield "raise rollout.tp"

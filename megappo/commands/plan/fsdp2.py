@@ -99,6 +99,7 @@ def _shards_of(arch: ModelArch, layout: ParallelLayout, work: RoleWork) -> _Shar
             for name, size in numbers.items()
         }
 
+    # What FSDP2 gathers: in a world of only the tp ranks, weights are whole apart from tp.
     (of_rank, moving_of_rank), (gathered, moving_gathered) = sizes(layout), sizes(ParallelLayout(layout.tp, tp=layout.tp))
     moving = sum(moving_of_rank.values())
     still_in_bytes = in_bytes({name: size for name, size in of_rank.items() if name not in moving_of_rank})

@@ -229,7 +229,6 @@ def _count_adapters(arch: ModelArch, layout: ParallelLayout, stage: int, targets
 
 @cache
 def _adapters_in_layer(arch: ModelArch, targets: Targets) -> int:
-    """Adapters of the layer that has most."""
     return max(Counted(map(layer_prefix, adapted_modules(tensors_to_adapt(arch), targets))).values())
 
 
@@ -269,6 +268,7 @@ class RolloutMemory:
     def held(self, moment: Moment, sleep: Sleep) -> int:
         """Bytes on the device: everything while vLLM generates, otherwise what does not sleep."""
         weights = self.weights if moment != "train" or sleep != "all" else 0
+        # The cache is negative if the weights exceed their share, which `check_kv_cache` reports.
         return weights + (max(0, self.kv_cache or 0) if moment == "generate" or sleep == "none" else 0)
 
     def holds_sequence(self, tokens: int) -> bool:
@@ -289,7 +289,6 @@ def fullest_moment(at_rest: int, training: int, pushed: int, rollout: RolloutMem
 def rollout_memory(
     arch: ModelArch, tp: int, itemsize: int, kv_cache_gib: float | None, memory_share: float, device_memory: int | None
 ) -> RolloutMemory:
-    """Weights and KV cache of one rank of a vLLM replica."""
     if arch.own:  # no family says what is cut: assume that everything is, with no padded vocabulary
         weights = itemsize * -(-sum(map(prod, hf_tensors(arch).values())) // tp)
         return _with_cache(arch, arch.num_kv_heads, tp, weights, itemsize, kv_cache_gib, memory_share, device_memory)

@@ -71,8 +71,6 @@ def _counted(placement: Placement) -> str:
 
 @dataclass(frozen=True)
 class _Grid:
-    """Cells of ranks to draw, stage by stage."""
-
     stages: list[list[range]]  # [stage][cell] ranks
     colours: Sequence[Any]  # one per stage
     experts: Mapping[int, int] = field(default_factory=dict)  # rank -> its part of the experts; empty without experts
@@ -115,7 +113,6 @@ def _grid(layout: ParallelLayout) -> _Grid:
 
 
 def _reading(layout: ParallelLayout) -> str:
-    """Legend of the grid."""
     single = layout.world_size <= MOST_SINGLE_RANKS or layout.tp == 1
     axes = [axis for axis in ("tp", "cp", "dp") if getattr(layout, axis) > 1 and (single or axis != "tp")]
     what = "a cell is a rank" if single else f"a cell is a tp group of {layout.tp} ranks"
@@ -156,7 +153,6 @@ def _bare(axes: Axes, title: str) -> None:
 
 
 def _draw_pipeline(axes: Axes, plan: Plan, role: str) -> None:
-    """Draw a line for each stage, with its passes and its waiting."""
     from matplotlib.patches import Patch
 
     layout, whole = plan.layouts[role], pipeline_of(plan, role)

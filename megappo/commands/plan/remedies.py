@@ -53,7 +53,6 @@ def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> int | None:
 
 
 def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
-    """Changes of one setting."""
     config = plan.config
     if role in plan.layouts:
         section: RoleConfig = section_of(config, role)

@@ -31,7 +31,6 @@ GROUPS_WIDTH = 64  # columns of a line that groups of ranks may take beside the 
 
 
 def report(plan: Plan, data: RunData | RecordedData | None = None, notes: Sequence[str] = ()) -> str:
-    """Write the plan, the data and the remarks of a run."""
     blocks = [
         ["models", *_model_lines(plan)],
         ["ranks", *_rank_lines(plan)],

@@ -68,7 +68,6 @@ def _strides(layout: ParallelLayout, axes: tuple[str, ...]) -> tuple[tuple[int, 
 
 
 def _communicator(axes: set[tuple[str, ...]], size: int) -> int:
-    """Bytes of the communicator of a group of `size` ranks."""
     # Pipeline stages only send messages to two neighbours; cp and ep run all-to-all.
     total = RING if axes != {("pp",)} else 0
     if {("cp",), ("ep",)} & axes:

@@ -71,6 +71,7 @@ def timeline(
     factor = {"forward": 1.0, "backward": backward}
     ends: dict[tuple[Kind, int, int, int], float] = {}
     free, places, passes = [0.0] * pp, [0] * pp, []
+    # Run each stage until it needs a result that another stage has not made yet, round after round.
     while any(place < len(order) for place, order in zip(places, orders)):
         before = len(passes)
         for stage in range(pp):
@@ -88,7 +89,6 @@ def timeline(
 
 
 def padded_micro_batches(layout: ParallelLayout, num_micro_batches: int) -> int:
-    """Number of micro-batches that run."""
     # The interleaved schedule passes them through the stages in groups of pp.
     return -(-num_micro_batches // layout.pp) * layout.pp if layout.vpp > 1 else num_micro_batches
 
@@ -130,7 +130,7 @@ def pipeline_of(plan: Plan, role: str) -> Timeline:
 
 
 def bubble(plan: Plan, role: str) -> float:
-    """Share of the time of such a mini-batch in which stages wait."""
+    """Share of the time of the mini-batch of `pipeline_of` in which stages wait."""
     layout = plan.layouts[role]
     if layout.layers_per_stage:
         return pipeline_of(plan, role).bubble

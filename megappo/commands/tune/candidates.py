@@ -128,7 +128,6 @@ class Choice:
 
     @property
     def peak(self) -> int:
-        """Peak bytes of the fullest rank."""
         return self.plan.peak(self.plan.fullest_rank())
 
     def peak_of(self, role: str) -> int:

@@ -50,6 +50,7 @@ def combinations(
         role = roles[len(chosen)]
         for one in fronts[role]:
             more = {**chosen, role: one}
+            # Cut this branch if even the fastest candidates of the open roles would not beat the best combination so far.
             if _seconds(more, least, generating, timetable) < best and fits({name: it.need for name, it in more.items()}):
                 yield from extend(more)
 

@@ -97,7 +97,6 @@ class Workload:
         return max(1.0, self.samples * self.length / (own.samples * (own.prompt_tokens + own.response_tokens)))
 
     def updates(self, role: str) -> int:
-        """Optimizer steps of a role that trains."""
         return self.schedules[role].optimizer_steps(self.samples)
 
 

@@ -52,7 +52,6 @@ def _expert_sizes(arch: ModelArch, ranks_per_stage: int) -> Iterator[tuple[int, 
 def _variants(
     arch: ModelArch, world_size: int, implementation: Implementation, frugal: bool, *, pp: int, tp: int, **sizes: int
 ) -> Iterator[ParallelConfig]:
-    """Variants with and without sequence parallel, and with every number of chunks."""
     for sequence_parallel in (False,) if tp == 1 else (True,) if frugal else (True, False):
         common = {**sizes, "tp": tp, "pp": pp, "sequence_parallel": sequence_parallel}
         for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 and not frugal else [1]:  # every chunk has a layer

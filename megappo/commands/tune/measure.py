@@ -51,7 +51,6 @@ class Tried:
     phases: Mapping[str, float] | None
     """Seconds of its passes and updates in a whole step, as in `RoleCost`; None if the trial failed."""
     file: Path
-    """File of the outcome."""
 
     @property
     def measured_s(self) -> float | None:
@@ -72,7 +71,6 @@ class Measurement:
     """Role -> candidates tried, the fastest first, failed ones last."""
 
     def report(self) -> str:
-        """A table for every role."""
         return "\n\n".join("\n".join(_lines(role, found)) for role, found in self.tried.items()) + "\n"
 
     def facts(self) -> dict[str, Any]:
@@ -190,7 +188,7 @@ def _submit(job: Job, folder: Path, names: Sequence[str], seconds: float) -> str
     except ConfigError:
         for name in names:
             trial_file(folder, name).unlink()
-        for path in (folder, folder.parent):
+        for path in (folder, folder.parent):  # no folder is left empty
             if not any(path.iterdir()):
                 path.rmdir()
         raise

@@ -29,7 +29,7 @@ UNSURE = 0.15  # of a step: of timed placements one predicted to be 14 % shorter
 
 @dataclass(frozen=True)
 class Placing:
-    """Keys of one placement."""
+    """Keys of one placement of roles on ranks."""
 
     name: str
     """Its name for users."""

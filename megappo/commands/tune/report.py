@@ -22,7 +22,6 @@ LEFT = ("layout", "recompute", "the chosen step")  # columns of text
 
 
 def report(search: Search, choice: Choice, top: int) -> str:
-    """Report of the predicted ranking, without trials."""
     blocks = [_assumptions(search.workload, search.machine)]
     for role in search.candidates:
         if role in search.tuned:
@@ -263,7 +262,6 @@ class RankUse:
 
     @property
     def idle(self) -> float:
-        """Share of the step without work."""
         return max(0.0, 1 - self.busy_s / self.step_s)
 
     def __str__(self) -> str:

@@ -210,7 +210,7 @@ class Search:
         fronts = {role: [found[index] for index in self._front_of(role, found)] for role, found in self.candidates.items()}
         best: Choice | None = None
         for rollout in self.rollouts:
-            limit = float("inf") if best is None else best.total_s - rollout.total_s
+            limit = float("inf") if best is None else best.total_s - rollout.total_s  # what roles may take to win
             fit = partial(self.fits, rollout=rollout)
             for roles in combinations(fronts, fit, self.timetable, limit):
                 choice = self.choice(roles, rollout)

@@ -166,8 +166,6 @@ class _Passes:
 
 
 class _RandomTexts(NamedTuple):
-    """Texts of random tokens for `trainer.ptx.with_texts`."""
-
     max_tokens: int
     vocab_size: int
 

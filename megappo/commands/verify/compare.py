@@ -87,7 +87,6 @@ def _of_step(role: str, quantity: str, where: str, a: Tensor, b: Tensor, toleran
 def _of_tensors(
     role: str, quantity: str, found: Gathered | None, expected: Gathered | None, tolerance: float
 ) -> Iterator[Difference]:
-    """Differences of the worst tensor and of the worst copy."""
     if found is None or expected is None:
         return
     by_name = {name: float((found.tensors[name] - b).abs().max()) for name, b in expected.tensors.items()}

@@ -56,7 +56,6 @@ class RoleMeasures:
     """After the last step."""
 
     def add(self, quantity: str, numbers: Tensor) -> None:
-        """Append one step's numbers of a quantity."""
         self.values.setdefault(quantity, []).append(numbers.double())
 
 
@@ -181,8 +180,6 @@ class _RecordingEngines:
 
 
 class _Recorder(DelegatingEngine):
-    """An engine that records its training passes and optimizer steps."""
-
     def __init__(self, engine: Engine, measures: RoleMeasures, gradients: bool) -> None:
         super().__init__(engine)
         self._measures, self._wants_gradients = measures, gradients

@@ -36,7 +36,6 @@ _WITHOUT: Mapping[str, str] = {
 
 
 def table(differences: Sequence[Difference]) -> str:
-    """One row for each quantity, under a heading."""
     rows = [("role", "quantity", "largest difference at", "absolute", "relative", "tolerance", "")]
     for d in differences:
         numbers = (f"{d.absolute:.1e}", f"{d.relative:.1e}", f"{d.tolerance:.0e}")
@@ -69,7 +68,6 @@ def _stage(difference: Difference) -> int:
 
 
 def bisection(alone: Mapping[str, Difference | None]) -> str:
-    """One row for each feature that was measured alone, with its first difference."""
     rows = [(feature, "ok" if cause is None else f"DIFFERS: {describe(cause)}") for feature, cause in alone.items()]
     return aligned([("feature alone", "against one rank without it"), *rows])
 

@@ -19,7 +19,6 @@ class FittedLayouts(NamedTuple):
     """Layouts on `world_size` ranks."""
 
     parallel: dict[str, ParallelConfig]
-    """Role -> sizes."""
     world_size: int
     notes: tuple[str, ...]
     """One line for every role whose sizes were reduced."""
@@ -121,7 +120,6 @@ def _notes(wanted: Mapping[str, ParallelConfig], parallel: Mapping[str, Parallel
 
 
 def _axes(parallel: ParallelConfig) -> list[str]:
-    """Axes along which a model is cut."""
     return [axis for axis in (*_AXES, "vpp") if getattr(parallel, axis) > 1]
 
 

@@ -145,7 +145,6 @@ def _at_least(least: int, multiple: int) -> int:
 
 
 def write_model(folder: Path, config: Mapping[str, Any], seed: int) -> None:
-    """Write config.json and random fp32 weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     generator = torch.Generator().manual_seed(seed)
