@@ -1,7 +1,4 @@
-"""Specification of a role's engine, and the interface of the factory that builds it.
-
-A run takes one `EngineBackend`, by default `build.RoleEngines`; a library user can pass another.
-"""
+"""Specification of a role's engine, and the interface of the factory that builds it."""
 
 from __future__ import annotations
 

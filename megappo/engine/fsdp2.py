@@ -185,7 +185,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
                 # 0 * raw: a loss that reads no output still runs the backward, which its peers wait for.
                 loss = 0.0 * raw.sum() + (0.0 if output.loss_sum is None else output.loss_sum / denominator)
                 loss.backward()
-        self._model.reshard()
+        self._model.reshard()  # the optimizer may change the shards next
         return detached(output, micro.real)
 
     def _language_output(self, hidden: Tensor, context: ContextShard | None) -> LinearOutput:

@@ -34,12 +34,13 @@ class ShardedOptimizer:
         self._shards, self._groups, self._config, self._total_steps = shards, groups, config, total_steps
         self._copied, self._device = copied, device
         self.updates, self.schedule_steps = 0, 0
+        # No weight decay on norms and biases.
         decayed = [shard for shard in shards.values() if shard.dim() > 1]
         others = [shard for shard in shards.values() if shard.dim() == 1]
         kinds = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         held = [kind for kind in kinds if kind["params"]]
         self._optimizer = AdamW(held or [{"params": []}], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
-        # Now, not at the first step: vLLM starts before that and takes all memory that it finds free.
+        # Allocated now: vLLM starts before the first step and takes all memory that it finds free.
         for shard in shards.values():
             moments = {name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS}
             self._optimizer.state[shard] = {"step": torch.zeros((), dtype=torch.float32), **moments}
@@ -87,7 +88,6 @@ class ShardedOptimizer:
         return StepResult(grad_norm, applied=True)
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (name of the moment, name of the shard, values)."""
         for name, shard in self._shards.items():
             for moment in MOMENTS:
                 yield moment, name, self._optimizer.state[shard][moment]

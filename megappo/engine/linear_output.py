@@ -1,7 +1,4 @@
-"""The `LanguageOutput` of engines with final hidden states and rows of the output projection, by the linear ops.
-
-Vocabulary rows may be sharded over tp and tokens over cp; without groups one rank has all.
-"""
+"""The `LanguageOutput` of engines with final hidden states and rows of the output projection, by the linear ops."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class LinearOutput:
         hidden = self._gathered(self.hidden) if self.sequence_parallel else self.hidden
         local = _product(self.all_tokens(hidden)[rows], self.weight)
         local = self.logit_scale * (local.bfloat16().float() if logits_dtype == "bf16" else local)
-        local[:, self.num_valid :] = -torch.inf
+        local[:, self.num_valid :] = -torch.inf  # vocabulary padding
         if self.widest is not None:  # a gather takes equal shards
             local = pad(local, (0, self.widest - local.shape[1]), value=-torch.inf)
         return self._gathered(local.t().contiguous()).t()
@@ -62,6 +59,7 @@ class LinearOutput:
             vocab_start=self.vocab_start,
             num_valid=self.num_valid,
             sequence_parallel=self.sequence_parallel,
+            # A factor of the logits is the inverse of a temperature.
             temperature=(self.own_tokens(temperature) if isinstance(temperature, Tensor) else temperature) / self.logit_scale,
             want_entropy=query.want_entropy,
             logits_dtype=query.logits_dtype,

@@ -1,8 +1,4 @@
-"""Engine of a Megatron-core model: pipeline schedules, gradient reduction, optimizer, offload.
-
-It cuts the share of its data-parallel replica into micro-batches, pads and shards them as the layout needs, and returns per-token
-results in the share's order on the rank that reports.
-"""
+"""Engine of a Megatron-core model: pipeline schedules, gradient reduction, optimizer, offload."""
 
 from __future__ import annotations
 
@@ -61,8 +57,8 @@ class MegatronEngine(RoleEngine[Optimizer]):
     ) -> None:
         super().__init__(name, groups, settings, optimizer)
         self._wrapped = list(chunks)
-        self._with_gradients = [c for c in chunks if isinstance(c, DistributedDataParallel)]  # all of a model that trains
-        # DDP's `module` has the type of any module.
+        self._with_gradients = [c for c in chunks if isinstance(c, DistributedDataParallel)]  # all chunks, if the model trains
+        # To the type checker DDP's `module` is any module.
         self.chunks = [cast(PackedModel, c.module if isinstance(c, DistributedDataParallel) else c) for c in chunks]
         self._config = self.chunks[0].config
         self._router_state = share_router_state(self.chunks)

@@ -42,7 +42,7 @@ def wrap_with_ddp(
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
-    # The chunks' type is that of any module, whose attributes have none.
+    # Casts: to the type checker a chunk is any module, whose attributes have no type.
     return [
         DistributedDataParallel(cast(TransformerConfig, chunk.config), config, chunk, pg_collection=groups.collection)
         for chunk in chunks
@@ -74,7 +74,7 @@ class Optimizer:
                 settings, list(chunks), pg_collection=groups.collection, use_gloo_process_groups=False
             )
         self._everyone = groups.host
-        # Now, not at the first step: vLLM starts before that and takes all memory that it finds free.
+        # Allocated now: vLLM starts before the first step and takes all memory that it finds free.
         for inner in self._chained():
             create_moments(inner.optimizer)
         self._clip_grad = config.clip_grad
@@ -102,8 +102,7 @@ class Optimizer:
 
     @property
     def schedule_steps(self) -> int:
-        """Steps that the schedule counted, skipped ones too."""
-        return self._scheduler.num_steps
+        return self._scheduler.num_steps  # skipped steps count too
 
     def step(self) -> StepResult:
         """Clip by the global norm and update; all ranks skip the step if the norm is not finite. Collective over the role."""
@@ -111,6 +110,7 @@ class Optimizer:
         grad_norm = float(self._optimizer.get_grad_norm())
         # A vote, although the norm is a sum over ranks: copies on dp ranks are assumed equal there, and counted once.
         if any_rank(bool(found_inf) or not math.isfinite(grad_norm), self._everyone):
+            # This rank's norm may be finite where another rank found an infinity: report NaN then.
             return StepResult(math.nan if math.isfinite(grad_norm) else grad_norm, applied=False)
         if self._clip_grad > 0:
             for optimizer in self._chained():
@@ -154,7 +154,7 @@ class Optimizer:
         """Go on after so many updates of the weights and steps of the schedule, with the current state."""
         for optimizer in self._chained():
             set_step_number(optimizer.optimizer, updates)
-        self._scheduler.num_steps = 0
+        self._scheduler.num_steps = 0  # the scheduler only goes forward
         self._scheduler.step(increment=schedule_steps)
 
     def _chained(self) -> list[MegatronOptimizer]:

@@ -71,7 +71,7 @@ def run_schedule(
     """Run one pass: forward, and backward with gradient reduction unless `forward_only`. Collective over the role's ranks.
     compute_loss runs on the last stage, in order of the micro-batches. chunks: this rank's model chunks, in DDP if they train."""
     layout = groups.layout
-    config = cast(TransformerConfig, chunks[0].config)  # the chunks' type is that of any module, whose attributes have none
+    config = cast(TransformerConfig, chunks[0].config)  # to the type checker a chunk is any module
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
         micro = next(iterator)

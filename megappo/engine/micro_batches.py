@@ -62,7 +62,7 @@ class MicroBatches:
         for index in range(len(self)):
             self._send(index)
             micro = self._sent[index]
-            if index + 1 < len(self):
+            if index + 1 < len(self):  # queue the next copy before the model runs on this one
                 self._send(index + 1)
             self._chunks_left[index] -= 1
             if self._chunks_left[index] == 0:

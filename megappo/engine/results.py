@@ -67,5 +67,5 @@ def combined_metrics(
 
 
 def names_of(output: LossOutput) -> dict[str, list[str]]:
-    """Names of the results by kind, in an order that all ranks share."""
+    # Sorted: an order that all ranks share.
     return {kind: sorted(getattr(output, kind)) for kind in ("tokens", "sums", "maxima")}

@@ -30,10 +30,7 @@ from megappo.runtime.messages import name_ranks
 
 # Skipped steps in a row after which the run stops: a diverged model does not recover by itself.
 MAX_SKIPPED_STEPS = 3
-
-
-# Tensors that one rank names in a message.
-MAX_NAMED = 4
+MAX_NAMED = 4  # tensors that one rank names in a message
 
 
 class NonFiniteGradient(Unrecoverable):
@@ -54,8 +51,6 @@ def places_of(tensors: Iterable[Tensor]) -> list[_Memory]:
 
 
 class SkippedSteps:
-    """Count of a model's skipped steps in a row."""
-
     def __init__(self, role: str, groups: ProcessGroups) -> None:
         self._role, self._groups, self._count = role, groups, 0
 
@@ -176,7 +171,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
     @contextmanager
     def train_mode(self) -> Iterator[None]:
         self.groups.meet(f"training the {self.name}")
-        self._save.finish()
+        self._save.finish()  # a background save still reads what an update would change
         self._parameter_storages.restore()
         self._enter(trains=True)
         yield
@@ -185,7 +180,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
         self.groups.meet(f"passes of the {self.name}")
-        self._parameter_storages.restore(to_change=False)
+        self._parameter_storages.restore(to_change=False)  # only read, so the host's copy stays current
         self._enter(trains=False)
         with torch.no_grad():
             yield

@@ -50,6 +50,7 @@ def boxes_to_save(held: Iterable[Held], pieces: PieceMap, layout: ParallelLayout
     for part, piece, box in _boxes(held, mine):
         (written if part.is_alone else shared.setdefault(writers[piece], [])).append(box)
     for positions, boxes in shared.items():
+        # Sorted, so that all writers cut the same sequence of boxes.
         written += _share(sorted(boxes, key=lambda box: box[:3]), len(positions), positions.index(position))
     return written
 
@@ -129,12 +130,12 @@ def _part(piece: Piece, layout: ParallelLayout, position: int) -> tuple[int, ...
 
 
 def _share(boxes: Sequence[StateBox], number: int, index: int) -> Iterator[StateBox]:
-    """Yield part `index` of `number` about equal parts of the boxes, cut by rows."""
+    # Part `index` of `number` about equal parts, cut by rows.
     total, at = sum(box.values.nbytes for box in boxes), 0
     begin, end = total * index // number, total * (index + 1) // number
     for box in boxes:
         rows, nbytes = len(box.values), box.values.nbytes
-        # Both neighbours round the border to the same row.
+        # Neighbouring parts round their common border to the same row.
         first, last = (min(max(0, edge - at) * rows // nbytes, rows) for edge in (begin, end))
         if first < last:
             yield box._replace(row=box.row + first, values=box.values[first:last])

@@ -1,7 +1,4 @@
-"""A pass over a batch that every rank of a role has in whole: for instruments, tests and small tools.
-
-A training step does not do this: what a rank holds would grow with the number of ranks.
-"""
+"""A pass over a batch that every rank of a role holds in whole, for instruments and tests; a training step never does this."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megappo.models.arch import ModelArch, MoeArch, OwnParameter, Rope
 from megappo.models.expert_slots import parameters_in_checkpoint
 from megappo.models.row_shards import layer_prefix
 
-# The table of angles is chosen by the longest sequence of a batch: neighbours would change it.
+# The longest sequence of a batch chooses the table of angles, so packed neighbours would change it.
 _ROPES_OF_LENGTH = ("longrope", "dynamic")
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 

@@ -238,9 +238,9 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences, scale: float, window: int | None = None
 ) -> Tensor:
     """Compute `grouped_attention` with torch's flash kernel (CUDA, fp16 or bf16)."""
-    # More splits than one would add up a row in an order that depends on the other sequences.
+    # One split: with more, the order in which a row is summed would depend on the other sequences.
     settings: dict[str, Any] = {"enable_gqa": query.size(1) != key.size(1), "num_splits": 1}
-    if not VARLEN_SETTINGS.issuperset(settings):  # torch 2.11 knows neither: it does not split, and wants a KV head for each head
+    if not VARLEN_SETTINGS.issuperset(settings):  # torch 2.11 never splits, and needs a KV head for each head
         key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
         settings = {}
     out = varlen_attn(

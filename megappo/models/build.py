@@ -163,15 +163,15 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=StageLayers(layout, arch.num_layers, stage) if layout.pp > 1 else None,
-        # With two interleaved stages a pair of ranks exchanges messages of several chunks: told apart by their order, which only
-        # unbatched operations keep.
+        # With two interleaved stages a pair of ranks exchanges messages of several chunks. Only their order tells them apart, and
+        # only unbatched operations keep it.
         batch_p2p_comm=not (layout.vpp > 1 and layout.pp == 2),
-        # True synchronises the whole device after every exchange, against a fault of old versions: see megatron_p2p.py.
+        # True synchronises the whole device after every exchange, against a fault of old versions: see engine/megatron_schedule.py.
         batch_p2p_sync=False,
         # A stage's output is not read after it was sent: its data is freed, its node in the graph stays.
         deallocate_pipeline_outputs=layout.pp > 1,
         context_parallel_size=layout.cp,
-        # Megatron does not count the token itself.
+        # Megatron's window does not count the token itself.
         window_size=None if arch.sliding_window is None else (arch.sliding_window - 1, 0),
         window_attn_skip_freq=[int(slides) for slides in arch.sliding_layers] or None,
         sequence_parallel=layout.sequence_parallel,

@@ -32,7 +32,7 @@ def parameters_in_checkpoint(model: PreTrainedModel) -> tuple[OwnParameter, ...]
     head = _names_of_head(model)
     held = dict(model.named_parameters())
     constants = constants_of(model)
-    # Storages of their own, by which a view is known.
+    # Each has a storage of its own, which tells whose view a tensor is.
     tensors = {name: torch.empty(tensor.shape, device="meta") for name, tensor in (held | constants).items()}
     parts: dict[str, list[Part]] = defaultdict(list)
     with _WithoutCopies():

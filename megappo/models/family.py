@@ -66,7 +66,7 @@ class Family:
 
     name: str
     """model_type of its config.json, used in messages and `ModelArch.family`."""
-    stem: str  # of the names of transformers' classes
+    stem: str  # beginning of the names of transformers' classes
     rules: tuple[Rule, ...]
     """Tensors of a layer without experts, in the order in which they are written."""
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -85,9 +85,9 @@ class Family:
         return f"{self.stem}For{head}"
 
     def layer_rules(self, sparse: bool) -> tuple[Rule, ...]:
-        """Rules of a layer; a sparse one's without those of its experts."""
         if not sparse:
             return self.rules
+        # The rules of the experts are `Experts.rules`.
         assert self.experts is not None, f"{self.name} has no experts"
         return (*(rule for rule in self.rules if not rule.local.startswith("mlp.")), self.experts.router)
 

@@ -35,7 +35,7 @@ class ForwardFlops:
 
     @property
     def training(self) -> int:
-        """FLOPs of forward and backward, the model FLOPs of MFU: without recomputed work."""
+        # The model FLOPs of MFU: recomputed work is not among them.
         return (1 + BACKWARD) * self.total
 
     @property
@@ -49,7 +49,7 @@ class ForwardFlops:
 
 
 def layer_weights(arch: ModelArch, sparse: bool) -> tuple[int, int]:
-    """Count a layer's parameters: (matrices of attention and router, the MLP's that one token uses)."""
+    """Parameters of a layer: (matrices of attention and router, those of the MLP that one token uses)."""
     heads, kv_heads, h = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim, arch.hidden_size
     attention = h * (heads + 2 * kv_heads) + heads * h
     if not sparse:

@@ -66,6 +66,7 @@ def frozen_tensors(
 
 
 def _matches(pattern: str, name: str) -> bool:
+    # Any run of consecutive parts of the name may match.
     wanted, parts = pattern.split("."), name.split(".")
     return any(all(map(_fits, wanted, parts[at : at + len(wanted)])) for at in range(len(parts) - len(wanted) + 1))
 

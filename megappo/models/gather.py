@@ -69,8 +69,7 @@ class Gather:
             if rank == self.rank:
                 values = torch.cat([self._take(piece).to(dtype).flatten() for piece in pieces]).cpu()
                 if not self.is_root:
-                    # Over the host, in the patient group: the root may be writing a file for longer than the time limit of an
-                    # exchange on the device.
+                    # In the host's group, which waits longer than an exchange on the device: the root may be writing a file.
                     dist.send(values, group=self.host, group_dst=self.root)
             elif self.is_root:
                 values = torch.empty(sum(sizes), dtype=dtype)

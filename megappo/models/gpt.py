@@ -85,14 +85,14 @@ class CriticModel(PackedModel):
     The head is a replicated fp32 Linear(H, rows); a categorical one gives [T, rows]. Embeddings are untied for any checkpoint."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Tied, the pipeline would wait for a gradient of the output weight, which a value model does not have.
+        # With tied embeddings the pipeline would wait for a gradient of the output weight, which a value model lacks.
         super().__init__(*args, tied_embeddings=False, **kwargs)
         if self.post_process:
             del self.output_layer
             device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
             sizes = self.config.hidden_size, self.arch.head_rows
             self.value_head = torch.nn.Linear(*sizes, bias=False, device=device, dtype=torch.float32)
-            torch.nn.init.zeros_(self.value_head.weight)
+            torch.nn.init.zeros_(self.value_head.weight)  # until `hf_import.fill_value_head`
             # Each tp rank sees its part of the tokens only: finalize_model_grads sums the partial gradients.
             setattr(self.value_head.weight, "sequence_parallel", self.config.sequence_parallel)
 

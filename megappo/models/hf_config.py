@@ -71,9 +71,10 @@ def _with_outer_keys(text: dict[str, Any], config: Mapping[str, Any]) -> dict[st
 
 
 def usual_keys(text: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return a text-only config under llama's keys; if a file has a value under both names, llama's counts."""
+    """Return a text-only config under llama's keys."""
     renamed = {other: key for key, other in family.keys.items()}
     others = {renamed[key]: value for key, value in text.items() if key in renamed}
+    # If a file has a value under both names, llama's counts.
     return others | {key: value for key, value in text.items() if key not in renamed}
 
 

@@ -163,7 +163,7 @@ def _start(out: Path, partial: Path) -> None:
         raise ValueError(f"{out} exists; export to another directory or remove it")
     if partial.exists():  # left by an export that was interrupted
         shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    partial.mkdir(parents=True)  # renamed at the end: a directory under the final name is always complete
 
 
 def _write_stage(
@@ -200,7 +200,7 @@ def _finish(
     for name in _COPIED:
         if (source / name).is_file():
             shutil.copyfile(source / name, partial / name)
-    partial.rename(out)  # complete: now under its name
+    partial.rename(out)
 
 
 def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype, value_head: bool) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Choice of transformer layers: TransformerEngine's, or Megatron-core's own with our norm and attention.
-
-Both have the same parameter names and shapes, so checkpoints are interchangeable and roles of one run may differ.
-"""
+"""Choice of layers: TransformerEngine's or Megatron-core's own. Names and shapes are the same, so roles of a run may differ."""
 
 from __future__ import annotations
 

@@ -37,9 +37,10 @@ def most_blocks(columns: int, ranks: int) -> int:
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight [rows, columns] to (codes int8 [rows, columns], scales bf16 [rows, blocks]), at most half a scale away."""
     blocks = functional.pad(weight.float(), (0, -weight.size(1) % BLOCK)).view(len(weight), -1, BLOCK)
-    # bf16: FSDP2 gathers them in the type of computation, in which they have to be the same numbers.
+    # bf16: FSDP2 gathers scales in the type of computation, which must not change their values.
     scales = (blocks.abs().amax(-1) / _LARGEST).bfloat16()
     steps = scales.float().unsqueeze(-1)
+    # A block of zeros has the scale 0.
     codes = torch.where(steps > 0, blocks / steps, 0.0).round().clamp(-_LARGEST, _LARGEST)
     return codes.flatten(1)[:, : weight.size(1)].to(torch.int8), scales
 

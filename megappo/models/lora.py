@@ -116,7 +116,6 @@ def shapes_beside_base(arch: ModelArch, lora: LoraConfig, value_head: bool = Fal
 
 
 def adapted_of(names: Iterable[str]) -> list[str]:
-    """Modules whose adapter tensors are among these names, each once, in order."""
     return list(dict.fromkeys(name.removesuffix(ADAPTER_A).removesuffix(ADAPTER_B) for name in names if is_adapter(name)))
 
 
@@ -133,7 +132,7 @@ def initial_a(module: str, columns: int, rank: int, seed: int) -> Tensor:
 
 
 def seed_of(run_seed: int, purpose: str) -> int:
-    """Derive a 63-bit seed from the seed of a run, for one purpose."""
+    # 63 bits, which a signed integer holds.
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{purpose}".encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -98,7 +98,7 @@ class LinearAdapters(torch.nn.Module):
             with tracker.fork(self._dropped):
                 x = functional.dropout(x, self._dropout)
         hidden = self._exchanged(functional.linear(x, self.a())).flatten(0, -2)
-        # One product for all rows of a fused linear, added where it is made: no other activation as wide as the output.
+        # One product for all rows of a fused linear, added as it is made: no second activation as wide as the output.
         return torch.addmm(output.flatten(0, -2), hidden, self.b().t(), alpha=self.scaling).view_as(output)
 
     def a(self) -> Tensor:

@@ -47,7 +47,7 @@ def moe_config(arch: ModelArch, layout: ParallelLayout) -> dict[str, Any]:
         # Softmax over the chosen logits equals softmax over all, normalised over the chosen.
         "moe_router_pre_softmax": not moe.norm_topk_prob,
         "moe_router_dtype": "fp32",  # in bf16 close scores tie, and layouts would choose different experts
-        "moe_router_load_balancing_type": "none",  # `SequenceRouter` has its own
+        "moe_router_load_balancing_type": "none",  # `SequenceRouter` adds its own loss
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
     }
@@ -184,6 +184,7 @@ class SequenceRouter(Router):
             # Tokens of each sequence without padding: each chose topk experts.
             num_tokens = counts.sum(1, keepdim=True) / self.config.moe_router_topk
             # d L_b / d score of one token: f_i / T_b
+            # A sequence of padding alone has no tokens.
             slope = counts * (self.num_experts / self.config.moe_router_topk) / num_tokens.clamp(min=1).square()
             slope = slope[sequence] * real[:, None]
         loss = (torch.softmax(logits, dim=-1) * slope).sum()
@@ -227,7 +228,7 @@ class _AttachLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
         ctx.scale, ctx.like = scale, (loss.dtype, loss.device)
-        return x.view_as(x)  # a new tensor: an input that is returned as it is gets no node of autograd
+        return x.view_as(x)  # a new tensor: autograd would make no node for the input itself
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:

@@ -1,7 +1,6 @@
 """Canonical names of a role's parameters: a tensor has the same name in every layout and implementation.
 
-Megatron numbers layers and experts from 0 on every rank and model chunk; canonical names have the model's numbers. Adapters
-(`lora_linear.py`) have the Hugging Face names of their modules.
+Layers and experts have the numbers of the whole model; adapters (`lora_linear.py`) the Hugging Face names of their modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Packed causal attention with scores in memory, for capped scores and attention sinks, which fused kernels do not have.
 
-A sink is a score of each head that takes a share of the softmax and adds no value (gpt-oss); a cap is cap * tanh(score / cap)
-(Gemma 2). Softmax in fp32. Runs on any device; memory grows with the square of the longest sequence.
+Runs on any device; memory grows with the square of the longest sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def plain_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute `grouped_attention` with scores capped at `softcap`, and a sink [heads] for each query head.
+    """Compute `grouped_attention` with scores capped at `softcap`, and a sink [heads] for each query head. Softmax in fp32.
     query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]."""
     if not grouping.groups:
         return query.new_zeros(query.shape)
@@ -45,12 +44,12 @@ def _attend(
     shared = heads // k.size(2)  # query heads of a KV head, which is not repeated
     q = q.view(sequences, length, k.size(2), shared, dim)
     scores = torch.einsum("bikgd,bjkd->bkgij", q, k).float() * scale
-    if softcap is not None:
+    if softcap is not None:  # Gemma 2
         scores = torch.tanh(scores / softcap) * softcap
     ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
     visible = ones.tril() if window is None else ones.tril().triu(1 - window)
     scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
+    if sinks is not None:  # gpt-oss: a score of each head that takes a share of the softmax and adds no value
         sink = sinks.float().view(1, k.size(2), shared, 1, 1).expand(sequences, -1, -1, length, 1)
         scores = torch.cat([scores, sink], dim=-1)
     shares = scores.softmax(dim=-1)[..., :length].to(v.dtype)

@@ -76,7 +76,7 @@ def _yarn_attention_factor(rope: Rope) -> float:
 def rotary_table(positions: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Make cos and sin of positions [T] as [T, 1, head_dim] in the dtype of the activations."""
     angles = positions[:, None].float() * moved(inv_freq, positions.device)  # in bf16 position 257 would be 256
-    angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+    angles = torch.cat((angles, angles), dim=-1)[:, None, :]  # both halves of a head turn by the same angles
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 

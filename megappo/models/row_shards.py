@@ -29,7 +29,7 @@ def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
 def shard_box(shape: tuple[int, ...], cut: Cut, layout: ParallelLayout, position: int) -> Box | None:
     """Rectangle of a tensor at a position of a layout without pipeline; None if there are fewer rows than ranks."""
     at = layout.coordinates(position)
-    ranges = [(0, shape[0]), (0, (*shape, 1)[1])]
+    ranges = [(0, shape[0]), (0, (*shape, 1)[1])]  # a vector has one column
     if cut.dim is not None:
         ranges[cut.dim] = rows_of_rank(ranges[cut.dim][1], layout.tp, at.tp)
     (first, end), columns = ranges

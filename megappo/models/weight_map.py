@@ -24,7 +24,7 @@ def hf_layer(layer: int) -> str:
 
 
 def local_layer(layer: int) -> str:
-    """Prefix of a layer's parameters. layer: global number over all stages and chunks, from 0."""
+    """Prefix of a layer's parameters. layer: global number, from 0."""
     return f"decoder.layers.{layer}."
 
 
@@ -97,9 +97,8 @@ def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head:
     shapes: dict[str, Shape] = {}
     if at.pp == 0:
         shapes[LOCAL_EMBEDDING] = vocab_rows
-    of_kind: dict[
-        bool, list[tuple[str, Shape]]
-    ] = {}  # layers with experts, and without: a search of layouts asks thousands of times
+    # Once for layers with experts, once for those without: a search of layouts asks thousands of times.
+    of_kind: dict[bool, list[tuple[str, Shape]]] = {}
     for layer in layout.stage_layers(arch.num_layers, at.pp):
         kind, prefix = arch.is_sparse(layer), local_layer(layer)
         if kind not in of_kind:
