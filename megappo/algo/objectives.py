@@ -72,9 +72,8 @@ def dis_loss(
 
 
 def _ratio(logprob: Tensor, old_logprob: Tensor, weight: Tensor) -> Tensor:
-    """Ratio [T] without gradient, 1 at tokens with weight 0."""
     log_ratio = torch.where(weight != 0, logprob.detach() - old_logprob, 0.0)
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # 1 at tokens with weight 0
 
 
 def _weighed(

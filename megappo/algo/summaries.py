@@ -36,7 +36,6 @@ class Moments(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Moments]) -> Moments:
-        """Moments of all parts together."""
         sums, maxima = zip(*parts)
         return cls(torch.stack(sums).sum(0), torch.stack(maxima).amax(0))
 

@@ -112,7 +112,6 @@ class Cache:
 
     @contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Hold the lock of an entry; it ends with the process."""
         with (self.root / f"{name}.lock").open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)

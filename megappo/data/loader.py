@@ -33,7 +33,6 @@ class PassRates:
 
     @property
     def num_seen(self) -> int:
-        """Prompts with a response."""
         return int((self.responses > 0).sum())
 
     def observe(self, rows: Sequence[int], scores: Sequence[Sequence[float]]) -> None:
@@ -43,7 +42,6 @@ class PassRates:
             self.passes[row] += sum(score >= self.pass_score for score in found)
 
     def chance(self, row: int) -> float:
-        """Chance that a prompt is visited at its turn."""
         if not self.responses[row]:
             return 1.0
         rate = float(self.passes[row]) / float(self.responses[row])
@@ -56,7 +54,6 @@ class PassRates:
         return taken
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-compatible state."""
         # Compressed: mostly zeros where few prompts were seen.
         counts = numpy.stack([self.responses, self.passes]).astype(_COUNTS).tobytes()
         return {"skipped": self.skipped, "counts": base64.b64encode(zlib.compress(counts, 1)).decode()}
@@ -109,17 +106,14 @@ class PromptLoader:
 
     @property
     def epochs_done(self) -> int:
-        """Whole passes over the prompts so far."""
         return self.epoch + (self.index == self.num_prompts)
 
     @property
     def num_weighted(self) -> int:
-        """Prompts with a weight above 0."""
         return self.num_prompts if self._weights is None else int((self._weights > 0).sum())
 
     @property
     def most_visits(self) -> int:
-        """Most visits of a prompt in an epoch."""
         if self._weights is None:
             return 1
         relative = self._weights / self._weights.max()

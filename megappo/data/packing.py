@@ -51,7 +51,6 @@ class PackedBatch:
         return self.sequence_fields[name]
 
     def ragged(self, name: str) -> Ragged:
-        """Ragged field of this name."""
         self._require_there(name)
         return self.ragged_fields[name]
 

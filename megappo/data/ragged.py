@@ -34,7 +34,6 @@ class Ragged:
 
     @classmethod
     def joined(cls, parts: Sequence[Ragged]) -> Ragged:
-        """Rows of all parts, one part after the other."""
         return cls(torch.cat([one.ids for one in parts]), torch.cat([one.counts for one in parts]))
 
     def __len__(self) -> int:
@@ -57,7 +56,6 @@ class Ragged:
 
     @property
     def width(self) -> int:
-        """Ids of the longest row."""
         if self.known_width is not None:
             return self.known_width
         return int(self.counts.max()) if len(self) else 0

@@ -56,7 +56,6 @@ class TextSet:
         return torch.tensor([int(self.rows.lengths[i]) for i in indices], dtype=torch.long)
 
     def packed(self, indices: Sequence[int]) -> PackedBatch:
-        """Pack these sequences, without fields."""
         return pack([self.rows[i].tokens for i in indices])
 
 

@@ -67,7 +67,6 @@ class LinearLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which logits are held."""
         return logits_dtype_of(self.weight, self.bf16_logits)
 
     def blocks(self, chunk_tokens: int) -> tuple[list[slice], list[slice]]:
@@ -87,7 +86,6 @@ class LinearLogits:
         return INVARIANT_TOKENS[self.hidden.device.type]
 
     def operand(self, x: Tensor) -> Tensor:
-        """Convert `x` for the products of logits."""
         # bf16: the CPU rounds a bf16 product, and bf16_logits asks for exactly that rounding.
         return x if self.dtype == torch.bfloat16 else operand(x)
 

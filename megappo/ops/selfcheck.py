@@ -235,7 +235,6 @@ class Calls:
         return call()
 
     def take(self) -> dict[str, str]:
-        """Return op -> implementation since the last `take`."""
         ran, self._ran = self._ran, {}
         return ran
 

@@ -25,7 +25,6 @@ class VocabShard:
 
     @property
     def size(self) -> int:
-        """Ranks that share the vocabulary; 1 without a group."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
 

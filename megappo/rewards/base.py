@@ -28,7 +28,7 @@ class RewardInput:
     tokens: tuple[int, ...] = ()
     """Sampled ids."""
     turns: tuple[str, ...] = ()
-    """Text of each turn of the policy, cut as `response` is."""
+    """Text of each turn of the policy, cut as `response` is; one entry if there is one turn."""
 
 
 class UnusableAnswer(ValueError):

@@ -41,7 +41,7 @@ class Scored:
 
     texts: list[str]
     total: list[float]
-    """[B]."""
+    """Weighted sums of the parts minus penalties, [B]."""
     parts: dict[str, list[float]]
     """Name -> [B]: a part's unweighted value, NaN if the sample's recipe lacks it; a penalty as it enters the total (<= 0)."""
     num_undecided: int
@@ -164,7 +164,6 @@ class Composition:
 
     @property
     def names(self) -> list[str]:
-        """All parts, in the order of the recipes."""
         return list(dict.fromkeys(name for recipe in self.recipes.values() for name in recipe))
 
     def compose(self, judged: Sequence[Judged], model_parts: Mapping[str, Mapping[int, Verdict]] | None = None) -> Scored:
@@ -202,11 +201,9 @@ class Composition:
         return list(self.recipes) != [WHOLE]
 
     def _weighted(self, one: Judged, found: Mapping[str, Verdict], names: Collection[str]) -> float:
-        """Share of these parts in a sample's score."""
         return sum(weight * found[name].score for name, weight in self.recipes[one.label].items() if name in names)
 
     def _verdicts(self, one: Judged, index: int, model_parts: Mapping[str, Mapping[int, Verdict]]) -> dict[str, Verdict]:
-        """Verdicts of all parts of the sample's recipe."""
         found = {}
         for name in self.recipes[one.label]:
             if name in model_parts:

@@ -82,7 +82,6 @@ class RemotePart:
             worker.add_done_callback(self._ended)
 
     async def _work(self) -> None:
-        """Send batches until nothing waits."""
         settings = self.server.settings
         while batch := self._next_batch(settings.batch_size):
             try:
@@ -107,7 +106,6 @@ class RemotePart:
         return batch
 
     def _fail(self, error: Exception) -> None:
-        """Fail everything that waits or is under way."""
         for future in self._open:
             if future.running() or future.set_running_or_notify_cancel():
                 future.set_exception(error)

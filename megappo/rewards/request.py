@@ -96,7 +96,6 @@ async def _body_of(response: httpx2.Response, max_bytes: int) -> bytes:
 
 
 async def _refuse_status(response: httpx2.Response, token: str) -> None:
-    """Raise for any status but 200."""
     status = f"answered {response.status_code} {_printable(response.reason_phrase)}".rstrip()
     if 300 <= response.status_code < 400:
         target = _printable(response.headers.get("Location", "nowhere"))

@@ -65,7 +65,6 @@ class Scorer:
 
     @property
     def streams(self) -> bool:
-        """True if some parts can be started early."""
         return any(part.streams for part in self._parts.values())
 
     def with_model(self, score_model: Callable[[Sequence[Any], Sequence[Judged]], Sequence[Verdict]]) -> Scorer:
@@ -180,8 +179,7 @@ class Scorer:
 
     def finish(self) -> list[Judged]:
         """Wait for the verdicts of all submitted samples, return them in order, and empty the scorer.
-        Leaves out values that another rank was still computing. Raises RewardError as soon as a part failed, and waits no
-        longer."""
+        Leaves out values that another rank was still computing. Raises RewardError at once if a part failed."""
         self._wait()
         started = self._started
         try:
@@ -232,7 +230,6 @@ def _judged(one: _Started) -> Judged:
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of these spans."""
     covered, end = 0.0, -math.inf
     for first, last in sorted(spans):
         covered += max(0.0, last - max(first, end))

@@ -79,7 +79,6 @@ class MathVerify:
             self._worker.close()
 
     def _ask(self, question: Mapping[str, str | list[str]]) -> dict | None:
-        """Reply of the worker; None if it reached its limit, which ends it."""
         try:
             return self._worker(question)[1]
         except HelperDied as died:

@@ -134,8 +134,6 @@ def _total(partials, sums, loss, maximum, num_blocks, NUM_SUMS: tl.constexpr, BL
 
 
 class _Results:
-    """Output tensors of a loss and the partial results of its programs."""
-
     def __init__(self, like: Tensor, num_sums: int) -> None:
         self.num_tokens, self.num_sums = like.numel(), num_sums
         self.num_blocks = triton.cdiv(self.num_tokens, BLOCK)

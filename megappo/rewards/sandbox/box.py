@@ -107,7 +107,7 @@ class Sandbox:
         self, command: list[str], mark: Mapping[str, str], streams: Sequence[IO[bytes]], passed: tuple[int, ...]
     ) -> subprocess.Popen[bytes]:
         if self._folder is None:
-            # By the last of the files bubblewrap says which process is the first.
+            # Bubblewrap writes to the last of `passed` which process is the first.
             command, more = isolated(command, _packages() if self._limits.packages else (), passed[-1])
             passed = (*passed, *more)
         given, stdout, errors = streams
@@ -166,15 +166,14 @@ class Sandbox:
         if self._folder is None:
             return
         with suppress(ProcessLookupError, PermissionError):
-            # Without namespaces: kill all processes with the environment of the test, daemons too.
             os.killpg(process.pid, signal.SIGKILL)
+        # Without namespaces daemons outlive their group: all that has the environment of the test is killed.
         while left := list(_marked(f"{_MARK}={mark}".encode())):
             for pid in left:
                 _kill(pid)
             time.sleep(0.001)
 
     def close(self) -> None:
-        """Remove the files of the code."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)  # the code may have left what cannot be removed
 

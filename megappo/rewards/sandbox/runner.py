@@ -100,7 +100,7 @@ def _result(module: types.ModuleType, task: dict[str, Any]) -> Any:
 
 
 def _guarded(module: types.ModuleType, test: str) -> Callable[[], None]:
-    """Compile test code, to run when the module is filled, so that it only compares values of the same origin."""
+    """Compile test code, to run when the module is filled, so that it never compares an object of the code with a plain value."""
     import ast
 
     class Guard(ast.NodeTransformer):
