@@ -115,8 +115,7 @@ def find_tokenizer(path: str | Path) -> Callable[[], Tokenizer]:
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer directory of transformers' AutoTokenizer. Raises ValueError if it is unreadable or has its own code
-    (`auto_map`)."""
+    """Tokenizer directory of transformers' AutoTokenizer. ValueError if it is unreadable or has its own code (`auto_map`)."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoTokenizer  # here: it takes seconds, and SentencePiece models do not need it
@@ -280,7 +279,7 @@ def _decode(ids: Sequence[int], vocab_size: int, known: Callable[[list[int]], st
 
 
 def _eos_ids(eos_id: int, directory: Path) -> tuple[int, ...]:
-    # Chat models often end a turn with another id than the tokenizer's eos_token: an int or a list in that file.
+    # Chat models often end a turn with another id than the tokenizer's eos_token; the file has an int or a list.
     more = _read_json(directory / "generation_config.json").get("eos_token_id")
     more = more if isinstance(more, list) else [] if more is None else [more]
     return tuple(dict.fromkeys([eos_id, *more]))
