@@ -121,7 +121,6 @@ class AdapterSync:
         return whole, sent
 
     def _named(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return named views into the flat tensor."""
         sizes = [prod(shape) for shape in self._shapes.values()]
         parts = whole[: sum(sizes)].split(sizes)
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts)}

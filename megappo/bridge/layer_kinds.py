@@ -72,7 +72,6 @@ class Samples:
         return self._pieces[number], self._fills[number]
 
     def _in_layer(self, known: str, number: str) -> tuple[list[Piece], list[Fill]]:
-        """Return pieces and fills of the layer `known`, renumbered for another layer."""
         pieces, fills = self._own(known)
         if number == known:
             return pieces, fills

@@ -145,7 +145,6 @@ class _Holders:
         return self._near[node]
 
     def sender(self, turn: int, position: int) -> int:
-        """Return the rank that sends to this position of `Ends.destinations`."""
         candidates = self._candidates(self._ends.destinations[position])
         # Neighbouring replicas, then neighbouring tp ranks, ask different holders.
         replica, tp_rank = divmod(position, self._tp)
@@ -206,7 +205,6 @@ class _Plan:
         self._position = {source: position for position, source in enumerate(ends.sources)}
 
     def receive(self, position: int) -> None:
-        """Plan the moves to a position of the destinations, those of this rank to itself included."""
         target = self.ends.targets[position % len(self.ends.targets)]
         known: dict[tuple[int, int], list[_Cut]] = {}
         for number, begin in self.order.begins:
@@ -222,7 +220,6 @@ class _Plan:
                     self._prove(self.received, src, cut.mark, number, begin)
 
     def send(self, position: int) -> None:
-        """Plan the moves from a position of the policy to other ranks."""
         own: dict[tuple[int, int], _Boxes] = {}
         known: dict[tuple[int, int, int, int], list[_Cut]] = {}
         for number, begin in self.order.begins:
@@ -252,7 +249,7 @@ class _Plan:
                 yield _Cut(box, source, piece, turn, step, _hash(repr(facts)))
 
     def _check(self, wanted: Sequence[Piece], cuts: Sequence[_Cut], section: Section) -> None:
-        """Raise ValueError unless the cuts fill every wanted piece exactly."""
+        # check_tiling raises ValueError unless the cuts fill each wanted piece exactly
         parts: dict[int, list[Box]] = defaultdict(list)
         for cut in cuts:
             parts[cut.turn].append(cut.box)
@@ -298,8 +295,8 @@ def _held_at(boxes: _Boxes, position: int) -> _Boxes:
 
 
 def _steps(boxes: _Boxes) -> dict[str, int]:
-    """Number the tensors of a template: those of the same holders follow each other, others share a step."""
     # so that all ep ranks send an expert at the same time
+    # Tensors of the same holders follow each other, those of different holders share a step.
     last: dict[tuple[int, ...], int] = defaultdict(lambda: -1)
     steps = {}
     for hf, of_tensor in boxes.items():

@@ -104,7 +104,6 @@ def _number(section: Section) -> str:
 
 
 def _by_section(wanted: Sequence[Piece], pieces: PieceMap) -> list[list[Piece]]:
-    """Return the pieces of every section, in the engine's order."""
     index = {section.hf: number for number, section in enumerate(pieces.sections)}
     depth = max(section.hf.count(".") for section in pieces.sections)
     sections: list[list[Piece]] = [[] for _ in pieces.sections]

@@ -19,8 +19,6 @@ from megappo.models.pieces import Box, Piece
 
 
 class _Region(NamedTuple):
-    """A strided region of a tensor."""
-
     name: str
     offset: int
     size: tuple[int, ...]

@@ -1,9 +1,11 @@
 """Directory of a run's checkpoints: list them, publish one atomically, remove old ones. Called on one rank only.
 
-step-20/            complete: its manifest was written before it got this name .tmp-step-30.x/     being written under lease x
-(`runtime/lease.py`), or left by a process that was killed bad-step-10/        damaged, set aside by a resumed run for inspection
-abandoned-step-40/  newer than the checkpoint that a run went on from LATEST              name of the newest, for people and
-scripts; loading lists the directories themselves BEST                name of the best by `trainer.keep_best`, in the same way
+step-20/            complete: its manifest was written before it got this name
+.tmp-step-30.x/     being written under lease x (`runtime/lease.py`), or left by a process that was killed
+bad-step-10/        damaged, set aside by a resumed run for inspection
+abandoned-step-40/  newer than the checkpoint that a run went on from
+LATEST              name of the newest, for people and scripts; loading lists the directories themselves
+BEST                name of the best by `trainer.keep_best`, in the same way
 
 Only a process that holds the run's lease renames or removes anything that it did not write.
 """
@@ -192,7 +194,6 @@ class CheckpointDirectory:
                 continue  # stays for a person to look at
 
     def _hide(self, step: int) -> Path | None:
-        """Take a checkpoint's name away; return its new path, None if that fails."""
         # Renamed first: a kill during the removal leaves no half checkpoint under a valid name.
         doomed = _free_name(self.path, f"{_TEMPORARY}removed-step-{step}")
         try:
@@ -209,7 +210,6 @@ class CheckpointDirectory:
 
 
 def _free_name(folder: Path, name: str) -> Path:
-    """Return `name`, or the first of name.2, name.3, ... that does not exist."""
     target, attempt = folder / name, 1
     while os.path.lexists(target):
         attempt += 1

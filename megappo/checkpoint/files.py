@@ -29,7 +29,6 @@ def write_file(path: Path, pieces: Iterable[memoryview], pool: ThreadPoolExecuto
 
 
 def _write_and_hash(descriptor: int, pieces: Iterable[memoryview], pool: ThreadPoolExecutor, threads: int) -> list[bytes]:
-    """Return the digests of the chunks."""
     digests: list[bytes] = []
     waiting: deque[Future[bytes]] = deque()
     try:

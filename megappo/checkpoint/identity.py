@@ -83,8 +83,8 @@ def _critics(roles: Sequence[str]) -> str:
 
 
 def _other_freeze(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the first role with other frozen weights, which have no optimizer state. saved, now: role -> `freeze`."""
     for role in sorted({*saved, *now}):
+        # frozen weights have no optimizer state
         old, new = sorted(saved.get(role, [])), sorted(now.get(role, []))
         if old != new:
             return f"{key_of_role(role)}.freeze = {json.dumps(old)}, this run has {json.dumps(new)}"
@@ -130,7 +130,6 @@ def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | Non
 
 
 def _other_trajectories(saved: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str | None:
-    """Return the difference in recorded trajectories, if only one side reads them or they differ."""
     old, new = ("null" if one is None else one["path"] for one in (saved, now))
     if saved is not None and now is not None:
         if saved["sha256"] == now["sha256"]:
@@ -201,7 +200,6 @@ def _changed_engines(saved: Mapping[str, Any], now: Mapping[str, Any], name: str
 
 
 def _changed_sets(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> list[str]:
-    """List evaluation sets that both have and that measure something else now."""
     lines = []
     for one in old.keys() & new.keys():
         what = {"sha256": "content", "settings": "settings", "reward": "reward"}

@@ -158,7 +158,6 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _parse(directory: Path, name: str) -> tuple[dict[str, Any], Any]:
-    """Return the content without the signature, and the signature, which may be anything."""
     path = directory / MANIFEST
     if path.is_symlink():
         raise UnsafeCheckpoint(f"{name} is a symbolic link")
@@ -241,7 +240,6 @@ def find_wrong_content(directory: Path, manifest: Manifest, names: list[str]) ->
 
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
-    """Return the bytes that checksum and signature are made of."""
     return json.dumps(content, sort_keys=True).encode()
 
 
@@ -250,7 +248,6 @@ def _digest(text: bytes) -> str:
 
 
 def _signature(text: bytes) -> dict[str, str]:
-    """Return the manifest's `hmac` entry; empty without a key."""
     key = _key()
     return {} if key is None else {"hmac": hmac.digest(key, text, "sha256").hex()}
 

@@ -42,7 +42,6 @@ class ShardFiles:
 
 
 def _content(boxes: Sequence[StateBox]) -> list[bytes | torch.Tensor]:
-    """Return header and values of a safetensors file."""
     # Widest dtype first, so that each entry lies at a multiple of its item size, as readers of the format want it.
     boxes = sorted(boxes, key=lambda box: -box.values.element_size())
     header, at = {}, 0
@@ -57,8 +56,6 @@ def _content(boxes: Sequence[StateBox]) -> list[bytes | torch.Tensor]:
 
 
 class _Entry(NamedTuple):
-    """An entry of a file: its rectangle in its tensor, its file and its name there."""
-
     row: int
     col: int
     rows: int
@@ -158,7 +155,6 @@ def _position(path: Path) -> dict[str, int]:
 
 
 def _within(box: StateBox, entry: _Entry) -> StateBox | None:
-    """Return the part of a box that lies in an entry."""
     rows, cols = box.values.shape
     r0, r1 = max(box.row, entry.row), min(box.row + rows, entry.row + entry.rows)
     c0, c1 = max(box.col, entry.col), min(box.col + cols, entry.col + entry.cols)

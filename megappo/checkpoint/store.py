@@ -89,7 +89,6 @@ class _Copy(NamedTuple):
     done: Future[None]
 
     def wait(self) -> None:
-        """Wait until the copied state may change."""
         wait([self.done])
 
 
@@ -242,7 +241,6 @@ class CheckpointStore:
             raise SaveFailed(f"checkpoint of step {step} was not saved: {failure}") from failure
 
     def _begin(self, step: int, engines: Models) -> Path:
-        """Make the directory for a new checkpoint, on rank 0."""
         place = self._directory.begin(step)
         for name in engines:
             (place / engine_folder(name)).mkdir(parents=True)
@@ -282,14 +280,12 @@ class CheckpointStore:
         return {} if self._save_only_model else encode_components(components)
 
     def _small_files(self, encoded: Mapping[str, str]) -> list[FileImage]:
-        """Return this rank's files beside the engines': components and random generators."""
         if self._save_only_model:
             return []
         state = [FileImage(STATE, [file_content(encoded)])] if dist.get_rank() == 0 else []
         return [*state, FileImage(rng_file(dist.get_rank()), [encode_rng()])]
 
     def _copy(self, key: str, images: list[FileImage]) -> _Copy:
-        """Begin to copy images to the buffer of this key, which is kept for the next save."""
         needed = sum(image.nbytes for image in images)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.nbytes < needed:
@@ -306,7 +302,6 @@ class CheckpointStore:
         self._writer.submit(place, [file for one in copies for file in one.files])
 
     def _publish(self, place: Path, step: int, facts: Mapping[str, Any], reports: Sequence[Mapping[str, FileEntry]]) -> Manifest:
-        """Make the written files a checkpoint. reports: the entries of every rank's files."""
         files = {name: entry for report in reports for name, entry in report.items()}
         manifest = Manifest(step, dist.get_world_size(), self._save_only_model, facts, files)
         on_rank_zero("committing the checkpoint", lambda: self._commit(place, manifest))
@@ -460,7 +455,7 @@ class CheckpointStore:
 
 
 def _let_training_go_first() -> None:
-    """Lower this thread's priority; an idle core still copies at once."""
+    # as the writer process does; an idle core still copies at once
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 

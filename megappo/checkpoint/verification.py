@@ -118,7 +118,6 @@ def verify(directory: CheckpointDirectory, step: int) -> Manifest:
 
 
 def _equal_shares(files: Mapping[str, FileEntry], number: int) -> list[list[str]]:
-    """Divide files into `number` lists of about equally many bytes."""
     shares: list[list[str]] = [[] for _ in range(number)]
     sizes = [0] * number
     for name in sorted(files, key=lambda name: (-files[name].bytes, name)):

@@ -65,8 +65,7 @@ def install() -> None:
 
 
 def _patch_torch() -> None:
-    """Replace only calls that raise without CUDA, so nothing that works changes its meaning."""
-
+    # Only calls that raise without CUDA are replaced, so nothing that works changes its meaning.
     def current_device() -> torch.device:
         return torch.device("cpu")
 
@@ -148,7 +147,6 @@ def _patch_rng_tracker() -> None:
 
 
 def _patch_token_dispatcher() -> None:
-    """Skip the copy of the experts' split sizes to the host on a CUDA side stream: they are on the host."""
     name = "megatron.core.transformer.moe.token_dispatcher"
     dispatcher = _resolve(importlib.import_module(name), name, "MoEAlltoAllTokenDispatcher")
     original = _resolve(dispatcher, name, "_maybe_dtoh_and_synchronize")
@@ -156,6 +154,7 @@ def _patch_token_dispatcher() -> None:
         raise PlatformError(f"{name}: split sizes are no longer copied on a side stream; install {pinned('megatron-core')}")
 
     def splits_as_arrays(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        # the experts' split sizes are on the host already: no copy on a side stream
         if point == self.cuda_dtoh_point:
             for splits in ("input_splits", "output_splits", "output_splits_tp"):
                 value = getattr(self, splits)
@@ -168,7 +167,6 @@ def _patch_token_dispatcher() -> None:
 
 
 def _patch_uneven_gather() -> None:
-    """Gather unequal numbers of tokens (experts cut over etp) by all-to-all, as gloo's all_gather refuses them."""
     name = "megatron.core.tensor_parallel.mappings"
     mappings = importlib.import_module(name)
     original = _resolve(mappings, name, "_gather_along_first_dim")
@@ -178,6 +176,7 @@ def _patch_uneven_gather() -> None:
     def gather(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> torch.Tensor:
         if output_split_sizes is None or group.size() == 1:
             return original(input_, group, None, use_global_buffer)
+        # gloo's all_gather refuses unequal numbers of tokens (experts cut over etp); its all-to-all does not
         output = input_.new_empty((sum(output_split_sizes), *input_.shape[1:]))
         copies = torch.cat([input_] * group.size())
         sent = [input_.size(0)] * group.size()

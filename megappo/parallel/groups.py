@@ -205,7 +205,7 @@ def _host_group(placement: Placement, timeouts: TimeoutsConfig) -> dist.ProcessG
 
 
 def _embedding_group(layout: ParallelLayout, placement: Placement, limit: timedelta) -> dist.ProcessGroup | None:
-    """Make the group of a pipeline's first and last stage, which hold the copies of a tied embedding; None on other ranks."""
+    # the first and last stage of a pipeline hold the copies of a tied embedding
     mine: dist.ProcessGroup | None = None
     for positions in layout.axis_groups("pp"):
         ends = placement.ranks_of(sorted({positions[0], positions[-1]}))

@@ -109,7 +109,6 @@ class ParallelLayout:
         return range(start, start + split[position])
 
     def stage_layers(self, num_layers: int, stage: int) -> Iterator[int]:
-        """Yield the global indices of all layers of a stage, chunk by chunk."""
         for chunk in range(self.vpp):
             yield from self.chunk_layers(num_layers, stage, chunk)
 

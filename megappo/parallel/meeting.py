@@ -91,7 +91,6 @@ def raise_diverged(point: Point, group: dist.ProcessGroup) -> NoReturn:
 
 
 def _combine(largest: Tensor, point: Point, limit: Limit, group: dist.ProcessGroup) -> None:
-    """Take the maximum over all ranks of the group, in place."""
     options: Any = dist.AllreduceOptions()  # torch's stub has another type for the operation
     options.reduceOp = dist.ReduceOp.MAX
     options.timeout = timedelta(seconds=limit.seconds)
@@ -117,15 +116,14 @@ def _combine(largest: Tensor, point: Point, limit: Limit, group: dist.ProcessGro
 
 
 def _is_over(work: dist.Work, seconds: float) -> bool:
-    """True if it succeeds within this time. A failure is raised again by the next `wait`."""
     try:
+        # a failure is raised again by the next `wait`
         return work.wait(timedelta(seconds=seconds))
     except RuntimeError:
         return False
 
 
 def _missing(marks: dist.Store, ranks: Sequence[int]) -> str:
-    """Name the ranks without a mark."""
     try:
         missing = [rank for rank in ranks if not marks.check([str(rank)])]
     except RuntimeError:  # the store is gone with the process that held it

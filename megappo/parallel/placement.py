@@ -26,7 +26,6 @@ class Placement:
 
     @classmethod
     def whole(cls, world_size: int) -> Placement:
-        """Return a placement on all ranks of the world."""
         return cls(tuple(range(world_size)), world_size)
 
     @property
@@ -48,15 +47,12 @@ class Placement:
         return self._positions[rank]
 
     def ranks_of(self, positions: Iterable[int]) -> list[int]:
-        """Return the world ranks of positions, in their order."""
         return [self.ranks[position] for position in positions]
 
     def overlaps(self, other: Placement) -> bool:
-        """True if the two share a rank."""
         return not self._positions.keys().isdisjoint(other._positions)
 
     def __str__(self) -> str:
-        """Write the ranks as a user does."""
         return ALL if self.is_whole else ranges_text(self.ranks)
 
     @cached_property

@@ -71,7 +71,7 @@ def _reduced(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 
 
 def _goes_to_all(num_bytes: int, device: torch.device) -> bool:
-    """True if sending so many bytes to every rank costs less than further steps: those of a ring, or a second exchange."""
+    # small enough that sending to every rank costs less than a ring's steps or a second exchange
     return device.type == "cpu" and num_bytes * place_in_world()[1] <= MOST_BYTES_TO_ALL
 
 

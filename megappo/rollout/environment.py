@@ -158,7 +158,7 @@ class _Question:
     argument: Turn | TextTurn
 
     def update(self, state: dict[str, Any]) -> None:
-        """Replace the trajectory's state by the one that a worker process returned."""
+        # The worker process had a copy of the state.
         mine = state_of(self.argument)
         mine.clear()
         mine.update(state)
@@ -172,7 +172,6 @@ class _Question:
         return self._of_ids(value) if self.questions.settings.interface == "ids" else self._of_text(value)
 
     def named(self, what: str) -> str:
-        """Put function, failure, turn and sample into one line."""
         text = self.argument.response if isinstance(self.argument, TextTurn) else self.questions.text(self.turn)
         where = f"turn {self.turn.index} of sample {_sample_id(self.turn)}, {text[:SHOWN_CHARACTERS]!r}"
         return f"environment {self.questions.function.origin} {what}; {where}"
@@ -212,7 +211,6 @@ def _sample_id(turn: Turn) -> str:
 
 
 def _message(found: Any) -> Message | None:
-    """Return the message {role, content}, or None if `found` is not one."""
     if not isinstance(found, Mapping) or set(found) != {"role", "content"}:
         return None
     return {"role": found["role"], "content": found["content"]} if all(isinstance(one, str) for one in found.values()) else None

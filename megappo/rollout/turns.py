@@ -282,7 +282,6 @@ class TurnsRollout:
         return [(*pair, rank == own) for rank, theirs in enumerate(everywhere) for pair in theirs]
 
     def _take_waiting(self, joins: bool) -> list[tuple[Response, Answer]]:
-        """Take this rank's turns that need no environment and, if `joins`, those whose answer is there."""
         taken: list[tuple[Response, Answer]] = []
         left: list[tuple[Response, Asked | Answer]] = []
         for response, one in self._waiting:

@@ -230,7 +230,7 @@ class VllmEngine:
         return responses
 
     def _cache_salt(self) -> str:
-        """Return a part of the prefix cache's key, so that what older weights computed is never found again."""
+        # in the key of cached prefixes: what older weights computed is never found again
         return str(self._version)
 
     def sleep(self) -> None:
@@ -254,8 +254,8 @@ class VllmEngine:
             )
 
     def _finish_steps(self) -> None:
-        """Let vLLM finish the steps that it scheduled ahead (asynchronous scheduling) and drop the answered requests."""
-        # Until then vLLM holds blocks of the cache and can neither reset nor release it.
+        # vLLM schedules steps ahead (asynchronous scheduling), and until they end it holds blocks of the cache and can neither
+        # reset nor release it.
         core = self._llm.llm_engine.engine_core
         while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:
             core.get_output()

@@ -60,7 +60,6 @@ def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, de
 
 
 def _positions(arch: ModelArch) -> int:
-    """Return how many positions vLLM's rotary embedding supports."""
     rope = arch.rope
     # vLLM tabulates YaRN up to factor x original length and reads past the end of the table beyond.
     if rope.type == "yarn" and rope.factor is not None and rope.original_max_positions is not None:

@@ -99,7 +99,6 @@ _SHARED = ("vllm.config", "vllm.distributed")  # objects of the whole engine, wh
 
 
 def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    """Walk depth first, every object once, without modules."""
     if id(value) in seen or isinstance(value, torch.nn.Module):
         return
     # keeps the object alive, so that its id stays unique

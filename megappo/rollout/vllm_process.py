@@ -72,8 +72,7 @@ def _attributes_kept() -> Iterator[None]:
 
 
 def _install_cpu_placeholders() -> None:
-    """Install vLLM's placeholders again, as the first import of its CPU worker does."""
-    # Without CUDA vLLM's model runner needs them at every step.
+    # The first import of vLLM's CPU worker installs them too. Without CUDA its model runner needs them at every step.
     from vllm.v1.worker.cpu import shm
 
     stream = shm._StreamPlaceholder
@@ -95,11 +94,11 @@ def _install_cpu_placeholders() -> None:
 
 
 def _keep_kernel_overrides() -> None:
-    """Let vLLM replace its Triton kernels by C++ code once per process, not at every start of a CPU worker."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.triton_utils import dispatcher
 
-    # vLLM searches all modules for them (0.3 s) and would wrap once more what it has wrapped.
+    # Once per process is enough: vLLM searches all modules for its Triton kernels (0.3 s) and would wrap its C++ replacements
+    # again.
     if dispatcher._registry:
         setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(lambda: None))
 
@@ -132,7 +131,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _imports_frozen() -> Iterator[None]:
-    """Keep garbage collections off the million imported objects, vLLM's included."""
+    # No collection need visit the million imported objects.
     first = "vllm" not in sys.modules
     if first:
         freeze_imports()
@@ -148,7 +147,7 @@ def _imports_frozen() -> Iterator[None]:
 
 
 def _is_not_of_chats(record: logging.LogRecord) -> bool:
-    """False for the traceback that `vllm.LLM` logs when it warms up a chat template without tokenizer; megappo sends token ids."""
+    # Without tokenizer `vllm.LLM` logs a traceback when it warms up its chat template. Harmless: megappo sends token ids.
     return record.msg != "Chat template warmup failed"
 
 

@@ -168,7 +168,6 @@ class _Exit:
 
 
 def _whole(paths: Iterable[Path]) -> list[Path]:
-    """Return the files whose writer finished them."""
     # Each is one line; without its newline the writer was killed or the disk full.
     return [path for path in paths if path.read_text(encoding="utf-8").endswith("\n")]
 

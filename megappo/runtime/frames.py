@@ -78,7 +78,7 @@ def place_of(innermost: FrameType) -> Place:
 
 
 def _function(stack: list[FrameType], index: int) -> str:
-    """Return the name of the exchange; torch wraps its functions in `wrapper`."""
+    # torch wraps its functions in `wrapper`
     while index > 0 and stack[index].f_code.co_name == "wrapper":
         index -= 1
     return stack[index].f_code.co_name
@@ -99,6 +99,5 @@ def _module(frame: FrameType) -> str:
 
 
 def _line(frame: FrameType) -> str:
-    """Return `trainer/scoring.py:55 (score_responses)`."""
     path = Path(frame.f_code.co_filename)
     return f"{path.parent.name}/{path.name}:{frame.f_lineno} ({frame.f_code.co_name})"

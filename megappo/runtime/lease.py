@@ -213,7 +213,6 @@ def _replace(mine: Path, record: LeaseRecord, gone: LeaseRecord) -> bool:
 
 
 def _make(run_dir: Path) -> tuple[Path, ...]:
-    """Make the directory; return those that were missing, the innermost first."""
     missing = tuple(folder for folder in (run_dir, *run_dir.parents) if not folder.exists())
     run_dir.mkdir(parents=True, exist_ok=True)
     return missing

@@ -75,7 +75,6 @@ class Use:
 
 
 def _function_of_file(path: str, name: str, use: Use, args: Mapping[str, Any], source: bytes) -> OwnFunction:
-    """Run the file, whose content is `source`, and take its function."""
     digest = hashlib.sha256(source).hexdigest()
     module = _import(path, source, f"_megappo_own_{digest[:16]}_{hashlib.sha256(path.encode()).hexdigest()[:16]}")
     found = getattr(module, name, None)
@@ -88,7 +87,6 @@ def _function_of_file(path: str, name: str, use: Use, args: Mapping[str, Any], s
 
 
 def _function_of_entry_point(group: str, name: str, use: Use, args: Mapping[str, Any]) -> OwnFunction:
-    """Take the function that an installed package offers in a group."""
     offered = {entry.name: entry for entry in importlib.metadata.entry_points(group=group)}
     if name not in offered:
         known = ", ".join(sorted(offered)) or "none"
@@ -134,7 +132,7 @@ class _Source(SourceLoader):
 
 
 def _import(path: str, source: bytes, module_name: str) -> ModuleType:
-    """Make the module of a file once per content: two functions of one file share its state."""
+    # once per content: two functions of one file share its state
     if (known := sys.modules.get(module_name)) is not None:
         return known
     spec = importlib.util.spec_from_loader(module_name, _Source(path, source))
@@ -153,7 +151,6 @@ def _import(path: str, source: bytes, module_name: str) -> ModuleType:
 
 
 def _function(found: Any, origin: str, file: str | None, source: bytes | None, use: Use, args: Mapping[str, Any]) -> OwnFunction:
-    """Check what was found and bind its args."""
     if inspect.isclass(found) or not callable(found):
         raise ValueError(f"{origin} is {'a class' if inspect.isclass(found) else type(found).__name__}, not a function")
     if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):

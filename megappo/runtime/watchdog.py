@@ -151,7 +151,6 @@ class Watchdog:
         return None if self._pulse is None else self._pulse.silence(self._heartbeat_s)
 
     def _end_alone(self, verdict: Verdict) -> None:
-        """End without the others: there are none, or no way to ask them."""
         here = {self._rank: self.dump_and_look()}
         alone = [member for member in self._members if member.rank == self._rank]
         report = judge(verdict, alone, here, self._folder) if self._pulse is None else _without_store(verdict, here[self._rank])
@@ -268,7 +267,6 @@ class _Pulse:
             sys.stderr.write(f"megappo: rank {self._rank} ends: {self.report.line}\n")
 
     def _sightings(self) -> dict[int, Sighting]:
-        """Collect the sightings of all ranks that answer in time."""
         waiting = [member.rank for member in self._members]
         found: dict[int, Sighting] = {}
         deadline = time.monotonic() + ANSWERS_S
@@ -302,7 +300,7 @@ def _gave_up_waiting(error: BaseException, trace: TracebackType) -> bool:
 
 
 def _in_exchange(trace: TracebackType) -> bool:
-    """True if an exchange between ranks raised, and not, say, a reward's own request."""
+    # a reward's own request may time out too
     return place_of(_innermost(trace)).waits_in is not None
 
 

@@ -38,7 +38,6 @@ class _Descriptor(io.FileIO):
             return memoryview(data).nbytes
 
     def drop(self) -> None:
-        """Drop whatever is written from now on, without a note."""
         self.kept = self._noted = True
 
     def _note(self, error: OSError) -> None:

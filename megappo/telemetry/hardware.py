@@ -111,7 +111,6 @@ def dump_hardware(hardware: Hardware) -> str:
 
 
 def profiles(path: Path) -> dict[str, Hardware]:
-    """Read the profiles of a file by their names."""
     return {name: hardware_of(name, values, str(path)) for name, values in read_yaml(path).data.items()}
 
 

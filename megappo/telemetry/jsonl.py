@@ -94,7 +94,6 @@ class MetricsFile:
             self._descriptor = None
 
     def _drop_torn_line(self) -> None:
-        """Cut the file after its last whole line."""
         assert self._descriptor is not None
         end = os.fstat(self._descriptor).st_size
         start = max(0, end - LONGEST_LINE)

@@ -99,7 +99,6 @@ def host_peak_gib() -> float:
 
 
 def _status(field: str) -> float:
-    """Return a field of /proc/self/status in GiB."""
     text = _STATUS.read_text(encoding="utf-8")
     start = text.index(field) + len(field) + 1
     return int(text[start : text.index("kB", start)]) * 1024 / GIB

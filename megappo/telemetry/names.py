@@ -34,7 +34,6 @@ def open_beginnings(parts: Sequence[str]) -> tuple[str, ...]:
 
 
 def _members(parts: Sequence[str], roles: Sequence[str]) -> dict[Metric, Sequence[str]]:
-    """Map each family to the ends of its names."""
     absent = () if "critic" in roles else ("update_critic",)
     stages = [*(one for one in MODEL_STAGES if one not in absent), *([REWARD_MODEL_STAGE] if "reward_model" in roles else [])]
     timed = [one for one in STAGES if one not in absent]

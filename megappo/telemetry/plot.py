@@ -97,7 +97,7 @@ def figure_of(panels: Mapping[str, Curves], title: str = "") -> Figure:
 
 
 def _plain(text: str) -> str:
-    """Escape dollar signs, between which matplotlib reads mathematics."""
+    # between two dollar signs matplotlib reads mathematics
     return text.replace("$", r"\$")
 
 

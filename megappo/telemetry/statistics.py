@@ -61,7 +61,7 @@ class Pooled:
 
 
 def _moments(rows: Sequence[Row]) -> list[str]:
-    """Return the table of moments; steps have equally many responses, but not equally many tokens."""
+    # steps have equally many responses, but not equally many tokens
     per_response = [1.0] * len(rows)
     # No response may end in a step (rollout.partial_rollout_tokens), which has no mean length then.
     per_token = [mean if _finite(mean := row.get(Metric.RESPONSE_MEAN)) else 0.0 for row in rows]
@@ -102,7 +102,6 @@ def _members(beginning: str) -> dict[str, str]:
 
 
 def _stages(rows: Sequence[Row]) -> list[str]:
-    """Return the table of the stages: seconds of a mean step, and rates and memory of those that have them."""
     step_s = _total(rows, Metric.STEP_SECONDS) / len(rows)
     if step_s == 0:
         return []
@@ -135,7 +134,6 @@ def _stages(rows: Sequence[Row]) -> list[str]:
 
 
 def _work(rows: Sequence[Row]) -> list[str]:
-    """Return the table of the model FLOPs of a mean step by role and stage, over all ranks."""
     scored = any(name.startswith(Metric.TFLOP.of(f"{REWARD_MODEL_STAGE}/")) for row in rows for name in row)
     columns = [stage for stage in STAGES if stage in MODEL_STAGES or (scored and stage == REWARD_MODEL_STAGE)]
     work = {role: [_total(rows, Metric.TFLOP.of(f"{stage}/{role}")) / len(rows) for stage in columns] for role in _roles(rows)}
@@ -146,13 +144,11 @@ def _work(rows: Sequence[Row]) -> list[str]:
 
 
 def _roles(rows: Sequence[Row]) -> list[str]:
-    """List the roles with FLOPs in the rows: policy, critics, others."""
     found = {name.rsplit("/", 1)[-1] for row in rows for name in row if name.startswith(Metric.TFLOP.of(""))}
     return sorted(found, key=lambda role: (role != "policy", not role.startswith("critic"), role))
 
 
 def _unit(tflops: Sequence[float]) -> tuple[str, float]:
-    """Return (unit, its size in TFLOP) in which the largest value is between 1 and 1000."""
     largest = max(tflops, default=0.0)
     return next(((name, size) for name, size in UNITS if largest >= size), UNITS[-1])
 
@@ -162,7 +158,6 @@ def _total(rows: Sequence[Row], name: str) -> float:
 
 
 def _rate(rows: Sequence[Row], name: str, seconds: str) -> float | None:
-    """Return the mean over time of a rate; None if no step has it."""
     known = [row for row in rows if name in row]
     time = sum(row[seconds] for row in known)
     return sum(row[name] * row[seconds] for row in known) / time if time > 0 else None
@@ -177,5 +172,4 @@ def _finite(value: float | None) -> bool:
 
 
 def _number(value: float) -> str:
-    """Format with at most five figures, and no exponent where none is needed."""
     return f"{value:.5g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Summary of a finished run: scores, times and paths, read from its metrics.jsonl. python -m megappo.telemetry.summary RUN_DIR"""
+"""Summary of a finished run from its metrics.jsonl: scores, times and paths. `python -m megappo.telemetry.summary RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _stages(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _is_stage(key: str) -> bool:
-    """True for the time of a stage; `timing/reward/...` are parts of a stage."""
+    # `timing/reward/...` are parts of a stage
     return key.startswith("timing/") and key.count("/") == 1 and key != Metric.STEP_SECONDS.value
 
 

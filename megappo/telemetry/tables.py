@@ -41,7 +41,6 @@ def plain(text: object, longest: int = MOST_CHARACTERS) -> str:
 
 
 def gib(size: int | float) -> str:
-    """Write bytes as a number of GiB."""
     return figures(size / GIB)
 
 
@@ -55,7 +54,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _offset_key(ranks: Sequence[int]):
-    """Return a key for `groupby` that is constant along a run of neighbouring ranks."""
+    # constant along a run of neighbouring ranks
     place = {rank: index for index, rank in enumerate(ranks)}
     return lambda rank: rank - place[rank]
 

@@ -60,7 +60,6 @@ def _wandb_server() -> str:
 
 
 def _wandb_setting(name: str) -> str | None:
-    """Read a value of the settings file that `wandb login` writes."""
     folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
     settings = configparser.ConfigParser(interpolation=None)
     try:

@@ -95,7 +95,6 @@ class Mlflow:
 
 
 def _param_batches(config: Mapping[str, Any]) -> Iterator[list]:
-    """Yield the keys of a configuration as MLflow parameters, as many as one request takes."""
     entities: Any = importlib.import_module("mlflow.entities")
     params = [entities.Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _leaves(config)]
     for start in range(0, len(params), _MAX_PARAMS):

@@ -28,7 +28,6 @@ def files_by_step(run: Path) -> dict[int, Path]:
 
 
 def _reason(run: Path) -> str:
-    """Say why a run has written none, with the fix."""
     try:
         text = (run / "config.yaml").read_text(encoding="utf-8")
     except (OSError, ValueError):

@@ -49,7 +49,6 @@ class Trajectory:
 
     @property
     def length(self) -> int:
-        """Number of sampled tokens."""
         return int(self.mask.sum())
 
     @property
