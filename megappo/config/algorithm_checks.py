@@ -117,7 +117,6 @@ def dynamic_sampling_problem(config: TrainConfig) -> str | None:
 
 
 def mini_batch_problem(config: TrainConfig) -> str | None:
-    """Refuse a policy mini-batch that does not divide the samples of a step."""
     return _mini_batch_divides("algorithm.mini_batch_size", config.algorithm.mini_batch_size, config)
 
 

@@ -1,5 +1,4 @@
-"""Dump the resolved configuration as YAML: every key with an effect, in the order of the schema. The text loads back to an equal
-configuration and passes the checks again."""
+"""Dump the resolved configuration as YAML, in the order of the schema. The text loads back to an equal configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from megappo.config.yaml_reader import CoreDumper
 
 
 def dump_yaml(config: TrainConfig | SftConfig) -> str:
-    """Return the YAML text. Comments at its end name the keys without effect, with the reason."""
+    """Return the YAML of every key with an effect. Comments at its end name the others, with the reason."""
     data = config.model_dump(mode="json")  # tuples become lists
     dead = dead_keys(config)
     for name in dead:

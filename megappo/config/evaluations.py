@@ -43,7 +43,6 @@ def _filled(one: EvaluationConfig, config: TrainConfig) -> EvaluationConfig:
 
 
 def key_of(name: str) -> str:
-    """Key that names the prompts of a set."""
     return f"evaluations.{name}.data" if name else "data.eval"
 
 
@@ -60,7 +59,7 @@ def config_of_set(config: TrainConfig, one: EvaluationConfig) -> TrainConfig:
 
 
 def rewards_of(config: TrainConfig) -> list[RewardConfig]:
-    """Every reward that the run scores with: the training's, and those of sets with their own."""
+    # The training's reward, and those of sets with their own.
     return [config.reward, *(one.reward for one in config.evaluations.values() if one.reward is not None)]
 
 

@@ -23,8 +23,7 @@ def section_class(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def item_class(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section class of the items of a list (`reward.parts`), of a mapping (`evaluations`) or of a mapping of such lists
-    (`reward.route.map`); None for another field."""
+    """Section class of the items of a list, a mapping (`evaluations`) or a mapping of lists (`reward.route.map`); else None."""
     items = get_args(field.annotation) if get_origin(field.annotation) in (tuple, dict) else ()
     if items and get_origin(items[-1]) is tuple:
         items = get_args(items[-1])
@@ -142,8 +141,7 @@ def _mappings_in(value: Any, field: FieldInfo, key: str) -> Iterator[tuple[str, 
 
 
 def keys_in(config: BaseModel) -> Iterator[tuple[str, FieldInfo]]:
-    """Yield (dotted name, field) of every value key of this configuration: `value_keys`, and keys of sections
-    under chosen names."""
+    """Yield (dotted name, field) of every value key of this configuration, inside named sections too."""
     for name, field in value_keys(type(config)):
         yield name, field
         for item, section in value_at(config, name).items() if is_mapping(field) else ():
@@ -183,11 +181,11 @@ def hint(name: str, cls: type[BaseModel]) -> str:
 
 
 def _nearest(name: str, cls: type[BaseModel]) -> tuple[str | None, tuple[Trainer, Rule] | None]:
-    """Return (key, rule that led to it), trying in this order: another trainer's key with its sections, a key with the same last
-    part (`policy.tp` -> `policy.parallel.tp`), the last part of another trainer's key, the nearest dotted name, the nearest last
-    part."""
+    """Return (key, rule that led to it)."""
     from megappo.config.foreign.tables import exact_rule, rule_by_last_part  # hundreds of keys, needed only for messages
 
+    # In this order: another trainer's key with its sections; our key with the same last part (`policy.tp`); another trainer's last
+    # part; the nearest dotted name; the nearest last part.
     known = [key for key, _ in value_keys(cls)] + [key for key, _ in sections(cls)]
     wanted = name.lstrip("-").replace("-", "_")
     last = wanted.rsplit(".", 1)[-1]

@@ -71,7 +71,6 @@ def scores_with_model(config: TrainConfig) -> bool:
 
 
 def uses_model(reward: RewardConfig) -> bool:
-    """True if a part of this reward is the reward model."""
     return any(part.model is not None for parts in reward.recipes.values() for part in parts)
 
 
@@ -109,7 +108,6 @@ def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"
 
 
 def head_rows_of(section: RoleConfig) -> int:
-    """Number of outputs of a value model's head."""
     return section.head_rows if isinstance(section, AnyCriticConfig) else 1
 
 
@@ -209,8 +207,7 @@ def _replica_problems(tp: int, ranks: str, world_size: int) -> Iterator[str]:
 
 
 def parallel_problems(section: str, parallel: ParallelConfig, num_ranks: int, ranks: str = ALL) -> Iterator[str]:
-    """Yield problems of one role's sizes on its `num_ranks` ranks. section: such as `policy.parallel`. ranks: as the user wrote
-    them."""
+    """Yield problems of one role's sizes. section: such as `policy.parallel`. ranks: as the user wrote them."""
     if parallel.sequence_parallel and parallel.tp == 1:
         yield problem(f"{section}.sequence_parallel", True, "shards over the tp ranks and needs tp > 1; set tp, or leave it out")
     if parallel.vpp > 1 and parallel.pp == 1:

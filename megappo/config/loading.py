@@ -230,7 +230,6 @@ def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[s
 
 
 def _missing(key: str, cls: type[BaseModel]) -> str:
-    """Name a missing key, or the first required key of a missing section, with its meaning."""
     for name, field in value_keys(cls):
         if (name == key or name.startswith(key + ".")) and field.is_required():
             return f"{name} is missing: {' '.join((field.description or '').split())}"

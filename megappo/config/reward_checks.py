@@ -104,7 +104,6 @@ def _part_problem(key: str, part: RewardPart) -> str | None:
 
 
 def training_reward_problem(config: TrainConfig) -> str | None:
-    """First problem of the reward that a run trains on."""
     return reward_problem(config.reward)
 
 

@@ -168,7 +168,6 @@ class RewardConfig(Section):
         return found
 
     def key_of(self, recipe: str) -> str:
-        """Key of the configuration that holds a recipe."""
         if self.route.key is None:
             return "reward.parts"
         return f"reward.route.map.{recipe}" if recipe in self.route.map else "reward.route.default"

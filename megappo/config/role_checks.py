@@ -132,7 +132,6 @@ def critic_lr_warmup_problem(config: TrainConfig) -> str | None:
 
 
 def sft_lr_warmup_problem(config: SftConfig) -> str | None:
-    """Refuse a warm-up of the learning rate that the run does not finish."""
     return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, config.trainer.steps)
 
 

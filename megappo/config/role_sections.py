@@ -297,7 +297,6 @@ def key_of_role(role: str) -> str:
 
 
 def further_role(name: str) -> str:
-    """Role of the critic `name` in `critics`."""
     return _FURTHER + name
 
 

@@ -169,7 +169,6 @@ def _compaction_problem(key: str, compaction: CompactionConfig, config: TrainCon
 
 
 def greedy_problem(config: TrainConfig) -> str | None:
-    """Refuse to train on greedy responses."""
     if config.rollout.sampling.temperature == 0:
         return problem(
             "rollout.sampling.temperature",
@@ -180,7 +179,6 @@ def greedy_problem(config: TrainConfig) -> str | None:
 
 
 def top_k_problem(config: TrainConfig) -> str | None:
-    """Refuse `top_k: 0`, a choice among no tokens."""
     return (
         problem("rollout.sampling.top_k", 0, "must be >= 1, or -1 for all tokens") if config.rollout.sampling.top_k == 0 else None
     )
@@ -236,14 +234,12 @@ def adapter_problem(config: TrainConfig) -> str | None:
 
 
 def seed_problem(config: TrainConfig) -> str | None:
-    """Refuse a seed that vLLM's libraries do not take."""
     if config.rollout.engine == "vllm" and config.run.seed >= 1 << 32:  # vLLM seeds numpy, which raises
         return problem("run.seed", config.run.seed, f"vLLM takes seeds up to {(1 << 32) - 1}; use a smaller one")
     return None
 
 
 def stop_problem(config: TrainConfig) -> str | None:
-    """Refuse an empty stop string."""
     if "" in config.rollout.stop:
         return problem("rollout.stop", list(config.rollout.stop), "an empty string would end every response at once; remove it")
     return None

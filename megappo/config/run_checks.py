@@ -26,7 +26,6 @@ def timeout_problems(run: RunConfig) -> Iterator[str]:
 
 
 def weight_problem(config: TrainConfig) -> str | None:
-    """Refuse weighted prompts without shuffling."""
     data = config.data
     if data.weight_key is not None and not data.shuffle:
         fix = "weights draw at random, and the prompts come in the order of the data; set data.shuffle to true, or remove it"
@@ -35,7 +34,6 @@ def weight_problem(config: TrainConfig) -> str | None:
 
 
 def trajectory_problem(config: TrainConfig) -> str | None:
-    """Refuse to record more trajectories per step than it has samples."""
     wanted, samples = config.telemetry.trajectories_per_step, step_arithmetic(config).samples
     # The default may exceed a small batch; only a written number is a mistake.
     explicit = "trajectories_per_step" in config.telemetry.model_fields_set
@@ -45,7 +43,6 @@ def trajectory_problem(config: TrainConfig) -> str | None:
 
 
 def tracker_names_problem(config: TrainConfig) -> str | None:
-    """Refuse a tracker that is named twice."""
     named = config.telemetry.trackers
     twice = sorted({name for name in named if named.count(name) > 1})
     return problem("telemetry.trackers", list(named), f"{twice[0]} is there twice; keep one") if twice else None

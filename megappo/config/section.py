@@ -1,4 +1,4 @@
-"""Base class of every section of the configuration, and the ranges of its numbers. Imports nothing of megappo."""
+"""Base class of the configuration's sections, and the ranges of its numbers. Imports nothing of megappo."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ class Difference:
 
 
 def find_metrics(patterns: Sequence[str], runs: Sequence[Rows], option: str) -> list[str]:
-    """Find the logged names that match, where `*` stands for any part. Raises ConfigError, one line, for a
-    pattern without a match."""
+    """Find the logged names that match; `*` stands for any part. Raises ConfigError, one line, for a pattern without a match."""
     logged = sorted(set().union(*map(logged_names, runs)))
     names: list[str] = []
     for pattern in patterns:
@@ -95,10 +94,10 @@ def difference(curves: Mapping[str, Curve], tolerance: float) -> Difference:
 
 
 def _spread(values: Sequence[float | None]) -> float | None:
-    """Largest less smallest value; inf if only some are finite, None if none is."""
     known = [value for value in values if value is not None]
     if not known:
         return None
+    # Infinitely far apart if only some are finite.
     return max(known) - min(known) if len(known) == len(values) else math.inf
 
 

@@ -208,7 +208,6 @@ def _load(values: Values) -> TrainConfig | ValidationError:
 
 
 def _refusal(key: str, value: Any) -> str | None:
-    """Return why megappo does not take a value, None if it does."""
     if isinstance(value, int | float) and not abs(value) < LARGEST_NUMBER:  # the reader of YAML refuses it
         return f"{key}: too large a number"
     found = _load(PLACEHOLDERS | {key: value})

@@ -120,7 +120,6 @@ def save_contents(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def run_name(rule: Rule, value: Any, settings: Settings) -> Values:
-    """Replace characters that a run's name may not have; letters, digits and . _ - may stay."""
     return same(rule.keys, re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-.")[:64] or "run")
 
 

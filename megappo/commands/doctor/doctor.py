@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def device_lines(stack: Stack) -> list[str]:
-    """Describe Python, GPUs, driver, CUDA and compilers of this machine."""
     python = f"  Python {platform.python_version()} on {platform.system()} {platform.machine()} ({sys.executable})"
     lines = [python, *stack.lines()]
     tools = {"g++": "compiling the C++ kernels, and layers with compile: true", "sbatch": "jobs of Slurm: megappo launch"}
@@ -40,7 +39,6 @@ def library_facts() -> dict[str, Any] | None:
 
 
 def library_line(facts: dict[str, Any]) -> str:
-    """Name the torch, toolkit and architectures that the library was built for."""
     cuda = f" by CUDA {facts.get('cuda_toolkit') or 'unknown'} for {facts['cuda_archs']}" if facts["cuda"] else " without CUDA"
     return f"  library: built for torch {facts['torch']}{cuda}"
 
@@ -57,7 +55,6 @@ def unfit_lines(stack: Stack) -> tuple[list[str], bool]:
 
 
 def parts_lines() -> list[str]:
-    """Describe the features that work with the installed packages."""
     from megappo.models.families.registry import FAMILIES
     from megappo.models.implementation import transformer_engine_fault
     from megappo.rewards.rules import RULES

@@ -43,7 +43,6 @@ class Stack:
     library_has_cuda: bool = False
 
     def lines(self) -> list[str]:
-        """Describe the stack, one line per part."""
         nvcc = f"{self.nvcc}, CUDA {self.nvcc_cuda}" if self.nvcc else "not found (needed only for compiling the CUDA kernels)"
         driver = f"{self.driver}, for CUDA up to {self.driver_cuda or 'unknown'}" if self.driver else "not found (nvidia-smi)"
         lines = [

@@ -35,8 +35,8 @@ from megappo.trainer.sampling import evaluators_of_run, rollout_of, sampling_par
 
 
 def evaluate_checkpoint(planned: PlannedEvaluation, engines: EngineBackend = RoleEngines) -> list[Evaluation]:
-    """Evaluate on this rank; the results of all sets are the same on every rank. engines: builds the model. Collective over the
-    world. An existing world is used and left to the caller; otherwise the launcher's is joined and left again."""
+    """Evaluate on this rank; all ranks return the results of all sets. engines: builds the model. Collective over the world, which
+    is joined and left again unless it exists already."""
     config, data = planned.config, planned.data
     owns_world = not dist.is_initialized()
     device = select_device(config.run.device)
@@ -90,7 +90,6 @@ def _evaluators(planned: PlannedEvaluation, score_model: ModelScorer | None) -> 
 
 
 def results_table(results: Sequence[Evaluation]) -> str:
-    """Format a table with a row per figure of every set."""
     rows = [
         [key_of(result.name).removeprefix("evaluations.").removesuffix(".data") if place == 0 else "", figure, _number(value)]
         for result in results

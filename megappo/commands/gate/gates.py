@@ -70,8 +70,7 @@ class _Missing(Exception):
 
 
 def show_gates(run_dir: Path, file: Path) -> int:
-    """Print a row per gate; return 0 if all pass, else 1. Raises ConfigError, one line: no run, no gates, a
-    metric that no run has."""
+    """Print a row per gate; return 0 if all pass, else 1. Raises ConfigError, one line: no run, no gates, an unknown metric."""
     gates = read_gates(file)
     rows = read_rows(run_dir)
     logged = logged_names(rows)

@@ -23,7 +23,7 @@ class RankProcess(Protocol):
 
 
 class Starter(Protocol):
-    """Starts ranks, each with `environment` over this process's own. A request to stop waits until a rank listens
+    """Starts ranks with `environment` over this process's own. Requests to stop wait until a rank listens
     (`runtime/signals.py`)."""
 
     descriptors: Sequence[int]  # readable when a rank has ended
@@ -109,9 +109,9 @@ class ForkedProcesses:
 
 
 class SharedImports:
-    """Gives a starter to each of several worlds: forks of one process, or new interpreters, with a message, if ranks cannot
-    be forked. The process starts with the first world, again if it has ended, and ends with `close`. world: its name in the
-    message."""
+    """Starters for worlds one after the other: forks of one process, or new interpreters, with a message, if
+    ranks cannot be forked. The process starts with the first world, again if it has ended, and ends with
+    `close`. world: its name in the message."""
 
     def __init__(self, module: str, preload: Sequence[str], world: str) -> None:
         self._module, self._preload, self._world = module, preload, world

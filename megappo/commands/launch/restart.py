@@ -38,13 +38,11 @@ class Start:
     skipped: tuple[int, ...] = ()  # newer checkpoints that it passes over
 
     def environment(self) -> dict[str, str]:
-        """Variables for the ranks of this attempt."""
         return {SKIP_STEPS: ",".join(map(str, self.skipped))}
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the step of the newest complete checkpoint, 0 without one. Raises RefusedCheckpoint after an I/O error or as
-    `require_never_saved`."""
+    """Step of the newest complete checkpoint, 0 without one. Raises RefusedCheckpoint if it cannot be read or is elsewhere."""
     manifest = CheckpointDirectory(run_dir / CHECKPOINTS).newest()
     if manifest is None:
         require_never_saved(run_dir)
@@ -67,8 +65,7 @@ def require_never_saved(run_dir: Path) -> None:
 
 
 def saved_steps(run_dir: Path) -> dict[int, float]:
-    """Map the step of every complete checkpoint to the time of its writing (epoch seconds). Raises RefusedCheckpoint as
-    `newest_step`."""
+    """Map the steps of complete checkpoints to the epoch seconds of their writing. Raises RefusedCheckpoint as `newest_step`."""
     directory = CheckpointDirectory(run_dir / CHECKPOINTS)
     saved = {}
     for step in directory.steps():
@@ -83,8 +80,7 @@ def saved_steps(run_dir: Path) -> dict[int, float]:
 
 
 def next_start(starts: Sequence[Start], saved: Mapping[int, float], attempt: int) -> Start:
-    """Choose the checkpoint for the next attempt after `starts`. saved: from `saved_steps`. Raises NoProgress if none is worth a
-    try."""
+    """Choose the checkpoint for the next attempt; saved: from `saved_steps`. Raises NoProgress if none is worth a try."""
     last = starts[-1] if starts else None
     # A skipped checkpoint is still there if the attempt failed before renaming it.
     skipped = tuple(step for step in last.skipped if step in saved and saved[step] <= last.time) if last is not None else ()

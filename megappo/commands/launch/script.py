@@ -82,7 +82,6 @@ def render_by_hand(job: Job, file_name: str, purpose: str) -> str:
 
 
 def examples() -> dict[str, str]:
-    """Render the scripts of scripts/slurm/: file name -> text."""
     jobs = {
         "one_node.sbatch": (Job(1, 8, gpus=True), "One node of 8 GPUs, one task per rank."),
         "many_nodes_srun.sbatch": (Job(8, 8, gpus=True), "8 nodes of 8 GPUs, one task per rank: srun starts all 64 ranks."),

@@ -69,8 +69,7 @@ def is_alive(job: str) -> bool:
 
 
 def job_status(job: str) -> JobStatus | None:
-    """Look up a job; None if Slurm does not know it, or no longer (MinJobAge of slurm.conf). Raises ConfigError
-    without an answer."""
+    """Look up a job; None if Slurm does not know it, or no longer (MinJobAge). Raises ConfigError without an answer."""
     try:
         said = _ask("scontrol", "show", "job", "--oneliner", job)
     except ConfigError as error:

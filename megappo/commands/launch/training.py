@@ -77,8 +77,7 @@ def train_here(
 
 @contextlib.contextmanager
 def _evidence() -> Iterator[Path]:
-    """Yield the folder for `failure.first_failure`: the job script's, or a temporary one, which is kept after a hang for its
-    stacks."""
+    """Yield the folder for `failure.first_failure`: the job script's, or a temporary one that is kept after a hang."""
     if (of_job := os.environ.get(ATTEMPT_DIR)) is not None:  # a job with one rank: the job script reads its end there
         yield Path(of_job)
         return
@@ -105,8 +104,6 @@ def conclude(end: WorldEnd, run_dir: Path) -> int:
 
 
 class _Restarts:
-    """Attempts at one run, one after the other."""
-
     def __init__(self, num_ranks: int, arguments: Sequence[str], run_dir: Path, record: Path, max_restarts: int) -> None:
         self._num_ranks, self._arguments = num_ranks, list(arguments)
         self._run_dir, self._record, self._max_restarts = run_dir, record, max_restarts

@@ -69,8 +69,8 @@ class Run:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """List run directories right below `directory` by name, or `directory` itself if it is one. Raises ConfigError, one line,
-    without any."""
+    """List run directories right below `directory`, or `directory` itself if it is one. Raises ConfigError, one
+    line, without any."""
     try:
         if any((directory / name).is_file() for name in (CONFIG, METRICS, LEASE, ENDED)):
             return [directory]

@@ -52,7 +52,6 @@ def checkpoints_of(run_dir: Path, step: int | None = None) -> list[int]:
 
 
 def verify_checkpoint(run_dir: Path, step: int) -> Verified:
-    """Read every byte of one checkpoint."""
     directory = CheckpointDirectory(run_dir / CHECKPOINTS)
     place = directory.step_path(step)
     files = size = 0
@@ -93,5 +92,4 @@ def _compare(place: Path, manifest: Manifest) -> tuple[list[str], list[str]]:
 
 
 def exit_code(verified: Sequence[Verified]) -> int:
-    """Return 0 if every checkpoint is sound, else 1."""
     return int(not all(one.is_sound for one in verified))

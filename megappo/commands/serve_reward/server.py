@@ -132,7 +132,6 @@ class RewardModel:
 
 
 def make_app(scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI:
-    """Make the application."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     # Functions need not be thread-safe, and a GPU runs one batch at a time.
     one_at_a_time = anyio.CapacityLimiter(1)
@@ -193,8 +192,7 @@ def settings_of(app: FastAPI, certificate: str | None = None, key: str | None = 
 
 
 def token_of(args: argparse.Namespace) -> str | None:
-    """Read the token from the environment. Raises ValueError, one line, if it is missing or the address needs token and
-    certificate."""
+    """Read the token from the environment. Raises ValueError, one line, if it is missing, or if the address needs more."""
     token = os.environ.get(args.token_env, "").strip() if args.token_env is not None else None
     if token == "":
         raise ValueError(f"--token-env {args.token_env}: the variable is not set")

@@ -17,7 +17,6 @@ loop: tokens/period of a block that ends a response {LEAST_REPEATS} times or mor
 
 
 def report(analysis: Analysis) -> list[str]:
-    """Return the lines of all tables."""
     lines = _steps(analysis)
     for title, samples, from_end in (
         ("lowest score", analysis.worst.score, False),

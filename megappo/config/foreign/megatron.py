@@ -1,5 +1,4 @@
-"""Megatron-LM arguments, which slime passes through, and slime's own. Only hints read them: `megappo convert` takes no slime
-scripts."""
+"""Arguments of Megatron-LM, which slime passes through, and slime's own. Only hints use them."""
 
 from __future__ import annotations
 

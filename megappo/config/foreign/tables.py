@@ -26,8 +26,7 @@ def exact_rule(name: str) -> tuple[Trainer, Rule] | None:
 
 
 def rule_by_last_part(last: str) -> tuple[Trainer, Rule] | None:
-    """Find the rule of the foreign keys with this last part, if they agree on the last part of our key. Keys without an equivalent
-    must agree on what becomes of them instead."""
+    """Find the rule of the foreign keys with this last part, if they agree on our key, or on why there is none."""
     known = _ending_like(last)
     found = [one for one in known if one[3].outcome is Outcome.TAKEN]
     answers = {one[3].keys[0].rsplit(".", 1)[-1] for one in found}
@@ -38,7 +37,6 @@ def rule_by_last_part(last: str) -> tuple[Trainer, Rule] | None:
 
 
 def _ending_like(last: str) -> list[tuple[int, list[str], Trainer, Rule]]:
-    """Return (trainer's place, parts of the key, trainer, rule) of every foreign key with this last part."""
     return [
         (place, key.split("."), trainer, rule)
         for place, trainer in enumerate(TRAINERS)
