@@ -1,6 +1,5 @@
-"""A rank of `megappo train` or `megappo sft`, started by `megappo` itself, torchrun or srun: loads the data and trains.
-
-It imports no plan, which a test checks. The process that starts the ranks, or `megappo plan`, checks once that the run fits."""
+"""A rank of `megappo train` or `megappo sft`, started by `megappo` itself, torchrun or srun: loads the data and trains. It imports
+no plan, which a test checks. The process that starts the ranks, or `megappo plan`, checks once that the run fits."""
 
 from __future__ import annotations
 

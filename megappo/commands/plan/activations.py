@@ -54,10 +54,8 @@ class RoleWork:
 
 
 def activation_bytes(arch: ModelArch, layout: ParallelLayout, stage: int, work: RoleWork, adapter_width: int = 0) -> int:
-    """Peak bytes of a stage in a training pass: activations of the micro-batches in flight, plus the larger of a layer's backward
-    working set and the output's.
-
-    adapter_width: numbers per token and layer between A and B of the adapters; 0 if all weights train."""
+    """Peak bytes of a stage in a training pass: activations of micro-batches in flight, plus the larger of a layer's backward
+    working set and the output's. adapter_width: numbers per token and layer between A and B of the adapters; 0 without adapters."""
     itemsize, fused, tokens = ITEMSIZE[work.dtype], work.fused, -(-work.micro_batch_tokens // layout.cp)
     boundary = arch.hidden_size // sequence_shards(layout)
     sparse = _sparse_layers(arch, layout, stage)

@@ -1,5 +1,4 @@
 """The plan of a run as a value: layouts, memory per role and stage, rollout replicas, and what does not fit. `report.py` prints it.
-
 Certain memory (weights, gradients, optimizer, KV cache) can refuse a run; the estimate of activations only warns."""
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Memory of one rank of a role under FSDP2, from the shapes of its shards.
-
-Weights, gradients and moments are exact. Gathered layers are what FSDP2 holds at once; activations are an estimate."""
+"""Memory of one rank of a role under FSDP2, from the shapes of its shards. Weights, gradients and moments are exact. Gathered
+layers are what FSDP2 holds at once; activations are an estimate."""
 
 from __future__ import annotations
 
@@ -45,9 +44,8 @@ def _sizes(arch: ModelArch, layout: ParallelLayout, value_head: bool) -> dict[st
 
 
 def score_bytes(arch: ModelArch, tokens: int, longest: int, itemsize: int, recompute: Recompute) -> tuple[int, int]:
-    """Bytes of attention scores in (a pass without gradients, a training pass); (0, 0) for models that do not store them.
-
-    tokens: of a micro-batch, in sequences of `longest` tokens."""
+    """Bytes of attention scores in (a pass without gradients, a training pass); (0, 0) for models that do not store them. tokens:
+    of a micro-batch, in sequences of `longest` tokens."""
     if not arch.keeps_scores:
         return 0, 0
     # Sliding windows save nothing: scores exist for all pairs of tokens.

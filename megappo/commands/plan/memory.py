@@ -1,6 +1,5 @@
-"""Memory of one rank, role by role, from the shapes of its parameters.
-
-Weights, gradients and optimizer state are exact counts of what Megatron-core allocates; `activations.py` estimates the rest."""
+"""Memory of one rank, role by role, from the shapes of its parameters. Weights, gradients and optimizer state are exact counts of
+what Megatron-core allocates; `activations.py` estimates the rest."""
 
 from __future__ import annotations
 
@@ -185,9 +184,8 @@ def role_memory(
 def with_average(
     memory: RoleMemory, count: ParameterCount | None, layout: ParallelLayout, *, on_device: bool, swaps: bool
 ) -> RoleMemory:
-    """Add an fp32 average of the policy's weights. count: its parameters; None if every rank has a shard of them.
-
-    on_device: the average stays there; with `swaps` also the policy's weights, while the average is sampled."""
+    """Add an fp32 average of the policy's weights. count: its parameters; None if every rank has a shard of them. on_device: the
+    average stays there; with `swaps` also the policy's weights, while the average is sampled."""
     average = memory.parameters * FP32
     saved = average if count is None else _each_writes(count, average, layout)
     return replace(
@@ -277,10 +275,9 @@ class RolloutMemory:
 
 
 def fullest_moment(at_rest: int, training: int, pushed: int, rollout: RolloutMemory | None, sleep: Sleep) -> int:
-    """Bytes of one rank in its fullest moment of a step.
-
-    at_rest: bytes of the trainer while no role works. training, pushed: bytes that the largest role adds in stages 3 to 6, and
-    after a push while a checkpoint is written or an evaluation scored. rollout: None if the policy's own model generates."""
+    """Bytes of one rank in its fullest moment of a step. at_rest: bytes of the trainer while no role works. training, pushed: bytes
+    that the largest role adds in stages 3 to 6, and after a push while a checkpoint is written or an evaluation scored. rollout:
+    None if the policy's own model generates."""
     # The policy's own model needs no more to generate than for its log-probs.
     moments: tuple[tuple[Moment, int], ...] = (("generate", 0), ("train", training), ("pushed", pushed))
     return at_rest + max(work + (rollout.held(moment, sleep) if rollout is not None else 0) for moment, work in moments)

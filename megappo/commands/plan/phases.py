@@ -1,6 +1,5 @@
-"""Memory of one rank through the phases of a PPO step, and the tightest phase of each role.
-
-In each phase one role works and the others rest. `remedies.py` finds settings that relieve a phase."""
+"""Memory of one rank through the phases of a PPO step, and the tightest phase of each role. In each phase one role works and the
+others rest. `remedies.py` finds settings that relieve a phase."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Remedies for the tightest phase of a role: change one key and compute the plan again.
-
-Only configurations that `megappo plan` accepts and that shrink the role's tightest phase are proposed."""
+"""Remedies for the tightest phase of a role: change one key and compute the plan again. Only configurations that `megappo plan`
+accepts and that shrink the role's tightest phase are proposed."""
 
 from __future__ import annotations
 

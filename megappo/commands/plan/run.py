@@ -42,11 +42,9 @@ def plan_run(
     resume: bool = False,
     shapes_only: bool = False,
 ) -> PlannedRun:
-    """Check a run completely without building anything. ValueError, one line, for the first mistake.
-
-    `plan.config` of the result is what runs: its batches may have been fitted (`data.fit_batch`). device_memory: bytes of one GPU;
-    None if unknown, which refuses no run for its size. resume, shapes_only: see `check_run`; with shapes_only, tokenizer and data
-    may be missing too."""
+    """Check a run completely without building anything. ValueError, one line, for the first mistake. `plan.config` of the result is
+    what runs: its batches may have been fitted (`data.fit_batch`). device_memory: bytes of one GPU; None if unknown, which refuses
+    no run for its size. resume, shapes_only: see `check_run`; with shapes_only, tokenizer and data may be missing too."""
     config, train, fitted = fit_if_asked(config, world_size, shapes_only=shapes_only)
     checked = check_run(config, world_size, device, resume=resume, shapes_only=shapes_only)
     plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory)

@@ -61,9 +61,8 @@ def timeline(
     backward: float = BACKWARD,
     work: Sequence[Sequence[float]] | None = None,
 ) -> Timeline:
-    """Compute the timeline of a training pass. With vpp > 1 the number of micro-batches is raised to a multiple of pp.
-
-    backward: its time in forwards. work: [stage][chunk] time of a forward (see `chunk_work`); None for equal times."""
+    """Compute the timeline of a training pass. With vpp > 1 the number of micro-batches is raised to a multiple of pp. backward:
+    its time in forwards. work: [stage][chunk] time of a forward (see `chunk_work`); None for equal times."""
     pp, vpp = layout.pp, layout.vpp
     count = padded_micro_batches(layout, num_micro_batches)
     orders = [_order(stage, pp, vpp, count) for stage in range(pp)]

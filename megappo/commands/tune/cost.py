@@ -48,10 +48,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Size of a PPO step. Tokens are means of a sequence, or the longest allowed if unknown.
-
-    Under `rollout.partial_rollout_tokens` a response takes `windows` steps, and a step holds responses in all of their windows
-    alike. `response_tokens` is then what a step draws, and `prompt_tokens` what stands before it."""
+    """Size of a PPO step. Tokens are means of a sequence, or the longest allowed if unknown. Under `rollout.partial_rollout_tokens`
+    a response takes `windows` steps, and a step holds responses in all of their windows alike. `response_tokens` is then what a
+    step draws, and `prompt_tokens` what stands before it."""
 
     samples: int
     schedules: Mapping[str, UpdateSchedule]
@@ -307,7 +306,6 @@ def _host_trip_s(memory: Mapping[int, RoleMemory] | None, hardware: Hardware) ->
 
 def exchange_s(weights: int, gradients: int, layout: ParallelLayout, layers: int, work: Pass, hardware: Hardware) -> float:
     """Seconds that communication under engine fsdp2 adds to one micro-batch of a rank (Rajbhandari et al. 2020, section 7.2).
-
     weights, gradients: bytes of the whole model, or of what tp leaves of it; no gradients if they are not reduced after this one.
     work: its arithmetic; without a backward pass only the forward is counted."""
     links, group = Links.of(hardware), span(layout, "gradients", hardware.gpus_per_node)

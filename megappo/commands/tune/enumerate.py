@@ -1,6 +1,5 @@
-"""Every layout that a model allows on a number of ranks, and the secondary choices that go with it.
-
-Sizes are divisors. `config/layout_checks.py` and `trainer/prepare/model_rules.py` decide which are legal, as for `megappo plan`."""
+"""Every layout that a model allows on a number of ranks, and the secondary choices that go with it. Sizes are divisors.
+`config/layout_checks.py` and `trainer/prepare/model_rules.py` decide which are legal, as for `megappo plan`."""
 
 from __future__ import annotations
 

@@ -47,10 +47,8 @@ MOST_DOUBLINGS = 8  # up to 256 times the GPUs asked for
 
 
 class Search:
-    """Candidates of every role of a run, in the placement of its configuration.
-
-    tuned: roles whose layout is open, `rollout` among them; the others keep theirs. placing: `key=value` lines of the placement, if
-    the user's configuration does not have it."""
+    """Candidates of every role of a run, in the placement of its configuration. tuned: roles whose layout is open, `rollout` among
+    them; the others keep theirs. placing: `key=value` lines of the placement, if the user's configuration does not have it."""
 
     def __init__(
         self,

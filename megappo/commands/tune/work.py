@@ -1,6 +1,5 @@
-"""Cost of one micro-batch on one rank of one pipeline stage: matrix products, memory traffic and communication of its layers.
-
-Times are in seconds, sizes in bytes unless named otherwise."""
+"""Cost of one micro-batch on one rank of one pipeline stage: matrix products, memory traffic and communication of its layers. Times
+are in seconds, sizes in bytes unless named otherwise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Assembly of sharded tensors under their Hugging Face names on one rank, with the largest difference of their copies.
-
-For models small enough to compare whole; export (`models/hf_export.py`) writes large ones tensor by tensor."""
+"""Assembly of sharded tensors under their Hugging Face names on one rank, with the largest difference of their copies. For models
+small enough to compare whole; export (`models/hf_export.py`) writes large ones tensor by tensor."""
 
 from __future__ import annotations
 

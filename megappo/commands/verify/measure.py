@@ -1,6 +1,5 @@
-"""Replay of recorded rollouts in given layouts through the trainer's own stages 4 to 6, with every result recorded.
-
-Roles are built as for a run, with each trained engine wrapped in a recorder. `compare.py` compares two measurements."""
+"""Replay of recorded rollouts in given layouts through the trainer's own stages 4 to 6, with every result recorded. Roles are built
+as for a run, with each trained engine wrapped in a recorder. `compare.py` compares two measurements."""
 
 from __future__ import annotations
 
@@ -41,10 +40,8 @@ LOSS, GRAD_NORM = "loss", "gradient norm"
 
 @dataclass
 class RoleMeasures:
-    """Results of one role: per quantity one tensor for every step, in the order of the rollouts.
-
-    Everything is the same on every rank except gradients and parameters. Those are gathered on request to rank 0, or to all ranks
-    from a role that has ranks of its own."""
+    """Results of one role: per quantity one tensor for every step, in the order of the rollouts, equal on all ranks. Only gradients
+    and parameters are gathered on request: to rank 0, or to all ranks from a role that has ranks of its own."""
 
     values: dict[str, list[Tensor]] = field(default_factory=dict)
     """Per token [T] (logprobs, values, ...), per sequence [B] (bootstrap), or per mini-batch [updates] (loss, gradient norm)."""

@@ -1,6 +1,5 @@
-"""`megappo verify CONFIG`: measure a small version of the run in its layout and on one rank, and compare.
-
-Starts the worlds one after the other, as `megappo train` starts its ranks, and reads the files that they write."""
+"""`megappo verify CONFIG`: measure a small version of the run in its layout and on one rank, and compare. Starts the worlds one
+after the other, as `megappo train` starts its ranks, and reads the files that they write."""
 
 from __future__ import annotations
 
@@ -43,12 +42,10 @@ def verify(
     max_ranks: int,
     tolerance: float = TOLERANCE,
     bisect: bool = False,
-    rank_module: str = "megappo.commands.verify.rank",
+    rank_module: str = "megappo.commands.verify.rank",  # the program of every rank
 ) -> int:
     """Print the table and the verdict; returns 0 if all agrees, 1 if not, or the exit code of a rank that failed. ValueError, one
-    line, if the configuration cannot work.
-
-    Parameters after the steps may differ ten times as much as the rest. rank_module: the program of every rank."""
+    line, if the configuration cannot work. Parameters after the steps may differ ten times as much as the rest."""
     _check(config, device)
     if device == "cuda":
         max_ranks = min(max_ranks, torch.cuda.device_count())

@@ -1,7 +1,5 @@
-"""The small version of a user's run that `megappo verify` measures.
-
-It keeps what could make numbers depend on the layout: families, layouts, recomputation, optimizer, offload, algorithm. It changes
-settings that would hide a difference or take time."""
+"""The small version of a user's run that `megappo verify` measures. It keeps what could make numbers depend on the layout:
+families, layouts, recomputation, optimizer, offload, algorithm. It changes settings that would hide a difference or take time."""
 
 from __future__ import annotations
 

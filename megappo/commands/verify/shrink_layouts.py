@@ -150,10 +150,9 @@ def _merged(split: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def split_layers(parallels: Sequence[ParallelConfig]) -> tuple[int, list[ParallelConfig]]:
-    """(number of layers of the smallest model that fits all these layouts, the layouts with their split of it).
-
-    An uneven split keeps the order of its stages by size: (10, 9, 9, 8) becomes (3, 2, 2, 1). Layers that other layouts need beyond
-    its sum go to its largest stage."""
+    """(number of layers of the smallest model that fits all these layouts, the layouts with their split of it). An uneven split
+    keeps the order of its stages by size, (10, 9, 9, 8) becomes (3, 2, 2, 1), and its largest stage takes layers that other layouts
+    need."""
     compact = [_compact(p.layers_per_stage) for p in parallels]
     even = lcm(*(p.pp * p.vpp for p, split in zip(parallels, compact) if not split))
     fewest = max([_FEWEST_LAYERS, *(sum(split) for split in compact)])

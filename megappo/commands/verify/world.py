@@ -1,5 +1,4 @@
 """Work of every rank of a measuring world: measure small runs by their names. `run.py` starts it through `rank.py`.
-
 FOLDER/NAME.json is a small run. Rank 0 writes its results to FOLDER/NAME.pt."""
 
 from __future__ import annotations
