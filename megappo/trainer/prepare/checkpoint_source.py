@@ -1,7 +1,5 @@
-"""Checkpoints that a user names by a path: a megappo run (`runs/NAME`: its newest checkpoint) or one checkpoint of it.
-
-Reads manifests and file sizes, never weights; the load verifies contents (`checkpoint/store.py`).
-"""
+"""Finds a checkpoint that a user names by a path: a run (`runs/NAME`: its newest checkpoint) or one checkpoint of it.
+Reads manifests and file sizes, never weights; the load verifies contents (`checkpoint/store.py`)."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ FORMS = "name a run directory (runs/NAME) or a checkpoint of it (runs/NAME/check
 
 
 def find_checkpoint(key: str, text: str) -> tuple[CheckpointDirectory, Manifest]:
-    """Newest checkpoint of the run that `text` names, or the named one. ConfigError, one line with `key`, if there is none."""
+    """Find the named checkpoint, or the newest one of the named run. ConfigError, one line with `key`, if there is none."""
     try:
         return _find_readable(key, text)
     except RefusedCheckpoint as error:  # not known to be damaged: another step would be another model
@@ -50,7 +48,8 @@ def _find_readable(key: str, text: str) -> tuple[CheckpointDirectory, Manifest]:
 
 
 def other_architecture(text: str, manifest: Manifest, role: str, arch: ModelArch) -> tuple[str, str] | None:
-    """(differences, model directory) if the run was configured with another architecture of `role`; None if they agree."""
+    """Return (differences, model directory) if the run configured another architecture of `role`; None if they agree or cannot be
+    compared."""
     written, _ = parse_yaml(str(manifest.facts.get("config", "")), text)
     if not isinstance(written, dict):
         return None
@@ -85,7 +84,7 @@ class PolicySource:
         return CheckpointDirectory(self.directory).step_path(self.step or 0)
 
     def check_architecture(self, arch: ModelArch, text: str) -> None:
-        """ConfigError if `policy.model`, of architecture `arch`, is not what this checkpoint was made of."""
+        """ConfigError if `policy.model`, of architecture `arch`, is not the model of this checkpoint."""
         if self.directory is None or self.step is None:
             return
         manifest = CheckpointDirectory(self.directory).read(self.step)
@@ -95,7 +94,7 @@ class PolicySource:
 
 
 def policy_source(text: str) -> PolicySource:
-    """Source of the weights that the argument CHECKPOINT names. ConfigError, one line, if it is no checkpoint with a policy."""
+    """Find the policy weights that the argument CHECKPOINT names. ConfigError, one line, if it is no checkpoint with a policy."""
     path = Path(text)
     if (path / "config.json").is_file():
         return PolicySource(None, None, text)

@@ -1,7 +1,5 @@
-"""Checks of a run before a model is built, in one order, cheap ones first: keys, packages, architectures, layouts.
-
-Memory is checked in `megappo/commands/plan`, data in `trainer/prepare/data.py`: a plan for another machine can do without its data.
-"""
+"""Checks of a run before a model is built, cheap ones first: keys, packages, architectures, layouts. Memory is checked in
+`megappo/commands/plan` and data in `data.py`, as a plan for another machine needs no data."""
 
 from __future__ import annotations
 
@@ -28,10 +26,8 @@ from megappo.trainer.prepare.layouts import check_layouts, read_archs
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """Configuration that this world can run, if memory and data suffice.
-
-    archs, layouts: by role. notes: on keys that this device does not need.
-    """
+    """A configuration that this world can run, if memory and data suffice. archs, layouts: by role. notes: on unneeded keys, for
+    example."""
 
     config: TrainConfig
     archs: Mapping[str, ModelArch]
@@ -43,9 +39,8 @@ def check_run(
     config: TrainConfig, world_size: int, device: Device, *, resume: bool = False, shapes_only: bool = False
 ) -> CheckedRun:
     """Check the configuration of a PPO run. ValueError, one line, for the first mistake.
-
-    resume: the run continues from its own checkpoint; inputs that only its start needs may be gone. shapes_only: config.json of
-    the models is enough; weights and packages may be missing.
+    resume: the run continues from its own checkpoint, so inputs only needed at the start may be missing. shapes_only: weights and
+    packages may be missing; config.json of the models is enough.
     """
     notes = check_config(config, explicit_keys(config), world_size, device)
     check_names(config, need_packages=not shapes_only)
@@ -68,7 +63,7 @@ def check_run(
 
 @dataclass(frozen=True)
 class CheckedSft:
-    """Fine-tuning that this world can run, if the data suffices."""
+    """A fine-tuning that this world can run, if the data suffices."""
 
     config: SftConfig
     arch: ModelArch
@@ -77,7 +72,7 @@ class CheckedSft:
 
 
 def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
-    """Check the configuration of a fine-tuning, as `check_run`."""
+    """Check the configuration of a fine-tuning; errors as `check_run`."""
     notes = check_config(config, explicit_keys(config), world_size, device)
     implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
     check_kernels(config.kernels, device)
@@ -88,7 +83,7 @@ def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
 
 
 def _check_remote(url: str) -> None:
-    """ConfigError if no storage has such URLs, or its package is missing. `preflight.py` asks the storage itself."""
+    """ConfigError if the URL has no known storage, or its package is missing; `preflight.py` contacts the storage."""
     try:
         require_protocol(url)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Code rewards: their tests held against the data, and the isolation that they need, before a model is built."""
+"""Checks of code rewards before a model is built: their tests in the data, and the isolation that they need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megappo.trainer.prepare.reward_routes import places, scored_by
 
 
 def load_code(part: RewardPart) -> PreparedPart:
-    """Prepare a part that runs programs; nothing is started."""
+    """Prepare a part that runs programs, without starting any."""
     settings = settings_of(part)
     fields = (settings.tests_key, settings.entry_point_key, settings.setup_key)
     return PreparedPart(partial(CodePart, settings), tuple(field for field in fields if field is not None), _hash_of_judges())
@@ -48,9 +48,8 @@ def require_isolation(reward: RewardConfig) -> None:
 
 def code_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[str]:
     """Read the tests of every record of `sets` (key of the configuration -> prompts) that a code reward scores.
-
-    One note per part and set with tests that cannot be read, and one per part without isolation. ConfigError if a part can read
-    none of a set.
+    Yields a note per part and set with unreadable tests, and per part without isolation. ConfigError if a part can read none of a
+    set.
     """
     for label, (key, part) in reward.all_parts.items():
         if part.code is None:
@@ -75,7 +74,7 @@ def code_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[
 
 
 def _hash_of_judges() -> str:
-    """SHA-256 of the sources that decide a verdict."""
+    """Return the SHA-256 of the sources that decide a verdict."""
     folders = [Path(package.__file__ or "").parent for package in (code, sandbox)]
     files = sorted(file for folder in folders for file in folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

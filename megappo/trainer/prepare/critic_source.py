@@ -1,7 +1,4 @@
-"""Source of a critic that starts from a megappo checkpoint: `critic.checkpoint` as a directory, a step and a role.
-
-Critics that start from a Hugging Face checkpoint (`critic.model`) are left to the importer.
-"""
+"""Finds the megappo checkpoint that a critic starts from (`critic.checkpoint`). The importer handles `critic.model`."""
 
 from __future__ import annotations
 
@@ -30,11 +27,9 @@ class CriticSource:
 
 
 def critic_source(critic: AnyCriticConfig, arch: ModelArch, model: str, name: str = "critic") -> CriticSource | None:
-    """Find the source that `critic.checkpoint` names; None if it is not set. arch, model: of the critic to build, its directory.
-    name: of its section.
-
-    ConfigError, one line: no directory, no complete checkpoint, weights of that role missing, another architecture, other adapters,
-    another value head.
+    """Find the source named by `critic.checkpoint`; None if it is not set. arch, model: of the critic to build. name: of its
+    section. ConfigError, one line, if there is no directory, complete checkpoint or weights of the role, or if the architecture,
+    adapters or value head differ.
     """
     key, text = f"{name}.checkpoint", critic.checkpoint
     if text is None:
@@ -60,7 +55,7 @@ def critic_source(critic: AnyCriticConfig, arch: ModelArch, model: str, name: st
 
 
 def check_critic_sources(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:
-    """ConfigError, as `critic_source`, if a critic has no source where its section names one. archs: of the roles."""
+    """ConfigError, as `critic_source`, if a critic has no source where its section names one. archs: by role."""
     for role, critic in config.critics_in_use.items():
         critic_source(critic, archs[role], model_paths(config)[role][1], key_of_role(role))
 
@@ -68,7 +63,7 @@ def check_critic_sources(config: TrainConfig, archs: Mapping[str, ModelArch]) ->
 def _other_adapters(
     critic: AnyCriticConfig, model: str, source: CriticSource, saved: Mapping[str, Any] | None, name: str
 ) -> str | None:
-    """Problem if one of checkpoint and critic has adapters and the other all weights, or if they or their bases differ."""
+    """Describe the difference if only one of checkpoint and critic has adapters, or if the adapters or their bases differ."""
     lora = None if critic.lora is None else critic.lora.model_dump(mode="json")
     theirs = (saved or {}).get(source.role)
     if (lora is None) != (theirs is None):

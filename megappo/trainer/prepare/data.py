@@ -1,8 +1,5 @@
-"""Tokenizer and prompts of a run: loaded once, counted for the plan, passed to the trainer.
-
-Applies the configuration's keys to the functions of `megappo/data`, and checks the counts against the batch size and the length
-of the run.
-"""
+"""Tokenizer and prompts of a run: loaded once, counted for the plan and passed to the trainer. Applies the configuration to
+`megappo/data`, and checks the counts against the batch size and the length of the run."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from megappo.trainer.prepare.vocabularies import check_vocabularies
 
 @dataclass(frozen=True)
 class TextData:
-    """Texts of `algorithm.ptx`. loader: of their order, at its start."""
+    """Texts of `algorithm.ptx`. loader: their order, at its start."""
 
     texts: TextSet
     loader: PromptLoader
@@ -45,9 +42,8 @@ class TextData:
 
 @dataclass(frozen=True)
 class RunData:
-    """Data of a run. loader: at its start. total_steps: PPO steps. notes: on answers that rules cannot read, and labels.
-    reward_parts: of the configuration, by label, as loaded. reward_text: as the reward model reads it, None without one. ptx: None
-    without `algorithm.ptx`. environment: None without `rollout.environment`."""
+    """Data of a run. loader: at its start. total_steps: PPO steps. notes: on unreadable answers and on labels. reward_parts: by
+    label. reward_text, ptx, environment: None if not configured."""
 
     tokenizer: Tokenizer
     train: PromptSet
@@ -67,13 +63,12 @@ class RunData:
 
 
 def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | None = None) -> RunData:
-    """Load tokenizer and prompts of this configuration. train: the prompts of `data.train`, if they are loaded already.
-
-    ValueError, one line: missing or unreadable files, keys that records lack, nothing left after the filter, fewer prompts than
-    a step takes, weights that are no weights, a tokenizer with ids that the model does not have, or other ones than that of a
-    critic or the reference, warm-ups longer than the run, a reward rule that can read no reference answer, reward code that cannot
-    be loaded or requires fields that records lack, an environment that cannot be loaded, a reward model whose tokenizer or template
-    does not take the prompts, fewer texts than an update takes.
+    """Load tokenizer and prompts of this configuration. train: the prompts of `data.train`, if already loaded.
+    ValueError, one line: missing or unreadable files; records without a needed key; no prompt left after the filter, or fewer than
+    a step takes; invalid weights; token ids that the model lacks, or that a critic or the reference numbers differently; a warm-up
+    longer than the run; a reward rule that can read no answer; reward code or an environment that cannot be loaded; fields that
+    reward code requires and records lack; a reward model whose tokenizer or template refuses the prompts; fewer texts than an
+    update takes.
     """
     reward_parts = load_parts(config.reward)
     tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
@@ -94,7 +89,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
 
 
 def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextData | None:
-    """Texts of `algorithm.ptx`, None without. ValueError as `load_run_data`."""
+    """Load the texts of `algorithm.ptx`, or None. ValueError as `load_run_data`."""
     ptx = config.algorithm.ptx
     if ptx is None:
         return None
@@ -109,7 +104,7 @@ def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextD
 
 
 def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader:
-    """The loader at its start. ValueError as `load_run_data`."""
+    """Build the loader at its start. ValueError as `load_run_data`."""
     data, seed = config.data, config.run.seed
     weights = None if data.weight_key is None else weights_of(train, data.weight_key, cache)
     rates = None
@@ -119,12 +114,12 @@ def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader
 
 
 def load_train_prompts(config: TrainConfig, cache: Cache) -> PromptSet:
-    """Load the prompts of `data.train` alone. ValueError as `load_run_data`."""
+    """Load only the prompts of `data.train`. ValueError as `load_run_data`."""
     return load_prompts(config.data, config.data.train, load_tokenizer(config.data.tokenizer or config.policy.model), cache)
 
 
 def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet], cache: Cache) -> ScoredTexts:
-    """Text format of the reward model, held against the prompts of all sets that it scores; without text if it scores none."""
+    """Load the reward model's text format and check it against the prompts of all sets that it scores; empty if it scores none."""
     sets = {"data.train": (train, config.data)} if train is not None and uses_model(config.reward) else {}
     for one in evaluations:
         if uses_model(one.reward or config.reward):
@@ -134,7 +129,7 @@ def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Seq
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """Data of `megappo eval`; fields as of `RunData`."""
+    """Data of `megappo eval`; fields as in `RunData`."""
 
     tokenizer: Tokenizer
     evaluations: tuple[EvaluationSet, ...]
@@ -145,7 +140,7 @@ class EvaluationData:
 
 
 def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationData:
-    """Load tokenizer and evaluation sets of this configuration, but no training prompts. Errors as `load_run_data`."""
+    """Load tokenizer and evaluation sets of this configuration, without training prompts. Errors as `load_run_data`."""
     tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
     evaluations = load_evaluations(config, tokenizer, cache)
     sets = {key_of(one.name): one.prompts for one in evaluations if one.reward is None}

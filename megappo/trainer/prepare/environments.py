@@ -1,4 +1,4 @@
-"""The environment of a configuration: its code loaded, and its text format tried, before a model is built."""
+"""Loads the environment of a configuration, and tries its text format before a model is built."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KEY = "rollout.environment"
 
 
 def load_environment(config: TrainConfig, tokenizer: Tokenizer) -> PreparedEnvironment | None:
-    """None without `rollout.environment`. ConfigError, one line, for code that cannot be used, and for a chat template in which no
-    observation can follow a turn."""
+    """Load `rollout.environment`; None if it is not set. ConfigError, one line, for code that cannot be used, or a chat template in
+    which no observation can follow a turn."""
     settings = config.rollout.environment
     if settings is None:
         return None

@@ -1,4 +1,4 @@
-"""Preparation of `megappo eval`: the configuration without what only a training needs, the checkpoint, and the data."""
+"""Prepares `megappo eval`: the configuration without training, the checkpoint and the data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Placed = TypeVar("Placed", bound=RoleConfig | RolloutConfig)
 
 @dataclass(frozen=True)
 class PlannedEvaluation:
-    """An evaluation that can start. config: as `config_of_evaluation` made it. notes: as of a run."""
+    """An evaluation that can start. config: as made by `config_of_evaluation`."""
 
     config: TrainConfig
     source: PolicySource
@@ -39,9 +39,7 @@ def plan_evaluation(
     config: TrainConfig, checkpoint: str, only: Sequence[str], world_size: int, device: Device
 ) -> PlannedEvaluation:
     """Check an evaluation completely without building anything. ValueError, one line, for the first mistake.
-
-    checkpoint: a path as `policy_source` takes it. only: names of sets; empty means all.
-    """
+    checkpoint: a path for `policy_source`. only: names of sets; empty means all."""
     from megappo.trainer.prepare.checks import check_run
     from megappo.trainer.prepare.data import load_evaluation_data  # imports torch
 
@@ -52,8 +50,8 @@ def plan_evaluation(
 
 
 def find_evaluation(config: TrainConfig, checkpoint: str, only: Sequence[str]) -> tuple[TrainConfig, PolicySource]:
-    """Configuration of the evaluation and its checkpoint. Imports no torch. ValueError, one line, for a checkpoint or a set that
-    does not exist, and as `check_inputs`."""
+    """Return the configuration of the evaluation and its checkpoint. ValueError, one line, for a missing checkpoint or set, and as
+    `check_inputs`. Imports no torch."""
     source = policy_source(checkpoint)
     config = config_of_evaluation(config, source, only)
     check_inputs(config, resume=True, trains=False)
@@ -62,11 +60,8 @@ def find_evaluation(config: TrainConfig, checkpoint: str, only: Sequence[str]) -
 
 
 def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequence[str]) -> TrainConfig:
-    """The configuration with the policy of `source` and these sets, and without critic, reference and updates.
-
-    Every set is due then, whatever its interval, and the policy's layout need not fit those of other roles. All ranks do the same:
-    the run's placement is for training beside it.
-    """
+    """Return the configuration with the policy of `source` and these sets (`only`; empty: all), without critic, reference and
+    updates. ConfigError if a set does not exist, or there is none."""
     if not evaluation_sets(config):
         raise ConfigError("nothing to evaluate: the configuration has neither data.eval nor a set in evaluations")
     for name in only:
@@ -80,6 +75,7 @@ def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequen
     unused = {"offload": OffloadConfig(), "optimizer": OptimizerConfig(), "router_aux_coef": 0.0}
     policy = config.policy.model_copy(update={**unused, **({"model": source.model} if source.model else {})})
     samples = step_arithmetic(config).samples
+    # Every set is due, and all ranks sample: the run's placement shares ranks with a training that is not here.
     return config.model_copy(
         update={
             "policy": _everywhere(policy),
@@ -98,5 +94,5 @@ def config_of_evaluation(config: TrainConfig, source: PolicySource, only: Sequen
 
 
 def _everywhere(section: Placed) -> Placed:
-    """The section on all ranks. A key that the user left out stays unset."""
+    """Put the section on all ranks. A key that the user left out stays unset."""
     return section if section.ranks == ALL else section.model_copy(update={"ranks": ALL})

@@ -1,4 +1,4 @@
-"""Sets of an evaluation, prepared as the training set is: prompts loaded, rewards and answers checked, before a model is built."""
+"""Prepares evaluation sets like the training set, before a model is built: loads prompts, checks rewards and answers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """One set. name: "" for that of `data.eval`. settings: of `config.evaluations.evaluation_sets`.
-
-    reward, reward_parts: of the set itself; None if it shares the training's. votes: rule whose answers maj@N counts; None if no
-    rule of its reward tells answers apart, or n is 1.
+    """One set. name: "" for `data.eval`. settings: of `config.evaluations.evaluation_sets`.
+    reward, reward_parts: the set's own; None and empty if it shares the training's. votes: rule whose answers maj@N counts; None if
+    no rule of its reward tells answers apart, or n is 1.
     """
 
     name: str
@@ -40,7 +39,7 @@ class EvaluationSet:
 
 
 def load_evaluations(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> tuple[EvaluationSet, ...]:
-    """Load every set that `config` evaluates on. ConfigError or ValueError, one line that names the set, as for training data."""
+    """Load every set that `config` evaluates on. ConfigError or ValueError, one line with the set's name, as for training data."""
     sets = tuple(_load(name, one, config, tokenizer, cache) for name, one in evaluation_sets(config).items())
     for one in sets:
         maj = metric_name(one.name, majority_at(one.settings.n))
@@ -62,13 +61,13 @@ def _load(name: str, one: EvaluationConfig, config: TrainConfig, tokenizer: Toke
 
 
 def _voting_rule(reward: RewardConfig) -> str | None:
-    """Rule that counts the votes under every recipe of a reward; None if there is none, or they differ."""
+    """Return the rule that counts votes under every recipe of a reward; None if there is none or they differ."""
     rules = {voting_rule([part.label for part in parts if part.kind == "name"]) for parts in reward.recipes.values()}
     return rules.pop() if len(rules) == 1 else None
 
 
 def check_evaluations(sets: Sequence[EvaluationSet], cache: Cache) -> Iterator[str]:
-    """Hold the prompts of the sets with a reward of their own against it; yields notes. ConfigError as `reward_notes`."""
+    """Check the sets that have their own reward against it; yield notes. ConfigError as `reward_notes`."""
     for one in sets:
         if one.reward is not None:
             check = partial(reward_notes, one.reward, one.reward_parts, {key_of(one.name): one.prompts}, cache)
@@ -79,7 +78,7 @@ def check_evaluations(sets: Sequence[EvaluationSet], cache: Cache) -> Iterator[s
 
 
 def _naming(prefix: str, action: Callable[[], T]) -> T:
-    """Result of `action`; a mistake that it finds is said with the set's name before it."""
+    """Run `action`; prefix the message of a ValueError with the set's name and raise it as a ConfigError."""
     try:
         return action()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`data.fit_batch`: batch sizes lowered to what the data and the ranks can fill. Sizes are never raised."""
+"""`data.fit_batch`: lowers batch sizes to what the data and the ranks can fill. Sizes are never raised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megappo.trainer.prepare.prompts import open_cache
 def fit_if_asked(
     config: TrainConfig, world_size: int, *, shapes_only: bool
 ) -> tuple[TrainConfig, PromptSet | None, tuple[str, ...]]:
-    """(configuration to run, training prompts if they had to be read, notes); without `data.fit_batch` nothing is changed."""
+    """Return (configuration to run, training prompts if they were read, notes); unchanged without `data.fit_batch`."""
     if not config.data.fit_batch:
         return config, None, ()
     cache = open_cache(config.run)
@@ -28,11 +28,10 @@ def fit_if_asked(
 
 
 def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> tuple[TrainConfig, tuple[str, ...]]:
-    """Lower `data.prompts_per_step` and the mini-batch sizes until they fit; returns notes on what was changed.
-
-    A step takes at most all prompts, its samples divide evenly over the data-parallel ranks of policy and critics, and so do those
-    of a mini-batch, which divides the step. If there are fewer samples than ranks, some ranks stay without any. num_prompts: after
-    the filter; None if unknown, then only the ranks count.
+    """Lower `data.prompts_per_step` and the mini-batch sizes until they fit; return the configuration and notes on the changes.
+    A step takes at most all prompts. Its samples and those of a mini-batch, which divides the step, divide evenly over the
+    data-parallel ranks of policy and critics; with fewer samples than ranks, some ranks get none. num_prompts: after the filter;
+    None if unknown, then only the ranks count.
     """
     critics = max(1, len(config.critics_in_use))  # each trains on its own part of the samples
     replicas = _replicas(config, world_size) * critics
@@ -63,19 +62,19 @@ def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> 
 
 
 def _mini_batch(samples: int, asked: int, replicas: int) -> int:
-    """Largest divisor of `samples` up to `asked`, a multiple of the replicas if there is one."""
+    """Return the largest divisor of `samples` up to `asked`, a multiple of the replicas if there is one."""
     fitting = [size for size in range(1, min(asked, samples) + 1) if samples % size == 0]
     even = [size for size in fitting if size % replicas == 0]
     return max(even or fitting)
 
 
 def _replicas(config: TrainConfig, world_size: int) -> int:
-    """Least common multiple of the trained roles' data-parallel sizes; of a layout that the world cannot hold, which is refused
-    later, nothing is asked."""
+    """Return the least common multiple of the trained roles' data-parallel sizes."""
     for message in placement_problems(config, world_size):
         raise ConfigError(message)  # before it is counted on ranks that the world lacks
     dps = [1]
     for section in trained_sections(config).values():
         size, ranks = section.parallel.tp * section.parallel.pp * section.parallel.cp, len(ranks_of(section.ranks, world_size))
+        # A layout that does not divide its ranks is refused later; it does not count here.
         dps += [ranks // size] if ranks % size == 0 else []
     return lcm(*dps)

@@ -1,7 +1,5 @@
-"""Models of the Hugging Face hub: names in a configuration become directories of downloaded files, before anything reads them.
-
-huggingface_hub keeps its cache ($HF_HOME) and its locks: ranks of a node download a model once, later runs not at all.
-"""
+"""Models of the Hugging Face hub: replaces names in a configuration by directories of downloaded files. huggingface_hub keeps the
+cache ($HF_HOME) and its locks, so the ranks of a node download a model once."""
 
 from __future__ import annotations
 
@@ -25,37 +23,35 @@ Config = TypeVar("Config", bound=BaseModel)
 # No pickled weights and no code: neither is ever read.
 WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 SHAPES = ["config.json"]
-# A folder below (`original/`, `onnx/`) holds the weights in another form once more; so does Mistral's consolidated file.
+# Subfolders (`original/`, `onnx/`) hold the weights again in another format, as does Mistral's consolidated file.
 UNWANTED = ["*/*", "consolidated*"]
 _REPOSITORY = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _SNAPSHOT = re.compile(r"models--.+/snapshots/(?P<commit>[0-9a-f]{40})")
 
 
 def with_local_models(config: Config, *, shapes_only: bool = False) -> Config:
-    """Put the directory of its files in place of every name of the hub, `owner/name` or `owner/name@revision`.
-
-    Downloads what the cache lacks; shapes_only: config.json alone. ConfigError, one line, if that fails.
-    """
+    """Replace every hub name, `owner/name` or `owner/name@revision`, by the directory of its files, downloading what the cache
+    lacks. shapes_only: only config.json. ConfigError, one line, if a download fails."""
     return with_values(config, {key: _download(key, name, shapes_only) for key, name in _names(config)})
 
 
 def local_model(key: str, path: str) -> str:
-    """Directory of one model or tokenizer, `path` itself if it is no name of the hub. ConfigError as `with_local_models`."""
+    """Return the directory of one model or tokenizer, or `path` itself if it is no hub name. ConfigError as `with_local_models`."""
     return _download(key, path, shapes_only=False) if _is_name(path) else path
 
 
 def local_overrides(config: BaseModel, resolved: BaseModel) -> list[str]:
-    """Overrides that make `resolved` of `config`: other processes of the run read the same revision, whatever the hub says then."""
+    """Return the overrides that turn `config` into `resolved`, so other processes of the run read the same revision."""
     return [f"{key}={json.dumps(value_at(resolved, key))}" for key, _ in _names(config)]
 
 
 def names_models(config: BaseModel) -> bool:
-    """True if a model or tokenizer of the configuration is a name of the hub."""
+    """Return True if a model or tokenizer of the configuration is a hub name."""
     return next(_names(config), None) is not None
 
 
 def pinned_names(config: BaseModel, resolved: BaseModel) -> dict[str, str]:
-    """Key -> `owner/name@commit` of every name of the hub in `config`, with the commit that `resolved` has of it."""
+    """Return key -> `owner/name@commit` for every hub name in `config`, with the commit found in `resolved`."""
     pins = {}
     for key, name in _names(config):
         commit = commit_of(value_at(resolved, key))
@@ -65,20 +61,20 @@ def pinned_names(config: BaseModel, resolved: BaseModel) -> dict[str, str]:
 
 
 def with_values(config: Config, values: Mapping[str, str]) -> Config:
-    """Copy of the configuration with other values at these keys."""
+    """Return a copy of the configuration with these keys set."""
     for key, value in values.items():
         config = replaced(config, key.split("."), value)
     return config
 
 
 def commit_of(path: str) -> str | None:
-    """Commit of a model in the cache of the hub; None for any other directory."""
+    """Return the commit of a model in the hub cache; None for any other directory."""
     found = _SNAPSHOT.search(path)
     return found["commit"] if found else None
 
 
 def _names(config: BaseModel) -> Iterator[tuple[str, str]]:
-    """(key, name) of all models and tokenizers that are names of the hub."""
+    """Yield (key, name) of all models and tokenizers that are hub names."""
     for key, field in keys_in(config):
         if _names_model(field) and (value := value_at(config, key)) is not None and _is_name(value):
             yield key, value
@@ -95,7 +91,7 @@ def _is_name(value: str) -> bool:
 
 
 def _download(key: str, name: str, shapes_only: bool) -> str:
-    # In seconds imported, and asked for by few runs.
+    # The import takes seconds, and few runs need it.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 

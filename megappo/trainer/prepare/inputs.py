@@ -1,7 +1,5 @@
-"""Mistakes that are known without a layout and without reading the data: rules about keys, names, files that are missing.
-
-Imports no torch, which takes seconds: every command looks here first. What is found is then read, by `checks.py` and `data.py`.
-"""
+"""Checks that need neither a layout nor the data: rules about keys, names, missing files. Imports no torch, which takes seconds, as
+every command starts here. `checks.py` and `data.py` then read the inputs."""
 
 from __future__ import annotations
 
@@ -29,12 +27,11 @@ from megappo.trainer.prepare.reward_model import find_reward_tokenizer
 
 
 def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shapes_only: bool = False, trains: bool = True) -> None:
-    """Refuse a run whose mistake is known here: ValueError, one line, in the words of the check that reads the input.
-
-    resume, shapes_only: as for `check_run`. trains: False for `megappo eval`, which reads neither `data.train` nor a reward that no
-    set has.
+    """Refuse a run with a mistake that shows without torch: ValueError, one line, worded as by the check that reads the input.
+    resume, shapes_only: as in `check_run`. trains: False for `megappo eval`, which reads neither `data.train` nor a reward of no
+    set.
     """
-    # With data.fit_batch the batch sizes that the rules are about are known once the data is read.
+    # With data.fit_batch the batch sizes are known only once the data is read.
     if isinstance(config, SftConfig) or not config.data.fit_batch:
         for message in rule_problems(config, explicit_keys(config)):
             raise ConfigError(message)
@@ -65,7 +62,7 @@ def _find_trajectories(path: str) -> None:
 
 
 def _check_files(config: TrainConfig, trains: bool) -> None:
-    """ConfigError for evaluation data, texts and reward code that is missing."""
+    """ConfigError for missing evaluation data, texts or reward code."""
     if trains and (texts := config.algorithm.ptx) is not None:
         _find("algorithm.ptx.data", texts.data)
     sets = evaluations.evaluation_sets(config)

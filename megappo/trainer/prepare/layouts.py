@@ -1,7 +1,5 @@
-"""Fit of every role's model to its layout: architectures, tensor sizes, sequence lengths.
-
-Reads config.json files and the headers of the weight files, never weights.
-"""
+"""Checks that every role's model fits its layout: architecture, tensor sizes, sequence lengths. Reads config.json and the headers
+of the weight files, never weights."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from megappo.trainer.prepare.reward_model import check_reward_model
 
 
 def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
-    """Role -> (key that names its checkpoint, path), for the roles that are built."""
+    """Return role -> (key that names its checkpoint, path), for the roles that are built."""
     paths: dict[str, tuple[str, str]] = {}
     for role in roles_in_use(config):
         own = section_of(config, role).model
@@ -45,9 +43,8 @@ def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
 
 
 def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True, need_heads: bool = True) -> dict[str, ModelArch]:
-    """Role -> architecture of its checkpoint. ConfigError, with the key, for a checkpoint that is missing, not supported, or lacks
-    the weights that `need_weights` asks for. need_heads: look into the weights of a reward model too, which imports torch.
-    """
+    """Return role -> architecture of its checkpoint. ConfigError, with the key, for a checkpoint that is missing, unsupported or,
+    with `need_weights`, incomplete. need_heads: also look for the head of a reward model, which imports torch."""
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():
         section: RoleConfig = section_of(config, role)
@@ -66,7 +63,7 @@ def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True, need_
 
 
 def _check_weights_exist(key: str, path: str) -> None:
-    """ConfigError if a checkpoint directory holds no weights that are read, or not all of them. Reads headers alone."""
+    """ConfigError if a checkpoint directory lacks readable weights. Reads only headers."""
     directory = Path(path)
     if files := sorted(directory.glob("*.safetensors")):
         if (fault := next(filter(None, map(_fault_of, files)), None) or _missing_shard(directory)) is not None:
@@ -81,7 +78,7 @@ def _check_weights_exist(key: str, path: str) -> None:
 
 
 def _fault_of(file: Path) -> str | None:
-    """Reason why a file of weights cannot be read, as where it is shorter than its header says."""
+    """Return why a weight file cannot be read (for example, shorter than its header says), or None."""
     try:
         with safe_open(file, framework="np"):
             return None
@@ -104,9 +101,7 @@ def check_layouts(
     config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch], world_size: int, implementation: Implementation = "local"
 ) -> dict[str, ParallelLayout]:
     """Check every role's layout and return role -> layout over its own ranks. ConfigError, one line with key, value and fix.
-
-    implementation: of the run's layers; `local` has the stricter rules.
-    """
+    implementation: of the run's layers; `local` has the stricter rules."""
     roles, places = roles_in_use(config), placements(config, world_size)
     for role, parallel in roles.items():
         section = f"{key_of_role(role)}.parallel"
@@ -129,7 +124,7 @@ def check_layouts(
         _check_adapters(role, section_of(config, role), archs[role], layout_of(parallel, len(places[role])))
         _check_frozen(role, section_of(config, role), archs[role], layout_of(parallel, len(places[role])))
     if isinstance(config, TrainConfig):
-        # A reward model reads text: it needs neither the policy's ids nor room for as many of them.
+        # A reward model reads text, so neither the policy's vocabulary nor its sequence lengths apply.
         of_tokens = {role: arch for role, arch in archs.items() if not isinstance(section_of(config, role), RewardModelConfig)}
         if "policy" in archs:
             _check_rollout(config, archs["policy"])
@@ -142,21 +137,21 @@ def check_layouts(
 
 
 def placements(config: TrainConfig | SftConfig, world_size: int) -> dict[str, Placement]:
-    """Role, and `rollout` of a PPO run, -> its ranks. ConfigError, one line, if they do not fit the world or each other."""
+    """Return role (and `rollout` of a PPO run) -> its ranks. ConfigError, one line, if they do not fit the world or each other."""
     for message in placement_problems(config, world_size):
         raise ConfigError(message)
     return {name: placement_of(ranks, world_size) for name, ranks in placements_in_use(config).items()}
 
 
 def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    """ConfigError for a balancing coefficient of a model without routers."""
+    """ConfigError for a balancing coefficient on a model without routers."""
     if isinstance(settings, TrainableConfig) and settings.router_aux_coef > 0 and arch.moe is None:
         fix = f"has no effect: it balances experts and this {arch.family} model has none; remove it"
         raise ConfigError(problem(f"{key_of_role(role)}.router_aux_coef", settings.router_aux_coef, fix))
 
 
 def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    """ConfigError for what the role's engine does not have for this model."""
+    """ConfigError for settings that the role's engine does not support for this model."""
     if settings.engine == "fsdp2" and arch.own and settings.parallel.tp > 1:
         megatron = f", or {key_of_role(role)}.engine to megatron" if arch.family in FAMILIES else ""
         fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
@@ -167,7 +162,7 @@ def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
 
 
 def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
-    """ConfigError for targets of adapters that the model, or a stage of its pipeline, does not have."""
+    """ConfigError for adapter targets that the model, or a pipeline stage, does not have."""
     if isinstance(settings, TrainableConfig) and settings.lora is not None:
         from megappo.models.lora import adapted_modules, tensors_to_adapt  # imports torch
         from megappo.models.lora_shards import check_stages
@@ -184,7 +179,7 @@ def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: Pa
 
 
 def _check_frozen(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
-    """ConfigError for patterns of frozen weights that name none, or too many."""
+    """ConfigError for patterns of frozen weights that match none or too many."""
     if not isinstance(settings, TrainableConfig) or not settings.freeze:
         return
     head = value_head_of(settings) is not None
@@ -196,7 +191,7 @@ def _check_frozen(role: str, settings: RoleConfig, arch: ModelArch, layout: Para
 
 
 def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
-    """Check sizes that vLLM cuts, and name values of `rollout.tp` that fit. Other limits of vLLM: `rollout/vllm_limits.py`."""
+    """ConfigError if `rollout.tp` does not divide the sizes that vLLM shards. Other limits of vLLM: `rollout/vllm_limits.py`."""
     tp = config.rollout.tp
     if config.rollout.engine != "vllm":
         return
@@ -245,7 +240,7 @@ def _too_long(key: str, tokens: int, role: str, arch: ModelArch) -> None:
 
 
 def _check_vocabularies(archs: Mapping[str, ModelArch]) -> None:
-    """Check that every role can read the policy's tokens; without a policy, those of trajectories are looked at (`recorded.py`)."""
+    """ConfigError if a role cannot read the policy's tokens. Without a policy, `recorded.py` checks the tokens of the trajectories."""
     if "policy" not in archs:
         return
     wanted = archs["policy"].vocab_size

@@ -1,7 +1,5 @@
-"""Parallel sizes that a model allows: heads, columns, layers, experts. Every rule names the key, its value and a fix.
-
-Rules for any model are in `config/layout_checks.py`; `layouts.py` applies both to every role of a run.
-"""
+"""Parallel sizes that a model allows: heads, columns, layers, experts. Every rule names the key, its value and a fix. Rules for any
+model are in `config/layout_checks.py`."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from megappo.models.implementation import Implementation
 
 
 def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, implementation: Implementation) -> Iterator[str]:
-    """Sizes that the model does not allow, one line each. section: `policy.parallel`."""
+    """Yield the sizes that the model does not allow, one line each. section: such as `policy.parallel`."""
     try:
         check_tp(arch, parallel.tp)
     except ValueError as error:
@@ -27,7 +25,6 @@ def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, impl
 
 
 def _layer_problems(section: str, parallel: ParallelConfig, layers: int) -> Iterator[str]:
-    """Problems of the split of layers over stages and chunks."""
     pp, vpp, given = parallel.pp, parallel.vpp, parallel.layers_per_stage
     if given:
         if sum(given) != layers:

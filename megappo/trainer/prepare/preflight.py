@@ -1,7 +1,5 @@
-"""What a run needs of the machine it runs on, besides its files: isolation of programs, reward servers, storage for copies.
-
-No part of a plan, which may be made on another machine.
-"""
+"""Checks of the machine that a run starts on: isolation of programs, reward servers, storage for copies. They are no part of a
+plan, which may be made on another machine."""
 
 from __future__ import annotations
 
@@ -17,19 +15,19 @@ from megappo.trainer.prepare.remote_rewards import require_reachable
 
 
 def require_isolation_here(config: TrainConfig) -> None:
-    """ConfigError, one line, if programs of the policy are to be run, and cannot be isolated on this machine."""
+    """ConfigError, one line, if the run executes programs of the policy and this machine cannot isolate them."""
     for reward in () if reads_trajectories(config) else rewards_of(config):
         require_isolation(reward)
 
 
 def require_servers_here(data: RunData | RecordedData | EvaluationData, *, resume: bool) -> None:
-    """ConfigError, one line, if a reward server, of an evaluation too, cannot be asked from this machine."""
+    """ConfigError, one line, if a reward server, also of an evaluation, cannot be reached from this machine."""
     for parts in (data.reward_parts, *(one.reward_parts for one in data.evaluations)):
         require_reachable(parts, resume=resume)
 
 
 def require_storage(config: TrainConfig) -> None:
-    """ConfigError, one line, if copies of checkpoints cannot be written to `checkpoint.remote`. Makes the directory."""
+    """ConfigError, one line, if copies of checkpoints cannot be written to `checkpoint.remote`. Creates the directory."""
     if (url := config.checkpoint.remote) is None:
         return
     try:

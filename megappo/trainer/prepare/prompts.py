@@ -1,4 +1,4 @@
-"""Prompts of one source by the keys of a configuration, and the cache that they are kept in."""
+"""Loads the prompts of one source by the keys of a configuration, and opens their cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megappo.runtime.permissions import apply_permissions
 
 
 def open_cache(run: RunConfig) -> Cache:
-    """Open the cache of prepared data; it gets the readers that the run's files have."""
+    """Open the cache of prepared data, with the file permissions of the run."""
     apply_permissions(run.permissions)
     return Cache()
 

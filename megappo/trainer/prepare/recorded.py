@@ -1,7 +1,5 @@
-"""Recorded trajectories as the data of a run that pretrains critics: read once, held against this configuration, packed.
-
-The format and its reader are `megappo/commands/trajectories`; what is trained on them is `trainer/recorded.py`.
-"""
+"""Recorded trajectories as the data of a run that pretrains critics: read once, checked against the configuration, packed. The
+format is that of `megappo/commands/trajectories`; `trainer/recorded.py` trains on them."""
 
 from __future__ import annotations
 
@@ -34,9 +32,8 @@ READ_AGAIN = 64  # trajectories whose texts are decoded once more: another token
 
 @dataclass(frozen=True)
 class RecordedSamples:
-    """Trajectories of the run at `path`, in the order of its steps. batch: all of them, with the fields response_mask and
-    token_reward [T] fp32 (0 outside the mask), truncated and score [B]. steps: first and last step of that run. sha256: of what is
-    trained on."""
+    """Trajectories of the run at `path`, in the order of its steps. batch: all of them, with response_mask, token_reward [T] fp32
+    (0 outside the mask), truncated, and score [B] fp32. steps: first and last step of that run. sha256: of the data trained on."""
 
     path: str
     batch: PackedBatch
@@ -55,7 +52,7 @@ class RecordedSamples:
 
 @dataclass(frozen=True)
 class RecordedData:
-    """Data of a run that reads trajectories. Fields as of `data.RunData`; what samples and scores is not there."""
+    """Data of a run that reads trajectories. Fields as in `data.RunData`; those for sampling and scoring are empty."""
 
     tokenizer: Tokenizer
     samples: RecordedSamples
@@ -71,9 +68,8 @@ class RecordedData:
 
 def load_recorded_data(config: TrainConfig, archs: Mapping[str, ModelArch]) -> RecordedData:
     """Read the trajectories that `critic.warmup_trajectories` names. archs: of the critics.
-
-    ConfigError, one line: nothing to read, a broken record, one without rewards of its tokens, ids of another tokenizer, a
-    trajectory longer than the sequences of this configuration, fewer trajectories than a step takes.
+    ConfigError, one line: no or broken records, missing token rewards, token ids of another tokenizer, a trajectory longer than the
+    sequences of this configuration, fewer trajectories than a step takes.
     """
     path, step = str(config.critic.warmup_trajectories), step_arithmetic(config)
     assert config.trainer.steps is not None, "`layout_checks.reads_trajectories`"
@@ -96,7 +92,7 @@ def load_recorded_data(config: TrainConfig, archs: Mapping[str, ModelArch]) -> R
 def _faults(
     trajectories: Sequence[Trajectory], tokenizer: Tokenizer, archs: Mapping[str, ModelArch], longest: int
 ) -> Iterator[str]:
-    """What a record lacks or does not fit, each with its fix."""
+    """Yield what a record lacks or does not fit, each with its fix."""
     role, vocabulary = min(((role, arch.vocab_size) for role, arch in archs.items()), key=lambda one: one[1])
     for one in trajectories:
         name, tokens = f"sample {one.sample} of step {one.step}", len(one.prompt_tokens) + len(one.tokens)
@@ -144,6 +140,6 @@ def _packed(path: str, trajectories: Sequence[Trajectory]) -> RecordedSamples:
 
 
 def describe(data: RecordedData, samples_per_step: int) -> str:
-    """The trajectories and how often the run visits each, in one line."""
+    """Describe the trajectories and how often the run visits each, in one line."""
     visits = data.total_steps * samples_per_step / len(data.samples)
     return f"{data.samples.summary()}; {data.total_steps:,} steps of {samples_per_step:,} = {figures(visits)} passes"

@@ -1,4 +1,4 @@
-"""Rewards of a server: their token, and a first request, before a model is built."""
+"""Prepares rewards of a server: their token, and a first request before a model is built."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from megappo.rewards.remote import RemotePart
 from megappo.rewards.server import Asker, Server
 from megappo.runtime.installed import missing_package
 
-# Seconds for which a new run tries to reach its servers: many ranks ask at once. A resumed run waits as its requests do.
+# Seconds for which a new run tries to reach its servers, which many ranks ask at once. A resumed run waits as long as its requests.
 START_BUDGET_S = 3.0
 
 
 def load_remote(part: RewardPart) -> PreparedPart:
-    """Part that a server scores. The token is read where it is used: `megappo plan` and `launch` can do without.
-
-    ValueError, one line: httpx2 or the certificates are missing.
-    """
+    """Prepare a part that a server scores. ValueError, one line, if httpx2 or the certificates are missing."""
     if (how := missing_package("httpx2")) is not None:
         raise ValueError(how)
     assert part.url is not None
@@ -31,6 +28,7 @@ def load_remote(part: RewardPart) -> PreparedPart:
     except ValueError as error:
         raise ValueError(f"remote.ca_file = {settings.ca_file} {error}") from None
 
+    # The token is read only here: `megappo plan` and `launch` work without it.
     def make() -> RemotePart:
         return RemotePart(_server(name, url, settings))
 
@@ -41,7 +39,7 @@ def load_remote(part: RewardPart) -> PreparedPart:
 
 
 def require_reachable(parts: Mapping[str, PreparedPart], *, resume: bool) -> None:
-    """ConfigError, one line, if a part does not work from here: its server is down, or refuses us. Not collective."""
+    """ConfigError, one line, if a part's server is down or refuses requests from this machine. Not collective."""
     for part in parts.values():
         if part.ask is None:
             continue
@@ -53,7 +51,7 @@ def require_reachable(parts: Mapping[str, PreparedPart], *, resume: bool) -> Non
 
 
 def _server(name: str, url: str, settings: RemoteConfig) -> Server:
-    """The server with the token of the environment. ConfigError if the settings name one and it is missing."""
+    """Build the server with the environment's token. ConfigError if the settings name a token that is missing or malformed."""
     token = None
     if settings.token_env is not None:
         token = os.environ.get(settings.token_env, "").strip()

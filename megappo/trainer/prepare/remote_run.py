@@ -1,4 +1,4 @@
-"""`--resume` of a run that is not on this machine: its newest checkpoint is fetched from `checkpoint.remote`. Imports no torch."""
+"""`--resume` of a run that is not on this machine: fetches its newest checkpoint from `checkpoint.remote`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Copies:
 
 
 def find_copies(config: TrainConfig, *, resume: bool) -> Copies | None:
-    """Copies to go on from; None if the run is here, none are made, or it is no resume. ConfigError, one line, without a copy."""
+    """Find the copies to resume from; None if the run is here, none are configured, or it is no resume. ConfigError, one line,
+    without a copy."""
     remote, run_dir = config.checkpoint.remote, run_dir_of(config.run)
     if not resume or remote is None or holds_run(run_dir):
         return None
@@ -48,10 +49,8 @@ def find_copies(config: TrainConfig, *, resume: bool) -> Copies | None:
 
 
 def fetch(copies: Copies, run_dir: Path) -> int:
-    """Fetch the newest valid copy into the run's directory, whole or not at all; returns its step, which one line tells.
-
-    ConfigError, one line, if no copy is valid or one cannot be resumed; damaged ones are told and passed over.
-    """
+    """Fetch the newest valid copy into the run's directory, completely or not at all; return its step. Damaged copies are skipped.
+    ConfigError, one line, if no copy is valid, or one holds weights only."""
     with Lease.acquire(run_dir, "megappo train --resume (fetching)"):
         folder = Path(tempfile.mkdtemp(prefix=f".{run_dir.name}.fetched-", dir=run_dir.parent))
         try:

@@ -1,4 +1,4 @@
-"""The reward model as a checkpoint: one label, a head, a tokenizer. `reward_text.py` prepares what it reads. Imports no torch."""
+"""Checks a reward model checkpoint: one label, a head, a tokenizer. `reward_text.py` prepares its texts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def check_reward_model(path: str, arch: ModelArch, need_weights: bool) -> None:
 
 
 def find_reward_tokenizer(settings: RewardModelConfig) -> Callable[[], Tokenizer]:
-    """Reader of the tokenizer of the reward model, as `find_tokenizer`. ConfigError, one line, if there is none."""
+    """Return the reader of the reward model's tokenizer, as `find_tokenizer`. ConfigError, one line, if there is none."""
     return _in_words_of_role(settings, lambda: find_tokenizer(tokenizer_of(settings)[1]))
 
 
 def load_reward_tokenizer(settings: RewardModelConfig) -> Tokenizer:
-    """Open it. ConfigError, one line, if there is none or it cannot be read."""
+    """Load the reward model's tokenizer. ConfigError, one line, if there is none or it cannot be read."""
     return _in_words_of_role(settings, find_reward_tokenizer(settings))
 
 
 def tokenizer_of(settings: RewardModelConfig) -> tuple[str, str]:
-    """(key that names the tokenizer, path)"""
+    """Return (key that names the tokenizer, path)."""
     if settings.tokenizer is not None:
         return f"{KEY}.tokenizer", settings.tokenizer
     return f"{KEY}.model", str(settings.model)
 
 
 def _in_words_of_role(settings: RewardModelConfig, read: Callable[[], Any]) -> Any:
-    """Result of `read`; its ValueError about a tokenizer as a ConfigError that names the role's key."""
+    """Run `read`; raise a ValueError about a tokenizer as a ConfigError that names the role's key."""
     key, path = tokenizer_of(settings)
     try:
         return read()

@@ -1,4 +1,4 @@
-"""Reward of a configuration held against the prompts that it scores: one function, whose result is kept with the prepared data."""
+"""Checks the reward of a configuration against the prompts that it scores; the result is cached with the prepared data."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from megappo.trainer.prepare.reward_routes import check_labels
 
 
 def reward_notes(reward: RewardConfig, parts: Mapping[str, PreparedPart], sets: Mapping[str, PromptSet], cache: Cache) -> list[str]:
-    """Check labels, required fields, answers and tests of all records of `sets` (key of the configuration -> prompts); returns the
-    notes. ConfigError, one line, for what the reward cannot score.
-
-    The first process reads the records, and the others read its notes, as does the next start. Without a cache every rank reads
-    them, and the first alone its answers and tests: notes of the others are not printed, and math_verify takes 4 ms an answer that
-    is no number.
-    """
+    """Check labels, required fields, answers and tests of all records of `sets` (key of the configuration -> prompts); return the
+    notes. ConfigError, one line, for a record that the reward cannot score."""
     if not sets:
         return []
     have_source = all(one.fingerprint for one in sets.values())  # else they have no name in the cache
+    # The first process checks everything, the others and the next start read its notes. Without a cache only rank 0, whose notes
+    # are
+    # printed, checks answers and tests: math_verify takes 4 ms for an answer that is no number.
     is_thorough = (have_source and cache.is_writable) or os.environ.get("RANK", "0") == "0"
     if not have_source:
         return list(_notes(reward, parts, sets, is_thorough=is_thorough))

@@ -1,7 +1,5 @@
-"""Parts of the reward: loaded, and held against the data, before a model is built.
-
-A kind of part is a key of `config.reward_sections.PART_KINDS` and a loader in LOADERS here.
-"""
+"""Loads the parts of the reward and checks them against the data, before a model is built. A kind of part is a key of
+`config.reward_sections.PART_KINDS` with a loader in LOADERS."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _TAKEN |= {STDERR, UNDECIDED, UNUSABLE, *TURNS}  # of evaluations
 
 
 def load_parts(reward: RewardConfig) -> dict[str, PreparedPart]:
-    """Label -> part, of all recipes, once each. ConfigError, one line, for a part that cannot be used."""
+    """Return label -> part, of all recipes, once each. ConfigError, one line, for a part that cannot be used."""
     return {label: _load(key, part) for label, (key, part) in reward.all_parts.items()}
 
 
@@ -59,7 +57,7 @@ LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {
     "url": load_remote,
     "model": _load_model,
 }
-"""Kind of part -> its loader: ValueError, one line without the key, for a part that cannot be used."""
+"""Kind of part -> loader, which raises ValueError, one line without the key, for a part that cannot be used."""
 
 
 def check_requirements(reward: RewardConfig, parts: Mapping[str, PreparedPart], sets: Mapping[str, PromptSet]) -> None:
@@ -75,7 +73,7 @@ def check_requirements(reward: RewardConfig, parts: Mapping[str, PreparedPart], 
 
 
 def _has(prompt: Prompt, field: str) -> bool:
-    """True if the record has this field (`a.b` reaches inside), not null; `answer`, the reference answer, must hold text."""
+    """Return True if the record has this field (`a.b` is nested) and it is not null; the field `answer` must hold text."""
     if field == "answer":
         return bool(prompt.answer.strip())
     try:

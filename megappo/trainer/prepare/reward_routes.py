@@ -1,4 +1,4 @@
-"""Recipe of each record: a label in the data chooses among the recipes of the configuration, and names nothing else."""
+"""Recipe of each record: a label in the data selects one of the configured recipes and can name nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LABELS = 8  # labels that a message names
 
 
 def recipe_of(reward: RewardConfig, record: Record) -> str:
-    """Label of the recipe for this record: a key of `reward.recipes`. `check_labels` has seen that there is one."""
+    """Return the label of the record's recipe, a key of `reward.recipes`, which `check_labels` has verified."""
     if reward.route.key is None:
         return ""
     label = _label(record, reward.route.key)
@@ -22,16 +22,15 @@ def recipe_of(reward: RewardConfig, record: Record) -> str:
 
 
 def scored_by(reward: RewardConfig, part: str, prompts: PromptSet) -> list[Prompt]:
-    """The prompts whose recipe has the part of this label."""
+    """Return the prompts whose recipe has the part with this label."""
     having = {recipe for recipe, parts in reward.recipes.items() if any(one.label == part for one in parts)}
     return [prompt for prompt in prompts.prompts if recipe_of(reward, prompt.record) in having]
 
 
 def check_labels(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[str]:
-    """Hold the labels of all records of `sets` (key of the configuration -> prompts) against the recipes.
-
-    ConfigError for labels without a recipe, with their counts and first records. One note per set with labels that take
-    `reward.route.default`, and one for recipes that no training record has.
+    """Check the labels of all records of `sets` (key of the configuration -> prompts) against the recipes.
+    Yields a note per set with labels that fall back to `reward.route.default`, and one for recipes without a training record.
+    ConfigError for labels without a recipe, with their counts and first records.
     """
     route = reward.route
     if route.key is None:
@@ -54,12 +53,12 @@ def check_labels(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterato
 
 
 def places(prompts: Sequence[Prompt]) -> str:
-    """The first prompts, for a message: `train.jsonl#2 (line 3), ...`."""
+    """Name the first prompts for a message: `train.jsonl#2 (line 3), ...`."""
     return ", ".join(prompt.place for prompt in prompts[:_SHOWN]) + (", ..." if len(prompts) > _SHOWN else "")
 
 
 def _label(record: Record, key: str) -> str | None:
-    """Label of a record as text; None if it has none (null, and anything but text or an integer, is none)."""
+    """Return a record's label as text; None if it is missing, null, or neither text nor an integer."""
     try:
         value = record_field(record, key, "reward.route.key", "")
     except ValueError:
@@ -68,5 +67,5 @@ def _label(record: Record, key: str) -> str | None:
 
 
 def _most(found: Mapping[str | None, list[Prompt]]) -> Iterator[tuple[str | None, list[Prompt]]]:
-    """The labels with most records, the most frequent first."""
+    """Yield the most frequent labels, the most frequent first."""
     yield from sorted(found.items(), key=lambda pair: -len(pair[1]))[:_LABELS]

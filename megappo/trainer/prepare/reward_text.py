@@ -1,4 +1,4 @@
-"""Texts that the reward model reads: a template that takes the prompts, a tokenizer whose ids it has, room for a response."""
+"""Checks the texts for the reward model: its template takes the prompts, it knows the tokenizer's ids, a response has room."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from megappo.trainer.prepare.reward_model import KEY, load_reward_tokenizer, tok
 
 @dataclass(frozen=True)
 class ScoredTexts:
-    """Text format of a run's reward model, None without one, and remarks for the plan."""
+    """Text format of a run's reward model (None without one) and notes for the plan."""
 
     text: RewardText | None
     notes: tuple[str, ...] = ()
 
 
 def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, DataConfig]], cache: Cache) -> ScoredTexts:
-    """Load the reward model's tokenizer and hold it against the prompts that it scores: key of the configuration -> prompts, with
-    the keys of `data` that they were made by. The text is that of the training's prompts.
-
-    ConfigError, one line: a tokenizer that cannot be read, has ids that the model lacks, or no chat template; a prompt that the
-    template refuses, or that leaves the model no position for a response.
+    """Load the reward model's tokenizer and check it against the prompts that it scores, for the text format of the training's
+    prompts. sets: key of the configuration -> (prompts, the `data` section that made them). ConfigError, one line, for a tokenizer
+    that cannot be read, has ids that the model lacks, or no chat template, and for a prompt that the template refuses or that
+    leaves no position for a response.
     """
     settings = config.reward_model
     if not sets or settings.model is None:
@@ -52,7 +51,7 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, Da
 
 
 def prompts_read(data: DataConfig) -> dict[str, Any]:
-    """Fields of a `RewardText` that follow the prompts of a set, which evaluations may have other keys for."""
+    """Return the fields of a `RewardText` that depend on a set's prompts; evaluations may have other keys."""
     return {
         "prompt_key": data.prompt_key,
         "prompt_format": PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
@@ -60,7 +59,7 @@ def prompts_read(data: DataConfig) -> dict[str, Any]:
 
 
 def _longest(text: RewardText, key: str, prompts: PromptSet, cache: Cache) -> int:
-    """Most tokens of a prompt with an empty response; kept with the prepared data."""
+    """Return the most tokens of a prompt with an empty response, cached with the prepared data."""
     if not prompts.fingerprint:
         return _read_longest(text, key, prompts)
     facts = {**vars(text), "tokenizer": text.tokenizer.identity(), "prompt_format": asdict(text.prompt_format)}

@@ -1,4 +1,4 @@
-"""Everything that a PPO run needs before its first model is built: the configuration to run, its data, and notes."""
+"""Prepares a PPO run before its first model is built: the configuration to run, its data, and notes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ class PreparedRun:
     """A run that can start, if it fits its memory."""
 
     config: TrainConfig
-    """What runs: its batches may have been fitted (`data.fit_batch`)."""
+    """The configuration that runs, with fitted batches (`data.fit_batch`)."""
     data: RunData | RecordedData
-    """Of recorded trajectories if the run reads them."""
+    """Recorded trajectories if the run reads them."""
     notes: tuple[str, ...]
 
 
 def prepare_run(config: TrainConfig, world_size: int, device: Device, *, resume: bool = False) -> PreparedRun:
-    """Check a run and load its data. ValueError, one line, for the first mistake.
-
-    Does not compute the run's memory: `megappo plan` does, and refuses what cannot fit.
-    """
+    """Check a run and load its data, but leave its memory to `megappo plan`. ValueError, one line, for the first mistake."""
     config, train, fitted = fit_if_asked(config, world_size, shapes_only=False)
     checked = check_run(config, world_size, device, resume=resume, shapes_only=False)
     data = load_data(config, checked.archs, train)
@@ -39,7 +36,7 @@ def prepare_run(config: TrainConfig, world_size: int, device: Device, *, resume:
 
 
 def load_data(config: TrainConfig, archs: Mapping[str, ModelArch], train: PromptSet | None) -> RunData | RecordedData:
-    """Load the recorded trajectories of a run that reads them, otherwise tokenizer and prompts. train: as of `load_run_data`."""
+    """Load the recorded trajectories of a run that reads them, else tokenizer and prompts. train: as in `load_run_data`."""
     if reads_trajectories(config):
         return load_recorded_data(config, archs)
     return load_run_data(config, archs["policy"], train)

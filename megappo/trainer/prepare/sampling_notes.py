@@ -10,7 +10,7 @@ from megappo.data.loader import PromptLoader
 
 
 def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
-    """Lines on windows, environments, dynamic sampling, weights and the curriculum; none without them."""
+    """Yield lines on partial rollouts, environments, dynamic sampling, weights and the curriculum, where configured."""
     dynamic, step, rollout = config.algorithm.dynamic_sampling, step_arithmetic(config), config.rollout
     if rollout.partial_rollout_tokens is not None:
         yield (

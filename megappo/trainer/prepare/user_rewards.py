@@ -1,4 +1,4 @@
-"""Reward code of the user, as a part of the configuration names it."""
+"""Loads reward code of the user."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Vocabularies of roles that read the policy's token ids: a critic or a reference of another checkpoint.
-
-Equal sizes say little: two tokenizers of 32,000 pieces number different ones, and the role would read noise without any error.
-"""
+"""Checks that a critic or reference of another checkpoint reads the policy's token ids. Sizes do not tell: two tokenizers of 32,000
+pieces may number different ones, and the role would then read noise without an error."""
 
 from __future__ import annotations
 
@@ -16,11 +14,8 @@ from megappo.trainer.prepare.layouts import model_paths
 
 
 def check_vocabularies(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[str]:
-    """A note for each such role whose checkpoint has no tokenizer to compare.
-
-    ConfigError, with the first id that differs, for one that numbers other pieces than `tokenizer`, the run's. Ids that only one
-    of the two has are not compared: models pad their vocabulary, and tokenizers add tokens at its end.
-    """
+    """Yield a note for each such role whose checkpoint has no tokenizer to compare. ConfigError, with the first differing id, if a
+    role numbers other pieces than `tokenizer`, the run's."""
     for role, (key, path) in model_paths(config).items():
         if not (is_critic(role) or role == "reference") or key == "policy.model" or _same_place(path, config.policy.model):
             continue
@@ -29,6 +24,7 @@ def check_vocabularies(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[st
         except ValueError:
             yield f"{key} has no tokenizer that can be read: its vocabulary is taken to be that of data.tokenizer"
             continue
+        # Ids that only one has are not compared: models pad their vocabulary, and tokenizers add tokens at its end.
         for number, (own, theirs) in enumerate(zip(tokenizer.pieces(), of_role.pieces())):
             if own != theirs:
                 fix = f"the {role} reads the policy's ids; use a model with the same tokenizer"
