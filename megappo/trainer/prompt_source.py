@@ -1,7 +1,6 @@
-"""Stage 1: the prompts of a step's rounds and the requests of their samples; what a run has seen of each prompt before.
-
-The loader chooses prompts, by their pass rates if `data.curriculum` asks for it; their last responses predict the lengths of those
-to come. `windows.py` has the source of responses that are drawn over several steps.
+"""Stage 1: the prompts of a step's rounds, the requests of their samples, and the history of each prompt. The loader chooses
+prompts, by pass rate under `data.curriculum`; past responses predict lengths. `partial_rollouts.py` has the source of responses
+over several steps.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ MOST_PROMPTS = 1 << 18  # 2 MiB a rank; data with more prompts are hardly visite
 
 
 class PromptSource:
-    """Source of a run's requests. n: samples of a prompt. seed: of the run. rounds: of a step; None for one.
-
-    samples_per_row, rows_per_step: samples of each row that `draw` returns, and rows of a step.
-    """
+    """Source of a run's requests. n: samples per prompt. seed: of the run. rounds: settings of a step's rounds; None for a single
+    round. samples_per_row: samples of each row that `draw` returns. rows_per_step: rows of a step."""
 
     def __init__(
         self, prompts: Sequence[Prompt], loader: PromptLoader, n: int, seed: int, rounds: DynamicSamplingConfig | None = None
@@ -40,23 +37,21 @@ class PromptSource:
         self._lengths = ResponseLengths(len(prompts))
 
     def begin_step(self) -> StepSamples:
-        """The samples of a new step, of which there are none yet."""
+        """Start the samples of a new step, with none drawn yet."""
         return StepSamples(self._rounds, self.rows_per_step, self.samples_per_row)
 
     def draw(self, step: int, num_rows: int, num_before: int) -> tuple[Sequence[int], Sequence[Request]]:
-        """Rows of prompts and the requests of their samples. Advances the loader's cursor, alike on every rank.
-
-        num_before: samples that the step drew in earlier rounds.
-        """
+        """Return rows of prompts and the requests of their samples. Advances the loader's cursor, identically on every rank.
+        num_before: samples that the step drew in earlier rounds."""
         rows = self.loader.next_step(num_rows)
         return rows, requests_of_step(self.prompts, rows, self.samples_per_row, self.seed, step, num_before)
 
     def predicted_lengths(self, rows: Sequence[int]) -> list[float] | None:
-        """Lengths of the responses to these prompts, as of `ResponseLengths.predict`."""
+        """Predict the lengths of the responses to these prompts, as `ResponseLengths.predict`."""
         return self._lengths.predict(rows, self.samples_per_row)
 
     def observe(self, rows: Sequence[int], experience: Experience, scored: Scored) -> None:
-        """Learn from a round's responses, as many to each of these prompts. Collective over the world, with pass rates."""
+        """Record a round's responses, the same number for each of these prompts. Collective over the world, with pass rates."""
         self._lengths.observe(rows, experience.table)
         if self.loader.pass_rates is not None:
             count = experience.table.num_trajectories  # behind them come the sequences that trajectories went on from
@@ -65,30 +60,27 @@ class PromptSource:
             self.loader.pass_rates.observe(rows, [found[ended].tolist() for found, ended in zip(scores, ends)])
 
     def end(self, experience: Experience) -> dict[str, float]:
-        """Take note of the samples of a whole step; returns figures by metric. Collective over the world."""
+        """Process the samples of a whole step; return metric -> value. Collective over the world."""
         return {}
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the pass rates so far; empty without."""
+        """Return the figures of the pass rates so far; empty without pass rates."""
         rates = self.loader.pass_rates
         return {} if rates is None else {Metric.PROMPTS_SEEN.value: rates.num_seen, Metric.PROMPTS_SKIPPED.value: rates.skipped}
 
 
 class ResponseLengths:
-    """Mean tokens of the last responses to each prompt, by its row in the data; equal on all ranks, as the table is.
-
-    Not part of a checkpoint: it decides who draws a response and when, and nothing of it. A resumed run learns it anew. Memory of a
-    rank does not grow with the data: of more than MOST_PROMPTS prompts some of those seen last are known.
-    """
+    """Mean tokens of the last responses to each prompt, by its row in the data; equal on all ranks, like the table.
+    Not saved in checkpoints: it decides who draws a response and when, but not its content."""
 
     def __init__(self, num_prompts: int) -> None:
         self._size = min(num_prompts, MOST_PROMPTS)
-        # A prompt has one place, which it shares with others of large data: the last one seen is there.
+        # A hash table without collision handling, so memory is bounded: of prompts that share an entry, the last one seen is kept.
         self._prompt = numpy.zeros(self._size, numpy.int32)  # its row + 1
         self._mean = numpy.zeros(self._size, numpy.float32)
 
     def observe(self, rows: Sequence[int], table: SampleTable) -> None:
-        """Note a round's responses; samples of group i answer the prompt of `rows[i]`."""
+        """Record a round's responses; samples of group i answer the prompt of `rows[i]`."""
         of_prompt = table.group >= 0
         group, tokens = table.group[of_prompt].long(), table.response[of_prompt].double()
         count = torch.bincount(group, minlength=len(rows))
@@ -99,10 +91,8 @@ class ResponseLengths:
         self._mean[seen % self._size] = mean.numpy()[answered]
 
     def predict(self, rows: Sequence[int], samples_per_prompt: int) -> list[float] | None:
-        """Lengths [rows * samples_per_prompt] of the responses to these prompts; None before any of them was seen.
-
-        A prompt that was not seen counts with the mean of those of its round that were.
-        """
+        """Return the lengths [rows * samples_per_prompt] of the responses to these prompts; None if none of the prompts was seen.
+        A prompt not seen before gets the mean of the round's others."""
         asked = numpy.asarray(rows)
         mean, seen = self._mean[asked % self._size], self._prompt[asked % self._size] == asked + 1
         if not seen.any():

@@ -1,8 +1,5 @@
-"""The language-modelling loss on a second data set (`algorithm.ptx`): its texts join the mini-batches of the policy.
-
-One pass then has the gradient of both losses, in every engine and layout, and texts share micro-batches with responses. Their
-tokens count in no other loss: every field of theirs but `roles.PTX_WEIGHT` is 0.
-"""
+"""The language-modelling loss on a second data set (`algorithm.ptx`): its texts join the mini-batches of the policy, so one pass
+has the gradient of both losses in every engine and layout."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from megappo.trainer.roles import PTX_WEIGHT
 
 
 class Texts(Protocol):
-    """Sequences of 2 or more tokens, as `data.texts.TextSet`."""
+    """Sequences of 2 or more tokens, such as `data.texts.TextSet`."""
 
     def lengths(self, indices: Sequence[int]) -> Tensor: ...
 
@@ -29,24 +26,23 @@ class Texts(Protocol):
 
 
 class DrawnTexts(NamedTuple):
-    """Texts of a step. numbers: of those of each update of the policy in order; the same on every rank."""
+    """Texts of a step. numbers: texts of each update of the policy, in order; the same on every rank."""
 
     texts: Texts
     numbers: Sequence[Sequence[int]]
 
 
 def draw_texts(data: TextData, num_updates: int) -> DrawnTexts:
-    """Advance the cursor by the texts of a step, also by those of updates that `target_kl` will leave out."""
+    """Draw the texts of a step and advance the cursor, also for updates that `target_kl` may skip."""
     return DrawnTexts(data.texts, [data.loader.next_step() for _ in range(num_updates)])
 
 
 def with_texts(
     share: PackedBatch, texts: Texts, numbers: Sequence[int], shares: Shares, rank: int, denominator: float
 ) -> PackedBatch:
-    """A rank's share of a mini-batch, and its share of these texts, balanced by tokens.
-
-    The field PTX_WEIGHT makes the loss, a sum divided by `denominator`, the mean over all tokens of the texts but the first of
-    each, which has no prefix. rank: of the world. Not collective.
+    """Join a rank's share of a mini-batch with its share of these texts, balanced by tokens. Not collective.
+    The field PTX_WEIGHT makes the loss, a sum divided by `denominator`, the mean over all text tokens that have a prefix. rank: of
+    the world.
     """
     lengths, index = texts.lengths(numbers), shares.index_of(rank)
     own = (balanced(lengths, shares.count) == index).nonzero().flatten().tolist()
@@ -61,7 +57,7 @@ def with_texts(
 
 
 def _without_fields_of_ppo(added: PackedBatch, share: PackedBatch) -> PackedBatch:
-    """The texts with zeros, and no ids, in the fields of the share."""
+    """Return the texts with zeros, and no ids, in the fields of the share, so they count in no other loss."""
     num_tokens, num_sequences = added.num_tokens, added.num_sequences
     return added.with_fields(
         {name: x.new_zeros((num_tokens, *x.shape[1:])) for name, x in share.token_fields.items()},

@@ -1,8 +1,5 @@
-"""Value pretraining from recorded trajectories: stages 1, 4, 5, 6 and 8 of a PPO step (`ppo.py`), of the critics alone.
-
-Tokens and the rewards of each are what another run wrote; values, returns and updates are those of a step that samples. No policy,
-no reference and no rollout engine are there. The reader of the files is `trainer/prepare/recorded.py`.
-"""
+"""Value pretraining from recorded trajectories: stages 1, 4, 5, 6 and 8 of a PPO step (`ppo.py`) for the critics alone. Tokens and
+token rewards come from another run; there is no policy, reference or rollout engine. `prepare/recorded.py` reads the files."""
 
 from __future__ import annotations
 
@@ -46,8 +43,8 @@ COLUMNS = (
 
 
 class RecordedPretraining:
-    """The loop, built by `assembly.py`; `stopped` as of `ppo.PPO`. loader: of the order of the trajectories. replicas: checks of
-    the copies of weights."""
+    """The pretraining loop, built by `assembly.py`. loader: order of the trajectories. replicas: compares the copies of weights.
+    stopped: as in `ppo.PPO`."""
 
     def __init__(
         self, config: TrainConfig, run: Run, roles: Roles, samples: RecordedSamples, loader: PromptLoader, replicas: Extra
@@ -57,14 +54,14 @@ class RecordedPretraining:
         self.checkpoints, self.instruments, self.replicas, self.stopped = run.checkpoints, run.instruments, replicas, False
 
     def run(self) -> None:
-        """Run all remaining steps, those until the values fit, or those until a stop."""
+        """Run the remaining steps, or until the values fit or a stop. Collective over the world."""
         while self.state.step < self.steps.last and not self.stopped:
             with self.instruments.step(self.state.step + 1), self.checkpoints.guard_step():
                 self.step()
             self.settle()
 
     def close(self) -> None:
-        """Nothing is held open, unlike by `ppo.PPO`."""
+        """Do nothing: unlike `ppo.PPO`, no workers are running."""
 
     def step(self) -> None:
         step, config = self.state.step + 1, self.config
@@ -97,34 +94,32 @@ class RecordedPretraining:
         self.stopped = self.checkpoints.end_of_step(step, is_last=step == self.steps.last)
 
     def algorithm(self, step: int) -> AlgorithmConfig:
-        """Settings of the returns of a step, without what the recorded rewards hold already, and what is of advantages alone."""
+        """Return the settings for a step's returns, without the KL, which the recorded rewards already contain."""
         algorithm = self.steps.algorithm(step)
-        # Where nothing but the critic changes, V-trace has ratios of 1 and the returns of GAE.
+        # The policy does not change, so V-trace would have ratios of 1 and the returns of GAE.
         return algorithm.model_copy(update={"kl": NoKLConfig(), "estimator": "gae"})
 
 
 def with_returns(batch: PackedBatch, algorithm: AlgorithmConfig) -> PackedBatch:
-    """The batch of some trajectories with the fields of `advantages.advantages_of`, from the recorded reward of each token.
-
-    batch: with token_reward, response_mask, truncated, and value and bootstrap of every critic. Collective over the world.
-    """
+    """Add the fields of `advantages.advantages_of` from the recorded token rewards. Collective over the world.
+    batch: with token_reward, response_mask, truncated, and value and bootstrap of every critic."""
     counts = tokens_per_sequence(batch["response_mask"], batch.cu_seqlens).tolist()
     per_token: PerToken = [one.tolist() for one in batch["token_reward"][batch["response_mask"]].split(counts)]
-    # Log-probs enter a KL alone, which the rewards hold already.
+    # Log-probs are only used in the KL, which the rewards already contain.
     batch = batch.with_fields({"logprob": torch.zeros_like(batch["token_reward"])})
     return advantages_of(batch, torch.zeros(batch.num_sequences), 0.0, algorithm, per_token)
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Results of one step. experience: of this rank's trajectories. critics: by role, on the ranks of the role."""
+    """Results of one step. experience: of this rank's trajectories. critics: by role."""
 
     experience: Experience
     critics: Mapping[str, UpdateSummary]
 
     @cached_property
     def totals(self) -> Totals:
-        """Moments over all ranks. Collective over the world when first read."""
+        """Moments over all ranks. Collective over the world on the first read."""
         batch = self.experience.batch
         score = batch["score"]
         of_tokens = moments_of_tokens(batch, targets_in(batch))
@@ -132,11 +127,11 @@ class RecordedStep:
 
     @property
     def explained_variance(self) -> float:
-        """As `critic_report.least_explained_variance`."""
+        """Least explained variance of the critics (`critic_report.least_explained_variance`)."""
         return least_explained_variance(self.totals, self.experience.batch)
 
     def metrics(self, timers: StageTimers) -> dict[str, float]:
-        """Name -> value, under the names of a step that samples."""
+        """Return metric -> value, under the names of a step that samples."""
         table, score = self.experience.table, self.totals.summary("score")
         return {
             Metric.SCORE_MEAN.value: score.mean,

@@ -1,8 +1,5 @@
-"""The reference refreshed with the policy's weights, or their average, after some of the steps; and its state in checkpoints.
-
-A reference that lies as the policy does is copied shard to shard; one of another layout, engine or other ranks gets rectangles of
-Hugging Face tensors over the wire (`bridge/sync.py`).
-"""
+"""Refreshes the reference with the policy's weights or their average. A reference with the policy's layout is copied shard to
+shard; otherwise rectangles of Hugging Face tensors are sent (`bridge/sync.py`)."""
 
 from __future__ import annotations
 
@@ -31,9 +28,8 @@ REFERENCE = "reference"
 
 
 class ReferenceRefresh:
-    """Copies of a run. policy, reference: None on ranks without them. average: None unless it is what is copied. sync: for a
-    reference that lies otherwise than the policy; None if their ranks and parameters are alike but for the type.
-    """
+    """Copies weights into the reference. policy, reference: None on ranks without them. average: None unless it is the source.
+    sync: transfer to a reference with another layout; None if ranks and parameters match the policy's, up to dtype."""
 
     def __init__(
         self,
@@ -47,12 +43,12 @@ class ReferenceRefresh:
         self._average = average if settings.refresh_from == "ema" else None
 
     def is_due(self, step: int, kl_per_response: float) -> bool:
-        """True if the reference is refreshed after `step`. kl_per_response: of the step, in nats."""
+        """Return True if the reference is refreshed after `step`. kl_per_response: of the step, in nats."""
         every, above = self._settings.refresh_every, self._settings.refresh_above_kl
         return (every > 0 and step % every == 0) or (above is not None and kl_per_response > above)
 
     def copy(self, step: int) -> None:
-        """Copy the weights of now, those after `step`, into the reference. Collective over the world."""
+        """Copy the weights after `step` into the reference. Collective over the world."""
         reads = self._policy is not None and self._average is None
         with self._policy.eval_mode() if reads and self._policy is not None else nullcontext():
             if self._sync is not None:
@@ -63,7 +59,7 @@ class ReferenceRefresh:
 
 
 class _AverageSource:
-    """The average of the policy's weights as the source of a transfer."""
+    """The policy's average as the source of a transfer."""
 
     def __init__(self, policy: Engine, average: PolicyAverage) -> None:
         self._policy, self._average = policy, average
@@ -87,10 +83,9 @@ def refresh_sync(
     placement: Placement,
     device: torch.device,
 ) -> WeightSync:
-    """Plan the way from the policy, or its average, to a reference that lies otherwise. Collective over the world.
-
-    place: of the policy. policy, average, reference: None where they do not live; average: also where the policy is copied.
-    placement: ranks of the reference. Errors as `WeightSync`.
+    """Plan the transfer from the policy, or its average, to a reference with another layout. Collective over the world.
+    place: of the policy. policy, average, reference: None where they do not live; average also if the policy is copied. placement:
+    ranks of the reference. Errors as `WeightSync`.
     """
     # Each rank of the reference describes itself: one replica of as many ranks as it has.
     route = Route(place.arch, place.pieces(), tuple(place.placement.ranks), tuple(placement.ranks), len(placement))
@@ -104,7 +99,7 @@ def refresh_sync(
 
 
 def replace_weights(engine: Engine, weights: Mapping[str, Tensor]) -> None:
-    """Copy values into all parameters of a frozen engine, rounded to their type. Collective over its ranks."""
+    """Copy values into all parameters of a frozen engine, rounded to their dtype. Collective over its ranks."""
     with parameters_to_change(engine) as parameters:
         for name, parameter in parameters.items():
             assert parameter.shape == weights[name].shape, f"{name} of the {engine.name} is cut in another way"
@@ -112,7 +107,7 @@ def replace_weights(engine: Engine, weights: Mapping[str, Tensor]) -> None:
 
 
 class FrozenModel:
-    """A frozen engine whose weights change in a run, as a `checkpoint.state.StatefulModel`: its weights alone."""
+    """A frozen engine whose weights change in a run, as a `checkpoint.state.StatefulModel` without optimizer."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

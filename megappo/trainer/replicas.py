@@ -1,8 +1,5 @@
-"""Comparison of the weights that several ranks hold copies of, bit for bit.
-
-Nothing in training compares copies: a bit that flips on one data-parallel rank, or a norm that one tp rank updates differently,
-makes every later gradient wrong without any error.
-"""
+"""Compares bit for bit the weights that several ranks hold copies of. Nothing else in training does: a flipped bit on one
+data-parallel rank, or a norm that one tp rank updates differently, would make every later gradient wrong without an error."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _MIN = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True)
 class Copies:
-    """One rectangle of a Hugging Face tensor that is held more than once. mine: its places on this rank."""
+    """A rectangle of a Hugging Face tensor that is held more than once. mine: its places on this rank."""
 
     hf: str
     box: Box
@@ -39,7 +36,7 @@ class Copies:
 
 
 class Replicas:
-    """Copies of one engine's weights, on its ranks. Which rectangles have copies is read from `Engine.pieces` once."""
+    """Copies of one engine's weights on its ranks, found once from `Engine.pieces`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -54,8 +51,8 @@ class Replicas:
         self._copies = [Copies(*key, tuple(own.get(key, ()))) for key, count in holders.items() if count > 1]
 
     def differences(self) -> list[str]:
-        """One line per rectangle whose copies differ, the same on every rank of the engine; empty if none does. Collective over
-        these, on the host."""
+        """Return one line per rectangle whose copies differ, the same on every rank of the engine. Collective over these ranks, on
+        the host."""
         with self._engine.eval_mode():
             kinds = {"": self._engine.named_parameters(), " (fp32 main parameter)": self._engine.main_parameters()}
             return [line for kind, tensors in kinds.items() for line in self._compare(tensors, kind)]
@@ -87,7 +84,7 @@ def _digest(piece: Piece, tensor: Tensor) -> int:
 
 
 def _odd_ones(index: int, by_rank: Mapping[int, Mapping[int, list[int]]]) -> str:
-    """Ranks whose copies differ from those of the most; all, if no copy is held by more ranks than another."""
+    """Name the ranks whose copies differ from the most common one, or all ranks if two values are equally common."""
     values = {rank: tuple(found[index]) for rank, found in by_rank.items() if found[index]}
     groups = list(ranks_by_value(values).values())
     if len(groups) == 1:
@@ -99,18 +96,18 @@ def _odd_ones(index: int, by_rank: Mapping[int, Mapping[int, list[int]]]) -> str
 
 
 class ReplicaCheck:
-    """Copies of the weights of all roles. engines: those of this rank, in the order of the run's roles."""
+    """Compares the copies of the weights of all roles. engines: role -> engine on this rank, in the run's order."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._replicas = {role: Replicas(engine) for role, engine in engines.items()}
 
     def __call__(self) -> None:
-        """ReplicaDrift on every rank if copies differ. Collective over the world; one role after the other is made resident, roles
-        on different ranks at the same time."""
+        """ReplicaDrift on every rank if copies differ. Collective over the world. Roles are made resident one after the other;
+        roles on different ranks run at the same time."""
         raised_by_all(self._compare_own, ReplicaDrift)
 
     def _compare_own(self) -> None:
-        # All before one raises: a later role may live on ranks that know nothing of the difference, and would wait.
+        # Compare all roles before raising: a later role may include ranks that know of no difference and would wait.
         drifts = {role: found for role, replicas in self._replicas.items() if (found := replicas.differences())}
         for role, found in drifts.items():
             more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""

@@ -1,7 +1,5 @@
-"""Report of a step: its metrics by name.
-
-Each rank adds up its own samples; one exchange of sums and one of maxima make the figures of all.
-"""
+"""Report of a step: its metrics by name. Each rank adds up its own samples; one exchange of sums and one of maxima give the
+totals."""
 
 from __future__ import annotations
 
@@ -29,10 +27,9 @@ from megappo.trainer.updates import UpdateSummary
 @dataclass(kw_only=True)
 class StepRecord:
     """Results of one PPO step, as far as its stages are done.
-
     rollout: of stages 1 to 3. updated: roles that the step updates. kl: estimator of the KL to the reference. kl_coef: its
-    coefficient in the step. agreement: of stage 4. experience: of this rank's samples, with the fields of every stage so far.
-    figures: of stage 5 by metric. critics (by role), policy: updates of stage 6. pushed: figures of stage 7.
+    coefficient. agreement: of stage 4. experience: this rank's samples with the fields so far. figures: of stage 5, by metric.
+    critics (by role), policy: updates of stage 6. pushed: figures of stage 7.
     """
 
     rollout: Rollout
@@ -58,7 +55,7 @@ class StepRecord:
 
     @property
     def updates_policy(self) -> bool:
-        """True if the step updates the policy: there is something to learn, and not for the critics alone."""
+        """True if the step updates the policy: it has something to learn and is no critic warm-up."""
         return "policy" in self.updated
 
     @property
@@ -67,7 +64,7 @@ class StepRecord:
 
     @cached_property
     def totals(self) -> Totals:
-        """Moments over all ranks. Collective over the world when first read."""
+        """Moments over all ranks. Collective over the world on the first read."""
         with torch.inference_mode():  # a sixth less for each of some hundred calls on a few numbers
             of_samples = {name: masked_moments(x, mask) for name, (x, mask) in self._of_samples().items()}
             moments = {**self._of_tokens(), **of_samples, **moments_of_turns(self.rollout.played)}
@@ -78,12 +75,11 @@ class StepRecord:
             return Totals(moments, further)
 
     def _of_tokens(self) -> dict[str, Moments]:
-        """Name -> moments over the sampled tokens, of value and returns over those with a target."""
         kinds = {self.kl, "k1", "k3"}
         return moments_of_tokens(self.batch, targets_in(self.batch), ["raw_advantage"], ["entropy"], kinds)
 
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Name -> (values [B], mask [B])."""
+        """Return name -> (values [B], mask [B])."""
         scored, ends = self.scored, self.experience.table.ends[self.experience.numbers]
         score = torch.tensor(scored.total, dtype=torch.float32)
         values = {"score": score, "shaped": sums_per_sequence(self.batch["reward"], self.batch.cu_seqlens, torch.float64)}
@@ -104,17 +100,14 @@ class StepRecord:
         return found
 
     def kl_per_response(self) -> float:
-        """Mean over responses of sum over tokens of log pi - log pi_ref, in nats; 0 without a reference.
-
-        This is k1 under every estimator: the adaptive controller compares the KL of whole responses with its target, and k1 sums to
-        log pi(y) / pi_ref(y), whose mean is that KL (`algo.kl.KLController`).
-        """
+        """Return the mean over responses of the sum over tokens of log pi - log pi_ref, in nats; 0 without a reference."""
         if "kl k1" not in self.totals:
             return 0.0
+        # Always k1: it sums to log pi(y) / pi_ref(y), whose mean is the KL of whole responses that the adaptive controller targets.
         return float(self.totals["kl k1"][1]) / max(1, self.experience.table.num_trajectories)
 
     def metrics(self, timers: StageTimers) -> dict[str, float]:
-        """Name -> value, grouped by the part before the slash. Costs that need the models or other ranks: `instruments.py`."""
+        """Return metric -> value. Costs that need the models or other ranks: `instruments.py`."""
         return {
             **self._reward(),
             **self._policy(),
@@ -161,7 +154,7 @@ class StepRecord:
         return found
 
     def _routes(self) -> dict[str, float]:
-        """Mean score and number of the responses of each recipe that any has; empty without a route."""
+        """Return mean score and number of responses per recipe that any response has; empty without a route."""
         counts = {label: int(self.totals[f"route {label}"][0]) for label in self.scored.recipe_labels}
         drawn = sorted(label for label, count in counts.items() if count)
         means = {Metric.REWARD_ROUTE.of(f"{label}/mean"): self.totals.mean(f"route {label}") for label in drawn}
@@ -199,7 +192,7 @@ class StepRecord:
 
     @property
     def explained_variance(self) -> float:
-        """As `critic_report.least_explained_variance`."""
+        """Least explained variance of the critics (`critic_report.least_explained_variance`)."""
         return least_explained_variance(self.totals, self.batch)
 
     def _kl_metrics(self) -> dict[str, float]:
@@ -227,7 +220,7 @@ class StepRecord:
         }
 
     def _turns(self) -> dict[str, float]:
-        """Empty without an environment."""
+        """Return the figures of turns; empty without an environment."""
         if (turns := Turns.of(self.totals)) is None:
             return {}
         return {
@@ -262,7 +255,7 @@ class StepRecord:
 
     @property
     def generated(self) -> tuple[Tensor, Tensor]:
-        """[M] int32 each: tokens of every generated sample of all ranks, and those of its response; the replaced ones included."""
+        """Tokens of every generated sample of all ranks, replaced ones included, and of its response, [M] int32 each."""
         table, rounds = self.experience.table, self.rollout.rounds
         if rounds is None:
             return table.length, table.sampled
@@ -273,7 +266,7 @@ class StepRecord:
 
 
 def length_metrics(table: SampleTable) -> dict[str, float]:
-    """Tokens of responses, prompts and whole sequences."""
+    """Return the metrics of response, prompt and sequence lengths in tokens."""
     ends = table.ends
     response, prompts = _summary_of(table.response[ends]), (table.length - table.response).float()
     return {
@@ -289,7 +282,6 @@ def length_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def _summary_of(x: Tensor) -> dict[str, float]:
-    """mean, std, min and max of one number per response."""
     return summarise(*masked_moments(x, torch.ones_like(x, dtype=torch.bool)))._asdict()
 
 

@@ -1,4 +1,4 @@
-"""Scores of the reward model for prompts and responses: text to its own token ids, one packed pass, normalisation."""
+"""Scores of the reward model for prompts and responses: text to its token ids, one packed pass, normalisation."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ from megappo.trainer.scoring import raised_as_one
 
 ROLE = "reward_model"
 RAW, CUT = "raw", "cut"
-"""Numbers beside the score: the head's own; 1 for a text whose front was cut to the model's positions, else 0."""
+"""Numbers logged beside the score: RAW is the head's output; CUT is 1 if the front of the text was cut to the model's positions."""
 
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """The reward model of a run with the text that it reads and the normalisation of its section.
-
-    model: None on a rank where it does not live. shares: how it divides a batch.
-    """
+    """The reward model of a run with its text format and the normalisation of its section.
+    model: None on ranks where it does not live. shares: how it divides a batch."""
 
     model: RewardModel | None
     shares: Shares
@@ -43,10 +41,8 @@ class ModelScorer:
     settings: RewardModelConfig
 
     def __call__(self, prompts: Sequence[Prompt], responses: Sequence[Judged]) -> list[Verdict]:
-        """Score this rank's responses; prompts[i] belongs to responses[i], whose text rules see too. Collective over the world.
-
-        RewardError, on every rank, for a text that the model's template refuses; NonFiniteOutput for a NaN or infinite score.
-        """
+        """Score this rank's responses; prompts[i] belongs to responses[i]. Collective over the world.
+        RewardError on every rank for a text that the model's template refuses; NonFiniteOutput for a NaN or infinite score."""
         texts = raised_as_one(lambda: self._encode(prompts, responses))
         read = [self.text.fitted(ids) for ids in texts]
         batch = pack(read)
@@ -60,12 +56,12 @@ class ModelScorer:
         return [Verdict(value, parts, num_tokens=len(ids)) for value, parts, ids in zip(values, inner, read)]
 
     def of_prompts(self, data: DataConfig) -> ModelScorer:
-        """The same model for prompts that these keys have made; itself if they are those of its text."""
+        """Return this scorer for prompts made with the keys of `data`."""
         text = replace(self.text, **prompts_read(data))
         return self if text == self.text else replace(self, text=text)
 
     def _encode(self, prompts: Sequence[Prompt], responses: Sequence[Judged]) -> list[list[int]]:
-        """Ids of the texts; RewardError if one cannot be encoded."""
+        """Return the ids of the texts; RewardError if one cannot be encoded."""
         texts: list[list[int]] = []
         for prompt, response in zip(prompts, responses, strict=True):
             try:
@@ -75,7 +71,7 @@ class ModelScorer:
         return texts
 
     def _require_finite(self, scored: Experience, responses: Sequence[Judged]) -> None:
-        """Raise NonFiniteOutput on every rank if a score of any rank's responses is not finite. Collective over the world."""
+        """Raise NonFiniteOutput on every rank if a score of any rank is not finite. Collective over the world."""
         bad = (~scored.batch[RAW].isfinite()).nonzero().flatten().tolist()
         count, of = total(torch.tensor([len(bad), len(responses)])).tolist()
         if not count:
@@ -93,7 +89,7 @@ class ModelScorer:
 def model_scorer(
     model: RewardModel | None, shares: Shares | None, text: RewardText | None, settings: RewardModelConfig
 ) -> ModelScorer | None:
-    """The scorer of a run; None for a run without reward model. shares: how it divides a batch, None without one."""
+    """Build the scorer of a run; None for a run without reward model. shares: how the model divides a batch."""
     if shares is None:
         return None
     assert text is not None, "a reward model without its text"
@@ -101,6 +97,6 @@ def model_scorer(
 
 
 def normalised(raw: Tensor, settings: RewardModelConfig) -> Tensor:
-    """(raw - center) / scale, clipped to +-clip."""
+    """Return (raw - center) / scale, clipped to +-clip."""
     values = (raw - settings.center) / settings.scale
     return values if settings.clip is None else values.clamp(-settings.clip, settings.clip)

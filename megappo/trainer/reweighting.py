@@ -1,7 +1,6 @@
-"""Stage 5, after the advantages: which tokens of a response the policy learns from, and how much from each.
-
-Every surrogate is proportional to its advantage (for factors >= 0), so that a weight of a token's loss is one of its advantage, and
-losses stay sums over tokens that the fused op computes. Denominators of the loss count all tokens but those of REJECTED.
+"""Stage 5, after the advantages: which tokens of a response the policy learns from, and how much. Every surrogate is proportional
+to its advantage (for factors >= 0), so a token's loss is weighted through its advantage. Denominators of the loss leave out only
+REJECTED.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ from megappo.trainer.critics import BONUS, DISAGREEMENT
 from megappo.trainer.experience.experience import Experience
 
 REJECTED = "rejected"
-"""Field of the sampled tokens that count nowhere in the policy's loss (`correction.count_rejected`)."""
+"""Field of sampled tokens that count nowhere in the policy's loss (`correction.count_rejected`)."""
 
 
 def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experience, dict[str, float]]:
-    """The experience with its field advantage as `algorithm` wants it, and figures of that by metric. Collective over the world.
-
-    Nothing changes under the defaults. Reads response_mask, with a correction logprob and rollout_logprob, with a ratio of tokens
+    """Reweight the field advantage as `algorithm` says; return the experience and metrics. Collective over the world.
+    Nothing changes under the defaults. Reads response_mask; with a correction logprob and rollout_logprob; with a token ratio
     entropy or disagreement. Adds `critics.BONUS` if critics choose the tokens of the entropy bonus.
     """
     metrics: dict[str, float] = {}
@@ -49,15 +47,15 @@ def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experi
 
 
 def on_sampled(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[T] fp32: of values [B] that of its sequence at every sampled token, 0 elsewhere."""
+    """Spread values [B] over the sampled tokens of each sequence: [T] fp32, 0 elsewhere."""
     spread = values.float().repeat_interleave(batch.lengths, output_size=batch.num_tokens)
     return torch.where(batch["response_mask"], spread, 0.0)
 
 
 def _means_of_sequences(batch: PackedBatch) -> Tensor:
-    """[T] fp32, at every sampled token the mean advantage of its sequence."""
+    """Return [T] fp32, the mean advantage of its sequence at every sampled token."""
     counts = tokens_per_sequence(batch["response_mask"], batch.cu_seqlens)
-    # Its tokens alone: a running sum would round each sequence by its neighbours on this rank.
+    # Sum each sequence by itself: a running sum would make its rounding depend on its neighbours on this rank.
     sums = torch.segment_reduce(batch["advantage"].double(), "sum", offsets=batch.cu_seqlens.long(), initial=0.0)
     return on_sampled(sums / counts.clamp(min=1), batch)
 
@@ -65,7 +63,8 @@ def _means_of_sequences(batch: PackedBatch) -> Tensor:
 def _corrected(
     batch: PackedBatch, correction: TISConfig | MISConfig | IcePopConfig, drops: bool
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """(fields, figures over all ranks): advantage [T] times the weights of the correction, and REJECTED [T] bool if it drops."""
+    """Return (fields, figures over all ranks): advantage [T] times the correction's weights, and REJECTED [T] bool if it drops
+    tokens."""
     mask = batch["response_mask"]
     ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, correction.level)
     low = correction.low if correction.type == "icepop" else None
@@ -76,7 +75,7 @@ def _corrected(
 
 
 def importance_figures(ratio: Tensor, found: Correction, mask: Tensor) -> dict[str, float]:
-    """Figures of the weights of a correction [T] over the sampled tokens of all ranks. Collective over the world."""
+    """Return the metrics of a correction's weights [T] over the sampled tokens of all ranks. Collective over the world."""
     count, weights, cut = total(torch.stack([x.sum(dtype=torch.float64) for x in (mask, found.weight, found.cut)])).tolist()
     most = float(largest(torch.cat((ratio, ratio.new_zeros(1))).amax()))
     return {
@@ -87,10 +86,9 @@ def importance_figures(ratio: Tensor, found: Correction, mask: Tensor) -> dict[s
 
 
 def _of_high_entropy(experience: Experience, ratio: float) -> tuple[Tensor, dict[str, float]]:
-    """(advantages [T], 0 but at this share of the sampled tokens of all ranks, those with the highest entropy; its figures).
-
-    Wang et al. 2025, arXiv:2506.01939, eq. 6, whose threshold is of a mini-batch; tokens tied with the last one count too. Entropy
-    bonus and KL term of the loss are of all tokens.
+    """Keep the advantages [T] of this share of all ranks' sampled tokens, those with the highest entropy (ties included); others
+    become 0. Wang et al. 2025, arXiv:2506.01939, eq. 6, whose threshold is per mini-batch. Entropy bonus and KL loss still cover
+    all tokens.
     """
     batch, sampled = experience.batch, _num_sampled(experience)
     entropy = batch["entropy"]
@@ -99,10 +97,9 @@ def _of_high_entropy(experience: Experience, ratio: float) -> tuple[Tensor, dict
 
 
 def _where_critics_disagree(experience: Experience, ratio: float) -> tuple[Tensor, dict[str, float]]:
-    """(advantages [T], 0 at this share of the sampled tokens of all ranks, those with the least disagreement; its figures).
-
-    Liu et al. 2025, arXiv:2510.01656: critics that agree have learned such a state, and it teaches little more. Tokens
-    tied with the first that counts keep their advantages: critics that start alike mask nothing before they differ.
+    """Set to 0 the advantages [T] of this share of all ranks' sampled tokens, those with the least disagreement.
+    Liu et al. 2025, arXiv:2510.01656: states on which the critics agree are learned and teach little. Ties with the first kept
+    token are kept, so critics that start alike mask nothing.
     """
     deviation, mask, sampled = experience.batch[DISAGREEMENT], experience.batch["response_mask"], _num_sampled(experience)
     threshold = kth_largest(deviation[mask], max(1, sampled - int(ratio * sampled)), total)
@@ -112,10 +109,9 @@ def _where_critics_disagree(experience: Experience, ratio: float) -> tuple[Tenso
 
 
 def _where_critics_agree(experience: Experience, ratio: float) -> tuple[Tensor, dict[str, float]]:
-    """([T] fp32, 0 at this share of the sampled tokens of all ranks, those with the most disagreement, 1 at others; its figures).
-
-    The same paper: states that critics value apart are often noise, which an entropy bonus would explore. Tokens tied with the
-    first that counts stay.
+    """Return [T] fp32, 0 at this share of all ranks' sampled tokens, those with the most disagreement, 1 elsewhere; and its metric.
+    Liu et al. 2025: states on which critics disagree are often noise, which an entropy bonus would explore. Ties with the first
+    kept token are kept.
     """
     deviation, mask, sampled = experience.batch[DISAGREEMENT], experience.batch["response_mask"], _num_sampled(experience)
     kept = mask & (deviation <= kth_largest(deviation[mask], int(ratio * sampled) + 1, total))
@@ -127,5 +123,5 @@ def _num_sampled(experience: Experience) -> int:
 
 
 def _share_without(kept: Tensor, sampled: int) -> float:
-    """Share of the sampled tokens of all ranks that are not in `kept`, this rank's mask."""
+    """Return the share of all ranks' sampled tokens that are not in `kept`, this rank's mask."""
     return 1.0 - int(total(kept.sum())) / max(sampled, 1) if sampled else 0.0

@@ -28,23 +28,21 @@ SEQUENCE_RATIO = "sequence_log_ratio"
 
 
 def separates(algorithm: AlgorithmConfig) -> bool:
-    """True if the loss of a token depends on no other token: then it is computed while the logits of a chunk exist."""
+    """Return True if the loss of a token depends on no other token, so it can be computed chunk by chunk of logits."""
     return algorithm.loss.type != "gspo"
 
 
 def fields_of_sequences(
     algorithm: AlgorithmConfig, micro: PackedBatch, fields: Mapping[str, Tensor], logprob: Tensor
 ) -> dict[str, Tensor]:
-    """The fields that GSPO's `surrogate` reads beside `fields`. micro: whole sequences. fields, logprob: of all its tokens, [T]."""
+    """Return the extra fields that GSPO's `surrogate` reads. micro: whole sequences. fields, logprob: of all its tokens, [T]."""
     old = fields[algorithm.old_logprob]
     return {SEQUENCE_RATIO: sequence_log_ratio(logprob, old, fields["weight"], micro.cu_seqlens)}
 
 
 def surrogate(algorithm: AlgorithmConfig, fields: Mapping[str, Tensor], logprob: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of weight * loss, metrics) of some tokens, differentiable with respect to `logprob`; metrics: `algo.losses.POLICY_SUMS`.
-
-    fields: of the same tokens, `algorithm.old_logprob`, advantage, weight; for GSPO those of `fields_of_sequences` too.
-    """
+    """Return (sum of weight * loss, metrics `algo.losses.POLICY_SUMS`) of some tokens, differentiable with respect to `logprob`.
+    fields: `algorithm.old_logprob`, advantage and weight of the same tokens; for GSPO also those of `fields_of_sequences`."""
     a, advantage, weight = algorithm.loss, fields["advantage"], fields["weight"]
     old = fields[algorithm.old_logprob]
     if a.type == "dis":
@@ -54,7 +52,7 @@ def surrogate(algorithm: AlgorithmConfig, fields: Mapping[str, Tensor], logprob:
     clip = {"clip_low": a.clip_low, "clip_high": a.clip_high, "dual_clip": a.dual_clip}
     if a.type == "ppo":
         return policy_loss(logprob, old, advantage, weight, **clip)
-    # The value of the sequence's ratio with the gradient of the token's own (arXiv:2507.18071, eq. 14). Against zeros, so that all
+    # The sequence's ratio with the gradient of the token's own (arXiv:2507.18071, eq. 14). The old log-prob is zeros, so that all
     # tokens of a sequence have the same bits: GSPO's clip ranges are of 1e-4.
     of_sequence = fields[SEQUENCE_RATIO] + (logprob - logprob.detach())
     loss, metrics = policy_loss(of_sequence, old.new_zeros(old.shape), advantage, weight, **clip)
@@ -62,7 +60,7 @@ def surrogate(algorithm: AlgorithmConfig, fields: Mapping[str, Tensor], logprob:
 
 
 def bins_of(critic: AnyCriticConfig) -> ValueBins | None:
-    """Bins of a categorical head; None for a head that gives the value itself."""
+    """Return the bins of a categorical head; None for a head that outputs the value itself."""
     if critic.loss == "mse" or critic.loss == "huber":
         return None
     assert critic.value_low is not None and critic.value_high is not None, "the configuration is refused"
@@ -72,7 +70,7 @@ def bins_of(critic: AnyCriticConfig) -> ValueBins | None:
 def value_surrogate(
     critic: AnyCriticConfig, value_clip: float | None, output: Tensor, fields: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(sum of weight * loss, metrics). output: of the head, aligned with the tokens, [T] or [T, bins]. fields: value (the old one),
+    """Return (sum of weight * loss, metrics). output: of the head, aligned with the tokens, [T] or [T, bins]. fields: value (old),
     returns and weight, [T]."""
     old, returns, weight = fields["value"], fields["returns"], fields["weight"]
     if (bins := bins_of(critic)) is not None:
@@ -92,11 +90,9 @@ class UpdateResult:
 
 
 class LanguageModel:
-    """A model that gives log-probs of tokens: the reference, and the policy below.
-
-    Log-probs are those of the sampler's distribution: its temperature and logits_dtype (`config.role_sections.PolicyConfig`), and
-    with the field `kept` in a batch, restricted to those ids. The same for policy and reference, so that their KL compares like
-    with like.
+    """A model that gives log-probs of tokens: the reference, and the base of the policy.
+    Log-probs are those of the sampler's distribution: its temperature and logits_dtype (`config.role_sections.PolicyConfig`),
+    restricted to the ids of the field `kept` if a batch has it.
     """
 
     sampling_fields = ("kept",)
@@ -108,13 +104,12 @@ class LanguageModel:
         self.logits_dtype: LogitsDtype = logits_dtype
 
     def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
-        """ref_logprob [T]: log-probs of this replica's tokens under the reference, on the rank that reports."""
+        """Return ref_logprob [T] of this replica's tokens, on the rank that reports."""
         return {"ref_logprob": self.logprobs(share, want_entropy=False)[0]}
 
     def logprobs(self, share: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
-        """(logprob [T], entropy [T] or None) of every token of this replica's share given its prefix, under the sampling
-        temperature; 0 at sequence starts. On the rank that reports them, zeros on others (`engine.base.PassResult`).
-        """
+        """Return (logprob [T], entropy [T] or None) of every token of this replica's share given its prefix; 0 at sequence starts.
+        Under the sampling temperature. On the rank that reports them; zeros on others (`engine.base.PassResult`)."""
         with self.engine.eval_mode():
             report = partial(self._report, want_entropy=want_entropy)
             result = self.engine.forward_backward(share, report, reads=self.sampling_fields, forward_only=True)
@@ -125,13 +120,13 @@ class LanguageModel:
         return LossOutput(tokens={"logprob": logprob} if entropy is None else {"logprob": logprob, "entropy": entropy})
 
     def token_logprobs(self, output: LanguageOutput, micro: PackedBatch, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Differentiable (logprob [T], entropy [T]) aligned with their own tokens."""
+        """Return (logprob [T], entropy [T] or None) aligned with their own tokens, differentiable."""
         logprob, entropy = output.logprobs(self._query(micro, want_entropy))
         aligned = shift_right(logprob, micro.cu_seqlens)
         return aligned, None if entropy is None else shift_right(entropy, micro.cu_seqlens)
 
     def _query(self, micro: PackedBatch, want_entropy: bool) -> LogprobQuery:
-        """Query of the output for every token: row t - 1 gives the log-prob of token t."""
+        """Build the query for every token: row t - 1 gives the log-prob of token t."""
         return LogprobQuery(
             target=next_token_targets(micro.tokens, micro.cu_seqlens),
             temperature=self.temperature,
@@ -142,7 +137,7 @@ class LanguageModel:
 
 
 class BaseOfPolicy(LanguageModel):
-    """The reference of a policy with adapters: the policy's own model without them."""
+    """The reference of a policy with adapters: the policy's model with its adapters off."""
 
     def logprobs(self, share: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
         with self.engine.without_adapters():
@@ -158,12 +153,12 @@ PTX_WEIGHT = "ptx_weight"
 
 
 def loss_kl_coef(algorithm: AlgorithmConfig) -> float:
-    """Coefficient of the KL term in the policy's loss; 0 if the KL is in the reward or nowhere."""
+    """Return the coefficient of the KL term in the policy's loss; 0 if the KL is in the reward or nowhere."""
     return algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0
 
 
 def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """Names of the batch's fields that the policy's loss reads."""
+    """Return the names of the batch fields that the policy's loss reads."""
     reads = [algorithm.old_logprob, "advantage", "weight"]
     if loss_kl_coef(algorithm) > 0:
         reads.append("ref_logprob")
@@ -177,9 +172,8 @@ def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 
 class Policy(LanguageModel):
-    """The trained policy. counts_ratios: updates also count the probability ratios in bins (`algo.ratio_bins`).
-    entropy_coef: of the bonus in the next updates.
-    """
+    """The trained policy. counts_ratios: updates also count the probability ratios in bins (`algo.ratio_bins`). entropy_coef:
+    coefficient of the entropy bonus in the next updates."""
 
     loss_name = "surrogate_sum"
     """Name of the main loss among the sums of an update."""
@@ -193,13 +187,13 @@ class Policy(LanguageModel):
         self.entropy_coef = algorithm.entropy.coef
 
     def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
-        """logprob and entropy [T], on the rank that reports them."""
+        """Return logprob and entropy [T], on the rank that reports."""
         logprob, entropy = self.logprobs(share)
         assert entropy is not None
         return {"logprob": logprob, "entropy": entropy}
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
-        """Take one optimizer step on a mini-batch, of which `mini` is this replica's share, with the fields of `policy_reads`."""
+        """Take one optimizer step on a mini-batch. mini: this replica's share, with the fields of `policy_reads`."""
         self.engine.optimizer_zero_grad()
         reads = (*self.sampling_fields, *self._reads)
         losses = self.engine.forward_backward(mini, self._loss_of, reads=reads, denominator=denominator)
@@ -210,7 +204,7 @@ class Policy(LanguageModel):
         return UpdateResult(losses, self.engine.optimizer_step(), lr)
 
     def _loss_of(self, output: LanguageOutput, micro: PackedBatch) -> LossOutput:
-        # Without an entropy bonus its gradient is 0, and a pass over the logits is saved.
+        # Without an entropy bonus, skip the pass over the logits that computes the entropy.
         want_entropy = self.entropy_coef > 0
         if output.fused_loss is None or not separates(self._algorithm):
             logprob, entropy = self.token_logprobs(output, micro, want_entropy)
@@ -237,7 +231,7 @@ class Policy(LanguageModel):
     def _token_loss(
         self, fields: Mapping[str, Tensor], logprob: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss, metrics) of some tokens; `fields` and log-probs are of the same tokens."""
+        """Return (loss, metrics) of some tokens, with `fields` and log-probs of the same tokens."""
         a, weight = self._algorithm, fields["weight"]
         loss, metrics = surrogate(a, fields, logprob)
         metrics["surrogate_sum"] = loss
@@ -262,7 +256,7 @@ class Policy(LanguageModel):
 
 
 def critic_reads(role: str) -> tuple[str, ...]:
-    """Names of the batch's fields that the loss of a critic reads: its own values and returns, and the weight."""
+    """Return the names of the batch fields that a critic's loss reads: its own value and returns, and the weight."""
     fields = fields_of(role)
     return fields.value, fields.returns, "weight"
 
@@ -271,11 +265,11 @@ _SQUARED_ERROR = CriticConfig()
 
 
 class Critic:
-    """A model of state values V(s_t). value_clip: of `algorithm`. section: the loss, and the bins of a categorical head. role: its
-    name, which its fields have (`critics.fields_of`)."""
+    """A model of state values V(s_t). value_clip: of `algorithm`. section: has the loss and the bins of a categorical head. role:
+    names its fields (`critics.fields_of`)."""
 
     loss_name = "loss_sum"
-    """As the policy's."""
+    """Name of the main loss among the sums of an update."""
 
     def __init__(
         self, engine: Engine, value_clip: float | None, section: AnyCriticConfig = _SQUARED_ERROR, role: str = "critic"
@@ -285,22 +279,20 @@ class Critic:
         self._fields, self._reads = fields_of(role), critic_reads(role)
 
     def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
-        """Its value [T] and bootstrap [B], see `values`."""
+        """Return the critic's own fields value [T] and bootstrap [B], see `values`."""
         value, bootstrap = self.values(share)
         return {self._fields.value: value, self._fields.bootstrap: bootstrap}
 
     def values(self, share: PackedBatch) -> tuple[Tensor, Tensor]:
-        """(value [T], value after the last token [B]); value[t] = V(x_<t), 0 at the first token of a sequence.
-
-        Of this replica's share, on the rank that reports them.
-        """
+        """Return (value [T], value after the last token [B]) of this replica's share, on the rank that reports.
+        value[t] = V(x_<t), 0 at the first token of a sequence."""
         with self.engine.eval_mode():
             result = self.engine.forward_backward(share, self._report, forward_only=True)
         raw = result.tokens["raw_value"]
         return align_values(raw, share.cu_seqlens)
 
     def update(self, mini: PackedBatch, denominator: float) -> UpdateResult:
-        """Take one optimizer step on a mini-batch, of which `mini` is this replica's share, with its fields `critic_reads`."""
+        """Take one optimizer step on a mini-batch. mini: this replica's share, with the fields of `critic_reads`."""
         self.engine.optimizer_zero_grad()
         losses = self.engine.forward_backward(mini, self._loss_of, reads=self._reads, denominator=denominator)
         lr = self.engine.lr_scheduler_step()
@@ -323,7 +315,8 @@ class RewardModel:
         self.engine = engine
 
     def scores(self, share: PackedBatch) -> Tensor:
-        """Output of the head at the last token of every sequence of this replica's share, [B] fp32, on the rank that reports."""
+        """Return the head's output at the last token of every sequence of this replica's share, [B] fp32, on the rank that
+        reports."""
         with self.engine.eval_mode():
             result = self.engine.forward_backward(share, self._report, forward_only=True)
         return result.tokens["raw_score"][share.cu_seqlens[1:].long() - 1]

@@ -1,8 +1,5 @@
-"""The rollout side of a step, stages 1 to 3: prompts, responses of the rollout engine, and their scores.
-
-It needs no model but the sampler's, and hands a `rounds.Rollout` to the training side (`training_side.py`), whose weights it gets
-in stage 7.
-"""
+"""The rollout side of a step, stages 1 to 3: prompts, responses and their scores. It needs no model but the sampler's, and hands a
+`rounds.Rollout` to the training side (`training_side.py`), whose weights it receives in stage 7."""
 
 from __future__ import annotations
 
@@ -26,10 +23,8 @@ from megappo.trainer.scoring import begin_rewards, score_responses
 
 
 class RolloutSide:
-    """Stages 1 to 3 of a run; every method but `push_weights` is one of a step, and collective over the world.
-
-    engine: samples. policy: whose weights are pushed, None on ranks that it does not live on. source: of the requests.
-    """
+    """Stages 1 to 3 of a run. Methods are collective over the world; all but `push_weights` belong to one step.
+    engine: samples. policy: source of the pushed weights, None on ranks where it does not live. source: of the requests."""
 
     def __init__(
         self,
@@ -47,16 +42,16 @@ class RolloutSide:
         self._settings, self._sampling, self._tokenizer, self._extras = settings, sampling, tokenizer, extras
 
     def begin(self) -> StepSamples:
-        """The samples of a new step, of which there are none yet."""
+        """Start the samples of a new step, with none drawn yet."""
         return self.source.begin_step()
 
     def draw_prompts(self, step: int, samples: StepSamples) -> Round:
-        """Stage 1: prompts of the step's next round, and the requests of their samples."""
+        """Stage 1: draw the prompts of the step's next round and make their requests."""
         rows, requests = self.source.draw(step, samples.num_open, samples.num_drawn)
         return Round(step, rows, requests, self.source.prompts, is_first=not samples.num_drawn)
 
     def generate(self, asked: Round, samples: StepSamples) -> Experience:
-        """Stage 2: the experience of the responses. SamplerMismatch if other weights drew them than those of the last push."""
+        """Stage 2: generate the responses. SamplerMismatch if they were sampled with other weights than those of the last push."""
         step, requests, settings = asked.step, asked.requests, self._settings
         if not asked.is_first and settings.sleep == "all":
             self.push_weights(step - 1)  # they were released for the scoring of the round before
@@ -71,7 +66,7 @@ class RolloutSide:
         return drawn
 
     def score(self, asked: Round, drawn: Experience, samples: StepSamples) -> None:
-        """Stage 3: the rewards of the responses. Adds the round to the samples of the step."""
+        """Stage 3: score the responses and add the round to the samples of the step."""
         scored = score_responses(drawn, asked.prompt_of, self._tokenizer, self.scorer, self._sampling.stop)
         for extra in self._extras:
             drawn = extra.after_score(asked, drawn)
@@ -79,7 +74,7 @@ class RolloutSide:
         self.source.observe(asked.rows, drawn, scored)
 
     def end(self, step: int, samples: StepSamples) -> Rollout:
-        """What the training side learns from."""
+        """Return the rollout that the training side learns from."""
         experience, scored = samples.result()
         figures = self.source.end(experience)
         return Rollout(
@@ -95,10 +90,10 @@ class RolloutSide:
         )
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Stage 7: push the policy's current weights into the engine; they must be resident. Returns figures of the push."""
+        """Stage 7: push the policy's current weights, which must be resident, into the engine; return figures of the push."""
         with nullcontext() if self.policy is None else self.policy.engine.eval_mode():
             return self.engine.push_weights(version)
 
     def close(self) -> None:
-        """End the workers of the rewards."""
+        """Close the scorer."""
         self.scorer.close()

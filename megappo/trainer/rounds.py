@@ -1,10 +1,5 @@
-"""Samples of a step: the rounds of stages 1 to 3 that draw them, and what the rollout side hands to the training side.
-
-With `algorithm.dynamic_sampling` prompts whose responses all have the same score are replaced by others (DAPO, Yu et al. 2025,
-arXiv:2503.14476, section 3.2). Each prompt of a step has a place, 0..P-1, whose samples are `place * n .. place * n + n - 1`. A
-round draws a prompt for every place that is open; a place stays open while its responses score alike. Every rank decides from the
-scores of all. Samples stay on the rank that scored them. Otherwise there is one round, whose samples are the step's.
-"""
+"""Rounds of stages 1 to 3 that draw a step's samples, and their result for the training side. Without dynamic sampling there is one
+round."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ from megappo.trainer.experience.table import SampleTable
 
 @dataclass(frozen=True)
 class Round:
-    """Prompts of a round, and the requests of their samples, `len(requests) / len(rows)` each. rows: of the prompts in the data.
+    """Prompts of a round and the requests of their samples, `len(requests) / len(rows)` each. rows: of the prompts in the data.
     is_first: the first round of its step."""
 
     step: int
@@ -41,17 +36,16 @@ class Round:
     is_first: bool = True
 
     def prompt_of(self, sample: int) -> Prompt:
-        """Prompt of a sample of this round."""
+        """Return the prompt of a sample of this round."""
         return prompt_of_sample(self.prompts, self.rows, len(self.requests) // len(self.rows), sample)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """Scored samples of a step, which the training side learns from.
-
-    experience, scored: of this rank's samples. prompt_of: prompt of a sample's number. sampler: name of the engine that drew them.
-    nothing_to_learn: reason why no model can be updated on them, empty if one can. figures: by metric. rounds: None without dynamic
-    sampling. played: trajectories that this rank drew in an environment.
+    """Scored samples of a step for the training side.
+    experience, scored: of this rank's samples. prompt_of: sample number -> prompt. sampler: name of the engine that drew them.
+    nothing_to_learn: reason why no model can be updated, or empty. figures: by metric. rounds: None without dynamic sampling.
+    played: trajectories that this rank drew in an environment.
     """
 
     step: int
@@ -67,10 +61,8 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Figures of a step's rounds. prompts: drawn in all. equal_left: prompts of equal scores among those that are trained on.
-
-    length, sampled: [M] int32, tokens of the samples that were replaced, and those of their responses.
-    """
+    """Figures of a step's rounds. prompts: all drawn. equal_left: prompts with equal scores that are trained on anyway.
+    length, sampled: [M] int32, tokens of the replaced samples and of their responses."""
 
     count: int
     prompts: int
@@ -91,8 +83,8 @@ class Rounds:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Samples of a round that the step trains on. numbers: [K] int64, in the step. share: [K], their owners. own: [B], those of
-    them that this rank has."""
+    """Samples of a round that the step trains on. numbers: [K] int64, in the step. share: [K], their owners. own: [B], numbers of
+    those on this rank."""
 
     numbers: Tensor
     table: SampleTable
@@ -103,10 +95,12 @@ class _Kept:
 
 
 class StepSamples:
-    """Samples of one step, from its rounds. rows: of the prompt of each place. n: samples of a prompt. played: of all rounds, as of
-    a `Rollout`.
+    """Samples of one step, collected over its rounds. rows: prompt of each place. played: of all rounds, as in a `Rollout`.
+    open: int64, places to draw a prompt for in the next round; empty once the step is complete.
 
-    open: [number of prompts to draw in the next round] int64, their places; empty once the step is whole.
+    With `algorithm.dynamic_sampling`, prompts whose responses all score the same are replaced (DAPO, Yu et al. 2025,
+    arXiv:2503.14476, section 3.2). Each prompt has a place 0..P-1 with samples `place * n .. place * n + n - 1`; a place stays open
+    while its responses score alike. Every rank decides from the scores of all, and samples stay on the rank that scored them.
     """
 
     def __init__(self, settings: DynamicSamplingConfig | None, num_prompts: int, n: int) -> None:
@@ -126,16 +120,17 @@ class StepSamples:
 
     @property
     def num_drawn(self) -> int:
-        """Samples of the rounds so far: the number of the next one, for its seed."""
+        """Samples of the rounds so far; the next sample has this number, for its seed."""
         return self._prompts * self._n
 
     @property
     def num_scored(self) -> int | None:
-        """Samples that were scored, the replaced ones included; None without dynamic sampling."""
+        """Scored samples, replaced ones included; None without dynamic sampling."""
         return None if self._settings is None else self.num_drawn
 
     def add(self, rows: Sequence[int], experience: Experience, scored: Scored) -> None:
-        """Add a round: one row for each open place, and the samples of these prompts, in their order. Collective over the world."""
+        """Add a round: one row per open place, and the samples of these prompts in order. Collective over the world.
+        ValueError if dynamic sampling meets trajectories of several sequences."""
         self._rounds, self._prompts = self._rounds + 1, self._prompts + len(rows)
         for place, row in zip(self.open.tolist(), rows, strict=True):
             self.rows[place] = row
@@ -154,16 +149,16 @@ class StepSamples:
             self._finish(experience, scored)
 
     def result(self) -> tuple[Experience, Scored]:
-        """Experience of the whole step, and the scores of this rank's samples in the order of its batch."""
+        """Return the experience of the whole step, and the scores of this rank's samples in the order of its batch."""
         assert not self.num_open, f"{self.num_open} prompts are missing"
         return self._merged() if self._whole is None else self._whole
 
     def _finish(self, experience: Experience, scored: Scored) -> None:
-        """One round is the whole step."""
+        """Take one round as the whole step."""
         self.open, self._whole = self.open[:0], (experience, scored)
 
     def _merged(self) -> tuple[Experience, Scored]:
-        """The kept samples of all rounds under their numbers in the step, each where it was scored."""
+        """Join the kept samples of all rounds under their numbers in the step, each where it was scored."""
         order = torch.cat([one.numbers for one in self._kept]).argsort()
         columns = {
             column.name: torch.cat([getattr(one.table, column.name) for one in self._kept])[order] for column in fields(SampleTable)
@@ -179,7 +174,7 @@ class StepSamples:
         return experience, compose.joined([one.scored for one in self._kept]).select(own.tolist())
 
     def rounds(self) -> Rounds | None:
-        """Figures of the rounds; None without dynamic sampling."""
+        """Return the figures of the rounds; None without dynamic sampling."""
         if self._settings is None:
             return None
         length, sampled = (
@@ -189,7 +184,7 @@ class StepSamples:
         return Rounds(self._rounds, self._prompts, self._prompts - len(self.rows), self._equal_left, length, sampled)
 
     def _compared(self, scored: Scored) -> Tensor:
-        """[B] fp64: the part of the reward that decides, or the score of a sample without it."""
+        """Return [B] fp64, the part of the reward that is compared, or the score of a sample without it."""
         total = torch.tensor(scored.total, dtype=torch.float64)
         metric = None if self._settings is None else self._settings.metric
         if metric is None:
@@ -198,7 +193,7 @@ class StepSamples:
         return torch.where(part.isnan(), total, part)
 
     def _keep(self, experience: Experience, scored: Scored, chosen: Tensor) -> None:
-        """chosen: [places of this round] bool."""
+        """Keep the samples of the chosen places, [places of this round] bool, and note the others as replaced."""
         self._like = experience
         sample = torch.arange(experience.table.num_samples)
         is_kept = chosen[sample // self._n]
@@ -215,11 +210,9 @@ class StepSamples:
 
 
 def nothing_to_learn(table: SampleTable, scored: Scored, num_scored: int | None = None) -> str:
-    """Reason why no model can be updated on a step's responses, the same on every rank; empty if one can.
-
-    Faults end a run (`rewards.base.RewardError`, `finite_outputs.NonFiniteOutput`); here everything has worked. table: of all
-    samples. scored: this rank's. num_scored: samples of all ranks that its counts are of, by default those of the table that end.
-    Collective over the world.
+    """Return why no model can be updated on a step's responses, the same on every rank; empty if one can. Collective over the
+    world. table: of all samples. scored: this rank's. num_scored: samples of all ranks that its counts cover, by default the
+    table's ended ones.
     """
     undecided, unusable = total(torch.tensor([scored.num_undecided, scored.num_unusable])).tolist()
     if not int(table.sampled.sum()):

@@ -1,9 +1,5 @@
-"""What every kind of run has beside its models and data, and its steps: the first ones may train the critic alone.
-
-With Monte Carlo returns (lambda 1) such a warm-up is the value pretraining of VC-PPO (arXiv:2503.01491) and VAPO
-(arXiv:2504.05118): the policy that samples stays as it is, and a critic that starts from a language model learns its values before
-they decide an update.
-"""
+"""Steps of a run, of which the first may train the critic alone, and the parts that every kind of run has. With lambda 1 such a
+warm-up is the value pretraining of VC-PPO (arXiv:2503.01491) and VAPO (arXiv:2504.05118)."""
 
 from __future__ import annotations
 
@@ -19,8 +15,7 @@ from megappo.trainer.state import TrainerState
 
 
 class Steps:
-    """Steps of a run. state: of the run; it keeps the step after which the critic's warm-up ended early. total: of the
-    configuration."""
+    """Steps of a run. state: records when the critic's warm-up ended early. total: of the configuration."""
 
     def __init__(self, config: TrainConfig, state: TrainerState, total: int) -> None:
         self._critic, self._algorithm, self._only_pretrains = config.critic, config.algorithm, only_pretrains(config)
@@ -28,28 +23,28 @@ class Steps:
 
     @property
     def last(self) -> int:
-        """Last step of the run: of one that only pretrains the critic, the one that fitted it."""
+        """Last step of the run; if it only pretrains the critic, the step that fitted it."""
         ended = self._state.warmup_ended
         return ended if ended and self._only_pretrains else self.total
 
     def is_due(self, step: int, interval: int) -> bool:
-        """True at every multiple of the interval and after the last step; never with 0."""
+        """Return True at every multiple of the interval and after the last step; never with interval 0."""
         return interval > 0 and (step % interval == 0 or step == self.last)
 
     def warm_up(self, step: int) -> bool:
-        """True if PPO step `step`, from 1, trains the critic alone."""
+        """Return True if PPO step `step`, from 1, trains the critic alone."""
         ended = self._state.warmup_ended
         return step <= self._critic.warmup_steps and not 0 < ended < step
 
     def algorithm(self, step: int) -> AlgorithmConfig:
-        """Settings of the advantages and returns of a step."""
+        """Return the settings of the advantages and returns of a step."""
         lam = self._critic.warmup_lam
         if lam is None or not self.warm_up(step):
             return self._algorithm
         return self._algorithm.model_copy(update={"lam_value": lam})
 
     def end_warm_up_if_fitted(self, step: int, explained_variance: float) -> bool:
-        """End the warm-up after this step if its values explain enough of the returns; returns True if it ends now."""
+        """End the warm-up after this step if the values explain enough of the returns; return True if it ends now."""
         wanted = self._critic.warmup_explained_variance
         if wanted is None or not self.warm_up(step) or not explained_variance >= wanted:  # NaN: nothing to explain
             return False

@@ -33,7 +33,8 @@ _ONE_CODE = "put one copy on a file system that all nodes share, and install the
 
 
 def run_facts(config: TrainConfig, data: RunData | RecordedData) -> dict[str, Any]:
-    """Facts of a run, JSON-compatible. `checkpoint/identity.py` says which may change on resume: layouts may, the data may not."""
+    """Return the facts of a run, JSON-compatible. `checkpoint/identity.py` says which may change on resume (layouts may, data may
+    not)."""
     in_use = {role: path for role, (_, path) in model_paths(config).items()}
     if reference_is_base(config):
         in_use["reference"] = in_use["policy"]
@@ -85,7 +86,7 @@ def _reward_model_facts(config: TrainConfig, data: RunData | RecordedData, in_us
 
 
 def _part_facts(part: RewardPart) -> dict[str, Any]:
-    """A part without the place of its file, which may move: its content is in the facts of the code."""
+    """Return a part without the path of its file, which may move: the facts of the code have its content."""
     facts = part.model_dump(mode="json", exclude={"workers", "remote"})  # which change no score
     if part.url is not None:
         facts["send"] = list(part.remote.send)
@@ -93,13 +94,13 @@ def _part_facts(part: RewardPart) -> dict[str, Any]:
 
 
 def _code_facts(data: RunData | RecordedData) -> dict[str, str | None]:
-    """Name of a part -> SHA-256 of its source file; None if it has none."""
+    """Return part name -> SHA-256 of its source file, None without a file."""
     return {name: part.sha256 for name, part in data.reward_parts.items()}
 
 
 def _environment_facts(data: RunData | RecordedData) -> dict[str, Any] | None:
-    """Settings of the environment without the place of its file and the number of its workers, which may change, and the SHA-256 of
-    its code; None without."""
+    """Return the environment's settings and the SHA-256 of its code, without path and workers, which may change; None without
+    one."""
     if data.environment is None:
         return None
     settings = data.environment.settings.model_dump(mode="json", exclude={"path", "workers"})
@@ -123,7 +124,7 @@ def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
 
 
 def _recorded_facts(data: RecordedData) -> dict[str, Any]:
-    """Facts of trajectories, in place of those of prompts."""
+    """Return the facts of trajectories, in place of those of prompts."""
     samples = data.samples
     return {
         "train": None,
@@ -135,7 +136,7 @@ def _recorded_facts(data: RecordedData) -> dict[str, Any]:
 
 
 def _text_facts(config: TrainConfig, data: RunData) -> dict[str, Any] | None:
-    """Facts of the texts of `algorithm.ptx`, by which its cursor counts; None without."""
+    """Return the facts of the texts of `algorithm.ptx`, whose cursor depends on them; None without."""
     ptx = config.algorithm.ptx
     if data.ptx is None or ptx is None:
         return None
@@ -143,7 +144,7 @@ def _text_facts(config: TrainConfig, data: RunData) -> dict[str, Any] | None:
 
 
 def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
-    """Facts of a named set: its prompts, settings, and reward if it has one of its own."""
+    """Return the facts of a named set: prompts, settings, and its own reward if any."""
     settings = one.settings.model_dump(mode="json", exclude={"data", "reward", "every", "before"})
     reward = None
     if one.reward is not None:
@@ -156,10 +157,8 @@ def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
 
 
 def require_equal_data(facts: Mapping[str, Any]) -> None:
-    """ValueError on all ranks if one reads other data, models of the hub or code of the user than rank 0. Collective.
-
-    They are copies on the disks of the nodes then.
-    """
+    """Check that all ranks read the same data, hub models and user code, which may be copies on local disks. Collective over the
+    world. ValueError on all ranks if one differs from rank 0."""
     compared = {name: facts[name] for name in ("commits", "environment", "data")}
     ranks = gathered({**compared, "code": facts["reward"]["code"]})
     everyone = [theirs["commits"] for theirs in ranks]
@@ -196,10 +195,8 @@ def require_equal_data(facts: Mapping[str, Any]) -> None:
 
 
 def require_same_order(saved: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> None:
-    """ValueError, in one line, if a key that the order of the prompts follows from is another than at the checkpoint `name`.
-
-    The loader compares its own state too, but that is read once the models are built and the record of the last end is gone.
-    """
+    """ConfigError, one line, if a key that determines the order of the prompts differs from the checkpoint `name`."""
+    # The loader compares its state too, but only once the models are built and the record of the last end is removed.
     then, now = (parse_yaml(one["config"], name)[0] for one in (saved, facts))
     for section, key in ORDER_KEYS:
         old, new = then[section], now[section]
@@ -209,10 +206,9 @@ def require_same_order(saved: Mapping[str, Any], facts: Mapping[str, Any], name:
 
 
 def require_same_models(held: Collection[str], config: TrainConfig, name: str) -> None:
-    """ValueError, in one line, if only one of this run and that of the checkpoint `name` trains the policy. held: its models.
-
-    Going on with the critic alone would save checkpoints without the policy, and in time remove those with it.
-    """
+    """ConfigError, one line, if only one of this run and the checkpoint `name` trains the policy. held: models of the
+    checkpoint."""
+    # Continuing with the critic alone would save checkpoints without the policy, and in time remove those with it.
     trains, held_policy = "policy" in trained_sections(config), "policy" in held
     if trains != held_policy:
         was, now = ("policy and critic" if one else "the critic alone" for one in (held_policy, trains))
@@ -221,13 +217,13 @@ def require_same_models(held: Collection[str], config: TrainConfig, name: str) -
 
 
 def warn_of_changes(saved: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> None:
-    """Log what differs from the checkpoint `name` and is allowed to, once."""
+    """Log once what differs from the checkpoint `name` and may differ."""
     for line in notable_changes(saved, facts, name):
         warn_once(logger, "%s", line)
 
 
 def _megatron_version() -> dict[str, str]:
-    """Empty where another engine runs without it."""
+    """Return Megatron-core's version; empty where another engine runs without it."""
     try:
         return {"megatron-core": importlib.metadata.version("megatron-core")}
     except importlib.metadata.PackageNotFoundError:

@@ -52,32 +52,28 @@ class RunDir:
         return self.root / "profile"
 
     def record_finish(self, step: int) -> None:
-        """Record that the run reached its end, `step`. Collective."""
+        """Record that the run reached its end, `step`. Collective over the world."""
         _on_rank_0(lambda: record_end(self.root, Ended("finished", step)))
 
     def record_stop(self, step: int, received: signal.Signals | None) -> None:
-        """Record that the run ended after `step` because a rank was asked to stop. received: this rank's signal, if any.
-        Collective.
-        """
+        """Record that the run ended after `step` because a rank was asked to stop. received: this rank's signal. Collective over
+        the world."""
         names = gathered(received.name if received else None)
         asked = {str(rank): name for rank, name in enumerate(names) if name is not None}
         _on_rank_0(lambda: record_end(self.root, Ended("stopped", step, message="asked to stop", signals=asked)))
 
     def is_exported(self) -> bool:
-        """True on all ranks if rank 0 sees `export`: the file systems of several nodes may differ. Collective."""
+        """Return True on all ranks if rank 0 sees `export`, as file systems of nodes may differ. Collective over the world."""
         return told_by(0, self.export.exists())
 
     def export_replaced(self) -> Path:
-        """A free name for the export that a resumed run replaces."""
+        """Return a free name for the export that a resumed run replaces."""
         return next(path for n in range(1, 10_000) if not (path := self.root / f"export.old{n}").exists())
 
     def claim(self, run: RunConfig, config_text: str, *, resume: bool, saves: bool = True) -> Lease:
-        """Take the lease of the directory on rank 0, and write the resolved config of a new run. Collective.
-
-        saves: the run makes checkpoints, and a new one their folder.
-
-        The lease is that of the launcher if it holds one; release it at the end, on every rank. The config of a resumed run stays
-        until `record_config`: the checkpoint may yet refuse the new one. ValueError on all ranks, LeaseHeld's text among them.
+        """Take the lease of the directory on rank 0 and write the resolved config of a new run. Collective over the world.
+        The lease is the launcher's if it holds one; release it at the end on every rank. saves: create the folder of checkpoints
+        too. ValueError on all ranks, also with the text of LeaseHeld.
         """
 
         def take_and_write() -> Lease:
@@ -87,6 +83,7 @@ class RunDir:
             lease = Lease.acquire(self.root, command) if launcher is None else Lease.of_launcher(self.root, launcher)
             try:
                 check_run_dir(run, resume)  # again: the holder before may have written meanwhile
+                # A resumed run keeps its config until `record_config`: the checkpoint may yet refuse the new one.
                 if not resume:
                     # The folder first: a run whose configuration is there and whose folder is not has lost its file system.
                     if saves:
@@ -100,17 +97,17 @@ class RunDir:
         return _on_rank_0(take_and_write)
 
     def begin(self) -> None:
-        """Remove the record of the last end, once the run is known to start. Collective."""
+        """Remove the record of the last end, once the run is known to start. Collective over the world."""
         _on_rank_0(lambda: (self.root / ENDED).unlink(missing_ok=True))
 
     def record_config(self, config_text: str) -> None:
-        """Write the resolved config with which the run goes on. Collective. ValueError on all ranks."""
+        """Write the resolved config of a resumed run. Collective over the world. ValueError on all ranks."""
         # Atomically: on a full disk the configuration of the run so far stays.
         _on_rank_0(lambda: replace_file(self.config, config_text.encode()))
 
 
 def _on_rank_0(action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0; returns its result on every rank. ValueError on all ranks."""
+    """Run `action` on rank 0 and return its result on every rank. ValueError on all ranks."""
 
     def attempt() -> Result | None:
         try:
@@ -124,10 +121,8 @@ def _on_rank_0(action: Callable[[], Result]) -> Result:
 
 
 def export_policy(engine: Engine | None, run_dir: RunDir, source: Path) -> None:
-    """Write the policy for transformers and vLLM; an export that a resumed run replaces is renamed. Collective over the world.
-
-    engine: None on ranks that it does not live on.
-    """
+    """Write the policy for transformers and vLLM; rename an export that a resumed run replaces. Collective over the world.
+    engine: None on ranks where it does not live."""
     if dist.get_rank() == 0 and run_dir.export.exists():
         run_dir.export.rename(run_dir.export_replaced())
     dist.barrier()

@@ -1,7 +1,6 @@
-"""Comparison of the sampler's policy with the trainer's, on every sampled token of every step.
-
-Rounding makes small differences; stale weights, a wrong temperature, token ids that went through text or a broken reshard make
-large ones, and PPO on them degrades without any error. docs/agreement.md defines the log-probs of both sides.
+"""Compares the sampler's policy with the trainer's on every sampled token of every step. Rounding makes small differences; stale
+weights, a wrong temperature, ids that went through text or a broken reshard make large ones, and PPO would degrade without an
+error. docs/agreement.md defines the log-probs of both sides.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ class SamplerMismatch(RuntimeError):
 
 @dataclass(frozen=True)
 class Agreement:
-    """|difference| of the probabilities of sampled tokens between sampler and trainer.
-
-    kept: summary of the recorded ids (field `kept`), if sampling was restricted to them. num_bad: sum of the ranks' own numbers.
-    """
+    """Absolute difference of the sampled tokens' probabilities between sampler and trainer.
+    kept: summary of the recorded ids, if sampling was restricted to them. num_bad: sum of the ranks' own numbers."""
 
     mean: float
     max: float
@@ -38,21 +35,21 @@ class Agreement:
 
 @dataclass(frozen=True)
 class KeptSummary:
-    """Recorded ids of a step. ids: mean number of ids that a token was drawn from. overflow: share of tokens with the most ids that
-    are recorded; more may have tied with the last one, and the trainer leaves those out."""
+    """Recorded ids of a step. ids: mean ids per sampled token. overflow: share of tokens with the maximum of recorded ids; ids tied
+    with the last one may be missing, and the trainer leaves those out."""
 
     ids: float
     overflow: float
 
 
 def average_version(step: int) -> int:
-    """Version of the policy's average after `step` in the sampler: below 0, and so no step's."""
+    """Return the version of the policy's average after `step` in the sampler: negative, unlike a step's."""
     return -1 - step
 
 
 def require_version(table: SampleTable, step: int, push_every: int, engine: str) -> None:
-    """Raise SamplerMismatch on every rank if a response of `step` was sampled by other weights than the policy's after one of the
-    `push_every` steps before it: by the average, or by weights that a missing push left there."""
+    """Raise SamplerMismatch on every rank unless all responses of `step` were sampled with weights of the `push_every` steps before
+    it. Other versions are the policy's average, or weights left by a missing push."""
     newest, oldest = step - 1, max(0, step - push_every)
     wrong = [version for version in (int(table.oldest.min()), int(table.newest.max())) if not oldest <= version <= newest]
     if wrong:
@@ -62,14 +59,13 @@ def require_version(table: SampleTable, step: int, push_every: int, engine: str)
 
 @torch.inference_mode()
 def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: int = 0) -> Agreement:
-    """Compare logprob (trainer) and rollout_logprob (sampler), both [T], of all ranks' samples; `batch` has this rank's. With
-    `kept` the trainer's are of the truncated distribution. Collective over the world. num_bad: a number of this rank that goes
-    along: an exchange of its own would cost 0.4 ms of processor time on 8 ranks.
-
-    With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so the sampler's
-    probabilities are rightly larger: then only amounts by which they are smaller count.
+    """Compare logprob (trainer) and rollout_logprob (sampler), [T] each, over all ranks' samples. Collective over the world.
+    With `kept` the trainer's are of the truncated distribution. num_bad: a number of this rank that is summed in the same exchange.
     """
     mask, is_kept = batch["response_mask"], "kept" in batch
+    # With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so larger probabilities
+    # of the
+    # sampler are right and only smaller ones count.
     one_sided = sampling.truncates and not is_kept
     columns = in_chunks(mask, batch["logprob"], batch["rollout_logprob"])
     parts = [_of_chunk(where, logprob, drawn, one_sided) for where, logprob, drawn in columns]
@@ -78,7 +74,7 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: 
     # Only tokens that were sampled have ids.
     counts = batch.ragged("kept").counts if is_kept else torch.zeros(0, dtype=torch.int32)
     overflow = (counts >= sampling.top_k_width).sum()
-    # NaN, which a maximum over ranks may lose, is in the sum.
+    # A maximum over ranks may lose NaN; the sum keeps it.
     own = torch.stack([count, difference, counts.sum(), overflow, count.new_tensor(num_bad)])
     sums, highest = total_and_largest(own, most[None])
     count, differences, kept, overflows, bad = sums.tolist()
@@ -89,7 +85,7 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: 
 
 
 def _of_chunk(mask: Tensor, logprob: Tensor, drawn: Tensor, one_sided: bool) -> tuple[Tensor, Tensor]:
-    """(count and sum [2], maximum []) of the differences of sampled tokens, fp64."""
+    """Return count and sum [2], and maximum [], of the differences of sampled tokens, fp64."""
     sampled = true_positions(mask)  # once for both: index_select is several times faster than [mask]
     difference, theirs = (x.index_select(0, sampled).double().exp_() for x in (logprob, drawn))
     difference.sub_(theirs)
@@ -100,9 +96,7 @@ def _of_chunk(mask: Tensor, logprob: Tensor, drawn: Tensor, one_sided: bool) -> 
 
 def require_agreement(agreement: Agreement, limit: float, step: int, engine: str, age: int = 0) -> None:
     """Raise SamplerMismatch above the limit (`rollout.max_prob_diff`).
-
-    age: steps since the weights of the oldest sample. Older weights rightly differ: then only a value that is not finite raises.
-    """
+    age: steps since the weights of the oldest sample; older weights may differ, so then only a non-finite value raises."""
     # NaN compares false with any number and must not pass.
     too_far = age == 0 and not agreement.mean <= limit
     if too_far or not (math.isfinite(agreement.mean) and math.isfinite(agreement.max)):

@@ -1,7 +1,5 @@
-"""What a run samples and scores with, built from its configuration: rollout engine, settings of sampling, scorers, evaluators.
-
-`megappo eval` and scripts that sample without a training build theirs here too.
-"""
+"""Builds what a run samples and scores with: rollout engine, sampling settings, scorers, evaluators. `megappo eval` and scripts
+that sample without training use it too."""
 
 from __future__ import annotations
 
@@ -34,11 +32,8 @@ from megappo.trainer.reward_model import ModelScorer
 
 
 def rollout_of(config: TrainConfig, data: RunData | EvaluationData, policy: Engine | None, device: torch.device) -> RolloutEngine:
-    """The rollout engine of a run, connected to the policy's engine, in its environment if it has one. Collective over the world;
-    errors as `build_rollout`.
-
-    policy: None on ranks that it does not live on.
-    """
+    """Build the rollout engine, connected to the policy's engine and wrapped in the environment if any. Collective over the world.
+    policy: None on ranks where it does not live. Errors as `build_rollout`."""
     engine = build_rollout(
         config.rollout,
         policy,
@@ -57,12 +52,12 @@ def rollout_of(config: TrainConfig, data: RunData | EvaluationData, policy: Engi
 
 
 def _place_if_apart(config: TrainConfig) -> PolicyPlace | None:
-    """Place of the policy; None if it and the rollout live on all ranks."""
+    """Return the policy's place; None if policy and rollout both live on all ranks."""
     return None if config.policy.ranks == config.rollout.ranks == ALL else place_of_policy(config)
 
 
 def place_of_policy(config: TrainConfig) -> PolicyPlace:
-    """Ranks, layout and engine of the policy."""
+    """Return ranks, layout and engine of the policy."""
     placement = placement_of(config.policy.ranks, dist.get_world_size())
     arch = spec_of_role(config, "policy", None).arch
     return PolicyPlace(arch, layout_of(config.policy.parallel, len(placement)), placement, config.policy.engine)
@@ -81,7 +76,7 @@ def scorer_of(
     on_progress: Callable[[int, int], None] = lambda found, of: None,
     score_model: ModelScorer | None = None,
 ) -> Scorer:
-    """The scorer of a run on this rank: its parts (as `RunData` has them), and the penalties for a missing end and for length."""
+    """Build the scorer of a run on this rank: its parts (as in `RunData`), and the penalties for a missing end and for length."""
     recipes = {label: {part.label: part.weight for part in parts} for label, parts in reward.recipes.items()}
     penalties = (reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
     made = {name: part.make() for name, part in parts.items() if part.make is not None}
@@ -95,7 +90,7 @@ def evaluators_of_run(
     scorer: Scorer | None,
     score_model: ModelScorer | None,
 ) -> list[Evaluator]:
-    """Evaluators of the sets, as `evaluators_of`; sets with a reward of their own get a scorer of their own."""
+    """Build the evaluators of the sets (`evaluators_of`); a set with its own reward gets its own scorer."""
 
     def scorer_of_set(one: EvaluationSet) -> Scorer:
         view = config_of_set(config, one.settings)

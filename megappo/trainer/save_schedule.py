@@ -1,7 +1,5 @@
-"""Checkpoints of a run that are worth one: those that are due, by number of steps or by time, and the best by a metric.
-
-Knows no ranks: rank 0 asks whether one is due and tells the others.
-"""
+"""Decides which steps get a checkpoint: by number of steps, by time, or as the best by a metric. Knows no ranks: rank 0 asks and
+tells the others."""
 
 from __future__ import annotations
 
@@ -16,10 +14,9 @@ from megappo.trainer.state import TrainerState
 
 
 class BestCheckpoint:
-    """Best step so far, kept in the trainer's state: every checkpoint says which step was the best when it was made.
-
-    metric: None chooses nothing. mode: max or min. The state names a step from the moment that its value is known; `saved` is the
-    last one whose checkpoint is complete, and `forget_unsaved` goes back to it.
+    """Best step so far, kept in the trainer's state, so every checkpoint names the best step when it was made. metric: None for
+    none. mode: max or min. A step is named as soon as its value is known; `forget_unsaved` goes back to the last one with a
+    complete checkpoint.
     """
 
     def __init__(self, metric: str | None, mode: str, state: TrainerState) -> None:
@@ -27,7 +24,7 @@ class BestCheckpoint:
         self._saved: dict[str, Any] | None = None
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Take the metrics of an evaluation after `step`; returns True if it is the best so far, and its checkpoint to be saved."""
+        """Take the metrics of an evaluation after `step`; return True if it is the best so far and must be saved."""
         value = metrics.get(self._metric) if self._metric is not None else None
         if value is None or not math.isfinite(value):
             return False
@@ -38,16 +35,17 @@ class BestCheckpoint:
         return True
 
     def saved(self, step: int, best: dict[str, Any] | None) -> None:
-        """The checkpoint of `step` is complete. best: of the state that it holds."""
+        """Note that the checkpoint of `step` is complete. best: of the state that it holds."""
         if best is not None and best["step"] == step:
             self._saved = best
 
     def forget_unsaved(self) -> None:
-        """A save has failed: a best step without a checkpoint is none."""
+        """Go back to the best saved step, after a save has failed."""
         self._state.best = self._saved
 
     def resume(self, steps: Collection[int]) -> str:
-        """After a resume; steps: of the checkpoints that exist. Returns a line for the log if the best does not count any more."""
+        """Check the best step after a resume; return a line for the log if it no longer counts. steps: of the existing
+        checkpoints."""
         best, reason = self._state.best, ""
         if best is not None and (best["metric"], best["mode"]) != (self._metric, self._mode):
             reason = (
@@ -62,12 +60,12 @@ class BestCheckpoint:
 
 
 RETRY_S = (0.0, 300.0)
-"""Seconds before an extra attempt after the first and the second failed save in a row: at the next step, as a lost mount often
-comes back at once, and then in time for a person to free some space. A save that is due anyway does not wait."""
+"""Seconds before an extra attempt after the first and second failed save in a row: at once, as a lost mount often returns, then
+after time to free some space. A save that is due anyway does not wait."""
 
 
 class SaveSchedule:
-    """Schedule of one run on one rank. mtbf_hours: mean time between failures that `save_every: auto` counts with."""
+    """Schedule of one run on one rank. mtbf_hours: expected mean time between failures, for `save_every: auto`."""
 
     def __init__(self, settings: CheckpointConfig, mtbf_hours: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._strategy, self._every = settings.save_strategy, settings.save_every
@@ -77,22 +75,23 @@ class SaveSchedule:
 
     @property
     def save_s(self) -> float:
-        """Mean seconds that a save held training; 0 before the first."""
+        """Mean seconds that a save blocked training; 0 before the first."""
         return self._held_s / self._saves if self._saves else 0.0
 
     @property
     def interval_s(self) -> float:
-        """Seconds between checkpoints under `auto`; 0 until the first save has shown what one costs."""
+        """Seconds between checkpoints under `auto`; 0 until the first save has been measured."""
         return best_interval_s(self.save_s, self._mtbf_hours)
 
     def expect(self, save_s: float, epochs_done: int) -> None:
-        """Go on from an earlier process of the run: count with its seconds of a save until one shows others. 0: unknown."""
+        """Continue from an earlier process of the run, with its seconds per save (0: unknown) until a new save is measured."""
         self._epochs_done = epochs_done
         if save_s > 0:
             self._held_s, self._saves = save_s, 1
 
     def is_due(self, step: int, epochs_done: int) -> bool:
-        """True if a checkpoint is due after `step`. Call it once after each. epochs_done: whole passes over the prompts so far."""
+        """Return True if a checkpoint is due after `step`; call once per step. epochs_done: whole passes over the prompts so
+        far."""
         ended_epoch, self._epochs_done = epochs_done > self._epochs_done, epochs_done
         now = self._clock()
         step_s, self._boundary = now - self._boundary, now
@@ -109,12 +108,12 @@ class SaveSchedule:
         return waited + step_s / 2 >= self.interval_s
 
     def worked(self, seconds: float) -> None:
-        """Work on a save held training for so long, until now."""
+        """Count seconds for which a save blocked training until now."""
         self._held_s += seconds
         self._worked = self._boundary = self._clock()
 
     def saved(self) -> None:
-        """A checkpoint is complete."""
+        """Note that a checkpoint is complete."""
         self._saves, self._failures = self._saves + 1, 0
 
     def failed(self) -> None:

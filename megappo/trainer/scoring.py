@@ -1,7 +1,5 @@
-"""Stage 3: the rewards of the sampled responses, each on the rank that owns the sample.
-
-Parts that stream begin in stage 2, on the rank that drew a sample (`begin_rewards`). After generation its owner gets their values,
-and starts itself what has not begun, so that samples drawn by few ranks do not wait for the workers of these ranks.
+"""Stage 3: rewards of the sampled responses, each on the rank that owns the sample. Streaming parts start in stage 2 on the rank
+that drew a sample; its owner collects their results and starts the rest, so samples drawn by few ranks do not wait for these ranks.
 """
 
 from __future__ import annotations
@@ -36,10 +34,8 @@ Parcel = TypeVar("Parcel")
 
 
 def to_owners(experience: Experience, parcels: Mapping[int, Parcel]) -> dict[int, Parcel]:
-    """Parcels of this rank's samples, by number, from any ranks that had some. Collective over the wire of the experience.
-
-    parcels: by number of the sample, small and picklable. A sample has one sender.
-    """
+    """Send parcels to the owners of the samples; return those of this rank's samples. Collective over the wire of the experience.
+    parcels: sample number -> small picklable object. Each sample has one sender."""
     owners, ranks, places = experience.owners, experience.wire.ranks, experience.wire.places
     bags: list[dict[int, Parcel]] = [{} for _ in ranks]
     for number, parcel in parcels.items():
@@ -50,7 +46,7 @@ def to_owners(experience: Experience, parcels: Mapping[int, Parcel]) -> dict[int
     experience.wire.all_to_all(sizes, torch.tensor(sent), ones, ones)
     received = sizes.tolist()
     arrived = torch.empty(sum(received), dtype=torch.uint8)
-    # A copy: torch takes no memory that it may not write to.
+    # Copied, as torch needs writable memory.
     experience.wire.all_to_all(
         arrived, torch.from_numpy(numpy.frombuffer(bytearray(b"".join(packed)), numpy.uint8)), received, sent
     )
@@ -74,11 +70,8 @@ def begin_rewards(
     stop: Sequence[str] = (),
     requests: Sequence[Request] | None = None,
 ) -> OnFinished | None:
-    """For `rollout.generation.generate`: starts the rewards of responses as they finish. None if no part of the reward streams.
-
-    requests: of the batch, if responses go on over several steps. Nothing is raised there for a part that cannot start, but in
-    `score_responses`.
-    """
+    """Return a callback for `rollout.generation.generate` that starts the rewards of finished responses; None if no part streams.
+    requests: of the batch, if responses span several steps. A part that cannot start raises later, in `score_responses`."""
     if not scorer.streams:
         return None
 
@@ -94,12 +87,8 @@ def score_responses(
     experience: Experience, prompt_of: Callable[[int], Prompt], tokenizer: Tokenizer, scorer: Scorer, stop: Sequence[str] = ()
 ) -> Scored:
     """Decode and score the samples of this rank, in the order of its batch. Collective over the world.
-
-    prompt_of: prompt of a sample's number. stop: strings that end a response; rules see the text before them, training keeps their
-    tokens. What `begin_rewards` has started is brought here. A response that goes on in a later step has no score yet: 0 and no
-    part.
-
-    A part that fails anywhere raises the same RewardError on every rank, so none is left waiting in a collective.
+    prompt_of: sample number -> prompt. stop: strings that end a response; rules see the text before them, training keeps their
+    tokens. A response that continues in a later step has score 0 and no parts. RewardError on every rank if a part fails on any.
     """
     ends = experience.table.ends[experience.numbers]
     numbers = experience.numbers[ends].tolist()
@@ -116,7 +105,7 @@ def score_responses(
 def _judge(
     experience: Experience, scorer: Scorer, samples: Sequence[RewardInput], numbers: Sequence[int]
 ) -> tuple[list[Judged], float | None]:
-    """Verdicts of these samples of this rank, and the seconds of generation in which it computed some; None if no part streams.
+    """Return the verdicts of this rank's samples, and the seconds of generation with streamed scoring (None if no part streams).
     Collective over the world."""
     if not scorer.streams:
         return raised_as_one(lambda: _score_in_rounds(scorer, samples))[0], None
@@ -129,7 +118,7 @@ def _judge(
 
 
 def raised_as_one(action: Callable[[], Result]) -> Result:
-    """Run `action`; RewardError on every rank, naming the first one that failed, if any has. Collective over the world."""
+    """Run `action`; if a rank fails, RewardError on every rank names the first that failed. Collective over the world."""
 
     def named() -> Result:
         try:
@@ -143,8 +132,8 @@ def raised_as_one(action: Callable[[], Result]) -> Result:
 def _scored_by_model(
     scorer: Scorer, prompt_of: Callable[[int], Prompt], judged: Sequence[Judged], numbers: Sequence[int]
 ) -> dict[str, dict[int, Verdict]]:
-    """Part -> place among the judged samples of this rank -> verdict, for the parts that a model scores and the responses whose
-    recipe has one. numbers: of these samples. Collective over the world."""
+    """Return part -> index of the judged sample -> verdict, for the parts and responses that the reward model scores.
+    numbers: of these samples. Collective over the world."""
     names = scorer.names_of_model
     if not names:
         return {}
@@ -160,17 +149,14 @@ def _scored_by_model(
 def _score_in_rounds(
     scorer: Scorer, samples: Sequence[RewardInput], found_elsewhere: Sequence[Found] | None = None
 ) -> tuple[list[Judged], dict[int, dict[str, Verdict]]]:
-    """Verdicts of this rank's samples without those in hand on other ranks, and those in hand here, by number, of the samples of
-    others; once all ranks have theirs. Collective, also if it raises.
-
-    The ranks meet every `ROUND_S` seconds: none waits for a slow one longer than an exchange may take, all know that the work goes
-    on, and all stop soon after a failure. Empty if another rank has failed.
-    """
+    """Score this rank's samples; return their verdicts except those in progress elsewhere, and by number those in progress here for
+    others. Empty if another rank failed. Collective over the world, also if it raises."""
     failure: RewardError | None = None
     try:
         scorer.submit(samples, found_elsewhere)
     except RewardError as error:
         failure = error
+    # The ranks meet every `ROUND_S` seconds, so no exchange times out on a slow rank, and all stop soon after a failure.
     while True:
         counts = (0, 0) if failure is not None else scorer.work(ROUND_S)
         found, of, failed = total(torch.tensor([*counts, int(failure is not None or scorer.has_failed)])).tolist()
@@ -189,7 +175,7 @@ def _score_in_rounds(
 
 
 class ScoringProgress:
-    """`Scorer.on_progress` of a run: tells the watchdog that the work goes on, and the console how far it is if it takes long."""
+    """`Scorer.on_progress` of a run: tells the watchdog that scoring advances, and the console how far it is if it takes long."""
 
     def __init__(self, note: Callable[[str], None], sections: Sections, clock: Callable[[], float] = time.monotonic) -> None:
         self._note, self._sections, self._clock = note, sections, clock
@@ -210,8 +196,8 @@ class ScoringProgress:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of this rank. tokens: ids of its response so far. num_sampled: those of them that the policy sampled. turns: its
-    runs of sampled ids, between observations."""
+    """A sample of this rank. tokens: ids of its response so far. num_sampled: tokens sampled by the policy. turns: runs of sampled
+    ids between observations."""
 
     number: int
     tokens: list[int]
@@ -221,7 +207,7 @@ class Sample:
 
 
 def samples_of(experience: Experience) -> Iterator[Sample]:
-    """The samples of this rank, in the order of its batch."""
+    """Yield the samples of this rank, in the order of its batch."""
     batch, numbers = experience.batch, experience.numbers
     rows = experience.table.rows(numbers)
     starts, ends = batch.cu_seqlens[:-1] + rows.prompt - rows.earlier, batch.cu_seqlens[1:]
@@ -234,7 +220,7 @@ def samples_of(experience: Experience) -> Iterator[Sample]:
 
 
 def _sample_of(response: Response) -> Sample:
-    """As `samples_of` has it later."""
+    """Make the sample that `samples_of` yields later."""
     tokens = response.tokens.tolist()
     turns = [tokens] if response.num_sampled == len(tokens) else _turns(tokens, response.sampled.tolist())
     return Sample(response.number, tokens, response.num_sampled, response.finish == "length", turns)
@@ -263,7 +249,7 @@ def _reward_input(sample: Sample, prompt: Prompt, tokenizer: Tokenizer, stop: Se
 
 
 def _text_of_turns(sample: Sample, tokenizer: Tokenizer, turns: Sequence[str]) -> str:
-    """Text of turns and observations. Stop strings end turns: those of earlier ones stay, and the last is cut as it is alone."""
+    """Return the text of turns and observations, with the stop string cut from the last turn only."""
     text = response_text(sample.tokens, tokenizer)
     if not sample.turns:
         return text

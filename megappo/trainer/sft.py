@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on demonstrations: the warm-up before PPO, through the same engine, ops and loss normalisation."""
+"""Supervised fine-tuning on demonstrations: the warm-up before PPO, with the same engine, ops and loss normalisation."""
 
 from __future__ import annotations
 
@@ -39,10 +39,8 @@ from megappo.trainer.rundir import RunDir
 
 
 def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = RoleEngines) -> None:
-    """Train on this rank of the world, then export the model to `export/` of the run directory.
-
-    `config` and `data` have been checked by `plan.run.plan_sft`. engines: builds the model.
-    """
+    """Train on this rank of the world, then export the model to `export/` of the run directory. Collective over the world.
+    config, data: checked by `plan.run.plan_sft`. engines: builds the model."""
     apply_permissions(config.run.permissions)
     device = select_device(config.run.device)
     start_distributed(device, config.run.timeouts)
@@ -58,7 +56,6 @@ def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = RoleEng
 def _train(
     config: SftConfig, data: SftData, run_dir: RunDir, factory: EngineFactory, device: torch.device, watchdog: Watchdog
 ) -> None:
-    """Train and export in the claimed directory."""
     log = RunLog(
         run_dir.root, {"tensorboard": TensorBoard(run_dir.root / "tensorboard")}, redacted_values(config.model_dump(mode="json"))
     )
@@ -100,10 +97,8 @@ def run_sft(
     sections: Sections,
     replica_check_every: int,
 ) -> None:
-    """Make `steps` optimizer steps; the loss is the mean negative log-prob of response tokens over the whole batch.
-
-    replica_check_every: steps between comparisons of the copies of weights, 0 for none.
-    """
+    """Take `steps` optimizer steps; the loss is the mean negative log-prob of response tokens over the whole batch.
+    replica_check_every: steps between comparisons of weight copies, 0 for none."""
     check_replicas = ReplicaCheck({engine.name: engine})
     loader = PromptLoader(len(demonstrations), batch_size, shuffle=True, seed=seed)
     loss = NegativeLogProb(engine)

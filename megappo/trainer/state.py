@@ -1,4 +1,4 @@
-"""Progress of a run. Everything else that a resume needs keeps its own state (engines, loader cursor, KL controller, RNG)."""
+"""Progress of a run. Engines, loader cursor, KL controller and RNG keep their own state for a resume."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from megappo.trainer.updates import UpdateSummary
 
 @dataclass
 class TrainerState:
-    """Counters of a run. step: PPO steps done. episodes: responses trained on, to their end. tokens: sampled tokens trained on.
-
-    policy_updates, critic_updates (of all critics): optimizer steps taken; policy_skipped, critic_skipped: those left out, as the
-    gradients were not finite. warmup_ended: step after which the critics' warm-up ended early, or 0. entropy_coef: of the next
-    step, if `extras.EntropyTarget` steers it. best: metric, mode, step and value of the best step, or None (`best.py`). unfinished:
-    responses that go on in the next step, or None (`windows.py`).
-    """
+    """Counters of a run."""
 
     step: int = 0
+    """PPO steps done."""
     episodes: int = 0
+    """Responses trained on to their end."""
     tokens: int = 0
+    """Sampled tokens trained on."""
     policy_updates: int = 0
+    """Optimizer steps of the policy."""
     critic_updates: int = 0
+    """Optimizer steps of all critics."""
     policy_skipped: int = 0
+    """Updates of the policy without an optimizer step, because gradients were not finite."""
     critic_skipped: int = 0
+    """Updates of all critics without an optimizer step."""
     warmup_ended: int = 0
+    """Step after which the critics' warm-up ended early, or 0."""
     entropy_coef: float | None = None
+    """Coefficient of the next step, if `extras.EntropyTarget` steers it."""
     best: dict[str, Any] | None = None
+    """Metric, mode, step and value of the best step (`save_schedule.py`)."""
     unfinished: dict[str, Any] | None = None
+    """Responses that the next step continues (`partial_rollouts.py`)."""
 
     def count(self, table: SampleTable, critics: Iterable[UpdateSummary], policy: UpdateSummary | None = None) -> None:
         """Count a step. table: of all its samples. critics, policy: their updates."""

@@ -1,4 +1,4 @@
-"""Moments of a step's samples, tokens and turns over all ranks, for its report: one exchange of sums and one of maxima."""
+"""Moments of a step's samples, tokens and turns over all ranks for its report: one exchange of sums and one of maxima."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megappo.trainer.critics import critics_in
 
 
 class Totals:
-    """Moments of named quantities over the samples of all ranks, and further sums, fp64 vectors, that have no maxima."""
+    """Moments of named quantities over all ranks, and further sums: fp64 vectors without maxima."""
 
     def __init__(self, moments: Mapping[str, Moments], further: Mapping[str, Tensor] = {}) -> None:
-        """Collective over the world, with the same names on every rank."""
+        """Exchange the sums and maxima. Collective over the world, with the same names on every rank."""
         sums, maxima = {name: one.sums for name, one in moments.items()}, {name: one.maxima for name, one in moments.items()}
         self._sums, self._maxima = totals_and_maxima({**sums, **further}, maxima)
 
@@ -35,7 +35,7 @@ class Totals:
         return summarise(self._sums[name], self._maxima[name])
 
     def mean(self, name: str) -> float:
-        """Mean; 0 without entries."""
+        """Return the mean; 0 without entries."""
         count, total = self._sums[name][:2].tolist()
         return total / count if count else 0.0
 
@@ -47,11 +47,10 @@ def moments_of_tokens(
     means: Sequence[str] = (),
     kl_kinds: Collection[str] = (),
 ) -> dict[str, Moments]:
-    """Name -> moments of this rank's samples, a chunk of tokens at a time: of these fields over the sampled tokens, and of every
-    critic's values, returns, and errors (`error FIELD`, the return less the value) over those with a target.
-
-    targets: [T] bool. means: fields of which only the mean is asked for, as of the KL. kl_kinds: estimators of the KL to the
-    reference, as `kl KIND`, if the batch has its log-probs.
+    """Return name -> moments over this rank's tokens: `of_sampled` over sampled tokens; values, returns and errors (`error FIELD`:
+    return minus value) of every critic over tokens with a target. Works in chunks of tokens.
+    targets: [T] bool. means: fields that need only a mean. kl_kinds: estimators of the KL to the reference, as `kl KIND`, if the
+    batch has its log-probs.
     """
     mask, critics = batch["response_mask"], critics_in(batch).values()
     of_critics = [name for one in critics for name in (one.value, one.returns)]
@@ -80,7 +79,7 @@ def moments_of_tokens(
 
 
 def moments_of_turns(played: Sequence[Played]) -> dict[str, Moments]:
-    """Name -> moments over the trajectories that this rank drew in an environment, or over its calls there."""
+    """Return name -> moments over the trajectories that this rank drew in an environment, and over its calls there."""
     columns = {
         "turns": [one.turns for one in played],
         "turns limited": [one.reached_limit for one in played],
@@ -92,7 +91,7 @@ def moments_of_turns(played: Sequence[Played]) -> dict[str, Moments]:
 
 
 class Answers(NamedTuple):
-    """Seconds of the calls of the environment: of a mean and of the slowest one, and of all ranks and workers together."""
+    """Seconds of the environment's calls: mean, slowest, and total over all ranks and workers."""
 
     mean_s: float
     max_s: float
@@ -100,8 +99,8 @@ class Answers(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Turns of the trajectories of all ranks: their mean and largest number, the shares that `max_turns` and a late answer ended.
-    answers: None if the environment was never asked."""
+    """Turns per trajectory over all ranks, and the shares of trajectories ended by `max_turns` (limited) and by a late answer
+    (late). answers: None if the environment was never asked."""
 
     mean: float
     max: float
@@ -111,7 +110,7 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, totals: Totals) -> Turns | None:
-        """None without an environment. totals: with `moments_of_turns`."""
+        """Read the turns from totals with `moments_of_turns`; None without an environment."""
         if not float(totals["turns"][0]):
             return None
         turns, answers = totals.summary("turns"), None

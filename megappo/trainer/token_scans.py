@@ -1,7 +1,5 @@
-"""Stage 5, its scans: one fused op makes the rewards of tokens and runs backwards over them, for advantages and returns.
-
-Time steps are tokens, or turns; V-trace weighs tokens by the ratios of two policies.
-"""
+"""Scans of stage 5: one fused op makes the token rewards and runs backwards over them for advantages and returns. Time steps are
+tokens or turns; V-trace weights tokens by the ratio of two policies."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ PerToken = Sequence[Sequence[float] | None]
 
 
 class Scanned(NamedTuple):
-    """[T] fp32 each, and the moments [3] of the advantages over the sampled tokens."""
+    """Result of a scan, [T] fp32 each, with the moments [3] of the advantages over the sampled tokens."""
 
     reward: Tensor
     advantage: Tensor
@@ -44,8 +42,8 @@ class Discount(NamedTuple):
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of a batch. score: [B], of the last sampled tokens. of_tokens: [T] fp32, of sampled tokens beside it; None if all are
-    0. ref_logprob: [T], None without a KL in the reward. kl: its estimator and coefficient."""
+    """Rewards of a batch. score: [B], given at the last sampled token. of_tokens: [T] fp32, added at sampled tokens; None if all 0.
+    ref_logprob: [T], None without a KL in the reward. kl: its estimator and coefficient."""
 
     score: Tensor
     of_tokens: Tensor | None
@@ -56,31 +54,31 @@ class Rewards:
     def of(
         cls, batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
     ) -> Rewards:
-        """Arguments as `advantages.advantages_of`."""
+        """Build from the arguments of `advantages.advantages_of`."""
         kl_in_reward = algorithm.kl.placement == "reward"
         kl = {"kl_estimator": algorithm.kl.estimator, "kl_coef": kl_coef if kl_in_reward else 0.0}
         of_tokens = None if per_token is None else _rewards_of_tokens(per_token, batch)
         return cls(score, of_tokens, batch["ref_logprob"] if kl_in_reward else None, kl)
 
     def scan(self, batch: PackedBatch, value: Tensor, bootstrap: Tensor | None, discount: Discount, **of_steps: Any) -> Scanned:
-        """`token_advantages` of these rewards and values [T]. of_steps: steps, weight, trace [T], as there."""
+        """Run `token_advantages` on these rewards and values [T]. of_steps: its arguments steps, weight and trace, [T]."""
         given = batch["logprob"], self.ref_logprob, self.score, value, batch["response_mask"], batch.cu_seqlens, bootstrap
         return Scanned(*token_advantages(*given, **discount._asdict(), **self.kl, token_reward=self.of_tokens, **of_steps))
 
 
 def whole_responses(batch: PackedBatch) -> PackedBatch:
-    """The batch with the mask of all sampled tokens of its responses, those of earlier steps among them: rewards and returns are of
-    them. The batch itself where a step draws whole responses."""
+    """Return the batch with a response_mask that also covers tokens of earlier steps, for rewards and returns; unchanged if a step
+    draws whole responses."""
     return batch.with_fields({"response_mask": batch["whole_mask"]}) if "whole_mask" in batch else batch
 
 
 def gae_over_tokens(batch: PackedBatch, rewards: Rewards, value: Tensor, bootstrap: Tensor | None, discount: Discount) -> Scanned:
-    """GAE of values [T]. bootstrap: [B] value after the last sampled token, None means 0."""
+    """Compute GAE of values [T]. bootstrap: [B], value after the last sampled token; None means 0."""
     return rewards.scan(batch, value, bootstrap, discount)
 
 
 def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstrap: Tensor | None, discount: Discount) -> Scanned:
-    """GAE whose steps are turns, at every sampled token the advantage and return of its turn. starts: [T] bool, of
+    """Compute GAE with turns as steps; every sampled token gets the advantage and return of its turn. starts: [T] bool, from
     `algo.turns.turn_starts`."""
     mask, scanned = batch["response_mask"], rewards.scan(batch, batch["value"], bootstrap, discount, steps=starts)
     advantage, returns = (over_turns(x, mask, starts) for x in (scanned.advantage, scanned.returns))
@@ -88,8 +86,9 @@ def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstr
 
 
 def gae_over_partial_rollouts(batch: PackedBatch, rewards: Rewards, bootstrap: Tensor | None, discount: Discount) -> Scanned:
-    """GAE of responses that are sampled over several steps: advantages at the tokens of this step, rewards and returns at those of
-    the whole response. An advantage reads what follows its token, so that it is that of a scan over the step's tokens alone."""
+    """Compute GAE of responses over several steps: advantages at this step's tokens, rewards and returns over the whole
+    response."""
+    # An advantage depends only on what follows its token, so earlier tokens do not change it.
     scanned = rewards.scan(whole_responses(batch), batch["value"], bootstrap, discount)
     advantage = torch.where(batch["response_mask"], scanned.advantage, 0.0)
     return Scanned(scanned.reward, advantage, scanned.returns, whitening_moments(advantage, batch["response_mask"]))
@@ -98,7 +97,7 @@ def gae_over_partial_rollouts(batch: PackedBatch, rewards: Rewards, bootstrap: T
 def vtrace_over_tokens(
     batch: PackedBatch, rewards: Rewards, ratio: Tensor, bounds: VTraceConfig, bootstrap: Tensor | None, discount: Discount
 ) -> Scanned:
-    """V-trace. ratio: [T] fp64 of the trainer's probability to the sampler's."""
+    """Compute V-trace. ratio: [T] fp64, the trainer's probability over the sampler's."""
     mask, cu_seqlens = batch["response_mask"], batch.cu_seqlens
     weight, trace = vtrace_weights(ratio, mask, cu_seqlens, rho_bar=bounds.rho_bar, c_bar=bounds.c_bar)
     scanned = rewards.scan(batch, batch["value"], bootstrap, discount, weight=weight, trace=trace)
@@ -110,29 +109,27 @@ def vtrace_over_tokens(
 
 
 def value_after(batch: PackedBatch, steps: Tensor, kind: bool | str) -> Tensor | None:
-    """[B] value that a cut response goes on with, 0 for the others: `algorithm.bootstrap_truncated`. steps: [T] bool, tokens that
-    are time steps.
-
-    A response that goes on in a later step is bootstrapped in any case, as T-PPO has it unless kind is true.
-    """
+    """Return [B] value that a cut response continues with (`algorithm.bootstrap_truncated`), 0 for others. steps: [T] bool, time
+    steps."""
     goes_on = batch["unfinished"] if "unfinished" in batch else None
     if not kind and goes_on is None:
         return None
     after = batch["bootstrap"] if kind is True else _of_last(batch["value"], steps, batch.cu_seqlens)
+    # A response that goes on in a later step is always bootstrapped, as in T-PPO (there from its last token, as here unless kind is true).
     cut = batch["truncated"] if kind else torch.zeros_like(batch["truncated"])
     return torch.where(cut if goes_on is None else cut | goes_on, after, 0.0)
 
 
 def _of_last(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[B] entry of values [T] at the last true one of mask [T] in each sequence, 0 of a sequence without any."""
+    """Return [B], the entry of values [T] at the last true position of mask [T] in each sequence, 0 if there is none."""
     counts = tokens_per_sequence(mask, cu_seqlens)
-    # Place of each sequence's last among all true ones, from 1: place 0 stands for none.
+    # Index of each sequence's last true position, from 1; index 0 stands for none.
     kept = torch.cat((values.new_zeros(1), values[mask]))
     return kept[torch.where(counts > 0, counts.cumsum(0), 0)]
 
 
 def _rewards_of_tokens(per_token: PerToken, batch: PackedBatch) -> Tensor | None:
-    """[T] fp32, 0 outside the mask; None if all are 0."""
+    """Return [T] fp32, 0 outside the mask; None if all are 0."""
     mask, rewards = batch["response_mask"], list[float]()
     for one, count in zip(per_token, tokens_per_sequence(mask, batch.cu_seqlens).tolist(), strict=True):
         values = [0.0] * int(count) if one is None else one
@@ -147,14 +144,15 @@ def _rewards_of_tokens(per_token: PerToken, batch: PackedBatch) -> Tensor | None
 
 @dataclass(frozen=True)
 class Chains:
-    """order: [B] int64, this rank's samples chain by chain. counts: [C] int64, sequences of each chain."""
+    """Sequences of this rank joined into trajectories. order: [B] int64, samples chain by chain. counts: [C] int64, sequences per
+    chain."""
 
     order: Tensor
     counts: Tensor
 
     @classmethod
     def of(cls, experience: Experience) -> Chains | None:
-        """None if all trajectories of all ranks are one sequence."""
+        """Find the chains; None if every trajectory of all ranks is one sequence."""
         if not experience.table.has_chains:
             return None
         numbers, previous = experience.numbers, experience.table.previous[experience.numbers].long()
@@ -164,22 +162,22 @@ class Chains:
 
     @property
     def _last(self) -> Tensor:
-        """[C] int64, places in the order of the last sequences."""
+        """[C] int64, positions of the last sequences in `order`."""
         return self.counts.cumsum(0) - 1
 
     def merged(self, batch: PackedBatch) -> PackedBatch:
-        """One sequence for each chain; fields of sequences are those of its last one."""
+        """Join each chain into one sequence, with the sequence fields of its last one."""
         ordered = batch.select(self.order)
         bounds = torch.cat((torch.zeros(1, dtype=torch.long), self.counts.cumsum(0)))
         last = {name: values[self._last] for name, values in ordered.sequence_fields.items()}
         return replace(ordered, cu_seqlens=ordered.cu_seqlens[bounds], sequence_fields=last)
 
     def scores(self, score: Tensor) -> Tensor:
-        """[C] of the scores [B] of samples: a trajectory's is that of its last sequence."""
+        """Return [C] scores from [B]: a trajectory's score is that of its last sequence."""
         return score[self.order][self._last]
 
     def per_token(self, per_token: PerToken | None, batch: PackedBatch) -> PerToken | None:
-        """Rewards of tokens of chains from those of samples; sequences without any have 0."""
+        """Join token rewards of samples into those of chains; sequences without any have 0."""
         if per_token is None:
             return None
         sampled = tokens_per_sequence(batch["response_mask"], batch.cu_seqlens).tolist()
@@ -191,6 +189,6 @@ class Chains:
         return found
 
     def apart(self, batch: PackedBatch, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Fields [T] of the merged batch in the order of `batch`."""
+        """Reorder fields [T] of the merged batch to the order of `batch`."""
         places = batch.token_index(self.order)
         return {name: torch.empty_like(values).index_copy(0, places, values) for name, values in fields.items()}

@@ -1,7 +1,5 @@
-"""The training side of a step, stages 4 to 6: log-probs and values, advantages, updates; and what a step changes beside weights.
-
-It learns from a `rounds.Rollout`, wherever that comes from, and samples nothing itself.
-"""
+"""The training side of a step, stages 4 to 6: log-probs and values, advantages, updates; and what stage 8 changes beside weights.
+It learns from a `rounds.Rollout`, wherever that comes from, and samples nothing itself."""
 
 from __future__ import annotations
 
@@ -30,10 +28,8 @@ from megappo.trainer.updates import Updates, positive_samples
 
 
 class TrainingSide:
-    """Stages 4 to 6 of a run; every method is one of a step, and collective over the world.
-
-    sampling: of the rollout side. texts: of `algorithm.ptx`, None without. first_update: stage of the first of the updates.
-    """
+    """Stages 4 to 6 of a run. Methods belong to one step and are collective over the world.
+    sampling: of the rollout side. texts: of `algorithm.ptx`. first_update: stage of the first updates."""
 
     def __init__(
         self,
@@ -52,7 +48,7 @@ class TrainingSide:
         self._kl_controller, self._texts, self._extras = kl_controller, texts, extras
 
     def begin(self, rollout: Rollout) -> StepRecord:
-        """The record of a new step, which its stages fill."""
+        """Start the record of a step."""
         if rollout.nothing_to_learn:
             self._log.note(f"step {rollout.step}: no model is updated: {rollout.nothing_to_learn}")
         names = self.roles.critics if self._steps.warm_up(rollout.step) else self.roles.trained
@@ -60,10 +56,8 @@ class TrainingSide:
         return StepRecord(rollout=rollout, updated=updated, kl=self._algorithm.kl.estimator, kl_coef=self._kl_controller.coef)
 
     def add_logprobs(self, record: StepRecord) -> None:
-        """Stage 4: log-probs of policy and reference, values of the critics.
-
-        NonFiniteOutput and SamplerMismatch on every rank: nothing is learned from such samples.
-        """
+        """Stage 4: compute log-probs of policy and reference, and values of the critics. NonFiniteOutput or SamplerMismatch on
+        every rank for samples that must not be learned from."""
         step, sampler = record.step, record.rollout.sampler
         experience = record.experience = add_model_outputs(record.experience, self.roles)
         record.agreement = compare_with_sampler(experience.batch, self._sampling, num_not_finite(experience))
@@ -73,7 +67,7 @@ class TrainingSide:
         require_agreement(record.agreement, self._config.rollout.max_prob_diff, step, sampler, age)
 
     def add_advantages(self, record: StepRecord) -> None:
-        """Stage 5: KL-shaped rewards, advantages and returns."""
+        """Stage 5: compute KL-shaped rewards, advantages and returns."""
         scored, algorithm = record.scored, self._steps.algorithm(record.step)
         shaped = add_advantages(record.experience, torch.tensor(scored.total), record.kl_coef, algorithm, scored.per_token)
         record.experience = shaped.experience
@@ -82,7 +76,7 @@ class TrainingSide:
             extra.before_updates(record)
 
     def begin_updates(self, record: StepRecord) -> Updates:
-        """Stage 6: send every role that is updated its data."""
+        """Stage 6: send every updated role its data."""
         experience, seed = record.experience, sample_seed(self._config.run.seed, record.step, -1)
         positive = positive_samples(experience, torch.tensor(record.scored.total), self._algorithm)
         texts = None
@@ -92,25 +86,25 @@ class TrainingSide:
         return Updates(experience, self.roles, record.updated, self._config, seed, positive, texts)
 
     def update_critics(self, updates: Updates) -> None:
-        """Stage 6: epochs of the critics."""
+        """Stage 6: run the epochs of the critics."""
         for name in self.roles.critics:
             updates.run(name)
 
     def update_policy(self, updates: Updates) -> None:
-        """Stage 6: epochs of the policy."""
+        """Stage 6: run the epochs of the policy."""
         updates.run("policy")
         for extra in self._extras:
             extra.after_updates(updates)
 
     def end_updates(self, record: StepRecord, updates: Updates, timers: StageTimers) -> None:
-        """Keep the summaries of the updates."""
+        """Store the summaries of the updates."""
         record.critics = {name: updates.summary(name) for name in self.roles.critics}
         record.policy = updates.summary("policy")
         for extra in self._extras:
             extra.before_push(record.step, timers)
 
     def end(self, record: StepRecord) -> None:
-        """Stage 8: move the coefficient of the KL and the counters on, and end the critics' warm-up if they fit."""
+        """Stage 8: move the KL coefficient and the counters, and end the critics' warm-up if they fit."""
         step = record.step
         # During the critic's warm-up the policy does not change, and its KL says nothing about the coefficient.
         if record.updates_policy:
@@ -122,6 +116,6 @@ class TrainingSide:
             self._log.note(f"critic: explains {record.explained_variance:.3f} of the returns; its warm-up ends after step {step}")
 
     def end_log(self, record: StepRecord) -> None:
-        """Stage 8: what goes to the trackers beside the step's figures."""
+        """Stage 8: log what the extras add to the step's metrics."""
         for extra in self._extras:
             extra.after_log(record)

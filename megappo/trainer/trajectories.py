@@ -1,4 +1,4 @@
-"""Samples of a step in full, for the log: which ones, and their records in the format of `telemetry/trajectories/fields.py`."""
+"""Logs samples of a step in full: chooses them and makes their records (`telemetry/trajectories/fields.py`)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from megappo.trainer.report import StepRecord
 
 
 def draw_samples(num_samples: int, samples_per_prompt: int, count: int, run_seed: int, step: int) -> list[int]:
-    """Ascending indices of min(count, num_samples) samples of a step; the same in every layout and after a resume.
-
-    Prompts are drawn, and all samples of a drawn prompt are taken, as their differences are what PPO learns from; of the last drawn
-    prompt as many as `count` leaves room for. The samples of a prompt stand next to each other in a step.
-    """
+    """Return ascending indices of min(count, num_samples) samples of a step, the same in every layout and after a resume.
+    Prompts are drawn with all their adjacent samples, whose differences PPO learns from; the last prompt may be cut by `count`."""
     order = list(range(num_samples // samples_per_prompt))
-    # Seeded by a text, all of it; random.Random keeps its sequence across Python versions.
+    # Seeded by the whole text; random.Random keeps its sequence across Python versions.
     random.Random(f"trajectories {run_seed} {step}").shuffle(order)
     drawn = [prompt * samples_per_prompt + sample for prompt in order for sample in range(samples_per_prompt)]
     return sorted(drawn[:count])
@@ -34,10 +31,8 @@ def draw_samples(num_samples: int, samples_per_prompt: int, count: int, run_seed
 def trajectories_of(
     record: StepRecord, prompt_of: Callable[[int], Prompt], drawn: Sequence[int], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
-    """Records of the drawn samples of a step on rank 0, by number; nothing elsewhere. Collective over the world.
-
-    prompt_of: prompt of a sample's number.
-    """
+    """Return the records of the drawn samples by number on rank 0, nothing elsewhere. Collective over the world.
+    prompt_of: sample number -> prompt."""
     places = {number: place for place, number in enumerate(record.experience.numbers.tolist())}
     rows = [_row(record, prompt_of(number), number, places[number], tokenizer) for number in drawn if number in places]
     if place_in_world()[1] == 1:
@@ -46,7 +41,7 @@ def trajectories_of(
 
 
 def _row(record: StepRecord, prompt: Prompt, number: int, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Record of a sample; index: its place in this rank's batch."""
+    """Return the record of a sample. index: its position in this rank's batch."""
     batch = record.batch
     begin, end = batch.cu_seqlens[index].item(), batch.cu_seqlens[index + 1].item()
     tokens, mask = batch.tokens[begin:end].tolist(), batch["response_mask"][begin:end]

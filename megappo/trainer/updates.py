@@ -1,4 +1,4 @@
-"""Stage 6: epochs of mini-batches over one step's experience, for the critic and for the policy."""
+"""Stage 6: epochs of mini-batches over one step's experience, for critics and policy."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from megappo.trainer.reweighting import REJECTED
 from megappo.trainer.roles import NLL_WEIGHT, LanguageModel, UpdateResult, critic_reads, policy_reads
 
 READS = ("response_mask",)
-"""Fields that mini-batches are weighted by, beside those that the role's loss reads."""
+"""Fields that weight mini-batches, beside those that the role's loss reads."""
 
 
 class Targets(NamedTuple):
-    """Tokens that count in a role's loss, if they are not all sampled ones. field: of the experience, [T] bool. counts: [N], their
-    number in each sample. passes_all: false to leave out samples without any, and optimizer steps of such samples alone."""
+    """Tokens that count in a role's loss, if not all sampled ones. field: of the experience, [T] bool. counts: [N], number in each
+    sample. passes_all: if false, leave out samples without targets, and mini-batches of such samples alone."""
 
     field: str
     counts: Tensor
@@ -45,11 +45,10 @@ class Targets(NamedTuple):
 
 
 class Counting(NamedTuple):
-    """Tokens that count in a role's loss: of the mini-batches' samples all sampled ones, but for these.
-
-    left_out: [N] bool, samples whose tokens count nowhere; None for none. rejected: [N], sampled tokens of each sample that count
-    nowhere, those of its field REJECTED; None for none. targets: None for all sampled tokens. positive: [N] bool, samples whose
-    tokens have a field `roles.NLL_WEIGHT` that makes their loss the mean over such tokens of the mini-batch; None without it.
+    """Tokens that count in a role's loss: all sampled ones, apart from these fields.
+    left_out: [N] bool, samples without a loss. rejected: [N], tokens of each sample that its field REJECTED leaves out. targets:
+    None for all sampled tokens. positive: [N] bool, samples with a field `roles.NLL_WEIGHT`, which makes their loss the mean over
+    such tokens of the mini-batch. None for none.
     """
 
     left_out: Tensor | None = None
@@ -62,8 +61,8 @@ ALL_SAMPLED = Counting()
 
 
 class MiniBatch(NamedTuple):
-    """One optimizer step of a role. share: this rank's samples, with the field `weight`. denominator: count of the loss over all
-    ranks. lengths: [M] tokens of all samples of the mini-batch."""
+    """One optimizer step of a role. share: this rank's samples, with the field `weight`. denominator: of the loss, over all ranks.
+    lengths: [M], tokens of all samples of the mini-batch."""
 
     share: PackedBatch
     denominator: float
@@ -72,14 +71,14 @@ class MiniBatch(NamedTuple):
 
 @lru_cache(maxsize=8)  # the plan of owners asks for it, and every role
 def order_of_epoch(num_samples: int, seed: int, part: Part = WHOLE) -> Tensor:
-    """Numbers of the samples of a part in the seeded order of mini-batches, the same on every rank. Not to be written to."""
+    """Return the sample numbers of a part in the seeded order of mini-batches, the same on every rank. Read-only."""
     numbers = torch.arange(part.index, num_samples, part.count)
     return numbers[torch.randperm(len(numbers), generator=torch.Generator().manual_seed(seed % 2**63))]
 
 
 def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int, part: Part = WHOLE) -> Owners:
-    """Owners of the samples in an epoch, balanced over the shares one mini-batch at a time. Samples outside of the part belong to
-    someone too, and are not looked at."""
+    """Return the owners of the samples in an epoch, balanced over the shares for each mini-batch. Samples outside the part have
+    owners too, but are not used."""
     share = torch.zeros(table.num_samples, dtype=torch.long) if part == WHOLE else table.balanced(shares.count).clone()
     order = order_of_epoch(table.num_samples, seed, part)
     of_minis = [balanced(lengths, shares.count) for lengths in table.length.index_select(0, order).split(size)]
@@ -95,10 +94,9 @@ def mini_batches(
     seed: int,
     counting: Counting = ALL_SAMPLED,
 ) -> Iterator[MiniBatch]:
-    """Optimizer steps of a role by its schedule; each epoch is in a new seeded order.
-
-    experience: sent to the owners of the first epoch (`first_epoch`). shares, group: of the role, which is collective over the
-    group: later epochs exchange samples there. max_tokens: the length that `loss_aggregation: fixed-length` divides by.
+    """Yield the optimizer steps of a role by its schedule, each epoch in a new seeded order. Collective over the group.
+    experience: sent to the owners of the first epoch (`first_epoch`). shares, group: of the role; later epochs exchange samples
+    over the group. max_tokens: divisor of `loss_aggregation: fixed-length`.
     """
     left_out, rejected, targets, positive = counting
     table, mode, size, part = experience.table, schedule.loss_aggregation, schedule.mini_batch_size, schedule.part
@@ -112,7 +110,7 @@ def mini_batches(
             experience = experience.redistribute(owners, wire=GroupWire(group))
         index = shares.index_of(experience.rank)
         order = order_of_epoch(table.num_samples, seed + epoch, part)
-        # Of the whole epoch at once: a rank has a few samples, and some dozen mini-batches of thousands.
+        # For the whole epoch at once: a rank has few samples of the thousands in some dozen mini-batches.
         places = true_positions(experience.owners.share.index_select(0, order) == index)
         owns = order.index_select(0, places).split((places // size).bincount(minlength=-(-len(order) // size)).tolist())
         for chosen, own in zip(order.split(size), owns):
@@ -140,7 +138,7 @@ def mini_batches(
 
 
 def mixed(minis: Iterable[MiniBatch], drawn: DrawnTexts, shares: Shares, rank: int) -> Iterator[MiniBatch]:
-    """The mini-batches with their texts. shares: of the role. rank: of the world."""
+    """Yield the mini-batches with their texts. shares: of the role. rank: of the world."""
     for mini, numbers in zip(minis, drawn.numbers, strict=True):
         share = with_texts(mini.share, drawn.texts, numbers, shares, rank, mini.denominator)
         yield MiniBatch(share, mini.denominator, torch.cat([mini.lengths, drawn.texts.lengths(numbers)]))
@@ -149,14 +147,14 @@ def mixed(minis: Iterable[MiniBatch], drawn: DrawnTexts, shares: Shares, rank: i
 def first_epoch(
     experience: Experience, shares: Shares, fields: Collection[str], mini_batch_size: int, seed: int, part: Part = WHOLE
 ) -> Experience:
-    """Experience with these fields where the first epoch of a role's updates needs it. Collective over the world."""
+    """Send these fields to where the first epoch of a role's updates needs them. Collective over the world."""
     assert "response_mask" in experience.batch, "sequences that were not sampled (`Experience.of_own`) cannot be trained on"
     owners = owners_of_epoch(experience.table, shares, mini_batch_size, seed, part)
     return experience.redistribute(owners, {*fields, *READS})
 
 
 def update_reads(role: str, algorithm: AlgorithmConfig) -> tuple[str, ...]:
-    """Fields of the experience that the updates of policy or a critic read, those of them that there are."""
+    """Return the experience fields that the updates of policy or critic read, if present."""
     if is_critic(role):
         return (*critic_reads(role), "value_mask")
     rejected = (REJECTED,) if algorithm.drops_rejected else ()
@@ -164,18 +162,18 @@ def update_reads(role: str, algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 
 def left_out_of(role: str, table: SampleTable, algorithm: AlgorithmConfig) -> Tensor | None:
-    """[N] bool, samples that count nowhere in the loss of policy or critic; None if all do."""
+    """Return [N] bool, samples without a loss of this role; None if all count."""
     return table.truncated.bool() if role == "policy" and algorithm.mask_truncated else None
 
 
 def rejected_of(experience: Experience) -> Tensor:
-    """[N] int32, sampled tokens of each sample that its field REJECTED leaves out. Collective over the world."""
+    """Return [N] int32, sampled tokens of each sample that its field REJECTED leaves out. Collective over the world."""
     mine = tokens_per_sequence(experience.batch[REJECTED], experience.batch.cu_seqlens)
     return experience.column(mine).int()
 
 
 def targets_of(role: str, experience: Experience) -> Targets | None:
-    """Targets of policy or a critic. Collective over the world."""
+    """Return the targets of a critic; None for the policy, or if all sampled tokens count. Collective over the world."""
     if not is_critic(role) or "value_mask" not in experience.batch:
         return None
     counts = tokens_per_sequence(experience.batch["value_mask"], experience.batch.cu_seqlens)
@@ -183,10 +181,8 @@ def targets_of(role: str, experience: Experience) -> Targets | None:
 
 
 def positive_samples(experience: Experience, score: Tensor, algorithm: AlgorithmConfig) -> Tensor | None:
-    """[N] bool, samples that end here with a score of at least `algorithm.positive_nll.score`; None without that section.
-
-    score: [B] of this rank's samples. Collective over the world.
-    """
+    """Return [N] bool, samples that end here with a score of at least `algorithm.positive_nll.score`; None without that section.
+    score: [B] of this rank's samples. Collective over the world."""
     if algorithm.positive_nll is None:
         return None
     is_positive = experience.column(score).float() >= algorithm.positive_nll.score  # in fp32, as which scores are added up
@@ -203,7 +199,7 @@ class Trainable(Protocol):
 
 @dataclass
 class UpdateSummary:
-    """Totals of one role's updates in a step. means: name -> value per token (or per mini-batch for losses and gradient norm)."""
+    """Totals of one role's updates in a step."""
 
     num_updates: int = 0
     skipped: int = 0
@@ -214,10 +210,10 @@ class UpdateSummary:
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     maxima: dict[str, float] = field(default_factory=dict)
     expert_tokens: Tensor | None = None
-    """[layers, experts] tokens that the routers sent to each expert, over all updates; None for a dense model."""
+    """[layers, experts] tokens routed to each expert over all updates; None for a dense model."""
     balance_losses: list[float] = field(default_factory=list)
     lengths: list[Tensor] = field(default_factory=list)
-    """[M] int64 of each mini-batch that was passed, tokens of its samples on all ranks."""
+    """[M] int64 per mini-batch that was passed, tokens of its samples on all ranks."""
 
     def add(self, result: UpdateResult, denominator: float) -> None:
         for name, value in result.losses.sums.items():
@@ -259,7 +255,7 @@ def _mean(values: list[float]) -> float:
 
 
 def run_updates(role: Trainable, minis: Iterable[MiniBatch]) -> UpdateSummary:
-    """Run one update for each mini-batch. Ends early if the role declines one (target KL): all ranks see the same KL and stop."""
+    """Run one update per mini-batch. Ends early if the role declines one (target KL), which all ranks see alike."""
     summary = UpdateSummary()
     with role.engine.train_mode():
         for mini in minis:
@@ -272,10 +268,7 @@ def run_updates(role: Trainable, minis: Iterable[MiniBatch]) -> UpdateSummary:
 
 
 class Updates:
-    """Stage 6 of a step, for some of the trained roles: each is sent its data once, before any of them starts.
-
-    Roles on other ranks then wait for each other no more until the summaries.
-    """
+    """Stage 6 of a step for some of the trained roles."""
 
     def __init__(
         self,
@@ -287,8 +280,10 @@ class Updates:
         positive: Tensor | None = None,
         texts: DrawnTexts | None = None,
     ) -> None:
-        """Collective over the world. names: of the roles to update, of policy and critics. positive: of `positive_samples`. texts:
-        that join the policy's mini-batches, None without `algorithm.ptx`."""
+        """Send every role its data, before any starts, so that roles on different ranks need not wait for each other. Collective
+        over the world. names: roles to update. positive: of `positive_samples`. texts: for the policy's mini-batches, None without
+        `algorithm.ptx`.
+        """
         self._roles, self._config, self._seed, self._positive, self._texts = roles, config, seed, positive, texts
         # Once for roles that divide a batch, and an epoch, alike.
         schedules = {name: update_schedule(config, name) for name in names}
@@ -310,8 +305,7 @@ class Updates:
         self._rejected = {"policy": rejected_of(experience)} if drops else {}
 
     def run(self, name: str) -> None:
-        """Run the role's updates if it is to be updated and lives here; nothing for a role that the run does not have. Collective
-        over the role."""
+        """Run the role's updates if it is to be updated and lives here; else do nothing. Collective over the role's ranks."""
         role = self._roles.by_name.get(name)
         if name not in self._data or role is None:
             return
@@ -335,11 +329,11 @@ class Updates:
         self._summaries[name] = run_updates(cast(Trainable, role), minis)
 
     def changed(self, name: str) -> bool:
-        """True if `run` has changed the role's weights. On its ranks; not collective."""
+        """Return True if `run` changed the role's weights. Valid on the role's ranks; not collective."""
         return name in self._summaries and self._summaries[name].num_updates > 0
 
     def summary(self, name: str) -> UpdateSummary:
-        """Summary of the role's updates, empty without any; the same on every rank. Collective over the world."""
+        """Return the summary of the role's updates, the same on every rank; empty without updates. Collective over the world."""
         if name not in self._summaries:
             return UpdateSummary()
         members = self._roles.shares[name].members

@@ -240,7 +240,7 @@ def _too_long(key: str, tokens: int, role: str, arch: ModelArch) -> None:
 
 
 def _check_vocabularies(archs: Mapping[str, ModelArch]) -> None:
-    """ConfigError if a role cannot read the policy's tokens. Without a policy, `recorded.py` checks the tokens of the trajectories."""
+    """ConfigError if a role cannot read the policy's tokens. Without a policy, `recorded.py` checks the trajectories' tokens."""
     if "policy" not in archs:
         return
     wanted = archs["policy"].vocab_size
