@@ -109,7 +109,6 @@ def _in_chains(
 def _with_critic(
     batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
 ) -> tuple[PackedBatch, dict[str, float]]:
-    """Return the batch of `advantages_of` and the estimator's figures."""
     mask, by_turns, metrics = batch["response_mask"], algorithm.gae_level == "turn", {}
     responses = whole_responses(batch)
     whole, is_partial = responses["response_mask"], responses is not batch
@@ -157,7 +156,6 @@ def _without_critic(
     algorithm: AlgorithmConfig,
     per_token: PerToken | None,
 ) -> Shaped:
-    """Compute advantages from returns alone."""
     batch, metrics = experience.batch, {}
     mask, group = batch["response_mask"], experience.table.group
     # GAE of a value of 0 with lambda 1: the discounted sum of the rewards from a token on.

@@ -61,7 +61,6 @@ class PolicyAverage:
             self._swap(weights)
 
     def _swap(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Put `values` into the parameters and return what was there."""
         before = {}
         with parameters_to_change(self._engine) as parameters:
             for name, parameter in parameters.items():

@@ -59,8 +59,7 @@ ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
 class Roles:
     """Roles of one run, in the run's order, which is the same on every rank: work done role by role cannot deadlock.
     by_name: roles on this rank. placements: ranks of every role that has a model of its own. trained: roles with an optimizer.
-    shares: how each role divides a batch.
-    """
+    shares: how each role divides a batch."""
 
     by_name: Mapping[str, Role]
     placements: Mapping[str, Placement]

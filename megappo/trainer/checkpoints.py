@@ -1,7 +1,6 @@
 """When a run makes checkpoints, what it does after failed saves and fatal errors, and where it resumes. `checkpoint/` does the
 reading and writing. Public methods are collective over the world unless they say otherwise: all ranks call them, and all raise or
-none.
-"""
+none."""
 
 from __future__ import annotations
 
@@ -64,8 +63,7 @@ class PlacedModel(StatefulModel, Protocol):
 class Contents:
     """State of a run. models: trained role -> engine, None on ranks where it does not live. components: small state beside the
     models and `state`. extras: more models with state of their own, which a checkpoint may lack. layouts: of all models, for
-    messages.
-    """
+    messages."""
 
     models: Mapping[str, Engine | None]
     state: TrainerState
@@ -149,8 +147,7 @@ class Checkpoints:
         evaluated: metrics of the evaluations after this step, equal on all ranks; a new best causes a checkpoint.
         is_pushed: the sampler holds this step's weights.
         SaveFailed if the last checkpoint of the run cannot be written, or after MAX_FAILED_SAVES failures in a row.
-        NonFiniteWeights if the state is not finite.
-        """
+        NonFiniteWeights if the state is not finite."""
         self._held_s = 0.0
         pending = self._store.pending
         writing = pending is not None and not pending.done()
@@ -210,7 +207,6 @@ class Checkpoints:
             self._save(step)
 
     def _drain(self) -> None:
-        """Wait for the pending save, if any, and complete it."""
         pending = self._store.pending
         if pending is not None:
             self._store.drain()
@@ -225,9 +221,9 @@ class Checkpoints:
         return self._newest()
 
     def _save_last(self, step: int) -> None:
-        """Save and wait. SaveFailed if the second attempt fails too."""
         try:
             self._save_and_wait(step)
+        # There is no later save to make up for this one.
         except (SaveFailed, RankFault) as error:
             self._count_failure()
             warn_once(logger, "%s; it is the run's last checkpoint and is tried once more", error)
@@ -274,7 +270,6 @@ class Checkpoints:
         self._schedule.failed()
 
     def _announce(self) -> None:
-        """Log once how often checkpoints are made, if the run chooses that itself."""
         if self._chooses and not self._announced and self._schedule.save_s:
             self._announced = True
             minutes = self._schedule.interval_s / 60
@@ -291,8 +286,7 @@ class Checkpoints:
     def resume(self, manifest: Manifest, skip: Collection[int] = ()) -> list[str]:
         """Restore the checkpoint of `CheckpointStore.find_resumable`, or the next older one if it is damaged or not finite.
         skip: steps to pass over. Returns the names of the extra models that the checkpoint lacks; they stay as they are.
-        NonFiniteWeights if no other checkpoint is left; ValueError if all are damaged.
-        """
+        NonFiniteWeights if no other checkpoint is left; ValueError if all are damaged."""
         not_finite: list[int] = []
         while (fault := self._restore(manifest)) is not None:
             step = manifest.step
@@ -314,7 +308,6 @@ class Checkpoints:
         return sorted(self._models.keys() - self._held_in(manifest).keys())
 
     def _restore(self, manifest: Manifest) -> DamagedCheckpoint | NonFiniteWeights | None:
-        """Restore a checkpoint; return its fault if the run cannot go on from it."""
         try:
             self._store.restore(manifest, self._held_in(manifest), self._components)
         except DamagedCheckpoint as damage:  # found by the hashes, which were made while the models were built; nothing was loaded
@@ -323,7 +316,6 @@ class Checkpoints:
         return NonFiniteWeights(fault) if fault else None
 
     def _held_in(self, manifest: Manifest) -> dict[str, PlacedModel | None]:
-        """Return the models without the extras that this checkpoint lacks."""
         there = models_of(manifest)
         return {name: model for name, model in self._models.items() if name in there or name not in self._extras}
 

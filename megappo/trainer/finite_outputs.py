@@ -25,7 +25,6 @@ def _tokens(batch: PackedBatch) -> dict[str, str | None]:
 
 
 def _ends(batch: PackedBatch) -> dict[str, str]:
-    """Return field per sample -> critic that computes it."""
     return {fields.bootstrap: role for role, fields in critics_in(batch).items()}
 
 
@@ -37,8 +36,7 @@ class NonFiniteOutput(RuntimeError):
 def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares], sampler: str, step: int) -> None:
     """Raise NonFiniteOutput on every rank if a field that training reads is not finite at a sampled token. Collective over the
     world. Checks logprob, rollout_logprob, ref_logprob, and value and bootstrap (of cut responses) of every critic.
-    shares: role -> how it divides a batch. sampler: name of the rollout engine.
-    """
+    shares: role -> how it divides a batch. sampler: name of the rollout engine."""
     bad = _bad_samples(experience)
     counts = total(torch.tensor([len(samples) for samples in bad.values()]))
     if not int(counts.sum()):

@@ -163,7 +163,6 @@ def _restore(config: TrainConfig, models: Models, run: Run, manifest: Manifest, 
 
 
 def _run_to_its_end(config: TrainConfig, claimed: Claimed, models: Models, run: Run, loop: PPO | RecordedPretraining) -> None:
-    """Run the loop, record how it ended, and export the policy."""
     run_dir, done_before = claimed.run_dir, run.state.step
     loop.run()
     run.log.close("stopped" if loop.stopped else "finished")

@@ -1,7 +1,6 @@
 """Proximal policy optimisation with a learned critic (Schulman et al. 2017; Ouyang et al. 2022 for the KL-shaped reward).
 A step has eight stages, numbered here as in the design: 1-3 in `rollout_side.py`, 4-6 in `training_side.py`, options in
-`extras.py`. Every rank runs every line; a stage that needs only some ranks decides that itself.
-"""
+`extras.py`. Every rank runs every line; a stage that needs only some ranks decides that itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Stage 1: the prompts of a step's rounds, the requests of their samples, and the history of each prompt. The loader chooses
 prompts, by pass rate under `data.curriculum`; past responses predict lengths. `partial_rollouts.py` has the source of responses
-over several steps.
-"""
+over several steps."""
 
 from __future__ import annotations
 

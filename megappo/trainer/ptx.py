@@ -42,8 +42,7 @@ def with_texts(
 ) -> PackedBatch:
     """Join a rank's share of a mini-batch with its share of these texts, balanced by tokens. Not collective.
     The field PTX_WEIGHT makes the loss, a sum divided by `denominator`, the mean over all text tokens that have a prefix. rank: of
-    the world.
-    """
+    the world."""
     lengths, index = texts.lengths(numbers), shares.index_of(rank)
     own = (balanced(lengths, shares.count) == index).nonzero().flatten().tolist()
     added = texts.packed([numbers[i] for i in own])

@@ -85,8 +85,7 @@ def refresh_sync(
 ) -> WeightSync:
     """Plan the transfer from the policy, or its average, to a reference with another layout. Collective over the world.
     place: of the policy. policy, average, reference: None where they do not live; average also if the policy is copied. placement:
-    ranks of the reference. Errors as `WeightSync`.
-    """
+    ranks of the reference. Errors as `WeightSync`."""
     # Each rank of the reference describes itself: one replica of as many ranks as it has.
     route = Route(place.arch, place.pieces(), tuple(place.placement.ranks), tuple(placement.ranks), len(placement))
     source = policy if policy is None or average is None else _AverageSource(policy, average)

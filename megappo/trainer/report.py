@@ -29,8 +29,7 @@ class StepRecord:
     """Results of one PPO step, as far as its stages are done.
     rollout: of stages 1 to 3. updated: roles that the step updates. kl: estimator of the KL to the reference. kl_coef: its
     coefficient. agreement: of stage 4. experience: this rank's samples with the fields so far. figures: of stage 5, by metric.
-    critics (by role), policy: updates of stage 6. pushed: figures of stage 7.
-    """
+    critics (by role), policy: updates of stage 6. pushed: figures of stage 7."""
 
     rollout: Rollout
     updated: Collection[str] = ()
@@ -154,7 +153,6 @@ class StepRecord:
         return found
 
     def _routes(self) -> dict[str, float]:
-        """Return mean score and number of responses per recipe that any response has; empty without a route."""
         counts = {label: int(self.totals[f"route {label}"][0]) for label in self.scored.recipe_labels}
         drawn = sorted(label for label, count in counts.items() if count)
         means = {Metric.REWARD_ROUTE.of(f"{label}/mean"): self.totals.mean(f"route {label}") for label in drawn}
@@ -220,7 +218,6 @@ class StepRecord:
         }
 
     def _turns(self) -> dict[str, float]:
-        """Return the figures of turns; empty without an environment."""
         if (turns := Turns.of(self.totals)) is None:
             return {}
         return {

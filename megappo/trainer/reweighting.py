@@ -1,7 +1,6 @@
 """Stage 5, after the advantages: which tokens of a response the policy learns from, and how much. Every surrogate is proportional
 to its advantage (for factors >= 0), so a token's loss is weighted through its advantage. Denominators of the loss leave out only
-REJECTED.
-"""
+REJECTED."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ REJECTED = "rejected"
 def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experience, dict[str, float]]:
     """Reweight the field advantage as `algorithm` says; return the experience and metrics. Collective over the world.
     Nothing changes under the defaults. Reads response_mask; with a correction logprob and rollout_logprob; with a token ratio
-    entropy or disagreement. Adds `critics.BONUS` if critics choose the tokens of the entropy bonus.
-    """
+    entropy or disagreement. Adds `critics.BONUS` if critics choose the tokens of the entropy bonus."""
     metrics: dict[str, float] = {}
     if algorithm.sequence_advantages:
         experience = experience.with_fields({"advantage": _means_of_sequences(experience.batch)})
@@ -88,8 +86,7 @@ def importance_figures(ratio: Tensor, found: Correction, mask: Tensor) -> dict[s
 def _of_high_entropy(experience: Experience, ratio: float) -> tuple[Tensor, dict[str, float]]:
     """Keep the advantages [T] of this share of all ranks' sampled tokens, those with the highest entropy (ties included); others
     become 0. Wang et al. 2025, arXiv:2506.01939, eq. 6, whose threshold is per mini-batch. Entropy bonus and KL loss still cover
-    all tokens.
-    """
+    all tokens."""
     batch, sampled = experience.batch, _num_sampled(experience)
     entropy = batch["entropy"]
     threshold = kth_largest(entropy[batch["response_mask"]], max(1, math.ceil(ratio * sampled)), total)
@@ -99,8 +96,7 @@ def _of_high_entropy(experience: Experience, ratio: float) -> tuple[Tensor, dict
 def _where_critics_disagree(experience: Experience, ratio: float) -> tuple[Tensor, dict[str, float]]:
     """Set to 0 the advantages [T] of this share of all ranks' sampled tokens, those with the least disagreement.
     Liu et al. 2025, arXiv:2510.01656: states on which the critics agree are learned and teach little. Ties with the first kept
-    token are kept, so critics that start alike mask nothing.
-    """
+    token are kept, so critics that start alike mask nothing."""
     deviation, mask, sampled = experience.batch[DISAGREEMENT], experience.batch["response_mask"], _num_sampled(experience)
     threshold = kth_largest(deviation[mask], max(1, sampled - int(ratio * sampled)), total)
     kept = mask & (deviation >= threshold)
@@ -111,8 +107,7 @@ def _where_critics_disagree(experience: Experience, ratio: float) -> tuple[Tenso
 def _where_critics_agree(experience: Experience, ratio: float) -> tuple[Tensor, dict[str, float]]:
     """Return [T] fp32, 0 at this share of all ranks' sampled tokens, those with the most disagreement, 1 elsewhere; and its metric.
     Liu et al. 2025: states on which critics disagree are often noise, which an entropy bonus would explore. Ties with the first
-    kept token are kept.
-    """
+    kept token are kept."""
     deviation, mask, sampled = experience.batch[DISAGREEMENT], experience.batch["response_mask"], _num_sampled(experience)
     kept = mask & (deviation <= kth_largest(deviation[mask], int(ratio * sampled) + 1, total))
     return kept.float(), {Metric.DISAGREEMENT_FILTERED.value: _share_without(kept, sampled)}

@@ -92,8 +92,7 @@ class UpdateResult:
 class LanguageModel:
     """A model that gives log-probs of tokens: the reference, and the base of the policy.
     Log-probs are those of the sampler's distribution: its temperature and logits_dtype (`config.role_sections.PolicyConfig`),
-    restricted to the ids of the field `kept` if a batch has it.
-    """
+    restricted to the ids of the field `kept` if a batch has it."""
 
     sampling_fields = ("kept",)
     """Fields that `token_logprobs` reads if a batch has them."""
@@ -231,7 +230,6 @@ class Policy(LanguageModel):
     def _token_loss(
         self, fields: Mapping[str, Tensor], logprob: Tensor, entropy: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (loss, metrics) of some tokens, with `fields` and log-probs of the same tokens."""
         a, weight = self._algorithm, fields["weight"]
         loss, metrics = surrogate(a, fields, logprob)
         metrics["surrogate_sum"] = loss

@@ -45,8 +45,7 @@ class Rollout:
     """Scored samples of a step for the training side.
     experience, scored: of this rank's samples. prompt_of: sample number -> prompt. sampler: name of the engine that drew them.
     nothing_to_learn: reason why no model can be updated, or empty. figures: by metric. rounds: None without dynamic sampling.
-    played: trajectories that this rank drew in an environment.
-    """
+    played: trajectories that this rank drew in an environment."""
 
     step: int
     experience: Experience
@@ -154,7 +153,6 @@ class StepSamples:
         return self._merged() if self._whole is None else self._whole
 
     def _finish(self, experience: Experience, scored: Scored) -> None:
-        """Take one round as the whole step."""
         self.open, self._whole = self.open[:0], (experience, scored)
 
     def _merged(self) -> tuple[Experience, Scored]:
@@ -212,8 +210,7 @@ class StepSamples:
 def nothing_to_learn(table: SampleTable, scored: Scored, num_scored: int | None = None) -> str:
     """Return why no model can be updated on a step's responses, the same on every rank; empty if one can. Collective over the
     world. table: of all samples. scored: this rank's. num_scored: samples of all ranks that its counts cover, by default the
-    table's ended ones.
-    """
+    table's ended ones."""
     undecided, unusable = total(torch.tensor([scored.num_undecided, scored.num_unusable])).tolist()
     if not int(table.sampled.sum()):
         return f"none of the {table.num_samples} responses has a sampled token"

@@ -94,7 +94,6 @@ def _part_facts(part: RewardPart) -> dict[str, Any]:
 
 
 def _code_facts(data: RunData | RecordedData) -> dict[str, str | None]:
-    """Return part name -> SHA-256 of its source file, None without a file."""
     return {name: part.sha256 for name, part in data.reward_parts.items()}
 
 
@@ -124,7 +123,6 @@ def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
 
 
 def _recorded_facts(data: RecordedData) -> dict[str, Any]:
-    """Return the facts of trajectories, in place of those of prompts."""
     samples = data.samples
     return {
         "train": None,
@@ -144,7 +142,6 @@ def _text_facts(config: TrainConfig, data: RunData) -> dict[str, Any] | None:
 
 
 def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
-    """Return the facts of a named set: prompts, settings, and its own reward if any."""
     settings = one.settings.model_dump(mode="json", exclude={"data", "reward", "every", "before"})
     reward = None
     if one.reward is not None:
@@ -223,8 +220,8 @@ def warn_of_changes(saved: Mapping[str, Any], facts: Mapping[str, Any], name: st
 
 
 def _megatron_version() -> dict[str, str]:
-    """Return Megatron-core's version; empty where another engine runs without it."""
     try:
         return {"megatron-core": importlib.metadata.version("megatron-core")}
+    # Another engine runs without it.
     except importlib.metadata.PackageNotFoundError:
         return {}

@@ -73,8 +73,7 @@ class RunDir:
     def claim(self, run: RunConfig, config_text: str, *, resume: bool, saves: bool = True) -> Lease:
         """Take the lease of the directory on rank 0 and write the resolved config of a new run. Collective over the world.
         The lease is the launcher's if it holds one; release it at the end on every rank. saves: create the folder of checkpoints
-        too. ValueError on all ranks, also with the text of LeaseHeld.
-        """
+        too. ValueError on all ranks, also with the text of LeaseHeld."""
 
         def take_and_write() -> Lease:
             check_run_dir(run, resume)

@@ -1,7 +1,6 @@
 """Compares the sampler's policy with the trainer's on every sampled token of every step. Rounding makes small differences; stale
 weights, a wrong temperature, ids that went through text or a broken reshard make large ones, and PPO would degrade without an
-error. docs/agreement.md defines the log-probs of both sides.
-"""
+error. docs/agreement.md defines the log-probs of both sides."""
 
 from __future__ import annotations
 

@@ -52,7 +52,6 @@ def rollout_of(config: TrainConfig, data: RunData | EvaluationData, policy: Engi
 
 
 def _place_if_apart(config: TrainConfig) -> PolicyPlace | None:
-    """Return the policy's place; None if policy and rollout both live on all ranks."""
     return None if config.policy.ranks == config.rollout.ranks == ALL else place_of_policy(config)
 
 

@@ -88,8 +88,7 @@ def score_responses(
 ) -> Scored:
     """Decode and score the samples of this rank, in the order of its batch. Collective over the world.
     prompt_of: sample number -> prompt. stop: strings that end a response; rules see the text before them, training keeps their
-    tokens. A response that continues in a later step has score 0 and no parts. RewardError on every rank if a part fails on any.
-    """
+    tokens. A response that continues in a later step has score 0 and no parts. RewardError on every rank if a part fails on any."""
     ends = experience.table.ends[experience.numbers]
     numbers = experience.numbers[ends].tolist()
     finished = [sample for sample, is_last in zip(samples_of(experience), ends.tolist(), strict=True) if is_last]
@@ -220,7 +219,6 @@ def samples_of(experience: Experience) -> Iterator[Sample]:
 
 
 def _sample_of(response: Response) -> Sample:
-    """Make the sample that `samples_of` yields later."""
     tokens = response.tokens.tolist()
     turns = [tokens] if response.num_sampled == len(tokens) else _turns(tokens, response.sampled.tolist())
     return Sample(response.number, tokens, response.num_sampled, response.finish == "length", turns)

@@ -48,8 +48,7 @@ class Counting(NamedTuple):
     """Tokens that count in a role's loss: all sampled ones, apart from these fields.
     left_out: [N] bool, samples without a loss. rejected: [N], tokens of each sample that its field REJECTED leaves out. targets:
     None for all sampled tokens. positive: [N] bool, samples with a field `roles.NLL_WEIGHT`, which makes their loss the mean over
-    such tokens of the mini-batch. None for none.
-    """
+    such tokens of the mini-batch. None for none."""
 
     left_out: Tensor | None = None
     rejected: Tensor | None = None
@@ -96,8 +95,7 @@ def mini_batches(
 ) -> Iterator[MiniBatch]:
     """Yield the optimizer steps of a role by its schedule, each epoch in a new seeded order. Collective over the group.
     experience: sent to the owners of the first epoch (`first_epoch`). shares, group: of the role; later epochs exchange samples
-    over the group. max_tokens: divisor of `loss_aggregation: fixed-length`.
-    """
+    over the group. max_tokens: divisor of `loss_aggregation: fixed-length`."""
     left_out, rejected, targets, positive = counting
     table, mode, size, part = experience.table, schedule.loss_aggregation, schedule.mini_batch_size, schedule.part
     field, counted, passes_all = targets or Targets("response_mask", table.sampled)
@@ -282,8 +280,7 @@ class Updates:
     ) -> None:
         """Send every role its data, before any starts, so that roles on different ranks need not wait for each other. Collective
         over the world. names: roles to update. positive: of `positive_samples`. texts: for the policy's mini-batches, None without
-        `algorithm.ptx`.
-        """
+        `algorithm.ptx`."""
         self._roles, self._config, self._seed, self._positive, self._texts = roles, config, seed, positive, texts
         # Once for roles that divide a batch, and an epoch, alike.
         schedules = {name: update_schedule(config, name) for name in names}

@@ -88,8 +88,7 @@ def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_
     """Turn the responses of all ranks into experience spread over all ranks. Collective over the world.
     requests: of the whole batch, the same on every rank. responses: those drawn on this rank, by number. with_top_k_ids: as in
     `pack_experience`. A trajectory's last sequence has the number of its request; the earlier sequences of all trajectories, in
-    order, are numbered from len(requests). EnvironmentFault on all ranks if an environment failed.
-    """
+    order, are numbered from len(requests). EnvironmentFault on all ranks if an environment failed."""
     asked, responses, previous, num_samples = _sequences(requests, responses)
     numbers = [response.number for response in responses]
     # With partial rollouts every request has a limit. Read it there, so ranks that drew nothing have the same fields.
@@ -136,8 +135,7 @@ def pack_experience(
     Token fields: response_mask (true on sampled tokens) and rollout_logprob (the sampler's, 0 elsewhere). Sequence field: truncated
     (cut by the length limit). `with_top_k_ids` adds the ragged field kept: the ids that each sampled token was drawn from. With
     `is_partial` responses span several steps: response_mask covers this step's tokens, whole_mask [T] those of all steps, and
-    unfinished [B] marks responses that a later step continues, which do not count as truncated.
-    """
+    unfinished [B] marks responses that a later step continues, which do not count as truncated."""
     tokens: list[NDArray[numpy.int32]] = []
     mask: list[NDArray[numpy.bool_]] = []
     logprobs: list[NDArray[numpy.float32]] = []
@@ -180,7 +178,6 @@ def _joined(parts: list[NDArray], dtype: type) -> NDArray:
 
 
 def _kept_field(kept: Sequence[KeptIds], sampled: Tensor) -> Ragged:
-    """Spread the kept ids of the sampled tokens over all tokens."""
     counts = torch.zeros(sampled.numel(), dtype=torch.int32)
     counts[sampled] = torch.from_numpy(_joined([one.counts for one in kept], numpy.int32)).int()
     return Ragged(torch.from_numpy(_joined([one.ids for one in kept], numpy.int32)), counts)

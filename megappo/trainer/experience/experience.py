@@ -53,8 +53,7 @@ class Fields(NamedTuple):
 class Experience:
     """Table of all samples, their owners, and the samples of this rank by ascending number.
     rank: of this process in the world. wire: moves samples, by default between all ranks of the world. absent: empty tensors with
-    the dtypes of the holders' fields, on a rank that holds none but takes part in their exchanges.
-    """
+    the dtypes of the holders' fields, on a rank that holds none but takes part in their exchanges."""
 
     table: SampleTable
     owners: Owners
@@ -146,8 +145,7 @@ class Experience:
         """Agree on the table and spread the samples that the ranks drew over all ranks. Collective over the world.
         numbers: [M] int64, ascending, of the samples that this rank drew. drawn: those samples, with response_mask and truncated.
         versions: oldest and newest weights that sampled them, [M] each. groups, previous: [M], as in the table; None for samples
-        without a group, and for trajectories of one sequence.
-        """
+        without a group, and for trajectories of one sequence."""
         rank, world_size = place_in_world()
         table = SampleTable.agreed(numbers, rows_of(drawn, versions, rank, groups, previous), num_samples)
         experience = cls(table, Owners.drawn(table, world_size), drawn, rank, world_wire())

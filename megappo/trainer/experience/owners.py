@@ -65,5 +65,5 @@ class Owners:
 
     @cached_property
     def _numbers(self) -> dict[int, Tensor]:
-        """Cache of `numbers` by share."""
+        # By share; every exchange asks for it in both directions.
         return {}

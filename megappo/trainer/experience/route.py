@@ -1,7 +1,6 @@
 """Moves samples between owners with an all-to-all of one byte buffer, field after field for each peer. Routes follow from the table
 and the owners on both sides, so ranks exchange no sizes and no objects. Between two ranks, samples travel in order of their
-numbers.
-"""
+numbers."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def world_wire() -> Wire:
 class Leg:
     """One end of a route on this rank: where the samples lie in a batch or buffer, in the order wanted.
     rows: [R] int64, indices of the samples. spans: of their tokens. peers: [R] int64, rank on the wire that each sample goes to or
-    comes from. tokens, samples: [peers] int64, numbers sent to or received from each peer.
-    """
+    comes from. tokens, samples: [peers] int64, numbers sent to or received from each peer."""
 
     rows: Tensor
     spans: Spans
@@ -165,8 +163,7 @@ class Route:
     """Route of samples from one ownership to another, as one rank sees it.
     sent, received: for fields, which only holders receive. sent_tokens, received_tokens: for tokens, which readers receive too.
     lengths: [B'] int64, of the samples here afterwards. mean_tokens: of all samples, per rank of the wire. is_still: nothing moves
-    on any rank.
-    """
+    on any rank."""
 
     wire: Wire
     sent: Leg
@@ -198,8 +195,7 @@ class Route:
     ) -> Moved:
         """Move the samples of this rank. Collective over the wire.
         tokens: [T] int64, or None; zeros arrive on a rank that gets lengths alone. token_fields, sequence_fields: [T] and [B], with
-        the same names and dtypes on every rank; values are read on ranks that send.
-        """
+        the same names and dtypes on every rank; values are read on ranks that send."""
         if self.is_still:
             return Moved(tokens, dict(token_fields), dict(sequence_fields))
         # Sorted, so all ranks exchange them in the same order. int32 holds every token id in half the bytes.
@@ -234,11 +230,11 @@ class Route:
         return Ragged(arrived, counts).select(self.received.spans)
 
     def _groups(self, parts: Sequence[_Part]) -> list[list[_Part]]:
-        """Group the parts that share one exchange, the same on every rank."""
         groups: list[list[_Part]] = []
         room = 0
         for part in parts:
             size = part.values.itemsize * self.mean_tokens
+            # The mean share is the same on every rank, so the groups are too.
             if not groups or size > room:
                 groups.append([])
                 room = MOST_BYTES_AT_ONCE

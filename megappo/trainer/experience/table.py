@@ -91,7 +91,7 @@ class SampleTable:
 
     @cached_property
     def _balanced(self) -> dict[int, Tensor]:
-        """Cache of `balanced` by number of shares."""
+        # By number of shares; every pass of a role asks for it.
         return {}
 
     def rows(self, chosen: Tensor) -> SampleTable:

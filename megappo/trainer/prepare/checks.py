@@ -40,8 +40,7 @@ def check_run(
 ) -> CheckedRun:
     """Check the configuration of a PPO run. ValueError, one line, for the first mistake.
     resume: the run continues from its own checkpoint, so inputs only needed at the start may be missing. shapes_only: weights and
-    packages may be missing; config.json of the models is enough.
-    """
+    packages may be missing; config.json of the models is enough."""
     notes = check_config(config, explicit_keys(config), world_size, device)
     check_names(config, need_packages=not shapes_only)
     implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work

@@ -49,8 +49,7 @@ def require_isolation(reward: RewardConfig) -> None:
 def code_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[str]:
     """Read the tests of every record of `sets` (key of the configuration -> prompts) that a code reward scores.
     Yields a note per part and set with unreadable tests, and per part without isolation. ConfigError if a part can read none of a
-    set.
-    """
+    set."""
     for label, (key, part) in reward.all_parts.items():
         if part.code is None:
             continue
@@ -74,7 +73,6 @@ def code_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[
 
 
 def _hash_of_judges() -> str:
-    """Return the SHA-256 of the sources that decide a verdict."""
     folders = [Path(package.__file__ or "").parent for package in (code, sandbox)]
     files = sorted(file for folder in folders for file in folder.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

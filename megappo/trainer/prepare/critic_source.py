@@ -29,8 +29,7 @@ class CriticSource:
 def critic_source(critic: AnyCriticConfig, arch: ModelArch, model: str, name: str = "critic") -> CriticSource | None:
     """Find the source named by `critic.checkpoint`; None if it is not set. arch, model: of the critic to build. name: of its
     section. ConfigError, one line, if there is no directory, complete checkpoint or weights of the role, or if the architecture,
-    adapters or value head differ.
-    """
+    adapters or value head differ."""
     key, text = f"{name}.checkpoint", critic.checkpoint
     if text is None:
         return None

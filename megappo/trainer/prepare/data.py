@@ -68,8 +68,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     a step takes; invalid weights; token ids that the model lacks, or that a critic or the reference numbers differently; a warm-up
     longer than the run; a reward rule that can read no answer; reward code or an environment that cannot be loaded; fields that
     reward code requires and records lack; a reward model whose tokenizer or template refuses the prompts; fewer texts than an
-    update takes.
-    """
+    update takes."""
     reward_parts = load_parts(config.reward)
     tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
     notes = list(check_vocabularies(config, tokenizer))
@@ -89,7 +88,6 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
 
 
 def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextData | None:
-    """Load the texts of `algorithm.ptx`, or None. ValueError as `load_run_data`."""
     ptx = config.algorithm.ptx
     if ptx is None:
         return None
@@ -104,7 +102,6 @@ def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextD
 
 
 def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader:
-    """Build the loader at its start. ValueError as `load_run_data`."""
     data, seed = config.data, config.run.seed
     weights = None if data.weight_key is None else weights_of(train, data.weight_key, cache)
     rates = None

@@ -27,8 +27,7 @@ T = TypeVar("T")
 class EvaluationSet:
     """One set. name: "" for `data.eval`. settings: of `config.evaluations.evaluation_sets`.
     reward, reward_parts: the set's own; None and empty if it shares the training's. votes: rule whose answers maj@N counts; None if
-    no rule of its reward tells answers apart, or n is 1.
-    """
+    no rule of its reward tells answers apart, or n is 1."""
 
     name: str
     settings: EvaluationConfig

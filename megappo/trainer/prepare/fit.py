@@ -31,8 +31,7 @@ def fit_batch(config: TrainConfig, world_size: int, num_prompts: int | None) -> 
     """Lower `data.prompts_per_step` and the mini-batch sizes until they fit; return the configuration and notes on the changes.
     A step takes at most all prompts. Its samples and those of a mini-batch, which divides the step, divide evenly over the
     data-parallel ranks of policy and critics; with fewer samples than ranks, some ranks get none. num_prompts: after the filter;
-    None if unknown, then only the ranks count.
-    """
+    None if unknown, then only the ranks count."""
     critics = max(1, len(config.critics_in_use))  # each trains on its own part of the samples
     replicas = _replicas(config, world_size) * critics
     n = config.rollout.samples_per_prompt

@@ -74,7 +74,6 @@ def commit_of(path: str) -> str | None:
 
 
 def _names(config: BaseModel) -> Iterator[tuple[str, str]]:
-    """Yield (key, name) of all models and tokenizers that are hub names."""
     for key, field in keys_in(config):
         if _names_model(field) and (value := value_at(config, key)) is not None and _is_name(value):
             yield key, value

@@ -29,8 +29,7 @@ from megappo.trainer.prepare.reward_model import find_reward_tokenizer
 def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shapes_only: bool = False, trains: bool = True) -> None:
     """Refuse a run with a mistake that shows without torch: ValueError, one line, worded as by the check that reads the input.
     resume, shapes_only: as in `check_run`. trains: False for `megappo eval`, which reads neither `data.train` nor a reward of no
-    set.
-    """
+    set."""
     # With data.fit_batch the batch sizes are known only once the data is read.
     if isinstance(config, SftConfig) or not config.data.fit_batch:
         for message in rule_problems(config, explicit_keys(config)):
@@ -62,7 +61,6 @@ def _find_trajectories(path: str) -> None:
 
 
 def _check_files(config: TrainConfig, trains: bool) -> None:
-    """ConfigError for missing evaluation data, texts or reward code."""
     if trains and (texts := config.algorithm.ptx) is not None:
         _find("algorithm.ptx.data", texts.data)
     sets = evaluations.evaluation_sets(config)

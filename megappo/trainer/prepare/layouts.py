@@ -93,6 +93,7 @@ def _missing_shard(directory: Path) -> str | None:
     named = parse_object(index.read_bytes(), str(index)).get("weight_map")
     if not isinstance(named, dict):
         return f"{index.name} has no weight_map"
+    # An interrupted download leaves the index with shards missing.
     absent = sorted(name for name in {*map(str, named.values())} if not (directory / name).is_file())
     return f"{absent[0]} is missing, which {index.name} names" if absent else None
 
@@ -144,14 +145,12 @@ def placements(config: TrainConfig | SftConfig, world_size: int) -> dict[str, Pl
 
 
 def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    """ConfigError for a balancing coefficient on a model without routers."""
     if isinstance(settings, TrainableConfig) and settings.router_aux_coef > 0 and arch.moe is None:
         fix = f"has no effect: it balances experts and this {arch.family} model has none; remove it"
         raise ConfigError(problem(f"{key_of_role(role)}.router_aux_coef", settings.router_aux_coef, fix))
 
 
 def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    """ConfigError for settings that the role's engine does not support for this model."""
     if settings.engine == "fsdp2" and arch.own and settings.parallel.tp > 1:
         megatron = f", or {key_of_role(role)}.engine to megatron" if arch.family in FAMILIES else ""
         fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
@@ -162,7 +161,6 @@ def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
 
 
 def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
-    """ConfigError for adapter targets that the model, or a pipeline stage, does not have."""
     if isinstance(settings, TrainableConfig) and settings.lora is not None:
         from megappo.models.lora import adapted_modules, tensors_to_adapt  # imports torch
         from megappo.models.lora_shards import check_stages
@@ -179,7 +177,6 @@ def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: Pa
 
 
 def _check_frozen(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
-    """ConfigError for patterns of frozen weights that match none or too many."""
     if not isinstance(settings, TrainableConfig) or not settings.freeze:
         return
     head = value_head_of(settings) is not None

@@ -60,5 +60,4 @@ def _expert_problems(section: str, parallel: ParallelConfig, arch: ModelArch) ->
 
 
 def _or(number: int, wanted: int) -> str:
-    """Name the divisors next to `wanted`: `2 or 4`."""
     return " or ".join(map(str, nearest_divisors(number, wanted)))

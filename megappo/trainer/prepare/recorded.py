@@ -69,8 +69,7 @@ class RecordedData:
 def load_recorded_data(config: TrainConfig, archs: Mapping[str, ModelArch]) -> RecordedData:
     """Read the trajectories that `critic.warmup_trajectories` names. archs: of the critics.
     ConfigError, one line: no or broken records, missing token rewards, token ids of another tokenizer, a trajectory longer than the
-    sequences of this configuration, fewer trajectories than a step takes.
-    """
+    sequences of this configuration, fewer trajectories than a step takes."""
     path, step = str(config.critic.warmup_trajectories), step_arithmetic(config)
     assert config.trainer.steps is not None, "`layout_checks.reads_trajectories`"
     try:
@@ -92,7 +91,6 @@ def load_recorded_data(config: TrainConfig, archs: Mapping[str, ModelArch]) -> R
 def _faults(
     trajectories: Sequence[Trajectory], tokenizer: Tokenizer, archs: Mapping[str, ModelArch], longest: int
 ) -> Iterator[str]:
-    """Yield what a record lacks or does not fit, each with its fix."""
     role, vocabulary = min(((role, arch.vocab_size) for role, arch in archs.items()), key=lambda one: one[1])
     for one in trajectories:
         name, tokens = f"sample {one.sample} of step {one.step}", len(one.prompt_tokens) + len(one.tokens)

@@ -30,8 +30,7 @@ def scored_by(reward: RewardConfig, part: str, prompts: PromptSet) -> list[Promp
 def check_labels(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[str]:
     """Check the labels of all records of `sets` (key of the configuration -> prompts) against the recipes.
     Yields a note per set with labels that fall back to `reward.route.default`, and one for recipes without a training record.
-    ConfigError for labels without a recipe, with their counts and first records.
-    """
+    ConfigError for labels without a recipe, with their counts and first records."""
     route = reward.route
     if route.key is None:
         return
@@ -67,5 +66,4 @@ def _label(record: Record, key: str) -> str | None:
 
 
 def _most(found: Mapping[str | None, list[Prompt]]) -> Iterator[tuple[str | None, list[Prompt]]]:
-    """Yield the most frequent labels, the most frequent first."""
     yield from sorted(found.items(), key=lambda pair: -len(pair[1]))[:_LABELS]

@@ -30,8 +30,7 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, Da
     """Load the reward model's tokenizer and check it against the prompts that it scores, for the text format of the training's
     prompts. sets: key of the configuration -> (prompts, the `data` section that made them). ConfigError, one line, for a tokenizer
     that cannot be read, has ids that the model lacks, or no chat template, and for a prompt that the template refuses or that
-    leaves no position for a response.
-    """
+    leaves no position for a response."""
     settings = config.reward_model
     if not sets or settings.model is None:
         return ScoredTexts(None)
