@@ -79,13 +79,13 @@ def advantages_of(
     algorithm: AlgorithmConfig,
     per_token: PerToken | None = None,
 ) -> PackedBatch:
-    """Add reward, advantage (whitened if configured), raw_advantage and the returns of each critic: [T] fp32, 0 outside
-    response_mask.
+    """Add reward, advantage (whitened if configured), raw_advantage and each critic's returns, [T] fp32, 0 outside response_mask.
 
     With several critics, the advantages come from their joint value and each critic's returns from its own value. `gae_level: turn`
     also adds value_mask, [T] bool: the tokens that the critics learn from. With partial rollouts (fields whole_mask and unfinished
     of `pack_experience`), value_mask, reward and returns cover the whole responses that end in this step, and a length-adaptive
     lambda uses the length so far. Collective over the world: whitening uses the moments of all ranks.
+
     batch: this rank's samples with logprob, response_mask, truncated, and value and bootstrap of every critic; also ref_logprob if
     the KL is in the reward, rollout_logprob for V-trace. score: [B]. kl_coef: the controller's current coefficient. per_token: [B]
     rewards of each sampled token, or None for a sample without; they are added to KL and score.

@@ -57,14 +57,16 @@ ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
 
 @dataclass(frozen=True)
 class Roles:
-    """Roles of one run, in the run's order, which is the same on every rank: work done role by role cannot deadlock.
-    by_name: roles on this rank. placements: ranks of every role that has a model of its own. trained: roles with an optimizer.
-    shares: how each role divides a batch."""
+    """Roles of one run, in the run's order, which is the same on every rank: work done role by role cannot deadlock."""
 
     by_name: Mapping[str, Role]
+    """Roles on this rank."""
     placements: Mapping[str, Placement]
+    """Ranks of every role that has a model of its own."""
     trained: tuple[str, ...]
+    """Names of the roles with an optimizer."""
     shares: Mapping[str, Shares]
+    """How each role divides a batch."""
 
     def trains(self, name: str) -> bool:
         """Return True if the run trains this role, on this rank or others."""

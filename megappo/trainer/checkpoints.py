@@ -1,6 +1,5 @@
-"""When a run makes checkpoints, what it does after failed saves and fatal errors, and where it resumes. `checkpoint/` does the
-reading and writing. Public methods are collective over the world unless they say otherwise: all ranks call them, and all raise or
-none."""
+"""When a run makes checkpoints, what it does after failed saves and fatal errors, and where it resumes; `checkpoint/` has the
+files. Public methods are collective over the world unless they say otherwise: all ranks call them, and all raise or none."""
 
 from __future__ import annotations
 
@@ -61,9 +60,8 @@ class PlacedModel(StatefulModel, Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """State of a run. models: trained role -> engine, None on ranks where it does not live. components: small state beside the
-    models and `state`. extras: more models with state of their own, which a checkpoint may lack. layouts: of all models, for
-    messages."""
+    """State of a run. models: trained role -> engine, None on ranks where it does not live. components: small state beside `state`.
+    extras: more models with state of their own, which a checkpoint may lack. layouts: of all models, for messages."""
 
     models: Mapping[str, Engine | None]
     state: TrainerState

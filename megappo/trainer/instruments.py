@@ -148,8 +148,7 @@ class StepWork:
         scoring: Work | None = None,
     ) -> StepWork:
         """Compute the work of a step from the lengths [N] of all its samples; updates count only the mini-batches that they took.
-        generated: tokens of the prompts and responses generated, [M] each, M >= N. scoring: work of the reward model, None without
-        one."""
+        generated: prompt and response tokens, [M] each, M >= N. scoring: work of the reward model, None without one."""
         by_critic = {role: models[role].training(torch.cat(one.lengths)) for role, one in critics.items() if one.lengths}
         by_policy = {"policy": models["policy"].training(torch.cat(policy.lengths))} if policy.lengths else {}
         by_stage = {

@@ -1,6 +1,5 @@
-"""Stage 1: the prompts of a step's rounds, the requests of their samples, and the history of each prompt. The loader chooses
-prompts, by pass rate under `data.curriculum`; past responses predict lengths. `partial_rollouts.py` has the source of responses
-over several steps."""
+"""Stage 1: the prompts of a step's rounds, the requests of their samples, and each prompt's past response lengths and pass rates.
+`partial_rollouts.py` has the source of responses over several steps."""
 
 from __future__ import annotations
 

@@ -40,9 +40,8 @@ def draw_texts(data: TextData, num_updates: int) -> DrawnTexts:
 def with_texts(
     share: PackedBatch, texts: Texts, numbers: Sequence[int], shares: Shares, rank: int, denominator: float
 ) -> PackedBatch:
-    """Join a rank's share of a mini-batch with its share of these texts, balanced by tokens. Not collective.
-    The field PTX_WEIGHT makes the loss, a sum divided by `denominator`, the mean over all text tokens that have a prefix. rank: of
-    the world."""
+    """Join a rank's share of a mini-batch with its share of these texts, balanced by tokens. rank: of the world. Not collective.
+    The field PTX_WEIGHT makes the loss, a sum divided by `denominator`, the mean over all text tokens that have a prefix."""
     lengths, index = texts.lengths(numbers), shares.index_of(rank)
     own = (balanced(lengths, shares.count) == index).nonzero().flatten().tolist()
     added = texts.packed([numbers[i] for i in own])

@@ -1,6 +1,5 @@
-"""Stage 5, after the advantages: which tokens of a response the policy learns from, and how much. Every surrogate is proportional
-to its advantage (for factors >= 0), so a token's loss is weighted through its advantage. Denominators of the loss leave out only
-REJECTED."""
+"""Stage 5, after the advantages: which tokens of a response the policy learns from, and how much. Surrogates are proportional to
+the advantage (for factors >= 0), so it carries a token's loss weight. Denominators of the loss leave out only REJECTED."""
 
 from __future__ import annotations
 
@@ -84,9 +83,9 @@ def importance_figures(ratio: Tensor, found: Correction, mask: Tensor) -> dict[s
 
 
 def _of_high_entropy(experience: Experience, ratio: float) -> tuple[Tensor, dict[str, float]]:
-    """Keep the advantages [T] of this share of all ranks' sampled tokens, those with the highest entropy (ties included); others
-    become 0. Wang et al. 2025, arXiv:2506.01939, eq. 6, whose threshold is per mini-batch. Entropy bonus and KL loss still cover
-    all tokens."""
+    """Keep the advantages [T] of this share of all ranks' sampled tokens, those with the highest entropy; others become 0.
+    Wang et al. 2025, arXiv:2506.01939, eq. 6, whose threshold is per mini-batch. Ties are kept; bonus and KL loss cover all tokens.
+    """
     batch, sampled = experience.batch, _num_sampled(experience)
     entropy = batch["entropy"]
     threshold = kth_largest(entropy[batch["response_mask"]], max(1, math.ceil(ratio * sampled)), total)

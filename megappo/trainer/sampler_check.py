@@ -1,6 +1,5 @@
 """Compares the sampler's policy with the trainer's on every sampled token of every step. Rounding makes small differences; stale
-weights, a wrong temperature, ids that went through text or a broken reshard make large ones, and PPO would degrade without an
-error. docs/agreement.md defines the log-probs of both sides."""
+weights, a wrong temperature or a broken reshard make large ones, on which PPO degrades without an error (docs/agreement.md)."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def require_version(table: SampleTable, step: int, push_every: int, engine: str)
 @torch.inference_mode()
 def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: int = 0) -> Agreement:
     """Compare logprob (trainer) and rollout_logprob (sampler), [T] each, over all ranks' samples. Collective over the world.
-    With `kept` the trainer's are of the truncated distribution. num_bad: a number of this rank that is summed in the same exchange.
-    """
+    With `kept` the trainer's are of the truncated distribution. num_bad: a number of this rank, summed in the same exchange."""
     mask, is_kept = batch["response_mask"], "kept" in batch
     # With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so larger probabilities
     # of the

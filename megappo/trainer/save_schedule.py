@@ -15,8 +15,7 @@ from megappo.trainer.state import TrainerState
 
 class BestCheckpoint:
     """Best step so far, kept in the trainer's state, so every checkpoint names the best step when it was made. metric: None for
-    none. mode: max or min. A step is named as soon as its value is known; `forget_unsaved` goes back to the last one with a
-    complete checkpoint."""
+    none. mode: max or min. `forget_unsaved` goes back from a step without a checkpoint to the last saved one."""
 
     def __init__(self, metric: str | None, mode: str, state: TrainerState) -> None:
         self._metric, self._mode, self._state = metric, mode, state

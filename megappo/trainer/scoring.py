@@ -1,6 +1,5 @@
 """Stage 3: rewards of the sampled responses, each on the rank that owns the sample. Streaming parts start in stage 2 on the rank
-that drew a sample; its owner collects their results and starts the rest, so samples drawn by few ranks do not wait for these ranks.
-"""
+that drew a sample; its owner collects their results and starts the rest, so no sample waits for the few ranks that drew many."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def value_after(batch: PackedBatch, steps: Tensor, kind: bool | str) -> Tensor |
     if not kind and goes_on is None:
         return None
     after = batch["bootstrap"] if kind is True else _of_last(batch["value"], steps, batch.cu_seqlens)
-    # A response that goes on in a later step is always bootstrapped. T-PPO does so from its last token, as here unless kind is True.
+    # A response that goes on in a later step is always bootstrapped: from its last token, as in T-PPO, unless kind is True.
     cut = batch["truncated"] if kind else torch.zeros_like(batch["truncated"])
     return torch.where(cut if goes_on is None else cut | goes_on, after, 0.0)
 

@@ -278,9 +278,10 @@ class Updates:
         positive: Tensor | None = None,
         texts: DrawnTexts | None = None,
     ) -> None:
-        """Send every role its data, before any starts, so that roles on different ranks need not wait for each other. Collective
-        over the world. names: roles to update. positive: of `positive_samples`. texts: for the policy's mini-batches, None without
-        `algorithm.ptx`."""
+        """Send every role its data before any starts, so roles on different ranks do not wait for each other. Collective over the
+        world. names: roles to update. positive: of `positive_samples`. texts: for the policy's mini-batches, None without
+        `algorithm.ptx`.
+        """
         self._roles, self._config, self._seed, self._positive, self._texts = roles, config, seed, positive, texts
         # Once for roles that divide a batch, and an epoch, alike.
         schedules = {name: update_schedule(config, name) for name in names}

@@ -1,6 +1,5 @@
 """Moves samples between owners with an all-to-all of one byte buffer, field after field for each peer. Routes follow from the table
-and the owners on both sides, so ranks exchange no sizes and no objects. Between two ranks, samples travel in order of their
-numbers."""
+and the owners on both sides, so ranks exchange no sizes and no objects. Samples travel in order of their numbers."""
 
 from __future__ import annotations
 

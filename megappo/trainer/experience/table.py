@@ -26,26 +26,30 @@ def balanced(lengths: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SampleTable:
-    """Rows of samples 0..N-1, [N] int32 each.
-
-    length: tokens with the prompt. prompt: tokens before the first sampled one. sampled: tokens sampled by the policy. truncated: 1
-    if cut by the length limit. oldest, newest: versions of the weights that sampled it. owner: world rank that drew it. group:
-    index of its prompt in the step, the same for all its responses; -1 without a group. earlier: tokens before the first sampled
-    one that the policy sampled in earlier steps. unfinished: 1 if a later step continues the response. previous: number of the
-    sequence that this one continues in a trajectory with compacted context (`algo/chains.py`); -1 for a first or only sequence.
-    """
+    """Rows of samples 0..N-1, [N] int32 each."""
 
     length: Tensor
+    """Tokens, prompt included."""
     prompt: Tensor
+    """Tokens before the first sampled one."""
     sampled: Tensor
+    """Tokens sampled by the policy in this step."""
     truncated: Tensor
+    """1 if the response was cut by the length limit."""
     oldest: Tensor
+    """Oldest version of the weights that sampled the response."""
     newest: Tensor
+    """Newest version."""
     owner: Tensor
+    """World rank that drew it."""
     group: Tensor
+    """Index of its prompt in the step, the same for all its responses; -1 without a group."""
     earlier: Tensor
+    """Tokens before the first sampled one that the policy sampled in earlier steps."""
     unfinished: Tensor
+    """1 if a later step continues the response."""
     previous: Tensor
+    """Number of the sequence that this one continues with compacted context (`algo/chains.py`); -1 for a first or only one."""
 
     @cached_property
     def has_chains(self) -> bool:

@@ -17,8 +17,8 @@ from megappo.trainer.prepare.reward_routes import places, scored_by
 
 def answer_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[str]:
     """Check every answer of `sets` (key of the configuration -> prompts) with every rule of `reward` that restricts answers.
-    Yields one note per rule and set with unusable answers: count, first records and reason. ConfigError if a rule reads none of a
-    set."""
+    Yields a note per rule and set with unusable answers: count, first records, reason. ConfigError if a rule reads none of a set.
+    """
     for name in reward.all_parts:
         scored = {key: found for key, prompts in sets.items() if (found := scored_by(reward, name, prompts))}
         if name in READS_NUMBER:

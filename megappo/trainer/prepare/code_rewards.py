@@ -47,9 +47,8 @@ def require_isolation(reward: RewardConfig) -> None:
 
 
 def code_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[str]:
-    """Read the tests of every record of `sets` (key of the configuration -> prompts) that a code reward scores.
-    Yields a note per part and set with unreadable tests, and per part without isolation. ConfigError if a part can read none of a
-    set."""
+    """Read the tests of every record of `sets` (key of the configuration -> prompts) that a code reward scores. Yields a note per
+    part and set with unreadable tests, and per part without isolation. ConfigError if a part can read none of a set."""
     for label, (key, part) in reward.all_parts.items():
         if part.code is None:
             continue

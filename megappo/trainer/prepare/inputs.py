@@ -28,8 +28,7 @@ from megappo.trainer.prepare.reward_model import find_reward_tokenizer
 
 def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shapes_only: bool = False, trains: bool = True) -> None:
     """Refuse a run with a mistake that shows without torch: ValueError, one line, worded as by the check that reads the input.
-    resume, shapes_only: as in `check_run`. trains: False for `megappo eval`, which reads neither `data.train` nor a reward of no
-    set."""
+    resume, shapes_only: as in `check_run`. trains: False for `megappo eval`, which reads no `data.train` and no unused reward."""
     # With data.fit_batch the batch sizes are known only once the data is read.
     if isinstance(config, SftConfig) or not config.data.fit_batch:
         for message in rule_problems(config, explicit_keys(config)):
