@@ -125,9 +125,8 @@ class StepWeights(NamedTuple):
     steps: Tensor
     """bool, true at time steps."""
     weight: Tensor
-    """fp64, 1 at tokens that are no step."""
     trace: Tensor
-    """fp64, 1 at tokens that are no step."""
+    """weight, trace: fp64, 1 at tokens that are no step."""
 
     @classmethod
     def of(cls, response_mask: Tensor, steps: Tensor | None, weight: Tensor | None, trace: Tensor | None) -> StepWeights:
@@ -152,8 +151,7 @@ def _scan(
     gamma: float,
     weights: StepWeights | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scan the batch. lams: [2, T], of policy and critic. weights None: all tokens are alike. The rest is as in
-    `token_advantages`."""
+    """Scan the batch. lams: [2, T], of policy and critic. weights None: all tokens are alike."""
     steps, decay = response_mask, gamma * lams
     if weights is not None:
         # A token that is no step has no value: it hands on what follows, and its reward.

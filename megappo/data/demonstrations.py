@@ -74,7 +74,6 @@ def demonstrations_of(source: Source, tokenizer: Tokenizer, rules: Demonstration
 
 
 def _encode(tokenizer: Tokenizer, rules: DemonstrationRules, record: Record, name: str) -> Iterator[tuple[list[int], int]]:
-    """Yield (token ids, number of prompt ids) of a record; nothing if it is too long."""
     question = question_field(record, rules.prompt_key, "data.prompt_key", name)
     response = record_field(record, rules.response_key, "data.response_key", name)
     if not isinstance(response, str):

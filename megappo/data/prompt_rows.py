@@ -65,7 +65,6 @@ def _encode(tokenizer: Tokenizer, rules: PromptRules, record: Record, name: str)
 
 
 def _checked(source: Source, rules: PromptRules, rows: Rows, num_records: int) -> Mapping[str, Any]:
-    """Facts of the rows. Raises ValueError as `prompts_of`."""
     # Records beyond the limit are not counted.
     if rules.limit is not None and len(rows) == rules.limit:
         num_records = rows[len(rows) - 1].record + 1

@@ -50,7 +50,6 @@ def special_ids(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def _common_prefix(text: str, other: str, start: int) -> int:
-    """Number of characters that `text` shares with other[start:], from the beginning."""
     if other.startswith(text, start):
         return len(text)
     return next(i for i, character in enumerate(text) if other[start + i : start + i + 1] != character)

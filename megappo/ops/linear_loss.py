@@ -31,14 +31,11 @@ TokenLoss = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, dict[str, Ten
 
 @dataclass(frozen=True)
 class LinearLoss:
-    """Result of `linear_token_loss`."""
+    """Loss of `linear_token_loss`: scalar, differentiable by hidden and weight. logprob, entropy: [T], without gradient."""
 
     loss: Tensor
-    """Scalar, differentiable by hidden and weight."""
     logprob: Tensor
-    """[T], without gradient."""
     entropy: Tensor | None
-    """[T], without gradient."""
     metrics: dict[str, Tensor]
     """Metrics of the token loss over all chunks: *_max by maximum, others by sum."""
 

@@ -29,7 +29,6 @@ class Judged:
     sample_id: str
     text: str
     label: str
-    """Label of its recipe."""
     truncated: bool
     num_tokens: int
     verdicts: Mapping[str, Verdict]
@@ -57,7 +56,6 @@ class Scored:
     model_total: list[float] | None = None
     """[B] share of the reward models in the total; None without any."""
     recipe_labels: tuple[str, ...] = ()
-    """Labels of all recipes."""
     early_s: float | None = None
     """Seconds of generation in which this rank computed rewards; None if no part streams."""
     model_lengths: list[int] = field(default_factory=list)

@@ -94,7 +94,6 @@ class RemotePart:
                 future.set_result(result)
 
     def _next_batch(self, size: int) -> list[tuple[RewardInput, Future[Result]]]:
-        """Take up to `size` of the waiting samples."""
         batch: list[tuple[RewardInput, Future[Result]]] = []
         while self._waiting and len(batch) < size:
             sample, future = self._waiting.popleft()

@@ -109,7 +109,6 @@ async def _refuse_status(response: httpx2.Response, token: str) -> None:
 
 
 async def _excerpt(response: httpx2.Response, token: str) -> str:
-    """Read the start of an explanation, for a message."""
     body = b""
     async for chunk in response.aiter_raw():
         body += chunk
@@ -150,7 +149,6 @@ def _described(error: Exception) -> str:
 
 
 def _in_chain(error: BaseException, kind: type[BaseException], *, innermost: bool = False) -> BaseException | None:
-    """Find the error of this kind among an error and its causes; None if there is none."""
     found, link = None, error
     while link is not None and (found is None or innermost):
         if isinstance(link, kind):

@@ -27,8 +27,6 @@ Found = dict[str, Verdict | None]
 
 @dataclass
 class _Started:
-    """A sample and what its parts have found."""
-
     sample: RewardInput
     label: str
     begun: dict[str, float] = field(default_factory=dict)
@@ -135,7 +133,6 @@ class Scorer:
             self._early = {}
 
     def _start(self, name: str, started: Sequence[_Started]) -> None:
-        """Start a part for those samples whose recipe has it and whose value is not found elsewhere."""
         chosen = [one for one in started if name in self.composition.recipes[one.label] and name not in one.elsewhere]
         if not chosen:
             return

@@ -72,7 +72,6 @@ class OwnProcess:
 
 
 def _scoring(name: str, code: OwnCode) -> Answerer:
-    """Answerer of the process. Raises ValueError, one line, for code that cannot be used."""
     return partial(_answer, load_rule(name, code, batch=False))
 
 

@@ -19,7 +19,6 @@ def program_of(response: str) -> str | None:
 
 
 def _blocks(response: str) -> list[tuple[str, str]]:
-    """Pairs (language, text) of every closed fence."""
     found: list[tuple[str, str]] = []
     fence, language, lines = "", "", []
     for line in response.splitlines():

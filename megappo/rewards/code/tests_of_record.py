@@ -158,7 +158,6 @@ def _split(tree: ast.Module) -> tuple[str, Any] | None:
 
 
 def _untagged(value: Any) -> Any:
-    """Value of `runner._tagged`'s JSON."""
     if not isinstance(value, list):
         return value
     kind, items = value

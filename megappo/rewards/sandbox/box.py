@@ -137,7 +137,6 @@ class Sandbox:
         return list(values.items())
 
     def _processes_beside(self) -> int:
-        """Processes that the user's limit counts beside those of the code."""
         if self._limits.isolated:
             return 0 if is_root_with_nobody() else 1  # the first one
         return _processes_of_user()
