@@ -55,7 +55,7 @@ def _words(values: Tensor, size: int) -> Tensor:
 
 def _weights(kind: int, count: int, device: torch.device) -> Tensor:
     """Return at least `count` weights of rows (kind 0) or block columns (1)."""
-    # rounded up: few different lengths, so the cache hits
+    # Rounded up: few different lengths, so the cache hits
     return _odd_hashes(kind, 1 << max(10, (count - 1).bit_length()), device)
 
 

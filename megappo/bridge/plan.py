@@ -153,7 +153,7 @@ class _Holders:
     def fed_by(self, rank: int, turn: int, tp_rank: int) -> tuple[int, ...]:
         """Return the destinations of this tp rank, other than `rank`, that `rank` sends to."""
         period = lcm(len(self._ranks), len(self._on_node(rank)) or 1)
-        # without the rank: an object is always asked about the same one
+        # Without the rank: an object is always asked about the same one
         key = tp_rank, turn % period
         if key not in self._fed:
             positions = range(tp_rank, len(self._ends.destinations), self._tp)
@@ -295,7 +295,7 @@ def _held_at(boxes: _Boxes, position: int) -> _Boxes:
 
 
 def _steps(boxes: _Boxes) -> dict[str, int]:
-    # so that all ep ranks send an expert at the same time
+    # So that all ep ranks send an expert at the same time
     # Tensors of the same holders follow each other, those of different holders share a step.
     last: dict[tuple[int, ...], int] = defaultdict(lambda: -1)
     steps = {}

@@ -72,6 +72,6 @@ def _round(plan: RankPlan, rank: int, start: int, end: int, on_wire: bool) -> Ro
 
 
 def _between(moves: Sequence[Move], start: int, end: int) -> Sequence[Move]:
-    # the moves are sorted by step
+    # The moves are sorted by step
     step = attrgetter("step")
     return moves[bisect_left(moves, start, key=step) : bisect_left(moves, end, key=step)]

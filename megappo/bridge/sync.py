@@ -172,7 +172,7 @@ class WeightSync:
             raise RuntimeError(f"the ranks computed different weight transfer plans: {everywhere[0]}{more}")
 
     def _ranks_per_node(self) -> int:
-        # the smallest over all ranks, so that every rank plans alike
+        # The smallest over all ranks, so that every rank plans alike
         mine = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         return self._wire.reduce([mine], dist.ReduceOp.MIN)[0]
 

@@ -93,5 +93,5 @@ def _finish(flying: _InFlight, tensors: Weights, land: Land, wire: Wire) -> None
 
 
 def _in_order(moves: Mapping[int, Sequence[Move]], wire: Wire) -> Iterable[Move]:
-    # the order in which the wire lays out a buffer
+    # The order in which the wire lays out a buffer
     return (move for peer in wire.peers for move in moves.get(peer, ()))

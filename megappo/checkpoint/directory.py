@@ -148,7 +148,7 @@ class CheckpointDirectory:
             _remove_all(hidden)
         elif hidden:
             self.finish_removal()
-            # a disk takes 0.1 s and more for a large file
+            # A disk takes 0.1 s and more for a large file
             self._removal = threading.Thread(target=_remove_all, args=(hidden,), name="removal of checkpoints")
             self._removal.start()
         return [step for step, path in doomed.items() if path is not None]

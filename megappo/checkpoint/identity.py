@@ -84,7 +84,7 @@ def _critics(roles: Sequence[str]) -> str:
 
 def _other_freeze(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     for role in sorted({*saved, *now}):
-        # frozen weights have no optimizer state
+        # Frozen weights have no optimizer state
         old, new = sorted(saved.get(role, [])), sorted(now.get(role, []))
         if old != new:
             return f"{key_of_role(role)}.freeze = {json.dumps(old)}, this run has {json.dumps(new)}"

@@ -455,7 +455,7 @@ class CheckpointStore:
 
 
 def _let_training_go_first() -> None:
-    # as the writer process does; an idle core still copies at once
+    # As the writer process does; an idle core still copies at once
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 

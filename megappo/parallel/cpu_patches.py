@@ -154,7 +154,7 @@ def _patch_token_dispatcher() -> None:
         raise PlatformError(f"{name}: split sizes are no longer copied on a side stream; install {pinned('megatron-core')}")
 
     def splits_as_arrays(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        # the experts' split sizes are on the host already: no copy on a side stream
+        # The experts' split sizes are on the host already: no copy on a side stream
         if point == self.cuda_dtoh_point:
             for splits in ("input_splits", "output_splits", "output_splits_tp"):
                 value = getattr(self, splits)

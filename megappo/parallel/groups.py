@@ -66,7 +66,7 @@ class ProcessGroups:
         """Check that every rank of the role is about to run this pass, and agree on its size. Collective over these, on the host.
         work, number: name of the pass, and how many the role has made. lengths: [B] of this replica's sequences. micro_batches:
         that they need. Errors as `meeting.meet`; ScheduleDiverged too if ranks of a replica have other sequences."""
-        # ranks are at most a pass apart here, so the limit is that of exchanges inside a pass
+        # Ranks are at most a pass apart here, so the limit is that of exchanges inside a pass
         seconds = limit_of(self.tp)
         key = "pass_s" if seconds == self.timeouts.pass_s else "start_s"
         dp, share = self.layout.dp, self.coordinates.dp
@@ -205,7 +205,7 @@ def _host_group(placement: Placement, timeouts: TimeoutsConfig) -> dist.ProcessG
 
 
 def _embedding_group(layout: ParallelLayout, placement: Placement, limit: timedelta) -> dist.ProcessGroup | None:
-    # the first and last stage of a pipeline hold the copies of a tied embedding
+    # The first and last stage of a pipeline hold the copies of a tied embedding
     mine: dist.ProcessGroup | None = None
     for positions in layout.axis_groups("pp"):
         ends = placement.ranks_of(sorted({positions[0], positions[-1]}))

@@ -117,7 +117,7 @@ def _combine(largest: Tensor, point: Point, limit: Limit, group: dist.ProcessGro
 
 def _is_over(work: dist.Work, seconds: float) -> bool:
     try:
-        # a failure is raised again by the next `wait`
+        # A failure is raised again by the next `wait`
         return work.wait(timedelta(seconds=seconds))
     except RuntimeError:
         return False

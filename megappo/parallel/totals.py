@@ -71,7 +71,7 @@ def _reduced(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 
 
 def _goes_to_all(num_bytes: int, device: torch.device) -> bool:
-    # small enough that sending to every rank costs less than a ring's steps or a second exchange
+    # Small enough that sending to every rank costs less than a ring's steps or a second exchange
     return device.type == "cpu" and num_bytes * place_in_world()[1] <= MOST_BYTES_TO_ALL
 
 
@@ -85,7 +85,7 @@ def _of_ranks(values: Tensor) -> Tensor:
 
 def _pairwise(rows: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     """Combine rows [R, n] to [n] by halving."""
-    # elementwise, so every rank gets the same bits whatever its processor
+    # Elementwise, so every rank gets the same bits whatever its processor
     combine = torch.add if operation == dist.ReduceOp.SUM else torch.maximum
     while len(rows) > 1:
         half = len(rows) // 2

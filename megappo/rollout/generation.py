@@ -96,7 +96,7 @@ class _Waiting:
 
     def take(self, num: int) -> Sequence[int]:
         """Take up to `num` requests and return their numbers. All ranks of the replica call it, or none."""
-        # no communication: a batch that fits into the running replicas is dealt out whole
+        # No communication: a batch that fits into the running replicas is dealt out whole
         if self._own:
             taken, self._own = self._own[:num], self._own[num:]
             return taken

@@ -67,7 +67,7 @@ class _ByThread:
         vars(self).update(inner=inner, outer=outer, thread=threading.get_ident())
 
     def _seen(self) -> Any:
-        # threads that write a checkpoint or compute rewards must keep the run's ranks
+        # Threads that write a checkpoint or compute rewards must keep the run's ranks
         return self.inner if threading.get_ident() == self.thread else self.outer
 
     def __getattr__(self, name: str) -> Any:

@@ -230,7 +230,7 @@ class VllmEngine:
         return responses
 
     def _cache_salt(self) -> str:
-        # in the key of cached prefixes: what older weights computed is never found again
+        # In the key of cached prefixes: what older weights computed is never found again
         return str(self._version)
 
     def sleep(self) -> None:
@@ -254,7 +254,7 @@ class VllmEngine:
             )
 
     def _finish_steps(self) -> None:
-        # vLLM schedules steps ahead (asynchronous scheduling), and until they end it holds blocks of the cache and can neither
+        # VLLM schedules steps ahead (asynchronous scheduling), and until they end it holds blocks of the cache and can neither
         # reset nor release it.
         core = self._llm.llm_engine.engine_core
         while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:

@@ -101,7 +101,7 @@ _SHARED = ("vllm.config", "vllm.distributed")  # objects of the whole engine, wh
 def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
     if id(value) in seen or isinstance(value, torch.nn.Module):
         return
-    # keeps the object alive, so that its id stays unique
+    # Keeps the object alive, so that its id stays unique
     seen[id(value)] = value
     if isinstance(value, Tensor):
         yield value

@@ -132,7 +132,7 @@ class _Source(SourceLoader):
 
 
 def _import(path: str, source: bytes, module_name: str) -> ModuleType:
-    # once per content: two functions of one file share its state
+    # Once per content: two functions of one file share its state
     if (known := sys.modules.get(module_name)) is not None:
         return known
     spec = importlib.util.spec_from_loader(module_name, _Source(path, source))

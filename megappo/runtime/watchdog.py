@@ -300,7 +300,7 @@ def _gave_up_waiting(error: BaseException, trace: TracebackType) -> bool:
 
 
 def _in_exchange(trace: TracebackType) -> bool:
-    # a reward's own request may time out too
+    # A reward's own request may time out too
     return place_of(_innermost(trace)).waits_in is not None
 
 

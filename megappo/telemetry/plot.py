@@ -97,7 +97,7 @@ def figure_of(panels: Mapping[str, Curves], title: str = "") -> Figure:
 
 
 def _plain(text: str) -> str:
-    # between two dollar signs matplotlib reads mathematics
+    # Between two dollar signs matplotlib reads mathematics
     return text.replace("$", r"\$")
 
 

@@ -61,7 +61,7 @@ class Pooled:
 
 
 def _moments(rows: Sequence[Row]) -> list[str]:
-    # steps have equally many responses, but not equally many tokens
+    # Steps have equally many responses, but not equally many tokens
     per_response = [1.0] * len(rows)
     # No response may end in a step (rollout.partial_rollout_tokens), which has no mean length then.
     per_token = [mean if _finite(mean := row.get(Metric.RESPONSE_MEAN)) else 0.0 for row in rows]

@@ -54,7 +54,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _offset_key(ranks: Sequence[int]):
-    # constant along a run of neighbouring ranks
+    # Constant along a run of neighbouring ranks
     place = {rank: index for index, rank in enumerate(ranks)}
     return lambda rank: rank - place[rank]
 

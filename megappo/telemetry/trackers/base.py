@@ -52,7 +52,7 @@ def texts_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return TEXT_COLUMNS of a trajectory as text, scores with four figures, empty where the row has none."""
     values = (row.get(name) for name in TEXT_COLUMNS)
     texts = ("" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
-    # a lone surrogate, which has no UTF-8, becomes its escape
+    # A lone surrogate, which has no UTF-8, becomes its escape
     return tuple(text.encode("utf-8", "backslashreplace").decode("utf-8") for text in texts)
 
 

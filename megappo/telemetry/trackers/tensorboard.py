@@ -90,7 +90,7 @@ def _require_room(directory: Path) -> None:
 
 
 def _markdown(row: Mapping[str, Any]) -> str:
-    # indented, so that nothing in a text counts as markup
+    # Indented, so that nothing in a text counts as markup
     return "\n\n".join(f"**{name}**\n\n{_indented(text)}" for name, text in zip(TEXT_COLUMNS, texts_of(row)) if text)
 
 
