@@ -160,8 +160,7 @@ def spec_of_role(config: TrainConfig | SftConfig, name: str, total_updates: int 
 
 
 def load_critics(config: TrainConfig, engines: Mapping[str, Engine], log: RunLog) -> None:
-    """Load the weights of `critic.checkpoint`, where set, over those of `critic.model`, for every critic. engines: role -> engine
-    here."""
+    """Load `critic.checkpoint`, where set, over the weights of `critic.model`, for every critic. engines: role -> engine here."""
     for role, critic in config.critics_in_use.items():
         # Another run may be writing there: rank 0 decides which of its checkpoints all ranks read.
         spec = spec_of_role(config, role, None)

@@ -23,7 +23,7 @@ _EXPERT_METRICS = {
 
 
 def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Tensor | None, balance_loss: float) -> dict[str, float]:
-    """Return the metrics of a role's experts. tokens: [layers, experts] sent to each expert; None for a dense model, which has no
+    """Return the metrics of a role's experts. tokens: [layers, experts] sent to each; None for a dense model, which has no
     metrics."""
     if tokens is None:
         return {}
@@ -33,13 +33,12 @@ def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Tensor | No
 
 
 def targets_in(batch: PackedBatch) -> Tensor:
-    """Return [T] bool, the tokens with a critic target: all sampled ones, or the field value_mask (`gae_level: turn`, partial
-    rollouts)."""
+    """Return [T] bool, the tokens with a critic target: the field value_mask if present, else all sampled ones."""
     return batch["value_mask"] if "value_mask" in batch else batch["response_mask"]
 
 
 def least_explained_variance(totals: Totals, batch: PackedBatch) -> float:
-    """Return the least explained variance of the returns among the critics, before the updates; NaN if one critic's returns are all
+    """Return the least explained variance of the returns among the critics, before the updates; NaN if one's returns are all
     equal."""
     found = [_explained_variance(totals, fields) for fields in critics_in(batch).values()]
     return min(found, key=lambda one: (not math.isnan(one), one))

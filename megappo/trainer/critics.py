@@ -46,8 +46,8 @@ def of_critic(batch: PackedBatch, fields: CriticFields) -> PackedBatch:
 
 
 def of_critics(batch: PackedBatch, how: Literal["mean", "min"]) -> PackedBatch:
-    """Return the batch with the mean or minimum of the critics' value and bootstrap as these fields; unchanged for fewer than two
-    critics."""
+    """Return the batch with the mean or minimum of the critics' value and bootstrap as these fields; unchanged with fewer than
+    two."""
     critics = list(critics_in(batch).values())
     if len(critics) < 2:
         return batch

@@ -235,8 +235,7 @@ def evaluators_of(
     seed: int,
     scorer_of: Callable[[EvaluationSet], Scorer],
 ) -> list[Evaluator]:
-    """Build the evaluators of the sets. sampling: of training, for its stop strings and ids. scorer_of: makes or shares a set's
-    scorer."""
+    """Build the evaluators of the sets. sampling: of training, for its stops. scorer_of: makes or shares the scorer of a set."""
     made = []
     for one in sets:
         s = one.settings

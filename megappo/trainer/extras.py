@@ -95,8 +95,7 @@ def _histogram(counts: Tensor, ends: tuple[float, float]) -> Histogram:
 
 
 class Extra:
-    """Hooks in the order of a step, which do nothing by default: the first two run on the rollout side, the others on the training
-    side."""
+    """Hooks in the order of a step, which do nothing by default: two of the rollout side, then those of the training side."""
 
     def after_generate(self, drawn: Round) -> None:
         """Run in stage 2, before the engine sleeps."""
@@ -145,8 +144,7 @@ class GreedyBaseline(Extra):
 
 
 class EntropyTarget(Extra):
-    """Steers the coefficient of the entropy bonus towards the target of `algorithm.entropy`; the state keeps the next step's
-    coefficient."""
+    """Steers the coefficient of the entropy bonus towards the target of `algorithm.entropy`; the state keeps the next step's."""
 
     def __init__(self, bonus: EntropyTargetConfig, roles: Roles, state: TrainerState) -> None:
         self._bonus, self._roles, self._state = bonus, roles, state
@@ -161,8 +159,8 @@ class EntropyTarget(Extra):
         record.figures[Metric.POLICY_ENTROPY_COEF.value] = coef
 
     def coef_of(self, experience: Experience) -> float:
-        """Return the coefficient for this step's updates and steer the next one; call once a step. Collective over the world.
-        experience: with the field entropy."""
+        """Return the coefficient for this step's updates and steer the next, from the field entropy. Collective over the world,
+        once a step."""
         bonus = self._bonus
         before = bonus.coef if self._state.entropy_coef is None else self._state.entropy_coef
         mask = experience.batch["response_mask"]

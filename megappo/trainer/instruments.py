@@ -41,8 +41,7 @@ STAGES_OF_ROLE: Mapping[str, Sequence[str]] = {
     "reference": ("logprobs",),
     "critic": ("logprobs", "update_critic"),
 }
-"""Role -> stages in which its ranks work for it; further critics use the entry of `critic`. In other stages these ranks work for
-another role, exchange data or wait."""
+"""Role -> stages in which its ranks work for it (`critic`: any critic). In others they serve another role, exchange or wait."""
 SHARED = ("score", "advantages", "check_replicas", "evaluate")
 """Stages in which all ranks work, whatever their roles."""
 
@@ -120,8 +119,8 @@ class RoleModel:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a role in a stage, over all ranks. flops: of the model. recomputed: extra FLOPs of activation recomputation. tokens:
-    passed."""
+    """Work of a role in a stage over all ranks. flops: of the model. recomputed: extra FLOPs of recomputation. tokens: of its
+    passes."""
 
     flops: int
     recomputed: int
@@ -260,14 +259,13 @@ class Instruments:
             yield
 
     def settle_times(self, timers: StageTimers) -> None:
-        """Replace each stage's seconds by the slowest rank's. Collective over the world if ranks have different roles; else nothing
-        changes."""
+        """Replace each stage's seconds by the slowest rank's if ranks have different roles; then collective over the world."""
         if self._split:
             timers.seconds.update(largest_over_ranks(timers.seconds))
 
     def timeline(self, timers: StageTimers, step: int) -> list[str]:
-        """Return lines on when each role's ranks were in which stage. Collective over the world if ranks have different roles; else
-        empty."""
+        """Return lines on which role's ranks were in which stage, none if all roles live on all ranks; else collective over the
+        world."""
         return timeline(spans_of_ranks(timers), self._places, step) if self._split else []
 
     def costs(self, record: StepRecord, timers: StageTimers) -> dict[str, float]:

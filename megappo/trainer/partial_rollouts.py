@@ -42,8 +42,7 @@ class Begun:
 
 
 class Unfinished(NamedTuple):
-    """Responses that a step leaves to the next, in order. row, left: the prompt with responses still to begin, and how many (0:
-    none)."""
+    """Responses that a step leaves to the next, in order. row, left: the prompt with responses to begin, and their number."""
 
     begun: tuple[Begun, ...] = ()
     row: int = -1
@@ -76,8 +75,8 @@ class Unfinished(NamedTuple):
 
 
 class PartialRollouts(PromptSource):
-    """Prompt source of a run with `rollout.partial_rollout_tokens`. Each row is one sample, as the samples of a prompt end in
-    different steps."""
+    """Source of a run with `rollout.partial_rollout_tokens`. Each row is one sample: the samples of a prompt end in different
+    steps."""
 
     def __init__(self, config: TrainConfig, prompts: Sequence[Prompt], loader: PromptLoader, state: TrainerState) -> None:
         assert config.rollout.partial_rollout_tokens is not None

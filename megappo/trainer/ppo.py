@@ -34,8 +34,7 @@ class PPO:
         self.push_every, self.summary_every, self.stopped = push_every, summary_every, False
 
     def run(self) -> dict[str, Evaluation]:
-        """Run the remaining steps, or until a stop; return the last result of each evaluation set by name. Collective over the
-        world."""
+        """Run the remaining steps, or until a stop; return each evaluation set's last result by name. Collective over the world."""
         self.rollout.push_weights(self.state.step)
         if behind := self.state.step % self.push_every:
             # A stop, an error or the run's end left this checkpoint: those that are due wait for a push.

@@ -51,8 +51,8 @@ class Replicas:
         self._copies = [Copies(*key, tuple(own.get(key, ()))) for key, count in holders.items() if count > 1]
 
     def differences(self) -> list[str]:
-        """Return one line per rectangle whose copies differ, the same on every rank of the engine. Collective over these ranks, on
-        the host."""
+        """Return one line per rectangle whose copies differ, equal on all ranks of the engine. Collective over these, on the
+        host."""
         with self._engine.eval_mode():
             kinds = {"": self._engine.named_parameters(), " (fp32 main parameter)": self._engine.main_parameters()}
             return [line for kind, tensors in kinds.items() for line in self._compare(tensors, kind)]

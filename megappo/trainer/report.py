@@ -1,5 +1,4 @@
-"""Report of a step: its metrics by name. Each rank adds up its own samples; one exchange of sums and one of maxima give the
-totals."""
+"""Report of a step: its metrics by name. One exchange of sums and one of maxima combine the samples of all ranks."""
 
 from __future__ import annotations
 

@@ -60,8 +60,7 @@ def _means_of_sequences(batch: PackedBatch) -> Tensor:
 def _corrected(
     batch: PackedBatch, correction: TISConfig | MISConfig | IcePopConfig, drops: bool
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return (fields, figures over all ranks): advantage [T] times the correction's weights, and REJECTED [T] bool if it drops
-    tokens."""
+    """Return (fields, figures over all ranks): advantage [T] times the correction's weights, and REJECTED [T] bool if it drops."""
     mask = batch["response_mask"]
     ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, correction.level)
     low = correction.low if correction.type == "icepop" else None
@@ -105,8 +104,8 @@ def _where_critics_disagree(experience: Experience, ratio: float) -> tuple[Tenso
 
 def _where_critics_agree(experience: Experience, ratio: float) -> tuple[Tensor, dict[str, float]]:
     """Return [T] fp32, 0 at this share of all ranks' sampled tokens, those with the most disagreement, 1 elsewhere; and its metric.
-    Liu et al. 2025: states on which critics disagree are often noise, which an entropy bonus would explore. Ties with the first
-    kept token are kept."""
+    Liu et al. 2025: states on which critics disagree are often noise, which the bonus would explore. Ties with the first are kept.
+    """
     deviation, mask, sampled = experience.batch[DISAGREEMENT], experience.batch["response_mask"], _num_sampled(experience)
     kept = mask & (deviation <= kth_largest(deviation[mask], int(ratio * sampled) + 1, total))
     return kept.float(), {Metric.DISAGREEMENT_FILTERED.value: _share_without(kept, sampled)}

@@ -313,7 +313,7 @@ class RewardModel:
         self.engine = engine
 
     def scores(self, share: PackedBatch) -> Tensor:
-        """Return the head's output at the last token of every sequence of this replica's share, [B] fp32, on the rank that
+        """Return the head's output at the last token of each sequence of this replica's share, [B] fp32, on the rank that
         reports."""
         with self.engine.eval_mode():
             result = self.engine.forward_backward(share, self._report, forward_only=True)

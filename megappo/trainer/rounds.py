@@ -1,5 +1,4 @@
-"""Rounds of stages 1 to 3 that draw a step's samples, and their result for the training side. Without dynamic sampling there is one
-round."""
+"""Rounds of stages 1 to 3 that draw a step's samples, and their result. Without dynamic sampling there is one round."""
 
 from __future__ import annotations
 
@@ -82,8 +81,8 @@ class Rounds:
 
 @dataclass(frozen=True)
 class _Kept:
-    """Samples of a round that the step trains on. numbers: [K] int64, in the step. share: [K], their owners. own: [B], numbers of
-    those on this rank."""
+    """Samples of a round that the step trains on. numbers: [K] int64, in the step. share: [K], owners. own: [B], numbers on this
+    rank."""
 
     numbers: Tensor
     table: SampleTable
@@ -208,9 +207,10 @@ class StepSamples:
 
 
 def nothing_to_learn(table: SampleTable, scored: Scored, num_scored: int | None = None) -> str:
-    """Return why no model can be updated on a step's responses, the same on every rank; empty if one can. Collective over the
-    world. table: of all samples. scored: this rank's. num_scored: samples of all ranks that its counts cover, by default the
-    table's ended ones."""
+    """Return why no model can be updated on a step's responses, equal on all ranks; empty if one can. Collective over the world.
+    table: of all samples. scored: this rank's. num_scored: samples its counts cover on all ranks, by default the table's ended
+    ones.
+    """
     undecided, unusable = total(torch.tensor([scored.num_undecided, scored.num_unusable])).tolist()
     if not int(table.sampled.sum()):
         return f"none of the {table.num_samples} responses has a sampled token"

@@ -33,8 +33,7 @@ _ONE_CODE = "put one copy on a file system that all nodes share, and install the
 
 
 def run_facts(config: TrainConfig, data: RunData | RecordedData) -> dict[str, Any]:
-    """Return the facts of a run, JSON-compatible. `checkpoint/identity.py` says which may change on resume (layouts may, data may
-    not)."""
+    """Return the facts of a run, JSON-compatible. `checkpoint/identity.py` says which may change on resume."""
     in_use = {role: path for role, (_, path) in model_paths(config).items()}
     if reference_is_base(config):
         in_use["reference"] = in_use["policy"]
@@ -98,8 +97,7 @@ def _code_facts(data: RunData | RecordedData) -> dict[str, str | None]:
 
 
 def _environment_facts(data: RunData | RecordedData) -> dict[str, Any] | None:
-    """Return the environment's settings and the SHA-256 of its code, without path and workers, which may change; None without
-    one."""
+    """Return the environment's settings and the SHA-256 of its code, without path and workers, which may change."""
     if data.environment is None:
         return None
     settings = data.environment.settings.model_dump(mode="json", exclude={"path", "workers"})
@@ -203,8 +201,7 @@ def require_same_order(saved: Mapping[str, Any], facts: Mapping[str, Any], name:
 
 
 def require_same_models(held: Collection[str], config: TrainConfig, name: str) -> None:
-    """ConfigError, one line, if only one of this run and the checkpoint `name` trains the policy. held: models of the
-    checkpoint."""
+    """ConfigError, one line, if only one of this run and the checkpoint `name` trains the policy. held: the checkpoint's models."""
     # Continuing with the critic alone would save checkpoints without the policy, and in time remove those with it.
     trains, held_policy = "policy" in trained_sections(config), "policy" in held
     if trains != held_policy:

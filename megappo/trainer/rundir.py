@@ -56,8 +56,8 @@ class RunDir:
         _on_rank_0(lambda: record_end(self.root, Ended("finished", step)))
 
     def record_stop(self, step: int, received: signal.Signals | None) -> None:
-        """Record that the run ended after `step` because a rank was asked to stop. received: this rank's signal. Collective over
-        the world."""
+        """Record that the run ended after `step` as a rank was asked to stop. received: this rank's signal. Collective over the
+        world."""
         names = gathered(received.name if received else None)
         asked = {str(rank): name for rank, name in enumerate(names) if name is not None}
         _on_rank_0(lambda: record_end(self.root, Ended("stopped", step, message="asked to stop", signals=asked)))

@@ -1,5 +1,4 @@
-"""Decides which steps get a checkpoint: by number of steps, by time, or as the best by a metric. Knows no ranks: rank 0 asks and
-tells the others."""
+"""Decides which steps get a checkpoint: by steps, by time, or as the best by a metric. Knows no ranks: rank 0 asks for all."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ class BestCheckpoint:
         self._state.best = self._saved
 
     def resume(self, steps: Collection[int]) -> str:
-        """Check the best step after a resume; return a line for the log if it no longer counts. steps: of the existing
-        checkpoints."""
+        """Check the best step after a resume; return a log line if it no longer counts. steps: of the existing checkpoints."""
         best, reason = self._state.best, ""
         if best is not None and (best["metric"], best["mode"]) != (self._metric, self._mode):
             reason = (
@@ -88,8 +86,7 @@ class SaveSchedule:
             self._held_s, self._saves = save_s, 1
 
     def is_due(self, step: int, epochs_done: int) -> bool:
-        """Return True if a checkpoint is due after `step`; call once per step. epochs_done: whole passes over the prompts so
-        far."""
+        """Return True if a checkpoint is due after `step`; call once per step. epochs_done: whole passes over the prompts."""
         ended_epoch, self._epochs_done = epochs_done > self._epochs_done, epochs_done
         now = self._clock()
         step_s, self._boundary = now - self._boundary, now

@@ -48,9 +48,9 @@ def moments_of_tokens(
     kl_kinds: Collection[str] = (),
 ) -> dict[str, Moments]:
     """Return name -> moments over this rank's tokens: `of_sampled` over sampled tokens; values, returns and errors (`error FIELD`:
-    return minus value) of every critic over tokens with a target. Works in chunks of tokens.
-    targets: [T] bool. means: fields that need only a mean. kl_kinds: estimators of the KL to the reference, as `kl KIND`, if the
-    batch has its log-probs."""
+    return minus value) of every critic over tokens with a target. targets: [T] bool. means: fields that need only a mean.
+    kl_kinds: estimators of the KL to the reference, as `kl KIND`, if the batch has its log-probs.
+    """
     mask, critics = batch["response_mask"], critics_in(batch).values()
     of_critics = [name for one in critics for name in (one.value, one.returns)]
     names = [*means, *of_sampled, *of_critics]

@@ -67,8 +67,8 @@ class Rewards:
 
 
 def whole_responses(batch: PackedBatch) -> PackedBatch:
-    """Return the batch with a response_mask that also covers tokens of earlier steps, for rewards and returns; unchanged if a step
-    draws whole responses."""
+    """Return the batch with the tokens of earlier steps in response_mask, for rewards and returns; unchanged without partial
+    rollouts."""
     return batch.with_fields({"response_mask": batch["whole_mask"]}) if "whole_mask" in batch else batch
 
 
@@ -78,16 +78,14 @@ def gae_over_tokens(batch: PackedBatch, rewards: Rewards, value: Tensor, bootstr
 
 
 def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstrap: Tensor | None, discount: Discount) -> Scanned:
-    """Compute GAE with turns as steps; every sampled token gets the advantage and return of its turn. starts: [T] bool, from
-    `algo.turns.turn_starts`."""
+    """Compute GAE with turns as steps; each sampled token gets its turn's advantage and return. starts: [T] bool, `turn_starts`."""
     mask, scanned = batch["response_mask"], rewards.scan(batch, batch["value"], bootstrap, discount, steps=starts)
     advantage, returns = (over_turns(x, mask, starts) for x in (scanned.advantage, scanned.returns))
     return Scanned(scanned.reward, advantage, returns, whitening_moments(advantage, mask))
 
 
 def gae_over_partial_rollouts(batch: PackedBatch, rewards: Rewards, bootstrap: Tensor | None, discount: Discount) -> Scanned:
-    """Compute GAE of responses over several steps: advantages at this step's tokens, rewards and returns over the whole
-    response."""
+    """Compute GAE of responses over several steps: advantages at this step's tokens, rewards and returns over whole responses."""
     # An advantage depends only on what follows its token, so earlier tokens do not change it.
     scanned = rewards.scan(whole_responses(batch), batch["value"], bootstrap, discount)
     advantage = torch.where(batch["response_mask"], scanned.advantage, 0.0)
@@ -109,8 +107,7 @@ def vtrace_over_tokens(
 
 
 def value_after(batch: PackedBatch, steps: Tensor, kind: bool | str) -> Tensor | None:
-    """Return [B] value that a cut response continues with (`algorithm.bootstrap_truncated`), 0 for others. steps: [T] bool, time
-    steps."""
+    """Return [B] value after a cut response (`algorithm.bootstrap_truncated`), 0 for others. steps: [T] bool, time steps."""
     goes_on = batch["unfinished"] if "unfinished" in batch else None
     if not kind and goes_on is None:
         return None
@@ -144,7 +141,7 @@ def _rewards_of_tokens(per_token: PerToken, batch: PackedBatch) -> Tensor | None
 
 @dataclass(frozen=True)
 class Chains:
-    """Sequences of this rank joined into trajectories. order: [B] int64, samples chain by chain. counts: [C] int64, sequences per
+    """Sequences of this rank joined into trajectories. order: [B] int64, samples by chain. counts: [C] int64, sequences per
     chain."""
 
     order: Tensor

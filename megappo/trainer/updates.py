@@ -76,8 +76,7 @@ def order_of_epoch(num_samples: int, seed: int, part: Part = WHOLE) -> Tensor:
 
 
 def owners_of_epoch(table: SampleTable, shares: Shares, size: int, seed: int, part: Part = WHOLE) -> Owners:
-    """Return the owners of the samples in an epoch, balanced over the shares for each mini-batch. Samples outside the part have
-    owners too, but are not used."""
+    """Balance the samples of an epoch over the shares for each mini-batch. Samples outside the part have owners too, but unused."""
     share = torch.zeros(table.num_samples, dtype=torch.long) if part == WHOLE else table.balanced(shares.count).clone()
     order = order_of_epoch(table.num_samples, seed, part)
     of_minis = [balanced(lengths, shares.count) for lengths in table.length.index_select(0, order).split(size)]
@@ -278,8 +277,8 @@ class Updates:
         positive: Tensor | None = None,
         texts: DrawnTexts | None = None,
     ) -> None:
-        """Send every role its data before any starts, so roles on different ranks do not wait for each other. Collective over the
-        world. names: roles to update. positive: of `positive_samples`. texts: for the policy's mini-batches, None without
+        """Send every role its data before any starts, so roles on other ranks do not wait for each other. Collective over the
+        world. names: roles to update. positive: `positive_samples`. texts: for the policy's mini-batches, None without
         `algorithm.ptx`.
         """
         self._roles, self._config, self._seed, self._positive, self._texts = roles, config, seed, positive, texts

@@ -117,8 +117,7 @@ class Experience:
         return self.redistribute(Owners.everywhere(self.table, place_in_world()[1]), fields).batch
 
     def texts(self, texts: Sequence[str], owners: Owners) -> list[str]:
-        """Send this rank's texts, as bytes, to the samples' other owners and return the texts received here. Collective over the
-        world."""
+        """Send this rank's texts to the samples' other owners, as bytes; return those received. Collective over the world."""
         encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
         lengths = self.column(torch.tensor([len(one) for one in encoded], dtype=torch.float64)).long()
         flat = torch.tensor(bytearray(b"".join(encoded)), dtype=torch.uint8)
@@ -170,7 +169,7 @@ class Experience:
 
     @classmethod
     def of_whole(cls, batch: PackedBatch) -> Experience:
-        """Build experience from a batch that every rank has, with response_mask and truncated, and group and previous if any. Not
+        """Build experience from a batch of every rank with response_mask and truncated, and group and previous if any. Not
         collective."""
         rank, world_size = place_in_world()
         version = torch.zeros(batch.num_sequences, dtype=torch.int32)

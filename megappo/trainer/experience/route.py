@@ -29,8 +29,7 @@ class Wire(Protocol):
     places: Tensor
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
-        """Fill `received` [R] with the data that the other ranks send here, in exchange for `sent` [S]. Counts are elements per
-        rank."""
+        """Fill `received` [R] with the data from the other ranks, in exchange for `sent` [S]. Counts are elements per rank."""
         ...
 
 
@@ -87,8 +86,8 @@ class Leg:
 
     @classmethod
     def sent(cls, rows: Tensor, peers: Tensor, lengths: Tensor, num_peers: int) -> Leg:
-        """Order samples of the local batch by peer. rows: [R], ascending for each peer. peers: [R], ranks on the wire. lengths:
-        [B], of the whole batch."""
+        """Order samples of the local batch by peer. rows: [R], ascending per peer. peers: [R], on the wire. lengths: [B], of the
+        batch."""
         order = peers.argsort(stable=True)
         starts = (lengths.cumsum(0) - lengths)[rows[order]]
         spans = Spans(starts, lengths[rows[order]])
@@ -161,8 +160,8 @@ class Moved(NamedTuple):
 class Route:
     """Route of samples from one ownership to another, as one rank sees it.
     sent, received: for fields, which only holders receive. sent_tokens, received_tokens: for tokens, which readers receive too.
-    lengths: [B'] int64, of the samples here afterwards. mean_tokens: of all samples, per rank of the wire. is_still: nothing moves
-    on any rank."""
+    lengths: [B'] int64, of the samples here afterwards. mean_tokens: per rank of the wire. is_still: nothing moves on any rank.
+    """
 
     wire: Wire
     sent: Leg

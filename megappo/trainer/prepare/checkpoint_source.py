@@ -48,8 +48,7 @@ def _find_readable(key: str, text: str) -> tuple[CheckpointDirectory, Manifest]:
 
 
 def other_architecture(text: str, manifest: Manifest, role: str, arch: ModelArch) -> tuple[str, str] | None:
-    """Return (differences, model directory) if the run configured another architecture of `role`; None if they agree or cannot be
-    compared."""
+    """Return (differences, model directory) if the run configured another architecture of `role`; None if none is found."""
     written, _ = parse_yaml(str(manifest.facts.get("config", "")), text)
     if not isinstance(written, dict):
         return None

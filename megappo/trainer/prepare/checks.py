@@ -26,8 +26,7 @@ from megappo.trainer.prepare.layouts import check_layouts, read_archs
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A configuration that this world can run, if memory and data suffice. archs, layouts: by role. notes: on unneeded keys, for
-    example."""
+    """A configuration that this world can run, if memory and data suffice. archs, layouts: by role. notes: for the plan."""
 
     config: TrainConfig
     archs: Mapping[str, ModelArch]

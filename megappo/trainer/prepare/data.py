@@ -66,9 +66,8 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     """Load tokenizer and prompts of this configuration. train: the prompts of `data.train`, if already loaded.
     ValueError, one line: missing or unreadable files; records without a needed key; no prompt left after the filter, or fewer than
     a step takes; invalid weights; token ids that the model lacks, or that a critic or the reference numbers differently; a warm-up
-    longer than the run; a reward rule that can read no answer; reward code or an environment that cannot be loaded; a field that
-    reward code requires and records lack; a reward model whose tokenizer or template refuses the prompts; too few texts for an
-    update.
+    longer than the run; a reward rule that can read no answer; code of a reward or environment that cannot be loaded; a field that
+    reward code requires and records lack; a reward model that refuses the prompts; fewer texts than an update takes.
     """
     reward_parts = load_parts(config.reward)
     tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)

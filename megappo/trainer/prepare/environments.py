@@ -15,8 +15,7 @@ KEY = "rollout.environment"
 
 
 def load_environment(config: TrainConfig, tokenizer: Tokenizer) -> PreparedEnvironment | None:
-    """Load `rollout.environment`; None if it is not set. ConfigError, one line, for code that cannot be used, or a chat template in
-    which no observation can follow a turn."""
+    """Load `rollout.environment`; None if it is not set. ConfigError, one line, if its code or the chat template cannot be used."""
     settings = config.rollout.environment
     if settings is None:
         return None

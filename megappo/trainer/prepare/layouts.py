@@ -1,5 +1,4 @@
-"""Checks that every role's model fits its layout: architecture, tensor sizes, sequence lengths. Reads config.json and the headers
-of the weight files, never weights."""
+"""Checks that every role's model fits its layout. Reads config.json and the headers of the weight files, never weights."""
 
 from __future__ import annotations
 

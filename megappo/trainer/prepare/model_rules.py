@@ -1,5 +1,4 @@
-"""Parallel sizes that a model allows: heads, columns, layers, experts. Every rule names the key, its value and a fix. Rules for any
-model are in `config/layout_checks.py`."""
+"""Parallel sizes that a model allows; every rule names key, value and fix. Rules for any model: `config/layout_checks.py`."""
 
 from __future__ import annotations
 

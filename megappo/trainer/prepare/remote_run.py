@@ -31,8 +31,8 @@ class Copies:
 
 
 def find_copies(config: TrainConfig, *, resume: bool) -> Copies | None:
-    """Find the copies to resume from; None if the run is here, none are configured, or it is no resume. ConfigError, one line,
-    without a copy."""
+    """Find the copies to resume from; None if the run is here, has no `checkpoint.remote`, or is no resume. ConfigError without a
+    copy."""
     remote, run_dir = config.checkpoint.remote, run_dir_of(config.run)
     if not resume or remote is None or holds_run(run_dir):
         return None
