@@ -295,7 +295,7 @@ def _held_at(boxes: _Boxes, position: int) -> _Boxes:
 
 
 def _steps(boxes: _Boxes) -> dict[str, int]:
-    # So that all ep ranks send an expert at the same time
+    # All ep ranks then send an expert at the same time
     # Tensors of the same holders follow each other, those of different holders share a step.
     last: dict[tuple[int, ...], int] = defaultdict(lambda: -1)
     steps = {}

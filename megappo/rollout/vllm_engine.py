@@ -254,7 +254,7 @@ class VllmEngine:
             )
 
     def _finish_steps(self) -> None:
-        # VLLM schedules steps ahead (asynchronous scheduling), and until they end it holds blocks of the cache and can neither
+        # vLLM schedules steps ahead (asynchronous scheduling), and until they end it holds blocks of the cache and can neither
         # reset nor release it.
         core = self._llm.llm_engine.engine_core
         while core.engine_core.scheduler.has_requests() or core.engine_core.batch_queue:

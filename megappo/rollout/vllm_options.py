@@ -111,7 +111,7 @@ def _model_config(text: Mapping[str, Any], arch: ModelArch) -> Callable[[Any], A
 
     def override(config: Any) -> Any:
         config = getattr(config, "text_config", config)
-        # VLLM would build fp8 layers for a checkpoint in fp8
+        # vLLM would build fp8 layers for a checkpoint in fp8
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         config.architectures = [arch.architecture] if arch.own else text["architectures"]

@@ -137,7 +137,7 @@ def _imports_frozen() -> Iterator[None]:
         freeze_imports()
         collect_seldom()
     with contextlib.ExitStack() as stack:
-        # VLLM collects seven times per engine (0.35 s each without this) and thaws the whole heap when an engine closes.
+        # vLLM collects seven times per engine (0.35 s each without this) and thaws the whole heap when an engine closes.
         for name in ("freeze", "unfreeze"):
             stack.callback(setattr, gc, name, getattr(gc, name))
             setattr(gc, name, lambda: None)

@@ -78,7 +78,7 @@ def place_of(innermost: FrameType) -> Place:
 
 
 def _function(stack: list[FrameType], index: int) -> str:
-    # Torch wraps its functions in `wrapper`
+    # torch wraps its functions in `wrapper`
     while index > 0 and stack[index].f_code.co_name == "wrapper":
         index -= 1
     return stack[index].f_code.co_name
