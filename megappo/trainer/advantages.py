@@ -143,6 +143,7 @@ def _with_critic(
 
 
 def _discount(batch: PackedBatch, steps: Tensor, algorithm: AlgorithmConfig) -> Discount:
+    """Return gamma and the lambdas. steps: [T] bool, tokens that are time steps."""
     lam_policy: float | Tensor = algorithm.lam
     if algorithm.lam_length_alpha is not None:
         lam_policy = length_adaptive_lambda(tokens_per_sequence(steps, batch.cu_seqlens), algorithm.lam_length_alpha)

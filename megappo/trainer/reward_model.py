@@ -61,6 +61,7 @@ class ModelScorer:
         return self if text == self.text else replace(self, text=text)
 
     def _encode(self, prompts: Sequence[Prompt], responses: Sequence[Judged]) -> list[list[int]]:
+        """Return the ids of the texts; RewardError if one cannot be encoded."""
         texts: list[list[int]] = []
         for prompt, response in zip(prompts, responses, strict=True):
             try:
