@@ -295,8 +295,7 @@ def _held_at(boxes: _Boxes, position: int) -> _Boxes:
 
 
 def _steps(boxes: _Boxes) -> dict[str, int]:
-    # All ep ranks then send an expert at the same time
-    # Tensors of the same holders follow each other, those of different holders share a step.
+    # Tensors of the same holders follow each other, those of different holders share a step: all ep ranks send an expert at once.
     last: dict[tuple[int, ...], int] = defaultdict(lambda: -1)
     steps = {}
     for hf, of_tensor in boxes.items():
