@@ -179,17 +179,21 @@ def test_nothing_outlives_a_rank_that_is_killed() -> None:
 
 
 def test_a_request_to_stop_costs_no_score() -> None:
+    def started() -> list[psutil.Process]:
+        return [child for child in psutil.Process().children(recursive=True) if child not in before]
+
+    before = psutil.Process().children(recursive=True)  # a server that forks ranks for other tests
     with Sandbox(Limits()) as sandbox:
         task = {"kind": "stdin", "setup": "", "source": "import time; time.sleep(1); print(1)"}
         with ThreadPoolExecutor(1) as pool:
             outcome = pool.submit(sandbox.run, "", task, 20.0)
-            _wait_for(lambda: len(psutil.Process().children(recursive=True)) >= 3)
-            started = psutil.Process().children(recursive=True)
-            for process in started[:2]:  # bubblewrap's; the rank's group does not reach the program
+            _wait_for(lambda: len(started()) >= 3)
+            inside = started()
+            for process in inside[:2]:  # bubblewrap's; the rank's group does not reach the program
                 for request in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
                     process.send_signal(request)
             assert outcome.result() == Outcome("exit 0", "1\n")
-    assert not psutil.wait_procs(started, timeout=20)[1]
+    assert not psutil.wait_procs(inside, timeout=20)[1]
 
 
 ESCAPE = """

@@ -223,7 +223,7 @@ def test_a_checkpoint_of_a_deeper_model_is_not_exported_in_part(runs, tmp_path):
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace(str(run.model), str(tmp_path / "shallow")))
     done = export(tmp_path / "run", tmp_path / "out")
-    assert done.returncode == 2 and "only the checkpoint has decoder.layers.1" in done.stderr, done.stderr
+    assert done.returncode == 2 and "only the checkpoint has model.layers.1" in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()
 
 

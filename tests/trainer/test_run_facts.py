@@ -29,10 +29,9 @@ def test_another_order_of_the_prompts_is_refused(tmp_path: Path, override: str, 
         require_same_order(facts(tmp_path), facts(tmp_path, override), "step-3")
 
 
-def test_other_keys_may_change_and_older_checkpoints_lack_some(tmp_path: Path) -> None:
+def test_other_keys_may_change(tmp_path: Path) -> None:
     now = facts(tmp_path, "run.seed=7")
     require_same_order(now, facts(tmp_path, "run.seed=7", "trainer.steps=9", "data.prompts_per_step=3"), "step-3")
-    require_same_order({"config": "run: {name: old}"}, now, "step-3")
 
 
 ALONE = ("trainer.steps=4", "critic.warmup_steps=4")

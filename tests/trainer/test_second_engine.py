@@ -124,6 +124,7 @@ def four_roles(rank: int, folder: Path) -> list[str]:
     from megappo.commands.plan.estimate import work_out
     from megappo.commands.plan.phases import phases
     from megappo.config import dead_keys
+    from megappo.config.loading import validated
     from megappo.config.role_sections import ReferenceConfig
     from megappo.config.schema import TrainConfig
     from megappo.data.packing import pack
@@ -135,7 +136,7 @@ def four_roles(rank: int, folder: Path) -> list[str]:
     class WithAverage(TrainConfig):
         ema: ReferenceConfig = ReferenceConfig(dtype="fp32")
 
-    config = WithAverage.model_validate(small_config(folder, "four", steps=1))
+    config = validated(small_config(folder, "four", steps=1), WithAverage)
     with mock.patch.dict(build_roles.ROLES, {FOURTH: build_roles.ROLES["reference"]}):
         roles = build_roles.build_roles(config, toy_engines(), {"policy": 1, "critic": 1})
     batch = pack([[3, 4, 5], [6, 7]])

@@ -80,7 +80,6 @@ def runs(rank: int, folder: Path) -> dict[str, str]:
     """Texts of refusals by name; the rest is in the run directories."""
     from unittest import mock
 
-    from megappo.checkpoint import manifest as manifests
     from megappo.commands.launch import submit
     from megappo.config.loading import load_config
     from megappo.rewards import rules
@@ -110,13 +109,6 @@ def runs(rank: int, folder: Path) -> dict[str, str]:
     ):
         said["code"] = refusal(longer)
     said["warned"] = "\n".join(warned)
-    # A checkpoint of a megappo that recorded neither.
-    place = folder / "runs" / "limited" / "checkpoints" / "step-5"
-    written = manifests.read_manifest(place)
-    old = {name: fact for name, fact in written.facts.items() if name not in ("data", "reward")}
-    manifests.write_manifest(place, manifests.Manifest(**vars(written) | {"facts": old}))
-    data.write_text(wrong)
-    said["old"] = refusal(small_config(folder, "limited", steps=6, **ONE_RANK))
     return said
 
 
@@ -138,7 +130,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 def test_a_full_disk_loses_records_and_nothing_of_the_training(done: tuple[Path, dict[str, str]]) -> None:
     root, _ = done
     clean, limited = (records(root / name / "metrics.jsonl") for name in ("clean", "limited"))
-    assert [row["step"] for row in clean] == [1, 2, 3, 4] and [row["step"] for row in limited] == [1, 4, 5, 6]
+    assert [row["step"] for row in clean] == [1, 2, 3, 4] and [row["step"] for row in limited] == [1, 4, 5]
     assert not any(row["telemetry/lost_records"] for row in clean)
     assert limited[1]["telemetry/lost_records"] >= 2 * len(FULL), "records and trajectories"
     same = [name for name in clean[3] if not name.startswith((*MEASURED, "telemetry/", "rollout/push"))]
@@ -150,7 +142,7 @@ def test_a_full_disk_loses_records_and_nothing_of_the_training(done: tuple[Path,
     for shard in shards:
         assert (root / "clean" / shard).read_bytes() == (root / "limited" / shard).read_bytes()
     assert sorted(path.name for path in (root / "limited" / "trajectories").iterdir()) == [
-        f"step_00000{step}.jsonl" for step in (1, 4, 5, 6)
+        f"step_00000{step}.jsonl" for step in (1, 4, 5)
     ]
 
 
@@ -167,10 +159,6 @@ def test_rewards_of_other_code_are_resumed_and_told(done: tuple[Path, dict[str, 
     assert said["code"] == "" and said["warned"] == (
         "the code of the reward rule exact_match has changed since step-4: scores may not be comparable"
     )
-
-
-def test_a_checkpoint_without_these_facts_is_resumed(done: tuple[Path, dict[str, str]]) -> None:
-    assert done[1]["old"] == ""
 
 
 def test_no_secret_is_in_the_run_directory(done: tuple[Path, dict[str, str]]) -> None:
