@@ -68,7 +68,7 @@ def test_later_saves_take_no_more_memory_and_all_is_a_share_of_the_checkpoint(tw
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        ("killed", "rank 1: OSError: the writer process was killed by signal 9 (SIGKILL)"),
+        ("killed", "rank 1: OSError: the writer process was ended by SIGKILL"),
         ("full disk", "rank 1: OSError: [Errno 27] File too large: "),
         ("no memory", "rank 0: OSError: [Errno 27]"),
         ("no copy", "rank 1: RuntimeError: CUDA error: an illegal memory access was encountered"),

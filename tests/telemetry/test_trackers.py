@@ -305,7 +305,9 @@ def test_a_tracker_that_has_failed_is_switched_off_and_told_once(tmp_path: Path,
     log.wait()
     calls = ["start", "metrics", "histograms", "text"]
     assert [one[0] for one in tracker.took] == calls[: calls.index(broken)], "nothing after the failure"
-    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3] and lines(tmp_path)[-1][LOST] == 3
+    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3]
+    # The three calls of step 2, and those of step 1 that the thread's failure was before.
+    assert 3 <= lines(tmp_path)[-1][LOST] <= 5
     first, *rest = warnings(caplog)
     assert first.startswith(f"bad: a record is lost (RuntimeError: no {broken}; it is switched off)")
     assert all("records were lost" in text for text in rest)
