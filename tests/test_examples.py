@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megappo.commands.trajectories.analyse import analyse
+from megappo.telemetry.trajectories.read import read_run
 from tests.forked_commands import run_command, run_script
 from tests.trainer.small_run import small_config, write_small_task
 
@@ -129,22 +131,21 @@ def test_a_trajectory_is_read_and_its_returns_are_those_of_the_run(trained):
 
 
 def test_figures_of_all_samples_of_a_step_are_the_metrics_of_the_run(trained):
-    figures = json.loads(said_by(run_command("trajectories", trained, "--json", cwd=ROOT)))
+    figures = analyse(read_run(trained).trajectories, 1)
     logged = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     names = {
         "score": "reward/score_mean",
         "length": "lengths/response_mean",
         "truncated": "lengths/truncated",
-        "entropy": "policy/entropy",
         "kl": "kl/per_response",
     }
-    for step, line in zip(figures["steps"], [line for line in logged if line["step"] > 0], strict=True):
-        assert (step["step"], step["samples"], step["prompts"]) == (line["step"], 32, 16)
+    for step, line in zip(figures.steps, [line for line in logged if line["step"] > 0], strict=True):
+        assert (step.step, step.samples) == (line["step"], 32)
         # Log-probs of some -3 have an error of 5e-5 in the file, and a response has 6 tokens.
         assert {name: line[metric] for name, metric in names.items()} == pytest.approx(
-            {name: step[name] for name in names}, abs=6e-4
+            {name: getattr(step, name) for name in names}, abs=6e-4
         )
-    assert abs(figures["steps"][1]["kl"]) > 6e-3, "what is compared is no rounding"
+    assert abs(figures.steps[1].kl) > 6e-3, "what is compared is no rounding"
 
 
 def test_returns_by_hand_are_those_of_gae(monkeypatch):

@@ -55,7 +55,7 @@ class Rows:
         streams = (pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) for file in sorted(folder.glob("tokens*.arrow")))
         self._batches = [batch for stream in streams for batch in stream if batch.num_rows]
         self._ends = numpy.cumsum([batch.num_rows for batch in self._batches])
-        self.facts: Mapping[str, Any] = json.loads((folder / FACTS).read_text("utf-8")) if (folder / FACTS).exists() else {}
+        self.facts: Mapping[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).exists() else {}
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._batches else 0
@@ -217,7 +217,7 @@ def _encode_elsewhere(job: _Job, starts: Sequence[int]) -> None:
     if word == FAILED:
         raise RuntimeError(f"data: {said}; start again")
     if refused := sorted(job.folder.glob(f"{_REFUSED}*")):
-        raise ValueError(refused[0].read_text("utf-8"))
+        raise ValueError(refused[0].read_text(encoding="utf-8"))
 
 
 _REFUSED = "refused-"

@@ -80,10 +80,9 @@ def embedded(ids: Tensor, weight: Tensor, first: int, end: int, *rest: int) -> T
     return weight[torch.where(inside, ids - first, 0)] * inside[:, None]
 
 
-def engine_of(rank: int, path: str, tp: int, runner: str) -> VllmEngine:
+def engine_of(rank: int, path: str, tp: int) -> VllmEngine:
     """fp32, asynchronous scheduling as vLLM chooses. Collective."""
     config = RolloutConfig(tp=tp, max_num_seqs=4, kv_cache_gib=1 / 512, vllm_args={"enforce_eager": True})
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
     return VllmEngine(
         path, config, dtype=torch.float32, max_model_len=64, eos_token_ids=(), seed=0, device=torch.device("cuda", rank)
     )
@@ -132,8 +131,9 @@ def pushed_and_asked(rank: int, path: str, tp: int, runner: str, last: bool) -> 
     """Two versions of a policy, pushed into an engine that answers."""
     arch, found = read_arch(path), {"versions": []}
     policy = policies.make_policy(path, ParallelLayout(RANKS, tp=2), torch.device("cuda", rank))
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))  # the user's
     before = of_the_process()
-    engine = engine_of(rank, path, tp, runner)
+    engine = engine_of(rank, path, tp)
     found["kept"] = [of_the_process() == before]
     layout = policy.engine.groups.layout
     engine.connect(policy.engine)

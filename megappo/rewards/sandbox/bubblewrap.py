@@ -70,7 +70,7 @@ def is_root_with_nobody() -> bool:
     # In a namespace of one user nobody does not exist, and root is an ordinary user.
     found = 0
     for name in ("uid_map", "gid_map"):
-        ranges = [tuple(map(int, line.split())) for line in Path("/proc/self", name).read_text().splitlines()]
+        ranges = [tuple(map(int, line.split())) for line in Path("/proc/self", name).read_text(encoding="ascii").splitlines()]
         found += any(first <= _NOBODY < first + count for first, _, count in ranges)  # first inside, first outside, number
     return os.geteuid() == 0 and found == 2
 
@@ -89,7 +89,7 @@ def _user_namespace() -> int:
         if not helper.stdout.readline():
             raise SandboxError(helper.communicate()[1].decode().strip() or "no user namespace can be made")
         for name in ("uid_map", "gid_map"):
-            Path(f"/proc/{helper.pid}", name).write_text(f"0 0 1\n{INSIDE} {_NOBODY} 1\n")
+            Path(f"/proc/{helper.pid}", name).write_text(f"0 0 1\n{INSIDE} {_NOBODY} 1\n", encoding="ascii")
         helper.stdin.write(b"go\n")
         helper.stdin.flush()
         helper.stdout.readline()
