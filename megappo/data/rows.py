@@ -55,7 +55,9 @@ class Rows:
         streams = (pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) for file in sorted(folder.glob("tokens*.arrow")))
         self._batches = [batch for stream in streams for batch in stream if batch.num_rows]
         self._ends = numpy.cumsum([batch.num_rows for batch in self._batches])
-        self.facts: Mapping[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).exists() else {}
+        self.facts: Mapping[str, Any] = (
+            json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).exists() else {}
+        )
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._batches else 0
