@@ -318,7 +318,7 @@ def run_turns(
             raise Killed
         result = plain(experience, score, *rest)
         names = ["response_mask", "reward", "value", "raw_advantage", "returns"]
-        names += [one for one in ("value_b", "returns_b") if one in result.experience.batch]
+        names += [one for one in ("value.b", "returns.b") if one in result.experience.batch]
         batch = result.experience.everywhere(names)
         found.append(
             {
@@ -458,7 +458,7 @@ def test_two_critics_learn_from_compacted_trajectories(run):
     (row,), (step,) = rows_of(folder, "critics"), ours["critics"]
     assert row["critic/grad_norm"] > 1e-3 and row["critic_b/grad_norm"] > 1e-3 and row["critics/disagreement"] > 1e-3
     places = [t for t, is_sampled in enumerate(step["response_mask"]) if is_sampled]
-    apart = sum(abs(step["value"][t] - step["value_b"][t]) / 2 for t in places) / len(places)
+    apart = sum(abs(step["value"][t] - step["value.b"][t]) / 2 for t in places) / len(places)
     assert row["critics/disagreement"] == pytest.approx(apart, rel=1e-4)
 
 
@@ -472,7 +472,7 @@ def trajectories(step: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
         yield chain, [t for i in chain for t in range(starts[i], starts[i + 1]) if step["response_mask"][t]]
 
 
-@pytest.mark.parametrize("name, suffixes", [("turns", [""]), ("critics", ["", "_b"])])
+@pytest.mark.parametrize("name, suffixes", [("turns", [""]), ("critics", ["", ".b"])])
 def test_returns_of_a_run_go_over_all_sequences(run, name, suffixes):
     """The definition, from the rewards that the run recorded: `lam_value` 1 and a discount of each sampled token."""
     _, (ours, _) = run
