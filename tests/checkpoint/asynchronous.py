@@ -105,7 +105,8 @@ def late_copy(layouts, place):
         begin(run)  # plans, and waits
         run.train(1)
         wanted = run.digest()
-        SharedBuffer._take = lambda self, images: (time.sleep(0.3), take(self, images))
+        # Longer than a step of training takes beside other work: the control must have trained before the copy.
+        SharedBuffer._take = lambda self, images: (time.sleep(1.5), take(self, images))
         if not waits:
             ReadGoingOn.finish = lambda self: None
         at_once = begin(run).submitted.done()
