@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
+import psutil
 
 import megappo.data
 from megappo.data.cache import Cache, Key, content_of, digest, hash_of_modules, signature
@@ -27,6 +30,7 @@ from megappo.runtime.helper_process import FAILED, HelperDied, HelperProcess, en
 RECORDS, FACTS = "records.arrow", "facts.json"
 ALONE = 200_000  # records that are tokenised in this process: a few times as long as others take to load a tokenizer
 BATCH = 4096  # rows of an Arrow batch
+REAPED_S = 5.0  # a pool that works reaps its processes within a tenth of a second
 MOST_PROCESSES = 32  # more gain little: the hash of all rows is made by one
 
 Encode = Callable[[Record, str], Iterable[tuple[Sequence[int], Any]]]
@@ -236,6 +240,7 @@ def _mapper(job: _Job) -> Callable[[Any], tuple[str, Any]]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # by which the pool ends its processes
 
     os.register_at_fork(after_in_child=in_child)
+    threading.Thread(target=_end_with_a_dead_pool, daemon=True).start()
 
     def answer(question: Any) -> tuple[str, Any]:
         starts, processes = question
@@ -258,6 +263,20 @@ def _mapper(job: _Job) -> Callable[[Any], tuple[str, Any]]:
         return "done", None
 
     return answer
+
+
+def _end_with_a_dead_pool() -> None:
+    """Kill this process once a process of its pool has been dead, and not been reaped, for REAPED_S.
+
+    A process that was killed may have held a lock of the pool, whose end then waits for it without end.
+    """
+    before: set[int] = set()
+    while True:
+        time.sleep(REAPED_S)
+        dead = {child.pid for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE}
+        if dead & before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = dead
 
 
 def _map_blocks(job: _Job, blocks: Mapping[str, Sequence[int]]) -> Any:
