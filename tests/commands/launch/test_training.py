@@ -132,7 +132,8 @@ def test_a_value_error_in_mid_run_has_a_traceback_and_is_no_mistake_of_the_user(
 
 def test_training_goes_on_where_nobody_reads_its_console(broken: Trained) -> None:
     """The pipe was closed after one line, as `| head -1` does; each attempt that prints says so."""
-    assert broken.said.count("standard output is lost") == 7
+    # The launcher and seven attempts; one that is killed while it loads may end before its first line.
+    assert broken.said.count("standard output is lost") in (7, 8)
 
 
 def test_a_killed_rank_is_noticed_in_two_seconds_and_the_next_step_is_done_in_thirty(broken: Trained) -> None:
