@@ -20,6 +20,7 @@ from tests.commands.runs.folders import write_end
 
 CONFIG = tasks.ROOT / "configs" / "quickstart.yaml"
 SAMPLES = {"sums": 256, "long": 128, "turns": 128}
+TIS = {f"algorithm.importance_sampling.{key}": value for key, value in {"type": "tis", "level": "token", "high": 2.0}.items()}
 # Written anew: keys of the resolved configuration that differ from the baseline's.
 DIFFERENT = {
     "baseline": {},
@@ -28,9 +29,9 @@ DIFFERENT = {
     "unshifted": {},
     "n1": {"rollout.samples_per_prompt": 1, "data.prompts_per_step": None},  # four times as many
     "age2": {"rollout.push_every": 3},
-    "age2_tis": {"rollout.push_every": 3, "algorithm.importance_sampling.type": "tis"},
+    "age2_tis": {"rollout.push_every": 3, **TIS},
     "age4": {"rollout.push_every": 5},
-    "age4_tis": {"rollout.push_every": 5, "algorithm.importance_sampling.type": "tis"},
+    "age4_tis": {"rollout.push_every": 5, **TIS},
 }
 
 
@@ -54,10 +55,6 @@ def test_arms_are_accepted_and_differ_from_the_baseline_in_their_keys_alone(task
     assert baseline["data.prompts_per_step"] * baseline["rollout.samples_per_prompt"] == SAMPLES[task]
     for arm, keys in DIFFERENT.items():
         found = {key: value for key, value in resolved(task, arm).items() if value != baseline.get(key)}
-        if "algorithm.importance_sampling.type" in keys:  # keys of that choice alone
-            found = {
-                key: value for key, value in found.items() if not key.startswith("algorithm.importance_sampling.") or key in keys
-            }
         if arm == "n1":
             assert found.pop("data.prompts_per_step") == SAMPLES[task]
             keys = {"rollout.samples_per_prompt": 1}
