@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -28,7 +29,6 @@ from megappo.rewards.sandbox.bubblewrap import INSIDE, PACKAGE, WORK, SandboxErr
 from megappo.runtime.helper_process import deaf_to_stop
 
 OUTPUT_BYTES = 1 << 20  # of stdout, and of any file that the code writes
-_RUNNER = Path(__file__).with_name("runner.py")
 _START_S = 60.0  # an idle machine takes 0.03 s
 _OPEN_FILES = 64
 _THREADS_OF_OTHERS = 32  # that may start meanwhile: without a namespace, the limit counts all processes of the user
@@ -86,7 +86,7 @@ class Sandbox:
             read, written = os.pipe()
             stack.callback(os.close, read)
             fds = (asked.fileno(), report.fileno())
-            command = [python(), "-s", "-S", "-P", "-X", "utf8", "-c", _RUNNER.read_text(encoding="utf-8"), *map(str, fds)]
+            command = [python(), "-s", "-S", "-P", "-X", "utf8", "-c", _runner(), *map(str, fds)]
             try:
                 process = self._start(command, {_MARK: mark}, (given, stdout, errors), (*fds, written))
             except OSError as error:  # no user namespace, or no memory for another process
@@ -199,6 +199,12 @@ def reason_against(limits: Limits) -> str | None:
     if outcome != Outcome("exit 0", "works\n"):
         return f"the interpreter does not run in it ({outcome.status}); is {python()} readable for every user?"
     return None
+
+
+@lru_cache
+def _runner() -> str:
+    # Read once, not for each test: the program is handed over as text, as the sandbox may not see this file.
+    return Path(__file__).with_name("runner.py").read_text(encoding="utf-8")
 
 
 def _environment(limits: Limits, home: str) -> dict[str, str]:
