@@ -212,11 +212,11 @@ class Failing:
 
     def __init__(self, broken: str) -> None:
         self.broken, self.took = broken, []
-        self.go = threading.Event()
-        self.go.set()
+        self.calls_run = threading.Event()
+        self.calls_run.set()
 
     def _called(self, name: str, *details: object) -> None:
-        self.go.wait()
+        self.calls_run.wait()
         if name == self.broken:
             raise RuntimeError(f"no {name}")
         self.took.append((name, *details))
@@ -254,14 +254,15 @@ def test_a_tracker_that_raises_costs_its_records_alone(tmp_path: Path, caplog, b
 
 
 class Waiting(Failing):
-    """A tracker whose method `broken` returns when `go` is set, and not before."""
+    """A tracker whose method `broken` sets `entered` and returns when `go` is set, and not before."""
 
     def __init__(self, broken: str) -> None:
         super().__init__("")
-        self.stuck, self.go, self.ended = broken, threading.Event(), 0
+        self.stuck, self.entered, self.go, self.ended = broken, threading.Event(), threading.Event(), 0
 
     def _called(self, name: str, *details: object) -> None:
         if name == self.stuck:
+            self.entered.set()
             self.go.wait()
         super()._called(name, *details)
 
@@ -290,6 +291,7 @@ def test_an_end_that_never_comes_is_not_waited_for(monkeypatch) -> None:
     background.start({}, None)
     background.metrics(1, {})
     background.finish("stopped")
+    assert tracker.entered.wait(20), "its thread has come to the end, however slow the machine"
     with pytest.raises(OSError, match="slow did not finish within 0.5 s and was left"):
         background.wait()
     assert tracker.took == [("start", None), ("metrics", 1)] and tracker.ended == 1
@@ -301,9 +303,9 @@ def test_a_tracker_that_has_failed_is_switched_off_and_told_once(tmp_path: Path,
     tracker = Failing(broken)
     background = BackgroundTracker("bad", tracker)
     log = RunLog(tmp_path, {"bad": background}, stream=io.StringIO())
-    tracker.go.clear()  # it fails once all calls of step 1 wait for it
+    tracker.calls_run.clear()  # it fails once all calls of step 1 wait for it
     steps_of(log, 1, 1)
-    tracker.go.set()
+    tracker.calls_run.set()
     background._thread.join(20)
     steps_of(log, 2, 3)
     log.close()
