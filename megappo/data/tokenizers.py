@@ -280,9 +280,13 @@ def _decode(ids: Sequence[int], vocab_size: int, known: Callable[[list[int]], st
 
 def _eos_ids(eos_id: int, directory: Path) -> tuple[int, ...]:
     # Chat models often end a turn with another id than the tokenizer's eos_token; the file has an int or a list.
-    more = _read_json(directory / "generation_config.json").get("eos_token_id")
-    more = more if isinstance(more, list) else [] if more is None else [more]
-    return tuple(dict.fromkeys([eos_id, *more]))
+    return tuple(dict.fromkeys([eos_id, *eos_ids_of(_read_json(directory / "generation_config.json"))]))
+
+
+def eos_ids_of(settings: Mapping[str, Any]) -> list[int]:
+    """Ids of the `eos_token_id` of generation settings or a model's configuration, which have one, a list or none."""
+    ids = settings.get("eos_token_id")
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _read_json(file: Path) -> dict[str, Any]:

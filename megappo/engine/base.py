@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megappo.checkpoint.state import StateBox, StatefulModel
 from megappo.data.packing import PackedBatch
+from megappo.data.tokenizers import Tokenizer
 from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
@@ -189,8 +190,8 @@ class Engine(StatefulModel, Protocol):
         to_save: only those that this rank writes to a checkpoint."""
         ...
 
-    def export(self, directory: Path, source: Path) -> None:
-        """Write a Hugging Face checkpoint to `directory`; configuration and tokenizer files come from `source`.
+    def export(self, directory: Path, source: Path, tokenizer: Tokenizer | None = None) -> None:
+        """Write a Hugging Face checkpoint to `directory`; configuration and, without a `tokenizer`, its files come from `source`.
         ValueError or OSError on every rank if one fails or `directory` exists; it appears when it is complete."""
 
     def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megappo.data.packing import PackedBatch
+from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, ValueLoss
 from megappo.engine.fsdp2_model import ShardedModel
 from megappo.engine.fsdp2_optimizer import ShardedOptimizer
@@ -97,7 +98,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         adapters = self._model.adapters
         return super().adapter_pieces() if adapters is None else adapters.pieces(self.groups.layout)
 
-    def export(self, directory: Path, source: Path) -> None:
+    def export(self, directory: Path, source: Path, tokenizer: Tokenizer | None = None) -> None:
         with self.eval_mode():
             export_pieces(
                 self.merged_parameters(),
@@ -108,6 +109,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
                 source,
                 self._dtype,
                 value_head=self.value_head,
+                tokenizer=tokenizer,
                 adapter=self._adapter_tensors(),
             )
 

@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from megappo.data.packing import PackedBatch
+from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, ValueLoss
 from megappo.engine.linear_output import LinearOutput
 from megappo.engine.megatron_optimizer import Optimizer
@@ -114,10 +115,10 @@ class MegatronEngine(RoleEngine[Optimizer]):
     def adapter_pieces(self) -> PieceMap:
         return super().adapter_pieces() if self._adapters is None else self._adapters.pieces()
 
-    def export(self, directory: Path, source: Path) -> None:
+    def export(self, directory: Path, source: Path, tokenizer: Tokenizer | None = None) -> None:
         with self.eval_mode():
             adapter = None if self._adapters is None else self._adapters.tensors()
-            export_pretrained(self.chunks, self.arch, self.groups, directory, source, adapter=adapter)
+            export_pretrained(self.chunks, self.arch, self.groups, directory, source, tokenizer, adapter)
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
         for chunk in self.chunks:

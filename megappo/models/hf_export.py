@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megappo.data.tokenizers import Tokenizer, eos_ids_of
 from megappo.models.arch import ModelArch
 from megappo.models.families.registry import FAMILIES
 from megappo.models.gather import Gather, on_all_ranks
@@ -30,14 +31,15 @@ from megappo.models.pieces import Piece
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
+from megappo.runtime.messages import parse_object
 from megappo.runtime.permissions import open_to_readers_of
 
 # Size of a file, which its writer holds in host memory.
 _SHARD_BYTES = 4 << 30
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-# Files of tokenizers and generation settings; weights and remote code are never copied.
-_COPIED = (
-    "generation_config.json",
+_GENERATION = "generation_config.json"
+# Files of tokenizers; weights and remote code are never copied.
+_TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -102,6 +104,7 @@ def export_pretrained(
     groups: ProcessGroups,
     out_dir: str | Path,
     source_dir: str | Path,
+    tokenizer: Tokenizer | None = None,
     adapter: AdapterTensors | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
@@ -110,7 +113,7 @@ def export_pretrained(
     parameters = merged_parameters(chunks)
     pieces = _pieces_of_stage(arch, groups, value_head)
     dtype = chunks[0].config.params_dtype
-    options = {"value_head": value_head, "adapter": adapter, "shard_bytes": shard_bytes}
+    options = {"value_head": value_head, "tokenizer": tokenizer, "adapter": adapter, "shard_bytes": shard_bytes}
     export_pieces(parameters, pieces, arch, groups, out_dir, source_dir, dtype, **options)
 
 
@@ -124,6 +127,7 @@ def export_pieces(
     dtype: torch.dtype,
     *,
     value_head: bool,
+    tokenizer: Tokenizer | None = None,
     adapter: AdapterTensors | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
@@ -131,8 +135,9 @@ def export_pieces(
 
     parameters: of this rank. pieces: position -> its rectangles, for positions of this rank's stage that together hold all of it,
     the first one among them. adapter: also written for PEFT, to a folder inside. A critic becomes a token classifier, its head in
-    fp32. `source_dir` gives config.json, generation settings and tokenizer. `out_dir` must not exist and appears when it is
-    complete. ValueError or OSError on every rank if one fails.
+    fp32. `source_dir` gives config.json and generation settings. tokenizer: the one that it was trained with, which may be another
+    than that in `source_dir`; its ids end a response of the export too. None copies the files in `source_dir`. `out_dir` must not
+    exist and appears when it is complete. ValueError or OSError on every rank if one fails.
     """
     out, partial = Path(out_dir), Path(f"{out_dir}.partial")
     shards = plan_shards(arch, groups.layout, value_head, dtype.itemsize, shard_bytes)
@@ -140,8 +145,13 @@ def export_pieces(
     on_all_ranks(lambda: _start(out, partial) if is_first else None, groups)
     on_all_ranks(lambda: _write_stage(gather, groups, partial, shards, dtype, arch.head_rows), groups)
     if adapter is not None:
-        on_all_ranks(lambda: write_adapter(adapter, groups, partial / ADAPTER_FOLDER, Path(source_dir)), groups)
-    on_all_ranks(lambda: _finish(arch, out, partial, Path(source_dir), shards, dtype, value_head) if is_first else None, groups)
+        on_all_ranks(lambda: write_adapter(adapter, groups, partial / ADAPTER_FOLDER, Path(source_dir), tokenizer), groups)
+
+    def finish() -> None:
+        config = export_config(arch, read_config(source_dir), dtype, value_head)
+        _finish(out, partial, Path(source_dir), shards, config, tokenizer)
+
+    on_all_ranks(lambda: finish() if is_first else None, groups)
 
 
 def _pieces_of_stage(arch: ModelArch, groups: ProcessGroups, value_head: bool) -> dict[int, list[Piece]]:
@@ -190,17 +200,28 @@ def _write_stage(
 
 
 def _finish(
-    arch: ModelArch, out: Path, partial: Path, source: Path, shards: list[Shard], dtype: torch.dtype, value_head: bool
+    out: Path, partial: Path, source: Path, shards: list[Shard], config: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> None:
     if len(shards) > 1:
         index = {"metadata": {}, "weight_map": {name: shard.file for shard in shards for name in shard.names}}
         (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True), encoding="utf-8")
-    config = export_config(arch, read_config(source), dtype, value_head)
     (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-    for name in _COPIED:
+    if tokenizer is not None:
+        tokenizer.save(partial)
+    for name in (_GENERATION, *(_TOKENIZER if tokenizer is None else ())):
         if (source / name).is_file():
             shutil.copyfile(source / name, partial / name)
+    if tokenizer is not None:
+        _end_with(partial / _GENERATION, tokenizer.eos_ids)
     partial.rename(out)
+
+
+def _end_with(file: Path, eos_ids: Sequence[int]) -> None:
+    """Make generation settings end a response at the ids of the training: transformers and vLLM read them there."""
+    settings = parse_object(file.read_bytes(), str(file)) if file.exists() else {}
+    if set(eos_ids_of(settings)) != set(eos_ids):
+        settings["eos_token_id"] = list(eos_ids)
+        file.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype, value_head: bool) -> dict[str, Any]:

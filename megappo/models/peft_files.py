@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megappo.config.role_sections import LoraConfig
+from megappo.data.tokenizers import Tokenizer
 from megappo.models.gather import Gather
 from megappo.models.lora import adapted_of
 from megappo.models.pieces import PieceMap, sizes_of
@@ -34,9 +35,9 @@ class AdapterTensors:
     pieces: PieceMap
 
 
-def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, source: Path) -> None:
-    """Write the two files to `folder`, which must not exist, on the role's first rank. Collective over the role.
-    source: directory of the base model, which the configuration names."""
+def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, source: Path, tokenizer: Tokenizer | None) -> None:
+    """Write the two files, and the tokenizer if any, to `folder`, which must not exist, on the role's first rank. Collective over
+    the role. source: directory of the base model, which the configuration names."""
     shapes = sizes_of(adapter.pieces)
     gather = Gather(adapter.parameters, adapter.pieces, shapes, groups, root=0)
     found = {_PREFIX + name: gather(name, torch.float32) for name in shapes}
@@ -46,6 +47,8 @@ def write_adapter(adapter: AdapterTensors, groups: ProcessGroups, folder: Path, 
     if VALUE_HEAD in shapes:
         tensors[f"{_PREFIX}score.bias"] = torch.zeros(shapes[VALUE_HEAD][0])  # transformers' token classifiers have one
     folder.mkdir()
+    if tokenizer is not None:  # the base model's may be another
+        tokenizer.save(folder)
     config = adapter_config(adapter.lora, list(shapes), source)
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     file = folder / "adapter_model.safetensors"

@@ -127,7 +127,7 @@ def _train(
     claimed.run_dir.begin()  # only now: a resume that is refused leaves the run as it ended
 
     with input_accepted(), closing(loop):
-        _run_to_its_end(config, claimed, models, run, loop)
+        _run_to_its_end(config, data, claimed, models, run, loop)
         if rollout is not None:
             rollout.close()
         if not loop.stopped:
@@ -161,7 +161,9 @@ def _restore(config: TrainConfig, models: Models, run: Run, manifest: Manifest, 
         run.log.note(f"nothing is left to train: {end}")
 
 
-def _run_to_its_end(config: TrainConfig, claimed: Claimed, models: Models, run: Run, loop: PPO | RecordedPretraining) -> None:
+def _run_to_its_end(
+    config: TrainConfig, data: RunData | RecordedData, claimed: Claimed, models: Models, run: Run, loop: PPO | RecordedPretraining
+) -> None:
     run_dir, done_before = claimed.run_dir, run.state.step
     loop.run()
     run.log.close("stopped" if loop.stopped else "finished")
@@ -170,7 +172,7 @@ def _run_to_its_end(config: TrainConfig, claimed: Claimed, models: Models, run: 
         run.log.note(f"stopped after step {run.state.step} with a checkpoint; {run.checkpoints.way_on}")
     elif isinstance(loop, PPO) and config.checkpoint.export_at_end and (run.state.step > done_before or not run_dir.is_exported()):
         with claimed.watchdog.section(EXPORT):
-            export_policy(models.roles.engines.get("policy"), run_dir, Path(config.policy.model))
+            export_policy(models.roles.engines.get("policy"), run_dir, Path(config.policy.model), data.tokenizer)
 
 
 def _log_of(config: TrainConfig, run_dir: RunDir, *, recorded: bool) -> RunLog:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megappo.config.run_directory import CHECKPOINTS, check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
+from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
 from megappo.parallel.consensus import RankFault, gathered, raised_by_all, told_by
 from megappo.runtime.ending import CONFIG, ENDED, Ended, record_end
@@ -119,10 +120,12 @@ def _on_rank_0(action: Callable[[], Result]) -> Result:
     return cast(Result, mine if dist.get_rank() == 0 else told)
 
 
-def export_policy(engine: Engine | None, run_dir: RunDir, source: Path) -> None:
+def export_policy(engine: Engine | None, run_dir: RunDir, source: Path, tokenizer: Tokenizer) -> None:
     """Write the policy for transformers and vLLM; rename an export that a resumed run replaces. Collective over the world.
     engine: None on ranks where it does not live."""
     if dist.get_rank() == 0 and run_dir.export.exists():
         run_dir.export.rename(run_dir.export_replaced())
     dist.barrier()
-    raised_by_all(lambda: None if engine is None else engine.export(run_dir.export, source), ValueError, OSError, RankFault)
+    raised_by_all(
+        lambda: None if engine is None else engine.export(run_dir.export, source, tokenizer), ValueError, OSError, RankFault
+    )

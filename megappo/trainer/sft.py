@@ -80,7 +80,7 @@ def _train(
         )
         log.close()
         with watchdog.section(EXPORT):
-            engine.export(run_dir.export, Path(config.policy.model))
+            engine.export(run_dir.export, Path(config.policy.model), data.tokenizer)
         run_dir.record_finish(trainer.steps)
         dist.barrier()
 

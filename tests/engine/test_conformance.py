@@ -26,6 +26,7 @@ from megappo.commands.verify.delegate import DelegatingEngine
 from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import PackedBatch, pack
+from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine, LossOutput, PassResult
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.engine.whole_batch import sequences_of_share
@@ -844,14 +845,14 @@ class LeavesATensorOut(ToyEngine):
 
 
 class ExportsItsFirstWeights(ToyEngine):
-    def export(self, directory: Path, source: Path) -> None:
+    def export(self, directory: Path, source: Path, tokenizer: Tokenizer | None = None) -> None:
         shutil.copytree(source, directory)
 
 
 class OverwritesAnExport(ToyEngine):
-    def export(self, directory: Path, source: Path) -> None:
+    def export(self, directory: Path, source: Path, tokenizer: Tokenizer | None = None) -> None:
         shutil.rmtree(directory, ignore_errors=True)
-        super().export(directory, source)
+        super().export(directory, source, tokenizer)
 
 
 class GivesTheNextRow(ToyEngine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from megappo.algo.alignment import IGNORE_INDEX
 from megappo.checkpoint.state import ModelState, StateBox
 from megappo.data.packing import PackedBatch
+from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult, WithoutAdapters
 from megappo.engine.factory import EngineSpec
 from megappo.models.pieces import Box, Piece, PieceMap, as_2d
@@ -105,12 +105,12 @@ class ToyEngine(WithoutAdapters):
         weights = {name: as_2d(parameter) for name, parameter in self._weights.items()}
         return PieceMap.of({0: [Piece(name, Box(0, len(p), 0, p.shape[1]), name, 0, 0) for name, p in weights.items()]})
 
-    def export(self, directory: Path, source: Path) -> None:
+    def export(self, directory: Path, source: Path, tokenizer: Tokenizer | None = None) -> None:
         if directory.exists():
             raise ValueError(f"{directory} exists")
         self._model.save_pretrained(directory)
-        for file in source.glob("tokenizer*"):
-            shutil.copyfile(file, directory / file.name)
+        if tokenizer is not None:
+            tokenizer.save(directory)
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
         """Nothing: it offloads nothing."""

@@ -18,6 +18,7 @@ from megappo.config.output_file import why_not_writable
 from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import ModelConfig, ParallelConfig
 from megappo.config.run_sections import TimeoutsConfig
+from megappo.data.tokenizers import load_tokenizer
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend
 from megappo.parallel.device import select_device, start_alone
@@ -57,8 +58,9 @@ def export_checkpoint(
     assert engine is not None, "alone in its world"
     average = PolicyAverage(engine, 0.0, "host") if role == AVERAGE else None
     exported = CheckpointStore(run_dir.checkpoints, keep_last=1).load_weights(role, average or engine, step)
+    tokenizer = load_tokenizer(config.data.tokenizer or config.policy.model)
     with input_accepted(), nullcontext() if average is None else average.in_place():
-        engine.export(Path(output), Path(spec.model))
+        engine.export(Path(output), Path(spec.model), tokenizer)
     dist.destroy_process_group()
     return exported
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megappo.checkpoint.state import ModelState, Shape, StateBox
 from megappo.data.packing import PackedBatch
+from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
 from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
@@ -75,8 +76,8 @@ class DelegatingEngine:
     def adapter_pieces(self) -> PieceMap:
         return self._engine.adapter_pieces()
 
-    def export(self, directory: Path, source: Path) -> None:
-        self._engine.export(directory, source)
+    def export(self, directory: Path, source: Path, tokenizer: Tokenizer | None = None) -> None:
+        self._engine.export(directory, source, tokenizer)
 
     def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
         self._engine.to(device, model=model, optimizer=optimizer)
