@@ -133,7 +133,7 @@ def configuration(folder: Path, args: argparse.Namespace, keys: Mapping[str, Any
         "reward": {"parts": [{"name": "has_eos"}]},
         "algorithm": {"mini_batch_size": args.samples},
         "trainer": {"steps": args.steps},
-        "checkpoint": {"save_strategy": "no", "export_at_end": False},
+        "checkpoint": {"save_every": "never", "export_at_end": False},
         "telemetry": {"trajectories_every": 0},
     }
 

@@ -40,7 +40,7 @@ COMMON: Mapping[str, Any] = {
     "trainer.steps": STEPS,
     "trainer.eval_every": 60,  # after the last step alone; a multiple of every `rollout.push_every`
     "trainer.eval_before": False,
-    "checkpoint.save_strategy": "no",
+    "checkpoint.save_every": "never",
     "checkpoint.export_at_end": False,
     "telemetry.trackers": [],
     "telemetry.trajectories_every": 0,

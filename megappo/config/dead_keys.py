@@ -221,24 +221,9 @@ TRAIN: tuple[Dead, ...] = (
         "reward.length_penalty is 0; remove it, or set a penalty",
     ),
     Dead(
-        ("checkpoint.save_every",),
-        lambda c: c.checkpoint.save_strategy != "steps",
-        "it counts under checkpoint.save_strategy = steps; remove one of the two",
-    ),
-    Dead(
         ("checkpoint.keep_last", "checkpoint.asynchronous"),
-        lambda c: c.checkpoint.save_strategy == "no",
-        "checkpoint.save_strategy is no, so no checkpoint is planned; remove it, or choose steps or epoch",
-    ),
-    Dead(
-        ("checkpoint.keep_last",),
-        lambda c: c.checkpoint.save_every == 0 and c.trainer.keep_best is None,
-        "checkpoint.save_every is 0, so there is one checkpoint, at the end; remove it, or set save_every",
-    ),
-    Dead(
-        ("checkpoint.asynchronous",),
-        lambda c: c.checkpoint.save_every == 0 and c.trainer.keep_best is None,
-        "checkpoint.save_every is 0, so nothing is trained after the one save at the end; remove it, or set save_every",
+        lambda c: c.checkpoint.save_every in (0, "never") and c.trainer.keep_best is None,
+        "checkpoint.save_every plans no checkpoint before the end; remove it, or set save_every to auto, epoch or a number of steps",
     ),
     Dead(
         ("telemetry.trajectories_per_step",),

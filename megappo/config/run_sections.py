@@ -75,12 +75,10 @@ class TrainerConfig(Section):
 
 
 class CheckpointConfig(Section):
-    save_strategy: Literal["steps", "epoch", "no"] = "steps"
-    """Checkpoints after steps (`save_every`) and at the end; after each pass over the prompts and at the end; or none, except at a
-    stop and at an error that leaves the state whole."""
-    save_every: Literal["auto"] | NonNegative = "auto"
-    """Steps between checkpoints; 0 saves at the end only. auto saves after the first step and then at the interval at which saving
-    and work lost in failures cost least (docs/checkpoints.md), at least every 30 minutes."""
+    save_every: Literal["auto", "epoch", "never"] | NonNegative = "auto"
+    """Steps between checkpoints, besides the one at the end; 0 saves at the end only. auto saves after the first step and then at
+    the interval at which saving and work lost in failures cost least (docs/checkpoints.md), at least every 30 minutes. epoch saves
+    after each pass over the prompts; never saves only at a stop and at an error that leaves the state whole."""
     keep_last: Positive = 3
     """Checkpoints kept; older ones are removed after a newer one is complete."""
     save_only_model: bool = False

@@ -71,7 +71,7 @@ class Contents:
 
 
 class RunAround(NamedTuple):
-    """What the checkpoints need of the run. epochs_done: whole passes over the prompts so far, for `save_strategy: epoch`."""
+    """What the checkpoints need of the run. epochs_done: whole passes over the prompts so far, for `save_every: epoch`."""
 
     stop: StopRequest
     log: RunLog
@@ -103,8 +103,8 @@ class Checkpoints:
         self._best_of_save: dict[int, dict[str, Any] | None] = {}  # step -> best of the state that the save holds
         self._mtbf_hours = expected_mtbf_hours(dist.get_world_size())
         self._schedule, self._clock = SaveSchedule(settings, self._mtbf_hours, clock), clock
-        self._chooses = settings.save_strategy == "steps" and settings.save_every == "auto"
-        self._saves_end = settings.save_strategy != "no"
+        self._chooses = settings.save_every == "auto"
+        self._saves_end = settings.save_every != "never"
         self._announced = False
         self._saved_step = 0
         self._updating, self._awaits_push = False, False

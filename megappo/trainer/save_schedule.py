@@ -64,7 +64,7 @@ class SaveSchedule:
     """Schedule of one run on one rank. mtbf_hours: expected mean time between failures, for `save_every: auto`."""
 
     def __init__(self, settings: CheckpointConfig, mtbf_hours: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._strategy, self._every = settings.save_strategy, settings.save_every
+        self._every = settings.save_every
         self._mtbf_hours, self._clock, self._epochs_done = mtbf_hours, clock, 0
         self._worked = self._boundary = clock()
         self._held_s, self._saves, self._failures = 0.0, 0, 0
@@ -93,10 +93,10 @@ class SaveSchedule:
         waited = now - self._worked
         if self._failures and waited >= RETRY_S[min(self._failures, len(RETRY_S)) - 1]:
             return True
-        if self._strategy != "steps":
-            return self._strategy == "epoch" and ended_epoch
         if isinstance(self._every, int):
             return self._every > 0 and step % self._every == 0
+        if self._every != "auto":
+            return self._every == "epoch" and ended_epoch
         # A new run saves its first step: that measures a save, and shows early that one works. A resumed run knows the cost: if it
         # saved at once too, a fault that comes at the same step in every attempt would look like progress. Otherwise the step
         # boundary that is nearest to the interval's end.

@@ -32,8 +32,11 @@ BAD_OVERRIDES = [
     (["policy.parallel.tp=true"], ["policy.parallel.tp = true: must be an integer"]),
     (["policy.parallel.sequence_parallel=1"], ["policy.parallel.sequence_parallel = 1: must be true or false"]),
     (["policy.parallel.sequence_parallel=yes"], ['= "yes": must be true or false']),
-    (["checkpoint.save_every=often"], ["command line: checkpoint.save_every = \"often\": must be 'auto', or must be an integer"]),
-    (["checkpoint.save_every=-1"], ["checkpoint.save_every = -1: must be 'auto', or must be >= 0"]),
+    (
+        ["checkpoint.save_every=often"],
+        ["command line: checkpoint.save_every = \"often\": must be one of 'auto', 'epoch' or 'never', or must be an integer"],
+    ),
+    (["checkpoint.save_every=-1"], ["checkpoint.save_every = -1: must be one of 'auto', 'epoch' or 'never', or must be >= 0"]),
     (["policy.optimizer.lr=0"], ["policy.optimizer.lr = 0: must be > 0"]),
     (["policy.optimizer.lr=.inf"], ["policy.optimizer.lr", "must be a number"]),
     (["policy.optimizer.lr=1e999"], ["policy.optimizer.lr", "not a number that can be used"]),

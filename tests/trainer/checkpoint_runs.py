@@ -395,13 +395,13 @@ def last_fails_twice(folder: Path) -> Any:
 
 def epochs(folder: Path) -> Any:
     disk = Disk()
-    return go(disk, policy(disk, save_strategy="epoch")[0], 7), disk.events
+    return go(disk, policy(disk, save_every="epoch")[0], 7), disk.events
 
 
 def no_checkpoints(folder: Path) -> Any:
     disk, stopped = Disk(), Disk()
-    checkpoints, stop = policy(stopped, save_strategy="no")
-    return go(disk, policy(disk, save_strategy="no")[0], 6), disk.events, go(stopped, checkpoints, 6, stop), stopped.events
+    checkpoints, stop = policy(stopped, save_every="never")
+    return go(disk, policy(disk, save_every="never")[0], 6), disk.events, go(stopped, checkpoints, 6, stop), stopped.events
 
 
 def stop_on_one_rank(folder: Path) -> Any:

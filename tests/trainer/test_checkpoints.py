@@ -183,8 +183,8 @@ def test_a_stop_on_one_rank_stops_all_with_a_checkpoint(world: list[dict[str, An
     assert [rank["stop_on_one_rank"] for rank in world] == [("", ["save 3", "stopped 3"])] * 2
 
 
-def test_a_strategy_says_after_what_there_is_a_checkpoint(world: list[dict[str, Any]]) -> None:
-    """No strategy leaves the one of a stop: a user who asks a run to end does not want to lose it."""
+def test_save_every_says_after_what_there_is_a_checkpoint(world: list[dict[str, Any]]) -> None:
+    """never leaves the one of a stop: a user who asks a run to end does not want to lose it."""
     for rank in world:
         assert rank["epochs"] == ("", ["save 3", "save 5", "save 7"])
         assert rank["no_checkpoints"] == ("", [], "", ["save 3", "stopped 3"])

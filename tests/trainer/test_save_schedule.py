@@ -54,17 +54,17 @@ def test_a_number_is_a_number_of_steps() -> None:
 
 
 def test_an_epoch_is_saved_after_the_step_that_ends_it() -> None:
-    assert saved_steps(10, 1.0, 5.0, save_strategy="epoch", steps_per_epoch=3) == [3, 6, 9]
-    assert saved_steps(10, 1.0, 5.0, save_strategy="epoch", steps_per_epoch=2.5) == [3, 5, 8, 10], "within a step"
-    assert saved_steps(4, 1.0, 5.0, save_strategy="epoch", steps_per_epoch=0.5) == [1, 2, 3, 4], "two in a step"
+    assert saved_steps(10, 1.0, 5.0, save_every="epoch", steps_per_epoch=3) == [3, 6, 9]
+    assert saved_steps(10, 1.0, 5.0, save_every="epoch", steps_per_epoch=2.5) == [3, 5, 8, 10], "within a step"
+    assert saved_steps(4, 1.0, 5.0, save_every="epoch", steps_per_epoch=0.5) == [1, 2, 3, 4], "two in a step"
 
 
 def test_a_resumed_run_counts_the_epochs_that_are_left() -> None:
-    assert saved_steps(7, 1.0, 5.0, save_strategy="epoch", steps_per_epoch=3, done_before=2, expected=1.0) == [3, 6]
+    assert saved_steps(7, 1.0, 5.0, save_every="epoch", steps_per_epoch=3, done_before=2, expected=1.0) == [3, 6]
 
 
-def test_without_a_strategy_nothing_is_due() -> None:
-    assert saved_steps(50, 1.0, 5.0, save_strategy="no") == []
+def test_never_nothing_is_due() -> None:
+    assert saved_steps(50, 1.0, 5.0, save_every="never") == []
 
 
 def test_auto_saves_the_first_step_and_then_at_young_and_dalys_interval() -> None:

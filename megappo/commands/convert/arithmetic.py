@@ -232,18 +232,20 @@ def whole_epochs(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, int(value))
 
 
-def whole_steps(rule: Rule, value: Any, settings: Settings) -> Values:
-    if number(value) < 1:
+def save_steps(rule: Rule, value: Any, settings: Settings) -> Values:
+    if _trl(settings, "save_strategy", "steps") != "steps":
+        raise Otherwise(Outcome.UNNEEDED, "save_strategy says it")
+    if 0 < number(value) < 1:
         raise missing("a share of the run; name the steps")
-    return same(rule.keys, int(value))
+    return same(rule.keys, max(0, int(value)))
 
 
 def save_strategy(rule: Rule, value: Any, settings: Settings) -> Values:
-    if value is False:  # as YAML 1.1 reads a bare `no`
-        return same(rule.keys, "no")
-    if value not in ("no", "steps", "epoch"):
+    if value == "steps":
+        raise Otherwise(Outcome.UNNEEDED, "checkpoint.save_every counts steps")
+    if value not in ("no", False, "epoch"):  # False: as YAML 1.1 reads a bare `no`
         raise missing("checkpoints are made after steps or epochs")
-    return same(rule.keys, value)
+    return same(rule.keys, "epoch" if value == "epoch" else "never")
 
 
 BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
@@ -283,7 +285,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
         old_mini_batch,
         trl_steps,
         whole_epochs,
-        whole_steps,
+        save_steps,
         save_strategy,
         or_zero,
         positive,

@@ -44,8 +44,8 @@ class Limits:
 
 def require_resumable(config: TrainConfig, what: str, way_out: str) -> None:
     """Raise ConfigError if the run saves no checkpoints or only weights, so that `what` could not resume."""
-    if config.checkpoint.save_strategy == "no":
-        raise ConfigError(problem("checkpoint.save_strategy", "no", f"{what} could not resume; use steps or epoch, or {way_out}"))
+    if config.checkpoint.save_every == "never":
+        raise ConfigError(problem("checkpoint.save_every", "never", f"{what} could not resume; use auto or epoch, or {way_out}"))
     if config.checkpoint.save_only_model:
         raise ConfigError(problem("checkpoint.save_only_model", True, f"{what} could not resume; set it to false, or {way_out}"))
 

@@ -387,7 +387,7 @@ def checkpoint_bytes(plan: Plan) -> int:
 def _checkpoint_lines(plan: Plan) -> Iterator[str]:
     settings, size = plan.config.checkpoint, checkpoint_bytes(plan)
     held = "weights" if settings.save_only_model else "weights and optimizers"
-    at_once = settings.keep_last + 1 if settings.save_every else 1  # one more while it is written
+    at_once = settings.keep_last + 1 if settings.save_every not in (0, "never") else 1  # one more while it is written
     if plan.config.trainer.keep_best is not None:
         at_once = settings.keep_last + 2  # and the best
     yield f"  about {gib(size)} GiB each: {held} of {' and '.join(trained_sections(plan.config))}; at most {at_once} at once"
@@ -397,7 +397,8 @@ def _checkpoint_lines(plan: Plan) -> Iterator[str]:
         yield f"  one failure in {figures(hours)} h is expected, so the interval is"
         yield f"  {every} is what a save holds training"
     else:
-        yield f"  one every {_count(settings.save_every, 'step')}" if settings.save_every else "  one at the end"
+        words = {0: "one at the end", "epoch": "one after each epoch", "never": "none but at a stop or an error"}
+        yield "  " + (words.get(settings.save_every) or f"one every {_count(int(settings.save_every), 'step')}")
 
 
 def _data_lines(plan: Plan, data: RunData | RecordedData) -> list[str]:

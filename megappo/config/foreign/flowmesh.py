@@ -40,9 +40,9 @@ FLOWMESH = Trainer(
         **{f"spec.training.{name}": rule for name, rule in (_TRAINING | OLD).items()},
         "spec.training.allow_multi_gpu": unneeded("run.num_ranks says it", "run.num_ranks"),
         "spec.training.padding_side": implied(ALWAYS_PACKED, "policy.micro_batch_tokens"),
-        "spec.training.save_freq": take("checkpoint.save_every", by="or_zero"),
+        "spec.training.save_freq": take("checkpoint.save_every", by="save_steps"),
         "spec.training.save_model": take("checkpoint.export_at_end"),
-        "spec.training.save_strategy": take("checkpoint.save_strategy", by="save_strategy"),
+        "spec.training.save_strategy": take("checkpoint.save_every", by="save_strategy"),
     },
     defaults={"spec.training.ppo_epochs": 4, "spec.training.gradient_accumulation_steps": 1},
     sections=(

@@ -12,6 +12,7 @@ from megappo.commands.convert.sources import READ, Source, Unread, read_source
 from megappo.config.checks import problems
 from megappo.config.foreign.nemo_rl import NEMO_RL
 from megappo.config.foreign.rule import Outcome
+from megappo.config.foreign.trl import TRL
 from megappo.config.foreign.verl import VERL
 from megappo.config.keys import value_at
 from megappo.config.loading import explicit_keys, load_config, validated
@@ -272,6 +273,13 @@ ARITHMETIC = [
 def test_units_change_with_the_other_keys(foreign, wanted):
     values = converted(foreign).values
     assert {key: values.get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize("strategy, every", {"steps": 25, "epoch": "epoch", "no": "never", False: "never"}.items())
+def test_the_strategy_of_saving_and_its_steps_are_one_key(strategy, every):
+    conversion = converted({"save_steps": 25, "save_strategy": strategy}, TRL)
+    assert conversion.values["checkpoint.save_every"] == every
+    assert not [row for row in conversion.rows if row.outcome is Outcome.MISSING and not row.is_default]
 
 
 NO_EQUIVALENT = [

@@ -246,7 +246,8 @@ def test_a_checkpoint_is_as_large_as_its_tensors(tmp_path):
     weights = plan_of(path, ["checkpoint.save_only_model=true", "checkpoint.save_every=5"])
     assert checkpoint_bytes(weights) == 4 * (policy + critic + 128)
     assert "one every 5 steps" in report(weights) and "mtbf_hours" not in report(weights)
-    assert "one at the end" in report(plan_of(path, ["checkpoint.save_every=0"]))
+    for every, says in {"0": "one at the end", "epoch": "one after each epoch", "never": "none but at a stop"}.items():
+        assert says in report(plan_of(path, [f"checkpoint.save_every={every}"]))
 
 
 def test_a_large_world_is_printed_compactly(tmp_path):
