@@ -223,17 +223,12 @@ TRAIN: tuple[Dead, ...] = (
     Dead(
         ("checkpoint.keep_last", "checkpoint.asynchronous"),
         lambda c: c.checkpoint.save_every in (0, "never") and c.trainer.keep_best is None,
-        "checkpoint.save_every plans no checkpoint before the end; remove it, or set save_every to auto, epoch or a number of steps",
+        "checkpoint.save_every plans no checkpoint before the end; remove it, or set save_every to auto, epoch or steps",
     ),
     Dead(
         ("telemetry.trajectories_per_step",),
         lambda c: c.telemetry.trajectories_every == 0,
         "telemetry.trajectories_every is 0; remove it, or set trajectories_every",
-    ),
-    Dead(
-        ("telemetry.mode",),
-        lambda c: not {"wandb", "mlflow"} & set(c.telemetry.trackers),
-        "telemetry.trackers names neither wandb nor mlflow; remove it, or add one of them",
     ),
     Dead(
         ("telemetry.histograms_every",),

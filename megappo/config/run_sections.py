@@ -96,11 +96,9 @@ class CheckpointConfig(Section):
 
 class TelemetryConfig(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """Places besides metrics.jsonl that show the run: event files of TensorBoard, Weights & Biases, MLflow. Keys, addresses,
-    project and group come from these libraries' own environment variables (docs/telemetry.md). A tracker that fails costs records,
-    never the run."""
-    mode: Literal["online", "offline"] = "online"
-    """offline: W&B and MLflow write into the run directory and need no account and no network."""
+    """Places besides metrics.jsonl that show the run: event files of TensorBoard, Weights & Biases, MLflow. Keys, addresses, modes
+    and projects come from these libraries' own environment variables; with WANDB_MODE=offline, and without MLFLOW_TRACKING_URI,
+    records are written into the run directory (docs/telemetry.md). A tracker that fails costs records, never the run."""
     histograms_every: NonNegative = 10
     """Steps between histograms of advantages, returns, values, KL, ratios and lengths in the trackers, the last step among them; 0
     makes none."""

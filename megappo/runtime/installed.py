@@ -55,8 +55,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(("tensorboard",), "tensorboard", "telemetry.trackers: tensorboard", True, "pip install tensorboard"),
     Requirement(("wandb",), "wandb", "telemetry.trackers: wandb", False, "pip install wandb"),
     Requirement(("mlflow", "mlflow-skinny"), "mlflow", "telemetry.trackers: mlflow", False, "pip install mlflow"),
-    Requirement(("sqlalchemy",), "sqlalchemy", "telemetry.trackers: mlflow, offline", False, "pip install mlflow"),
-    Requirement(("alembic",), "alembic", "telemetry.trackers: mlflow, offline", False, "pip install mlflow"),
+    Requirement(("sqlalchemy",), "sqlalchemy", "telemetry.trackers: mlflow, without a server", False, "pip install mlflow"),
+    Requirement(("alembic",), "alembic", "telemetry.trackers: mlflow, without a server", False, "pip install mlflow"),
     Requirement(("math-verify",), "math_verify", "the math_verify reward", False, "pip install 'megappo[math]'"),
     Requirement(("httpx2",), "httpx2", "rewards of a server (url)", False, "pip install 'megappo[remote]'"),
     Requirement(

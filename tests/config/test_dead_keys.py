@@ -108,7 +108,6 @@ DEAD = [
     (["trainer.steps=4", "critic.warmup_steps=4"], "algorithm.ptx.data=t.jsonl", "critic.warmup_steps=2"),
     (["policy.ema.decay=0.9"], "trainer.evaluate_with=ema", EVAL),
     (["trainer.steps=4", "critic.warmup_steps=4"], "policy.ema.decay=0.9", "critic.warmup_steps=2"),
-    ([], "telemetry.mode=offline", "telemetry.trackers=[wandb]"),
     (["telemetry.trackers=[]"], "telemetry.histograms_every=5", "telemetry.trackers=[tensorboard]"),
 ]
 ALL_FSDP2 = [f"{role}.engine=fsdp2" for role in ("policy", "critic", "reference")]

@@ -22,6 +22,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(available, "missing_package", lambda name: None)
     for name in (
         "WANDB_API_KEY",
+        "WANDB_MODE",
         "WANDB_IDENTITY_TOKEN_FILE",
         "WANDB_BASE_URL",
         "WANDB_CONFIG_DIR",
@@ -32,27 +33,31 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def said(*trackers: str, mode: str = "online") -> str | None:
-    text = tracker_problem(TelemetryConfig.model_validate({"trackers": trackers, "mode": mode}))
+def said(*trackers: str) -> str | None:
+    text = tracker_problem(TelemetryConfig.model_validate({"trackers": trackers}))
     assert text is None or "\n" not in text
     return text
 
 
-def test_what_needs_no_account_passes() -> None:
-    assert said() is None and said("tensorboard") is None and said("tensorboard", "wandb", "mlflow", mode="offline") is None
+@pytest.mark.parametrize("mode", ["offline", "dryrun", "disabled"])
+def test_what_needs_no_account_passes(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    assert said() is None and said("tensorboard") is None and said("mlflow") is None and said("wandb") is not None
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert said("tensorboard", "wandb", "mlflow") is None
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setattr(available, "missing_package", lambda name: f"{name} is not installed: pip install {name}")
-    assert said("tensorboard", mode=mode) is None
-    assert said("wandb", mode=mode) == 'telemetry.trackers = ["wandb"]: wandb is not installed: pip install wandb'
-    assert "mlflow is not installed: pip install mlflow" in (said("mlflow", mode=mode) or "")
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert said("tensorboard") is None
+    assert said("wandb") == 'telemetry.trackers = ["wandb"]: wandb is not installed: pip install wandb'
+    assert "mlflow is not installed: pip install mlflow" in (said("mlflow") or "")
 
 
-def test_mlflow_offline_needs_its_database(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_without_a_server_needs_its_database(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "missing_package", lambda name: "sqlalchemy is not installed" if name == "sqlalchemy" else None)
-    assert "sqlalchemy is not installed" in (said("mlflow", mode="offline") or "")
+    assert "sqlalchemy is not installed" in (said("mlflow") or "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     assert said("mlflow") is None
 
@@ -60,7 +65,7 @@ def test_mlflow_offline_needs_its_database(monkeypatch: pytest.MonkeyPatch) -> N
 def test_online_without_a_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said("tensorboard", "wandb") == (
         'telemetry.trackers = ["tensorboard", "wandb"]: no credentials of W&B for https://api.wandb.ai; run `wandb login`, '
-        "or set WANDB_API_KEY in the environment, or set telemetry.mode=offline"
+        "or set WANDB_API_KEY or WANDB_MODE=offline in the environment"
     )
     monkeypatch.setenv("WANDB_API_KEY", "s3cret")
     assert said("wandb") is None
@@ -92,13 +97,6 @@ def test_the_settings_of_a_login_count(tmp_path: Path) -> None:
     assert said("wandb") is None
     (folder / "settings").write_text("no section")
     assert said("wandb") is not None
-
-
-def test_mlflow_online_needs_an_address() -> None:
-    assert said("mlflow") == (
-        'telemetry.trackers = ["mlflow"]: no server of MLflow; set MLFLOW_TRACKING_URI in the environment, '
-        "for example http://localhost:5000, or set telemetry.mode=offline"
-    )
 
 
 def test_a_run_is_refused_before_its_model_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
@@ -140,4 +138,3 @@ def test_the_guide_lists_every_histogram_and_says_what_a_refused_run_says() -> N
     page = (PACKAGE.parent / "docs" / "telemetry.md").read_text()
     assert all(f"| `{one.value}` | {one.meaning} |" in page for one in Distribution)
     assert str(said("tensorboard", "wandb", "mlflow")) in page
-    assert str(said("mlflow")).partition(": ")[2] in page

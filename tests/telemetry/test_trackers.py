@@ -47,8 +47,7 @@ def steps_of(log: RunLog, first: int, last: int) -> None:
 
 def run(root: Path, name: str, first: int, last: int, *, resume: int | None = None, status: Any = "finished") -> RunLog:
     root.mkdir(exist_ok=True)
-    values = {"trackers": [name], "mode": "offline"}
-    telemetry = TelemetryConfig.model_validate(values)
+    telemetry = TelemetryConfig.model_validate({"trackers": [name]})
     log = RunLog(root, make_trackers(telemetry, "first", root), CONFIG, stream=io.StringIO())
     if resume is not None:
         log.resume_after(resume)
@@ -93,8 +92,9 @@ def wandb_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path,
     pytest.importorskip("wandb")
     root = tmp_path_factory.mktemp("wandb") / "first"
     with pytest.MonkeyPatch.context() as patch, Watch(interval_s=0.2) as watch:
-        for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
             patch.delenv(name, raising=False)
+        patch.setenv("WANDB_MODE", "offline")
         patch.setenv("NETRC", str(root / "absent"))
         with mock.patch.dict(os.environ, {"WANDB_RUN_GROUP": "pair", "WANDB_TAGS": "a,b"}):
             run(root, "wandb", 1, 4)
@@ -142,7 +142,7 @@ from tests.telemetry.test_trackers import steps_of, make_trackers, RunLog, Telem
 
 root = Path(sys.argv[1])
 root.mkdir()
-telemetry = TelemetryConfig.model_validate({"trackers": ["wandb"], "mode": "offline"})
+telemetry = TelemetryConfig.model_validate({"trackers": ["wandb"]})
 log = RunLog(root, make_trackers(telemetry, "killed", root), CONFIG, stream=io.StringIO())
 steps_of(log, 1, 2)
 state = root / "trackers" / "wandb.json"
@@ -164,7 +164,7 @@ def test_the_service_of_wandb_ends_with_its_rank_and_the_rank_not_with_the_servi
     pytest.importorskip("wandb")
     for killed, code in (("rank", -signal.SIGKILL), ("service", 0)):
         command = [sys.executable, "-c", RANK, str(tmp_path / killed), killed]
-        rank = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120)
+        rank = subprocess.run(command, env={**os.environ, "WANDB_MODE": "offline"}, stdout=subprocess.PIPE, text=True, timeout=120)
         assert rank.returncode == code
         pids = json.loads(rank.stdout)
         assert pids, "wandb's service"
@@ -183,7 +183,8 @@ def eventually(true: Any, limit_s: float = 20.0) -> None:
 
 
 @pytest.mark.slow  # 7 s, of MLflow's imports
-def test_a_run_of_mlflow_is_continued_by_a_resumed_one(tmp_path: Path) -> None:
+def test_a_run_of_mlflow_is_continued_by_a_resumed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("alembic")
     root = tmp_path / "first"

@@ -30,7 +30,7 @@ KEYS: dict[str, Any] = {
     "algorithm.ppo_epochs": 2,
 }
 REPLICAS = {"policy.parallel.tp": 1, "critic.parallel.pp": 1}
-WANDB = {"telemetry.trackers": ["tensorboard", "wandb"], "telemetry.mode": "offline"}
+WANDB = {"telemetry.trackers": ["tensorboard", "wandb"]}
 
 
 def runs(rank: int, folder: Path) -> None:
@@ -52,7 +52,9 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("trackers")
     write_small_task(folder)
-    spawn_world(runs, 2, folder, timeout_s=300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        spawn_world(runs, 2, folder, timeout_s=300)
     yield folder / "runs"
 
 

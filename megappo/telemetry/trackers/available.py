@@ -14,29 +14,24 @@ from megappo.runtime.installed import missing_package
 from megappo.telemetry.trackers.mlflow_run import URI
 
 WANDB_SERVER = "https://api.wandb.ai"
-_OFFLINE = "or set telemetry.mode=offline"
+_WITHOUT_ACCOUNT = ("offline", "dryrun", "disabled")  # values of WANDB_MODE
 
 
 def tracker_problem(telemetry: TelemetryConfig) -> str | None:
     """Return the first reason, in one line, why a tracker could not work; None if all can. Makes no network request."""
-    needed = {"wandb": ["wandb"], "mlflow": ["mlflow", *(["sqlalchemy", "alembic"] if telemetry.mode == "offline" else [])]}
+    # Without a server MLflow writes a database into the run directory.
+    needed = {"wandb": ["wandb"], "mlflow": ["mlflow", *([] if os.environ.get(URI) else ["sqlalchemy", "alembic"])]}
     for tracker in telemetry.trackers:
         for package in needed.get(tracker, ()):
             if (how := missing_package(package)) is not None:
                 return problem("telemetry.trackers", list(telemetry.trackers), how)
-    if telemetry.mode == "offline":
-        return None
-    if "wandb" in telemetry.trackers and not has_wandb_credentials():
+    online = os.environ.get("WANDB_MODE") not in _WITHOUT_ACCOUNT
+    if "wandb" in telemetry.trackers and online and not has_wandb_credentials():
         return problem(
             "telemetry.trackers",
             list(telemetry.trackers),
-            f"no credentials of W&B for {_wandb_server()}; run `wandb login`, or set WANDB_API_KEY in the environment, {_OFFLINE}",
-        )
-    if "mlflow" in telemetry.trackers and not os.environ.get(URI):
-        return problem(
-            "telemetry.trackers",
-            list(telemetry.trackers),
-            f"no server of MLflow; set {URI} in the environment, for example http://localhost:5000, {_OFFLINE}",
+            f"no credentials of W&B for {_wandb_server()}; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline in the "
+            "environment",
         )
     return None
 

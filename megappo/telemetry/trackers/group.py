@@ -67,7 +67,7 @@ def make_trackers(telemetry: TelemetryConfig, run_name: str, root: Path) -> dict
 
     makers: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoard(root / "tensorboard"),  # its library has a thread of its own
-        "wandb": lambda: BackgroundTracker("wandb", Wandb(root, run_name, telemetry, logger.info), end_service),
-        "mlflow": lambda: BackgroundTracker("mlflow", Mlflow(root, run_name, telemetry, logger.info)),
+        "wandb": lambda: BackgroundTracker("wandb", Wandb(root, run_name, logger.info), end_service),
+        "mlflow": lambda: BackgroundTracker("mlflow", Mlflow(root, run_name, logger.info)),
     }
     return {name: makers[name]() for name in telemetry.trackers}

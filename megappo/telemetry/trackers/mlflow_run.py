@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or a database in the run directory. Every call waits for its answer."""
+"""MLflow: the server of MLFLOW_TRACKING_URI, without it a database in the run directory. Every call waits for its answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, TrackedRun, texts_of
 
 URI = "MLFLOW_TRACKING_URI"
@@ -34,27 +33,27 @@ class Mlflow:
     """A run of the experiment `MLFLOW_EXPERIMENT_NAME` (default megappo); histograms become JSON artifacts, trajectories text
     artifacts."""
 
-    def __init__(self, root: Path, run_name: str, telemetry: TelemetryConfig, note: Callable[[str], None]) -> None:
-        self._root, self._name, self._telemetry, self._note = root, run_name, telemetry, note
+    def __init__(self, root: Path, run_name: str, note: Callable[[str], None]) -> None:
+        self._root, self._name, self._note = root, run_name, note
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         mlflow: Any = importlib.import_module("mlflow")
-        folder, offline = self._root.absolute() / "mlflow", self._telemetry.mode == "offline"
-        if offline:
+        folder, server = self._root.absolute() / "mlflow", os.environ.get(URI)
+        if not server:
             folder.mkdir(parents=True, exist_ok=True)
-        self._client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}" if offline else os.environ[URI])
+        self._client = mlflow.MlflowClient(tracking_uri=server or f"sqlite:///{folder / 'mlflow.db'}")
         self._tracked = TrackedRun(self._root, "mlflow")
         if self._tracked.id is None:
-            self._begin(self._client, folder.as_uri() if offline else None)
+            self._begin(self._client, None if server else folder.as_uri())
             for params in _param_batches(config):
                 self._client.log_batch(self._id, params=params)
         else:  # its parameters cannot change any more: the artifact says what the run goes on with
             self._client.update_run(self._id, status="RUNNING")
         self._client.log_text(self._id, yaml.safe_dump(dict(config), sort_keys=False), "config.yaml")
-        if offline:
-            self._note(f"mlflow: offline; to look at: mlflow ui --backend-store-uri sqlite:///{folder / 'mlflow.db'}")
+        if not server:
+            self._note(f"mlflow: {URI} is not set; to look at: mlflow ui --backend-store-uri sqlite:///{folder / 'mlflow.db'}")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         if self._tracked.is_new(step):

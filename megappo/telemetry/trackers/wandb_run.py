@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import psutil
 
-from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, TrackedRun, texts_of
 
 if TYPE_CHECKING:
@@ -22,18 +21,17 @@ INIT_S = 60.0  # wandb's own limit on the first answer of its server
 
 
 class Wandb:
-    """A run of the project `WANDB_PROJECT` (default megappo); offline it goes to `wandb/` of the run directory, for `wandb sync`.
-    W&B reads its other variables itself, such as WANDB_RUN_GROUP."""
+    """A run of the project `WANDB_PROJECT` (default megappo); with WANDB_MODE=offline it goes to `wandb/` of the run directory, for
+    `wandb sync`. W&B reads its variables itself, such as WANDB_RUN_GROUP."""
 
-    def __init__(self, root: Path, run_name: str, telemetry: TelemetryConfig, note: Callable[[str], None]) -> None:
-        self._root, self._name, self._telemetry, self._note = root, run_name, telemetry, note
+    def __init__(self, root: Path, run_name: str, note: Callable[[str], None]) -> None:
+        self._root, self._name, self._note = root, run_name, note
         self._run: wandb.Run | None = None
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # to its makers
         import wandb
 
-        telemetry = self._telemetry
         self._tracked = TrackedRun(self._root, "wandb")
         if self._tracked.id is None:
             self._tracked.begin(uuid.uuid4().hex[:12])
@@ -43,16 +41,15 @@ class Wandb:
             id=self._tracked.id,
             resume="allow",
             reinit="create_new",  # and not a run that the user's own code has opened
-            mode=telemetry.mode,
             dir=str(self._root),
             config=dict(config),
             # The address of a git remote may hold a password, and code is the user's own.
             settings=wandb.Settings(silent=True, console="off", disable_git=True, disable_code=True, init_timeout=INIT_S),
         )
-        if telemetry.mode == "offline":
+        if self._run.offline:
             self._note(f"wandb: offline; to upload: wandb sync {self._root / 'wandb'}/offline-run-*-{self._tracked.id}")
         else:
-            self._note(f"wandb: {self._run.url}")
+            self._note(f"wandb: {self._run.url or 'disabled by WANDB_MODE'}")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         self._log(step, dict(values))
