@@ -198,27 +198,12 @@ TRAIN: tuple[Dead, ...] = (
         "trainer.steps sets the length of the run; remove one of the two",
     ),
     Dead(
-        ("data.curriculum.pass_score", "data.curriculum.min_chance"),
-        lambda c: c.data.curriculum.kind == "none",
-        "data.curriculum.kind is none; remove it, or set kind to pass_rate",
-    ),
-    Dead(
         ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"
     ),
     Dead(
         ("reward.parts",),
-        lambda c: c.reward.route.key is not None,
+        lambda c: c.reward.route is not None,
         "reward.route chooses the parts of every response; keep one of the two",
-    ),
-    Dead(
-        ("reward.route.map", "reward.route.default"),
-        lambda c: c.reward.route.key is None,
-        "reward.route.key is null; set it to the field of the data that chooses, or remove this",
-    ),
-    Dead(
-        ("reward.length_penalty_start",),
-        lambda c: c.reward.length_penalty == 0,
-        "reward.length_penalty is 0; remove it, or set a penalty",
     ),
     Dead(
         ("checkpoint.keep_last", "checkpoint.asynchronous"),

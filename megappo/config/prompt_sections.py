@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -10,9 +10,9 @@ from megappo.config.section import Section
 
 
 class CurriculumConfig(Section):
-    kind: Literal["none", "pass_rate"] = "none"
-    """pass_rate: pass over prompts that responses nearly always or nearly never pass. A prompt of pass rate p so far is visited at
-    its turn with chance 4 p (1 - p), one that was not seen yet always (docs/algorithms.md)."""
+    """Passes over prompts that responses nearly always or nearly never pass. A prompt of pass rate p so far is visited at its turn
+    with chance 4 p (1 - p), one that was not seen yet always (docs/algorithms.md)."""
+
     pass_score: float = 0.5
     """Least score of a response that passes."""
     min_chance: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1

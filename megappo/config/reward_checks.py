@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megappo.config.errors import problem
 from megappo.config.evaluations import config_of_set, evaluation_sets
 from megappo.config.paths import odd_character
-from megappo.config.reward_sections import DEFAULT_RECIPE, PART_KINDS, RewardConfig, RewardPart
+from megappo.config.reward_sections import PART_KINDS, RewardConfig, RewardPart
 from megappo.config.schema import TrainConfig
 from megappo.config.section import Section
 from megappo.config.urls import host_of, is_loopback
@@ -19,26 +19,13 @@ BUILT_IN_KEYS = {"math_verify": ("workers",)}  # built-in rule -> keys of other 
 
 def reward_problem(reward: RewardConfig) -> str | None:
     """First problem of the keys of a reward, one line; None without one."""
-    route = reward.route
-    if route.key is not None and (message := _route_problem(reward)) is not None:
-        return message
+    for label in reward.route.map if reward.route is not None else ():
+        if not label.strip() or len(label) > LONGEST_LABEL or odd_character(label) is not None:
+            return problem("reward.route.map", label, f"a label is a printable line of 1 to {LONGEST_LABEL} characters")
     for recipe, parts in reward.recipes.items():
         if (message := _recipe_problem(reward.key_of(recipe), parts)) is not None:
             return message
     return _same_settings(reward) or _host_problem(reward)
-
-
-def _route_problem(reward: RewardConfig) -> str | None:
-    route = reward.route
-    if not route.map:
-        fix = f"give the values of {route.key} their parts, for example {{gsm8k: [{{name: math_verify}}]}}"
-        return problem("reward.route.map", {}, fix)
-    if DEFAULT_RECIPE in route.map and route.default:
-        return problem("reward.route.default", [part.label for part in route.default], "map has a recipe of that name; keep one")
-    for label in route.map:
-        if not label.strip() or len(label) > LONGEST_LABEL or odd_character(label) is not None:
-            return problem("reward.route.map", label, f"a label is a printable line of 1 to {LONGEST_LABEL} characters")
-    return None
 
 
 def _same_settings(reward: RewardConfig) -> str | None:
@@ -117,13 +104,10 @@ def reward_model_problem(config: TrainConfig) -> str | None:
 
 def length_penalty_problem(config: TrainConfig) -> str | None:
     """Refuse a length penalty that starts beyond the longest response."""
-    reward, longest = config.reward, config.rollout.max_response_tokens
-    if reward.length_penalty > 0 and reward.length_penalty_start >= longest:
-        return problem(
-            "reward.length_penalty_start",
-            reward.length_penalty_start,
-            f"no response is longer than rollout.max_response_tokens {longest}; lower it",
-        )
+    penalty, longest = config.reward.length_penalty, config.rollout.max_response_tokens
+    if penalty is not None and penalty.start >= longest:
+        fix = f"no response is longer than rollout.max_response_tokens {longest}; lower it"
+        return problem("reward.length_penalty.start", penalty.start, fix)
     return None
 
 

@@ -124,39 +124,41 @@ class RewardPart(Section):
         return {key: value for key, value in handler(self).items() if key == "weight" or getattr(self, key) != fields[key].default}
 
 
+DEFAULT_RECIPE = "default"  # word of `reward.route.map` for all records that no other of its labels is of
+
+
 class RewardRoute(Section):
-    key: str | None = None
-    """Field of the record (`a.b` reaches inside) whose value chooses the recipe of its responses; null: all have `reward.parts`."""
-    map: dict[str, tuple[RewardPart, ...]] = {}
-    """Value of that field -> parts of the recipe, written as `reward.parts`. A part of two recipes, with the same settings, is one
-    part."""
-    default: tuple[RewardPart, ...] = ()
-    """Parts for records without the field, or with a value that `map` has not; empty: such records are refused."""
+    key: str
+    """Field of the record (`a.b` reaches inside) whose value chooses the recipe of its responses."""
+    map: Annotated[dict[str, tuple[RewardPart, ...]], Field(min_length=1)]
+    """Value of that field -> parts of the recipe, written as `reward.parts`. The word default is for all other records, those
+    without the field included; so a value that is literally `default` cannot be told from them. Without that word such records are
+    refused. A part of two recipes, with the same settings, is one part."""
 
 
-DEFAULT_RECIPE = "default"  # label of responses that `reward.route.default` scores
+class LengthPenaltyConfig(Section):
+    per_token: PositiveFloat
+    """Subtracted per response token beyond `start`."""
+    start: NonNegative = 0
+    """Response tokens without penalty."""
 
 
 class RewardConfig(Section):
     parts: tuple[RewardPart, ...] = (RewardPart(name="exact_match"),)
     """Rules whose weighted sum is the score of a response; each is logged under its name."""
-    route: RewardRoute = RewardRoute()
-    """Several recipes in one run, in place of `parts`: a label in the data chooses among them."""
+    route: RewardRoute | None = None
+    """Several recipes in one run, in place of `parts`: a label in the data chooses among them. null: all have `parts`."""
     allow_hosts: tuple[str, ...] | None = None
     """Hosts of other machines that a part's `url` may name: responses go there. null allows any, over https; an empty list none."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of a response cut by the length limit."""
-    length_penalty: NonNegativeFloat = 0.0
-    """Subtracted per response token beyond `length_penalty_start`."""
-    length_penalty_start: NonNegative = 0
-    """Response tokens without length penalty."""
+    length_penalty: LengthPenaltyConfig | None = None
+    """Penalty for long responses, subtracted from the score; null: none."""
 
     @property
     def recipes(self) -> dict[str, tuple[RewardPart, ...]]:
         """Label -> parts; without a route the only label is ""."""
-        if self.route.key is None:
-            return {"": self.parts}
-        return {**self.route.map, **({DEFAULT_RECIPE: self.route.default} if self.route.default else {})}
+        return {"": self.parts} if self.route is None else self.route.map
 
     @property
     def all_parts(self) -> dict[str, tuple[str, RewardPart]]:
@@ -168,9 +170,7 @@ class RewardConfig(Section):
         return found
 
     def key_of(self, recipe: str) -> str:
-        if self.route.key is None:
-            return "reward.parts"
-        return f"reward.route.map.{recipe}" if recipe in self.route.map else "reward.route.default"
+        return "reward.parts" if self.route is None else f"reward.route.map.{recipe}"
 
 
 class EvaluationConfig(Section):

@@ -135,8 +135,8 @@ class DataConfig(Section):
     weight_key: str | None = None
     """Field of a record with its weight, a number of 0 or more: a prompt is visited in proportion to it, in each epoch floor or
     ceil of prompts * weight / sum of weights times; `a.b` reaches into a nested object. null visits each prompt once an epoch."""
-    curriculum: CurriculumConfig = CurriculumConfig()
-    """Choice of prompts by what the run has seen of them."""
+    curriculum: CurriculumConfig | None = None
+    """Choice of prompts by their pass rates in the run so far; `{}` takes the defaults. null visits all."""
     prompts_per_step: Positive = 256
     """Prompts per PPO step (the train batch, before `rollout.samples_per_prompt`)."""
     fit_batch: bool = False

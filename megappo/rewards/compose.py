@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from megappo.config.reward_sections import LengthPenaltyConfig
 from megappo.rewards.base import RewardError
 from megappo.rewards.verdict import LARGEST, Verdict
 
@@ -143,14 +144,13 @@ def _per_token_of_all(scores: Sequence[Scored]) -> list[list[float] | None] | No
 @dataclass(frozen=True)
 class Composition:
     """Recipes and penalties. A part of weight 0 is only logged; a part's own numbers are logged as `part.inner`.
-    score = sum of weight * part - missing_eos_penalty * [cut] - length_penalty * max(0, num_tokens - length_penalty_start).
+    score = sum of weight * part - missing_eos_penalty * [cut] - length_penalty.per_token * max(0, num_tokens - start).
     Raises ValueError for a recipe without parts or a weight that is not finite."""
 
     recipes: Mapping[str, Mapping[str, float]]
     """Label -> part -> weight; only `WHOLE` without a route."""
     missing_eos_penalty: float = 0.0
-    length_penalty: float = 0.0
-    length_penalty_start: int = 0
+    length_penalty: LengthPenaltyConfig | None = None
 
     def __post_init__(self) -> None:
         for recipe in self.recipes.values():
@@ -216,9 +216,9 @@ class Composition:
         penalties: dict[str, list[float]] = {}
         if self.missing_eos_penalty:
             penalties[MISSING_EOS] = [-self.missing_eos_penalty if one.truncated else 0.0 for one in judged]
-        if self.length_penalty:
-            excess = [max(0, one.num_tokens - self.length_penalty_start) for one in judged]
-            penalties[LENGTH] = [-self.length_penalty * n for n in excess]
+        if (penalty := self.length_penalty) is not None:
+            excess = [max(0, one.num_tokens - penalty.start) for one in judged]
+            penalties[LENGTH] = [-penalty.per_token * n for n in excess]
         return penalties
 
     def _inner_parts(self, verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, list[float]]:

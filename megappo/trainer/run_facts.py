@@ -68,7 +68,7 @@ def run_facts(config: TrainConfig, data: RunData | RecordedData) -> dict[str, An
 
 def _recipe_facts(reward: RewardConfig) -> dict[str, Any]:
     recipes = {label: [_part_facts(part) for part in parts] for label, parts in reward.recipes.items()}
-    if reward.route.key is None:
+    if reward.route is None:
         return {"parts": recipes[""], "route": None}
     return {"parts": [], "route": {"key": reward.route.key, "recipes": recipes}}
 

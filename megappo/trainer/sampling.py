@@ -77,9 +77,14 @@ def scorer_of(
 ) -> Scorer:
     """Build the scorer of a run on this rank: its parts (as in `RunData`), and the penalties for a missing end and for length."""
     recipes = {label: {part.label: part.weight for part in parts} for label, parts in reward.recipes.items()}
-    penalties = (reward.missing_eos_penalty, reward.length_penalty, reward.length_penalty_start)
     made = {name: part.make() for name, part in parts.items() if part.make is not None}
-    return Scorer(made, Composition(recipes, *penalties), partial(recipe_of, reward), on_progress, score_model)
+    return Scorer(
+        made,
+        Composition(recipes, reward.missing_eos_penalty, reward.length_penalty),
+        partial(recipe_of, reward),
+        on_progress,
+        score_model,
+    )
 
 
 def evaluators_of_run(

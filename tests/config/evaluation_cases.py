@@ -64,8 +64,8 @@ CASES = [
     ),
     (
         "evaluation_reward_problem",
-        [SETS, "evaluations.b.reward={length_penalty: 0.1, length_penalty_start: 9}", "evaluations.b.max_response_tokens=9"],
-        ["evaluations.b.reward.length_penalty_start = 9"],
+        [SETS, "evaluations.b.reward={length_penalty: {per_token: 0.1, start: 9}}", "evaluations.b.max_response_tokens=9"],
+        ["evaluations.b.reward.length_penalty.start = 9"],
         "evaluations.b.max_response_tokens=10",
     ),
 ]

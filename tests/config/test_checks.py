@@ -513,21 +513,14 @@ BROKEN = [
         ["a.f is there twice"],
         "reward.parts=[{path: a.py, function: f}, {path: b/a.py, function: f, name: b}]",
     ),
-    ("training_reward_problem", ["reward.route.key=s"], ["reward.route.map = {}: give the values of s their parts"], ROUTE),
     ("training_reward_problem", [*ROUTED, "reward.route.map={a: []}"], ["reward.route.map.a = []: a run needs a reward"], ROUTE),
     ("training_reward_problem", [*ROUTED, "reward.route.map={a: [{weight: 2}]}"], ["reward.route.map.a.0.name is missing"], ROUTE),
     ("training_reward_problem", [*ROUTED, 'reward.route.map={" ": [{name: a}]}'], ["a label is a printable line"], ROUTE),
     (
         "training_reward_problem",
-        [*ROUTED, "reward.route.default=[{name: a, weight: 0}]"],
-        ["reward.route.default", "every weight is 0"],
-        "reward.route.default=[]",
-    ),
-    (
-        "training_reward_problem",
-        [*ROUTED, "reward.route.map={default: [{name: a}]}", "reward.route.default=[{name: a}]"],
-        ["reward.route.default", "map has a recipe of that name"],
-        "reward.route.default=[]",
+        [*ROUTED, "reward.route.map.default=[{name: a, weight: 0}]"],
+        ["reward.route.map.default", "every weight is 0"],
+        ROUTE,
     ),
     (
         "training_reward_problem",
@@ -555,9 +548,9 @@ BROKEN = [
     ),
     (
         "length_penalty_problem",
-        ["reward.length_penalty=0.1", "reward.length_penalty_start=512"],
-        ["reward.length_penalty_start = 512", "512"],
-        "reward.length_penalty_start=511",
+        ["reward.length_penalty={per_token: 0.1, start: 512}"],
+        ["reward.length_penalty.start = 512", "512"],
+        "reward.length_penalty.start=511",
     ),
     (
         "trajectory_problem",

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from megappo.config.reward_sections import LengthPenaltyConfig
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.compose import WHOLE, Composition
 from megappo.rewards.inline import InlinePart
@@ -23,7 +24,8 @@ SAMPLES = [
 
 def test_the_total_is_the_weighted_sum_less_the_penalties() -> None:
     """By hand: strict 1, 0, 1; format 1, 1, 1; eos penalty 0, 0, 0.5; tokens beyond 8: 0, 2, 6."""
-    found = scores(scorer_with({"gsm8k_strict": 2.0, "gsm8k_format": 0.25, "exact_match": 0.0}, {}, 0.5, 0.125, 8), SAMPLES)
+    penalty = LengthPenaltyConfig(per_token=0.125, start=8)
+    found = scores(scorer_with({"gsm8k_strict": 2.0, "gsm8k_format": 0.25, "exact_match": 0.0}, {}, 0.5, penalty), SAMPLES)
     assert found.total == [2.25, 0.25 - 0.25, 2.25 - 0.5 - 0.75]
     assert found.parts == {
         "gsm8k_strict": [1, 0, 1],

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megappo.commands.generate.answer import answer
 from megappo.config.batch import UpdateSchedule
-from megappo.config.reward_sections import RewardConfig, RewardPart
+from megappo.config.reward_sections import LengthPenaltyConfig, RewardConfig, RewardPart
 from megappo.config.role_sections import CriticConfig, PolicyConfig
 from megappo.config.schema import AlgorithmConfig, DataConfig, MISConfig, NoImportanceSamplingConfig, TrainConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
@@ -611,8 +611,7 @@ def test_the_scorer_of_a_configuration_has_its_penalties():
     reward = RewardConfig(
         parts=(RewardPart(name="exact_match", weight=2.0),),
         missing_eos_penalty=0.5,
-        length_penalty=0.25,
-        length_penalty_start=1,
+        length_penalty=LengthPenaltyConfig(per_token=0.25, start=1),
     )
     sample = RewardInput("?", "b", "b", truncated=True, num_tokens=3, record={}, sample_id="0")
     assert scores(scorer_of(reward, load_parts(reward)), [sample]).total == [2.0 - 0.5 - 2 * 0.25]

@@ -76,7 +76,7 @@ def chosen_config(folder: Path, name: str, steps: int = STEPS) -> dict[str, Any]
         "run.name": name,
         "data.train": str(folder / "data" / "weighted.jsonl"),
         "data.weight_key": "weight",
-        "data.curriculum": {"kind": "pass_rate", "min_chance": 0.25},
+        "data.curriculum": {"min_chance": 0.25},
     }
     return set_keys(config_of(folder, "grpo", steps), changes)
 

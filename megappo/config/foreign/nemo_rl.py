@@ -181,8 +181,8 @@ _RUN = {
     "ppo.skip_reference_policy_logprobs_calculation": implied("no reference is built without a KL", "algorithm.kl.placement"),
     "ppo.async_ppo.enabled": missing("a step trains on its own responses"),
     "ppo.async_ppo": unneeded("a step trains on its own responses"),
-    "ppo.reward_shaping.enabled": missing("set the length penalty", "reward.length_penalty"),
-    "ppo.reward_shaping": unneeded("see reward_shaping.enabled", "reward.length_penalty"),
+    "ppo.reward_shaping.enabled": missing("set the length penalty", "reward.length_penalty.per_token"),
+    "ppo.reward_shaping": unneeded("see reward_shaping.enabled", "reward.length_penalty.per_token"),
     "ppo.adv_estimator.name": implied(
         "GAE",
         "algorithm.estimator",

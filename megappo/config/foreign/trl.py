@@ -129,7 +129,7 @@ _NEW: dict[str, Rule] = {
     "ref_adapter_name": missing("set the rank by hand", "policy.lora.rank"),
     "trust_remote_code": missing("no code of a model repository is run"),
     **{
-        f"reward_shaping_{name}": missing("a penalty a token beyond a length", "reward.length_penalty")
+        f"reward_shaping_{name}": missing("a penalty a token beyond a length", "reward.length_penalty.per_token")
         for name in ("enable_length", "enable_repetition", "length_coef", "repetition_coef")
     },
     "reward_shaping_enable_eos": missing("a penalty for cut responses", "reward.missing_eos_penalty"),

@@ -105,8 +105,8 @@ def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader
     data, seed = config.data, config.run.seed
     weights = None if data.weight_key is None else weights_of(train, data.weight_key, cache)
     rates = None
-    if data.curriculum.kind == "pass_rate":
-        rates = PassRates(len(train), data.curriculum.pass_score, data.curriculum.min_chance, seed)
+    if (curriculum := data.curriculum) is not None:
+        rates = PassRates(len(train), curriculum.pass_score, curriculum.min_chance, seed)
     return PromptLoader(len(train), data.prompts_per_step, data.shuffle, seed, cache, weights=weights, pass_rates=rates)
 
 

@@ -15,7 +15,7 @@ _LABELS = 8  # labels that a message names
 
 def recipe_of(reward: RewardConfig, record: Record) -> str:
     """Return the label of the record's recipe, a key of `reward.recipes`, which `check_labels` has verified."""
-    if reward.route.key is None:
+    if reward.route is None:
         return ""
     label = _label(record, reward.route.key)
     return label if label in reward.route.map else DEFAULT_RECIPE
@@ -29,10 +29,10 @@ def scored_by(reward: RewardConfig, part: str, prompts: PromptSet) -> list[Promp
 
 def check_labels(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[str]:
     """Check the labels of all records of `sets` (key of the configuration -> prompts) against the recipes.
-    Yields a note per set with labels that fall back to `reward.route.default`, and one for recipes without a training record.
+    Yields a note per set with labels that fall back to the recipe `default`, and one for recipes without a training record.
     ConfigError for labels without a recipe, with their counts and first records."""
     route = reward.route
-    if route.key is None:
+    if route is None:
         return
     for key, prompts in sets.items():
         found: dict[str | None, list[Prompt]] = defaultdict(list)
@@ -41,12 +41,12 @@ def check_labels(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterato
         other = {label: with_it for label, with_it in found.items() if label not in route.map}
         told = "; ".join(f"{label or 'no label'}: {len(some):,} ({places(some)})" for label, some in _most(other))
         count = f"{sum(map(len, other.values())):,} of {len(prompts):,} records of {key}"
-        if other and not route.default:
-            fix = f"recipes: {', '.join(route.map)}; add to reward.route.map, or set reward.route.default"
+        if other and DEFAULT_RECIPE not in route.map:
+            fix = f"recipes: {', '.join(route.map)}; add them, or {DEFAULT_RECIPE}, to reward.route.map"
             raise ConfigError(problem("reward.route.key", route.key, f"{count} have no recipe: {told}; {fix}"))
         if other:
-            yield f"{count} take reward.route.default: {told}"
-        idle = [label for label in route.map if label not in found]
+            yield f"{count} take reward.route.map.{DEFAULT_RECIPE}: {told}"
+        idle = [label for label in route.map if label not in found and label != DEFAULT_RECIPE]
         if idle and key == "data.train":
             yield f"{key}: no record has the label {' or '.join(idle)} (reward.route.map)"
 

@@ -40,8 +40,8 @@ def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
             f"data.weight_key={config.data.weight_key}: an epoch is {loader.num_prompts:,} visits of {loader.num_weighted:,} "
             f"prompts, the heaviest of them up to {loader.most_visits:,} times"
         )
-    if config.data.curriculum.kind == "pass_rate" and config.rollout.samples_per_prompt == 1:
+    if config.data.curriculum is not None and config.rollout.samples_per_prompt == 1:
         yield (
-            'data.curriculum.kind = "pass_rate": with rollout.samples_per_prompt = 1 a prompt has passed always or never after its '
+            "data.curriculum: with rollout.samples_per_prompt = 1 a prompt has passed always or never after its "
             "first visit, so it comes back with data.curriculum.min_chance"
         )

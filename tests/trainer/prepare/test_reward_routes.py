@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from megappo.trainer.prepare.reward_routes import check_labels, recipe_of
 MAP = {"gsm8k": [{"name": "gsm8k_strict"}], "code": [{"name": "has_eos"}, {"name": "exact_match", "weight": 2}]}
 
 
-def routed(**route: Any) -> RewardConfig:
-    return validated({"route": {"key": "meta.source", "map": MAP, **route}}, RewardConfig)
+def routed(recipes: Mapping[str, Any] = MAP) -> RewardConfig:
+    return validated({"route": {"key": "meta.source", "map": recipes}}, RewardConfig)
 
 
 def prompts(*records: tuple[Any, str], name: str = "d.jsonl") -> PromptSet:
@@ -32,11 +33,11 @@ def prompts(*records: tuple[Any, str], name: str = "d.jsonl") -> PromptSet:
 
 
 def test_a_label_chooses_its_recipe_and_a_record_without_one_the_default() -> None:
-    reward = routed(default=[{"name": "gsm8k_format"}])
-    labels = ["gsm8k", "code", "math", None, 3, {"gsm8k": 1}]
-    assert [recipe_of(reward, {"meta": {"source": label}}) for label in labels] == ["gsm8k", "code", *["default"] * 4]
+    reward = routed({**MAP, "default": [{"name": "gsm8k_format"}]})
+    labels = ["gsm8k", "code", "math", None, 3, {"gsm8k": 1}, "default"]
+    assert [recipe_of(reward, {"meta": {"source": label}}) for label in labels] == ["gsm8k", "code", *["default"] * 5]
     assert recipe_of(reward, {"meta": 1}) == recipe_of(reward, {}) == "default"
-    assert recipe_of(routed(map={"3": MAP["code"]}), {"meta": {"source": 3}}) == "3"
+    assert recipe_of(routed({"3": MAP["code"]}), {"meta": {"source": 3}}) == "3"
     assert recipe_of(RewardConfig(), {"meta": {"source": "gsm8k"}}) == "", "without a route there is one recipe"
 
 
@@ -47,12 +48,12 @@ def test_labels_without_a_recipe_are_refused_with_counts_and_places() -> None:
     assert str(caught.value) == (
         'reward.route.key = "meta.source": 3 of 5 records of data.train have no recipe: '
         "math: 2 (d.jsonl#1 (line 2), d.jsonl#2 (line 3)); "
-        "no label: 1 (d.jsonl#3 (line 4)); recipes: gsm8k, code; add to reward.route.map, or set reward.route.default"
+        "no label: 1 (d.jsonl#3 (line 4)); recipes: gsm8k, code; add them, or default, to reward.route.map"
     )
     with pytest.raises(ConfigError, match="1 of 1 records of data.eval have no recipe: other: 1"):
         list(check_labels(routed(), {"data.train": prompts(("gsm8k", "1"), ("code", "")), "data.eval": prompts(("other", "1"))}))
-    [note] = check_labels(routed(default=[{"name": "has_eos"}]), {"data.train": unknown})
-    assert note.startswith("3 of 5 records of data.train take reward.route.default: math: 2 (d.jsonl#1 (line 2)")
+    [note] = check_labels(routed({**MAP, "default": [{"name": "has_eos"}]}), {"data.train": unknown})
+    assert note.startswith("3 of 5 records of data.train take reward.route.map.default: math: 2 (d.jsonl#1 (line 2)")
 
 
 def test_a_recipe_that_no_record_has_is_told() -> None:
@@ -69,7 +70,7 @@ def test_answers_and_fields_are_asked_of_the_records_that_a_part_scores(tmp_path
     own = {"path": str(tmp_path / "mine.py"), "function": "score"}
 
     def check(label: str) -> None:
-        reward = routed(map={**MAP, label: [own]})
+        reward = routed({**MAP, label: [own]})
         check_requirements(reward, load_parts(reward), sets)
 
     check("gsm8k")
@@ -80,8 +81,8 @@ def test_answers_and_fields_are_asked_of_the_records_that_a_part_scores(tmp_path
 def test_a_part_of_two_recipes_is_loaded_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(s): return 0\n")
     own = {"path": str(tmp_path / "mine.py"), "function": "score"}
-    reward = routed(map={"a": [own, {"name": "has_eos"}], "b": [{"name": "has_eos", "weight": 3}, {**own, "weight": 0}]})
+    reward = routed({"a": [own, {"name": "has_eos"}], "b": [{"name": "has_eos", "weight": 3}, {**own, "weight": 0}]})
     assert list(load_parts(reward)) == ["mine.score", "has_eos"]
-    bad = routed(map={"a": [{"name": "has_eos"}], "b": [{**own, "function": "scores"}]})
+    bad = routed({"a": [{"name": "has_eos"}], "b": [{**own, "function": "scores"}]})
     with pytest.raises(ConfigError, match=r"^reward.route.map.b.0.path = .*defines no scores; its functions: score"):
         load_parts(bad)
