@@ -186,7 +186,6 @@ TRAIN: tuple[Dead, ...] = (
         only_pretrains,
         "critic.warmup_steps is the whole run, in which the policy does not change; remove it, or lower warmup_steps",
     ),
-    Dead(("trainer.keep_best_mode",), lambda c: c.trainer.keep_best is None, "trainer.keep_best is not set; remove it, or set it"),
     Dead(
         ("data.eval", "data.eval_prompts"),
         lambda c: c.data.eval is not None and c.trainer.eval_every == 0 and not c.trainer.eval_before,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from megappo.config.errors import problem
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
@@ -108,15 +109,24 @@ def _figures(name: str, one: EvaluationConfig, config: TrainConfig) -> Iterator[
     yield from (STDERR, LENGTH, TRUNCATED, *labels)
 
 
+SMALLEST = "min "  # before the metric in `trainer.keep_best`
+
+
 def best_metric(config: TrainConfig) -> str | None:
     """Full name of the metric of `trainer.keep_best`: `eval/NAME` stands for the set's mean@N."""
     wanted, sets = config.trainer.keep_best, evaluation_sets(config)
     if wanted is None:
         return None
+    wanted = wanted.removeprefix(SMALLEST)
     name = wanted.removeprefix("eval/")
     if name in config.evaluations and wanted != name:
         return metric_name(name, mean_at(sets[name].n))
     return wanted
+
+
+def best_mode(config: TrainConfig) -> Literal["max", "min"]:
+    """Direction of `trainer.keep_best`."""
+    return "min" if (config.trainer.keep_best or "").startswith(SMALLEST) else "max"
 
 
 # ------------------------------------------------------------------------------------------------------------------- rules

@@ -69,9 +69,8 @@ class TrainerConfig(Section):
     for them, and the policy's again after them."""
     keep_best: str | None = None
     """Metric of an evaluation (`eval/score`, `eval/NAME/pass@4`, ...; `eval/NAME` is short for its mean@N): the checkpoint of the
-    step with the best value so far is saved at once, and kept beside those of `checkpoint.keep_last` until a better one."""
-    keep_best_mode: Literal["max", "min"] = "max"
-    """Best value of `keep_best`: the largest or the smallest; the earlier one of two equal ones."""
+    step with the largest value so far, or the smallest with `min eval/...`, is saved at once, and kept beside those of
+    `checkpoint.keep_last` until a better one. Of two equal ones the earlier is the best."""
 
 
 class CheckpointConfig(Section):

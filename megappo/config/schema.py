@@ -306,7 +306,7 @@ class EntropyBonusConfig(Section):
 
 
 class EntropyTargetConfig(Section):
-    """The bonus acts while a step's entropy is at most `target`, and its factor rises by `step` in each step below it and falls in
+    """The bonus acts while a step's entropy is at most `target`, and its factor rises by 0.005 in each step below it and falls in
     each other (Skywork-OR1, arXiv:2505.22312)."""
 
     type: Literal["target"] = "target"
@@ -314,8 +314,6 @@ class EntropyTargetConfig(Section):
     """Entropy per sampled token, in nats, that the bonus aims at."""
     coef: NonNegativeFloat = 0.0
     """Factor of the first step."""
-    step: PositiveFloat = 0.005
-    """Change of the factor in a step."""
 
 
 class PositiveNLLConfig(Section):

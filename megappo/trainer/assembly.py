@@ -13,7 +13,7 @@ import torch
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic, update_schedule
-from megappo.config.evaluations import best_metric
+from megappo.config.evaluations import best_metric, best_mode
 from megappo.config.layout_checks import roles_in_use, trained_sections
 from megappo.config.schema import KLConfig, TrainConfig
 from megappo.engine.factory import EngineFactory
@@ -129,7 +129,7 @@ def checkpoints_of(
         claimed.facts,
         Contents(roles.trained_engines, state, components, layouts, _extra_models(config, models)),
         RunAround(claimed.stop, log, claimed.watchdog.sections, lambda: data.loader.epochs_done),
-        best=BestCheckpoint(best_metric(config), config.trainer.keep_best_mode, state),
+        best=BestCheckpoint(best_metric(config), best_mode(config), state),
     )
 
 

@@ -43,6 +43,7 @@ CASES = [
         "trainer.keep_best=eval/b/mean@4",
     ),
     (RULE, [SETS, "trainer.keep_best=eval/score"], ["is no metric of an evaluation"], "data.eval=e.jsonl"),
+    (RULE, [SETS, "trainer.keep_best=min eval/b/len"], ["did you mean eval/b/length?"], "trainer.keep_best=min eval/b/length"),
     (RULE, [SETS, "trainer.keep_best=b"], ["is no metric of an evaluation"], "trainer.keep_best=eval/b"),
     (
         RULE,

@@ -74,7 +74,6 @@ DEAD = [
     ([], "data.eval_prompts=5", EVAL),
     (["evaluations={a: {data: a.jsonl, every: 3}}"], "trainer.eval_every=5", "evaluations.a.every=null"),
     (["evaluations={a: {data: a.jsonl, before: true}}"], "trainer.eval_before=true", "evaluations.a.before=null"),
-    ([EVAL], "trainer.keep_best_mode=min", "trainer.keep_best=eval/length"),
     ([EVAL, "checkpoint.save_every=0"], "checkpoint.keep_last=3", "trainer.keep_best=eval/score"),
     (["trainer.eval_every=0", "trainer.eval_before=false"], EVAL, "trainer.eval_before=true"),
     (["trainer.steps=5"], "trainer.epochs=2", "trainer.steps=null"),

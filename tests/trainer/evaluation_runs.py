@@ -65,9 +65,7 @@ def run_all(rank: int, folder: Path) -> dict[str, Any]:
         run_many(rank, [(whole, False)])
     results: dict[str, Any] = {"old": seen}
     run_many(rank, [(config(folder, "halves", steps=HALF), False), (halves, True)])
-    shorter = config(
-        folder, "halves", steps=STEPS + 1, **{"trainer.keep_best": "eval/sampled/length", "trainer.keep_best_mode": "min"}
-    )
+    shorter = config(folder, "halves", steps=STEPS + 1, **{"trainer.keep_best": "min eval/sampled/length"})
     run = folder / "runs" / "whole"
     best = run / "checkpoints" / (run / "checkpoints" / "BEST").read_text().strip()
     results["last"] = evaluated(rank, whole, run)
