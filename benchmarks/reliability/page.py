@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,21 +58,21 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _table(letters: Sequence[str], figures: Figures) -> str:
     chosen = [promise for promise in PROMISES if promise.key[0] in letters]
-    return markdown(("", "promise", "tests", "measured", "not covered"), [list(_cells(promise, figures)) for promise in chosen])
+    return markdown(("", "promise", "tests", "measured, or not covered"), [list(_cells(promise, figures)) for promise in chosen])
 
 
 def _cells(promise: Promise, figures: Figures) -> Iterator[str]:
     yield promise.key
     yield promise.text
-    yield "<br>".join(_linked(name) for name in promise.tests) or "-"
-    yield promise.figure.format(**sentences(figures)) or "-"
-    yield promise.not_covered or "-"
+    yield "<br>".join(_files(promise.tests)) or "-"
+    not_covered = f"not covered: {promise.not_covered}" if promise.not_covered else ""
+    yield "; ".join(filter(None, (promise.figure.format(**sentences(figures)), not_covered))) or "-"
 
 
-def _linked(name: str) -> str:
-    file, _, function = name.partition("::")
-    words = function.removeprefix("test_").replace("_", " ")
-    return f"{words} (`{file.removeprefix('tests/')}`)"
+def _files(tests: Sequence[str]) -> Iterator[str]:
+    """Test files of a promise, each with the number of its tests: the names are in promises.py."""
+    for file, count in Counter(name.partition("::")[0] for name in tests).items():
+        yield f"`{file.removeprefix('tests/')}`" + (f" ({count})" if count > 1 else "")
 
 
 # --------------------------------------------------------------------------------------------------------------- sentences
