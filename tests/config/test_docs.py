@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from megappo.commands import docs_config
 from megappo.config.keys import is_mapping, item_class, section_class, sections, value_keys
 from megappo.config.schema import SftConfig, TrainConfig
+from scripts import reference_pages
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_committed_page_is_current():
-    assert (ROOT / "docs" / "config.md").read_text() == docs_config.page(), "run: python -m megappo.commands.docs_config"
+    assert (ROOT / "docs" / "config.md").read_text() == reference_pages.config_page(), "run: python scripts/reference_pages.py"
 
 
 def test_every_key_has_a_text_and_stands_on_the_page():
-    page = docs_config.page()
+    page = reference_pages.config_page()
     for cls in (TrainConfig, SftConfig):
         for key, field in value_keys(cls):
             assert field.description, key
@@ -45,11 +45,11 @@ def test_every_key_has_a_text_and_stands_on_the_page():
     ],
 )
 def test_type_range_and_default_are_on_the_page(key, cells):
-    assert cells in docs_config.page()
+    assert cells in reference_pages.config_page()
 
 
 def test_a_changed_default_makes_the_page_stale(monkeypatch):
     """Negative control: the comparison sees a change of one default."""
-    before = docs_config.page()
+    before = reference_pages.config_page()
     monkeypatch.setattr(TrainConfig.model_fields["run"].annotation.model_fields["seed"], "default", 1)
-    assert docs_config.page() != before
+    assert reference_pages.config_page() != before

@@ -1,6 +1,8 @@
-"""Write docs/config.md from `schema.py`: `python -m megappo.commands.docs_config [repository root]`.
+"""Write the reference pages: docs/config.md from the models of the configuration, docs/metrics.md from the catalogue of metrics.
 
-All text, types, ranges and defaults come from the models. A test asserts that the written file is current."""
+    python scripts/reference_pages.py
+
+All text, types, ranges, defaults and names come from the package. Tests assert that the written pages are current."""
 
 from __future__ import annotations
 
@@ -10,16 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megappo.config.keys import Choice, choice_of, is_mapping, item_class, section_class, section_classes
 from megappo.config.schema import SftConfig, TrainConfig
+from megappo.telemetry.metrics import GROUPS, STAGES, Metric
 
-HEAD = """# Configuration
+CONFIG_HEAD = """# Configuration
 
-Generated from `megappo/config/schema.py` and the sections it imports by `python -m megappo.commands.docs_config`; change the text
-there.
+Generated from `megappo/config/schema.py` and the sections it imports by `python scripts/reference_pages.py`; change the text there.
 
 A configuration is one YAML file. On the command line `key=value` sets one key over the file, with the value in YAML:
 `megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second`. `key=null` takes back what the file says where the key
@@ -145,19 +150,62 @@ def _row(key: str, field: FieldInfo, schema: Mapping[str, Any]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def page() -> str:
-    lines, listed = [HEAD], Listed()
+def config_page() -> str:
+    lines, listed = [CONFIG_HEAD], Listed()
     for title, cls in (("`megappo train`", TrainConfig), ("`megappo sft`", SftConfig)):
         lines += [f"## {title}", "", *section_lines("", cls, "", listed)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main(root: Path) -> None:
-    path = root / "docs" / "config.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(), encoding="utf-8")
-    print(path)
+# ---------------------------------------------------------------------------------------------------------------------- metrics
 
+
+METRICS_HEAD = """# Metrics
+
+Generated from `megappo/telemetry/metrics.py` by `python scripts/reference_pages.py`; change the text there.
+
+Every name that a run can log. `metrics.jsonl` has one JSON object for each step: `step`, `time` (seconds since 1970) and the
+metrics of that step. TensorBoard, W&B and MLflow show the same names.
+
+- A run logs what its configuration has. Without a critic there are no `critic/...`, without experts no `.../expert_max_violation`.
+- A `*` stands for several names; the text says which. STAGE is one of STAGES_OF_A_STEP.
+- Metrics of the critic `b` of `critics` are those of `critic` with another beginning: `critic_b/loss`.
+- All numbers are of the whole step over all ranks, so they do not depend on the layout. Times and rates are rank 0's.
+- A number that is not finite is `null` in `metrics.jsonl`.
+
+What to watch first, and what a bad value means: [troubleshooting](troubleshooting.md#the-curve-looks-wrong). Console and rates:
+[statistics](telemetry.md). Histograms: [telemetry](telemetry.md#histograms). In Python:
+
+```python
+import json
+
+steps = [json.loads(line) for line in open("runs/quickstart/ppo/metrics.jsonl")]
+print([step["kl/per_token"] for step in steps if "kl/per_token" in step])
+```
+"""
+
+
+def group_of(metric: Metric) -> str:
+    return metric.value.split("/", 1)[0]
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")  # a bar would end the cell
+
+
+def metrics_page() -> str:
+    lines = [METRICS_HEAD.replace("STAGES_OF_A_STEP", ", ".join(f"`{stage}`" for stage in STAGES))]
+    for group, text in GROUPS.items():
+        lines += [f"## {group}", "", text, "", "| metric | meaning |", "|---|---|"]
+        members = [metric for metric in Metric if group_of(metric) == group]
+        lines += [f"| `{metric.value}` | {cell(metric.meaning)} |" for metric in members]
+        lines += [""]
+    return "\n".join(lines)
+
+
+PAGES = {ROOT / "docs" / "config.md": config_page, ROOT / "docs" / "metrics.md": metrics_page}
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))
+    for path, page in PAGES.items():
+        path.write_text(page(), encoding="utf-8")
+        print(path)
