@@ -22,7 +22,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from megappo.commands.verify.delegate import DelegatingEngine
+from megappo.commands.verify.measure import DelegatingEngine
 from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import PackedBatch, pack
@@ -872,7 +872,7 @@ class LeavesEmptySharesOut(ToyEngine):
 
 class ReportsEverywhere(DelegatingEngine):
     def forward_backward(self, share: Any, loss_fn: Any, **how: Any) -> PassResult:
-        result = super().forward_backward(share, loss_fn, **how)
+        result = self._engine.forward_backward(share, loss_fn, **how)
         for values in result.tokens.values():
             dist.all_reduce(values)
         return result
@@ -883,7 +883,7 @@ class ReadsFieldsEverywhere(DelegatingEngine):
         missing = torch.tensor(float(any(name not in share for name in reads)))
         dist.all_reduce(missing)  # all ranks fail: one alone would leave the others in the pass
         assert not missing, "a field is not there"
-        return super().forward_backward(share, loss_fn, reads=reads, **how)
+        return self._engine.forward_backward(share, loss_fn, reads=reads, **how)
 
 
 class AgreesWithoutAsking(DelegatingEngine):

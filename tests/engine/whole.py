@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, TypeVar
 
-from megappo.commands.verify.delegate import DelegatingEngine
+from megappo.commands.verify.measure import DelegatingEngine
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossFunction, PassResult
 from megappo.engine.whole_batch import pass_whole_batch
@@ -14,7 +14,7 @@ Role = TypeVar("Role", bound=Any)
 
 
 class Whole(DelegatingEngine):
-    """An engine that divides the batch of its passes itself. Attributes beyond the interface are the engine's own."""
+    """An engine that divides the batch of its passes itself."""
 
     def forward_backward(
         self,
@@ -26,9 +26,6 @@ class Whole(DelegatingEngine):
         forward_only: bool = False,
     ) -> PassResult:
         return pass_whole_batch(self._engine, share, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
 
 
 def on_whole_batches(role: Role) -> Role:

@@ -4,14 +4,13 @@ as for a run, with each trained engine wrapped in a recorder. `compare.py` compa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from megappo.commands.verify.delegate import DelegatingEngine
 from megappo.commands.verify.gather import Gathered, gather_tensors
 from megappo.commands.verify.recording import RecordedTexts
 from megappo.config.batch import update_schedule
@@ -149,6 +148,16 @@ def _fields_in(batch: PackedBatch) -> Iterator[tuple[str, str, str]]:
     yield from (("experience", fields.returns, fields.returns) for fields in critics.values())
 
 
+class DelegatingEngine:
+    """An engine that hands every use of another one on to it: the base of engines that change or record a part of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
 class _RecordingEngines:
     """An engine factory that wraps each engine that trains in a `_Recorder`."""
 
@@ -161,7 +170,7 @@ class _RecordingEngines:
         if engine is None or spec.total_updates is None:
             return engine
         self.recorders[spec.role] = _Recorder(engine, self._measured[spec.role], self._gradients)
-        return self.recorders[spec.role]
+        return cast(Engine, self.recorders[spec.role])
 
     def describe(self, section: RoleConfig) -> str:
         return self._engines.describe(section)
@@ -184,15 +193,9 @@ class _Recorder(DelegatingEngine):
         self._norms: list[float] = []
 
     def forward_backward(
-        self,
-        share: PackedBatch,
-        loss_fn: LossFunction,
-        *,
-        reads: Collection[str] = (),
-        denominator: float = 1.0,
-        forward_only: bool = False,
+        self, share: PackedBatch, loss_fn: LossFunction, *, denominator: float = 1.0, forward_only: bool = False, **how: Any
     ) -> PassResult:
-        result = self._engine.forward_backward(share, loss_fn, reads=reads, denominator=denominator, forward_only=forward_only)
+        result = self._engine.forward_backward(share, loss_fn, denominator=denominator, forward_only=forward_only, **how)
         if not forward_only:
             self._updates.append(_metrics(result, denominator))
         return result
