@@ -4,43 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
-from megappo.commands.convert.engines import (
-    betas_if_dtensor,
-    fsdp2_if_on,
-    if_dtensor,
-    if_megatron,
-    offload_if_dtensor,
-    only_if_on,
-    verl_engine,
-)
+from megappo.commands.convert import engines, single_values
 from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
-from megappo.commands.convert.single_values import (
-    adapter_rank,
-    average_decay,
-    env_rules,
-    one_file,
-    or_zero,
-    overlong,
-    policy_recompute,
-    positive,
-    project,
-    reward_model,
-    rules_of_data,
-    run_folder,
-    run_name,
-    save_contents,
-    spread,
-    strings,
-    texts,
-    top_k,
-    tracker_flags,
-    trackers,
-    truncation,
-    verl_answer_key,
-    with_adapters,
-)
 from megappo.config.foreign.rule import Outcome, Rule
 
 # ---------------------------------------------------------------------------------------------------------------- batches
@@ -248,63 +217,13 @@ def save_strategy(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, "epoch" if value == "epoch" else "never")
 
 
-BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
-    function.__name__: function
-    for function in (
-        spread,
-        samples,
-        unless_shared,
-        tokens_of_sequences,
-        sequences_of_total_length,
-        token_budget,
-        warmup_steps,
-        warmup_ratio,
-        min_lr_ratio,
-        if_megatron,
-        reward_model,
-        if_dtensor,
-        betas_if_dtensor,
-        fsdp2_if_on,
-        offload_if_dtensor,
-        only_if_on,
-        verl_engine,
-        both_clips,
-        kl_placement,
-        kl_in_reward,
-        kl_in_loss,
-        nemo_kl,
-        openrlhf_kl,
-        rounds,
-        adaptive_kl,
-        adapter_rank,
-        average_decay,
-        with_adapters,
-        early_stopping,
-        trl_batch,
-        trl_mini_batch,
-        old_mini_batch,
-        trl_steps,
-        whole_epochs,
-        save_steps,
-        save_strategy,
-        or_zero,
-        positive,
-        top_k,
-        strings,
-        trackers,
-        tracker_flags,
-        texts,
-        one_file,
-        overlong,
-        truncation,
-        policy_recompute,
-        save_contents,
-        run_name,
-        project,
-        run_folder,
-        env_rules,
-    )
-} | {
+def _taking(*parameters: str) -> dict[str, Callable[..., Any]]:
+    """The functions of this module and of the two others that take exactly these arguments, by name."""
+    named = {**vars(single_values), **vars(engines), **globals()}.items()
+    return {name: one for name, one in named if isinstance(one, FunctionType) and tuple(signature(one).parameters) == parameters}
+
+
+BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "value", "settings") | {
     "verl_ranks": _ranks("trainer.nnodes", "trainer.n_gpus_per_node"),
     "nemo_ranks": _ranks("cluster.num_nodes", "cluster.gpus_per_node"),
     "torchrun_ranks": _ranks("nnodes", "nproc_per_node"),
@@ -315,6 +234,4 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = {
 LATE = (("unless_shared",), ("warmup_steps", "warmup_ratio", "min_lr_ratio"))
 
 # Values where the source has none, chosen from the others; None leaves megappo's default.
-CHOOSE: Mapping[str, Callable[[str, Settings], tuple[Any, str] | None]] = {
-    function.__name__: function for function in (tp_of_rollout, sequence_parallel_of_tp, verl_answer_key, rules_of_data)
-}
+CHOOSE: Mapping[str, Callable[[str, Settings], tuple[Any, str] | None]] = _taking("key", "settings")
