@@ -3,7 +3,7 @@ benchmarks/bench_placements.py`.
 
 Two ranks of this machine, a random llama of 8 layers, vLLM. Each placement is trained for some steps by `megappo train`, in rounds,
 and the fastest step of all counts, as in the tuner's trials: what disturbs a step makes it slower, never faster. Beside it are two
-predictions: that of the model alone, with the rates that `megappo tune --probe` finds here, and that with the passes and updates of
+predictions: that of the model alone, with the rates that `benchmarks/probe.py` finds here, and that with the passes and updates of
 each role tried alone, which leaves to the model how roles share the clock, generation and the push. Trials count processor time, as
 if nothing else ran here. Prints the table that docs/layouts.md sums up.
 """
@@ -27,11 +27,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness.model import Mistake
 from benchmarks.harness.processor_trials import measure
 from benchmarks.harness.small_model import write_small_model
+from benchmarks.probe import probe
 from megappo.commands.tune.candidates import Choice, Machine
 from megappo.commands.tune.cost import workload_of
 from megappo.commands.tune.measure import phases_of, trial_of
 from megappo.commands.tune.placing import stage_seconds
-from megappo.commands.tune.probe import probe
 from megappo.commands.tune.search import Search
 from megappo.config.loading import load_config
 from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic

@@ -1,4 +1,4 @@
-"""Hardware profiles of one rank: GPUs from `hardware.yaml`, a user's file, or measured (`commands/tune/probe.py`). Data sheet rates
+"""Hardware profiles of one rank: GPUs from `hardware.yaml`, a user's file, or measured (`benchmarks/probe.py`). Data sheet rates
 times a stated share give the rates reached, in bytes, FLOPs and seconds; the tuner uses those, MFU the peak."""
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def load_hardware(name: str) -> Hardware:
         if len(own) != 1:
             raise ConfigError(f"--gpu {name}: the file holds {len(own)} profiles; give it one")
         return next(iter(own.values()))
-    raise ConfigError(f"--gpu {name}: no such profile; use {', '.join(known)}, or a YAML file with one (--probe prints one)")
+    fix = f"use {', '.join(known)}, or a YAML file with one (benchmarks/probe.py prints one)"
+    raise ConfigError(f"--gpu {name}: no such profile; {fix}")
 
 
 def hardware_of_gpu(device_name: str) -> Hardware | None:

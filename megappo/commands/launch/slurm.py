@@ -34,20 +34,6 @@ class Partition:
     nodes: int  # in any state
 
 
-@dataclass(frozen=True)
-class JobStatus:
-    """What Slurm says of a job."""
-
-    state: str  # Slurm's word, such as PENDING
-    reason: str  # why it waits
-    nodes: str  # Slurm's list; empty while it waits
-    code: int  # exit code as in a shell
-
-    @property
-    def is_over(self) -> bool:
-        return self.state not in (*_LIVING, *_REQUEUED)
-
-
 def has_slurm() -> bool:
     return shutil.which("sbatch") is not None
 
@@ -64,23 +50,15 @@ def partitions() -> dict[str, Partition]:
 
 def is_alive(job: str) -> bool:
     """True if a job with this id waits or runs. Raises ConfigError if Slurm does not answer."""
-    status = job_status(job)
-    return status is not None and not status.is_over
-
-
-def job_status(job: str) -> JobStatus | None:
-    """Look up a job; None if Slurm does not know it, or no longer (MinJobAge). Raises ConfigError without an answer."""
     try:
         said = _ask("scontrol", "show", "job", "--oneliner", job)
     except ConfigError as error:
-        if "Invalid job id" in str(error):
-            return None
+        if "Invalid job id" in str(error):  # Slurm does not know it, or no longer (MinJobAge)
+            return False
         raise
-    # Reversed, so that the first of two equal names counts: texts of the user (job name, comment) come late.
+    # The first of two equal names counts: texts of the user (job name, comment) come late.
     facts = dict(word.split("=", 1) for word in reversed(said.split()) if "=" in word)
-    code, _, number = facts["ExitCode"].partition(":")  # exit code:signal
-    nodes = facts.get("NodeList", "").replace("(null)", "")
-    return JobStatus(facts["JobState"], facts["Reason"], nodes, 128 + int(number) if int(number) else int(code))
+    return facts["JobState"] in (*_LIVING, *_REQUEUED)
 
 
 def submit(script: Path) -> str:

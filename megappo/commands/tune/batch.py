@@ -1,9 +1,8 @@
-"""Trials one after the other in one world of ranks; a trial that takes its world down is followed by a new world.
-
-`python -m megappo.commands.tune.batch FOLDER NAME...` runs in a job of Slurm (`job.py`), where a world is a step."""
+"""Trials one after the other in one world of ranks; a trial that takes its world down is followed by a new world."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from megappo.commands.launch.local import start_ranks
 from megappo.commands.tune.trials import RUNNING, Failed, read_outcome, read_trial, world_folder, write_outcome
+from megappo.config.errors import ConfigError
 from megappo.runtime.ending import describe_exit
 from megappo.runtime.failure import Failure, error_line, first_failure
 
@@ -72,16 +72,40 @@ def ranks_here(num_ranks: int) -> Start:
     return start
 
 
-def start_step(folder: Path, names: Sequence[str]) -> int:
-    """Run a world of all tasks of this Slurm job. The first rank to fail ends the others."""
-    # --export: in a job submitted with --export=NONE the ranks would not get the job script's environment.
-    world = world_folder(folder, names)
-    rank = [sys.executable, "-m", "megappo.commands.tune.rank", str(folder), *names]
-    command = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--distribution=block", "bash", "-c", RANK, str(world), *rank]
-    code = subprocess.run(command).returncode
-    if code != 0:
-        time.sleep(GRACE_S)
-    return code
+def nodes_of_job() -> int:
+    """Number of nodes of the job of Slurm that this process is in. ConfigError outside of one."""
+    if (nodes := os.environ.get("SLURM_JOB_NUM_NODES")) is None:
+        fix = "salloc --nodes N --ntasks-per-node M --gpus-per-node M megappo tune ..., or the same in a script for sbatch"
+        raise ConfigError(f"--slurm: this is not in a job of Slurm; {fix}")
+    return int(nodes)
+
+
+def ranks_of_job(num_ranks: int, per_node: int) -> Start:
+    """Return a `Start` for worlds that are steps of this job of Slurm. The first rank to fail ends the others."""
+    per_node = min(num_ranks, per_node)
+    shape = [f"--nodes={num_ranks // per_node}", f"--ntasks={num_ranks}", f"--ntasks-per-node={per_node}", "--distribution=block"]
+    environment = dict(os.environ)
+    if (cores := os.environ.get("SLURM_CPUS_PER_TASK")) is not None:
+        environment["SRUN_CPUS_PER_TASK"] = cores  # since Slurm 22.05 srun does not take it over from sbatch
+    cores_of_node = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores_of_node // per_node)))
+
+    def start(folder: Path, names: Sequence[str]) -> int:
+        rank = [sys.executable, "-m", "megappo.commands.tune.rank", str(folder), *names]
+        shell = ["bash", "-c", RANK, str(world_folder(folder, names)), *rank]
+        # --export: in a job that was submitted with --export=NONE the ranks would not get the environment.
+        step = subprocess.Popen(["srun", "--export=ALL", "--kill-on-bad-exit=1", *shape, *shell], env=environment)
+        try:
+            code = step.wait()
+        except KeyboardInterrupt:
+            step.terminate()  # srun ends its tasks
+            step.wait()
+            raise
+        if code != 0:
+            time.sleep(GRACE_S)
+        return code
+
+    return start
 
 
 def _without_outcome(folder: Path, names: Sequence[str]) -> list[str]:
@@ -97,7 +121,3 @@ def reason_of(failure: Failure | None, code: int) -> str:
     if error is None:  # the tail of the rank's log
         return f"rank {failure.rank} on {failure.host} ended ({describe_exit(failure.code or code)})"
     return f"rank {failure.rank}: {error}"
-
-
-if __name__ == "__main__":
-    sys.exit(run_trials(Path(sys.argv[1]), sys.argv[2:], start_step))

@@ -1,4 +1,4 @@
-"""`--measure K`: short trials of the best layouts of every role, here or in a job of Slurm, and the ranking by measured times.
+"""`--measure K`: short trials of the best layouts of every role, here or on a job's nodes, and the ranking by measured times.
 
 `OUTPUT_DIR/tuning` has NAME.json for each trial and NAME.result.json for its outcome. NAME has the role and a digest of model,
 settings, batch, world and machine. A trial with an outcome is not run again."""
@@ -18,11 +18,9 @@ from typing import Any
 import torch
 
 import megappo
-from megappo.commands.launch.script import Job
-from megappo.commands.tune.batch import ranks_here, run_trials
+from megappo.commands.tune.batch import nodes_of_job, ranks_here, ranks_of_job, run_trials
 from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice
 from megappo.commands.tune.cost import Workload
-from megappo.commands.tune.job import Follower, living_jobs, submit
 from megappo.commands.tune.report import name_of
 from megappo.commands.tune.search import Search
 from megappo.commands.tune.trials import (
@@ -33,7 +31,6 @@ from megappo.commands.tune.trials import (
     Trial,
     outcome_file,
     read_outcome,
-    trial_file,
     write_trial,
 )
 from megappo.config.batch import text_arithmetic
@@ -77,35 +74,30 @@ class Measurement:
         return {role: [_facts(one) for one in found] for role, found in self.tried.items()}
 
 
-def check_measurable(search: Search) -> None:
-    """Raise ConfigError if no tuned role can be tried."""
+def check_measurable(search: Search, *, in_job: bool) -> None:
+    """Raise ConfigError if no tuned role can be tried, or if the job of Slurm that this process is in has too few nodes."""
     if set(search.tuned) <= {ROLLOUT}:
         raise ConfigError(f"--measure: trials are of models, not of --roles {ROLLOUT}")
+    if in_job and (have := nodes_of_job()) < (nodes := -(-search.machine.world_size // search.machine.hardware.gpus_per_node)):
+        need = f"{search.machine.world_size} ranks are {nodes} nodes of {search.machine.hardware.gpus_per_node}"
+        raise ConfigError(f"--slurm: {need} (--gpus, --gpus-per-node), and this job has {have}; salloc --nodes {nodes} gives them")
 
 
-def measure(search: Search, choice: Choice, most: int, job: Job | None = None) -> Measurement:
-    """Try the best `most` layouts of every tuned role beside `choice`, here or in a job of Slurm. ConfigError if the ranks cannot
-    be started here, or end outside of a trial."""
+def measure(search: Search, choice: Choice, most: int, *, in_job: bool = False) -> Measurement:
+    """Try the best `most` layouts of every tuned role beside `choice`, here or on the nodes of this job. ConfigError if the ranks
+    cannot be started here, or end outside of a trial."""
     roles = {role: search.beside(choice, role)[:most] for role in choice.roles if role in search.tuned}
-    candidates = {trial_name(search, one, job): one for found in roles.values() for one in found}
-    folder = Path(search.config.run.output_dir) / "tuning"
+    candidates = {trial_name(search, one): one for found in roles.values() for one in found}
+    folder = Path(search.config.run.output_dir).absolute() / "tuning"
     missing = [name for name in candidates if read_outcome(folder, name) is None]
-    living = living_jobs(folder, missing)
-    missing = [name for name in missing if not any(name in names for names in living.values())]
-    if missing and job is None:
-        _require_gpus(search)
     if missing:
+        if not in_job:
+            _require_gpus(search)
         _make_folder(folder, search.config.run.output_dir)
         for name in missing:
             write_trial(folder, name, trial_of(search, candidates[name]))
-        if job is None:
-            _run_here(search.machine.world_size, folder, missing)
-        else:
-            seconds = sum(predicted_s(candidates[name], search.workload) for name in missing)
-            living[_submit(job, folder, missing, seconds)] = missing
-    for job_id, names in living.items():
-        Follower(job_id, folder, names).wait()
-    if missing or living:
+        seconds = sum(predicted_s(candidates[name], search.workload) for name in missing)
+        _run(search, folder, missing, seconds, in_job=in_job)
         print()
     tried = [_tried(one, folder, name, search.workload) for name, one in candidates.items()]
     ranked = sorted(tried, key=lambda one: one.total_s)
@@ -126,7 +118,7 @@ def trial_of(search: Search, one: Candidate) -> Trial:
     )
 
 
-def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
+def trial_name(search: Search, one: Candidate) -> str:
     """Name of a trial, `policy-1f0c...`, with a digest of everything that its time depends on."""
     trial, machine = trial_of(search, one), search.machine
     facts = {
@@ -139,7 +131,7 @@ def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
         "texts": list(text_arithmetic(trial.config, one.role)),
         "world": machine.world_size,
         "ranks of a node": machine.hardware.gpus_per_node,
-        "machine": _machine_name(search, job),
+        "machine": _machine_name(search),
         "measured": list(Measured.model_fields),  # runs a trial again for a version that measures other quantities
         "versions": [megappo.__version__, torch.__version__],
     }
@@ -147,20 +139,18 @@ def trial_name(search: Search, one: Candidate, job: Job | None = None) -> str:
     return f"{one.role}-{digest[:16]}"
 
 
-def _machine_name(search: Search, job: Job | None) -> str:
+def _machine_name(search: Search) -> str:
     """The kind of GPU; for CPUs this host or the job's partition."""
     if search.machine.hardware.is_gpu():
         return search.machine.hardware.name
-    if job is None:
-        return f"{platform.node()}, {os.cpu_count()} cores"
-    return next((option for option in job.options if option.startswith("--partition=")), "the default partition")
+    return os.environ.get("SLURM_JOB_PARTITION") or f"{platform.node()}, {os.cpu_count()} cores"
 
 
 def _require_gpus(search: Search) -> None:
     world, gpus = search.machine.world_size, torch.cuda.device_count()
     if search.machine.hardware.is_gpu() and gpus < world:
         why = f"{world} ranks need a GPU each and this machine has {gpus}"
-        raise ConfigError(f"--measure: {why}; --slurm runs the trials as a job")
+        raise ConfigError(f"--measure: {why}; in a job of Slurm (salloc) --slurm runs the trials on its nodes")
 
 
 def _make_folder(folder: Path, output_dir: str) -> None:
@@ -181,26 +171,13 @@ def predicted_s(one: Candidate, workload: Workload) -> float:
     return (REPEATS + 1) * (phases["forward"] / passes + times * update_s + trips)  # + 1: the first is not counted
 
 
-def _submit(job: Job, folder: Path, names: Sequence[str], seconds: float) -> str:
-    """Submit the job and return its id; remove its files if Slurm refuses it. seconds: predicted for the trials."""
-    try:
-        job_id = submit(job, folder, names)
-    except ConfigError:
-        for name in names:
-            trial_file(folder, name).unlink()
-        for path in (folder, folder.parent):  # no folder is left empty
-            if not any(path.iterdir()):
-                path.rmdir()
-        raise
-    log = folder / f"job-{job_id}.log"
-    what = f"{len(names)} trials on {job.nodes} nodes x {job.ranks_per_node} ranks"
-    print(f"job {job_id}: {what}, predicted to take {figures(seconds)} s and the start of the ranks, log {log}", flush=True)
-    return job_id
-
-
-def _run_here(world_size: int, folder: Path, names: Sequence[str]) -> None:
-    print(f"{len(names)} trials on {world_size} ranks here, results in {folder}", flush=True)
-    code = run_trials(folder, names, ranks_here(world_size))
+def _run(search: Search, folder: Path, names: Sequence[str], seconds: float, *, in_job: bool) -> None:
+    """Run the trials. seconds: predicted for them."""
+    world, per_node = search.machine.world_size, search.machine.hardware.gpus_per_node
+    where = "the nodes of this job" if in_job else "this machine"
+    said = f"{len(names)} trials on {world} ranks of {where}, predicted to take {figures(seconds)} s and the start of the ranks"
+    print(f"{said}; results in {folder}", flush=True)
+    code = run_trials(folder, names, ranks_of_job(world, per_node) if in_job else ranks_here(world))
     if code != 0:
         kept = f"what it said is above; what was measured is kept in {folder}"
         raise ConfigError(f"--measure: the ranks ended with exit code {code}, and not in a trial; {kept}")

@@ -53,7 +53,7 @@ def default_profile(config: TrainConfig) -> str:
     """Return `cpu` for a run on the CPU. ConfigError for any other run, which has to name its profile."""
     if config.run.device == "cpu":
         return "cpu"
-    raise ConfigError("--gpu is missing: a100, h100, h200, b200, or a YAML file with a profile (--probe measures this machine)")
+    raise ConfigError("--gpu is missing: a100, h100, h200, b200, or a YAML file with a profile")
 
 
 def num_gpus(asked: int | None, config: TrainConfig) -> int:

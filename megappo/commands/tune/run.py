@@ -1,4 +1,4 @@
-"""`megappo tune`: probe or profile, search, tables, trials, and the winner's files."""
+"""`megappo tune`: search, tables, trials, and the winner's files."""
 
 from __future__ import annotations
 
@@ -6,37 +6,25 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megappo.commands.launch.submit import Limits
 from megappo.commands.plan.report import remark_lines
 from megappo.commands.tune import question as asked
 from megappo.commands.tune.candidates import Choice
-from megappo.commands.tune.job import job_for
 from megappo.commands.tune.measure import best_measured, check_measurable, measure
 from megappo.commands.tune.placing import Placed, placement_facts, placement_lines, rank_placements
-from megappo.commands.tune.probe import probe
 from megappo.commands.tune.report import overrides_of, report
 from megappo.commands.tune.search import Search
 from megappo.config.errors import ConfigError
 from megappo.config.output_file import check_output_file
 from megappo.config.schema import TrainConfig
 from megappo.runtime.ending import input_accepted
-from megappo.telemetry.hardware import dump_hardware, load_hardware
+from megappo.telemetry.hardware import load_hardware
 
 
-def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
-    """Run the command on options that `check_options` accepted; returns the exit code. ConfigError for a user's mistake. config:
-    None without CONFIG, if the machine is only measured."""
+def tune(args: argparse.Namespace, config: TrainConfig) -> int:
+    """Run the command; returns the exit code. ConfigError for a user's mistake."""
     named = {"--output": args.output, "--json": args.json}
     targets = {option: check_output_file(option, text) for option, text in named.items() if text}
-    if config is None:
-        print(dump_hardware(probe()), end="")
-        return 0
-    gpus = asked.num_gpus(args.gpus, config)  # before a probe, which takes half a minute
-    if args.probe:
-        hardware = probe()
-        print(dump_hardware(hardware), end="", flush=True)
-    else:
-        hardware = load_hardware(args.gpu or asked.default_profile(config))
+    gpus, hardware = asked.num_gpus(args.gpus, config), load_hardware(args.gpu or asked.default_profile(config))
     if args.gpus_per_node is not None:
         hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
     question = asked.Question(
@@ -52,15 +40,14 @@ def tune(args: argparse.Namespace, config: TrainConfig | None) -> int:
     )
     search = asked.make_search(question)
     if args.measure is not None:
-        check_measurable(search)
-    job = job_for(search.machine, Limits(args.partition, args.account, args.time), args.sbatch or ()) if args.slurm else None
+        check_measurable(search, in_job=args.slurm)
     with input_accepted(unless=(ConfigError,)):  # the search and the trials find out what cannot work
         ranked = rank_placements(search, asked.neutral_config(search.config, search.tuned)) if args.placements else ()
         search, choice = _first(ranked, search, args)
         print(report(search, choice, args.top), flush=True)
         measurement = None
         if args.measure is not None:
-            measurement = measure(search, choice, args.measure, job)
+            measurement = measure(search, choice, args.measure, in_job=args.slurm)
             print(measurement.report())
             choice = best_measured(search, choice, measurement)
         prepared = asked.prepare_chosen(search, choice, question)

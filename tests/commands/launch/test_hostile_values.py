@@ -12,7 +12,6 @@ import pytest
 from megappo.commands.launch import slurm
 from megappo.commands.launch.script import Job, render, render_by_hand
 from megappo.commands.launch.submit import Limits, check_options
-from megappo.commands.tune import job as trials
 from megappo.config.errors import ConfigError
 from tests.commands.launch.test_script import run_script, script, write_program
 
@@ -62,19 +61,6 @@ def test_without_quotes_the_same_name_is_a_command(tmp_path: Path, monkeypatch) 
     assert (tmp_path / "gone").exists()
 
 
-def test_trials_take_the_same_names(tmp_path: Path, monkeypatch) -> None:
-    for text in COMMANDS.values():
-        root = tmp_path / text
-        root.mkdir()
-        monkeypatch.chdir(root)
-        job = Job(1, 1, gpus=False, options=(f"--comment={text}",))
-        shown = trials.render(job, root / "tuning", [text]).replace("exec ", "printf '%s\\0' ")
-        env = {"SLURM_CPUS_ON_NODE": "1", "PATH": "/usr/bin:/bin"}
-        done = subprocess.run(["bash", "-eu", "-c", shown], capture_output=True, text=True, env=env, check=True)
-        assert done.stdout.split("\0")[-3:-1] == [str(root / "tuning"), text]
-    assert not list(tmp_path.rglob("gone"))
-
-
 @pytest.mark.parametrize("character", BREAKS)
 def test_a_line_break_in_any_value_is_refused_by_every_template(tmp_path: Path, monkeypatch, character: str) -> None:
     """All fields that are text are found by their type, so that a new one is tried too."""
@@ -93,12 +79,6 @@ def test_a_line_break_in_any_value_is_refused_by_every_template(tmp_path: Path, 
         for image in (changed, changed if name == "container" else dataclasses.replace(changed, container="x.sif")):
             with pytest.raises(ConfigError, match="holds the character"):
                 render(image, **words, resume=False)
-    with pytest.raises(ConfigError, match="holds the character"):
-        trials.render(dataclasses.replace(plain, options=(bad,)), tmp_path, ["a"])
-    with pytest.raises(ConfigError, match="holds the character"):
-        trials.render(plain, tmp_path / bad, ["a"])
-    with pytest.raises(ConfigError, match="holds the character"):
-        trials.render(plain, tmp_path, [bad])
     with pytest.raises(ConfigError, match="holds the character"):
         render_by_hand(dataclasses.replace(plain, options=(bad,)), "x.sbatch", "x")
     for options in (

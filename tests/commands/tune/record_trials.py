@@ -1,4 +1,4 @@
-"""Measures the layouts that `test_ranking.py` ranks, on two ranks of this machine, and this machine with `--probe`.
+"""Measures the layouts that `test_ranking.py` ranks, on two ranks of this machine, and this machine with `benchmarks/probe.py`.
 
     python tests/commands/tune/record_trials.py
 
@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from benchmarks.probe import probe
 from megappo.commands.tune.batch import ranks_here, run_trials
-from megappo.commands.tune.probe import probe
 from megappo.commands.tune.trials import Measured, Trial, outcome_file, read_outcome, write_trial
 from megappo.config.loading import load_config
 

@@ -143,11 +143,10 @@ MISTAKES = [
     (["--gpu", "h100", "--roles", "rollout", "rollout.engine=megatron"], "--roles rollout: is not there: rollout.engine"),
     (["--gpu", "h100", "--top", "0"], "argument --top: 0 is not an integer >= 1"),
     (["--gpu", "h100", "--measure", "0"], "argument --measure: 0 is not an integer >= 1"),
-    (["--gpu", "h100", "--measure", "1"], "16 ranks need a GPU each and this machine has 0; --slurm runs the trials as a job"),
+    (["--gpu", "h100", "--measure", "1"], "16 ranks need a GPU each and this machine has 0; in a job of Slurm"),
     (["--gpu", "h100", "--measure", "1", "--roles", "rollout"], "--measure: trials are of models, not of --roles rollout"),
-    (["--gpu", "h100", "--slurm"], "--slurm runs the trials of --measure K as a job, and has no effect without it"),
-    (["--gpu", "h100", "--measure", "1", "--partition", "a"], "--partition is of the job of --slurm, and has no effect"),
-    (["--gpu", "h100", "--measure", "1", "--sbatch=--exclusive"], "--sbatch is of the job of --slurm, and has no effect"),
+    (["--gpu", "h100", "--slurm"], "--slurm runs the trials of --measure K on the nodes of a job, and has no effect"),
+    (["--gpu", "h100", "--measure", "1", "--slurm"], "--slurm: this is not in a job of Slurm; salloc --nodes N"),
     (["--gpu", "h100", "--mean-response-tokens", "9999"], "--mean-response-tokens 9999: must be > 0 and at most the longest"),
     (["--gpu", "h100", "policy.model=missing"], 'policy.model = "missing": missing is not a directory'),
     (
@@ -155,7 +154,6 @@ MISTAKES = [
         "--output /nowhere/layout.txt: there is no directory /nowhere",
     ),
     (["--gpu", "h100", "algorithm.mini_batch_size=100"], "algorithm.mini_batch_size = 100: must divide the 128 samples"),
-    (["--gpu", "h100", "--probe"], "--gpu h100: --probe measures this machine instead"),
     ([], "--gpu is missing: a100"),
     (["--gpu", "h100", "--gpus", "many"], "argument --gpus: many is not an integer >= 1"),
     (["--gpu", "h100", "--tensor-model-parallel-size", "8"], "set as key=value; did you mean policy.parallel.tp=VALUE?"),
@@ -182,13 +180,6 @@ def test_the_configuration_is_read_once_and_once_more_with_the_winner(tmp_path, 
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("setting", ["policy.tp=2", "policy.parallel.tp=two"])
-def test_a_wrong_configuration_is_told_before_a_probe(tmp_path, capsys, monkeypatch, setting):
-    monkeypatch.setattr("megappo.commands.tune.run.probe", lambda: pytest.fail("it measures"))
-    code, told = tune(capsys, write_run(tmp_path), "--probe", "--gpus", 2, setting)
-    assert code == 2 and told.out == "" and setting.split("=")[0] in told.err
-
-
 def test_the_script_is_the_command_of_its_checkout(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -199,12 +190,6 @@ def test_the_script_is_the_command_of_its_checkout(tmp_path):
         text=True,
     )
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("megappo: ") and "absent.yaml" in done.stderr
-
-
-@pytest.mark.parametrize("arguments", [["--gpus", "2"], ["--output", "x"], ["--measure", "1"], ["--gpus-per-node", "4"]], ids=str)
-def test_what_a_probe_alone_does_not_use_is_refused(capsys, arguments):
-    code, told = tune(capsys, "--probe", *arguments)
-    assert code == 2 and told.out == "" and f"{arguments[0]} has no effect: --probe without CONFIG" in told.err
 
 
 def test_a_model_that_fits_nowhere_says_what_it_would_need(tmp_path, capsys):

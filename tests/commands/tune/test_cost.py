@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import probe
+from benchmarks.probe import link_gb_s
 from megappo.commands.plan.memory import RolloutMemory, count_parameters
 from megappo.commands.plan.timeline import timeline
-from megappo.commands.tune import probe
 from megappo.commands.tune.candidates import Machine
 from megappo.commands.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, stage_kinds, workload_of
 from megappo.commands.tune.generation import push_s, vllm_cost
 from megappo.commands.tune.links import Links, Span, span
 from megappo.commands.tune.measure import phases_of, predicted_s
-from megappo.commands.tune.probe import link_gb_s
 from megappo.commands.tune.search import MOST_DOUBLINGS, larger_worlds
 from megappo.commands.tune.trials import Measured
 from megappo.commands.tune.work import Pass, layer_products, stage_pass

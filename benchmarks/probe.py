@@ -1,10 +1,15 @@
-"""Measurement of this machine: matrix products, copies and an all-reduce."""
+"""Measure this machine (matrix products, copies, an all-reduce, a layer's launches) and print its profile for `megappo tune`:
+
+python benchmarks/probe.py > here.yaml
+megappo tune CONFIG --gpu here.yaml
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,10 +21,15 @@ from typing import Any
 import psutil
 import torch
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
 from megappo.commands.launch.local import start_ranks
 from megappo.commands.plan.memory import GIB
 from megappo.config.schema import TrainConfig
-from megappo.telemetry.hardware import PROFILES, Hardware, hardware_of, load_hardware
+from megappo.runtime.libraries import quiet_libraries
+from megappo.telemetry.console import keep_console
+from megappo.telemetry.hardware import PROFILES, Hardware, dump_hardware, hardware_of, load_hardware
 
 RANKS = 2  # at once, if there is room: ranks share a machine's memory and cores, and a profile has the rates of one beside another
 # On a busy machine calls are seldom undisturbed: even the fastest of eight may take twice its time.
@@ -45,9 +55,10 @@ def probe() -> Hardware:
     with tempfile.TemporaryDirectory(prefix="megappo-probe-") as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
-        code = start_ranks(ranks, [name], module="megappo.commands.tune.probe_rank")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        code = start_ranks(ranks, [name], module="benchmarks.probe")
         if code != 0:
-            raise ValueError(f"--probe: a rank ended with exit code {code}; what it said is above")
+            raise ValueError(f"a rank ended with exit code {code}; what it said is above")
         rates = json.loads((folder / "rates.json").read_text(encoding="utf-8"))
     base = load_hardware("h100" if gpus else "cpu")
     here = f"{platform.node()}, {platform.machine()}, {'' if gpus else f'{os.cpu_count()} cores, '}torch {torch.__version__}"
@@ -61,7 +72,7 @@ def probe() -> Hardware:
         "matmul_share": 1.0,
         "memory_share": 1.0,
         "link_share": 1.0,
-        "source": f"measured by --probe with {ranks} ranks on {here}",
+        "source": f"measured by benchmarks/probe.py with {ranks} ranks on {here}",
     }
     if gpus:
         measured["processors"] = torch.cuda.get_device_properties(0).multi_processor_count
@@ -146,3 +157,29 @@ def _layer_overhead_s(folder: str, device: torch.device) -> float:
     micro_batches = trial.samples // dist.get_world_size()
     # + 1: a micro-batch costs one layer more (`commands/tune/work.py`).
     return run_trial(trial, device).forward_s / micro_batches / (TINY["num_hidden_layers"] + 1)
+
+
+def _measure_as_rank(folder: str) -> None:
+    """The program of one rank: measure, and leave rank 0's rates in the folder."""
+    keep_console()
+    quiet_libraries()  # before Megatron-core is imported
+    import torch.distributed as dist
+
+    from megappo.parallel.device import select_device, start_distributed
+    from megappo.trainer.kernel_selection import choose_kernels
+
+    device = select_device("auto")
+    start_distributed(device)
+    choose_kernels("auto", device)
+    rates = measure_rates(device, folder)
+    if dist.get_rank() == 0:
+        Path(folder, "rates.json").write_text(json.dumps(rates), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _measure_as_rank(sys.argv[1])
+    else:
+        print(dump_hardware(probe()), end="")
