@@ -62,6 +62,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from megappo.rollout.generation import generate
     from megappo.rollout.types import SamplingParams
     from megappo.rollout.vllm_engine import VllmEngine
+    from megappo.rollout.vllm_options import VllmModel
     from megappo.trainer.experience.collect import make_requests, pack_experience
     from megappo.trainer.roles import LanguageModel
 
@@ -70,13 +71,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     arch, groups = read_arch(arguments.model), build_groups(ParallelLayout(world_size=1))
     policy = build_frozen(EngineSpec("policy", arguments.model, arch, RoleConfig(dtype=arguments.dtype)), groups, device=device)
     engine = VllmEngine(
-        arguments.model,
+        VllmModel(arguments.model, arch, DTYPES[arguments.dtype], max_model_len=20 + arguments.tokens),
         RolloutConfig(),
-        dtype=DTYPES[arguments.dtype],
-        max_model_len=20 + arguments.tokens,
-        eos_token_ids=(),
-        seed=0,
         device=device,
+        eos_token_ids=(),
     )
     engine.connect(policy)
     engine.push_weights(1)

@@ -25,7 +25,7 @@ from megappo.engine.results import combined_metrics, detached, in_order, names_o
 from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
 from megappo.models.arch import ModelArch, padded_vocab, vocab_shard
-from megappo.models.hf_export import export_pieces
+from megappo.models.hf_export import Written, export_pieces
 from megappo.models.lora import Weights, is_beside_base
 from megappo.models.peft_files import AdapterTensors
 from megappo.models.pieces import PieceMap
@@ -103,12 +103,10 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
             export_pieces(
                 self.merged_parameters(),
                 self.pieces(),
-                self.arch,
+                Written(self.arch, self._dtype, self.value_head),
                 self.groups,
                 directory,
                 source,
-                self._dtype,
-                value_head=self.value_head,
                 tokenizer=tokenizer,
                 adapter=self._adapter_tensors(),
             )

@@ -64,6 +64,15 @@ class Shard:
     names: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Written:
+    """A model as its export describes it: weights of `arch` in `dtype`; a critic (`value_head`) becomes a token classifier."""
+
+    arch: ModelArch
+    dtype: torch.dtype
+    value_head: bool
+
+
 def plan_shards(
     arch: ModelArch, layout: ParallelLayout, value_head: bool, itemsize: int, shard_bytes: int = _SHARD_BYTES
 ) -> list[Shard]:
@@ -109,47 +118,42 @@ def export_pretrained(
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
     """Write a Megatron model (its chunks, not wrapped) to `out_dir` in its own dtype, as `export_pieces` does."""
-    value_head = isinstance(chunks[0], CriticModel)
-    parameters = merged_parameters(chunks)
-    pieces = _pieces_of_stage(arch, groups, value_head)
-    dtype = chunks[0].config.params_dtype
-    options = {"value_head": value_head, "tokenizer": tokenizer, "adapter": adapter, "shard_bytes": shard_bytes}
-    export_pieces(parameters, pieces, arch, groups, out_dir, source_dir, dtype, **options)
+    model = Written(arch, chunks[0].config.params_dtype, isinstance(chunks[0], CriticModel))
+    pieces = _pieces_of_stage(arch, groups, model.value_head)
+    options = {"tokenizer": tokenizer, "adapter": adapter, "shard_bytes": shard_bytes}
+    export_pieces(merged_parameters(chunks), pieces, model, groups, out_dir, source_dir, **options)
 
 
 def export_pieces(
     parameters: Weights,
     pieces: Mapping[int, Sequence[Piece]],
-    arch: ModelArch,
+    model: Written,
     groups: ProcessGroups,
     out_dir: str | Path,
     source_dir: str | Path,
-    dtype: torch.dtype,
     *,
-    value_head: bool,
     tokenizer: Tokenizer | None = None,
     adapter: AdapterTensors | None = None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> None:
-    """Write a model as a Hugging Face checkpoint in `dtype`. Collective over the role's ranks.
+    """Write a model as a Hugging Face checkpoint. Collective over the role's ranks.
 
     parameters: of this rank. pieces: position -> its rectangles, for positions of this rank's stage that together hold all of it,
-    the first one among them. adapter: also written for PEFT, to a folder inside. A critic becomes a token classifier, its head in
-    fp32. `source_dir` gives config.json and generation settings. tokenizer: the one that it was trained with, which may be another
-    than that in `source_dir`; its ids end a response of the export too. None copies the files in `source_dir`. `out_dir` must not
-    exist and appears when it is complete. ValueError or OSError on every rank if one fails.
+    the first one among them. adapter: also written for PEFT, to a folder inside. A critic's head is written in fp32. `source_dir`
+    gives config.json and generation settings. tokenizer: the one that it was trained with, which may be another than that in
+    `source_dir`; its ids end a response of the export too. None copies the files in `source_dir`. `out_dir` must not exist and
+    appears when it is complete. ValueError or OSError on every rank if one fails.
     """
     out, partial = Path(out_dir), Path(f"{out_dir}.partial")
-    shards = plan_shards(arch, groups.layout, value_head, dtype.itemsize, shard_bytes)
-    gather, is_first = Gather(parameters, pieces, hf_tensors(arch, value_head), groups), groups.position == 0
+    shards = plan_shards(model.arch, groups.layout, model.value_head, model.dtype.itemsize, shard_bytes)
+    gather, is_first = Gather(parameters, pieces, hf_tensors(model.arch, model.value_head), groups), groups.position == 0
     on_all_ranks(lambda: _start(out, partial) if is_first else None, groups)
-    on_all_ranks(lambda: _write_stage(gather, groups, partial, shards, dtype, arch.head_rows), groups)
+    on_all_ranks(lambda: _write_stage(gather, groups, partial, shards, model), groups)
     if adapter is not None:
         on_all_ranks(lambda: write_adapter(adapter, groups, partial / ADAPTER_FOLDER, Path(source_dir), tokenizer), groups)
 
     def finish() -> None:
-        config = export_config(arch, read_config(source_dir), dtype, value_head)
-        _finish(out, partial, Path(source_dir), shards, config, tokenizer)
+        _finish(out, partial, Path(source_dir), shards, export_config(model, read_config(source_dir)), tokenizer)
 
     on_all_ranks(lambda: finish() if is_first else None, groups)
 
@@ -176,17 +180,15 @@ def _start(out: Path, partial: Path) -> None:
     partial.mkdir(parents=True)  # renamed at the end: a directory under the final name is always complete
 
 
-def _write_stage(
-    gather: Gather, groups: ProcessGroups, folder: Path, shards: list[Shard], dtype: torch.dtype, head_rows: int
-) -> None:
+def _write_stage(gather: Gather, groups: ProcessGroups, folder: Path, shards: list[Shard], model: Written) -> None:
     failure: Exception | None = None
     for shard in shards:
         if shard.stage != groups.coordinates.pp:
             continue
         tensors = {}
         for name in shard.names:
-            kept = torch.float32 if name in (VALUE_HEAD, _SCORE_BIAS) else dtype
-            whole = torch.zeros(head_rows, dtype=kept) if name == _SCORE_BIAS else gather(name, kept)
+            kept = torch.float32 if name in (VALUE_HEAD, _SCORE_BIAS) else model.dtype
+            whole = torch.zeros(model.arch.head_rows, dtype=kept) if name == _SCORE_BIAS else gather(name, kept)
             if whole is not None:
                 tensors[name] = whole
         if gather.is_root and failure is None:
@@ -224,23 +226,23 @@ def _end_with(file: Path, eos_ids: Sequence[int]) -> None:
         file.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
-def export_config(arch: ModelArch, source: Mapping[str, Any], dtype: torch.dtype, value_head: bool) -> dict[str, Any]:
+def export_config(model: Written, source: Mapping[str, Any]) -> dict[str, Any]:
     """Make config.json of the exported text-only model from the config it was trained from."""
-    config = text_config(source)
-    head = "TokenClassification" if value_head else "CausalLM"
+    arch, config = model.arch, text_config(source)
+    head = "TokenClassification" if model.value_head else "CausalLM"
     # Without a family `architecture` is the language model's, whatever the source's own head.
     known = arch.family in FAMILIES
     config["architectures"] = [
         FAMILIES[arch.family].architecture(head) if known else arch.architecture.removesuffix("CausalLM") + head
     ]
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = _DTYPE_NAMES[dtype]
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = _DTYPE_NAMES[model.dtype]
     if arch.own:  # explicit: a composite's default may be another than its language model's
         config["tie_word_embeddings"] = arch.tied_embeddings
     for key in ("num_labels", "id2label", "label2id"):
         config.pop(key, None)
     if arch.rope.llama_4_scaling is not None:
         config["llama_4_scaling"] = arch.rope.llama_4_scaling  # for vLLM
-    if value_head:
+    if model.value_head:
         labels = ["VALUE"] if arch.head_rows == 1 else [f"BIN_{row}" for row in range(arch.head_rows)]
         config.update(
             id2label={str(row): label for row, label in enumerate(labels)}, label2id=dict(zip(labels, range(len(labels))))

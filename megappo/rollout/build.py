@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from megappo.bridge.adapter_sync import AdapterSync, sync_of
 from megappo.bridge.sync import Route, WeightSync
-from megappo.config.role_sections import LoraConfig
-from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.role_sections import PolicyConfig
+from megappo.config.run_sections import RunConfig
 from megappo.config.schema import RolloutConfig
 from megappo.data.tokenizers import HuggingFaceTokenizer, Tokenizer
-from megappo.engine.base import Engine, LogitsDtype
+from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
 from megappo.models.lora import shapes_beside_base
 from megappo.models.pieces import PieceMap
@@ -28,6 +28,7 @@ from megappo.parallel.placement import Placement, placement_of
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.subworld import prepare_rollout_world
 from megappo.rollout.types import Replica, Request, Response, RolloutEngine, SamplingParams
+from megappo.rollout.vllm_options import VllmModel
 
 
 class RolloutElsewhere:
@@ -92,53 +93,45 @@ def build_rollout(
     config: RolloutConfig,
     policy: Engine | None,
     *,
-    model: str,
+    settings: PolicyConfig,
+    run: RunConfig,
     tokenizer: Tokenizer,
     max_sequence_tokens: int,
-    policy_dtype: str,
-    logits_dtype: LogitsDtype = "fp32",
-    seed: int,
     device: torch.device,
-    timeouts: TimeoutsConfig,
     place: PolicyPlace | None = None,
-    lora: LoraConfig | None = None,
 ) -> RolloutEngine:
     """Build the engine of `rollout.engine` on `rollout.ranks` and connect it to the policy. Collective over the world.
 
-    policy: None on ranks that it does not live on. place: of the policy; None if policy and engine live on all ranks.
-    max_sequence_tokens: longest prompt plus response. logits_dtype: to which the Megatron rollout rounds logits when it samples;
-    vLLM uses its own. timeouts: of vLLM's groups and of meetings. model: directory with the policy's config.json. lora: of the
-    policy. ValueError if vLLM is missing.
+    policy: None on ranks that it does not live on. settings: of the policy; vLLM ignores its `logits_dtype`. run: gives the seed
+    and the limits of vLLM's groups and of meetings. max_sequence_tokens: longest prompt plus response. place: of the policy; None
+    if policy and engine live on all ranks. ValueError if vLLM is missing.
     """
     if config.engine == "megatron":
         if policy is None:  # it samples where the policy is
             return RolloutElsewhere("megatron", None)
-        return MegatronRollout(policy, tokenizer.decode, logits_dtype=logits_dtype, timeouts=timeouts)
-    route, subworld, dtype = None, None, DTYPES[policy_dtype if config.dtype == "auto" else config.dtype]
-    apart = lora if config.adapter == "separate" else None
+        return MegatronRollout(policy, tokenizer.decode, logits_dtype=settings.logits_dtype, timeouts=run.timeouts)
+    route, subworld, dtype = None, None, DTYPES[settings.dtype if config.dtype == "auto" else config.dtype]
+    lora = settings.lora if config.adapter == "separate" else None
     if place is not None:
         ranks = placement_of(config.ranks, place.placement.world_size)
         route = Route(place.arch, place.pieces(), place.placement.ranks, ranks.ranks, config.tp)
-        subworld = None if ranks.is_whole else prepare_rollout_world(ranks.ranks, timeouts)
+        subworld = None if ranks.is_whole else prepare_rollout_world(ranks.ranks, run.timeouts)
         if dist.get_rank() not in ranks:
-            shapes = None if apart is None else shapes_beside_base(place.arch, apart)
+            shapes = None if lora is None else shapes_beside_base(place.arch, lora)
             return RolloutElsewhere("vllm", sync_of(policy, None, route, device, dtype, shapes))
     from megappo.rollout.vllm_engine import VllmEngine
 
+    where = policy if place is None else place
+    assert where is not None, "a policy without a place lives on all ranks"
+    of_stop = str(tokenizer.path) if config.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None
     engine = VllmEngine(
-        model,
+        VllmModel(settings.model, where.arch, dtype, max_sequence_tokens, run.seed, of_stop, lora),
         config,
-        dtype=dtype,
-        max_model_len=max_sequence_tokens,
-        eos_token_ids=tokenizer.eos_ids,
-        seed=seed,
         device=device,
-        tokenizer=str(tokenizer.path) if config.stop and isinstance(tokenizer, HuggingFaceTokenizer) else None,
+        eos_token_ids=tokenizer.eos_ids,
         detokenize=tokenizer.decode,
-        timeouts=timeouts,
+        timeouts=run.timeouts,
         subworld=subworld,
-        lora=apart,
-        arch=place.arch if place is not None else policy.arch if policy is not None else None,
     )
     engine.connect(policy, route)
     return engine

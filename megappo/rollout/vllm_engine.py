@@ -18,11 +18,8 @@ from megappo.bridge.adapter_sync import AdapterSource, AdapterSync, sync_of
 from megappo.bridge.destination import WeightReceiver
 from megappo.bridge.sync import Route, WeightSync
 from megappo.bridge.vllm_loader import VllmReceiver
-from megappo.config.role_sections import LoraConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
-from megappo.models.arch import ModelArch
-from megappo.models.hf_config import read_arch
 from megappo.models.lora import shapes_beside_base
 from megappo.parallel.device import ranks_of_run
 from megappo.parallel.groups import meet
@@ -32,7 +29,7 @@ from megappo.rollout.types import Replica, Request, Response, SamplingParams
 from megappo.rollout.vllm_adapter import VllmAdapter
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_memory import VllmMemory, require_sleep
-from megappo.rollout.vllm_options import vllm_environment, vllm_options
+from megappo.rollout.vllm_options import VllmModel, vllm_environment, vllm_options
 from megappo.rollout.vllm_outputs import Detokenize, SampledRows, response_of
 from megappo.rollout.vllm_process import (
     colocated_executor,
@@ -50,53 +47,41 @@ class VllmEngine:
     """vLLM over the default process group, which must exist, or over a subworld. Construction is collective over the engine's
     ranks.
 
-    config: layout, sizes and switches; dtype and lengths are arguments. model: directory with config.json. max_model_len: longest
-    prompt plus response in tokens. eos_token_ids: end a response and are part of it. tokenizer: Hugging Face tokenizer directory,
-    which vLLM needs for stop strings only; without one, they are searched in the text of `detokenize` (ids -> text) after
-    generation. timeouts: of vLLM's groups and of meetings. subworld: the engine's ranks, from `prepare_rollout_world`; None for
-    all. lora: of the policy, if its adapter is pushed apart from the base weights (`rollout.adapter`). arch: of `model`; None reads
-    it there. ValueError if vLLM is missing or for a limit of `vllm_limits`.
+    config: layout, sizes and switches; dtype and lengths are the model's. eos_token_ids: end a response and are part of it.
+    detokenize: ids -> text, in which stop strings are searched after generation if vLLM has no tokenizer. timeouts: of vLLM's
+    groups and of meetings. subworld: the engine's ranks, from `prepare_rollout_world`; None for all. ValueError if vLLM is missing
+    or for a limit of `vllm_limits`.
     """
 
     name = "vllm"
 
     def __init__(
         self,
-        model: str,
+        model: VllmModel,
         config: RolloutConfig,
         *,
-        dtype: torch.dtype,
-        max_model_len: int,
-        eos_token_ids: Sequence[int],
-        seed: int,
         device: torch.device,
-        tokenizer: str | None = None,
+        eos_token_ids: Sequence[int],
         detokenize: Detokenize | None = None,
         timeouts: TimeoutsConfig = TimeoutsConfig(),
         subworld: SubWorld | None = None,
-        lora: LoraConfig | None = None,
-        arch: ModelArch | None = None,
     ) -> None:
         require_vllm()
         self._subworld = subworld
         with self.in_world():
             num_ranks = dist.get_world_size()
-        arch = arch or read_arch(model)
-        check_vllm(arch, config.tp, num_ranks, max_model_len, device.type)
-        self.device, self._dtype = device, dtype
+        check_vllm(model.arch, config.tp, num_ranks, model.max_model_len, device.type)
+        self.device, self._model = device, model
         self._tp, self._meeting_s = config.tp, timeouts.meeting_s
         with self.in_world():
             self.replica = _replica_of(config, self._meeting_s)
-        self._max_model_len = max_model_len
-        self._vocab_size = arch.vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._tokenizer = tokenizer
         self._detokenize = detokenize
         self._asked: dict[str, tuple[SamplingParams, SampledRows]] = {}
         self._drawn = 0  # digest of the tokens of this generation, in whatever order they finish
         self._version: int | None = None
         self._sync: WeightSync | AdapterSync | None = None
-        self._adapter_shapes = None if lora is None else shapes_beside_base(arch, lora)
+        self._adapter_shapes = None if model.lora is None else shapes_beside_base(model.arch, model.lora)
         self._adapter: VllmAdapter | None = None
         with self.in_world():
             self._identity = new_identity()
@@ -111,21 +96,15 @@ class VllmEngine:
                 **vllm_options(
                     config,
                     model,
-                    arch=arch,
-                    dtype=dtype,
-                    max_model_len=max_model_len,
-                    seed=seed,
                     device_type=device.type,
                     executor=colocated_executor(self._identity, device),
-                    tokenizer=tokenizer,
                     peers_visible=peers_visible,
                     timeouts=timeouts,
-                    lora=lora,
                 )
             )
             worker = self._llm.llm_engine.model_executor.driver_worker.worker
-            self.receiver: WeightReceiver = VllmReceiver(worker, dtype)
-            self._adapter = None if lora is None else VllmAdapter(worker, lora)
+            self.receiver: WeightReceiver = VllmReceiver(worker, model.dtype)
+            self._adapter = None if model.lora is None else VllmAdapter(worker, model.lora)
             self._memory = VllmMemory(self._llm, worker, config.sleep)
             self._memory.sleep_cache()
             # vLLM would shut down at garbage collection or exit and destroy the trainer's process group; close() shuts it down.
@@ -139,7 +118,7 @@ class VllmEngine:
         if route is None:
             assert policy is not None, "a policy on all ranks is on this one"
             route = Route.colocated(policy, self._tp)
-        self._sync = sync_of(policy, self, route, self.device, self._dtype, self._adapter_shapes)
+        self._sync = sync_of(policy, self, route, self.device, self._model.dtype, self._adapter_shapes)
 
     def take_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         assert self._adapter is not None, "the engine was built without a place for adapters"
@@ -225,7 +204,7 @@ class VllmEngine:
             number = int(output.request_id)
             self._drawn += zlib.crc32(rows.ids_table[:, 0].tobytes(), number)
             if self.replica.answers(number):
-                stop = sampling.stop if self._tokenizer is None else ()
+                stop = sampling.stop if self._model.tokenizer is None else ()
                 responses.append(response_of(number, output.outputs[0], rows, self._version, stop, self._detokenize))
         return responses
 
@@ -278,12 +257,12 @@ class VllmEngine:
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
         for request in requests:
             given, limit = len(request.tokens), request.limit(sampling)
-            if given + limit > self._max_model_len or given == 0:
+            if given + limit > self._model.max_model_len or given == 0:
                 raise ValueError(
                     f"request {request.number}: prompt of {given} tokens plus max_tokens {limit} "
-                    f"is not within 1 and the engine's {self._max_model_len}"
+                    f"is not within 1 and the engine's {self._model.max_model_len}"
                 )
-        if sampling.stop and self._tokenizer is None and self._detokenize is None:
+        if sampling.stop and self._model.tokenizer is None and self._detokenize is None:
             raise ValueError(
                 f"rollout.stop: {list(sampling.stop)} needs a Hugging Face tokenizer or a detokenize function; "
                 "leave it empty or use stop token ids"
@@ -293,7 +272,7 @@ class VllmEngine:
         from vllm import SamplingParams as VllmSampling
         from vllm.sampling_params import RequestOutputKind
 
-        native_stop = bool(sampling.stop) and self._tokenizer is not None
+        native_stop = bool(sampling.stop) and self._model.tokenizer is not None
         return VllmSampling(
             max_tokens=request.limit(sampling),
             temperature=sampling.temperature,
@@ -309,7 +288,7 @@ class VllmEngine:
         )
 
     def _best(self, sampling: SamplingParams) -> int:
-        return min(sampling.top_k_width, self._vocab_size)
+        return min(sampling.top_k_width, self._model.arch.vocab_size)
 
 
 def _replica_of(config: RolloutConfig, limit_s: float) -> Replica:

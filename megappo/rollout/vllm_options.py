@@ -4,6 +4,7 @@ can be checked without one."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -13,7 +14,7 @@ from megappo.config.role_sections import LoraConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.models.arch import ModelArch
-from megappo.models.hf_config import arch_of, read_config, text_config
+from megappo.models.hf_config import read_config, text_config
 from megappo.rollout.vllm_adapter import adapter_options
 
 CPU_KV_CACHE_GIB = 0.25
@@ -21,37 +22,46 @@ LEAST_SHARE = 0.01
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
+@dataclass(frozen=True)
+class VllmModel:
+    """The model that vLLM builds, with dummy weights."""
+
+    path: str
+    """Directory with its config.json."""
+    arch: ModelArch
+    """Of the policy, which may differ from config.json's (`hf_config.read_arch`)."""
+    dtype: torch.dtype
+    max_model_len: int
+    """Longest prompt plus response in tokens."""
+    seed: int = 0
+    tokenizer: str | None = None
+    """Directory of a Hugging Face tokenizer, which vLLM needs for stop strings only."""
+    lora: LoraConfig | None = None
+    """Of the policy, if vLLM applies its adapter itself (`rollout.adapter`)."""
+
+
 def vllm_options(
     config: RolloutConfig,
-    model: str,
+    model: VllmModel,
     *,
-    arch: ModelArch | None = None,
-    dtype: torch.dtype,
-    max_model_len: int,
-    seed: int,
     device_type: str,
     executor: type | str,
-    tokenizer: str | None = None,
     peers_visible: bool = True,
     timeouts: TimeoutsConfig = TimeoutsConfig(),
-    lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` or `vllm.EngineArgs`.
 
-    model: directory with config.json. arch: of it; None reads it there. max_model_len: longest prompt plus response in tokens.
     device_type: "cpu" or "cuda". executor: vLLM's placement of workers. peers_visible: this process sees the GPUs of the other
-    ranks of its replica. timeouts: of vLLM's process groups. lora: of an adapter that vLLM applies itself.
+    ranks of its replica. timeouts: of vLLM's process groups.
     """
     on_cpu = device_type == "cpu"
     cache_gib = CPU_KV_CACHE_GIB if config.kv_cache_gib is None and on_cpu else config.kv_cache_gib
-    text = text_config(read_config(model))
-    arch = arch or arch_of(text)
     options: dict[str, Any] = dict(
-        model=model,
+        model=model.path,
         config_format="hf",
-        hf_overrides=_model_config(text, arch),
-        tokenizer=tokenizer,
-        skip_tokenizer_init=tokenizer is None,
+        hf_overrides=_model_config(text_config(read_config(model.path)), model.arch),
+        tokenizer=model.tokenizer,
+        skip_tokenizer_init=model.tokenizer is None,
         load_format="dummy",
         generation_config="vllm",
         tensor_parallel_size=config.tp,
@@ -60,8 +70,8 @@ def vllm_options(
         distributed_timeout_seconds=ceil(timeouts.start_s),
         # On the host ranks wait for the slowest to measure its memory and to compile.
         cpu_distributed_timeout_seconds=ceil(timeouts.meeting_s),
-        dtype=_DTYPE_NAMES[dtype],
-        max_model_len=max_model_len,
+        dtype=_DTYPE_NAMES[model.dtype],
+        max_model_len=model.max_model_len,
         max_num_seqs=config.max_num_seqs,
         # With a cache of a given size vLLM uses the share only to refuse a start if it is not free.
         gpu_memory_utilization=config.memory_share if config.kv_cache_gib is None or on_cpu else LEAST_SHARE,
@@ -70,12 +80,12 @@ def vllm_options(
         # After temperature, top-k and top-p, with -inf for tokens cut off. (vLLM's return_sampling_mask needs its second model
         # runner, which has no CPU support, and refuses the greedy requests of an evaluation.)
         logprobs_mode="processed_logprobs",
-        max_logprobs=arch.vocab_size,
-        seed=seed,
+        max_logprobs=model.arch.vocab_size,
+        seed=model.seed,
     )
     options |= config.vllm_args
-    if lora is not None:
-        options |= adapter_options(lora)
+    if model.lora is not None:
+        options |= adapter_options(model.lora)
     if on_cpu:
         options["enforce_eager"] = True  # compiling takes minutes on a CPU
         # With a chunked prompt a seeded request raises "CPU Generator does not use offset": vLLM rewinds the generator after every

@@ -37,16 +37,12 @@ def rollout_of(config: TrainConfig, data: RunData | EvaluationData, policy: Engi
     engine = build_rollout(
         config.rollout,
         policy,
-        model=config.policy.model,
+        settings=config.policy,
+        run=config.run,
         tokenizer=data.tokenizer,
         max_sequence_tokens=longest_sequence_tokens(config),
-        policy_dtype=config.policy.dtype,
-        logits_dtype=config.policy.logits_dtype,
-        seed=config.run.seed,
         device=device,
-        timeouts=config.run.timeouts,
         place=_place_if_apart(config),
-        lora=config.policy.lora,
     )
     return engine if data.environment is None else with_environment(engine, data.environment, config, data.tokenizer)
 

@@ -63,14 +63,13 @@ def model_folder(head_dim: int) -> str:
 def options_of(peers_visible: bool = True, model: Model = BF16, **rollout: Any) -> dict[str, Any]:
     """Arguments that `VllmEngine` passes for these settings of `rollout`, of such a policy on a GPU."""
     from megappo.config.schema import RolloutConfig
-    from megappo.rollout.vllm_options import vllm_options
+    from megappo.models.hf_config import read_arch
+    from megappo.rollout.vllm_options import VllmModel, vllm_options
 
+    folder = model_folder(model.head_dim)
     return vllm_options(
         RolloutConfig.model_validate(rollout),
-        model_folder(model.head_dim),
-        dtype=model.dtype,
-        max_model_len=256,
-        seed=0,
+        VllmModel(folder, read_arch(folder), model.dtype, max_model_len=256),
         device_type="cuda",
         executor=_executor(),
         peers_visible=peers_visible,

@@ -32,6 +32,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.rollout import vllm_engine
 from megappo.rollout.types import Request, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
+from megappo.rollout.vllm_options import VllmModel
 from tests.bridge.engines import engine_tensors, read_checkpoint
 from tests.rollout import policies
 from tests.rollout.responses import generate_all
@@ -83,9 +84,8 @@ def embedded(ids: Tensor, weight: Tensor, first: int, end: int, *rest: int) -> T
 def engine_of(rank: int, path: str, tp: int) -> VllmEngine:
     """fp32, asynchronous scheduling as vLLM chooses. Collective."""
     config = RolloutConfig(tp=tp, max_num_seqs=4, kv_cache_gib=1 / 512, vllm_args={"enforce_eager": True})
-    return VllmEngine(
-        path, config, dtype=torch.float32, max_model_len=64, eos_token_ids=(), seed=0, device=torch.device("cuda", rank)
-    )
+    model = VllmModel(path, read_arch(path), torch.float32, max_model_len=64)
+    return VllmEngine(model, config, eos_token_ids=(), device=torch.device("cuda", rank))
 
 
 def requests() -> list[Request]:

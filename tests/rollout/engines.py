@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from megappo.config.schema import RolloutConfig
+from megappo.models.hf_config import read_arch
 from megappo.rollout.vllm_engine import VllmEngine
+from megappo.rollout.vllm_options import VllmModel
 
 
 def make_engine(path: str, tp: int, **changes: Any) -> VllmEngine:
     """A CPU engine in fp32 for sequences of up to 256 tokens; no token ends a response. Collective.
 
-    changes: of the engine's arguments, or of its section of the configuration.
+    changes: of the engine's arguments, of its model, or of its section of the configuration.
     """
     settings = {key: changes.pop(key) for key in tuple(changes) if key in RolloutConfig.model_fields and key != "dtype"}
     config = RolloutConfig(**{"tp": tp, "max_num_seqs": 16, "kv_cache_gib": 1 / 32, **settings})
-    values = dict(dtype=torch.float32, max_model_len=256, eos_token_ids=(), seed=0, device=torch.device("cpu"))
-    return VllmEngine(path, config, **{**values, **changes})
+    names = {field.name for field in fields(VllmModel)}
+    of_model = {key: changes.pop(key) for key in tuple(changes) if key in names}
+    model = VllmModel(path, **{"dtype": torch.float32, "max_model_len": 256, "arch": read_arch(path), **of_model})
+    return VllmEngine(model, config, **{"eos_token_ids": (), "device": torch.device("cpu"), **changes})

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.role_sections import PolicyConfig
+from megappo.config.run_sections import RunConfig, TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.parallel.meeting import RankIsLate
 from megappo.rollout import generation, vllm_engine
@@ -55,17 +56,15 @@ def test_the_engine_has_the_limits_of_the_run(monkeypatch: pytest.MonkeyPatch) -
             pass
 
     monkeypatch.setattr(vllm_engine, "VllmEngine", Engine)
-    policy: Any = None
+    policy: Any = SimpleNamespace(arch=None)
     tokenizer: Any = SimpleNamespace(eos_ids=(2,), decode=str)
     build_rollout(
         RolloutConfig(),
         policy,
-        model="",
+        settings=PolicyConfig(model="model"),
+        run=RunConfig(timeouts=TIMEOUTS),
         tokenizer=tokenizer,
         max_sequence_tokens=8 + RolloutConfig().max_response_tokens,
-        policy_dtype="fp32",
-        seed=0,
         device=torch.device("cpu"),
-        timeouts=TIMEOUTS,
     )
-    assert given["timeouts"] is TIMEOUTS
+    assert given["timeouts"] == TIMEOUTS != TimeoutsConfig()

@@ -14,7 +14,8 @@ import torch
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import RolloutConfig
 from megappo.config.vllm_args import NAMES, OWN
-from megappo.rollout.vllm_options import see_each_other, vllm_environment, vllm_options
+from megappo.models.hf_config import read_arch
+from megappo.rollout.vllm_options import VllmModel, see_each_other, vllm_environment, vllm_options
 from megappo.rollout.vllm_process import require_vllm
 from tests.commands.plan.checkpoints import write_checkpoint
 from tests.models.checkpoints import write_checkpoint as write_random
@@ -26,16 +27,14 @@ SYMMETRIC = "VLLM_ALLREDUCE_USE_SYMM_MEM"
 @pytest.fixture
 def options(tmp_path):
     path = str(write_checkpoint(tmp_path / "model", weights=False, tokenizer=False))
+    model = VllmModel(path, read_arch(path), torch.bfloat16, max_model_len=96, seed=3)
 
     def of(
         device_type: str = "cuda", peers_visible: bool = True, timeouts: TimeoutsConfig = TimeoutsConfig(), **settings: Any
     ) -> dict[str, Any]:
         return vllm_options(
             RolloutConfig(**settings),
-            path,
-            dtype=torch.bfloat16,
-            max_model_len=96,
-            seed=3,
+            model,
             device_type=device_type,
             executor="uni",
             peers_visible=peers_visible,
@@ -120,8 +119,8 @@ def test_vllm_builds_no_fp8_layers_for_a_release_in_fp8(tmp_path):
 
     write_random(tmp_path, "llama")
     quantise_checkpoint(tmp_path, (32, 32))
-    settings = dict(dtype=torch.float32, max_model_len=96, seed=3, device_type="cpu", executor="uni")
-    told = vllm_options(RolloutConfig(), str(tmp_path), **settings)
+    model = VllmModel(str(tmp_path), read_arch(tmp_path), torch.float32, max_model_len=96, seed=3)
+    told = vllm_options(RolloutConfig(), model, device_type="cpu", executor="uni")
     assert EngineArgs(**told).create_model_config().quantization is None
     told.pop("hf_overrides")
     assert EngineArgs(**told).create_model_config().quantization == "fp8"

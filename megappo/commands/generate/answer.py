@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from megappo.config.role_sections import ModelConfig, RoleConfig
-from megappo.config.run_sections import TimeoutsConfig
+from megappo.config.role_sections import ModelConfig, PolicyConfig, RoleConfig
+from megappo.config.run_sections import RunConfig
 from megappo.config.schema import RolloutConfig
 from megappo.data.prompts import PromptFormat, encode_question
 from megappo.data.token_texts import response_text
@@ -55,20 +55,21 @@ def answer(
         )
     device = select_device("auto")
     start_alone(device)
-    timeouts = TimeoutsConfig()
-    policy = engines(ModelConfig(impl="local"), timeouts, device).build(EngineSpec("policy", model, arch, RoleConfig(dtype=dtype)))
+    run = RunConfig()
+    policy = engines(ModelConfig(impl="local"), run.timeouts, device).build(
+        EngineSpec("policy", model, arch, RoleConfig(dtype=dtype))
+    )
     assert policy is not None, "alone in its world"
     config = RolloutConfig(engine=engine, max_response_tokens=max_tokens)
     rollout = build_rollout(
         config,
         policy,
-        model=model,
+        # Not validated: a path that a configuration would refuse may stand on a command line.
+        settings=PolicyConfig.model_construct(model=model, dtype=dtype),
+        run=run,
         tokenizer=tokenizer,
         max_sequence_tokens=longest + max_tokens,
-        policy_dtype=dtype,
-        seed=0,
         device=device,
-        timeouts=timeouts,
     )
     with input_accepted():
         rollout.push_weights(version=0)
