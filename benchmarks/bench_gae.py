@@ -27,7 +27,7 @@ from benchmarks.harness.cli import run
 from benchmarks.harness.loops import GAMMA, LAMBDA, Batch
 from benchmarks.harness.model import Benchmark, Calls, Candidate, Difference, Mistake, worst
 from benchmarks.harness.vocab import numbers
-from megappo.ops.advantages import token_advantages
+from megappo.ops.advantages import Discount, Rewards, TimeSteps, token_advantages
 
 FORM = "tokens like 1048576 or 1Mi, or sequences x length like 512x4096"
 GAE_BYTES, TOKEN_ADVANTAGES_BYTES = 21, 25
@@ -105,9 +105,10 @@ def named(values: Sequence[Tensor]) -> Mapping[str, Tensor]:
     return dict(zip((*NAMES, "reward"), values))
 
 
-def results_of(*given: Tensor | None, **settings: Any) -> Sequence[Tensor]:
+def results_of(rewards: Rewards, batch: Batch, times: TimeSteps = TimeSteps()) -> Sequence[Tensor]:
     """What `named` takes, by our op."""
-    reward, advantage, returns, _ = token_advantages(*given, gamma=GAMMA, lam_policy=LAMBDA, lam_value=LAMBDA, **settings)
+    given = batch.value, batch.mask, batch.cu_seqlens, None, Discount(GAMMA, LAMBDA, LAMBDA)
+    reward, advantage, returns, _ = token_advantages(rewards, *given, times)
     return advantage, returns, reward
 
 
@@ -118,8 +119,8 @@ def gae_candidates(p: GaeProblem) -> Sequence[Candidate]:
     def megappo() -> Calls:
         score = b.value.new_zeros(b.cu_seqlens.numel() - 1)
         # log-probs are not read without a reference
-        given = b.value, None, score, b.value, b.mask, b.cu_seqlens
-        return Calls(lambda: results_of(*given, token_reward=b.reward), named)
+        rewards = Rewards(b.value, None, score, b.reward)
+        return Calls(lambda: results_of(rewards, b), named)
 
     def doubling(one_pass: Callable[..., tuple[Tensor, Tensor]]) -> Calls:
         return Calls(lambda: loops.doubling(b.reward, b.value, b.mask, b.cu_seqlens, one_pass), named)
@@ -200,16 +201,16 @@ def token_advantages_problem(lengths: Sequence[int], dtype: torch.dtype, device:
 def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate]:
     b = p.batch
 
-    def megappo(**of_tokens: Tensor) -> Calls:
-        given = p.logprob, p.ref_logprob, p.score, b.value, b.mask, b.cu_seqlens
-        return Calls(lambda: results_of(*given, kl_estimator="k1", kl_coef=KL_COEF, **of_tokens), named)
+    def megappo(times: TimeSteps = TimeSteps(), token_reward: Tensor | None = None) -> Calls:
+        rewards = Rewards(p.logprob, p.ref_logprob, p.score, token_reward, "k1", KL_COEF)
+        return Calls(lambda: results_of(rewards, b, times), named)
 
     # Of values that change no result, so that the oracle stays.
     nothing, one = torch.zeros_like(b.value), torch.ones_like(b.value, dtype=torch.float64)
-    variants: dict[str, dict[str, Tensor]] = {
-        "rewards of tokens": {"token_reward": nothing},
-        "steps": {"steps": b.mask},
-        "V-trace": {"weight": one, "trace": one},
+    variants: dict[str, tuple[TimeSteps, Tensor | None]] = {
+        "rewards of tokens": (TimeSteps(), nothing),
+        "steps": (TimeSteps(steps=b.mask), None),
+        "V-trace": (TimeSteps(weight=one, trace=one), None),
     }
 
     def doubling(one_pass: Callable[..., tuple[Tensor, Tensor]]) -> Calls:
@@ -223,8 +224,8 @@ def token_advantages_candidates(p: TokenAdvantagesProblem) -> Sequence[Candidate
         *ours(("token_advantages",), b.value.device, megappo, note="moments for whitening included"),
         *(
             candidate
-            for name, of_tokens in variants.items()
-            for candidate in ours(("token_advantages",), b.value.device, lambda of=of_tokens: megappo(**of), variant=name)
+            for name, given in variants.items()
+            for candidate in ours(("token_advantages",), b.value.device, lambda given=given: megappo(*given), variant=name)
         ),
         *plain_and_compiled("reward, doubling", loops.advance, doubling),
     ]

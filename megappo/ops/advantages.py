@@ -9,6 +9,7 @@ once. Not differentiable: advantages are data.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,37 +22,55 @@ KERNEL_ESTIMATORS = ("k1", "k2", "k3")
 """Estimators that kernels have, numbered from 1 in this order: Kl in csrc/advantages, KIND in ops/triton/advantages.py."""
 
 
+class Rewards(NamedTuple):
+    """Parts of the rewards of a batch of T tokens in B sequences."""
+
+    logprob: Tensor
+    """[T] aligned to their own token (`algo/alignment.py`); not read without ref_logprob."""
+    ref_logprob: Tensor | None
+    """[T]; -kl_coef times the KL against it is the reward of a sampled token, None means no KL."""
+    score: Tensor
+    """[B], added to the reward of the last sampled token; ignored for a sequence without sampled tokens."""
+    token_reward: Tensor | None = None
+    """[T] added to the reward of sampled tokens, None means 0."""
+    kl_estimator: str = "k1"
+    """A name in `algo.kl.ESTIMATORS`; kernels have KERNEL_ESTIMATORS only."""
+    kl_coef: float = 0.0
+
+
+class Discount(NamedTuple):
+    """gamma and lambdas; a lambda is one number or [B]. Advantages use lam_policy, returns = value + advantages under lam_value."""
+
+    gamma: float = 1.0
+    lam_policy: float | Tensor = 0.95
+    lam_value: float | Tensor = 0.95
+
+
+class TimeSteps(NamedTuple):
+    """Differences between sampled tokens."""
+
+    steps: Tensor | None = None
+    """[T] bool, which sampled tokens are time steps, None means all. Any other sampled token adds its reward, undecayed, to the
+    step before it and has no value, advantage or return: gamma, lambdas, lengths and moments count steps."""
+    weight: Tensor | None = None
+    trace: Tensor | None = None
+    """weight, trace: [T] w and c of V-trace at steps, None means 1; A = w (reward - value + x) and x <- gamma value + gamma lambda
+    c A, where x is what follows (`algo/gae.py`)."""
+
+
 def token_advantages(
-    logprob: Tensor,
-    ref_logprob: Tensor | None,
-    score: Tensor,
+    rewards: Rewards,
     value: Tensor,
     response_mask: Tensor,
     cu_seqlens: Tensor,
     bootstrap: Tensor | None = None,
-    *,
-    gamma: float = 1.0,
-    lam_policy: float | Tensor = 0.95,
-    lam_value: float | Tensor = 0.95,
-    kl_estimator: str = "k1",
-    kl_coef: float = 0.0,
-    token_reward: Tensor | None = None,
-    steps: Tensor | None = None,
-    weight: Tensor | None = None,
-    trace: Tensor | None = None,
+    discount: Discount = Discount(),
+    times: TimeSteps = TimeSteps(),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute (reward [T], advantage [T], returns [T], moments [3]) of a packed batch.
 
-    logprob, ref_logprob, value: [T] aligned to their own token (`algo/alignment.py`); ref_logprob None means no KL, and logprob is
-    not read. score: [B], added to the reward of the last sampled token; ignored for a sequence without sampled tokens.
-    response_mask: [T] bool, true where the policy sampled. cu_seqlens: [B+1] int32 or int64, from 0 to T. bootstrap: [B] value
-    after the last sampled token, None means 0. lam_*: number or [B]; advantages use lam_policy, returns = value + advantages under
-    lam_value. kl_estimator: a name in `algo.kl.ESTIMATORS`; kernels have KERNEL_ESTIMATORS only.
-
-    token_reward: [T] added to the reward of sampled tokens, None means 0. steps: [T] bool, which sampled tokens are time steps,
-    None means all. Any other sampled token adds its reward, undecayed, to the step before it and has no value, advantage or return:
-    `gamma`, lambdas, lengths and moments count steps. weight, trace: [T] w and c of V-trace at steps, None means 1; A = w (reward -
-    value + x) and x <- gamma value + gamma lambda c A, where x is what follows (`algo/gae.py`).
+    value: [T] aligned to their own token. response_mask: [T] bool, true where the policy sampled. cu_seqlens: [B+1] int32 or int64,
+    from 0 to T. bootstrap: [B] value after the last sampled token, None means 0.
 
     For GAE of given rewards: ref_logprob None, score 0, token_reward the rewards. Padded rows [B, S] laid end to end are sequences
     of S with masked padding; an episode that ends inside a sequence is a sequence of its own. In C++ a sequence has the same bits
@@ -66,6 +85,7 @@ def token_advantages(
     dtypes and devices, and on the CPU for cu_seqlens that falls or does not go from 0 to T. On a GPU that check would stop the
     stream: there such cu_seqlens makes every output NaN.
     """
+    logprob, ref_logprob, score, token_reward, kl_estimator, kl_coef = rewards
     if kl_estimator not in ESTIMATORS:
         raise ValueError(f"kl_estimator {kl_estimator!r} is not one of {', '.join(ESTIMATORS)}")
     # A kernel picks its formula by number: without this check it would be asked for a number that it does not have.
@@ -73,11 +93,12 @@ def token_advantages(
         raise ValueError(
             f"kl_estimator {kl_estimator!r} has no kernel (those have {', '.join(KERNEL_ESTIMATORS)}): use kernels=reference"
         )
-    floats = {"logprob": logprob, "ref_logprob": ref_logprob, "token_reward": token_reward, "weight": weight, "trace": trace}
-    bools = {"response_mask": response_mask, "steps": steps}
+    of_v_trace = {"weight": times.weight, "trace": times.trace}
+    floats = {"logprob": logprob, "ref_logprob": ref_logprob, "token_reward": token_reward, **of_v_trace}
+    bools = {"response_mask": response_mask, "steps": times.steps}
     _check(value, floats, bools, cu_seqlens, {"score": score, "bootstrap": bootstrap})
-    policy, policy_each = _lambda("lam_policy", lam_policy, cu_seqlens)
-    critic, critic_each = _lambda("lam_value", lam_value, cu_seqlens)
+    policy, policy_each = _lambda("lam_policy", discount.lam_policy, cu_seqlens)
+    critic, critic_each = _lambda("lam_value", discount.lam_value, cu_seqlens)
     return torch.ops.megappo.token_advantages(
         logprob,
         ref_logprob,
@@ -86,7 +107,7 @@ def token_advantages(
         response_mask,
         cu_seqlens,
         bootstrap,
-        gamma,
+        discount.gamma,
         policy,
         critic,
         policy_each,
@@ -94,9 +115,9 @@ def token_advantages(
         kl_estimator,
         kl_coef,
         token_reward,
-        steps,
+        times.steps,
         # fp64: a trace is a product of as many numbers as there are steps
-        *(None if x is None else x.double() for x in (weight, trace)),
+        *(None if x is None else x.double() for x in (times.weight, times.trace)),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megappo.ops.gemm import mm_wide, operand
 from megappo.ops.top_k_ids import restrict_
-from megappo.ops.vocab_stats import compute_dtype
+from megappo.ops.vocab_stats import Upstream, compute_dtype
 
 # Logits of a block. CPU: 8 MB of fp32 stay near the cores between the product and the row operation (products of [1024 x 512 x
 # 2000] also run faster than of [1024 x 512 x 32000]). GPU: 256 MB, products large enough for full speed.
@@ -117,27 +117,12 @@ class LinearLogits:
             want_entropy,
         )
 
-    def dlogits(
-        self,
-        logits: Tensor,
-        tokens: slice,
-        columns: slice,
-        lse: Tensor,
-        entropy: Tensor,
-        g_logprob: Tensor,
-        g_entropy: Tensor | None,
-        *,
-        own: bool,
-    ) -> Tensor:
-        """Gradient [t, c] of a block's logits in the weight's dtype. own: may overwrite `logits`.
-        lse, entropy and the upstream gradients: [t] of the block."""
+    def dlogits(self, logits: Tensor, tokens: slice, columns: slice, upstream: Upstream, *, own: bool) -> Tensor:
+        """Gradient [t, c] of a block's logits in the weight's dtype. upstream: [t], of the block. own: may overwrite `logits`."""
         arguments = (
             logits,
             self.target[tokens],
-            lse,
-            entropy,
-            g_logprob,
-            g_entropy,
+            *upstream,
             self.vocab_start + columns.start,
             logits.shape[1],
             self.inv_temp,

@@ -20,6 +20,7 @@ from megappo.ops.linear_blocks import LinearLogits
 from megappo.ops.linear_stats import backward_in_blocks
 from megappo.ops.top_k_ids import check_top_k_ids
 from megappo.ops.vocab_shard import VocabShard, gather_rows, inverse_temperature, merge_shards, reduce_scatter_rows
+from megappo.ops.vocab_stats import Upstream
 
 LOGITS_DTYPES = ("fp32", "bf16")
 MODES = ("fast", "invariant")
@@ -234,10 +235,7 @@ class _LinearLogprob(torch.autograd.Function):
         if call.into_main_grad or not ctx.needs_input_grad[1]:
             dhidden = backward_in_blocks(
                 call.problem(rows, weight, target, row_inv_temp, kept),
-                lse,
-                entropy,
-                g_logprob,
-                g_entropy,
+                Upstream(lse, entropy, g_logprob, g_entropy),
                 logits,
                 call.chunk_tokens,
                 main_grad_of(weight) if call.into_main_grad else None,

@@ -21,6 +21,7 @@ from megappo.ops.gemm import add_mm_, compute_dtype
 from megappo.ops.linear_blocks import LinearLogits, cut
 from megappo.ops.linear_logprob import LinearCall, LinearOptions, handed_over, linear_call, main_grad_of
 from megappo.ops.vocab_shard import inverse_temperature, merge_shards
+from megappo.ops.vocab_stats import Upstream
 
 # Tokens. Fixed by the device, not by the shard: ranks with uneven shards must make the same collectives.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -106,7 +107,7 @@ class _Chunks:
         logprob, entropy, lse = merge_shards(stats, problem.target[tokens], shard)
         loss, g_logprob, g_entropy, metrics = self.differentiate(tokens, logprob, entropy if self.want_entropy else None)
         if self.gradients:
-            dlogits = problem.dlogits(logits, tokens, columns, lse, entropy, g_logprob, g_entropy, own=True)
+            dlogits = problem.dlogits(logits, tokens, columns, Upstream(lse, entropy, g_logprob, g_entropy), own=True)
             self.dhidden[tokens] = dlogits @ problem.weight[columns]
             # a dweight that autograd rounds to the weight's type may round each term to it; main_grad stays fp32
             exact, dweight = self.call.into_main_grad, self.dweight

@@ -18,7 +18,7 @@ from torch import Tensor
 from megappo.ops.dispatch import op_around
 from megappo.ops.gemm import add_mm_
 from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of, merge_blocks
-from megappo.ops.vocab_stats import compute_dtype
+from megappo.ops.vocab_stats import Upstream, compute_dtype
 
 
 def stats_in_blocks(problem: LinearLogits, want_entropy: bool, keep_logits: bool, chunk_tokens: int) -> tuple[Tensor, Tensor]:
@@ -76,21 +76,8 @@ def linear_stats(
 
 
 @linear_stats.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-    want_entropy: bool,
-    kept: Tensor | None,
-    bf16_logits: bool,
-    keep_logits: bool,
-    *blocking: Any,
-) -> tuple[Tensor, Tensor]:
+def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _, _, num_valid, *_, bf16_logits, keep_logits, _, _ = rest
     stats = hidden.new_empty((hidden.shape[0], 4), dtype=compute_dtype(hidden.dtype))
     return stats, hidden.new_empty(_kept_shape(hidden, num_valid, keep_logits), dtype=logits_dtype_of(weight, bf16_logits))
 
@@ -123,7 +110,8 @@ def linear_backward(
     )
     # Zeros: no block reaches the rows of padding.
     dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
-    return backward_in_blocks(problem, lse, entropy, g_logprob, g_entropy, logits, chunk_tokens, dweight, add=False), dweight
+    upstream = Upstream(lse, entropy, g_logprob, g_entropy)
+    return backward_in_blocks(problem, upstream, logits, chunk_tokens, dweight, add=False), dweight
 
 
 @linear_backward.register_fake
@@ -133,10 +121,7 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 def backward_in_blocks(
     problem: LinearLogits,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
+    upstream: Upstream,
     logits: Tensor | None,
     chunk_tokens: int,
     dweight: Tensor | None,
@@ -161,16 +146,8 @@ def backward_in_blocks(
             total = dweight[columns] if direct else torch.zeros(w.shape, dtype=dtype, device=w.device)
         for i, tokens in enumerate(blocks_of_tokens):
             x = problem.logits(h[tokens], w, tokens, columns) if logits is None else logits[tokens, columns]
-            dlogits = problem.dlogits(
-                x,
-                tokens,
-                columns,
-                lse[tokens],
-                entropy[tokens],
-                g_logprob[tokens],
-                None if g_entropy is None else g_entropy[tokens],
-                own=logits is None,  # kept logits may be read by a second backward
-            )
+            # Kept logits may be read by a second backward.
+            dlogits = problem.dlogits(x, tokens, columns, upstream.at(tokens), own=logits is None)
             add_mm_(dhidden[tokens], dlogits, weight[columns], first=b == 0, exact=False)
             if total is not None:
                 add_mm_(total, dlogits.t(), hidden[tokens], first=i == 0 and not add)

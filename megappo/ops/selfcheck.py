@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megappo.algo.alignment import IGNORE_INDEX
 from megappo.ops import dispatch
-from megappo.ops.advantages import token_advantages
+from megappo.ops.advantages import Discount, Rewards, TimeSteps, token_advantages
 from megappo.ops.implementations import ORDER, interpreted, missing
 from megappo.ops.linear_logprob import LinearOptions, linear_logprob
 from megappo.ops.losses import policy_loss, value_loss
@@ -152,17 +152,13 @@ def _advantages(numbers: Numbers) -> Results:
     logprob = numbers.normal(NUM_TOKENS)
     value, mask = numbers.normal(NUM_TOKENS), numbers.flags(NUM_TOKENS, 0.8)
     names = "reward", "advantage", "returns", "moments"
-    given = logprob, numbers.normal(NUM_TOKENS), numbers.normal(6), value, mask, cu_seqlens, numbers.normal(6)
-    shared: dict[str, Any] = {"gamma": 0.99, "lam_policy": 0.95, "lam_value": 0.9, "kl_estimator": "k3", "kl_coef": 0.1}
-    yield from zip(names, token_advantages(*given, **shared))
-    of_tokens: dict[str, Any] = {
-        "token_reward": numbers.normal(NUM_TOKENS),
-        "steps": numbers.flags(NUM_TOKENS, 0.5),
-        "weight": numbers.uniform(NUM_TOKENS).double(),
-        "trace": numbers.uniform(NUM_TOKENS).double(),
-    }
-    yield from zip((f"{name} of steps" for name in names), token_advantages(*given, **shared, **of_tokens))
-    of_rewards = token_advantages(logprob, None, *given[2:], **shared, token_reward=of_tokens["token_reward"])
+    rewards = Rewards(logprob, numbers.normal(NUM_TOKENS), numbers.normal(6), None, "k3", 0.1)
+    given = value, mask, cu_seqlens, numbers.normal(6), Discount(0.99, 0.95, 0.9)
+    yield from zip(names, token_advantages(rewards, *given))
+    rewards = rewards._replace(token_reward=numbers.normal(NUM_TOKENS))
+    times = TimeSteps(numbers.flags(NUM_TOKENS, 0.5), *(numbers.uniform(NUM_TOKENS).double() for _ in range(2)))
+    yield from zip((f"{name} of steps" for name in names), token_advantages(rewards, *given, times))
+    of_rewards = token_advantages(rewards._replace(ref_logprob=None), *given)
     yield from zip((f"{name} of given rewards" for name in names), of_rewards)
 
 

@@ -15,6 +15,8 @@ gradients are 0 has gradient 0. The bits of a row depend neither on the rows aro
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,19 @@ from megappo.ops.dispatch import mutating_op, op
 
 # e^-120 is 0 in fp32, so the bound changes no sum; it turns e^d * d of a -inf column into 0 * -120 instead of 0 * -inf
 EXPONENT_FLOOR = -120.0
+
+
+class Upstream(NamedTuple):
+    """Numbers of each row that `vocab_logits_backward` reads: [T] merged statistics of all shards, and gradients of the loss."""
+
+    lse: Tensor
+    entropy: Tensor
+    g_logprob: Tensor
+    g_entropy: Tensor | None
+
+    def at(self, tokens: slice) -> Upstream:
+        lse, entropy, g_logprob, g_entropy = self
+        return Upstream(lse[tokens], entropy[tokens], g_logprob[tokens], None if g_entropy is None else g_entropy[tokens])
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -145,7 +160,7 @@ def _(gathered, target, ignore_index):
     return tuple(gathered.new_empty(gathered.shape[1]) for _ in range(3))
 
 
-def _gradient(
+def _vocab_logits_backward(
     logits: Tensor,
     target: Tensor,
     lse: Tensor,
@@ -158,6 +173,9 @@ def _gradient(
     row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> Tensor:
+    """Gradient of this shard's logits, [T, Vl] in their dtype. Needs no collective.
+    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). lse, entropy, g_*: [T] as merged
+    over all shards. Padding columns, ignored rows and rows without an upstream gradient are exactly 0."""
     rows = {"lse": lse, "entropy": entropy, "g_logprob": g_logprob, "g_entropy": g_entropy, "row_inv_temp": row_inv_temp}
     check_arguments(logits, target, num_valid, **rows)
     if num_valid == 0:
@@ -191,30 +209,11 @@ def _gradient(
     return out
 
 
-@op
-def vocab_logits_backward(
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
-    vocab_start: int,
-    num_valid: int,
-    inv_temp: float,
-    row_inv_temp: Tensor | None,
-    ignore_index: int,
-) -> Tensor:
-    """Gradient of this shard's logits, [T, Vl] in their dtype. Needs no collective.
-    dlogits_v = inv_temp [ g_lp (1[v=y] - p_v) - g_H p_v (x_v - lse + H) ], p_v = e^(x_v - lse). lse, entropy, g_*: [T] as merged
-    over all shards. Padding columns, ignored rows and rows without an upstream gradient are exactly 0."""
-    return _gradient(
-        logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
-    )
+vocab_logits_backward = op(_vocab_logits_backward)
 
 
 @vocab_logits_backward.register_fake
-def _(logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index):
+def _(logits, *_):
     return logits.new_empty(logits.shape)
 
 
@@ -235,11 +234,10 @@ def vocab_logits_backward_(
     """Compute `vocab_logits_backward` in place over `logits`, which the caller owns and no longer needs; same bits.
     The columns must be adjacent (logits.stride(1) == 1) and the rows must not overlap, else ValueError."""
     check_overwritable(logits)
-    logits.copy_(
-        _gradient(logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)
-    )
+    upstream = lse, entropy, g_logprob, g_entropy
+    logits.copy_(_vocab_logits_backward(logits, target, *upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index))
 
 
 @vocab_logits_backward_.register_fake
-def _(logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index):
+def _(*_):
     return None

@@ -15,6 +15,7 @@ from megappo.algo.importance_sampling import behaviour_ratio, importance_weights
 from megappo.algo.whitening import whiten_apply, whitening_moments
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
+from megappo.ops.advantages import Discount
 from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric
 from megappo.trainer.critics import critics_in, of_critic, of_critics, with_disagreement
@@ -22,13 +23,12 @@ from megappo.trainer.experience.experience import Experience
 from megappo.trainer.reweighting import importance_figures, on_sampled, reweight
 from megappo.trainer.token_scans import (
     Chains,
-    Discount,
     PerToken,
-    Rewards,
     Scanned,
     gae_over_partial_rollouts,
     gae_over_tokens,
     gae_over_turns,
+    rewards_of,
     value_after,
     vtrace_over_tokens,
     whole_responses,
@@ -113,7 +113,7 @@ def _with_critic(
     responses = whole_responses(batch)
     whole, is_partial = responses["response_mask"], responses is not batch
     steps = turn_starts(mask, batch.cu_seqlens) if by_turns else whole
-    rewards, discount = Rewards.of(responses, score, kl_coef, algorithm, per_token), _discount(batch, steps, algorithm)
+    rewards, discount = rewards_of(responses, score, kl_coef, algorithm, per_token), _discount(batch, steps, algorithm)
     ratio = None
     if algorithm.estimator == "vtrace":
         ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, "token")
@@ -161,7 +161,7 @@ def _without_critic(
     mask, group = batch["response_mask"], experience.table.group
     # GAE of a value of 0 with lambda 1: the discounted sum of the rewards from a token on.
     gamma = algorithm.gamma if algorithm.estimator == "reinforce_plus_plus" else 1.0
-    rewards, value = Rewards.of(batch, score, kl_coef, algorithm, per_token), torch.zeros_like(batch["logprob"])
+    rewards, value = rewards_of(batch, score, kl_coef, algorithm, per_token), torch.zeros_like(batch["logprob"])
     scanned = gae_over_tokens(batch, rewards, value, None, Discount(gamma, lam_policy=1.0, lam_value=1.0))
     advantage = scanned.advantage
     if algorithm.compares_groups:

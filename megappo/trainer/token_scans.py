@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from megappo.algo.gae import vtrace_advantages, vtrace_weights
 from megappo.algo.whitening import whitening_moments
 from megappo.config.schema import AlgorithmConfig, VTraceConfig
 from megappo.data.packing import PackedBatch
-from megappo.ops.advantages import token_advantages
+from megappo.ops.advantages import Discount, Rewards, TimeSteps, token_advantages
 from megappo.trainer.experience.experience import Experience
 
 PerToken = Sequence[Sequence[float] | None]
@@ -32,38 +32,25 @@ class Scanned(NamedTuple):
     moments: Tensor
 
 
-class Discount(NamedTuple):
-    """gamma and lambdas of a scan; a lambda is one number or [B]."""
+def rewards_of(
+    batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
+) -> Rewards:
+    """Build the rewards of the arguments of `advantages.advantages_of`."""
+    of_tokens = None if per_token is None else _rewards_of_tokens(per_token, batch)
+    in_reward = algorithm.kl.placement == "reward"
+    reference = batch["ref_logprob"] if in_reward else None
+    return Rewards(batch["logprob"], reference, score, of_tokens, algorithm.kl.estimator, kl_coef if in_reward else 0.0)
 
-    gamma: float
-    lam_policy: float | Tensor
-    lam_value: float | Tensor
 
-
-@dataclass(frozen=True)
-class Rewards:
-    """Rewards of a batch. score: [B], given at the last sampled token. of_tokens: [T] fp32, added at sampled tokens; None if all 0.
-    ref_logprob: [T], None without a KL in the reward. kl: its estimator and coefficient."""
-
-    score: Tensor
-    of_tokens: Tensor | None
-    ref_logprob: Tensor | None
-    kl: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls, batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
-    ) -> Rewards:
-        """Build from the arguments of `advantages.advantages_of`."""
-        kl_in_reward = algorithm.kl.placement == "reward"
-        kl = {"kl_estimator": algorithm.kl.estimator, "kl_coef": kl_coef if kl_in_reward else 0.0}
-        of_tokens = None if per_token is None else _rewards_of_tokens(per_token, batch)
-        return cls(score, of_tokens, batch["ref_logprob"] if kl_in_reward else None, kl)
-
-    def scan(self, batch: PackedBatch, value: Tensor, bootstrap: Tensor | None, discount: Discount, **of_steps: Any) -> Scanned:
-        """Run `token_advantages` on these rewards and values [T]. of_steps: its arguments steps, weight and trace, [T]."""
-        given = batch["logprob"], self.ref_logprob, self.score, value, batch["response_mask"], batch.cu_seqlens, bootstrap
-        return Scanned(*token_advantages(*given, **discount._asdict(), **self.kl, token_reward=self.of_tokens, **of_steps))
+def _scan(
+    batch: PackedBatch,
+    rewards: Rewards,
+    value: Tensor,
+    bootstrap: Tensor | None,
+    discount: Discount,
+    times: TimeSteps = TimeSteps(),
+) -> Scanned:
+    return Scanned(*token_advantages(rewards, value, batch["response_mask"], batch.cu_seqlens, bootstrap, discount, times))
 
 
 def whole_responses(batch: PackedBatch) -> PackedBatch:
@@ -74,12 +61,12 @@ def whole_responses(batch: PackedBatch) -> PackedBatch:
 
 def gae_over_tokens(batch: PackedBatch, rewards: Rewards, value: Tensor, bootstrap: Tensor | None, discount: Discount) -> Scanned:
     """Compute GAE of values [T]. bootstrap: [B], value after the last sampled token; None means 0."""
-    return rewards.scan(batch, value, bootstrap, discount)
+    return _scan(batch, rewards, value, bootstrap, discount)
 
 
 def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstrap: Tensor | None, discount: Discount) -> Scanned:
     """Compute GAE with turns as steps; each sampled token gets its turn's advantage and return. starts: [T] bool, `turn_starts`."""
-    mask, scanned = batch["response_mask"], rewards.scan(batch, batch["value"], bootstrap, discount, steps=starts)
+    mask, scanned = batch["response_mask"], _scan(batch, rewards, batch["value"], bootstrap, discount, TimeSteps(starts))
     advantage, returns = (over_turns(x, mask, starts) for x in (scanned.advantage, scanned.returns))
     return Scanned(scanned.reward, advantage, returns, whitening_moments(advantage, mask))
 
@@ -87,7 +74,7 @@ def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstr
 def gae_over_partial_rollouts(batch: PackedBatch, rewards: Rewards, bootstrap: Tensor | None, discount: Discount) -> Scanned:
     """Compute GAE of responses over several steps: advantages at this step's tokens, rewards and returns over whole responses."""
     # An advantage depends only on what follows its token, so earlier tokens do not change it.
-    scanned = rewards.scan(whole_responses(batch), batch["value"], bootstrap, discount)
+    scanned = _scan(whole_responses(batch), rewards, batch["value"], bootstrap, discount)
     advantage = torch.where(batch["response_mask"], scanned.advantage, 0.0)
     return Scanned(scanned.reward, advantage, scanned.returns, whitening_moments(advantage, batch["response_mask"]))
 
@@ -98,7 +85,7 @@ def vtrace_over_tokens(
     """Compute V-trace. ratio: [T] fp64, the trainer's probability over the sampler's."""
     mask, cu_seqlens = batch["response_mask"], batch.cu_seqlens
     weight, trace = vtrace_weights(ratio, mask, cu_seqlens, rho_bar=bounds.rho_bar, c_bar=bounds.c_bar)
-    scanned = rewards.scan(batch, batch["value"], bootstrap, discount, weight=weight, trace=trace)
+    scanned = _scan(batch, rewards, batch["value"], bootstrap, discount, TimeSteps(None, weight, trace))
     if bounds.c_bar >= bounds.rho_bar:  # the scan's advantages are V-trace's
         return scanned
     correction = scanned.advantage, weight, trace, mask, cu_seqlens

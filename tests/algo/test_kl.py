@@ -11,7 +11,7 @@ from megappo.algo.aggregation import AGGREGATIONS
 from megappo.algo.kl import ESTIMATORS, MAX_LOG_RATIO, AdaptiveKL, FixedKL, kl_estimate, kl_loss
 from megappo.algo.losses import POLICY_SUMS
 from megappo.config.schema import AlgorithmConfig, RewardKLConfig
-from megappo.ops.advantages import token_advantages
+from megappo.ops.advantages import Rewards, token_advantages
 
 
 def expectation(kind, logits, ref_logits):
@@ -49,16 +49,8 @@ def test_gradients_are_what_the_docstring_says():
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_reward_op_uses_the_same_estimators(kind):
     lp, ref = -torch.rand(2, 9, generator=torch.Generator().manual_seed(1)) * 5
-    reward, *_ = token_advantages(
-        lp,
-        ref,
-        torch.zeros(1),
-        torch.zeros(9),
-        torch.ones(9, dtype=torch.bool),
-        torch.tensor([0, 9]),
-        kl_estimator=kind,
-        kl_coef=0.5,
-    )
+    rewards = Rewards(lp, ref, torch.zeros(1), kl_estimator=kind, kl_coef=0.5)
+    reward, *_ = token_advantages(rewards, torch.zeros(9), torch.ones(9, dtype=torch.bool), torch.tensor([0, 9]))
     torch.testing.assert_close(reward, -0.5 * kl_estimate(lp.double(), ref.double(), kind).float())
 
 

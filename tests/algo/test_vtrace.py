@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megappo.algo.gae import vtrace_advantages, vtrace_weights
-from megappo.ops.advantages import token_advantages
+from megappo.ops.advantages import Discount, Rewards, TimeSteps, token_advantages
 
 # Masks of the sequences: gaps, one without a sampled token, an empty one.
 MASKS = [[0, 1, 1, 0, 1], [0, 0], [1], [], [0, 1, 0, 0, 1, 1, 1, 0]]
@@ -19,10 +19,8 @@ def vtrace(reward, value, ratio, mask, cu_seqlens, bootstrap, *, rho_bar, c_bar,
     """(advantage, returns) by the fused op, as stage 5 makes them."""
     weight, trace = vtrace_weights(ratio, mask, cu_seqlens, rho_bar=rho_bar, c_bar=c_bar)
     nothing, score = torch.zeros(value.shape), torch.zeros(len(cu_seqlens) - 1)
-    shared = {"gamma": gamma, "lam_policy": lam_policy, "lam_value": lam_value}
-    _, correction, returns, _ = token_advantages(
-        nothing, None, score, value, mask, cu_seqlens, bootstrap, **shared, token_reward=reward, weight=weight, trace=trace
-    )
+    given = value, mask, cu_seqlens, bootstrap, Discount(gamma, lam_policy, lam_value), TimeSteps(None, weight, trace)
+    _, correction, returns, _ = token_advantages(Rewards(nothing, None, score, reward), *given)
     return vtrace_advantages(correction, weight, trace, mask, cu_seqlens, gamma, lam_policy), returns
 
 
@@ -118,8 +116,8 @@ def test_on_policy_it_is_gae(lam_policy, lam_value):
     reward, value = reward.float(), value.float()  # as the op takes them
     lams = {"lam_policy": torch.tensor(lam_policy) if isinstance(lam_policy, list) else lam_policy, "lam_value": lam_value}
     # log-probs, whose place is the first, are not read without a reference
-    plain = value, None, torch.zeros(len(MASKS)), value, mask, cu_seqlens, bootstrap
-    _, *want, _ = token_advantages(*plain, token_reward=reward, gamma=GAMMA, **lams)
+    rewards = Rewards(value, None, torch.zeros(len(MASKS)), reward)
+    _, *want, _ = token_advantages(rewards, value, mask, cu_seqlens, bootstrap, Discount(GAMMA, **lams))
     settings = {"rho_bar": 1.0, "c_bar": 1.0, **lams, "gamma": GAMMA}
     on_policy = vtrace(reward, value, torch.ones_like(value), mask, cu_seqlens, bootstrap, **settings)
     for mine, other in zip(on_policy, want, strict=True):

@@ -143,11 +143,11 @@ def unsummed_dweight(hidden, weight, *args, **kwargs):
     return tuple(torch.where(keep, a, b) for a, b in zip(first, second))
 
 
-def decayed_over_masked(logprob, ref_logprob, score, value, mask, cu_seqlens, **kwargs):
+def decayed_over_masked(rewards, value, mask, cu_seqlens, *rest):
     """GAE that takes a masked step for a step, a fault that others shipped."""
-    reward, *_ = advantages_op.token_advantages(logprob, ref_logprob, score, value, mask, cu_seqlens, **kwargs)
-    given = logprob, None, torch.zeros_like(score), torch.where(mask, value, 0.0), torch.ones_like(mask), cu_seqlens
-    return advantages_op.token_advantages(*given, **{**kwargs, "token_reward": reward})
+    reward, *_ = advantages_op.token_advantages(rewards, value, mask, cu_seqlens, *rest)
+    made = rewards._replace(ref_logprob=None, score=torch.zeros_like(rewards.score), token_reward=reward)
+    return advantages_op.token_advantages(made, torch.where(mask, value, 0.0), torch.ones_like(mask), cu_seqlens, *rest)
 
 
 @pytest.mark.parametrize(

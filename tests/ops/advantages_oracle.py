@@ -4,12 +4,22 @@ import math
 
 import torch
 
-from megappo.ops.advantages import token_advantages
+from megappo.ops import advantages as op
 
 MASKS = ("random", "all", "none", "prefix", "suffix")
 OF_TOKENS = ("token_reward", "steps", "weight", "trace")
 # Tiles of Triton's kernel so small that short batches cross their borders, and are carried over the tiles in several turns.
 SMALL_TILES = {"megappo.ops.triton.advantages.BLOCK": 64, "megappo.ops.triton.advantages.TILES_AT_ONCE": 4}
+
+
+def token_advantages(value, response_mask, cu_seqlens, bootstrap=None, **given):
+    """The op, with the fields of its values as arguments."""
+    values = []
+    for kind in (op.Rewards, op.Discount, op.TimeSteps):
+        values.append(kind(**{name: given.pop(name) for name in kind._fields if name in given}))
+    rewards, discount, times = values
+    assert not given, given.keys()
+    return op.token_advantages(rewards, value, response_mask, cu_seqlens, bootstrap, discount, times)
 
 
 def examples(request):

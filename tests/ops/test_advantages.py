@@ -11,7 +11,7 @@ from torch.library import opcheck
 
 from megappo.algo.kl import ESTIMATORS
 from megappo.ops import dispatch
-from megappo.ops.advantages import KERNEL_ESTIMATORS, token_advantages
+from megappo.ops.advantages import KERNEL_ESTIMATORS
 from tests.ops.advantages_oracle import (
     MASKS,
     OF_TOKENS,
@@ -21,6 +21,7 @@ from tests.ops.advantages_oracle import (
     examples,
     on,
     rewards_batch,
+    token_advantages,
     with_tokens,
 )
 

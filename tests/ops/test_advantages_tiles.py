@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from csrc.build import isas
+from megappo.ops import advantages as op
 from megappo.ops import dispatch
-from megappo.ops.advantages import token_advantages
-from tests.ops.advantages_oracle import SMALL_TILES, batch, check, rewards_batch, with_tokens
+from megappo.ops.advantages import Discount, Rewards
+from tests.ops.advantages_oracle import SMALL_TILES, batch, check, rewards_batch, token_advantages, with_tokens
 
 INTERPRETED_WITH = SMALL_TILES
 
@@ -66,9 +67,9 @@ def test_four_million_tokens(length):
     reward, value = torch.randn(2, FOUR_MI, generator=generator)
     mask = torch.ones(FOUR_MI, dtype=torch.bool)
     cu = torch.arange(0, FOUR_MI + 1, length)
-    plain, numbers = (value, None, torch.zeros(len(cu) - 1), value, mask, cu), {"gamma": 1.0, "lam_policy": 1.0, "lam_value": 1.0}
+    rewards = Rewards(value, None, torch.zeros(len(cu) - 1), reward)
     with dispatch.using("cpp"):
-        _, advantage, returns, moments = token_advantages(*plain, token_reward=reward, **numbers)
+        _, advantage, returns, moments = op.token_advantages(rewards, value, mask, cu, None, Discount(1.0, 1.0, 1.0))
     # at gamma = lambda = 1 the return is the reward still to come
     want = reward.double().flip(0).cumsum(0).flip(0) if length > 1 else reward.double()
     torch.testing.assert_close(returns.double(), want, rtol=1e-7, atol=1e-7 * float(want.abs().max()))
@@ -93,7 +94,7 @@ def of_instruction_set(isa, inputs, folder):
     """Starts a process that computes with it; returns the process and the file of results."""
     torch.save(inputs, folder / "inputs.pt")
     script = (
-        "import sys, torch; from megappo.ops.advantages import token_advantages as f; from megappo.ops.dispatch import using\n"
+        "import sys, torch; from tests.ops.advantages_oracle import token_advantages as f; from megappo.ops.dispatch import using\n"
         "with using('cpp'): torch.save(f(**torch.load(sys.argv[1]), kl_estimator='k3', kl_coef=0.1), sys.argv[2])"
     )
     command = [sys.executable, "-c", script, str(folder / "inputs.pt"), str(folder / isa)]

@@ -22,5 +22,6 @@ def make_engine(path: str, tp: int, **changes: Any) -> VllmEngine:
     config = RolloutConfig(**{"tp": tp, "max_num_seqs": 16, "kv_cache_gib": 1 / 32, **settings})
     names = {field.name for field in fields(VllmModel)}
     of_model = {key: changes.pop(key) for key in tuple(changes) if key in names}
-    model = VllmModel(path, **{"dtype": torch.float32, "max_model_len": 256, "arch": read_arch(path), **of_model})
+    arch = of_model.pop("arch", None) or read_arch(path)
+    model = VllmModel(path, arch, **{"dtype": torch.float32, "max_model_len": 256, **of_model})
     return VllmEngine(model, config, **{"eos_token_ids": (), "device": torch.device("cpu"), **changes})

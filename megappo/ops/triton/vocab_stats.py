@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.ops.vocab_stats import EXPONENT_FLOOR, check_arguments, check_gathered, check_overwritable
+from megappo.ops.vocab_stats import EXPONENT_FLOOR, Upstream, check_arguments, check_gathered, check_overwritable
 
 SEGMENT = 32768  # columns
 LANES, ROWS = 1024, 4  # tile of a program
@@ -270,18 +270,14 @@ def _backward_into(
     out: Tensor,
     logits: Tensor,
     target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_logprob: Tensor,
-    g_entropy: Tensor | None,
+    upstream: Upstream,
     vocab_start: int,
     num_valid: int,
     inv_temp: float,
     row_inv_temp: Tensor | None,
     ignore_index: int,
 ) -> None:
-    rows = {"lse": lse, "entropy": entropy, "g_logprob": g_logprob, "g_entropy": g_entropy, "row_inv_temp": row_inv_temp}
-    check_arguments(logits, target, num_valid, **rows)
+    check_arguments(logits, target, num_valid, **upstream._asdict(), row_inv_temp=row_inv_temp)
     num_tokens, num_columns = logits.shape
     if num_tokens == 0 or num_columns == 0:
         return
@@ -292,10 +288,7 @@ def _backward_into(
         x,
         x.stride(0),
         target.contiguous(),
-        _floats(lse),
-        _floats(entropy),
-        _floats(g_logprob),
-        _floats(g_entropy),
+        *(_floats(x) for x in upstream),
         _floats(row_inv_temp),
         inv_temp,
         out,
@@ -306,7 +299,7 @@ def _backward_into(
         num_valid,
         ignore_index,
         PER_ROW=row_inv_temp is not None,
-        ENTROPY=g_entropy is not None,
+        ENTROPY=upstream.g_entropy is not None,
         BLOCK=block,
     )
 
@@ -325,10 +318,8 @@ def vocab_logits_backward(
     ignore_index: int,
 ) -> Tensor:
     """See `megappo.ops.vocab_stats.vocab_logits_backward`."""
-    out = logits.new_empty(logits.shape)
-    _backward_into(
-        out, logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
-    )
+    out, upstream = logits.new_empty(logits.shape), Upstream(lse, entropy, g_logprob, g_entropy)
+    _backward_into(out, logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)
     return out
 
 
@@ -347,6 +338,5 @@ def vocab_logits_backward_(
 ) -> None:
     """See `megappo.ops.vocab_stats.vocab_logits_backward_`."""
     check_overwritable(logits)
-    _backward_into(
-        logits, logits, target, lse, entropy, g_logprob, g_entropy, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
-    )
+    upstream = Upstream(lse, entropy, g_logprob, g_entropy)
+    _backward_into(logits, logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)
