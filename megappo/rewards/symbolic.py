@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import re
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,8 @@ from functools import partial
 
 from megappo.rewards.base import RewardInput, UnusableAnswer
 from megappo.rewards.gsm8k import gold_number
+from megappo.rewards.math_forms import final_answer
 from megappo.runtime.helper_process import Answerer, HelperDied, HelperProcess, parent_to_follow
-
-# `####` marks an answer if a number follows: digits, or LaTeX's fractions, roots and pi. `#### Step 1` is a heading of Markdown.
-_MARKED = re.compile(r"####[^\S\n]*(?=[-+\u2212]?[ ]?(?:\\?\$)?[ ]?[-\u2212]?[ ]?(?:\.?[0-9]|\\(?:[dt]?frac|sqrt|pi)))([^\n]*)")
-_BOX_PARTS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +39,7 @@ class MathVerify:
 
     def __call__(self, sample: RewardInput) -> float | None:
         with self._lock:
-            reply = self._ask({"answer": _reference(sample.answer), "response": _final_answer(sample.response)})
+            reply = self._ask({"answer": _reference(sample.answer), "response": final_answer(sample.response)})
             if reply is None:
                 self.undecided += 1
                 logger.warning(
@@ -70,7 +66,7 @@ class MathVerify:
         """Number the different final answers of these responses: equal numbers for answers that the rule holds equal.
         None for a response without an answer; None in place of the list if the comparisons take more than `cpu_limit_s` seconds."""
         with self._lock:
-            reply = self._ask({"responses": [_final_answer(response) for response in responses]})
+            reply = self._ask({"responses": [final_answer(response) for response in responses]})
         return None if reply is None else reply["classes"]
 
     def close(self) -> None:
@@ -109,29 +105,3 @@ def _number(answer: str) -> str | None:
         return f"{gold_number(answer):f}"  # never 1E-7
     except UnusableAnswer:
         return None
-
-
-def _final_answer(response: str) -> str:
-    if _has_box(response):
-        return response  # math-verify takes the last box
-    marked = _MARKED.findall(response)
-    return marked[-1].strip().replace("\\$", "") if marked else response  # money before a number is no LaTeX
-
-
-def _has_box(text: str) -> bool:
-    """True if a box opens and closes: a response that was cut inside its box has none."""
-    # One pass: a response may repeat itself thousands of times.
-    depth, boxes = 0, []  # depths at which a box is open
-    for match in _BOX_PARTS.finditer(text):
-        token = match[0]
-        if token in ("\\{", "\\}"):
-            continue  # a brace to print
-        if token != "}":
-            depth += 1
-            if token != "{":
-                boxes.append(depth)
-        elif depth:
-            if boxes and boxes[-1] == depth:
-                return True
-            depth -= 1
-    return False

@@ -9,12 +9,14 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
 
 from megappo.rewards.base import UnusableAnswer
-from megappo.rewards.symbolic import MathVerify, _has_box
+from megappo.rewards.math_forms import final_answer
+from megappo.rewards.symbolic import MathVerify
 from tests.gsm8k_files import gsm8k, needs_gsm8k
 from tests.rewards.math_answers import MATH_ANSWERS
 from tests.rewards.samples import sample
@@ -74,6 +76,43 @@ def test_answers_of_competition_mathematics(rule: MathVerify) -> None:
         assert [rule(sample(f"So it is ${text}$.", answer)) for text in (right, wrong)] == [1.0, 0.0]
 
 
+def table() -> Iterator[tuple[str, str, str, float]]:
+    """(kind, reference answer, response, score) of each line of math_table.txt."""
+    kind = ""
+    for line in Path(__file__).with_name("math_table.txt").read_text(encoding="utf-8").split("\n"):
+        mark, _, rest = line.partition(" ")
+        if line.startswith("# kind: "):
+            kind = line.removeprefix("# kind: ")
+        elif mark in ("+", "-", "++", "--"):
+            answer, response = rest.split(" => ")
+            whole = response.replace("\u23ce", "\n") if len(mark) == 2 else f"So it is \\boxed{{{response}}}"
+            yield kind, answer, whole, float(mark[0] == "+")
+
+
+def test_the_table_of_verdicts(rule: MathVerify) -> None:
+    rows = list(table())
+    wrong = [row for row in rows if rule(sample(row[2], row[1])) != row[3]]
+    kinds = {kind: sum(row[0] == kind for row in rows) for kind, *_ in rows}
+    print(f"\nmath_verify: {len(rows) - len(wrong)} of {len(rows)} verdicts are right, {kinds}")
+    assert len(rows) >= 300 and wrong == []
+
+
+def test_votes_are_for_the_answer_and_not_for_its_spelling(rule: MathVerify) -> None:
+    votes = [
+        (0, r"\boxed{7}? No: \boxed{5}"),
+        (0, "<answer>5.</answer>"),
+        (1, r"\boxed{7}"),
+        (0, r"\boxed{5}, as \boxed{} asks"),
+        (2, r"\boxed{2.5e-3}"),
+        (2, r"\boxed{\text{The answer is } 0.0025}"),
+        (3, r"\boxed{x^2+1=0}"),
+        (4, r"\boxed{x^2+2=0}"),
+        (None, r"Put it into \boxed{}."),
+        (1, r"\fbox{7}"),
+    ]
+    assert rule.classes([response for _, response in votes]) == [number for number, _ in votes]
+
+
 @pytest.mark.slow
 @needs_gsm8k
 def test_all_gold_answers_agree_inside_a_thread_in_a_minute_of_processor_time() -> None:
@@ -116,8 +155,13 @@ def test_an_answer_that_takes_too_long_to_read_is_unusable() -> None:
 
 
 def test_boxes_are_looked_for_in_linear_time() -> None:
-    for text in ("\\boxed{" * 100_000, "{" * 200_000, "}" * 200_000, "#### " * 100_000, "#### -" * 100_000):
-        assert not _has_box(text)
+    unmarked = ("\\boxed{" * 100_000, "{" * 200_000, "}" * 200_000, "#### " * 100_000, "#### -" * 100_000)
+    unmarked += ("\\boxed{ " * 100_000, "<answer>" * 100_000, "</answer>" * 100_000)
+    for text in unmarked:
+        assert final_answer(text) == text
+    for many in ("\\boxed{}" * 100_000, "<answer> </answer>" * 100_000):
+        assert final_answer("\\boxed{5}" + many) == "\\boxed{5}"
+    assert final_answer("\\boxed{" * 100_000 + "5" + "}" * 100_000) == "\\boxed{5}"
 
 
 def test_threads_share_one_worker(rule: MathVerify) -> None:
