@@ -42,15 +42,15 @@ say "1/3 model, tokenizer and data in $dir"
 TRANSFORMERS_VERBOSITY=error HF_HUB_DISABLE_PROGRESS_BARS=1 "$python" scripts/quickstart_model.py "$dir"
 
 say "2/3 supervised warm-up (policy tp=$ranks)"
-"$python" -m megappo sft configs/quickstart_sft.yaml run.output_dir="$dir" policy.model="$dir/model" \
+"$python" -P -m megappo sft configs/quickstart_sft.yaml run.output_dir="$dir" policy.model="$dir/model" \
   data.train="$dir/data/sft.jsonl" data.tokenizer="$dir/model/tokenizer.model" "${layout[@]}" "${warm_up[@]}"
 
 say "3/3 PPO (policy tp=$ranks, critic pp=$ranks, vLLM, on the same ranks)"
-"$python" -m megappo train configs/quickstart.yaml run.output_dir="$dir" policy.model="$dir/sft/export" \
+"$python" -P -m megappo train configs/quickstart.yaml run.output_dir="$dir" policy.model="$dir/sft/export" \
   data.train="$dir/data/train.jsonl" data.eval="$dir/data/eval.jsonl" data.tokenizer="$dir/model/tokenizer.model" \
   "${layout[@]}" "${critic_layout[@]}" "$@"
 
 say "done in $((SECONDS - started)) s ($((installed - started)) s of them set-up)"
-"$python" -m megappo.telemetry.summary "$dir/ppo"
+"$python" -P -m megappo.telemetry.summary "$dir/ppo"
 echo "try it:              $python -m megappo generate $dir/ppo/export --tokenizer $dir/model/tokenizer.model \\
                      --raw --dtype fp32 --prompt 347+8= --max-tokens 6"

@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -139,6 +140,7 @@ def _import(path: str, source: bytes, module_name: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look their module up
+    _find_neighbours(path)
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -148,6 +150,14 @@ def _import(path: str, source: bytes, module_name: str) -> ModuleType:
         del sys.modules[module_name]
         raise ValueError(f"cannot be imported: {first_line(error, kind=True)}{innermost(error, path)}") from error
     return module
+
+
+def _find_neighbours(path: str) -> None:
+    """Let the file import modules beside it and in the working directory."""
+    # Behind all others, so that a random.py there replaces no library's; for good, as a function may import when it is called.
+    for folder in (os.path.dirname(os.path.abspath(path)), os.getcwd()):
+        if folder not in sys.path:
+            sys.path.append(folder)
 
 
 def _function(found: Any, origin: str, file: str | None, source: bytes | None, use: Use, args: Mapping[str, Any]) -> OwnFunction:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,24 @@ def test_a_function_of_one_sample_is_weighed_under_its_own_name(tmp_path: Path) 
     found = score(tmp_path, code, args={"word": "a", "scale": 0.5})
     assert found.parts == {"mine.score": [0.5, 0.0, 0.0]} and found.total == [1.0, 0.0, 0.0]
     assert list(score(tmp_path, code, args={"word": "a"}, name="words").parts) == ["words"]
+
+
+def test_it_imports_modules_beside_it_and_of_the_working_directory_but_no_impostor(tmp_path: Path, monkeypatch) -> None:
+    """Also when it is called; a random.py beside it stays a file of its own."""
+    (tmp_path / "start" / "rewards").mkdir(parents=True)
+    (tmp_path / "start" / "in_the_working_directory.py").write_text("HALF = 0.5\n")
+    (tmp_path / "start" / "rewards" / "beside_the_reward.py").write_text("ONE = 1.0\n")
+    (tmp_path / "start" / "rewards" / "colorsys.py").write_text("raise SystemExit('the impostor')\n")
+    monkeypatch.chdir(tmp_path / "start")
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path / "start"))])
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    code = (
+        "import colorsys\nfrom beside_the_reward import ONE\n"
+        "def score(sample):\n    from in_the_working_directory import HALF\n    return ONE + HALF + 0 * colorsys.ONE_THIRD\n"
+    )
+    (tmp_path / "start" / "rewards" / "mine.py").write_text(code)
+    reward = RewardConfig(parts=(RewardPart(path="rewards/mine.py", function="score"),))
+    assert scores(scorer_of(reward, load_parts(reward)), SAMPLES).total == [1.5, 1.5, 1.5]
 
 
 def test_a_batch_is_scored_at_once_and_may_be_numpy(tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ from typing import Any, Protocol
 from megappo.runtime.helper_process import deaf_to_stop
 
 
+MODULE_OPTIONS = ("-P", "-m")
+"""Options of Python before a module that it runs. -P: a user's random.py in the working directory must not replace a library's."""
+
+
 class RankProcess(Protocol):
     """A rank's process. `poll` returns the exit code (negative: the signal that killed it), or None while it runs."""
 
@@ -41,7 +45,8 @@ class NewProcesses:
 
     def start(self, environment: Mapping[str, str], arguments: Sequence[str]) -> RankProcess:
         with deaf_to_stop():
-            return subprocess.Popen([sys.executable, "-m", self._module, *arguments], env={**os.environ, **environment})
+            command = [sys.executable, *MODULE_OPTIONS, self._module, *arguments]
+            return subprocess.Popen(command, env={**os.environ, **environment})
 
 
 class ForkedProcesses:
@@ -52,7 +57,7 @@ class ForkedProcesses:
         self._channel, theirs = Pipe()
         command = [
             sys.executable,
-            "-m",
+            *MODULE_OPTIONS,
             "megappo.commands.launch.fork_server",
             str(theirs.fileno()),
             str(os.getpid()),

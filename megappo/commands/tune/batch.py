@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megappo.commands.launch.local import start_ranks
+from megappo.commands.launch.processes import MODULE_OPTIONS
 from megappo.commands.tune.trials import RUNNING, Failed, read_outcome, read_trial, world_folder, write_outcome
 from megappo.config.errors import ConfigError
 from megappo.runtime.ending import describe_exit
@@ -91,7 +92,7 @@ def ranks_of_job(num_ranks: int, per_node: int) -> Start:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores_of_node // per_node)))
 
     def start(folder: Path, names: Sequence[str]) -> int:
-        rank = [sys.executable, "-m", "megappo.commands.tune.rank", str(folder), *names]
+        rank = [sys.executable, *MODULE_OPTIONS, "megappo.commands.tune.rank", str(folder), *names]
         shell = ["bash", "-c", RANK, str(world_folder(folder, names)), *rank]
         # --export: in a job that was submitted with --export=NONE the ranks would not get the environment.
         step = subprocess.Popen(["srun", "--export=ALL", "--kill-on-bad-exit=1", *shape, *shell], env=environment)

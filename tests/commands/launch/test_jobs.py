@@ -63,7 +63,7 @@ def submit(cluster: Cluster, folder: Path, stub: str, **job) -> Submitted:
     python = folder / "python"
     train = f"exec {sys.executable} {ROOT}/tests/commands/launch/stub_rank.py"
     python.write_text(
-        f'#!/bin/bash\ncase "$*" in\n  "-m megappo train"*) {train} "${{@:4}}" ;;\n  "-m megappo plan"*) ;;\n'
+        f'#!/bin/bash\ncase "$*" in\n  "-P -m megappo train"*) {train} "${{@:5}}" ;;\n  "-P -m megappo plan"*) ;;\n'
         f'  *) exec {sys.executable} "$@" ;;\nesac\n'
     )
     python.chmod(0o755)

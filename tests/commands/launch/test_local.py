@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from torch.distributed import TCPStore
 
 from megappo.commands.launch import local, processes, training
 from megappo.commands.launch.local import WorldEnd, run_world, start_ranks
-from megappo.commands.launch.processes import NewProcesses
+from megappo.commands.launch.processes import ForkedProcesses, NewProcesses
 from megappo.commands.launch.requests import AGAIN_S, Requests
 from megappo.commands.launch.restart import read_starts
 from megappo.parallel.device import select_device
@@ -27,6 +29,7 @@ from megappo.runtime.ending import read_end
 from megappo.runtime.failure import ATTEMPT_DIR, first_failure
 from tests.listening import listeners
 
+ROOT = Path(__file__).parents[3]
 RANK = "tests.commands.launch.local_rank"
 
 
@@ -73,6 +76,12 @@ def world(tmp_path: Path, monkeypatch) -> Iterator[Callable[[str], World]]:
 
 
 @pytest.fixture(autouse=True)
+def stub_is_found(monkeypatch) -> None:
+    """Ranks do not look for modules in the working directory, where RANK is."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+
+
+@pytest.fixture(autouse=True)
 def signals_of_a_terminal() -> Iterator[None]:
     """Not those of `nohup` or of a shell's background, which ignore two of them; the launcher leaves ignored ones ignored."""
     before = {
@@ -107,6 +116,26 @@ def test_the_first_failure_ends_the_world_and_names_the_code(world, words: str, 
     end, seconds = world(words).run()
     assert (end.code, end.describe()) == (code, described.replace("HOST", os.uname().nodename))
     assert seconds < 30, "the others sleep for a minute"
+
+
+@pytest.mark.parametrize("starter", [NewProcesses, lambda module: ForkedProcesses(module, ["random"]), None])
+def test_a_file_of_the_user_named_as_a_module_is_not_imported(tmp_path: Path, monkeypatch, starter) -> None:
+    """By ranks, by the process that they are forked from, and by `python -m megappo`, as under a user's own torchrun (None)."""
+    for name in ("random", "torch", "platform"):
+        (tmp_path / f"{name}.py").write_text(f"open('{tmp_path}/executed', 'w').close()\nraise SystemExit('imported {name}')\n")
+    monkeypatch.chdir(tmp_path)
+    if starter is None:
+        done = subprocess.run([sys.executable, "-m", "megappo", "doctor"], capture_output=True, text=True)
+        assert "Python" in done.stdout, done.stderr
+    else:
+        ranks = starter("megappo")
+        assert not isinstance(ranks, ForkedProcesses) or ranks.unfit() is None
+        rank = ranks.start({"RANK": "0"}, ["doctor"])
+        while rank.poll() is None:
+            time.sleep(0.05)
+        if isinstance(ranks, ForkedProcesses):
+            ranks.close()
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_killed_rank_is_noticed_at_once(world) -> None:

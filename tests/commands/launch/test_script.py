@@ -137,10 +137,10 @@ def test_preflight_ranks_and_end_get_the_configuration_as_it_is_named(tmp_path: 
     assert done.returncode == 0, done.stderr
     config, launch_dir, more = str(folder / "config.yaml"), str(folder / "launch"), [resume] if resume else []
     assert [call[2:] for call in calls] == [
-        ["-m", "megappo.commands.launch.attempt", "begin", launch_dir, config],
-        ["-m", "megappo", "plan", *more, "--world-size", "4", config],
-        ["-m", "megappo", "train", *more, config],
-        ["-m", "megappo.commands.launch.attempt", "end", launch_dir, "--status", "0", "--max-requeues", "10", config],
+        ["-P", "-m", "megappo.commands.launch.attempt", "begin", launch_dir, config],
+        ["-P", "-m", "megappo", "plan", *more, "--world-size", "4", config],
+        ["-P", "-m", "megappo", "train", *more, config],
+        ["-P", "-m", "megappo.commands.launch.attempt", "end", launch_dir, "--status", "0", "--max-requeues", "10", config],
     ]
     assert not list(tmp_path.rglob("gone")) and not Path("/gone").exists()
     assert (folder / "user_site").read_text().split() == ["unset"] * 4
@@ -176,7 +176,7 @@ def test_apptainer_contains_every_python(tmp_path: Path) -> None:
     calls, done = run_script(tmp_path / "run", JOBS["apptainer"])
     assert (tmp_path / "run" / "user_site").read_text().split() == ["1"] * 4
     assert done.returncode == 0 and {(call[0], call[1]) for call in calls} == {("python", "1")}
-    assert [call[3] for call in calls] == [
+    assert [call[4] for call in calls] == [
         "megappo.commands.launch.attempt",
         "megappo",
         "megappo.commands.launch.node",

@@ -66,7 +66,7 @@ def kill_rank_one(folder, killed):
             continue
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
-            if command[:3] == [PYTHON, "-m", "megappo.commands.tune.rank"] and str(folder) in command:
+            if command[:4] == [PYTHON, "-P", "-m", "megappo.commands.tune.rank"] and str(folder) in command:
                 if process.environ()["SLURM_PROCID"] == "1":
                     process.kill()
                     killed.append(running)
@@ -100,7 +100,7 @@ def test_the_others_go_on_after_a_trial_that_fails_and_ranks_that_come_to_none_a
     """Ranks that `stub_rank.py` stands in for: the third one's do not even come to the trial, and it is blamed on none."""
     path, folder, ends = write_run(tmp_path), tmp_path / "runs here" / "tuning", ["a", "fails", "nowhere"]
     python, seen = tmp_path / "python", []
-    python.write_text(f'#!/bin/bash\nexec {PYTHON} {STUB} "${{@:3}}"\n')
+    python.write_text(f'#!/bin/bash\nexec {PYTHON} {STUB} "${{@:4}}"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
 
