@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from megappo.runtime.helper_process import deaf_to_stop
 
-
 MODULE_OPTIONS = ("-P", "-m")
 """Options of Python before a module that it runs. -P: a user's random.py in the working directory must not replace a library's."""
 
