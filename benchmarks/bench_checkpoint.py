@@ -155,7 +155,7 @@ def _rank_main(rank: int, dp: int, hidden: int, layers: int, repeats: int, folde
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dp), LOCAL_WORLD_SIZE=str(dp))
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=dp)
-    from megappo.checkpoint.finite import non_finite_tensors
+    from megappo.checkpoint.state import non_finite_tensors
     from megappo.checkpoint.store import CheckpointStore
 
     engine = _engine(hidden, layers)

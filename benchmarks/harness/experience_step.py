@@ -32,8 +32,7 @@ from megappo.trainer.experience.experience import Experience, rows_of
 from megappo.trainer.experience.owners import Owners
 from megappo.trainer.experience.route import Route, Wire, places_of
 from megappo.trainer.experience.table import SampleTable
-from megappo.trainer.finite_outputs import num_not_finite
-from megappo.trainer.model_outputs import results_of
+from megappo.trainer.model_outputs import num_not_finite, results_of
 from megappo.trainer.report import StepRecord
 from megappo.trainer.rounds import Rollout
 from megappo.trainer.sampler_check import Agreement, compare_with_sampler

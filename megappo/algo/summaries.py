@@ -5,13 +5,74 @@ layout. `telemetry/metrics.py` has the names under which they are logged."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megappo.algo.chunks import in_chunks, true_positions
+
+SMALLEST, LARGEST = 1e-5, 10.0  # |log ratio|: fp32 rounding of a log-prob of -10 is 1e-6
+PER_DECADE = 4
+_STEPS = round(PER_DECADE * math.log10(LARGEST / SMALLEST))
+_POSITIVE = tuple(SMALLEST * 10 ** (step / PER_DECADE) for step in range(_STEPS + 1))
+LOG_EDGES = (*(-x for x in reversed(_POSITIVE)), *_POSITIVE)
+"""Borders of the bins in log ratio, ascending. The first and the last bin also count everything beyond them."""
+NAMES = tuple(f"ratio_bin_{index:02d}_sum" for index in range(len(LOG_EDGES) - 1))
+"""Names of the counts among the sums of an update."""
+
+
+def ratio_counts(logprob: Tensor, old_logprob: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    """Count the tokens with weight in each bin: NAMES -> 0-dim fp64. All arguments [T]. A NaN ratio is counted in the first bin."""
+    valid = weight != 0
+    log_ratio = torch.where(valid, logprob.detach().double() - old_logprob.double(), -math.inf)
+    inner = log_ratio.new_tensor(LOG_EDGES[1:-1])
+    # Comparisons and sums, not bincount: its atomic additions on a GPU are refused under deterministic algorithms.
+    above = (log_ratio[:, None] >= inner).sum(0, dtype=torch.float64)
+    ends = above.new_zeros(1)
+    counts = torch.cat((valid.sum(dtype=torch.float64).reshape(1), above)) - torch.cat((above, ends))
+    return dict(zip(NAMES, counts.unbind()))
+
+
+def ratio_histogram(sums: Mapping[str, float]) -> tuple[list[int], list[float]] | None:
+    """Make (counts, edges of the ratio) of summed `ratio_counts`, without empty bins at the ends; None if nothing was counted."""
+    counts = [round(sums.get(name, 0.0)) for name in NAMES]
+    filled = [index for index, count in enumerate(counts) if count]
+    if not filled:
+        return None
+    first, last = filled[0], filled[-1] + 1
+    return counts[first:last], [math.exp(edge) for edge in LOG_EDGES[first : last + 1]]
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k responses is correct: 1 - C(n - correct, k) / C(n, k).
+    This is the share of the subsets of k responses that hold a correct one (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    assert 1 <= k <= n and 0 <= correct <= n, f"pass@{k} of {correct} correct in {n}"
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def majority(correct: Sequence[bool], answers: Sequence[Hashable | None]) -> float:
+    """Correctness of the answer that most of the n responses give; 0 if no response has an answer.
+    answers: one per response, equal for equal answers; None does not vote. A tie counts as the mean over the tied answers, which
+    is what a fair draw among them is worth."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    # Responses with one answer are equally correct, unless the score counts more than the answer.
+    winners = [right for right, answer in zip(correct, answers, strict=True) if answer is not None and votes[answer] == most]
+    return sum(winners) / len(winners)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean of independent values; 0 for one value."""
+    if len(values) < 2:
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
 
 # Returns that vary by less are those of a batch without reward, and only rounding would be explained.
 MIN_DEVIATION = 1e-6

@@ -1,19 +1,50 @@
-"""Destination of a transfer plan: the parameters that an engine rank receives, in the format that its loader fills, before any
-packing into kernel layouts. `vllm_layout.py` records vLLM's."""
+"""Destination of a transfer plan: the parameters that a rank receives, in the format that its loader fills, before any packing
+into kernel layouts. `vllm_layout.py` records vLLM's; a model of the trainer, as a refreshed reference is (`trainer/refresh.py`),
+is written in place."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megappo.bridge.move import Move
-from megappo.models.pieces import Box, Piece, check_tiling
+from megappo.models.pieces import Box, Piece, PieceMap, check_tiling, rectangle
+
+
+class Move(NamedTuple):
+    """A rectangle of `rows` x `cols` elements of HF tensor `hf`, from (s_row, s_col) of rank `src`'s tensor `source` to (d_row,
+    d_col) of rank `dst`'s tensor `target`. s_slot, d_slot: leading index of 3-D tensors, else 0."""
+
+    step: int
+    """Place in the order of all moves; moves of one step belong to tensors that different ranks hold."""
+    src: int
+    dst: int
+    hf: str
+    source: str
+    s_row: int
+    s_col: int
+    s_slot: int
+    target: str
+    d_row: int
+    d_col: int
+    d_slot: int
+    rows: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+
+def module_of(target: str) -> str:
+    """Return a parameter's module path: "model.norm.weight" -> "model.norm"."""
+    return target.rpartition(".")[0]
+
 
 Land = Callable[[Move, Tensor], None]
 Inspect = Callable[[str, Tensor], None]
@@ -80,3 +111,60 @@ class WeightReceiver(Protocol):
         `inspect(name, tensor)` gets every completed parameter, in loader format. RuntimeError at the end if a move is missing.
         After any error the engine's weights are undefined."""
         ...
+
+
+class ParameterReceiver:
+    """Engine and receiver in one (`sync.BridgedEngine`, `destination.WeightReceiver`) on one rank. pieces: of the model; position:
+    of this rank in it. open_parameters: context with the parameters by the names of `pieces`, resident and writable; collective
+    over the model's ranks."""
+
+    def __init__(
+        self, pieces: PieceMap, position: int, open_parameters: Callable[[], AbstractContextManager[Mapping[str, Tensor]]]
+    ) -> None:
+        self._open = open_parameters
+        self._own: list[Piece] = []
+        # Named by the number of the layer in the checkpoint: a description then holds each kind of layer once.
+        self._local: dict[str, str] = {}
+        for section in pieces.sections:
+            for piece, positions in pieces.templates[section.template]:
+                if position - section.first in positions:
+                    name = section.hf + piece.local
+                    self._own.append(piece._replace(hf=section.hf + piece.hf, local=name))
+                    self._local[name] = section.local + piece.local
+
+    @property
+    def receiver(self) -> ParameterReceiver:
+        return self
+
+    def weights_changing(self) -> None:
+        """Do nothing: a transfer that fails ends the run."""
+
+    def weights_changed(self, version: int) -> None:
+        """Do nothing: no results of older weights are kept."""
+
+    def describe(self, tensors: Mapping[str, tuple[int, ...]]) -> Destination:
+        """Describe this rank's parameters; `tensors` is unused, as the pieces name them."""
+        with self._open() as parameters:
+            own = {name: parameters[local] for name, local in self._local.items()}
+            dtypes = {parameter.dtype for parameter in own.values()}
+            assert len(dtypes) <= 1, f"a transfer has one type, the parameters have {dtypes}"
+            shapes = {name: Shape.of(parameter.shape) for name, parameter in own.items()}
+        return Destination(tuple(self._own), (), shapes, dtypes.pop() if dtypes else torch.float32)
+
+    @contextmanager
+    def session(self, moves: Sequence[Move], inspect: Inspect | None) -> Iterator[Land]:
+        left = len(moves)
+        with self._open() as parameters:
+
+            def land(move: Move, values: Tensor) -> None:
+                nonlocal left
+                whole = parameters[self._local[move.target]]
+                rectangle(whole, move.d_slot, move.d_row, move.d_col, move.rows, move.cols).copy_(values)
+                left -= 1
+
+            yield land
+            if left:
+                raise RuntimeError(f"{left} of {len(moves)} rectangles of a transfer never arrived")
+            if inspect is not None:
+                for name, local in self._local.items():
+                    inspect(name, parameters[local])

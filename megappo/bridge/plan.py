@@ -16,7 +16,7 @@ from math import lcm
 from operator import attrgetter
 from typing import NamedTuple
 
-from megappo.bridge.move import Move
+from megappo.bridge.destination import Move
 from megappo.bridge.target import Parameter, Target, whole_name
 from megappo.models.pieces import Box, Held, Piece, PieceMap, Section, check_tiling
 

@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.bridge.destination import Destination, Inspect, Land, WeightReceiver
-from megappo.bridge.move import Move
+from megappo.bridge.destination import Destination, Inspect, Land, Move, WeightReceiver
 from megappo.bridge.plan import Ends, RankPlan, plan_rank
-from megappo.bridge.rounds import agree_rounds, disagreements
 from megappo.bridge.target import Target, exchange_targets
-from megappo.bridge.transfer import transfer
+from megappo.bridge.transfer import agree_rounds, disagreements, transfer
 from megappo.bridge.verify import Checksums
 from megappo.bridge.wire import Wire
 from megappo.models.arch import ModelArch

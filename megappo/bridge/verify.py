@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.bridge.checksum import block_bytes, rectangle_sum
-from megappo.bridge.destination import Destination
-from megappo.bridge.move import Move
+from megappo.bridge.destination import Destination, Move
 from megappo.bridge.plan import Ends, RankPlan
 from megappo.bridge.target import Parameter
 from megappo.bridge.transfer import source_part

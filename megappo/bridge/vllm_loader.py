@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.bridge.destination import Destination, Fill, Inspect, Land
-from megappo.bridge.move import Move, module_of
+from megappo.bridge.destination import Destination, Fill, Inspect, Land, Move, module_of
 from megappo.bridge.vllm_layout import record_destination
 from megappo.bridge.vllm_reload import reload_api
 from megappo.models.pieces import rectangle

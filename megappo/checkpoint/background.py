@@ -17,7 +17,7 @@ from megappo.checkpoint.manifest import FileEntry
 from megappo.runtime.helper_process import FAILED, Answerer, HelperDied, HelperProcess
 
 if TYPE_CHECKING:
-    from megappo.checkpoint.shared_buffer import SharedBuffer  # with torch, which nothing here needs
+    from megappo.checkpoint.image import SharedBuffer  # with torch, which nothing here needs
 
 NICE = 10  # training goes first where cores are few
 _WRITTEN = "written"

@@ -1,15 +1,25 @@
-"""Copies of complete checkpoints in other storage (object store, other file system), made by rank 0 beside training, with fsspec.
-The manifest goes last: a copy without one is incomplete. Nothing is removed there. A failed copy is a warning; a store slower than
-the saves skips some."""
+"""Copies of complete checkpoints in other storage (object store, other file system), made by rank 0 beside training with fsspec,
+and fetched for a resume elsewhere. The manifest goes last: a copy without one is incomplete. Nothing is removed there. A failed
+copy is a warning; a store slower than the saves skips some. Imports no torch."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from pathlib import Path
 from typing import Any
 
-from megappo.checkpoint.manifest import MANIFEST, list_files
+from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
+from megappo.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    find_wrong_content,
+    find_wrong_size,
+    list_files,
+    read_manifest,
+    require_complete,
+)
 from megappo.runtime.messages import first_line
 
 COPY_S = 600.0
@@ -129,3 +139,50 @@ def copy_checkpoint(checkpoint: Path, url: str) -> None:
         storage.put_file(str(checkpoint / name), there)
         if (arrived := storage.size(there)) != (size := (checkpoint / name).stat().st_size):
             raise OSError(f"{name} has {arrived} bytes there and {size} here")
+
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def list_copies(url: str) -> list[int]:
+    """List the steps of the complete copies below a URL, newest first. ValueError, one line, if the storage cannot be read."""
+    storage, root = storage_of(url)
+    try:
+        names = (
+            [str(path).rstrip("/").rpartition("/")[2] for path in storage.ls(root, detail=False)] if storage.exists(root) else []
+        )
+        steps = [int(found[1]) for name in names if (found := _STEP.fullmatch(name))]
+        return sorted((step for step in steps if storage.exists(f"{root}/step-{step}/{MANIFEST}")), reverse=True)
+    except Exception as error:  # the storage's own exceptions, as in `remote.py`
+        raise ValueError(f"cannot be read: {first_line(error)}") from error
+
+
+def fetch_manifest(url: str, step: int, place: Path) -> Manifest:
+    """Fetch the manifest of a copy into the directory `place`. Errors as `manifest.read_manifest`; ValueError as `list_copies`."""
+    storage, root = storage_of(url)
+    _get(storage, f"{root}/step-{step}", MANIFEST, place)
+    manifest = read_manifest(place)
+    if manifest.step != step:
+        raise RefusedCheckpoint(f"{url}/step-{step}: its manifest is that of step {manifest.step}")
+    require_complete(manifest)
+    return manifest
+
+
+def fetch_files(url: str, manifest: Manifest, place: Path) -> None:
+    """Fetch the files of a copy next to its manifest. DamagedCheckpoint if one is missing or is not what was saved."""
+    storage, root = storage_of(url)
+    for name in sorted(manifest.files):
+        _get(storage, f"{root}/step-{manifest.step}", name, place)
+    wrong = find_wrong_size(place, manifest) or find_wrong_content(place, manifest, sorted(manifest.files))
+    if wrong:
+        raise DamagedCheckpoint(wrong)
+
+
+def _get(storage: Any, there: str, name: str, place: Path) -> None:
+    (place / name).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        storage.get_file(f"{there}/{name}", str(place / name))
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{name} is missing") from None
+    except Exception as error:  # as above
+        raise ValueError(f"{there}/{name} cannot be read: {first_line(error)}") from error

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megappo.checkpoint.background import NICE, BackgroundWriter, SnapshotFile
-from megappo.checkpoint.components import digests, encode_components, file_content, read_components, require_equal
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint
 from megappo.checkpoint.files import sync_parents, write_file
 from megappo.checkpoint.hashing import cores_of_rank
 from megappo.checkpoint.identity import require_same_run
-from megappo.checkpoint.image import FileImage, device_of
+from megappo.checkpoint.image import FileImage, SharedBuffer, device_of
 from megappo.checkpoint.manifest import (
     STATE,
     FileEntry,
@@ -42,8 +41,15 @@ from megappo.checkpoint.manifest import (
 from megappo.checkpoint.remote import COPY_S, RemoteCopies
 from megappo.checkpoint.rng import encode_rng, load_rng
 from megappo.checkpoint.shards import Models, ShardFiles, load_engine, on_engines
-from megappo.checkpoint.shared_buffer import SharedBuffer
-from megappo.checkpoint.state import StatefulComponent, StatefulModel
+from megappo.checkpoint.state import (
+    StatefulComponent,
+    StatefulModel,
+    digests,
+    encode_components,
+    file_content,
+    read_components,
+    require_equal,
+)
 from megappo.checkpoint.verification import Verification, begin_with_newest, newest_verified, set_damaged_aside, verify
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, warn_once
 

@@ -52,7 +52,7 @@ def _start_ranks(args: argparse.Namespace, config: TrainConfig, overrides: list[
     from megappo.runtime.lease import held_lease
     from megappo.runtime.permissions import apply_permissions
     from megappo.runtime.world import world_size
-    from megappo.trainer.prepare.preflight import require_isolation_here, require_servers_here, require_storage
+    from megappo.trainer.preflight import require_isolation_here, require_servers_here, require_storage
     from megappo.trainer.prepare.remote_run import fetch, find_copies
 
     if args.max_restarts:

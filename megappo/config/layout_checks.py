@@ -1,5 +1,5 @@
 """Rules about parallel sizes and the number of ranks that hold for every model. Limits of a model (heads, layers, experts) are
-checked in `megappo/trainer/prepare/model_rules.py`. Imports no torch."""
+checked in `megappo/trainer/prepare/layouts.py`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResu
 from megappo.engine.fsdp2_model import ShardedModel
 from megappo.engine.fsdp2_optimizer import ShardedOptimizer
 from megappo.engine.linear_output import LinearOutput
-from megappo.engine.micro_batches import MicroBatch, MicroBatches
-from megappo.engine.results import combined_metrics, detached, in_order, names_of
+from megappo.engine.micro_batches import MicroBatch, MicroBatches, combined_metrics, detached, in_order, names_of
 from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
 from megappo.models.arch import ModelArch, padded_vocab, vocab_shard

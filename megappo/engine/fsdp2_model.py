@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megappo.config.role_sections import TrainableConfig
 from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2_lora import Adapters
-from megappo.models.expert_slots import constants_of
+from megappo.models.any_model import constants_of
 from megappo.models.freeze import frozen_whole
 from megappo.models.hf_classes import (
     HIDDEN_METHOD,

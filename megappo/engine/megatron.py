@@ -19,9 +19,8 @@ from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResu
 from megappo.engine.linear_output import LinearOutput
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import run_schedule
-from megappo.engine.micro_batches import MicroBatch, MicroBatches
+from megappo.engine.micro_batches import MicroBatch, MicroBatches, combined_metrics, detached, in_order, names_of
 from megappo.engine.offload import without_storages_of
-from megappo.engine.results import combined_metrics, detached, in_order, names_of
 from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
 from megappo.models.arch import ModelArch, vocab_shard

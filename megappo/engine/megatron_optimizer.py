@@ -27,7 +27,7 @@ from megappo.engine.megatron_optimizer_state import (
     set_step_number,
     whole_main_parameters,
 )
-from megappo.models.fusion import accumulate_into_main_grad
+from megappo.models.build import accumulate_into_main_grad
 from megappo.parallel.consensus import any_rank
 from megappo.parallel.device import as_world
 from megappo.parallel.groups import ProcessGroups

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megappo.parallel.pinned import pin
+from megappo.parallel.device import pin
 
 ALIGNMENT = 256  # bytes: storages start at multiples of it in the host buffer, as in the device's allocator
 

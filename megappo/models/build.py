@@ -31,7 +31,6 @@ from torch import Tensor
 
 from megappo.models.arch import ModelArch, check_cp, check_tp
 from megappo.models.attention import PackedAttention, rotary_te_attention
-from megappo.models.fusion import fusion_config
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
 from megappo.models.implementation import Implementation
 from megappo.models.int8_parallel import Int8ColumnParallelLinear, Int8RowParallelLinear
@@ -39,6 +38,30 @@ from megappo.models.moe import SparseLayer, mark_experts, moe_config, moe_submod
 from megappo.models.naming import named_parameters
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
+
+
+def fusion_config(arch: ModelArch, implementation: Implementation, *, on_gpu: bool) -> dict[str, Any]:
+    """Arguments of TransformerConfig; empty if the model is not built on a GPU."""
+    if not on_gpu:
+        return {}
+    has_te = implementation == "transformer_engine"
+    return {
+        # SwiGLU in one kernel, by torch.compile (TORCHDYNAMO_DISABLE=1 runs it unfused): only the product is written, and the
+        # backward recomputes the rest from gate and up.
+        "bias_activation_fusion": True,
+        "moe_permute_fusion": has_te and arch.moe is not None,  # permutes the rows of experts, from TransformerEngine 2.1 on
+        # True would let TransformerEngine overwrite main_grad in what it takes for the first micro-batch; only fp8 caches weights.
+        "disable_parameter_transpose_cache": has_te,
+    }
+
+
+def accumulate_into_main_grad(model: torch.nn.Module) -> None:
+    """Let TransformerEngine add a weight's gradient to its fp32 `main_grad` (from DDP) without a rounded copy in the weight's type.
+    The protocol is that of `ops.linear_logprob.main_grad_of`."""
+    # Set on the modules: Megatron's switch, `gradient_accumulation_fusion`, would also ask the output layer for Apex's kernel.
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation") and all(p.requires_grad for p in module.parameters(recurse=False)):
+            setattr(module, "fuse_wgrad_accumulation", True)
 
 
 def freeze_chunks(chunks: Sequence[PackedModel], is_frozen: Callable[[str], bool]) -> None:

@@ -1,13 +1,13 @@
-"""Reader of a Hugging Face config.json into a `ModelArch`: JSON only, without remote code or transformers.
-
-A feature that the model does not implement is an error. `family.py` has the differences between families.
-"""
+"""Reader of a Hugging Face config.json into a `ModelArch`: JSON only, without remote code; a role under engine fsdp2 may be of
+any class that transformers has (`any_model.py`). A feature that the model does not implement is an error. `family.py` has the
+differences between families."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megappo.models.arch import ModelArch, MoeArch, Rope
 from megappo.models.families.registry import FAMILIES, NotImplementedByFamilies, family_of, wrapped_families
@@ -286,3 +286,27 @@ def _read_rope(values: _Values) -> Rope:
     if missing:
         raise ValueError(f"rope type {kind!r} needs the key {missing[0]!r}")
     return Rope(type=kind, theta=float(theta), original_max_positions=original, llama4_beta=beta, **fields)
+
+
+def arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"], head_rows: int = 1) -> ModelArch:
+    """Read the architecture of the checkpoint directory `path`; under fsdp2 of any causal language model of transformers.
+    head_rows: see `ModelArch`. ValueError, one line, for a model that the engine does not run."""
+    arch = _arch_for(path, engine)
+    return arch if head_rows == 1 else replace(arch, head_rows=head_rows)
+
+
+def _arch_for(path: str | Path, engine: Literal["megatron", "fsdp2"]) -> ModelArch:
+    try:
+        arch = read_arch(path)
+    except NotImplementedByFamilies as error:
+        if engine == "megatron":
+            raise ValueError(f"{error}; engine fsdp2 runs any causal language model of transformers") from None
+        # Imports transformers, which families do without.
+        from megappo.models.any_model import describe_model
+
+        return describe_model(path)
+    if engine == "megatron" or arch.moe is None:
+        return arch
+    from megappo.models.any_model import with_own_parameters
+
+    return with_own_parameters(arch, path)

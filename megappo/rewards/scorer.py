@@ -248,7 +248,7 @@ def _has_failed(future: Future[Any]) -> bool:
 def _verdict(one: _Started, name: str, future: Future[Any]) -> Verdict:
     try:
         result = future.result()
-    except UnusableAnswer:  # told before the run started (`trainer/prepare/answers.py`)
+    except UnusableAnswer:  # told before the run started (`trainer/prepare/reward_notes.py`)
         return Verdict(0.0, {}, reason="unusable")
     except RewardError:
         raise

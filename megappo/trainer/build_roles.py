@@ -15,13 +15,13 @@ from megappo.config.role_sections import RoleConfig, is_critic, section_of
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
-from megappo.models.role_arch import arch_for
+from megappo.models.hf_config import arch_for
 from megappo.parallel.consensus import on_rank_zero
 from megappo.parallel.layout import layout_of
 from megappo.parallel.placement import Placement, placement_of
 from megappo.parallel.shares import Shares, shares_of
 from megappo.telemetry.runlog import RunLog
-from megappo.trainer.prepare.critic_source import critic_source
+from megappo.trainer.prepare.checkpoint_source import critic_source
 from megappo.trainer.prepare.layouts import model_paths
 from megappo.trainer.roles import BaseOfPolicy, Critic, LanguageModel, Policy, RewardModel
 

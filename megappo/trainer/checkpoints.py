@@ -32,7 +32,7 @@ from megappo.runtime.sections import CHECKPOINT, Sections
 from megappo.runtime.signals import StopRequest
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
-from megappo.trainer.finite_outputs import NonFiniteOutput
+from megappo.trainer.model_outputs import NonFiniteOutput
 from megappo.trainer.sampler_check import SamplerMismatch
 from megappo.trainer.save_schedule import BestCheckpoint, SaveSchedule
 from megappo.trainer.state import TrainerState

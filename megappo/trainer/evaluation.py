@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from megappo.algo.evaluation import majority, pass_at_k, standard_error
-from megappo.algo.summaries import masked_moments
+from megappo.algo.summaries import majority, masked_moments, pass_at_k, standard_error
 from megappo.config import evaluations as names
 from megappo.config.reward_sections import EvaluationConfig
 from megappo.data.prompts import Prompt

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megappo.algo.kl import kl_estimate
 from megappo.algo.objectives import steered
-from megappo.algo.ratio_bins import ratio_histogram
+from megappo.algo.summaries import ratio_histogram
 from megappo.config.schema import EntropyTargetConfig, TrainConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.totals import maxima, total, totals

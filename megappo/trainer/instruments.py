@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,15 +22,58 @@ from megappo.parallel.placement import Placement, placement_of
 from megappo.parallel.totals import total
 from megappo.runtime.sections import Sections
 from megappo.telemetry.hardware import Dtype, hardware_of_gpu
-from megappo.telemetry.memory import host_peak_gib, memory_gauge
 from megappo.telemetry.metrics import REWARD_MODEL_STAGE, STAGES, Metric
-from megappo.telemetry.profiler import StepProfiler
+from megappo.telemetry.side_work import SideWork
 from megappo.telemetry.tables import table
-from megappo.telemetry.timers import StageTimers
+from megappo.telemetry.timers import StageTimers, host_peak_gib, memory_gauge
 from megappo.trainer.build_roles import Roles, spec_of_role
 from megappo.trainer.report import StepRecord
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.updates import UpdateSummary
+
+STAGE_RANGE = "stage {}"
+"""Name of a stage's range in a trace."""
+
+
+class StepProfiler:
+    """Profiler of this rank. Traces of `steps` go to `directory`, which need not exist; one that cannot be written is a warning."""
+
+    def __init__(self, directory: Path, steps: Collection[int], device: torch.device) -> None:
+        self._directory, self._steps = directory, frozenset(steps)
+        self._on_gpu = device.type == "cuda"
+        self._profiling = False
+        self._side_work = SideWork()
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Context of one step. A step that raises leaves no trace."""
+        if step not in self._steps:
+            yield
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] if self._on_gpu else []
+        self._profiling = True
+        try:
+            with torch.profiler.profile(activities=activities) as profile:
+                yield
+        finally:
+            self._profiling = False
+        self._side_work.run("profile", lambda: self._write(profile, step))
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Name a stage in the trace, and for NVIDIA's tools."""
+        with ExitStack() as ranges:
+            if self._profiling:
+                ranges.enter_context(torch.profiler.record_function(STAGE_RANGE.format(name)))
+            if self._on_gpu:
+                ranges.enter_context(torch.cuda.nvtx.range(name))
+            yield
+
+    def _write(self, profile: torch.profiler.profile, step: int) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(self._directory / f"step_{step:06d}_rank_{dist.get_rank():05d}.json.gz"))
+
 
 Span = tuple[float, float]
 """Begin and end in seconds since the step's start."""

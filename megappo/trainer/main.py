@@ -29,7 +29,7 @@ from megappo.runtime.permissions import apply_permissions
 from megappo.runtime.sections import EXPORT
 from megappo.runtime.signals import StopRequest
 from megappo.runtime.world import steps_to_skip
-from megappo.telemetry.log import configure_logging
+from megappo.telemetry.console import configure_logging
 from megappo.telemetry.progress import columns_without_critic
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.trackers.group import make_trackers

@@ -1,20 +1,25 @@
-"""Stage 4: outputs of the models for the sampled tokens, computed where each role lives and sent to the owners of the samples."""
+"""Stage 4: outputs of the models for the sampled tokens, computed where each role lives and sent to the owners of the samples.
+They must be finite there: one NaN logit would spread to the advantages of the whole batch, look like a sampler mismatch, or
+surface only in the gradients of a later update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from megappo.config.role_sections import is_critic
 from megappo.data.packing import PackedBatch
 from megappo.parallel.shares import Shares
+from megappo.parallel.totals import largest, total
 from megappo.trainer.build_roles import Roles
-from megappo.trainer.critics import fields_of
+from megappo.trainer.critics import critics_in, fields_of
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.owners import Owners
 from megappo.trainer.roles import LanguageModel
+from megappo.trainer.token_scans import whole_responses
 
 
 class _Passing(Protocol):
@@ -68,3 +73,77 @@ def _inputs(experience: Experience, reads: dict[Shares, set[str]]) -> dict[Share
 def computing_ranks(experience: Experience, shares: Shares, sample: int) -> str:
     """Describe the ranks that computed a role's outputs of a sample in `add_model_outputs`."""
     return shares.describe(int(Owners.of_role(experience.table, shares).share[sample]))
+
+
+def _tokens(batch: PackedBatch) -> dict[str, str | None]:
+    """Return field per token -> role that computes it, None for the sampler."""
+    values = {fields.value: role for role, fields in critics_in(batch).items()}
+    # Not the entropy, which is only measured.
+    return {"rollout_logprob": None, "logprob": "policy", **values, "ref_logprob": "reference"}
+
+
+def _ends(batch: PackedBatch) -> dict[str, str]:
+    return {fields.bootstrap: role for role, fields in critics_in(batch).items()}
+
+
+class NonFiniteOutput(RuntimeError):
+    """A log-prob or value of a sampled token is NaN or infinite. The message, the same on every rank, names field, role and ranks.
+    A restart may get over it (an overflow in one batch, a memory error), unlike `checkpoints.NonFiniteWeights`."""
+
+
+def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares], sampler: str, step: int) -> None:
+    """Raise NonFiniteOutput on every rank if a field that training reads is not finite at a sampled token. Collective over the
+    world. Checks logprob, rollout_logprob, ref_logprob, and value and bootstrap (of cut responses) of every critic.
+    shares: role -> how it divides a batch. sampler: name of the rollout engine."""
+    bad = _bad_samples(experience)
+    counts = total(torch.tensor([len(samples) for samples in bad.values()]))
+    if not int(counts.sum()):
+        return
+    none, ends = experience.table.num_samples, _ends(experience.batch)
+    roles = _tokens(experience.batch) | ends
+    firsts = -largest(-torch.tensor([int(samples.min()) if len(samples) else none for samples in bad.values()]))
+    for name, number, first in zip(bad, counts.tolist(), firsts.tolist()):
+        if not number:
+            continue
+        role = roles[name]
+        whose, where = sampler, ""
+        if role is not None:
+            whose, where = f"the {role}", f", computed by {computing_ranks(experience, shares[role], first)}"
+        places = _count(number, at_end=name in ends)
+        raise NonFiniteOutput(
+            f"step {step}: {name} of {whose} is NaN or infinite at {places}, the first of sample {first}{where}"
+            "; no update is made of it"
+        )
+
+
+def num_not_finite(experience: Experience) -> int:
+    """Count the non-finite values in this rank's samples; `require_finite_outputs` names them."""
+    return sum(map(len, _bad_samples(experience).values()))
+
+
+def _bad_samples(experience: Experience) -> dict[str, Tensor]:
+    """Return field -> sample number of each non-finite value, for this rank's samples."""
+    batch, numbers = experience.batch, experience.numbers
+    sampled = whole_responses(batch)["response_mask"]
+    ends = batch.cu_seqlens[1:].long()
+    of_tokens = {
+        # The sample of a token is the first that ends behind it.
+        name: numbers[torch.searchsorted(ends, _bad(batch[name], sampled), right=True)]
+        for name in _tokens(batch)
+        if name in batch
+    }
+    return of_tokens | {name: numbers[_bad(batch[name], batch["truncated"])] for name in _ends(batch) if name in batch}
+
+
+def _bad(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the positions where `counts` is true and `values` is not finite."""
+    # A finite sum rules out bad values in a tenth of the time; a sum of large finite values may overflow, so check those one by
+    # one.
+    if values.sum().isfinite():
+        return counts.new_empty(0, dtype=torch.long)
+    return (counts & ~values.isfinite()).nonzero().flatten()
+
+
+def _count(number: int, *, at_end: bool) -> str:
+    kind = "the end of {} cut response" if at_end else "{} sampled token"
+    return kind.format("a") if number == 1 else f"{kind}s".format(number)

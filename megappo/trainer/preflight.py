@@ -1,4 +1,5 @@
-"""Checks the surroundings of all ranks together, before a model is built: if one rank raised alone, the others would wait."""
+"""Checks the machines that a run starts on, which are no part of a plan: isolation of programs, reward servers, storage for
+copies. All ranks check together, before a model is built: if one rank raised alone, the others would wait."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from megappo.config.errors import ConfigError
+from megappo.checkpoint.remote import open_storage
+from megappo.config.errors import ConfigError, problem
+from megappo.config.evaluations import rewards_of
+from megappo.config.layout_checks import reads_trajectories
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import TrainConfig
 from megappo.parallel.consensus import gathered, on_rank_zero, raised_by_all, told_by
@@ -21,12 +25,35 @@ from megappo.runtime.failure import ATTEMPT_DIR
 from megappo.runtime.life import LAUNCHER_LISTENS, SignOfLife
 from megappo.runtime.verdict import Member
 from megappo.runtime.watchdog import EXCHANGE_S, Watchdog
+from megappo.trainer.prepare.code_rewards import require_isolation
 from megappo.trainer.prepare.data import EvaluationData, RunData
 from megappo.trainer.prepare.hub import pinned_names, with_local_models, with_values
-from megappo.trainer.prepare.preflight import require_isolation_here, require_servers_here, require_storage
 from megappo.trainer.prepare.recorded import RecordedData
 from megappo.trainer.prepare.remote_run import fetch, find_copies
+from megappo.trainer.prepare.reward_parts import require_reachable
 from megappo.trainer.run_facts import require_equal_data, run_facts
+
+
+def require_isolation_here(config: TrainConfig) -> None:
+    """ConfigError, one line, if the run executes programs of the policy and this machine cannot isolate them."""
+    for reward in () if reads_trajectories(config) else rewards_of(config):
+        require_isolation(reward)
+
+
+def require_servers_here(data: RunData | RecordedData | EvaluationData, *, resume: bool) -> None:
+    """ConfigError, one line, if a reward server, also of an evaluation, cannot be reached from this machine."""
+    for parts in (data.reward_parts, *(one.reward_parts for one in data.evaluations)):
+        require_reachable(parts, resume=resume)
+
+
+def require_storage(config: TrainConfig) -> None:
+    """ConfigError, one line, if copies of checkpoints cannot be written to `checkpoint.remote`. Creates the directory."""
+    if (url := config.checkpoint.remote) is None:
+        return
+    try:
+        open_storage(url)
+    except ValueError as error:
+        raise ConfigError(problem("checkpoint.remote", url, f"{error}; correct the URL, or set it to null")) from error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.bridge.parameters import ParameterReceiver
+from megappo.bridge.destination import ParameterReceiver
 from megappo.bridge.sync import Route, WeightSync
 from megappo.checkpoint.state import ModelState, Shape, StateBox
 from megappo.config.role_sections import ReferenceConfig

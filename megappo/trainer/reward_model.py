@@ -19,9 +19,8 @@ from megappo.rewards.base import RewardError
 from megappo.rewards.compose import Judged
 from megappo.rewards.verdict import Verdict
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.finite_outputs import NonFiniteOutput
-from megappo.trainer.model_outputs import computing_ranks
-from megappo.trainer.prepare.reward_text import prompts_read
+from megappo.trainer.model_outputs import NonFiniteOutput, computing_ranks
+from megappo.trainer.prepare.reward_model import prompts_read
 from megappo.trainer.roles import RewardModel
 from megappo.trainer.scoring import raised_as_one
 

@@ -13,7 +13,7 @@ from megappo.algo.alignment import align_values, next_token_targets, shift_left,
 from megappo.algo.kl import kl_loss
 from megappo.algo.losses import entropy_loss, nll_loss
 from megappo.algo.objectives import cispo_loss, dis_loss, sequence_log_ratio, token_kl_sum
-from megappo.algo.ratio_bins import ratio_counts
+from megappo.algo.summaries import ratio_counts
 from megappo.algo.value_losses import ValueBins, categorical_loss, huber_loss
 from megappo.config.role_sections import AnyCriticConfig, CriticConfig
 from megappo.config.schema import AlgorithmConfig

@@ -23,7 +23,7 @@ from megappo.runtime.ending import input_accepted
 from megappo.runtime.permissions import apply_permissions
 from megappo.runtime.sections import EXPORT, Sections
 from megappo.runtime.watchdog import Watchdog
-from megappo.telemetry.log import configure_logging
+from megappo.telemetry.console import configure_logging
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers

@@ -16,8 +16,7 @@ from megappo.trainer.advantages import add_advantages
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.collect import sample_seed
 from megappo.trainer.extras import Extra
-from megappo.trainer.finite_outputs import num_not_finite, require_finite_outputs
-from megappo.trainer.model_outputs import add_model_outputs
+from megappo.trainer.model_outputs import add_model_outputs, num_not_finite, require_finite_outputs
 from megappo.trainer.prepare.data import TextData
 from megappo.trainer.ptx import draw_texts
 from megappo.trainer.report import StepRecord

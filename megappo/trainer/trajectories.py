@@ -1,4 +1,4 @@
-"""Logs samples of a step in full: chooses them and makes their records (`telemetry/trajectories/fields.py`)."""
+"""Logs samples of a step in full: chooses them and makes their records (`telemetry/trajectories/files.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megappo.data.token_texts import response_text, special_ids, token_texts
 from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.consensus import gathered_at
 from megappo.parallel.totals import place_in_world
-from megappo.telemetry.trajectories.fields import FORMAT, TOKEN_FIELDS, rounded
+from megappo.telemetry.trajectories.files import FORMAT, TOKEN_FIELDS, rounded
 from megappo.trainer.report import StepRecord
 
 

@@ -1,5 +1,5 @@
 """TransformerEngine's layers, built on the meta device: the same parameters as the local layers', by name and shape, and the
-switches by which a weight's gradient is added to `main_grad` (megappo/models/fusion.py).
+switches by which a weight's gradient is added to `main_grad` (megappo/models/build.py).
 
 Every family and layout of the parity matrix, policy and critic, on the first and the last rank. TransformerEngine's modules ask
 for a GPU while they are made; one that answers questions and does nothing stands in. A forward pass is beyond it.
@@ -126,16 +126,17 @@ def _te_products(chunk: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def switches(model: str) -> str:
     """The model as a GPU would have it, wrapped for training but for the buffers of gradients, which need memory."""
     arch = _arch_of(model)
-    from megappo.models import build, fusion
+    from megappo.models import build
+    from megappo.models.build import fusion_config
     from megappo.parallel.layout import ParallelLayout
     from tests.models.meta import meta_model
 
-    as_on_gpu = mock.patch.object(build, "fusion_config", lambda *args, **_: fusion.fusion_config(*args, on_gpu=True))
+    as_on_gpu = mock.patch.object(build, "fusion_config", lambda *args, **_: fusion_config(*args, on_gpu=True))
     with as_on_gpu, meta_model(arch, ParallelLayout(1), 0, implementation="transformer_engine") as (chunk,):
         products = _te_products(chunk)
         if switch_fault(products) == "":
             raise Wrong("the negative control: gradients are added before accumulate_into_main_grad says so")
-        fusion.accumulate_into_main_grad(chunk)
+        build.accumulate_into_main_grad(chunk)
         fault = switch_fault(products)
     if fault:
         raise Wrong(fault)

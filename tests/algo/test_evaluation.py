@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from megappo.algo.evaluation import majority, pass_at_k, standard_error
+from megappo.algo.summaries import majority, pass_at_k, standard_error
 
 
 def enumerated(right: tuple[bool, ...], k: int) -> float:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megappo.algo.losses import policy_loss
-from megappo.algo.ratio_bins import LARGEST, LOG_EDGES, NAMES, SMALLEST, ratio_counts, ratio_histogram
+from megappo.algo.summaries import LARGEST, LOG_EDGES, NAMES, SMALLEST, ratio_counts, ratio_histogram
 
 
 def tokens(seed=0, count=500):

@@ -27,9 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness.model import Mistake
 from megappo.bridge.plan import Ends, RankPlan, plan_rank
-from megappo.bridge.rounds import agree_rounds
 from megappo.bridge.sync import BUCKET_BYTES, collections_paused
 from megappo.bridge.target import Target
+from megappo.bridge.transfer import agree_rounds
 from megappo.bridge.verify import Checksums
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout

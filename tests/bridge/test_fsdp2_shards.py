@@ -7,7 +7,7 @@ from math import prod
 import pytest
 import torch
 
-from megappo.bridge.move import Move
+from megappo.bridge.destination import Move
 from megappo.bridge.plan import Ends
 from megappo.bridge.target import Target
 from megappo.models.arch import ModelArch

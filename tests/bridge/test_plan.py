@@ -17,11 +17,10 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megappo.bridge.destination import Destination, Shape
-from megappo.bridge.move import Move
+from megappo.bridge.destination import Destination, Move, Shape
 from megappo.bridge.plan import Ends, RankPlan, plan_rank
-from megappo.bridge.rounds import Round, agree_rounds
 from megappo.bridge.target import Target
+from megappo.bridge.transfer import Round, agree_rounds
 from megappo.models.arch import ModelArch
 from megappo.models.pieces import Box, Piece, PieceMap
 from megappo.models.weight_map import megatron_pieces, piece_map

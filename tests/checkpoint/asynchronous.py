@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megappo.checkpoint.directory import CheckpointDirectory
+from megappo.checkpoint.image import GRANULE, SharedBuffer
 from megappo.checkpoint.manifest import MANIFEST, fingerprint_file, list_files, read_manifest
-from megappo.checkpoint.shared_buffer import GRANULE, SharedBuffer
 from megappo.checkpoint.state import ModelState, ReadGoingOn, StateBox
 from megappo.checkpoint.store import SaveFailed
 from tests.checkpoint import runs

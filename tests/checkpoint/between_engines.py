@@ -22,7 +22,7 @@ from megappo.engine import state_boxes
 from megappo.engine.factory import EngineSpec
 from megappo.engine.role_engine import RoleEngine
 from megappo.engine.whole_batch import pass_whole_batch
-from megappo.models.role_arch import arch_for
+from megappo.models.hf_config import arch_for
 from tests.checkpoint import runs
 from tests.checkpoint.resharding import assemble, differing_tensors, only
 from tests.checkpoint.resharding import whole_state as megatron_state

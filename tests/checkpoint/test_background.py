@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from megappo.checkpoint.background import NICE, BackgroundWriter, SnapshotFile
-from megappo.checkpoint.image import FileImage
+from megappo.checkpoint.image import FileImage, SharedBuffer
 from megappo.checkpoint.manifest import fingerprint_file
-from megappo.checkpoint.shared_buffer import SharedBuffer
 from megappo.checkpoint.store import PendingSave
 from megappo.runtime import helper_process as helpers
 

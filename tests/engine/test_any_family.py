@@ -14,8 +14,8 @@ import transformers
 from megappo.config.role_sections import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import PackedBatch
+from megappo.models.hf_config import arch_for
 from megappo.models.pieces import as_2d, rectangle
-from megappo.models.role_arch import arch_for
 from megappo.models.weight_map import hf_tensors
 from tests.engine.lora_oracle import Oracle, worst
 from tests.engine.runs import recorded_batch

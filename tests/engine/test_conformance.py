@@ -416,7 +416,7 @@ def a_critic_takes_the_layers_of_a_policy_and_keeps_its_head(world: World) -> No
 
 def a_weight_that_is_nan_is_found_in_what_would_be_saved(world: World) -> None:
     """On the rank that holds it, whichever it is."""
-    from megappo.checkpoint.finite import non_finite_tensors
+    from megappo.checkpoint.state import non_finite_tensors
 
     for engine in (world.policy(), world.critic()):
         update(engine) if engine.name == "policy" else None

@@ -19,9 +19,8 @@ from megappo.commands.plan.memory import role_memory
 from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.fsdp2_optimizer import scheduled_lr
-from megappo.models.hf_config import read_arch
+from megappo.models.hf_config import arch_for, read_arch
 from megappo.models.pieces import Box, check_tiling
-from megappo.models.role_arch import arch_for
 from megappo.models.row_shards import shard_box, shard_piece_map
 from megappo.models.weight_map import hf_cuts, hf_tensors
 from megappo.models.weight_rules import Cut

@@ -103,8 +103,7 @@ def snapshot_in_a_thread(rank: int, without: str) -> tuple[str, bool]:
     from concurrent.futures import ThreadPoolExecutor, wait
     from unittest import mock
 
-    from megappo.checkpoint.image import FileImage
-    from megappo.checkpoint.shared_buffer import SharedBuffer
+    from megappo.checkpoint.image import FileImage, SharedBuffer
 
     def run() -> bool:
         tensors = [torch.zeros(4096, device="cuda") for _ in range(3)]

@@ -11,7 +11,7 @@ from tests.host_cuda.world import Scenario, run_world
 
 # Of engine/offload.py; the first leaves none out.
 WAITS = ("", "the wait before the memory is freed", "the wait for the last copy from the host's buffer")
-# Of checkpoint/shared_buffer.py.
+# Of checkpoint/image.py.
 SNAPSHOT_WAITS = ("", "the wait for what is queued", "the wait for the copy")
 CASES = [("none", False), ("full", False), ("none", True)]  # recompute, value head
 

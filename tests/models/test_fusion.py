@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megappo.models import build, fusion
-from megappo.models.fusion import accumulate_into_main_grad, fusion_config
+from megappo.models import build
+from megappo.models.build import accumulate_into_main_grad, fusion_config
 from tests.commands.plan.archs import MOE, llama
 from tests.models.checkpoints import write_checkpoint
 from tests.worlds import spawn_world
@@ -91,7 +91,7 @@ def both_ways(rank: int, path: str) -> dict[str, Any]:
     batch = pack([list(range(3, 40)), list(range(5, 100))])
     found: dict[str, Any] = {"ffn": arch.ffn_size, "layers": arch.num_layers, "tokens": batch.num_tokens}
     for name, on_gpu in (("unfused", False), ("fused", True)):
-        with mock.patch.object(build, "fusion_config", lambda *args, **_: fusion.fusion_config(*args, on_gpu=on_gpu)):
+        with mock.patch.object(build, "fusion_config", lambda *args, **_: fusion_config(*args, on_gpu=on_gpu)):
             (model,) = build.build_model(arch, groups, dtype=torch.float32)
         load_pretrained([model], arch, groups, path)
         kept: dict[int, tuple[int, Tensor]] = {}

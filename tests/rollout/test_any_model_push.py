@@ -15,7 +15,7 @@ import torch
 from megappo.config.role_sections import LoraConfig, ModelConfig, OptimizerConfig, PolicyConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import AlgorithmConfig
-from megappo.models.role_arch import arch_for
+from megappo.models.hf_config import arch_for
 from megappo.parallel import cpu_patches
 from tests.engine.whole import on_whole_batches
 from tests.models.any_families import write_any_checkpoint

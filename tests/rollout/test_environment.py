@@ -22,7 +22,7 @@ from megappo.rollout.environment import WorkersEnvironment, environment_of, with
 from megappo.rollout.generation import generate
 from megappo.rollout.turn import Turn
 from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response, SamplingParams, Segment
-from megappo.trainer.prepare.environments import load_environment
+from megappo.trainer.prepare.data import load_environment
 from tests.config.examples import train_config
 from tests.data.tokenizer_files import TEMPLATE, write_hf_tokenizer
 from tests.rollout.test_turns import Rule

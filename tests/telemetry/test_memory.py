@@ -8,9 +8,8 @@ import numpy
 import pytest
 import torch
 
-from megappo.telemetry import memory
-from megappo.telemetry.memory import GIB, DevicePeak, HostPeak, HostResident, memory_gauge
-from megappo.telemetry.timers import StageTimers
+from megappo.telemetry import timers as timing
+from megappo.telemetry.timers import GIB, DevicePeak, HostPeak, HostResident, StageTimers, memory_gauge
 
 CPU = torch.device("cpu")
 MIB = 2**20 / GIB
@@ -44,7 +43,7 @@ def test_a_peak_between_stages_is_in_the_highest() -> None:
     allocate(256)
     with timers.stage("small"):
         pass
-    assert gauge.highest - memory._status("VmRSS") > 200 * MIB
+    assert gauge.highest - timing._status("VmRSS") > 200 * MIB
 
 
 def test_a_stage_entered_again_keeps_its_larger_value() -> None:
@@ -66,7 +65,7 @@ def test_a_stage_entered_again_keeps_its_larger_value() -> None:
 
 
 def test_where_the_peak_cannot_be_reset_the_memory_at_the_end_is_told_as_such(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(memory, "_CLEAR", tmp_path / "absent" / "clear_refs")
+    monkeypatch.setattr(timing, "_CLEAR", tmp_path / "absent" / "clear_refs")
     gauge = memory_gauge(CPU)
     assert isinstance(gauge, HostResident) and gauge.suffix == "end_gib" and "cannot be reset" in gauge.kind
     timers = StageTimers(memory=gauge)

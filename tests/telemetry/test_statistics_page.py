@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from megappo.config.run_sections import TelemetryConfig
-from megappo.telemetry.memory import DevicePeak, HostPeak
 from megappo.telemetry.metrics import MODEL_STAGES, STAGES, Metric
+from megappo.telemetry.timers import DevicePeak, HostPeak
 from megappo.trainer.instruments import RoleModel, peak_note, peak_tflops
 from tests.models.test_flops import LLAMA_7B
 

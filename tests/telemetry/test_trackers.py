@@ -25,9 +25,8 @@ from megappo.config.redaction import redacted_values
 from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
-from megappo.telemetry.trackers.background import FINISH_S, BackgroundTracker, TrackerError
 from megappo.telemetry.trackers.base import Histogram, TrackedRun
-from megappo.telemetry.trackers.group import make_trackers
+from megappo.telemetry.trackers.group import FINISH_S, BackgroundTracker, TrackerError, make_trackers
 from tests.listening import Watch
 from tests.telemetry.wandb_files import read_wandb
 
@@ -332,7 +331,7 @@ def test_a_reason_is_one_line_without_passwords() -> None:
 DIES = """
 import sys
 from pathlib import Path
-from megappo.telemetry.trackers.background import BackgroundTracker
+from megappo.telemetry.trackers.group import BackgroundTracker
 
 class Fake:
     def start(self, config, resumed_step): pass

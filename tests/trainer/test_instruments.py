@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megappo.telemetry.profiler import StepProfiler
-from megappo.trainer.instruments import largest_over_ranks
+from megappo.trainer.instruments import StepProfiler, largest_over_ranks
 from tests.worlds import spawn_world
 
 CPU = torch.device("cpu")

@@ -32,7 +32,7 @@ from megappo.trainer import rollout_side
 from megappo.trainer.advantages import add_advantages
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.partial_rollouts import Begun, PartialRollouts, Unfinished, resume_partial_rollouts
-from megappo.trainer.prepare.sampling_notes import sampling_notes
+from megappo.trainer.prepare.data import sampling_notes
 from megappo.trainer.state import TrainerState
 from megappo.trainer.updates import Counting, mini_batches, targets_of
 from tests.config.examples import train_config

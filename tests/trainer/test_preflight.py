@@ -14,8 +14,9 @@ from megappo.commands import cli
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.rewards.base import PreparedPart, RewardError
+from megappo.trainer import preflight
 from megappo.trainer.preflight import require_preflight
-from megappo.trainer.prepare import code_rewards, preflight
+from megappo.trainer.prepare import code_rewards
 from tests.commands.plan.checkpoints import write_run
 from tests.worlds import spawn_world
 

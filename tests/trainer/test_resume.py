@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.reliability.compare import MEASURED
-from megappo.telemetry.metrics import MODEL_STAGES, STAGES
-from megappo.telemetry.names import metric_names, open_beginnings
+from megappo.telemetry.metrics import MODEL_STAGES, STAGES, metric_names, open_beginnings
 from tests.listening import WILDCARDS, Listener, Watch
 from tests.trainer.small_run import run_many, small_config, write_small_task
 from tests.worlds import spawn_world

@@ -18,7 +18,7 @@ from megappo.data.prompts import Prompt
 from megappo.rewards.base import RewardError
 from megappo.rewards.compose import Judged
 from megappo.rewards.verdict import Verdict
-from megappo.trainer.finite_outputs import NonFiniteOutput
+from megappo.trainer.model_outputs import NonFiniteOutput
 from tests.trainer.reward_models import (
     EOS_AT_END,
     QUESTIONS,
@@ -80,7 +80,7 @@ def scorer_of(section: Mapping[str, Any], folder: Path, model: str) -> tuple[Any
     from megappo.engine.build import RoleEngines
     from megappo.parallel.device import select_device, start_distributed
     from megappo.trainer.build_roles import build_role
-    from megappo.trainer.prepare.reward_text import load_reward_text
+    from megappo.trainer.prepare.reward_model import load_reward_text
     from megappo.trainer.reward_model import ModelScorer
 
     config = validated(config_of(folder, folder / model, **section), TrainConfig)

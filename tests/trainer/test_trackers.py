@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.reliability.compare import VOLATILE
-from megappo.algo.ratio_bins import LOG_EDGES
+from megappo.algo.summaries import LOG_EDGES
 from megappo.telemetry.metrics import Distribution
 from tests.telemetry.wandb_files import read_wandb
 from tests.trainer.small_run import run_many, small_config, write_small_task

@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     require_device(config.run.device)
     planned = plan_evaluation(config, args.checkpoint, args.only, ranks, device_of(config.run.device))
     if not is_rank():
-        from megappo.trainer.prepare.preflight import require_isolation_here, require_servers_here
+        from megappo.trainer.preflight import require_isolation_here, require_servers_here
 
         require_isolation_here(planned.config)
         require_servers_here(planned.data, resume=False)

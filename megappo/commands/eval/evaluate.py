@@ -20,8 +20,8 @@ from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.parallel.device import select_device, start_distributed
 from megappo.runtime.ending import input_accepted
+from megappo.telemetry.console import configure_logging
 from megappo.telemetry.jsonl import replace_file
-from megappo.telemetry.log import configure_logging
 from megappo.telemetry.metrics import finite_or_none
 from megappo.telemetry.tables import table
 from megappo.trainer.build_roles import build_role, spec_of_role

@@ -60,7 +60,7 @@ def launch(args: argparse.Namespace) -> int:
     run_dir = check_start(config.run, resume=args.resume and copies is None)
     plan_here(config, job.world_size, args.gpu_memory_gib, resume=args.resume, device="cuda" if job.gpus else "cpu")
     if not args.dry_run:
-        from megappo.trainer.prepare.preflight import require_storage  # imports torch
+        from megappo.trainer.preflight import require_storage  # imports torch
 
         require_storage(config)
     # Refuses names that a script cannot hold, before any is written.
@@ -95,7 +95,7 @@ def launch_here(args: argparse.Namespace) -> int:
     check_inputs(config, resume=args.resume)
     from megappo.commands.plan.run import plan_here  # imports torch, as do the next
     from megappo.parallel.device import select_device
-    from megappo.trainer.prepare.preflight import require_isolation_here, require_servers_here, require_storage
+    from megappo.trainer.preflight import require_isolation_here, require_servers_here, require_storage
 
     keep_console()
     ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)

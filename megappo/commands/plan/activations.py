@@ -42,7 +42,7 @@ class RoleWork:
     adam_buffers: bool = False
     """True for torch's AdamW on a GPU, which Megatron-core takes without TransformerEngine and Apex."""
     fused: bool = False
-    """True if SwiGLU is one kernel (`models/fusion.py`), as on a GPU."""
+    """True if SwiGLU is one kernel (`models/build.py`), as on a GPU."""
     steps: int = 1
     """Optimizer steps of one training phase."""
     values: tuple[int, int] | None = None

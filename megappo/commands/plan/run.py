@@ -15,9 +15,8 @@ from megappo.config.role_sections import key_of_role
 from megappo.config.schema import TrainConfig
 from megappo.trainer.prepare.checks import check_run
 from megappo.trainer.prepare.data import RunData
-from megappo.trainer.prepare.fit import fit_if_asked
 from megappo.trainer.prepare.recorded import RecordedData
-from megappo.trainer.prepare.run import load_data
+from megappo.trainer.prepare.run import fit_if_asked, load_data
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from megappo.config.run_directory import CHECKPOINTS, LAUNCHES
 from megappo.runtime.ending import CONFIG, ENDED, Ended, Outcome, read_end
 from megappo.runtime.lease import LEASE, LeaseRecord, read_lease
 from megappo.telemetry.jsonl import read_lines
-from megappo.telemetry.metrics import Metric
-from megappo.telemetry.names import nearest_name
+from megappo.telemetry.metrics import Metric, nearest_name
 
 METRICS = "metrics.jsonl"
 State = Literal["running", "finished", "stopped", "failed", "died", "submitted", "unknown"]

@@ -20,7 +20,7 @@ import numpy as np
 
 from megappo.commands.trajectories.analyse import Analysis, Sample
 from megappo.telemetry.metrics import finite_or_none
-from megappo.telemetry.trajectories.fields import rounded
+from megappo.telemetry.trajectories.files import rounded
 from megappo.telemetry.trajectories.read import Trajectory
 
 MAX_SAMPLES = 200

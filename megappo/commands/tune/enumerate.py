@@ -1,5 +1,5 @@
 """Every layout that a model allows on a number of ranks, and the secondary choices that go with it. Sizes are divisors.
-`config/layout_checks.py` and `trainer/prepare/model_rules.py` decide which are legal, as for `megappo plan`."""
+`config/layout_checks.py` and `trainer/prepare/layouts.py` decide which are legal, as for `megappo plan`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megappo.config.role_sections import ParallelConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
-from megappo.trainer.prepare.model_rules import model_problems
+from megappo.trainer.prepare.layouts import model_problems
 
 MOST_MICRO_BATCH_TOKENS = 65536
 CHOICES_OF_TOKENS = 4  # budgets of 1, 2, 4 and 8 longest sequences

@@ -1,12 +1,27 @@
-"""Finds the files of a run's trajectories without opening them. Imports neither numpy nor torch."""
+"""Files of a run's trajectories: RUN/trajectories/step_000010.jsonl, one JSON object per sample; keys in docs/telemetry.md.
+`trainer/trajectories.py` writes them, `read.py` reads them; here they are found without opening them. Imports neither numpy nor
+torch."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from megappo.config.errors import ConfigError
-from megappo.telemetry.trajectories.fields import FOLDER
+
+FORMAT = 1
+FOLDER = "trajectories"  # below the run's directory
+# Lists with one number per response token, null where the policy did not sample it. Runs without a reference lack ref_logprob.
+TOKEN_FIELDS = ("logprob", "rollout_logprob", "ref_logprob", "entropy", "value", "reward", "advantage", "returns")
+# About half of fp32's digits are noise between two layouts, and a response of 1,000 tokens has 8,000 numbers.
+DIGITS = 5
+
+
+def rounded(numbers: Iterable[float]) -> list[float]:
+    """Round numbers to DIGITS significant digits; NaN and infinities stay."""
+    return [float(f"{number:.{DIGITS}g}") for number in numbers]
+
 
 _NAME = re.compile(r"step_(\d{1,18})\.jsonl")
 # By patterns of the text that `config/dump.py` writes, as in `commands/runs/read.py`.

@@ -13,8 +13,7 @@ import numpy as np
 
 from megappo.config.errors import ConfigError
 from megappo.telemetry.jsonl import read_whole_lines
-from megappo.telemetry.trajectories.fields import FORMAT, TOKEN_FIELDS
-from megappo.telemetry.trajectories.files import files_by_step
+from megappo.telemetry.trajectories.files import FORMAT, TOKEN_FIELDS, files_by_step
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megappo.ops.implementations import Kernels, missing
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.placement import placement_of
 from megappo.rollout.vllm_limits import check_vllm
-from megappo.trainer.prepare.critic_source import check_critic_sources
+from megappo.trainer.prepare.checkpoint_source import check_critic_sources
 from megappo.trainer.prepare.inputs import check_names
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
 

@@ -1,35 +1,122 @@
-"""Tokenizer and prompts of a run: loaded once, counted for the plan and passed to the trainer. Applies the configuration to
-`megappo/data`, and checks the counts against the batch size and the length of the run."""
+"""Tokenizer, prompts and environment of a run: loaded once, counted for the plan and passed to the trainer. Applies the
+configuration to `megappo/data`, and checks the counts against the batch size and the length of the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from megappo.config.batch import step_arithmetic
 from megappo.config.checks import step_problems
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import DEFAULT, config_of_set, key_of
 from megappo.config.layout_checks import uses_model
+from megappo.config.role_sections import is_critic
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.cache import Cache
+from megappo.data.conversation import Conversation
 from megappo.data.demonstrations import DemonstrationRules, DemonstrationSet, demonstrations_of
 from megappo.data.loader import PassRates, PromptLoader, weights_of
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.sources import open_source
 from megappo.data.texts import TextRules, TextSet, texts_of
-from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from megappo.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.rewards.base import PreparedPart
 from megappo.rollout.environment import PreparedEnvironment
-from megappo.trainer.prepare.environments import load_environment
+from megappo.rollout.turn import USE
+from megappo.runtime.user_code import OwnCode
 from megappo.trainer.prepare.evaluations import EvaluationSet, check_evaluations, load_evaluations
+from megappo.trainer.prepare.layouts import model_paths
 from megappo.trainer.prepare.prompts import load_prompts, open_cache
+from megappo.trainer.prepare.reward_model import ScoredTexts, load_reward_text
 from megappo.trainer.prepare.reward_notes import reward_notes
 from megappo.trainer.prepare.reward_parts import load_parts
-from megappo.trainer.prepare.reward_text import ScoredTexts, load_reward_text
-from megappo.trainer.prepare.sampling_notes import sampling_notes
-from megappo.trainer.prepare.vocabularies import check_vocabularies
+
+
+def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
+    """Yield lines on partial rollouts, environments, dynamic sampling, weights and the curriculum, where configured."""
+    dynamic, step, rollout = config.algorithm.dynamic_sampling, step_arithmetic(config), config.rollout
+    if rollout.partial_rollout_tokens is not None:
+        yield (
+            f"rollout.partial_rollout_tokens = {rollout.partial_rollout_tokens}: a response takes up to {rollout.windows} steps in "
+            f"one of the {step.samples:,} places of a step, so the run visits fewer prompts than steps x places; what is "
+            "unfinished at its end is dropped"
+        )
+    if (environment := rollout.environment) is not None:
+        longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+        where = f"{environment.workers} processes of each rank that asks" if environment.workers else "the ranks themselves"
+        yield (
+            f"rollout.environment: up to {environment.max_turns} turns in a sequence of at most {longest:,} tokens, observations "
+            f"included; {where} answer, and neither their time nor their memory is planned"
+        )
+        if environment.compaction is not None:
+            yield (
+                f"rollout.environment.compaction: a trajectory is up to {environment.max_turns} sequences and as many samples; "
+                f"memory, optimizer steps and the learning-rate schedule are planned for one each, {step.samples:,} in a step"
+            )
+    if dynamic is not None:
+        yield (
+            "algorithm.dynamic_sampling: a share q of prompts with equal scores costs 1 / (1 - q) times the generation and scoring "
+            f"of {step.samples:,} responses (2 times at q = 0.5), at most {dynamic.max_rounds} times in {dynamic.max_rounds} rounds"
+        )
+    if config.data.weight_key is not None:
+        yield (
+            f"data.weight_key={config.data.weight_key}: an epoch is {loader.num_prompts:,} visits of {loader.num_weighted:,} "
+            f"prompts, the heaviest of them up to {loader.most_visits:,} times"
+        )
+    if config.data.curriculum is not None and config.rollout.samples_per_prompt == 1:
+        yield (
+            "data.curriculum: with rollout.samples_per_prompt = 1 a prompt has passed always or never after its "
+            "first visit, so it comes back with data.curriculum.min_chance"
+        )
+
+
+def check_vocabularies(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a note for each such role whose checkpoint has no tokenizer to compare. ConfigError, with the first differing id, if a
+    role numbers other pieces than `tokenizer`, the run's."""
+    for role, (key, path) in model_paths(config).items():
+        if not (is_critic(role) or role == "reference") or key == "policy.model" or _same_place(path, config.policy.model):
+            continue
+        try:
+            of_role = find_tokenizer(path)()
+        except ValueError:
+            yield f"{key} has no tokenizer that can be read: its vocabulary is taken to be that of data.tokenizer"
+            continue
+        # Ids that only one has are not compared: models pad their vocabulary, and tokenizers add tokens at its end.
+        for number, (own, theirs) in enumerate(zip(tokenizer.pieces(), of_role.pieces())):
+            if own != theirs:
+                fix = f"the {role} reads the policy's ids; use a model with the same tokenizer"
+                raise ConfigError(problem(key, path, f"id {number} of its tokenizer is {theirs!r}, of the policy's {own!r}: {fix}"))
+
+
+def _same_place(one: str, other: str) -> bool:
+    return Path(one).resolve() == Path(other).resolve()
+
+
+GROUP = "megappo.environments"
+KEY = "rollout.environment"
+
+
+def load_environment(config: TrainConfig, tokenizer: Tokenizer) -> PreparedEnvironment | None:
+    """Load `rollout.environment`; None if it is not set. ConfigError, one line, if its code or the chat template cannot be used."""
+    settings = config.rollout.environment
+    if settings is None:
+        return None
+    code = OwnCode(GROUP, settings.path, settings.function, settings.entry_point, settings.args)
+    key, value = ("path", settings.path) if settings.path is not None else ("entry_point", settings.entry_point)
+    try:
+        function = code.load(USE)
+    except ValueError as error:
+        raise ConfigError(problem(f"{KEY}.{key}", value, str(error))) from error
+    try:
+        conversation = Conversation(tokenizer, config.data.chat_template)
+    except ValueError as error:
+        fix = f"{error}; or set data.chat_template to false, and observations are bare text"
+        raise ConfigError(problem(f"{KEY}.{key}", value, fix)) from error
+    return PreparedEnvironment(settings, function, code.as_read(function), conversation)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import CriticConfig, OffloadConfig, OptimizerConfig, ReferenceConfig, RoleConfig
 from megappo.config.run_sections import CheckpointConfig, TrainerConfig
 from megappo.config.schema import AlgorithmConfig, NoKLConfig, RolloutConfig, TrainConfig
-from megappo.models.role_arch import arch_for
+from megappo.models.hf_config import arch_for
 from megappo.trainer.prepare.checkpoint_source import PolicySource, policy_source
 from megappo.trainer.prepare.inputs import check_inputs
 

@@ -17,11 +17,10 @@ from megappo.data.tokenizers import find_tokenizer
 from megappo.rewards.rules import RULES, make_rule
 from megappo.runtime.installed import missing_package
 from megappo.runtime.user_code import read_code
-from megappo.telemetry.metrics import Metric
-from megappo.telemetry.names import metric_names, nearest_name, open_beginnings
+from megappo.telemetry.metrics import Metric, metric_names, nearest_name, open_beginnings
 from megappo.telemetry.trackers.available import tracker_problem
 from megappo.telemetry.trajectories.files import files_by_step
-from megappo.trainer.prepare.critic_source import check_critic_sources
+from megappo.trainer.prepare.checkpoint_source import check_critic_sources
 from megappo.trainer.prepare.layouts import read_archs
 from megappo.trainer.prepare.reward_model import find_reward_tokenizer
 

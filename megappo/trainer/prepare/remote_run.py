@@ -12,8 +12,7 @@ from pathlib import Path
 
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
-from megappo.checkpoint.fetch import fetch_files, fetch_manifest, list_copies
-from megappo.checkpoint.remote import url_of_run
+from megappo.checkpoint.remote import fetch_files, fetch_manifest, list_copies, url_of_run
 from megappo.config.errors import ConfigError, problem
 from megappo.config.run_directory import CHECKPOINTS, check_run_dir, holds_run, run_dir_of
 from megappo.config.schema import TrainConfig

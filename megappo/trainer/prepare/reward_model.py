@@ -1,15 +1,24 @@
-"""Checks a reward model checkpoint: one label, a head, a tokenizer. `reward_text.py` prepares its texts. Imports no torch."""
+"""Checks a reward model: its checkpoint has one label, a head and a tokenizer; its template takes the prompts, it knows the
+tokenizer's ids, a response has room. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import megappo.data
+import megappo.trainer.prepare
 from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import RewardModelConfig
+from megappo.config.schema import DataConfig, TrainConfig
+from megappo.data.cache import Cache, hash_of_modules
+from megappo.data.prompts import PromptFormat, PromptSet
+from megappo.data.reward_text import RewardText
 from megappo.data.tokenizers import Tokenizer, find_tokenizer
 from megappo.models.arch import ModelArch
-from megappo.models.classifier import check_classifier, check_head
+from megappo.models.classifier import check_classifier, check_head, pad_id_of
+from megappo.models.hf_config import arch_for
 
 KEY = "reward_model"
 
@@ -45,3 +54,73 @@ def _in_words_of_role(settings: RewardModelConfig, read: Callable[[], Any]) -> A
         return read()
     except ValueError as error:
         raise ConfigError(problem(key, path, str(error).replace("data.tokenizer", f"{KEY}.tokenizer"))) from error
+
+
+@dataclass(frozen=True)
+class ScoredTexts:
+    """Text format of a run's reward model (None without one) and notes for the plan."""
+
+    text: RewardText | None
+    notes: tuple[str, ...] = ()
+
+
+def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, DataConfig]], cache: Cache) -> ScoredTexts:
+    """Load the reward model's tokenizer and check it against the prompts that it scores, for the text format of the training's
+    prompts. sets: key of the configuration -> (prompts, the `data` section that made them). ConfigError, one line, for a tokenizer
+    that cannot be read, has ids that the model lacks, or no chat template, and for a prompt that the template refuses or that
+    leaves no position for a response."""
+    settings = config.reward_model
+    if not sets or settings.model is None:
+        return ScoredTexts(None)
+    arch = arch_for(settings.model, settings.engine)
+    key, path = tokenizer_of(settings)
+    tokenizer = load_reward_tokenizer(settings)
+    if tokenizer.vocab_size > arch.vocab_size:
+        fix = f"has {tokenizer.vocab_size} ids and {KEY}.model only {arch.vocab_size}; use the tokenizer of the model"
+        raise ConfigError(problem(key, path, fix))
+    if settings.chat_template and not tokenizer.has_chat_template:
+        fix = f"the tokenizer {tokenizer.path} has none; set it to false for plain text, or name a tokenizer with a template"
+        raise ConfigError(problem(f"{KEY}.chat_template", True, fix))
+    how = {"pad_id": pad_id_of(settings.model), "max_tokens": arch.max_positions, **prompts_read(config.data)}
+    text = RewardText(tokenizer, settings.chat_template, **how)
+    longest = max(_longest(replace(text, **prompts_read(data)), key, prompts, cache) for key, (prompts, data) in sets.items())
+    return ScoredTexts(text, _length_notes(longest, config.rollout.max_response_tokens, arch.max_positions))
+
+
+def prompts_read(data: DataConfig) -> dict[str, Any]:
+    """Return the fields of a `RewardText` that depend on a set's prompts; evaluations may have other keys."""
+    return {
+        "prompt_key": data.prompt_key,
+        "prompt_format": PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
+    }
+
+
+def _longest(text: RewardText, key: str, prompts: PromptSet, cache: Cache) -> int:
+    """Return the most tokens of a prompt with an empty response, cached with the prepared data."""
+    if not prompts.fingerprint:
+        return _read_longest(text, key, prompts)
+    facts = {**vars(text), "tokenizer": text.tokenizer.identity(), "prompt_format": asdict(text.prompt_format)}
+    decided_by = {"longest": prompts.fingerprint, "text": facts, "code": hash_of_modules(megappo.data, megappo.trainer.prepare)}
+    return cache.value(decided_by, lambda: _read_longest(text, key, prompts))
+
+
+def _read_longest(text: RewardText, key: str, prompts: PromptSet) -> int:
+    longest = 0
+    for prompt in prompts.prompts:
+        try:
+            tokens = len(text.encode(prompt, ""))
+        except ValueError as error:
+            raise ConfigError(f"{KEY}: {error}; {prompt.place} of {key}") from error
+        if tokens >= text.max_tokens:
+            fix = "none is left for a response; lower data.max_prompt_tokens, or use a model of more positions"
+            place = f"{prompt.place} of {key} takes {tokens} of the {text.max_tokens} positions of the reward model"
+            raise ConfigError(f"{KEY}: {place}, {fix}")
+        longest = max(longest, tokens)
+    return longest
+
+
+def _length_notes(prompt_tokens: int, response_tokens: int, positions: int) -> tuple[str, ...]:
+    if prompt_tokens + response_tokens <= positions:
+        return ()
+    total = f"the longest prompt has {prompt_tokens} of its tokens, with {response_tokens} of a response"
+    return (f"{KEY}: {total} more than its {positions} positions; the front of a longer text is cut, and counted",)

@@ -1,24 +1,97 @@
-"""Loads the parts of the reward and checks them against the data, before a model is built. A kind of part is a key of
-`config.reward_sections.PART_KINDS` with a loader in LOADERS."""
+"""Loads the parts of the reward (rules, code of the user, servers) and checks them against the data, before a model is built. A
+kind of part is a key of `config.reward_sections.PART_KINDS` with a loader in LOADERS."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import STDERR, TURNS, UNDECIDED, UNUSABLE
-from megappo.config.reward_sections import RewardConfig, RewardPart
+from megappo.config.reward_sections import RemoteConfig, RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet, record_field
-from megappo.rewards.base import PreparedPart
+from megappo.rewards.base import PreparedPart, RewardError
 from megappo.rewards.compose import LENGTH, MISSING_EOS
+from megappo.rewards.pool import PoolPart
+from megappo.rewards.remote import RemotePart
 from megappo.rewards.rules import RULES, hash_of_code, make_part
+from megappo.rewards.server import Asker, Server
+from megappo.rewards.user import GROUP, OwnProcess, load_rule
+from megappo.runtime.installed import missing_package
+from megappo.runtime.user_code import OwnCode
 from megappo.telemetry.metrics import Metric
 from megappo.trainer.prepare.code_rewards import load_code
-from megappo.trainer.prepare.remote_rewards import load_remote
 from megappo.trainer.prepare.reward_routes import places, scored_by
-from megappo.trainer.prepare.user_rewards import load_own
+
+# Seconds for which a new run tries to reach its servers, which many ranks ask at once. A resumed run waits as long as its requests.
+START_BUDGET_S = 3.0
+
+
+def load_remote(part: RewardPart) -> PreparedPart:
+    """Prepare a part that a server scores. ValueError, one line, if httpx2 or the certificates are missing."""
+    if (how := missing_package("httpx2")) is not None:
+        raise ValueError(how)
+    assert part.url is not None
+    name, url, settings = part.label, part.url, part.remote
+    try:
+        Asker(Server(name, url, settings))
+    except ValueError as error:
+        raise ValueError(f"remote.ca_file = {settings.ca_file} {error}") from None
+
+    # The token is read only here: `megappo plan` and `launch` work without it.
+    def make() -> RemotePart:
+        return RemotePart(_server(name, url, settings))
+
+    def ask(retry_budget_s: float) -> None:
+        asyncio.run(_ask(_server(name, url, settings), min(retry_budget_s, settings.retry_budget_s)))
+
+    return PreparedPart(make, ask=ask)
+
+
+def require_reachable(parts: Mapping[str, PreparedPart], *, resume: bool) -> None:
+    """ConfigError, one line, if a part's server is down or refuses requests from this machine. Not collective."""
+    for part in parts.values():
+        if part.ask is None:
+            continue
+        try:
+            part.ask(float("inf") if resume else START_BUDGET_S)
+        except RewardError as error:
+            fix = "start the server, or correct url; it must answer a request without samples too"
+            raise ConfigError(f"reward.parts: {error}; {fix}") from error
+
+
+def _server(name: str, url: str, settings: RemoteConfig) -> Server:
+    """Build the server with the environment's token. ConfigError if the settings name a token that is missing or malformed."""
+    token = None
+    if settings.token_env is not None:
+        token = os.environ.get(settings.token_env, "").strip()
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            how = "holds what no HTTP header can" if token else "is not set"  # without its value
+            fix = f"this environment variable {how} (reward {name}); set it to the token where the ranks start"
+            raise ConfigError(problem("remote.token_env", settings.token_env, fix))
+    return Server(name, url, settings, token)
+
+
+async def _ask(server: Server, retry_budget_s: float) -> None:
+    asker = Asker(server)
+    try:
+        await asker.results([], retry_budget_s)
+    finally:
+        await asker.close()
+
+
+def load_own(part: RewardPart) -> PreparedPart:
+    """Load the code of a part with a path or an entry point. ValueError, one line, for code that cannot be used."""
+    code = OwnCode(GROUP, part.path, part.function, part.entry_point, part.args)
+    rule = load_rule(part.label, code, batch=part.batch)
+    if not part.workers:
+        return PreparedPart(rule.part, rule.requires, rule.sha256)
+    make = partial(PoolPart, part.label, partial(OwnProcess, part.label, code.as_read(rule), part.timeout_s), part.workers)
+    return PreparedPart(make, rule.requires, rule.sha256)
+
 
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 # A part is logged as reward/LABEL and eval/LABEL.

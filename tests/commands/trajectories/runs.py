@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.telemetry.jsonl import write_lines
-from megappo.telemetry.trajectories.fields import FORMAT
+from megappo.telemetry.trajectories.files import FORMAT
 
 EOS = 2
 

@@ -22,7 +22,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 from megappo.models.hf_import import CheckpointReader
 from megappo.models.weight_map import hf_tensors
-from megappo.trainer.prepare.model_rules import model_problems
+from megappo.trainer.prepare.layouts import model_problems
 from tests.commands.verify.models import MODELS, write_config_json
 
 SP = dict(tp=2, sequence_parallel=True)

@@ -7,7 +7,7 @@ import pytest
 from megappo.config.errors import ConfigError
 from megappo.config.reward_sections import RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet
-from megappo.trainer.prepare.answers import answer_notes
+from megappo.trainer.prepare.reward_notes import answer_notes
 
 
 def prompts(*answers: str, name: str = "math.jsonl") -> PromptSet:

@@ -12,7 +12,7 @@ from megappo.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.trainer.prepare.critic_source import CriticSource, critic_source
+from megappo.trainer.prepare.checkpoint_source import CriticSource, critic_source
 from megappo.trainer.prepare.layouts import read_archs
 from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run
 

@@ -14,7 +14,7 @@ from megappo.commands.plan.run import plan_run
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config, validated
 from megappo.config.schema import TrainConfig
-from megappo.trainer.prepare.fit import fit_batch
+from megappo.trainer.prepare.run import fit_batch
 from tests.commands.plan.checkpoints import write_run
 
 

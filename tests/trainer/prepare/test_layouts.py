@@ -13,8 +13,7 @@ from megappo.config.schema import SftConfig
 from megappo.models.hf_config import arch_of
 from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout, layout_of
-from megappo.trainer.prepare.layouts import check_layouts, model_paths, read_archs
-from megappo.trainer.prepare.model_rules import model_problems
+from megappo.trainer.prepare.layouts import check_layouts, model_paths, model_problems, read_archs
 from tests.commands.plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
 
 NONE, SP = "algorithm.kl.placement=none", "policy.parallel.sequence_parallel=true"

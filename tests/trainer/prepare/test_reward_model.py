@@ -17,7 +17,7 @@ from megappo.data.cache import Cache
 from megappo.data.prompts import Prompt, PromptSet
 from megappo.models.classifier import labels_of
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
-from megappo.trainer.prepare.reward_text import load_reward_text
+from megappo.trainer.prepare.reward_model import load_reward_text
 from tests.data.tokenizer_files import TEMPLATE
 from tests.models.checkpoints import write_checkpoint
 from tests.trainer.reward_models import config_of, write_reward_model

@@ -12,7 +12,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.loading import validated
 from megappo.config.reward_sections import RewardConfig
 from megappo.data.prompts import Prompt, PromptSet
-from megappo.trainer.prepare.answers import answer_notes
+from megappo.trainer.prepare.reward_notes import answer_notes
 from megappo.trainer.prepare.reward_parts import check_requirements, load_parts
 from megappo.trainer.prepare.reward_routes import check_labels, recipe_of
 
