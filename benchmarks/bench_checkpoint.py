@@ -297,7 +297,7 @@ def _peer(engine: Any, folder: Path, group: dist.ProcessGroup) -> tuple[float, f
 
 def _speeds(path: Path, repeats: int) -> dict[str, float]:
     """Bytes/s of what can be done with a shard file, which is in the page cache; median of `repeats`, in turn."""
-    from megappo.checkpoint.hashing import cores_of_rank, hash_file
+    from megappo.checkpoint.files import cores_of_rank, hash_file
 
     copy, content = path.with_suffix(".copy"), path.read_bytes()
 

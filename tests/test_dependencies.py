@@ -61,7 +61,6 @@ ALLOWED_MODULES = {
     "megappo.models.hf_export": ("engine/", "models/"),
     "megappo.models.hf_classes": ("engine/", "models/"),
     "megappo.models.tensor_parallel": ("engine/", "models/"),
-    "megappo.models.naming": ("engine/", "models/"),
     "megappo.engine.build": (
         "engine/",
         *(f"trainer/{start}.py" for start in ("main", "sft")),

@@ -29,9 +29,8 @@ from megappo.rollout.types import Request, Response, SamplingParams, Segment
 from megappo.trainer.advantages import advantages_of
 from megappo.trainer.experience.collect import pack_experience
 from megappo.trainer.experience.experience import Experience, rows_of
-from megappo.trainer.experience.owners import Owners
 from megappo.trainer.experience.route import Route, Wire, places_of
-from megappo.trainer.experience.table import SampleTable
+from megappo.trainer.experience.table import Owners, SampleTable
 from megappo.trainer.model_outputs import num_not_finite, results_of
 from megappo.trainer.report import StepRecord
 from megappo.trainer.rounds import Rollout

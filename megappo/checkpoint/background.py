@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megappo.checkpoint.files import sync_parents, write_file
-from megappo.checkpoint.hashing import Fingerprint, cores_of_rank
+from megappo.checkpoint.files import Fingerprint, cores_of_rank, sync_parents, write_file
 from megappo.checkpoint.manifest import FileEntry
 from megappo.runtime.helper_process import FAILED, Answerer, HelperDied, HelperProcess
 

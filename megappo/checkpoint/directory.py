@@ -21,8 +21,17 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint, unreadable
-from megappo.checkpoint.manifest import Manifest, find_wrong_size, read_manifest, sync_directory, write_synced
+from megappo.checkpoint.files import sync_directory
+from megappo.checkpoint.manifest import (
+    DamagedCheckpoint,
+    Manifest,
+    RefusedCheckpoint,
+    UnsafeCheckpoint,
+    find_wrong_size,
+    read_manifest,
+    unreadable,
+    write_synced,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint, unreadable
-from megappo.checkpoint.hashing import cores_of_rank, hash_file
+from megappo.checkpoint.files import cores_of_rank, hash_file
+
+
+class DamagedCheckpoint(ValueError):
+    """The files are readable but not as saved: another hash or size, a missing file, or a torn manifest."""
+
+
+class RefusedCheckpoint(ValueError):
+    """A checkpoint that cannot be taken, or not by this process, and may be whole: nothing of it is renamed or removed."""
+
+
+class UnsafeCheckpoint(RefusedCheckpoint):
+    """The checkpoint contains something that megappo never writes. Nothing of it was run."""
+
+
+def unreadable(error: OSError, path: Path) -> RefusedCheckpoint:
+    """Make the refusal for an I/O error, which says nothing about the contents. path: of what was read, if the error names none."""
+    return RefusedCheckpoint(
+        f"{error.filename or path}: {error.strerror or error}; nothing was renamed or removed: it may be whole, so make it "
+        "readable (mount, permissions, disk) and try again"
+    )
+
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -34,7 +54,7 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size in bytes and hash (hex; see `hashing.py`) of one file."""
+    """Size in bytes and hash (hex; see `files.py`) of one file."""
 
     bytes: int
     digest: str
@@ -114,15 +134,6 @@ def write_synced(path: Path, content: str) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Force the names in a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def list_files(directory: Path) -> list[str]:

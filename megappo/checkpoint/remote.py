@@ -10,10 +10,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.manifest import (
     MANIFEST,
+    DamagedCheckpoint,
     Manifest,
+    RefusedCheckpoint,
     find_wrong_content,
     find_wrong_size,
     list_files,

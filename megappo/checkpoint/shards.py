@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from megappo.checkpoint.errors import UnsafeCheckpoint
 from megappo.checkpoint.image import FileImage
-from megappo.checkpoint.manifest import POSITION, SHARD
+from megappo.checkpoint.manifest import POSITION, SHARD, UnsafeCheckpoint
 from megappo.checkpoint.state import ModelState, Shape, StateBox, StatefulModel
 from megappo.parallel.consensus import on_every_rank, raised_by_all
 

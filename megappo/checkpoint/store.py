@@ -23,13 +23,12 @@ import torch.distributed as dist
 
 from megappo.checkpoint.background import NICE, BackgroundWriter, SnapshotFile
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.errors import DamagedCheckpoint
-from megappo.checkpoint.files import sync_parents, write_file
-from megappo.checkpoint.hashing import cores_of_rank
+from megappo.checkpoint.files import cores_of_rank, sync_parents, write_file
 from megappo.checkpoint.identity import require_same_run
 from megappo.checkpoint.image import FileImage, SharedBuffer, device_of
 from megappo.checkpoint.manifest import (
     STATE,
+    DamagedCheckpoint,
     FileEntry,
     Manifest,
     engine_folder,

@@ -17,8 +17,17 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint, unreadable
-from megappo.checkpoint.manifest import FileEntry, Manifest, find_wrong_content, find_wrong_size, require_complete
+from megappo.checkpoint.manifest import (
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    RefusedCheckpoint,
+    UnsafeCheckpoint,
+    find_wrong_content,
+    find_wrong_size,
+    require_complete,
+    unreadable,
+)
 from megappo.parallel.consensus import on_every_rank, on_rank_zero, warn_once
 
 logger = logging.getLogger(__name__)

@@ -24,12 +24,11 @@ from megappo.engine.offload import without_storages_of
 from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
 from megappo.models.arch import ModelArch, vocab_shard
-from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
+from megappo.models.gpt import CriticModel, PackedModel, PolicyModel, named_parameters
 from megappo.models.hf_export import export_pretrained
 from megappo.models.lora import Weights
 from megappo.models.lora_linear import ModelAdapters, merged_parameters
 from megappo.models.moe import share_router_state
-from megappo.models.naming import named_parameters
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import piece_map
 from megappo.parallel.balance import plan_micro_batches, split_by_budget
@@ -78,7 +77,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
     # --------------------------------------------------------------------------------------------------------- weights
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Canonical name (`models/naming.py`) -> parameter of this rank."""
+        """Canonical name (`models/gpt.py`) -> parameter of this rank."""
         return named_parameters(self.chunks)
 
     def named_gradients(self) -> dict[str, Tensor]:

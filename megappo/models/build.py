@@ -31,11 +31,10 @@ from torch import Tensor
 
 from megappo.models.arch import ModelArch, check_cp, check_tp
 from megappo.models.attention import PackedAttention, rotary_te_attention
-from megappo.models.gpt import CriticModel, PackedModel, PolicyModel
+from megappo.models.gpt import CriticModel, PackedModel, PolicyModel, named_parameters
 from megappo.models.implementation import Implementation
 from megappo.models.int8_parallel import Int8ColumnParallelLinear, Int8RowParallelLinear
 from megappo.models.moe import SparseLayer, mark_experts, moe_config, moe_submodule
-from megappo.models.naming import named_parameters
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from megappo.models.arch import ModelArch
-from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.gpt import CriticModel, PackedModel, named_parameters
 from megappo.models.hf_tensors import CheckpointReader, LazySlice
 from megappo.models.int8_linear import BLOCK, SCALE, quantise
-from megappo.models.naming import named_parameters
 from megappo.models.pieces import Box, Piece, as_2d
 from megappo.models.weight_map import (
     EMBEDDING,

@@ -26,12 +26,11 @@ from torch.nn import functional
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch
 from megappo.models.build import freeze_chunks
-from megappo.models.gpt import CriticModel, PackedModel
+from megappo.models.gpt import CriticModel, PackedModel, named_parameters
 from megappo.models.int8_linear import SCALE, Quantised
 from megappo.models.int8_parallel import quantised
 from megappo.models.lora import Adapted, adapted_modules, initial_a, is_adapter, scaling, seed_of, tensors_to_adapt
 from megappo.models.lora_shards import AdaptedLinear, adapted_linears, adapter_piece_map, check_stages
-from megappo.models.naming import named_parameters
 from megappo.models.peft_files import AdapterTensors
 from megappo.models.pieces import Box, Piece, PieceMap
 from megappo.models.weight_map import LOCAL_VALUE_HEAD, VALUE_HEAD

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from megappo.checkpoint.errors import DamagedCheckpoint
-from megappo.checkpoint.finite import non_finite_tensors
 from megappo.checkpoint.interval import expected_mtbf_hours
-from megappo.checkpoint.manifest import BEST, Manifest, models_of
+from megappo.checkpoint.manifest import BEST, DamagedCheckpoint, Manifest, models_of
 from megappo.checkpoint.rng import read_rng, set_rng
-from megappo.checkpoint.state import StatefulComponent, StatefulModel
+from megappo.checkpoint.state import StatefulComponent, StatefulModel, non_finite_tensors
 from megappo.checkpoint.store import CheckpointStore, SaveFailed
 from megappo.config.run_sections import CheckpointConfig
 from megappo.engine.base import Engine

@@ -28,7 +28,7 @@ from megappo.telemetry.timers import StageTimers
 from megappo.trainer.average import PolicyAverage
 from megappo.trainer.experience.collect import collect, evaluation_requests
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.experience.owners import Owners
+from megappo.trainer.experience.table import Owners
 from megappo.trainer.prepare.evaluations import EvaluationSet
 from megappo.trainer.sampler_check import average_version
 from megappo.trainer.scoring import begin_rewards, score_responses

@@ -4,8 +4,10 @@ extras in the same order, so hooks may be collective over the world."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +16,11 @@ from megappo.algo.kl import kl_estimate
 from megappo.algo.objectives import steered
 from megappo.algo.summaries import ratio_histogram
 from megappo.config.schema import EntropyTargetConfig, TrainConfig
+from megappo.data.prompts import Prompt
+from megappo.data.token_texts import response_text, special_ids, token_texts
 from megappo.data.tokenizers import Tokenizer
-from megappo.parallel.totals import maxima, total, totals
+from megappo.parallel.consensus import gathered_at
+from megappo.parallel.totals import maxima, place_in_world, total, totals
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
@@ -23,6 +28,7 @@ from megappo.telemetry.metrics import Distribution, Metric, of_critic
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.telemetry.trackers.base import Histogram
+from megappo.telemetry.trajectories.files import FORMAT, TOKEN_FIELDS, rounded
 from megappo.trainer.advantages import GREEDY
 from megappo.trainer.average import PolicyAverage
 from megappo.trainer.build_roles import Roles
@@ -37,8 +43,66 @@ from megappo.trainer.rounds import Round
 from megappo.trainer.run import Steps
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.state import TrainerState
-from megappo.trainer.trajectories import draw_samples, trajectories_of
 from megappo.trainer.updates import Updates
+
+
+def draw_samples(num_samples: int, samples_per_prompt: int, count: int, run_seed: int, step: int) -> list[int]:
+    """Return ascending indices of min(count, num_samples) samples of a step, the same in every layout and after a resume.
+    Prompts are drawn with all their adjacent samples, whose differences PPO learns from; the last prompt may be cut by `count`."""
+    order = list(range(num_samples // samples_per_prompt))
+    # Seeded by the whole text; random.Random keeps its sequence across Python versions.
+    random.Random(f"trajectories {run_seed} {step}").shuffle(order)
+    drawn = [prompt * samples_per_prompt + sample for prompt in order for sample in range(samples_per_prompt)]
+    return sorted(drawn[:count])
+
+
+def trajectories_of(
+    record: StepRecord, prompt_of: Callable[[int], Prompt], drawn: Sequence[int], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
+    """Return the records of the drawn samples by number on rank 0, nothing elsewhere. Collective over the world.
+    prompt_of: sample number -> prompt."""
+    places = {number: place for place, number in enumerate(record.experience.numbers.tolist())}
+    rows = [_row(record, prompt_of(number), number, places[number], tokenizer) for number in drawn if number in places]
+    if place_in_world()[1] == 1:
+        return rows
+    return sorted((row for theirs in gathered_at(0, rows) for row in theirs), key=lambda row: row["sample"])
+
+
+def _row(record: StepRecord, prompt: Prompt, number: int, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the record of a sample. index: its position in this rank's batch."""
+    batch = record.batch
+    begin, end = batch.cu_seqlens[index].item(), batch.cu_seqlens[index + 1].item()
+    tokens, mask = batch.tokens[begin:end].tolist(), batch["response_mask"][begin:end]
+    table = record.experience.table
+    start, goes_on = int(table.prompt[number] - table.earlier[number]), bool(table.unfinished[number])
+    texts = token_texts(tokens, tokenizer)
+    return {
+        "format": FORMAT,
+        "sample": number,
+        "id": prompt.id,
+        "prompt": prompt.text,
+        "response": response_text(tokens[start:], tokenizer) if goes_on else record.scored.texts[index],
+        "answer": prompt.answer,
+        "score": record.scored.total[index],
+        # NaN: another recipe's part, or a response that goes on
+        "parts": {name: values[index] for name, values in record.scored.parts.items() if not math.isnan(values[index])},
+        "recipe": record.scored.labels[index] if record.scored.labels else "",
+        "finish": "window" if goes_on else "length" if batch["truncated"][index] else "stop",
+        "version": int(table.oldest[number]),
+        "kl_coef": record.kl_coef,
+        "prompt_tokens": tokens[:start],
+        "prompt_texts": texts[:start],
+        "response_tokens": tokens[start:],
+        "response_texts": texts[start:],
+        "special_tokens": special_ids(tokens, tokenizer),
+        "response_mask": mask[start:].int().tolist(),
+        **{
+            name: rounded(torch.where(mask, batch[name][begin:end], torch.nan)[start:].tolist())
+            for name in TOKEN_FIELDS
+            if name in batch
+        },
+    }
+
 
 NUM_BINS = 64  # TensorBoard shows about 30
 # Change of the entropy bonus's factor in a step: the paper's (Skywork-OR1). No recipe sets another, and from 0 the factor passes

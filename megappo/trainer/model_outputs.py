@@ -17,7 +17,7 @@ from megappo.parallel.totals import largest, total
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.critics import critics_in, fields_of
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.experience.owners import Owners
+from megappo.trainer.experience.table import Owners
 from megappo.trainer.roles import LanguageModel
 from megappo.trainer.token_scans import whole_responses
 

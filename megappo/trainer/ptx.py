@@ -12,7 +12,7 @@ from torch import Tensor
 from megappo.data.packing import PackedBatch, joined
 from megappo.data.ragged import Ragged
 from megappo.parallel.shares import Shares
-from megappo.trainer.experience.owners import balanced
+from megappo.trainer.experience.table import balanced
 from megappo.trainer.prepare.data import TextData
 from megappo.trainer.roles import PTX_WEIGHT
 

@@ -19,8 +19,7 @@ from megappo.rollout.types import Played, Request
 from megappo.telemetry.metrics import Metric
 from megappo.trainer.experience.collect import prompt_of_sample
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.experience.owners import Owners
-from megappo.trainer.experience.table import SampleTable
+from megappo.trainer.experience.table import Owners, SampleTable
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.experience.owners import Owners
 from megappo.trainer.experience.route import GroupWire
-from megappo.trainer.experience.table import SampleTable, balanced
+from megappo.trainer.experience.table import Owners, SampleTable, balanced
 from megappo.trainer.ptx import DrawnTexts, with_texts
 from megappo.trainer.reweighting import REJECTED
 from megappo.trainer.roles import NLL_WEIGHT, LanguageModel, UpdateResult, critic_reads, policy_reads

@@ -59,7 +59,7 @@ def difference(local: Shapes, te: Shapes) -> str:
 
 
 def _shapes(arch: Any, layout: Any, rank: int, value_head: bool, implementation: Any) -> Shapes:
-    from megappo.models.naming import named_parameters
+    from megappo.models.gpt import named_parameters
     from tests.models.meta import meta_model
 
     with meta_model(arch, layout, rank, value_head=value_head, implementation=implementation) as chunks:

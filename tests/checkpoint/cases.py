@@ -24,11 +24,12 @@ from megappo.checkpoint import directory as directory_module
 from megappo.checkpoint import store as store_module
 from megappo.checkpoint import verification
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.manifest import (
     KEY_VARIABLE,
     MANIFEST,
+    DamagedCheckpoint,
     Manifest,
+    RefusedCheckpoint,
     fingerprint_file,
     list_files,
     read_manifest,

@@ -105,7 +105,7 @@ def engine(
 
 def fill(chunks, groups, critic, seed):
     """The same model in every layout: values are drawn for the Hugging Face tensors and cut as an import does it."""
-    from megappo.models.naming import named_parameters
+    from megappo.models.gpt import named_parameters
     from megappo.models.pieces import as_2d
     from megappo.models.weight_map import hf_tensors, megatron_pieces
 

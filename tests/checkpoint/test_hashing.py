@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from blake3 import blake3
 
-from megappo.checkpoint import hashing
-from megappo.checkpoint.files import write_file
-from megappo.checkpoint.hashing import hash_file
+from megappo.checkpoint import files
+from megappo.checkpoint.files import hash_file, write_file
 from megappo.checkpoint.manifest import FORMAT, MANIFEST, Manifest, read_manifest, write_manifest
 
 CHUNK = 7
@@ -20,8 +19,8 @@ CONTENT = bytes(range(50))
 
 @pytest.fixture
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(hashing, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(hashing, "_READ_BYTES", 3)
+    monkeypatch.setattr(files, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(files, "_READ_BYTES", 3)
 
 
 def test_a_small_file_is_one_chunk(tmp_path):

@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from megappo.checkpoint import manifest as module
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint, UnsafeCheckpoint
 from megappo.checkpoint.manifest import (
     KEY_VARIABLE,
     MANIFEST,
+    DamagedCheckpoint,
     Manifest,
+    RefusedCheckpoint,
+    UnsafeCheckpoint,
     fingerprint_file,
     list_files,
     read_manifest,

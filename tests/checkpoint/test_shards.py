@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megappo.checkpoint.errors import UnsafeCheckpoint
 from megappo.checkpoint.image import FileImage
+from megappo.checkpoint.manifest import UnsafeCheckpoint
 from megappo.checkpoint.shards import StoredTensors, _content
 from megappo.checkpoint.state import StateBox
 

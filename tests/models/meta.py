@@ -24,9 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from megappo.models.arch import ModelArch
 from megappo.models.build import build_model
-from megappo.models.gpt import PackedModel
+from megappo.models.gpt import PackedModel, named_parameters
 from megappo.models.implementation import Implementation
-from megappo.models.naming import named_parameters
 from megappo.parallel import cpu_patches
 from megappo.parallel.groups import build_groups
 from megappo.parallel.layout import ParallelLayout

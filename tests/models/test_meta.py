@@ -42,7 +42,7 @@ def as_pair(case) -> tuple[Sizes, ...]:
 def build_all(rank: int) -> list[dict[str, tuple]]:
     """Of every case and role: name -> (shape, dtype) of this rank's parameters, on the CPU."""
     from megappo.models.build import build_model
-    from megappo.models.naming import named_parameters
+    from megappo.models.gpt import named_parameters
     from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups, destroy_groups
 

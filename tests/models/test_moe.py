@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from megappo.models.arch import check_ep, check_tp
+from megappo.models.gpt import expert_name
 from megappo.models.hf_config import arch_of, read_arch
 from megappo.models.moe import RouterState, moe_config
-from megappo.models.naming import expert_name
 from megappo.models.weight_map import hf_tensors, local_shapes, megatron_pieces
 from megappo.parallel.layout import ParallelLayout
 from tests.models import moe_worlds

@@ -136,7 +136,7 @@ def built_shapes(rank, folder, cases, layouts):
     for case in cases:
         for layout in layouts:
             for critic in (False, True):
-                from megappo.models.naming import named_parameters
+                from megappo.models.gpt import named_parameters
 
                 _, groups, model = build(Path(folder, case), layout, critic=critic)
                 marks = ("tensor_model_parallel", "sequence_parallel")
@@ -202,7 +202,7 @@ def train_step(arch, groups, model, sequences, weight, *, critic, distributed_op
 
 def gradients(rank, folder, jobs):
     """Per job this rank's gradient as pieces: [(hf name, box, values)]. jobs: (case, layout, critic, recompute)."""
-    from megappo.models.naming import named_parameters
+    from megappo.models.gpt import named_parameters
     from megappo.models.pieces import as_2d
     from megappo.models.weight_map import megatron_pieces
 

@@ -15,10 +15,9 @@ import pytest
 from megappo.config.environment_sections import EnvironmentConfig
 from megappo.config.errors import ConfigError
 from megappo.config.schema import DataConfig, RolloutConfig
-from megappo.data.conversation import Conversation
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import HuggingFaceTokenizer
-from megappo.rollout.environment import WorkersEnvironment, environment_of, with_environment
+from megappo.rollout.environment import Conversation, WorkersEnvironment, environment_of, with_environment
 from megappo.rollout.generation import generate
 from megappo.rollout.turn import Turn
 from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response, SamplingParams, Segment

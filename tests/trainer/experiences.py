@@ -17,7 +17,7 @@ from megappo.rewards.compose import Scored
 from megappo.rollout.types import Request, Response
 from megappo.trainer.experience.collect import pack_experience
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.experience.owners import Owners
+from megappo.trainer.experience.table import Owners
 from megappo.trainer.scoring import score_responses
 
 

@@ -7,7 +7,7 @@ from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.advantages import add_advantages
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.experience.owners import Owners
+from megappo.trainer.experience.table import Owners
 from megappo.trainer.updates import targets_of
 
 # Responses of one to three turns: (given, sampled) tokens of each. The third has no sampled token.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megappo.checkpoint.errors import DamagedCheckpoint
+from megappo.checkpoint.manifest import DamagedCheckpoint
 from megappo.trainer.checkpoints import Checkpoints, NonFiniteWeights
 
 

@@ -10,7 +10,7 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
 from megappo.rollout.types import SamplingParams
 from megappo.runtime.ending import Unrecoverable
-from megappo.trainer.experience.owners import Owners
+from megappo.trainer.experience.table import Owners
 from megappo.trainer.model_outputs import NonFiniteOutput, computing_ranks, num_not_finite, require_finite_outputs
 from megappo.trainer.sampler_check import compare_with_sampler
 from tests.trainer.experiences import dealt

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megappo.checkpoint.errors import RefusedCheckpoint
+from megappo.checkpoint.manifest import RefusedCheckpoint
 from megappo.commands.launch.restart import Start, next_start, saved_steps, set_aside
 from megappo.config.run_sections import RunConfig
 from megappo.runtime.ending import Ended, is_stopped, read_end, record_end

@@ -15,7 +15,7 @@ from megappo.data.tokenizers import load_tokenizer
 from megappo.rewards.compose import Scored
 from megappo.telemetry.jsonl import dump_line
 from megappo.telemetry.trajectories.files import FORMAT, TOKEN_FIELDS
-from megappo.trainer.trajectories import draw_samples, trajectories_of
+from megappo.trainer.extras import draw_samples, trajectories_of
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.trainer.experiences import dealt
 from tests.trainer.test_report import PROMPTS, changed, record

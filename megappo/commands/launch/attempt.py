@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.checkpoint.errors import RefusedCheckpoint
+from megappo.checkpoint.manifest import RefusedCheckpoint
 from megappo.commands.launch.environment import report
 from megappo.commands.launch.restart import NoProgress, newest_step, next_start, read_starts, record_start, saved_steps, set_aside
 from megappo.config.errors import ConfigError, problem

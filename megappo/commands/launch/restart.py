@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
+from megappo.checkpoint.manifest import DamagedCheckpoint, RefusedCheckpoint
 from megappo.config.run_directory import CHECKPOINTS, LAUNCHES, is_lease
 from megappo.runtime.ending import CONFIG, ENDED, is_stopped
 from megappo.runtime.world import SKIP_STEPS

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megappo.checkpoint.errors import RefusedCheckpoint
+from megappo.checkpoint.manifest import RefusedCheckpoint
 from megappo.commands.launch.local import WorldEnd, prepare, run_world, say
 from megappo.commands.launch.processes import NewProcesses, SharedImports
 from megappo.commands.launch.requests import Requests

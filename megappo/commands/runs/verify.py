@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.errors import RefusedCheckpoint
-from megappo.checkpoint.manifest import Manifest, find_wrong_content, list_files, require_complete
+from megappo.checkpoint.manifest import Manifest, RefusedCheckpoint, find_wrong_content, list_files, require_complete
 from megappo.commands.runs.read import BROKEN
 from megappo.config.errors import ConfigError
 from megappo.config.run_directory import CHECKPOINTS

@@ -19,11 +19,11 @@ from torch import Tensor
 from megappo.commands.verify.recording import LONGEST_SEQUENCE
 from megappo.config.role_sections import ParallelConfig
 from megappo.models.arch import ModelArch, check_cp, check_tp
-from megappo.models.classifier import is_classifier
 from megappo.models.families.registry import FAMILIES
 from megappo.models.hf_config import arch_of, text_config, usual_keys
 from megappo.models.implementation import Implementation
 from megappo.models.weight_map import hf_tensors
+from megappo.trainer.prepare.reward_model import is_classifier
 
 HIDDEN_SIZE, HEAD_DIM = 32, 8
 # Prime, so that every tp pads it.

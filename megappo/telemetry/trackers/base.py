@@ -14,7 +14,7 @@ from megappo.telemetry.jsonl import dump_line, replace_file
 Status = Literal["finished", "stopped", "failed"]
 
 TEXT_COLUMNS = ("id", "score", "prompt", "response", "answer")
-"""Fields of a trajectory (`trainer/trajectories.py`) that trackers show as text."""
+"""Fields of a trajectory (`trainer/extras.py`) that trackers show as text."""
 
 
 @dataclass(frozen=True)

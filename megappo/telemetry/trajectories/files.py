@@ -1,5 +1,5 @@
 """Files of a run's trajectories: RUN/trajectories/step_000010.jsonl, one JSON object per sample; keys in docs/telemetry.md.
-`trainer/trajectories.py` writes them, `read.py` reads them; here they are found without opening them. Imports neither numpy nor
+`trainer/extras.py` writes them, `read.py` reads them; here they are found without opening them. Imports neither numpy nor
 torch."""
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from megappo.data.positions import Spans
 from megappo.data.ragged import Ragged
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world, total
-from megappo.trainer.experience.owners import Owners
 from megappo.trainer.experience.route import Route, Wire, world_wire
-from megappo.trainer.experience.table import SampleTable
+from megappo.trainer.experience.table import Owners, SampleTable
 
 
 class Fields(NamedTuple):

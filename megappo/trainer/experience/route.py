@@ -15,7 +15,7 @@ from torch import Tensor
 from megappo.data.positions import Spans
 from megappo.data.ragged import Ragged
 from megappo.parallel.device import world_group
-from megappo.trainer.experience.owners import Owners
+from megappo.trainer.experience.table import Owners
 
 # Bytes of a mean share in one exchange, which keeps buffers small. A message costs about 20 us of CPU time on each end, as much as
 # 100 KB over gloo.

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.identity import head_of, identity_of_model, other_adapters, other_head
-from megappo.checkpoint.manifest import Manifest, models_of
+from megappo.checkpoint.manifest import DamagedCheckpoint, Manifest, RefusedCheckpoint, models_of
 from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import AnyCriticConfig, key_of_role
 from megappo.config.run_directory import CHECKPOINTS

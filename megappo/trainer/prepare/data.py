@@ -15,7 +15,6 @@ from megappo.config.layout_checks import uses_model
 from megappo.config.role_sections import is_critic
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.cache import Cache
-from megappo.data.conversation import Conversation
 from megappo.data.demonstrations import DemonstrationRules, DemonstrationSet, demonstrations_of
 from megappo.data.loader import PassRates, PromptLoader, weights_of
 from megappo.data.prompts import PromptFormat, PromptSet
@@ -25,7 +24,7 @@ from megappo.data.texts import TextRules, TextSet, texts_of
 from megappo.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.rewards.base import PreparedPart
-from megappo.rollout.environment import PreparedEnvironment
+from megappo.rollout.environment import Conversation, PreparedEnvironment
 from megappo.rollout.turn import USE
 from megappo.runtime.user_code import OwnCode
 from megappo.trainer.prepare.evaluations import EvaluationSet, check_evaluations, load_evaluations

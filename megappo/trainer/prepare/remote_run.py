@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.errors import DamagedCheckpoint, RefusedCheckpoint
+from megappo.checkpoint.manifest import DamagedCheckpoint, RefusedCheckpoint
 from megappo.checkpoint.remote import fetch_files, fetch_manifest, list_copies, url_of_run
 from megappo.config.errors import ConfigError, problem
 from megappo.config.run_directory import CHECKPOINTS, check_run_dir, holds_run, run_dir_of

@@ -16,9 +16,8 @@ from megappo.data.ragged import NO_ID, Ragged
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
 from megappo.trainer.experience.experience import Experience, rows_of
-from megappo.trainer.experience.owners import Owners
 from megappo.trainer.experience.route import Leg, world_wire
-from megappo.trainer.experience.table import SampleTable
+from megappo.trainer.experience.table import Owners, SampleTable
 from tests.parallel.test_totals import reduced
 from tests.trainer.experience.threads import world_of_threads
 from tests.worlds import spawn_world

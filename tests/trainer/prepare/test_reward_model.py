@@ -15,9 +15,8 @@ from megappo.config.loading import validated
 from megappo.config.schema import DataConfig, TrainConfig
 from megappo.data.cache import Cache
 from megappo.data.prompts import Prompt, PromptSet
-from megappo.models.classifier import labels_of
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
-from megappo.trainer.prepare.reward_model import load_reward_text
+from megappo.trainer.prepare.reward_model import labels_of, load_reward_text
 from tests.data.tokenizer_files import TEMPLATE
 from tests.models.checkpoints import write_checkpoint
 from tests.trainer.reward_models import config_of, write_reward_model
