@@ -24,7 +24,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.cache import Cache
 from megappo.data.loader import PromptLoader
 from megappo.data.prompt_rows import PromptRules, prompts_of
@@ -32,6 +31,7 @@ from megappo.data.prompts import Prompt, PromptFormat, PromptSet, answer_field, 
 from megappo.data.sources import Record, open_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.telemetry.tables import table
+from scripts.arithmetic import train_tokenizer
 
 MODES = ("in memory", "first start", "second start")
 RULES = PromptRules("prompt", "answer", PromptFormat(chat_template=False), max_prompt_tokens=64)

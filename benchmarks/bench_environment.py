@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness.model import Mistake
 from benchmarks.harness.small_model import write_small_model
-from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.tables import table
+from scripts.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
 
 LEFT_OUT = 1  # steps of a run that do not count
 OBSERVE = '''

@@ -34,11 +34,11 @@ from megappo.commands.tune.measure import phases_of, trial_of
 from megappo.commands.tune.placing import stage_seconds
 from megappo.commands.tune.search import Search
 from megappo.config.loading import load_config
-from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
 from megappo.telemetry.hardware import Hardware, dump_hardware
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.tables import figures, table
 from megappo.trainer.prepare.layouts import read_archs
+from scripts.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
 
 RANKS = 2
 LEFT_OUT = 2  # steps of a run that do not count

@@ -51,6 +51,6 @@ say "3/3 PPO (policy tp=$ranks, critic pp=$ranks, vLLM, on the same ranks)"
   "${layout[@]}" "${critic_layout[@]}" "$@"
 
 say "done in $((SECONDS - started)) s ($((installed - started)) s of them set-up)"
-"$python" -P -m megappo.telemetry.summary "$dir/ppo"
+"$python" scripts/run_summary.py "$dir/ppo"
 echo "try it:              $python -m megappo generate $dir/ppo/export --tokenizer $dir/model/tokenizer.model \\
                      --raw --dtype fp32 --prompt 347+8= --max-tokens 6"

@@ -6,12 +6,14 @@ python scripts/quickstart_model.py runs/quickstart
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from megappo.data.arithmetic import ArithmeticFiles, ArithmeticTask, train_tokenizer, write_arithmetic
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from scripts.arithmetic import ArithmeticFiles, ArithmeticTask, train_tokenizer, write_arithmetic
 
 # 10,000 sums like 347+8=, of which 500 are held out; answered 553, the digits of 355 from the last one on.
 TASK = ArithmeticTask(lowest=0, highest=999, highest_second=9, padded=True, last_digit_first=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megappo.commands import cli
-from megappo.data.arithmetic import train_tokenizer
 from megappo.runtime import installed
 from megappo.runtime.signals import StopRequest
+from scripts.arithmetic import train_tokenizer
 from tests.commands.plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
 from tests.commands.test_cli import files_of, run
 from tests.data.tokenizer_files import write_hf_tokenizer

@@ -199,8 +199,8 @@ def prepare(folder: Path, name: str) -> Path:
     files, task = folder / name, TASKS[name]
     if (files / "sft" / "export").exists():
         return files
-    from megappo.data.arithmetic import ALPHABET, train_tokenizer
     from scripts import quickstart_model
+    from scripts.arithmetic import ALPHABET, train_tokenizer
 
     config = quickstart_model.llama_config()
     config.update(dict(task.model))

@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 
 def write_small_model(folder: Path, *, vocab_size: int, num_layers: int) -> None:
-    """Write its checkpoint of width 256, with the special ids of `data.arithmetic.train_tokenizer` and separate embeddings."""
+    """Write its checkpoint of width 256, with the special ids of `scripts.arithmetic.train_tokenizer` and separate embeddings."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.cache import Cache
 from megappo.data.demonstrations import DemonstrationRules, DemonstrationSet, demonstrations_of
 from megappo.data.prompts import PromptFormat
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from scripts.arithmetic import train_tokenizer
 from tests.data.record_lists import Records
 from tests.data.tokenizer_files import write_hf_tokenizer
 

@@ -13,13 +13,13 @@ import pytest
 from pyarrow import parquet
 
 from megappo.data import prompt_rows
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.cache import Cache
 from megappo.data.demonstrations import DemonstrationRules, demonstrations_of
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.sources import open_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from scripts.arithmetic import train_tokenizer
 from tests.data.tokenizer_files import write_hf_tokenizer
 
 PLAIN = PromptFormat(chat_template=False)

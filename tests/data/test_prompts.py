@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from scripts.arithmetic import train_tokenizer
 from tests.data.record_lists import prompts_of_records
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.gsm8k_files import gsm8k, needs_gsm8k

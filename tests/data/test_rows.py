@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from megappo.data import prompt_rows, rows, sources
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.cache import Cache
 from megappo.data.demonstrations import DemonstrationRules, demonstrations_of
 from megappo.data.prompt_rows import PromptRules, prompts_of
@@ -25,6 +24,7 @@ from megappo.data.prompts import PromptFormat
 from megappo.data.rows import Rows
 from megappo.data.sources import open_source
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from scripts.arithmetic import train_tokenizer
 from tests.data.test_prompt_rows import records, typed, write_jsonl, write_parquet
 from tests.data.tokenizer_files import write_hf_tokenizer
 

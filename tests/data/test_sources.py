@@ -12,12 +12,12 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.cache import Cache
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import PromptFormat
 from megappo.data.sources import Record, Source, open_source
 from megappo.data.tokenizers import load_tokenizer
+from scripts.arithmetic import train_tokenizer
 
 
 def read_all(spec: str) -> Source:

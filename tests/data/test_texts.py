@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.cache import Cache
 from megappo.data.texts import TextRules, TextSet, texts_of
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from scripts.arithmetic import train_tokenizer
 from tests.data.record_lists import Records
 
 

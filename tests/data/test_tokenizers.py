@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from scripts.arithmetic import train_tokenizer
 from tests.data.tokenizer_files import SPECIAL, TEXTS, write_hf_tokenizer
 
 CONVERSATIONS = [

@@ -13,7 +13,7 @@ import torch
 import transformers
 import yaml
 
-from megappo.data.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
+from scripts.arithmetic import ArithmeticTask, train_tokenizer, write_arithmetic
 
 # Rewards, losses and KL of the same tokens, added up in another order.
 NUMBERS = (

@@ -15,12 +15,12 @@ import yaml
 from megappo.commands.export.export import export_checkpoint
 from megappo.config.loading import load_config
 from megappo.config.schema import SftConfig
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.parallel.device import start_alone
 from megappo.trainer.prepare.checks import check_sft
 from megappo.trainer.prepare.data import load_sft_data
 from megappo.trainer.sft import train_sft
+from scripts.arithmetic import train_tokenizer
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world

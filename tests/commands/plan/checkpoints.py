@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megappo.data.arithmetic import train_tokenizer
+from scripts.arithmetic import train_tokenizer
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,11 +14,11 @@ from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import placements_in_use, reads_trajectories, roles_in_use, trained_sections
 from megappo.config.loading import validated
 from megappo.config.schema import AlgorithmConfig, TrainConfig
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.token_texts import token_texts
 from megappo.data.tokenizers import load_tokenizer
 from megappo.trainer.prepare.recorded import RecordedData, describe, load_recorded_data
 from megappo.trainer.recorded import with_returns
+from scripts.arithmetic import train_tokenizer
 from tests.commands.trajectories.runs import record, write_run
 
 ARCHS: Any = {"critic": SimpleNamespace(vocab_size=16)}

@@ -11,7 +11,6 @@ import pytest
 from megappo.config.errors import ConfigError
 from megappo.config.loading import validated
 from megappo.config.reward_sections import RewardConfig
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.cache import Cache
 from megappo.data.prompt_rows import PromptRules, StoredPrompts, prompts_of
 from megappo.data.prompts import Prompt, PromptFormat, PromptSet
@@ -19,6 +18,7 @@ from megappo.data.sources import open_source
 from megappo.data.tokenizers import load_tokenizer
 from megappo.trainer.prepare.reward_notes import reward_notes
 from megappo.trainer.prepare.reward_parts import load_parts
+from scripts.arithmetic import train_tokenizer
 
 STRICT = validated({"parts": [{"name": "gsm8k_strict"}]}, RewardConfig)
 

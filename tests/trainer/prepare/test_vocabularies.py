@@ -8,9 +8,9 @@ import pytest
 
 from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
-from megappo.data.arithmetic import train_tokenizer
 from megappo.data.tokenizers import load_tokenizer
 from megappo.trainer.prepare.data import check_vocabularies
+from scripts.arithmetic import train_tokenizer
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.trainer.small_run import set_keys
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megappo.data.arithmetic import ALPHABET, ArithmeticTask, train_tokenizer, write_arithmetic
 from megappo.data.tokenizers import load_tokenizer
+from scripts.arithmetic import ALPHABET, ArithmeticTask, train_tokenizer, write_arithmetic
 
 TASKS = [ArithmeticTask(), ArithmeticTask(10, 60, "+-"), ArithmeticTask(0, 50, "*-+")]
 

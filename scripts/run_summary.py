@@ -1,4 +1,4 @@
-"""Summary of a finished run from its metrics.jsonl: scores, times and paths. `python -m megappo.telemetry.summary RUN_DIR`."""
+"""Summary of a finished run from its metrics.jsonl: scores, times and paths. `python scripts/run_summary.py RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m megappo.telemetry.summary RUN_DIR")
+        sys.exit("usage: python scripts/run_summary.py RUN_DIR")
     try:
         print(summary(Path(sys.argv[1])))
     except ValueError as error:
