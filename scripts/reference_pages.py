@@ -81,10 +81,11 @@ def default_text(field: FieldInfo) -> str:
 
 
 class Listed:
-    """What the page already has: classes of items and choices, and table rows with the section that shows them."""
+    """What the page already has: classes of items and choices, texts, and table rows with the section that shows them."""
 
     def __init__(self) -> None:
         self.classes: set[type[BaseModel]] = set()
+        self.texts: set[str] = set()
         self.rows: dict[str, str] = {}
 
 
@@ -93,7 +94,8 @@ def section_lines(name: str, cls: type[BaseModel], text: str, listed: Listed) ->
     properties = cls.model_json_schema()["properties"]
     values = [(key, field) for key, field in cls.model_fields.items() if not section_classes(field) or field.default is None]
     if name:
-        yield from (f"### {name}", "", text, "")
+        yield from (f"### {name}", "", *([] if text in listed.texts else [text, ""]))
+    listed.texts |= {text} | {field.description or "" for _, field in values}
     yield from table_lines(name, values, properties, listed)
     yield from inner_lines(name, cls, listed)
 
@@ -151,9 +153,10 @@ def _row(key: str, field: FieldInfo, schema: Mapping[str, Any]) -> str:
 
 
 def config_page() -> str:
-    lines, listed = [CONFIG_HEAD], Listed()
-    for title, cls in (("`megappo train`", TrainConfig), ("`megappo sft`", SftConfig)):
-        lines += [f"## {title}", "", *section_lines("", cls, "", listed)]
+    lines, listed = [CONFIG_HEAD, "## `megappo train`", ""], Listed()
+    lines += section_lines("", TrainConfig, "", listed)
+    listed.rows = dict.fromkeys(listed.rows, "megappo train")  # what both commands have is shown once
+    lines += ["## `megappo sft`", "", *section_lines("", SftConfig, "", listed)]
     return "\n".join(lines).rstrip() + "\n"
 
 
