@@ -21,7 +21,6 @@ def train_rank(args: argparse.Namespace) -> int:
     from megappo.config.loading import load_config
     from megappo.runtime.signals import StopRequest
     from megappo.runtime.world import world_size
-    from megappo.trainer.prepare.inputs import check_inputs
 
     stop = StopRequest()
     _enter(stop)
@@ -31,7 +30,6 @@ def train_rank(args: argparse.Namespace) -> int:
             "`megappo launch --local` itself can restart them (under Slurm: --max-requeues)"
         )
     config = local_models(load_config(args.config, args.overrides))
-    check_inputs(config, resume=args.resume)
     from megappo.trainer.prepare.run import prepare_run
 
     ranks = world_size(config.run)
@@ -52,11 +50,9 @@ def sft_rank(args: argparse.Namespace) -> int:
     from megappo.config.loading import load_config
     from megappo.config.schema import SftConfig
     from megappo.runtime.world import world_size
-    from megappo.trainer.prepare.inputs import check_inputs
 
     _enter()
     config = local_models(load_config(args.config, args.overrides, SftConfig))
-    check_inputs(config)
     from megappo.trainer.prepare.checks import check_sft
     from megappo.trainer.prepare.data import load_sft_data
 

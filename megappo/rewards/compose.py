@@ -143,22 +143,14 @@ def _per_token_of_all(scores: Sequence[Scored]) -> list[list[float] | None] | No
 
 @dataclass(frozen=True)
 class Composition:
-    """Recipes and penalties. A part of weight 0 is only logged; a part's own numbers are logged as `part.inner`.
-    score = sum of weight * part - missing_eos_penalty * [cut] - length_penalty.per_token * max(0, num_tokens - start).
-    Raises ValueError for a recipe without parts or a weight that is not finite."""
+    """Recipes and penalties, as `config.reward_checks` lets them pass. A part of weight 0 is only logged; a part's own numbers are
+    logged as `part.inner`.
+    score = sum of weight * part - missing_eos_penalty * [cut] - length_penalty.per_token * max(0, num_tokens - start)."""
 
     recipes: Mapping[str, Mapping[str, float]]
     """Label -> part -> weight; only `WHOLE` without a route."""
     missing_eos_penalty: float = 0.0
     length_penalty: LengthPenaltyConfig | None = None
-
-    def __post_init__(self) -> None:
-        for recipe in self.recipes.values():
-            if not recipe:
-                raise ValueError("reward.parts is empty: name at least one rule")
-            for name, weight in recipe.items():
-                if not math.isfinite(weight):
-                    raise ValueError(f"reward.parts: the weight of {name} is {weight}, not a finite number")
 
     @property
     def names(self) -> list[str]:

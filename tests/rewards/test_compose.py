@@ -8,7 +8,6 @@ import pytest
 
 from megappo.config.reward_sections import LengthPenaltyConfig
 from megappo.rewards.base import RewardError, RewardInput
-from megappo.rewards.compose import WHOLE, Composition
 from megappo.rewards.inline import InlinePart
 from megappo.rewards.symbolic import MathVerify
 from megappo.rewards.verdict import Verdict
@@ -115,12 +114,6 @@ def test_values_of_models_are_weighed_beside_the_rules() -> None:
     assert found.parts == {"model": [2.0, -4.0], "has_eos": [1.0, 1.0], "model.raw": [5.0, 6.0]}
     with pytest.raises(RewardError, match="reward part model gave nan, not a finite number; sample t#0"):
         scores(scorer, SAMPLES[:1], {"model": {0: Verdict(math.nan, {})}})
-
-
-@pytest.mark.parametrize("weights, says", [({}, "reward.parts is empty"), ({"a": math.nan}, "the weight of a is nan")])
-def test_impossible_compositions_are_refused(weights: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        Composition({WHOLE: weights})
 
 
 def test_the_models_share_of_the_total_is_kept_for_the_statistics() -> None:
