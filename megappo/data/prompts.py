@@ -8,8 +8,12 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
+import numpy
+
+from megappo.data.sources import Written
 from megappo.data.tokenizers import Message, Tokenizer
 
 Record = Mapping[str, Any]
@@ -163,12 +167,23 @@ def question_field(record: Record, key: str, option: str, name: str) -> str | li
 
 
 def answer_field(record: Record, key: str, name: str) -> str:
-    """Reference answer of a record: a string, or the text of a number or truth value. Raises ValueError otherwise."""
+    """Reference answer of a record: a string, or the text of a number or truth value. Raises ValueError otherwise.
+    A number of JSON has its text there, and one of parquet its digits: 72 and not 72.0, since a missing value made it a double."""
     value = record_field(record, key, "data.answer_key", name)
     # The text of null would be None, that of a list Python's notation: no response would ever equal it.
     if value is None or isinstance(value, (Mapping, list, bytes)) or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"data.answer_key={key}: {name} holds {_shorten(value)}, not a string or a number")
-    return require_text(str(value), "the answer", name)
+    return require_text(_answer_text(value), "the answer", name)
+
+
+def _answer_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"  # as JSON has them
+    if isinstance(value, Written):
+        return value.text
+    if isinstance(value, float):
+        return numpy.format_float_positional(value, trim="-")
+    return f"{value:f}" if isinstance(value, Decimal) else str(value)
 
 
 def require_text(text: str, part: str, name: str) -> str:

@@ -19,6 +19,20 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLOCK = 256  # records of a batch
 
 
+class Written(float):
+    """A number with the text that it has in its file, which is the answer's: `0.00001`, not Python's 1e-05."""
+
+    __slots__ = ("text",)
+
+    def __new__(cls, text: str) -> Written:
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)  # other processes get plain numbers
+
+
 class Source(Protocol):
     """Records of one source."""
 
@@ -113,7 +127,7 @@ def line_batch(lines: Sequence[bytes], numbers: Sequence[int | None]) -> Any:
 def _parse_line(spec: str, number: int, line: bytes) -> Record:
     where = f"{spec} line {number}"
     try:
-        record = parse_object(line, where, finite=True)
+        record = parse_object(line, where, finite=True, parse_float=Written)
         _require_flat(record, line)
     except NestedTooDeeply:
         raise ValueError(f"{where} is nested more than {MAX_DEPTH} levels deep") from None
@@ -142,7 +156,25 @@ class _Arrow:
 
     @staticmethod
     def records(spec: str, batch: Any) -> Iterator[tuple[Record, int | None]]:
-        return ((record, None) for record in batch.to_pylist())
+        narrow = [field for field in batch.schema if _NARROW.search(str(field.type))]
+        for record in batch.to_pylist():
+            for field in narrow:
+                record[field.name] = _decimal(record[field.name], field.type)
+            yield record, None
+
+
+_NARROW = re.compile(r"\b(?:half)?float\b")
+
+
+def _decimal(value: Any, kind: Any) -> Any:
+    """The double that a float of 32 or 16 bits was written as: 0.1, not 0.10000000149011612. Lists, which may be long, stay."""
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind) and value is not None:
+        return {field.name: _decimal(value[field.name], field.type) for field in kind}
+    if value is None or not (pyarrow.types.is_float32(kind) or pyarrow.types.is_float16(kind)):
+        return value
+    return float(str(kind.to_pandas_dtype()(value)))
 
 
 class Parquet(_Arrow):

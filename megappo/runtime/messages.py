@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -43,11 +43,14 @@ class NestedTooDeeply(ValueError):
     """Text nested deeper than Python's own limit."""
 
 
-def parse_object(content: bytes, what: str, *, finite: bool = False) -> dict[str, Any]:
-    """Parse a JSON object in UTF-8. finite: refuse NaN and Infinity, which JSON lacks and transformers writes. ValueError, one line
-    that begins with `what`: not UTF-8, not JSON, or not an object; NestedTooDeeply."""
+def parse_object(
+    content: bytes, what: str, *, finite: bool = False, parse_float: Callable[[str], float] | None = None
+) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8. finite: refuse NaN and Infinity, which JSON lacks and transformers writes. parse_float: makes
+    the numbers that are no integers, of their text. ValueError, one line that begins with `what`: not UTF-8, not JSON, or not an
+    object; NestedTooDeeply."""
     try:
-        value = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant if finite else None)
+        value = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant if finite else None, parse_float=parse_float)
     except UnicodeDecodeError as error:
         raise ValueError(f"{what} is not valid JSON: byte {error.start} is not UTF-8; save it as UTF-8") from error
     except RecursionError:

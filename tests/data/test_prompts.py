@@ -65,7 +65,7 @@ def test_a_suffix_joins_the_question_before_tokens_are_made(char: Tokenizer) -> 
 
 def test_numbers_and_truth_values_are_answers(char: Tokenizer) -> None:
     built = build([{"prompt": "1=", "answer": answer} for answer in (7, 2.5, "7", 10**30, True)], char)
-    assert [prompt.answer for prompt in built.prompts] == ["7", "2.5", "7", str(10**30), "True"]
+    assert [prompt.answer for prompt in built.prompts] == ["7", "2.5", "7", str(10**30), "true"]
 
 
 def test_half_a_pair_in_a_message_names_the_record(hf: Tokenizer) -> None:

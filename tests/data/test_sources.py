@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 from random import Random
 
+import numpy
+import pandas
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -243,3 +247,71 @@ def test_mutated_data_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
             assert str(file) in str(error) and "\n" not in str(error), error
             assert not isinstance(error, UnicodeError)  # a library's own words
     assert min(outcomes["read"], outcomes["refused"]) > 25, outcomes
+
+
+def answers_of(spec: str, root: Path, answer_key: str = "answer") -> list[str]:
+    """The texts that the rewards get for the answers of a file, tokenised character by character."""
+    rules = PromptRules("prompt", answer_key, PromptFormat(chat_template=False), max_prompt_tokens=99)
+    tokenizer = load_tokenizer(train_tokenizer(root / "char"))
+    return [prompt.answer for prompt in prompts_of(open_source(spec), tokenizer, rules, Cache(root / "cache"))]
+
+
+def test_a_number_of_json_is_the_answer_as_it_is_written(tmp_path: Path) -> None:
+    written = [
+        "0.00001",
+        "1e5",
+        "1E-7",
+        "72.0",
+        "2.50",
+        "0.1",
+        "-3",
+        "100000000000000000000000",
+        "12345678901234567890.123",
+        "true",
+        "false",
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(f'{{"prompt": "1=", "answer": {text}, "n": 0.50}}\n' for text in written), "utf-8")
+    assert answers_of(str(file), tmp_path) == written
+    [first, *_] = read_records(str(file))
+    assert first == {"prompt": "1=", "answer": 1e-5, "n": 0.5} and json.dumps(first["n"]) == "0.5"
+    assert type(pickle.loads(pickle.dumps(first["n"]))) is float, "a reward in another process gets plain numbers"
+
+
+@pytest.mark.parametrize(
+    "kind, values, texts",
+    [
+        ("int64", [72, -1], ["72", "-1"]),
+        (
+            "double",
+            [72.0, 0.1, 1e-5, 1e22, 2.5],
+            ["72", "0.1", "0.00001", "1" + 22 * "0", "2.5"],
+        ),  # pandas: int with a missing value
+        ("float", [72.0, 0.1, 1e-5, 16777216.0], ["72", "0.1", "0.00001", "16777216"]),
+        ("halffloat", [0.1, 2.0], ["0.1", "2"]),
+        ("bool", [True, False], ["true", "false"]),
+        ("decimal", ["72.00", "0.10", "0.0000001"], ["72.0000000", "0.1000000", "0.0000001"]),
+    ],
+)
+def test_a_number_of_parquet_is_the_answer_in_digits(tmp_path: Path, kind: str, values: list, texts: list[str]) -> None:
+    if kind == "decimal":
+        column = pyarrow.array([Decimal(value) for value in values], pyarrow.decimal128(20, 7))
+    elif kind == "halffloat":
+        column = pyarrow.array(numpy.array(values, numpy.float16))
+    else:
+        column = pyarrow.array(values, pyarrow.type_for_alias(kind))
+    nested = pyarrow.StructArray.from_arrays([column], ["value"])
+    table = pyarrow.table({"prompt": ["1="] * len(values), "answer": column, "deep": nested})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    for key in ("answer", "deep.value"):
+        assert answers_of(str(tmp_path / "a.parquet"), tmp_path, key) == texts
+
+
+def test_an_int_column_with_a_missing_value_gives_integers(tmp_path: Path) -> None:
+    column = pyarrow.array([72, None], pyarrow.int64())
+    parquet.write_table(pyarrow.table({"prompt": ["1=", "2="], "answer": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet#1 holds null, not a string or a number"):
+        answers_of(str(tmp_path / "a.parquet"), tmp_path)
+    frame = pandas.DataFrame({"prompt": ["1=", "2="], "answer": [72, None]})  # its column of integers is one of doubles now
+    frame.dropna().to_parquet(tmp_path / "b.parquet")
+    assert answers_of(str(tmp_path / "b.parquet"), tmp_path) == ["72"]
