@@ -15,7 +15,7 @@ TEMPLATE = ROOT / "benchmarks" / "experiments.md.in"
 FIGURES = ROOT / "docs" / "experiments.json"
 PAGE = ROOT / "docs" / "experiments.md"
 IMAGES = ROOT / "docs" / "images"
-HEAD = ("task", "arm", "step at the goal", "responses until then", f"reward, last {LAST} steps", "held-out", "explained variance")
+HEAD = ("task", "arm", "step at the goal", f"reward, last {LAST} steps", "held-out", "explained variance")
 
 
 def render(template: str, figures: Mapping[str, Any]) -> str:
@@ -68,7 +68,6 @@ def result_rows(results: Results, arms: Sequence[str]) -> Iterator[list[str]]:
                 task,
                 ARMS[arm].title,
                 marked(one.to_goal, base and base.to_goal, 0),
-                Spread.of(step * of_task.samples for step in one.to_goal.values).text(0),
                 marked(one.reward, base and base.reward, 3),
                 marked(one.held_out, base and base.held_out, 3),
                 "-" if one.explained is None else marked(one.explained, base and base.explained, 2),

@@ -36,7 +36,7 @@ def test_a_changed_loop_changes_the_picture():
 def site(tmp_path_factory) -> Path:
     """The repository with a copy of docs/ that a test may change."""
     folder = tmp_path_factory.mktemp("site")
-    for entry in ("megappo", "scripts", "benchmarks", "tests", "examples", "README.md"):
+    for entry in ("megappo", "scripts", "benchmarks", "tests", "examples", "README.md", "AGENTS.md"):
         (folder / entry).symlink_to(ROOT / entry)
     for entry in ("CONTRIBUTING.md", "CHANGELOG.md"):  # included: links in them are resolved from where the file really is
         shutil.copy(ROOT / entry, folder / entry)
