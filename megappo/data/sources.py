@@ -113,7 +113,8 @@ class JsonLines:
     @staticmethod
     def records(spec: str, batch: Any) -> Iterator[tuple[Record, int | None]]:
         for line, number in zip(batch.column("line").to_pylist(), batch.column("number").to_pylist()):
-            yield _parse_line(spec, number, line), number
+            record = _parse_line(spec, number, line)
+            yield (_absent(record, deep=False) if b"null" in line else record), number
 
 
 def line_batch(lines: Sequence[bytes], numbers: Sequence[int | None]) -> Any:
@@ -149,6 +150,24 @@ def _items(value: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     return list(value.values()) if isinstance(value, Mapping) else list(value)
 
 
+def _absent(value: Any, deep: bool) -> Any:
+    """The value without null keys of chat messages: templates ask `'name' in message`, and a column of structs pads each message
+    with the keys of all others. deep: without those of objects in messages too, which are padding in a column, but not in JSON."""
+    if isinstance(value, dict):
+        return {key: _absent(one, deep) for key, one in value.items()}
+    if not isinstance(value, list) or not value or not isinstance(value[0], (dict, list)):
+        return value
+    if all(isinstance(one, dict) and "role" in one and "content" in one for one in value):
+        return [_filled(one) if deep else {key: part for key, part in one.items() if part is not None} for one in value]
+    return [_absent(one, deep) for one in value]
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(one) for key, one in value.items() if one is not None}
+    return [_filled(one) for one in value] if isinstance(value, list) else value
+
+
 class _Arrow:
     """Records of Arrow tables, which keep every type that JSON lacks."""
 
@@ -157,9 +176,12 @@ class _Arrow:
     @staticmethod
     def records(spec: str, batch: Any) -> Iterator[tuple[Record, int | None]]:
         narrow = [field for field in batch.schema if _NARROW.search(str(field.type))]
+        padded = [field.name for field in batch.schema if "role: " in str(field.type)]  # columns that may hold messages
         for record in batch.to_pylist():
             for field in narrow:
                 record[field.name] = _decimal(record[field.name], field.type)
+            for name in padded:
+                record[name] = _absent(record[name], deep=True)
             yield record, None
 
 

@@ -17,11 +17,14 @@ import pytest
 from pyarrow import parquet
 
 from megappo.data.cache import Cache
+from megappo.data.demonstrations import DemonstrationRules, demonstrations_of
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import PromptFormat
+from megappo.data.reward_text import RewardText
 from megappo.data.sources import Record, Source, open_source
 from megappo.data.tokenizers import load_tokenizer
 from scripts.arithmetic import train_tokenizer
+from tests.data.tokenizer_files import write_hf_tokenizer
 
 
 def read_all(spec: str) -> Source:
@@ -315,3 +318,46 @@ def test_an_int_column_with_a_missing_value_gives_integers(tmp_path: Path) -> No
     frame = pandas.DataFrame({"prompt": ["1=", "2="], "answer": [72, None]})  # its column of integers is one of doubles now
     frame.dropna().to_parquet(tmp_path / "b.parquet")
     assert answers_of(str(tmp_path / "b.parquet"), tmp_path) == ["72"]
+
+
+CALL = {"function": {"name": "f", "arguments": {"x": 1}}}
+CONVERSATION = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b", "tool_calls": [CALL, {"function": {"name": "g", "arguments": {"y": [None, 2]}}}]},
+    {"role": "user", "content": "c", "name": "bob"},
+]
+"""No two messages have the same keys, so that the columns of parquet pad each with nulls."""
+SHOWS_KEYS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}{% if 'name' in m %} name={{ m['name'] }}{% endif %}"
+    "{% if 'tool_calls' in m %}{% for c in m['tool_calls'] %} {{ c['function']['arguments'] | tojson }}{% endfor %}{% endif %}"
+    "\n{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_the_nulls_with_which_parquet_pads_messages_are_no_keys(tmp_path: Path) -> None:
+    record = {"prompt": CONVERSATION, "answer": "x", "deep": {"chat": CONVERSATION, "style": None}, "chats": [CONVERSATION]}
+    parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "a.parquet")
+    assert parquet.read_table(tmp_path / "a.parquet").to_pylist() != [record], "the file has them"
+    assert read_records(str(tmp_path / "a.parquet")) == [record], "a null beside messages stays"
+
+
+def test_a_null_of_a_message_in_json_is_no_key_and_those_of_its_values_stay(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": {"x": None}}}
+    message = {"role": "user", "content": "null", "tool_calls": [call]}
+    line = {"prompt": [{**message, "name": None}], "answer": None, "deep": {"chat": [{**message, "name": None}]}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line), "utf-8")
+    assert read_records(str(tmp_path / "a.jsonl")) == [{"prompt": [message], "answer": None, "deep": {"chat": [message]}}]
+
+
+def test_a_template_does_not_see_padding_in_prompts_demonstrations_and_reward_texts(tmp_path: Path) -> None:
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": CONVERSATION, "answer": "x"}]), tmp_path / "a.parquet")
+    tokenizer = load_tokenizer(write_hf_tokenizer(tmp_path / "hf", chat_template=SHOWS_KEYS))
+    form, source = PromptFormat(), open_source(str(tmp_path / "a.parquet"))
+    [prompt] = prompts_of(source, tokenizer, PromptRules("prompt", "answer", form, 999), Cache(tmp_path / "cache"))
+    expected = tokenizer.chat(CONVERSATION)
+    assert list(prompt.tokens) == expected and "None" not in tokenizer.decode(expected)
+    rules = DemonstrationRules("prompt", "answer", form, 999)
+    [shown] = demonstrations_of(source, tokenizer, rules, Cache(tmp_path / "cache"))
+    assert list(shown.tokens[: shown.prompt_length]) == expected
+    scored = RewardText(tokenizer, True, "prompt", form, None, 999).encode(prompt, "x")
+    assert scored == tokenizer.conversation([*CONVERSATION, {"role": "assistant", "content": "x"}])
