@@ -114,7 +114,8 @@ class DataConfig(Section):
     """Held-out prompts for validation, same forms as `train`: one greedy answer each, scored by `reward`. `evaluations` names
     further sets."""
     tokenizer: ModelPath | None = None
-    """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
+    """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`. A response ends at
+    its eos_token, and at `eos_token_id` of generation_config.json, else config.json, beside it and of the model."""
     prompt_key: str = "prompt"
     """Field of a record that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""
     answer_key: str = "answer"

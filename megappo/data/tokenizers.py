@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     eos_id: int
     """Ends a demonstration."""
     eos_ids: tuple[int, ...]
-    """All ids that end a response, eos_id first (`generation_config.json` may name more)."""
+    """All ids that end a response, eos_id first; the model may name more (`load_tokenizer`)."""
     pad_id: int | None
     """None if the tokenizer has none; packed batches need none."""
     has_chat_template: bool
@@ -88,15 +88,16 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, model: str | Path | None = None) -> Tokenizer:
     """Open a `.model` file or a tokenizer directory. Raises ValueError with the path and the fix.
-    A directory with tokenizer.json or tokenizer_config.json is Hugging Face's; one with only tokenizer.model is SentencePiece's."""
-    return find_tokenizer(path)()
+    A directory with tokenizer.json or tokenizer_config.json is Hugging Face's; one with only tokenizer.model is SentencePiece's.
+    model: directory of the checkpoint that samples, whose ids end a response too, as those that stand beside the tokenizer."""
+    return find_tokenizer(path, model)()
 
 
-def find_tokenizer(path: str | Path) -> Callable[[], Tokenizer]:
+def find_tokenizer(path: str | Path, model: str | Path | None = None) -> Callable[[], Tokenizer]:
     """Return a reader of the tokenizer at `path`, after a look at its files' names only. Raises ValueError as `load_tokenizer`."""
-    path = Path(path)
+    path, model = Path(path), None if model is None else Path(model)
     if not path.exists():
         raise ValueError(
             f"tokenizer {path} does not exist; set data.tokenizer to a tokenizer directory or a SentencePiece .model file"
@@ -106,18 +107,18 @@ def find_tokenizer(path: str | Path) -> Callable[[], Tokenizer]:
             raise ValueError(
                 f"tokenizer {path} is a file but not a SentencePiece .model; for a Hugging Face tokenizer name its directory"
             )
-        return partial(SentencePieceTokenizer, path)
+        return partial(SentencePieceTokenizer, path, model)
     if (path / "tokenizer.json").exists() or (path / "tokenizer_config.json").exists():
-        return partial(HuggingFaceTokenizer, path)
+        return partial(HuggingFaceTokenizer, path, model)
     if (path / "tokenizer.model").exists():
-        return partial(SentencePieceTokenizer, path / "tokenizer.model")
+        return partial(SentencePieceTokenizer, path / "tokenizer.model", model)
     raise ValueError(f"{path} holds no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model); set data.tokenizer")
 
 
 class HuggingFaceTokenizer:
     """Tokenizer directory of transformers' AutoTokenizer. ValueError if it is unreadable or has its own code (`auto_map`)."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, sampled: Path | None = None) -> None:
         from transformers import AutoTokenizer  # here: it takes seconds, and SentencePiece models do not need it
 
         config = _read_json(directory / "tokenizer_config.json")
@@ -143,7 +144,7 @@ class HuggingFaceTokenizer:
         self.bos_id = tokenizer.bos_token_id
         self.pad_id = tokenizer.pad_token_id
         self.eos_id = tokenizer.eos_token_id
-        self.eos_ids = _eos_ids(self.eos_id, directory)
+        self.eos_ids = _eos_ids(self.eos_id, directory, sampled)
         template = tokenizer.chat_template  # a text, or several by name
         self.has_chat_template = template is not None
         self.chat_template_sha256 = hashlib.sha256(repr(template).encode()).hexdigest() if template is not None else None
@@ -220,7 +221,7 @@ class SentencePieceTokenizer:
     has_chat_template = False
     chat_template_sha256: str | None = None
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, sampled: Path | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
 
         try:
@@ -234,7 +235,7 @@ class SentencePieceTokenizer:
         self.bos_id = _optional(self._processor.bos_id())
         self.pad_id = _optional(self._processor.pad_id())
         self.eos_id = self._processor.eos_id()
-        self.eos_ids = _eos_ids(self.eos_id, model.parent)
+        self.eos_ids = _eos_ids(self.eos_id, model.parent, sampled)
         # Written as tokenizer.model under any name of the file: `load_tokenizer` recognises a directory by it.
         more = model.parent / "generation_config.json"
         self._files = {"tokenizer.model": model, **({more.name: more} if more.is_file() else {})}
@@ -278,9 +279,28 @@ def _decode(ids: Sequence[int], vocab_size: int, known: Callable[[list[int]], st
     return "".join(known(list(run)) if inside else "\ufffd" * len(list(run)) for inside, run in runs)
 
 
-def _eos_ids(eos_id: int, directory: Path) -> tuple[int, ...]:
-    # Chat models often end a turn with another id than the tokenizer's eos_token; the file has an int or a list.
-    return tuple(dict.fromkeys([eos_id, *eos_ids_of(_read_json(directory / "generation_config.json"))]))
+def _eos_ids(eos_id: int, *directories: Path | None) -> tuple[int, ...]:
+    # Chat models often end a turn with another id than the tokenizer's eos_token.
+    more = (_eos_ids_of_model(directory) for directory in directories if directory is not None)
+    return tuple(dict.fromkeys([eos_id, *chain.from_iterable(more)]))
+
+
+def _eos_ids_of_model(directory: Path) -> list[int]:
+    """Ids that end a response of the checkpoint in `directory`, as transformers and vLLM find them: in its generation settings,
+    else in its configuration. Raises ValueError with the file."""
+    config = _read_json(directory / "config.json")
+    text = config.get("text_config")
+    for name, settings in (
+        ("generation_config.json", _read_json(directory / "generation_config.json")),
+        ("config.json", config),
+        ("config.json", text if isinstance(text, Mapping) else {}),
+    ):
+        ids = eos_ids_of(settings)
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+            raise ValueError(f"{directory / name}: eos_token_id = {ids!r}: must be an id, a list of ids or null")
+        if ids:
+            return ids
+    return []
 
 
 def eos_ids_of(settings: Mapping[str, Any]) -> list[int]:

@@ -57,6 +57,48 @@ def test_special_ids_are_those_of_the_files(hf: Tokenizer, char: Tokenizer) -> N
     assert (hf.has_chat_template, char.has_chat_template) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("generation", "config", "ids"),
+    [
+        (None, {}, (2,)),
+        (None, {"eos_token_id": 7}, (2, 7)),
+        (None, {"eos_token_id": [7, 2, 9]}, (2, 7, 9)),
+        (None, {"text_config": {"eos_token_id": [7]}}, (2, 7)),
+        ({"eos_token_id": 8}, {"eos_token_id": [7, 9]}, (2, 8)),
+        ({"eos_token_id": [8, 5]}, {"eos_token_id": 7}, (2, 8, 5)),
+        ({"temperature": 0.5}, {"eos_token_id": [7]}, (2, 7)),
+        ({"eos_token_id": None}, {"eos_token_id": None}, (2,)),
+    ],
+)
+def test_ids_of_the_model_end_a_response_too(tmp_path: Path, generation: dict | None, config: dict, ids: tuple[int, ...]) -> None:
+    """Beside its own files, and as that of another model: generation settings, else the configuration, as transformers has it."""
+    from transformers import GenerationConfig
+
+    tokenizer, model = train_tokenizer(tmp_path / "t"), tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation))
+    found = load_tokenizer(tokenizer, model).eos_ids
+    assert found == ids and load_tokenizer(tokenizer).eos_ids == (2,)
+    if generation is None or generation.get("eos_token_id"):
+        library = GenerationConfig.from_model_config(config) if generation is None else GenerationConfig.from_pretrained(model)
+        theirs = library.eos_token_id
+        assert set(found) == {2, *(theirs if isinstance(theirs, list) else [] if theirs is None else [theirs])}
+    write_hf_tokenizer(model)
+    (model / "generation_config.json").unlink()
+    if generation is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation))
+    assert set(load_tokenizer(model).eos_ids) == set(ids)
+
+
+def test_an_eos_id_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(tmp_path / "t")
+    (tmp_path / "config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(ValueError, match="config.json: eos_token_id = ..</s>..: must be an id, a list of ids or null"):
+        load_tokenizer(tokenizer, tmp_path)
+
+
 def test_a_prompt_starts_with_bos_and_never_ends_with_eos(hf: Tokenizer, char: Tokenizer) -> None:
     """The Hugging Face tokenizer here is set to add eos to every text, which would end a prompt before its response."""
     for tokenizer, text in ((hf, "What is 12?"), (char, "12+34=")):

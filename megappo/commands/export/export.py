@@ -18,13 +18,13 @@ from megappo.config.output_file import why_not_writable
 from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import ModelConfig, ParallelConfig
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.data.tokenizers import load_tokenizer
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend
 from megappo.parallel.device import select_device, start_alone
 from megappo.runtime.ending import input_accepted
 from megappo.trainer.average import AVERAGE, PolicyAverage
 from megappo.trainer.build_roles import spec_of_role
+from megappo.trainer.prepare.data import tokenizer_of
 from megappo.trainer.rundir import RunDir
 
 
@@ -58,7 +58,7 @@ def export_checkpoint(
     assert engine is not None, "alone in its world"
     average = PolicyAverage(engine, 0.0, "host") if role == AVERAGE else None
     exported = CheckpointStore(run_dir.checkpoints, keep_last=1).load_weights(role, average or engine, step)
-    tokenizer = load_tokenizer(config.data.tokenizer or config.policy.model)
+    tokenizer = tokenizer_of(config)
     with input_accepted(), nullcontext() if average is None else average.in_place():
         engine.export(Path(output), Path(spec.model), tokenizer)
     dist.destroy_process_group()

@@ -44,7 +44,7 @@ def answer(
     if not 0.0 <= temperature < math.inf:
         raise ValueError(f"--temperature {temperature}: must be 0 (greedy) or a positive number")
     arch = read_arch(model)
-    tokenizer = load_tokenizer(tokenizer_path or model)
+    tokenizer = load_tokenizer(tokenizer_path or model, model)
     prompt_format = PromptFormat(chat_template, None, "")
     tokens = [encode_question(prompt, tokenizer, prompt_format, f"prompt {i + 1}") for i, prompt in enumerate(prompts)]
     longest = max(len(prompt) for prompt in tokens)

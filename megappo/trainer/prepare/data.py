@@ -156,7 +156,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     reward code requires and records lack; a reward model that refuses the prompts; fewer texts than an update takes.
     """
     reward_parts = load_parts(config.reward)
-    tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
+    tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
     notes = list(check_vocabularies(config, tokenizer))
     if train is None:
         train = load_prompts(config.data, config.data.train, tokenizer, cache)
@@ -198,7 +198,7 @@ def _loader(config: TrainConfig, train: PromptSet, cache: Cache) -> PromptLoader
 
 def load_train_prompts(config: TrainConfig, cache: Cache) -> PromptSet:
     """Load only the prompts of `data.train`. ValueError as `load_run_data`."""
-    return load_prompts(config.data, config.data.train, load_tokenizer(config.data.tokenizer or config.policy.model), cache)
+    return load_prompts(config.data, config.data.train, tokenizer_of(config), cache)
 
 
 def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Sequence[EvaluationSet], cache: Cache) -> ScoredTexts:
@@ -224,7 +224,7 @@ class EvaluationData:
 
 def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationData:
     """Load tokenizer and evaluation sets of this configuration, without training prompts. Errors as `load_run_data`."""
-    tokenizer, cache = _tokenizer(config.data.tokenizer or config.policy.model, policy), open_cache(config.run)
+    tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
     evaluations = load_evaluations(config, tokenizer, cache)
     sets = {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
     reward_parts = load_parts(config.reward) if sets else {}
@@ -247,7 +247,7 @@ class SftData:
 def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
     """Load tokenizer and demonstrations of this configuration. ValueError, one line, as `load_run_data`."""
     data = config.data
-    tokenizer, cache = _tokenizer(data.tokenizer or config.policy.model, policy), open_cache(config.run)
+    tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
     prompt_format = PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix)
     rules = DemonstrationRules(data.prompt_key, data.response_key, prompt_format, data.max_tokens)
     demonstrations = demonstrations_of(open_source(data.train), tokenizer, rules, cache)
@@ -257,9 +257,14 @@ def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
     return SftData(tokenizer, demonstrations, tuple(cache.notes))
 
 
-def _tokenizer(path: str, policy: ModelArch) -> Tokenizer:
-    tokenizer = load_tokenizer(path)
+def tokenizer_of(config: TrainConfig | SftConfig) -> Tokenizer:
+    """Open the tokenizer of a run; what ends a response of its model counts too. ValueError as `load_tokenizer`."""
+    return load_tokenizer(config.data.tokenizer or config.policy.model, config.policy.model)
+
+
+def _tokenizer(config: TrainConfig | SftConfig, policy: ModelArch) -> Tokenizer:
+    tokenizer = tokenizer_of(config)
     if tokenizer.vocab_size > policy.vocab_size:  # the reverse is common: models pad their vocabulary
         fix = f"has {tokenizer.vocab_size} ids and policy.model only {policy.vocab_size}; use the tokenizer of the model"
-        raise ConfigError(problem("data.tokenizer", path, fix))
+        raise ConfigError(problem("data.tokenizer", str(tokenizer.path), fix))
     return tokenizer

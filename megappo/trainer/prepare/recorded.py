@@ -18,12 +18,13 @@ from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.reward_text import RewardText
 from megappo.data.token_texts import token_texts
-from megappo.data.tokenizers import Tokenizer, load_tokenizer
+from megappo.data.tokenizers import Tokenizer
 from megappo.models.arch import ModelArch
 from megappo.rewards.base import PreparedPart
 from megappo.rollout.environment import PreparedEnvironment
 from megappo.telemetry.tables import figures
 from megappo.telemetry.trajectories.read import Trajectory, read_run
+from megappo.trainer.prepare.data import tokenizer_of
 from megappo.trainer.prepare.evaluations import EvaluationSet
 
 KEY = "critic.warmup_trajectories"
@@ -76,7 +77,7 @@ def load_recorded_data(config: TrainConfig, archs: Mapping[str, ModelArch]) -> R
         sampled = read_run(Path(path))
     except ConfigError as error:
         raise ConfigError(f"{KEY}: {error}") from None
-    tokenizer = load_tokenizer(config.data.tokenizer or config.policy.model)
+    tokenizer = tokenizer_of(config)
     for fault in _faults(sampled.trajectories, tokenizer, archs, step.max_sequence_tokens):
         raise ConfigError(problem(KEY, path, fault))
     if (count := len(sampled.trajectories)) < step.samples:
