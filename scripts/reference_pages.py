@@ -125,7 +125,7 @@ def choice_lines(name: str, choice: Choice, text: str, listed: Listed) -> Iterat
         yield from (f"**`{choice.key}: {word}`** {' '.join((cls.__doc__ or '').split())}".rstrip(), "")
         properties = cls.model_json_schema()["properties"]
         fields = [(key, field) for key, field in cls.model_fields.items() if key != choice.key and not section_classes(field)]
-        yield from table_lines(name, fields, properties, listed)
+        yield from table_lines(f"{name}: {word}", fields, properties, listed)
     for cls in choice.sections.values():
         if cls not in listed.classes:
             listed.classes.add(cls)
