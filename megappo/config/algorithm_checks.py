@@ -18,7 +18,7 @@ def group_problem(config: TrainConfig) -> str | None:
             "a prompt with one response has nothing to compare it with; set rollout.samples_per_prompt to 2 or more, "
             "or use remax or reinforce_plus_plus"
         )
-        return problem("algorithm.estimator", config.algorithm.estimator, fix)
+        return problem("algorithm.estimator.type", config.algorithm.estimator.type, fix)
     return None
 
 
@@ -28,9 +28,9 @@ def critics_problem(config: TrainConfig) -> str | None:
     if parts < 2:
         return None
     for key in ("disagreement_mask_ratio", "disagreement_entropy_ratio"):
-        if a.gae_level == "turn" and (ratio := getattr(a, key)) is not None:
-            fix = "it compares values of tokens, and by algorithm.gae_level critics learn those of turns; remove it, or use token"
-            return problem(f"algorithm.{key}", ratio, fix)
+        if a.by_turns and (ratio := getattr(a, key)) is not None:
+            fix = "it compares values of tokens, and critics learn those of turns (algorithm.estimator.level)"
+            return problem(f"algorithm.{key}", ratio, f"{fix}; remove it, or use token")
     if samples % parts:
         fix = f"with {parts} critics the {samples} samples of a step must divide by {parts}, as each trains on its own part"
         return problem("data.prompts_per_step", config.data.prompts_per_step, f"{fix}; change it, or rollout.samples_per_prompt")
@@ -81,12 +81,12 @@ def importance_sampling_problem(config: TrainConfig) -> str | None:
 
 def vtrace_problem(config: TrainConfig) -> str | None:
     """Refuse V-trace with bounds out of order, with a second weight of the same ratio, or with log-probs of two distributions."""
-    a, sampling = config.algorithm, config.rollout.sampling
-    if a.estimator != "vtrace":
+    a, sampling, bounds = config.algorithm, config.rollout.sampling, config.algorithm.estimator
+    if bounds.type != "vtrace":
         return None
-    if a.vtrace.c_bar > a.vtrace.rho_bar:
-        fix = f"is above algorithm.vtrace.rho_bar = {a.vtrace.rho_bar:g}, which V-trace's fixed point needs as its bound; lower it"
-        return problem("algorithm.vtrace.c_bar", a.vtrace.c_bar, fix)
+    if bounds.c_bar > bounds.rho_bar:
+        fix = f"is above algorithm.estimator.rho_bar = {bounds.rho_bar:g}, which V-trace's fixed point needs as its bound; lower it"
+        return problem("algorithm.estimator.c_bar", bounds.c_bar, fix)
     if a.importance_sampling.type != "none":
         fix = "vtrace weighs advantages by the same ratio already; set it to none, or algorithm.estimator to gae"
         return problem("algorithm.importance_sampling.type", a.importance_sampling.type, fix)
@@ -95,7 +95,7 @@ def vtrace_problem(config: TrainConfig) -> str | None:
         fix = f"its ratio is against the sampler's policy, by which vtrace weighs advantages already; set it to {other}"
         return problem(f"algorithm.loss.{key}", value, fix)
     if sampling.truncates and not sampling.replay_top_k_ids:
-        return problem("algorithm.estimator", a.estimator, _OF_FEWER_TOKENS)
+        return problem("algorithm.estimator.type", bounds.type, _OF_FEWER_TOKENS)
     return None
 
 
@@ -107,7 +107,7 @@ def dynamic_sampling_problem(config: TrainConfig) -> str | None:
     if config.rollout.samples_per_prompt == 1:
         fix = "one response to a prompt has none to differ from; set rollout.samples_per_prompt to 2 or more, or this to null"
         return problem(key, section.model_dump(exclude_unset=True), fix)
-    if config.algorithm.estimator == "remax":
+    if config.algorithm.estimator.type == "remax":
         fix = "remax compares with a greedy response, from which equal ones differ too; set this to null, or use grpo or rloo"
         return problem(key, section.model_dump(exclude_unset=True), fix)
     labels = config.reward.all_parts

@@ -82,16 +82,6 @@ TRAIN: tuple[Dead, ...] = (
         "algorithm.estimator has no critic; remove it, or set algorithm.estimator to gae or vtrace",
     ),
     Dead(
-        ("algorithm.gae_level",),
-        lambda c: c.algorithm.estimator != "gae",
-        "algorithm.estimator is not gae; remove it, or set algorithm.estimator to gae",
-    ),
-    Dead(
-        ("algorithm.vtrace.*",),
-        lambda c: c.algorithm.estimator != "vtrace",
-        "algorithm.estimator is not vtrace; remove it, or set algorithm.estimator to vtrace",
-    ),
-    Dead(
         SEVERAL_CRITICS,
         lambda c: len(c.critics_in_use) == 1,
         "there is one critic, which agrees with itself; remove it, or add one to critics",
@@ -108,13 +98,8 @@ TRAIN: tuple[Dead, ...] = (
     ),
     Dead(
         ("algorithm.gamma",),
-        lambda c: c.algorithm.estimator in ("grpo", "rloo", "remax"),
+        lambda c: c.algorithm.estimator.type in ("grpo", "rloo", "remax"),
         "algorithm.estimator does not discount; remove it, or use gae or reinforce_plus_plus",
-    ),
-    Dead(
-        ("algorithm.divide_by_group_std",),
-        lambda c: c.algorithm.estimator != "grpo",
-        "algorithm.estimator is not grpo; remove it, or set algorithm.estimator to grpo",
     ),
     Dead(
         ("algorithm.loss.sequence_advantages",),

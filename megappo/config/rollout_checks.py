@@ -61,14 +61,14 @@ def partial_rollout_problem(config: TrainConfig) -> str | None:
 def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]]:
     """Yield (key, value, reason) of settings that exclude windows."""
     a = config.algorithm
-    if a.estimator != "gae":
+    if a.estimator.type != "gae":
         yield (
-            "algorithm.estimator",
-            a.estimator,
+            "algorithm.estimator.type",
+            a.estimator.type,
             "responses that go on have no reward yet, and windows need gae's values in its place",
         )
-    if a.gae_level == "turn":
-        yield "algorithm.gae_level", "turn", "a turn that goes on has its value at a token of an earlier step"
+    if a.by_turns:
+        yield "algorithm.estimator.level", "turn", "a turn that goes on has its value at a token of an earlier step"
     if a.dynamic_sampling is not None:
         yield (
             "algorithm.dynamic_sampling",
@@ -140,7 +140,9 @@ def _compaction_problem(key: str, compaction: CompactionConfig, config: TrainCon
     a, prompt, longest = config.algorithm, config.data.max_prompt_tokens, config.rollout.max_response_tokens
     unset = f"set {key} to null"
     if not a.has_critic:
-        return problem("algorithm.estimator", a.estimator, f"trajectories of several sequences need gae or vtrace; or {unset}")
+        return problem(
+            "algorithm.estimator.type", a.estimator.type, f"trajectories of several sequences need gae or vtrace; or {unset}"
+        )
     if (rounds := a.dynamic_sampling) is not None:
         fix = f"its rounds do not replace trajectories of several sequences; set it to null, or {unset}"
         return problem("algorithm.dynamic_sampling", rounds.model_dump(exclude_unset=True), fix)

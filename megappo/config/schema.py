@@ -326,12 +326,54 @@ class PositiveNLLConfig(Section):
     """Least score of a correct response."""
 
 
+class GAEConfig(Section):
+    """Generalised advantage estimation over the critic's values."""
+
+    type: Literal["gae"] = "gae"
+    level: Literal["token", "turn"] = "token"
+    """Time step: a sampled token, or a turn, which is a run of sampled tokens between observations (Turn-PPO, arXiv:2512.17008).
+    With turn, `gamma`, `lam` and lengths count turns, the value of a turn is that before its first token, all its tokens have its
+    advantage, and the critic learns at its first token alone. A response without observations is one turn."""
+
+
 class VTraceConfig(Section):
+    """The critic's values with the ratios of the trainer's policy to the sampler's (arXiv:1802.01561)."""
+
+    type: Literal["vtrace"] = "vtrace"
     rho_bar: PositiveFloat = 1.0
     """Upper bound of the ratio that weighs a token's TD error and its advantage: with it values are those of a policy between the
     sampler's (small) and the trainer's (large)."""
     c_bar: PositiveFloat = 1.0
     """Upper bound of the ratio by which later TD errors reach back over a token; at most `rho_bar`."""
+
+
+class GRPOConfig(Section):
+    """Compares the responses to a prompt with each other."""
+
+    type: Literal["grpo"] = "grpo"
+    divide_by_group_std: bool = True
+    """Divide by the standard deviation of the rewards of the prompt's responses; false is Dr. GRPO (arXiv:2503.20783)."""
+
+
+class RLOOConfig(Section):
+    """Compares a response with the mean of the others to its prompt."""
+
+    type: Literal["rloo"] = "rloo"
+
+
+class ReinforcePlusPlusConfig(Section):
+    """Whitens returns."""
+
+    type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+
+
+class ReMaxConfig(Section):
+    """Compares a response with a greedy one to its prompt."""
+
+    type: Literal["remax"] = "remax"
+
+
+EstimatorConfig = GAEConfig | VTraceConfig | GRPOConfig | RLOOConfig | ReinforcePlusPlusConfig | ReMaxConfig
 
 
 class PtxConfig(Section):
@@ -351,20 +393,10 @@ class PtxConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    estimator: Literal["gae", "vtrace", "grpo", "rloo", "reinforce_plus_plus", "remax"] = "gae"
-    """Estimator of the advantages (docs/algorithms.md): gae over the critic's values, vtrace (arXiv:1802.01561) over them with
-    the ratios of the trainer's policy to the sampler's, or one without a critic, and then none is built. grpo and rloo compare the
-    responses to a prompt with each other, remax with a greedy one; reinforce_plus_plus whitens returns."""
-    vtrace: VTraceConfig = VTraceConfig()
-    """Bounds of the ratios of vtrace."""
-    gae_level: Literal["token", "turn"] = "token"
-    """Time step of gae: a sampled token, or a turn, which is a run of sampled tokens between observations (Turn-PPO,
-    arXiv:2512.17008). With turn, `gamma`, `lam` and lengths count turns, the value of a turn is that before its first token, all
-    its tokens have its advantage, and the critic learns at its first token alone. A response without observations is one turn."""
-    divide_by_group_std: bool = True
-    """grpo: divide by the standard deviation of the rewards of the prompt's responses; false is Dr. GRPO (arXiv:2503.20783)."""
+    estimator: Annotated[EstimatorConfig, Field(discriminator="type")] = GAEConfig()
+    """Estimator of the advantages (docs/algorithms.md). All but gae and vtrace need no critic, and then none is built."""
     gamma: Fraction = 1.0
-    """Discount per token, or per turn (`gae_level`)."""
+    """Discount per token, or per turn (`estimator.level`)."""
     lam: Fraction = 0.95
     """GAE lambda of the policy's advantages."""
     lam_value: Fraction | None = None
@@ -424,12 +456,17 @@ class AlgorithmConfig(Section):
     @property
     def has_critic(self) -> bool:
         """True if the advantages come from a critic's values."""
-        return self.estimator in ("gae", "vtrace")
+        return self.estimator.type in ("gae", "vtrace")
 
     @property
     def compares_groups(self) -> bool:
         """True if the advantage of a response depends on the other responses to its prompt."""
-        return self.estimator in ("grpo", "rloo")
+        return self.estimator.type in ("grpo", "rloo")
+
+    @property
+    def by_turns(self) -> bool:
+        """True if the time steps of the advantages are turns."""
+        return self.estimator.type == "gae" and self.estimator.level == "turn"
 
     @property
     def old_logprob(self) -> Literal["logprob", "rollout_logprob"]:
@@ -455,7 +492,7 @@ class AlgorithmConfig(Section):
     @property
     def whitens(self) -> bool:
         """Value of `whiten_advantages`, or its default for the estimator."""
-        default = self.has_critic or self.estimator == "reinforce_plus_plus"
+        default = self.has_critic or self.estimator.type == "reinforce_plus_plus"
         return default if self.whiten_advantages is None else self.whiten_advantages
 
 

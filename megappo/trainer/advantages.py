@@ -64,7 +64,7 @@ def add_advantages(
         shaped = Shaped(experience.with_batch(batch), figures)
     elif experience.table.has_chains:
         raise ValueError(
-            f"algorithm.estimator {algorithm.estimator}: trajectories of several sequences need a critic, gae or vtrace"
+            f"algorithm.estimator {algorithm.estimator.type}: trajectories of several sequences need a critic, gae or vtrace"
         )
     else:
         shaped = _without_critic(experience, score, kl_coef, algorithm, per_token)
@@ -81,7 +81,7 @@ def advantages_of(
 ) -> PackedBatch:
     """Add reward, advantage (whitened if configured), raw_advantage and each critic's returns, [T] fp32, 0 outside response_mask.
 
-    With several critics, the advantages come from their joint value and each critic's returns from its own value. `gae_level: turn`
+    With several critics, the advantages come from their joint value and each critic's returns from its own value. `level: turn`
     also adds value_mask, [T] bool: the tokens that the critics learn from. With partial rollouts (fields whole_mask and unfinished
     of `pack_experience`), value_mask, reward and returns cover the whole responses that end in this step, and a length-adaptive
     lambda uses the length so far. Collective over the world: whitening uses the moments of all ranks.
@@ -109,20 +109,20 @@ def _in_chains(
 def _with_critic(
     batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
 ) -> tuple[PackedBatch, dict[str, float]]:
-    mask, by_turns, metrics = batch["response_mask"], algorithm.gae_level == "turn", {}
+    mask, by_turns, metrics = batch["response_mask"], algorithm.by_turns, {}
     responses = whole_responses(batch)
     whole, is_partial = responses["response_mask"], responses is not batch
     steps = turn_starts(mask, batch.cu_seqlens) if by_turns else whole
     rewards, discount = rewards_of(responses, score, kl_coef, algorithm, per_token), _discount(batch, steps, algorithm)
-    ratio = None
-    if algorithm.estimator == "vtrace":
+    ratio, estimator = None, algorithm.estimator
+    if estimator.type == "vtrace":
         ratio = behaviour_ratio(batch["logprob"], batch["rollout_logprob"], mask, batch.cu_seqlens, "token")
-        metrics = importance_figures(ratio, importance_weights(ratio, mask, "tis", None, algorithm.vtrace.rho_bar), mask)
+        metrics = importance_figures(ratio, importance_weights(ratio, mask, "tis", None, estimator.rho_bar), mask)
 
     def scan(view: PackedBatch) -> Scanned:
         bootstrap = value_after(view, steps, algorithm.bootstrap_truncated)
-        if ratio is not None:
-            return vtrace_over_tokens(view, rewards, ratio, algorithm.vtrace, bootstrap, discount)
+        if ratio is not None and estimator.type == "vtrace":
+            return vtrace_over_tokens(view, rewards, ratio, estimator, bootstrap, discount)
         if by_turns:
             return gae_over_turns(view, rewards, steps, bootstrap, discount)
         if is_partial:
@@ -160,7 +160,7 @@ def _without_critic(
     batch, metrics = experience.batch, {}
     mask, group = batch["response_mask"], experience.table.group
     # GAE of a value of 0 with lambda 1: the discounted sum of the rewards from a token on.
-    gamma = algorithm.gamma if algorithm.estimator == "reinforce_plus_plus" else 1.0
+    gamma = algorithm.gamma if algorithm.estimator.type == "reinforce_plus_plus" else 1.0
     rewards, value = rewards_of(batch, score, kl_coef, algorithm, per_token), torch.zeros_like(batch["logprob"])
     scanned = gae_over_tokens(batch, rewards, value, None, Discount(gamma, lam_policy=1.0, lam_value=1.0))
     advantage = scanned.advantage
@@ -168,13 +168,13 @@ def _without_critic(
         assert int(group.min()) >= 0, "a sample without a group has nothing to be compared with"
         reward = experience.column(_of_responses(scanned.advantage, score, batch))
         compared = (
-            rloo_advantages(reward, group)
-            if algorithm.estimator == "rloo"
-            else grpo_advantages(reward, group, divide_by_std=algorithm.divide_by_group_std)
+            grpo_advantages(reward, group, divide_by_std=algorithm.estimator.divide_by_group_std)
+            if algorithm.estimator.type == "grpo"
+            else rloo_advantages(reward, group)
         )
         advantage = on_sampled(compared[experience.numbers], batch)
         metrics[Metric.EQUAL_GROUPS.value] = equal_groups(experience.column(score), group)
-    elif algorithm.estimator == "remax":
+    elif algorithm.estimator.type == "remax":
         greedy = batch[GREEDY]
         advantage = torch.where(mask, advantage - on_sampled(greedy, batch), 0.0)
         metrics[Metric.GREEDY_SCORE.value] = float(experience.column(greedy).mean())

@@ -158,7 +158,7 @@ def build_ppo(
     score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
     scorer = scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, run.instruments.sections), score_model)
     source = prompt_source_of(config, data.train.prompts, data.loader, run.state)
-    greedy = [GreedyBaseline(rollout, sampling, data.tokenizer, scorer)] if config.algorithm.estimator == "remax" else []
+    greedy = [GreedyBaseline(rollout, sampling, data.tokenizer, scorer)] if config.algorithm.estimator.type == "remax" else []
     sampled_by = {"sampling": sampling, "tokenizer": data.tokenizer, "scorer": scorer}
     rollout_side = RolloutSide(config.rollout, rollout, roles.policy, source, **sampled_by, extras=greedy)
     extras = extras_of_updates(config, models, refresh, run)

@@ -11,7 +11,7 @@ import torch
 
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.summaries import masked_moments
-from megappo.config.schema import AlgorithmConfig, NoKLConfig, TrainConfig
+from megappo.config.schema import AlgorithmConfig, GAEConfig, NoKLConfig, TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch
 from megappo.telemetry.metrics import Metric
@@ -97,7 +97,8 @@ class RecordedPretraining:
         """Return the settings for a step's returns, without the KL, which the recorded rewards already contain."""
         algorithm = self.steps.algorithm(step)
         # The policy does not change, so V-trace would have ratios of 1 and the returns of GAE.
-        return algorithm.model_copy(update={"kl": NoKLConfig(), "estimator": "gae"})
+        estimator = GAEConfig() if algorithm.estimator.type == "vtrace" else algorithm.estimator
+        return algorithm.model_copy(update={"kl": NoKLConfig(), "estimator": estimator})
 
 
 def with_returns(batch: PackedBatch, algorithm: AlgorithmConfig) -> PackedBatch:

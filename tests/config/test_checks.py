@@ -28,9 +28,9 @@ SMALL_CLIPS = ["algorithm.loss.type=gspo", "algorithm.loss_aggregation=seq-mean-
 # beside rollout.partial_rollout_tokens: overrides that need whole responses, what the message must contain, what mends it
 WINDOWED = [
     (["algorithm.estimator=reinforce_plus_plus"], "responses that go on have no reward yet", "algorithm.estimator=gae"),
-    (["algorithm.estimator=vtrace"], 'algorithm.estimator = "vtrace"', "algorithm.estimator=gae"),
-    (["algorithm.estimator=grpo", "rollout.samples_per_prompt=2"], 'algorithm.estimator = "grpo"', "algorithm.estimator=gae"),
-    (["algorithm.gae_level=turn"], "at a token of an earlier step", "algorithm.gae_level=token"),
+    (["algorithm.estimator=vtrace"], 'algorithm.estimator.type = "vtrace"', "algorithm.estimator=gae"),
+    (["algorithm.estimator=grpo", "rollout.samples_per_prompt=2"], 'algorithm.estimator.type = "grpo"', "algorithm.estimator=gae"),
+    (["algorithm.estimator.level=turn"], "at a token of an earlier step", "algorithm.estimator.level=token"),
     (
         ["algorithm.dynamic_sampling={}", "rollout.samples_per_prompt=2"],
         "which end in other steps",
@@ -145,7 +145,7 @@ BROKEN = [
         (
             "group_problem",
             [f"algorithm.estimator={name}"],
-            [f'algorithm.estimator = "{name}"', "set rollout.samples_per_prompt to 2 or more"],
+            [f'algorithm.estimator.type = "{name}"', "set rollout.samples_per_prompt to 2 or more"],
             "rollout.samples_per_prompt=2",
         )
         for name in ("grpo", "rloo")
@@ -223,9 +223,9 @@ BROKEN = [
     ),
     (
         "vtrace_problem",
-        ["algorithm.estimator=vtrace", "algorithm.vtrace.c_bar=1.5"],
-        ["algorithm.vtrace.c_bar = 1.5", "is above algorithm.vtrace.rho_bar = 1"],
-        "algorithm.vtrace.rho_bar=1.5",
+        ["algorithm.estimator=vtrace", "algorithm.estimator.c_bar=1.5"],
+        ["algorithm.estimator.c_bar = 1.5", "is above algorithm.estimator.rho_bar = 1"],
+        "algorithm.estimator.rho_bar=1.5",
     ),
     (
         "vtrace_problem",
@@ -242,7 +242,7 @@ BROKEN = [
     (
         "vtrace_problem",
         ["algorithm.estimator=vtrace", "rollout.sampling.top_k=5", "rollout.sampling.replay_top_k_ids=false"],
-        ['algorithm.estimator = "vtrace"', "set rollout.sampling.replay_top_k_ids to true"],
+        ['algorithm.estimator.type = "vtrace"', "set rollout.sampling.replay_top_k_ids to true"],
         "rollout.sampling.replay_top_k_ids=true",
     ),
     (
@@ -302,7 +302,7 @@ BROKEN = [
     ),
     (
         "critics_problem",
-        ["critics.b.dtype=bf16", "algorithm.gae_level=turn", "algorithm.disagreement_mask_ratio=0.2"],
+        ["critics.b.dtype=bf16", "algorithm.estimator.level=turn", "algorithm.disagreement_mask_ratio=0.2"],
         ["algorithm.disagreement_mask_ratio = 0.2: it compares values of tokens"],
         "algorithm.disagreement_mask_ratio=null",
     ),

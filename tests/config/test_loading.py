@@ -372,7 +372,7 @@ FOREIGN = [
     ("trainer.nnodes", "did you mean run.num_ranks?"),
     (
         "algorithm.adv_estimator",
-        "verl has it; implied here: set algorithm.estimator by hand, without the critic's keys (see algorithm.estimator)",
+        "verl has it; implied here: set algorithm.estimator by hand, without the critic's keys (see algorithm.estimator.type)",
     ),
     ("trainer.use_legacy_worker_impl", "verl has it; not needed here: each role names its engine (see policy.engine)"),
     ("--max-epochs", "did you mean algorithm.ppo_epochs?"),

@@ -127,7 +127,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "critic__value_high": 1.5,
         "algorithm__ppo_epochs": 2,
         "algorithm__loss": {"type": "dis", "low": 0.3, "high": 4.0},
-        "algorithm__gae_level": "turn",
+        "algorithm__estimator": {"type": "gae", "level": "turn"},
         "algorithm__bootstrap_truncated": "last",
         "algorithm__loss_aggregation": "seq-mean-token-mean",
         "algorithm__kl": {"placement": "loss", "estimator": "k3", "coef": 0.05},

@@ -95,7 +95,7 @@ def by_hand(a: AlgorithmConfig, per_token: dict[int, list[float]] | None = None)
             for i, extra in enumerate(own):
                 reward[len(reward) - len(own) + i] += extra
         first = set(turn_starts(batch["response_mask"], batch.cu_seqlens).nonzero().flatten().tolist())
-        if a.gae_level == "turn":  # one step for each turn; all its tokens have its numbers
+        if a.by_turns:  # one step for each turn; all its tokens have its numbers
             steps = [
                 [i for i, t in enumerate(places) if t >= s and not any(s < o <= t for o in first)] for s in places if s in first
             ]
@@ -142,7 +142,7 @@ CASES = [
     {},
     {"gamma": 0.9, "lam": 0.8, "lam_value": 1.0, "bootstrap_truncated": True},
     {"gamma": 0.9, "bootstrap_truncated": "last", "lam_length_alpha": 0.4},
-    {"gamma": 0.9, "gae_level": "turn", "bootstrap_truncated": "last"},
+    {"gamma": 0.9, "estimator": {"type": "gae", "level": "turn"}, "bootstrap_truncated": "last"},
 ]
 PER_TOKEN = {0: [0.1, 0.2, 0.3], 1: [0.5, -0.5, 0.25, 1.0]}
 
@@ -166,7 +166,7 @@ def test_sequences_by_themselves_or_in_another_order_are_noticed():
 
 def test_an_estimator_without_a_critic_is_refused():
     with pytest.raises(ValueError, match="trajectories of several sequences need a critic"):
-        shaped(AlgorithmConfig(estimator="reinforce_plus_plus"), Experience.of_whole(whole_batch()))
+        shaped(AlgorithmConfig(estimator={"type": "reinforce_plus_plus"}), Experience.of_whole(whole_batch()))
 
 
 # ------------------------------------------------------------------------------------------------------- as a rollout gives them

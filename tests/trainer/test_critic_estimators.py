@@ -15,6 +15,8 @@ from megappo.trainer.experience.experience import Experience
 from megappo.trainer.updates import Counting, mini_batches, order_of_epoch, targets_of, update_reads
 from tests.trainer.multi_turn import GAMMA, KL, PER_TOKEN, SCORE, TURNS, shaped, whole_batch
 
+BY_TURNS = {"type": "gae", "level": "turn"}
+
 
 def algorithm(placement="reward", **changes):
     plain = {"gamma": GAMMA, "lam": 0.8, "whiten_advantages": False}
@@ -52,7 +54,7 @@ def by_hand(asked, per_token=None):
     batch, reward = whole_batch(), rewards_by_hand(asked, per_token)
     advantage, returns = [0.0] * batch.num_tokens, [0.0] * batch.num_tokens
     for b, sample in enumerate(turns()):
-        steps = sample if asked.gae_level == "turn" else [[t] for turn in sample for t in turn]
+        steps = sample if asked.by_turns else [[t] for turn in sample for t in turn]
         alpha = asked.lam_length_alpha
         lams = (
             asked.lam if alpha is None else max(0.0, 1 - 1 / (alpha * max(1, len(steps)))),
@@ -65,10 +67,10 @@ def by_hand(asked, per_token=None):
         carried = [0.0, 0.0]  # v_t - V_t of the step after, under the policy's and the critic's lambda
         for k in reversed(range(len(steps))):
             rho = c = 1.0
-            if asked.estimator == "vtrace":
+            if asked.estimator.type == "vtrace":
                 (t,) = steps[k]
                 ratio = math.exp(float(batch["logprob"][t]) - float(batch["rollout_logprob"][t]))
-                rho, c = min(asked.vtrace.rho_bar, ratio), min(asked.vtrace.c_bar, ratio)
+                rho, c = min(asked.estimator.rho_bar, ratio), min(asked.estimator.c_bar, ratio)
             delta = math.fsum(reward[t] for t in steps[k]) + asked.gamma * after - values[k]
             for t in steps[k]:
                 advantage[t] = rho * (delta + asked.gamma * lams[0] * carried[0])
@@ -86,12 +88,12 @@ def error(found, wanted):
 
 CASES = [
     {"bootstrap_truncated": "last"},
-    *({"gae_level": "turn", "bootstrap_truncated": kind} for kind in (False, True, "last")),
-    {"gae_level": "turn", "placement": "none", "lam_value": 1.0, "gamma": 1.0},
-    {"gae_level": "turn", "lam_value": 0.95, "lam_length_alpha": 0.5, "bootstrap_truncated": True},
-    {"estimator": "vtrace"},
-    {"estimator": "vtrace", "vtrace": {"rho_bar": 1.5, "c_bar": 0.8}, "lam_value": 1.0, "bootstrap_truncated": True},
-    {"estimator": "vtrace", "placement": "loss", "lam_length_alpha": 0.5, "bootstrap_truncated": "last"},
+    *({"estimator": BY_TURNS, "bootstrap_truncated": kind} for kind in (False, True, "last")),
+    {"estimator": BY_TURNS, "placement": "none", "lam_value": 1.0, "gamma": 1.0},
+    {"estimator": BY_TURNS, "lam_value": 0.95, "lam_length_alpha": 0.5, "bootstrap_truncated": True},
+    {"estimator": {"type": "vtrace"}},
+    {"estimator": {"type": "vtrace", "rho_bar": 1.5, "c_bar": 0.8}, "lam_value": 1.0, "bootstrap_truncated": True},
+    {"estimator": {"type": "vtrace"}, "placement": "loss", "lam_length_alpha": 0.5, "bootstrap_truncated": "last"},
 ]
 
 
@@ -106,13 +108,13 @@ def test_advantages_and_returns_are_those_of_the_loops(changes, per_token):
 BROKEN = [
     (CASES[0], {"bootstrap_truncated": True}),
     (CASES[0], {"bootstrap_truncated": False}),
-    (CASES[3], {"gae_level": "token"}),
+    (CASES[3], {"estimator": {"type": "gae"}}),
     (CASES[3], {"gamma": 0.99}),
     (CASES[5], {"lam_length_alpha": None}),
     (CASES[5], {"lam_value": None}),
-    (CASES[7], {"estimator": "gae"}),
-    (CASES[7], {"vtrace": {"rho_bar": 1.0, "c_bar": 0.8}}),
-    (CASES[7], {"vtrace": {"rho_bar": 1.5, "c_bar": 1.0}}),
+    (CASES[7], {"estimator": {"type": "gae"}}),
+    (CASES[7], {"estimator": {"type": "vtrace", "rho_bar": 1.0, "c_bar": 0.8}}),
+    (CASES[7], {"estimator": {"type": "vtrace", "rho_bar": 1.5, "c_bar": 1.0}}),
 ]
 
 
@@ -123,7 +125,7 @@ def test_a_setting_that_is_ignored_is_noticed(wanted, broken):
 
 
 def test_whitening_of_turns_counts_tokens():
-    found, _ = shaped(algorithm(gae_level="turn", whiten_advantages=True))
+    found, _ = shaped(algorithm(estimator=BY_TURNS, whiten_advantages=True))
     kept = found["raw_advantage"][whole_batch()["response_mask"]].double()
     want = (kept - kept.mean()) / kept.std()
     torch.testing.assert_close(found["advantage"][whole_batch()["response_mask"]].double(), want, rtol=1e-5, atol=1e-5)
@@ -133,7 +135,7 @@ def test_figures_of_the_ratios_of_vtrace():
     batch = whole_batch()
     places = [t for sample in turns() for turn in sample for t in turn]
     ratios = [math.exp(float(batch["logprob"][t]) - float(batch["rollout_logprob"][t])) for t in places]
-    _, metrics = shaped(algorithm(estimator="vtrace", vtrace={"rho_bar": 1.2}))
+    _, metrics = shaped(algorithm(estimator={"type": "vtrace", "rho_bar": 1.2}))
     assert metrics == {
         "policy/correction_mean": pytest.approx(sum(min(x, 1.2) for x in ratios) / len(ratios)),
         "policy/correction_cut": pytest.approx(sum(x > 1.2 for x in ratios) / len(ratios)),
@@ -141,7 +143,7 @@ def test_figures_of_the_ratios_of_vtrace():
     }
 
 
-@pytest.mark.parametrize("changes", [{"gae_level": "turn"}, {"estimator": "vtrace"}, {"bootstrap_truncated": "last"}])
+@pytest.mark.parametrize("changes", [{"estimator": BY_TURNS}, {"estimator": {"type": "vtrace"}}, {"bootstrap_truncated": "last"}])
 def test_a_step_without_a_sampled_token_is_zero_and_not_nan(changes):
     batch = whole_batch()
     batch = batch.with_fields({"response_mask": torch.zeros_like(batch["response_mask"])})
@@ -154,7 +156,7 @@ def test_a_step_without_a_sampled_token_is_zero_and_not_nan(changes):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length"])
 def test_the_critic_learns_at_the_first_tokens_of_turns_and_the_policy_at_all(mode):
-    asked = algorithm(gae_level="turn")
+    asked = algorithm(estimator=BY_TURNS)
     experience = add_advantages(Experience.of_whole(whole_batch()), torch.tensor(SCORE), KL, asked).experience
     assert targets_of("policy", experience) is None and "value_mask" not in update_reads("policy", asked)
     targets, schedule = targets_of("critic", experience), UpdateSchedule(1, 4, mode)

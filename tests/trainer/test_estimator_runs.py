@@ -19,8 +19,7 @@ STEPS = 3
 RUNS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm.estimator": "grpo", "checkpoint.save_every": 2, "rollout.engine": "vllm", "rollout.kv_cache_gib": 0.03},
     "dr_grpo": {
-        "algorithm.estimator": "grpo",
-        "algorithm.divide_by_group_std": False,
+        "algorithm.estimator": {"type": "grpo", "divide_by_group_std": False},
         "algorithm.loss_aggregation": "fixed-length",
         "algorithm.kl": {"placement": "none"},
     },
@@ -45,10 +44,9 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 WITH_CRITIC: dict[str, dict[str, Any]] = {
-    "turns": {"algorithm.gae_level": "turn", "algorithm.bootstrap_truncated": False},
+    "turns": {"algorithm.estimator.level": "turn", "algorithm.bootstrap_truncated": False},
     "vtrace": {
-        "algorithm.estimator": "vtrace",
-        "algorithm.vtrace": {"rho_bar": 2.0, "c_bar": 1.0},
+        "algorithm.estimator": {"type": "vtrace", "rho_bar": 2.0, "c_bar": 1.0},
         "algorithm.bootstrap_truncated": "last",
     },
 }

@@ -19,9 +19,9 @@ from tests.worlds import spawn_world
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "remax")
 
 
-def algorithm(estimator, placement="reward", **changes):
+def algorithm(estimator, placement="reward", own=None, **changes):
     discount = {"gamma": GAMMA} if estimator == "reinforce_plus_plus" else {}
-    return AlgorithmConfig(estimator=estimator, kl={"placement": placement}, **discount, **changes)
+    return AlgorithmConfig(estimator={"type": estimator, **(own or {})}, kl={"placement": placement}, **discount, **changes)
 
 
 def by_hand(asked, per_token=None, group=GROUP):
@@ -45,12 +45,12 @@ def by_hand(asked, per_token=None, group=GROUP):
         mean = math.fsum(of_group) / len(of_group)
         for k, t in enumerate(places[b]):
             rewards[t] = one[k]
-            if asked.estimator == "grpo":
+            if asked.estimator.type == "grpo":
                 std = math.sqrt(math.fsum((x - mean) ** 2 for x in of_group) / (len(of_group) - 1))
-                advantages[t] = (whole[b] - mean) / ((std + 1e-6) if asked.divide_by_group_std else 1.0)
-            elif asked.estimator == "rloo":
+                advantages[t] = (whole[b] - mean) / ((std + 1e-6) if asked.estimator.divide_by_group_std else 1.0)
+            elif asked.estimator.type == "rloo":
                 advantages[t] = whole[b] - (math.fsum(of_group) - whole[b]) / (len(of_group) - 1)
-            elif asked.estimator == "reinforce_plus_plus":
+            elif asked.estimator.type == "reinforce_plus_plus":
                 advantages[t] = math.fsum(x * asked.gamma**j for j, x in enumerate(one[k:]))
             else:
                 advantages[t] = math.fsum(one[k:]) - GREEDY[group[b]]
@@ -59,7 +59,7 @@ def by_hand(asked, per_token=None, group=GROUP):
 
 CASES = [
     *((name, {"placement": placement}) for name in ESTIMATORS for placement in ("none", "reward", "loss")),
-    ("grpo", {"divide_by_group_std": False}),
+    ("grpo", {"own": {"divide_by_group_std": False}}),
 ]
 
 
@@ -230,7 +230,7 @@ ON_THREE_RANKS = [
         "remax", importance_sampling={"type": "tis", "level": "geometric"}, loss={"type": "gspo", "sequence_advantages": True}
     ),  # with a critic: oracles in test_critic_estimators.py
     algorithm("vtrace", gamma=GAMMA, bootstrap_truncated=True),
-    algorithm("gae", gamma=GAMMA, gae_level="turn", lam_length_alpha=0.5, bootstrap_truncated="last"),
+    algorithm("gae", own={"level": "turn"}, gamma=GAMMA, lam_length_alpha=0.5, bootstrap_truncated="last"),
 ]
 
 

@@ -185,7 +185,7 @@ _RUN = {
     "ppo.reward_shaping": unneeded("see reward_shaping.enabled", "reward.length_penalty.per_token"),
     "ppo.adv_estimator.name": implied(
         "GAE",
-        "algorithm.estimator",
+        "algorithm.estimator.type",
         expects=("gae",),
         otherwise="set algorithm.estimator by hand, without the critic's keys",
     ),

@@ -77,7 +77,7 @@ _RULES = {
     "gamma": take("algorithm.gamma"),
     "advantage_estimator": implied(
         "GAE",
-        "algorithm.estimator",
+        "algorithm.estimator.type",
         expects=("gae",),
         otherwise="set algorithm.estimator by hand, without the critic's keys",
     ),

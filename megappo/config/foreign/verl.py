@@ -321,7 +321,7 @@ CRITIC = {
 REST = {
     "algorithm.adv_estimator": implied(
         "GAE",
-        "algorithm.estimator",
+        "algorithm.estimator.type",
         expects=("gae",),
         otherwise="set algorithm.estimator by hand, without the critic's keys",
     ),
@@ -333,7 +333,7 @@ REST = {
     "algorithm.kl_ctrl.kl_coef": take("algorithm.kl.coef", by="kl_in_reward"),
     "algorithm.kl_ctrl.target_kl": take("algorithm.kl.controller.target"),
     "algorithm.kl_ctrl.horizon": take("algorithm.kl.controller.horizon"),
-    "algorithm.norm_adv_by_std_in_grpo": unneeded("for GRPO alone", "algorithm.divide_by_group_std"),
+    "algorithm.norm_adv_by_std_in_grpo": unneeded("for GRPO alone", "algorithm.estimator.divide_by_group_std"),
     "algorithm.use_pf_ppo": missing("every sample has the same weight"),
     "algorithm.rollout_correction.rollout_is": missing(
         "set the correction by hand, with its bounds", "algorithm.importance_sampling.type"
