@@ -27,8 +27,10 @@ CONFIG_HEAD = """# Configuration
 Generated from `megappo/config/schema.py` and the sections it imports by `python scripts/reference_pages.py`; change the text there.
 
 A configuration is one YAML file. On the command line `key=value` sets one key over the file, with the value in YAML:
-`megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second`. `key=null` takes back what the file says where the key
-itself cannot be null. A choice is written as the word that chooses, or as a section with it and the keys of what it chooses:
+`megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second`. The value of a text is that text, with its blanks, `#` and
+brackets (in a shell `'data.prompt_suffix= Put it after ####.'`); of a text YAML reads only null and what stands in quotes
+(`'data.prompt_suffix="\\n"'`). `key=null` takes back what the file says where the key itself cannot be null. A choice is written as
+the word that chooses, or as a section with it and the keys of what it chooses:
 `kl: none`, `kl: {placement: loss, coef: 0.04}`, `algorithm.kl.controller=adaptive algorithm.kl.controller.target=0.1`.
 `megappo config recipe.yaml` prints the resolved configuration. Unknown keys, keys of the wrong type
 (`"2"` is not 2) and keys without effect under the other keys are errors.

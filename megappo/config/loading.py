@@ -7,10 +7,12 @@ keys, and lets pydantic validate in strict mode (no "2" for 2, no true for 1).
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from types import NoneType
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -21,6 +23,7 @@ from megappo.config.keys import (
     Written,
     choice_of,
     hint,
+    is_mapping,
     item_class,
     section_class,
     section_classes,
@@ -34,6 +37,9 @@ from megappo.config.yaml_reader import parse_yaml, read_yaml
 Config = TypeVar("Config", bound=BaseModel)
 
 COMMAND_LINE = "command line"
+
+_YAML_OF_A_TEXT = re.compile(r"""null|Null|NULL|~|'.*'|".*\"""", re.DOTALL)
+"""Values of a text that YAML reads: null, and what stands in quotes."""
 
 HALF = ("fp16", "float16", "half", "16")
 
@@ -90,7 +96,8 @@ def validated(data: Mapping[str, Any], cls: type[Config]) -> Config:
 
 
 def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
-    """Parse `a.b=value` into (dotted key, plain value). Raises ConfigError, which names our key for another trainer's flag."""
+    """Parse `a.b=value` into (dotted key, plain value): the value of a text as it stands, else YAML. Raises ConfigError,
+    which names our key for another trainer's flag."""
     key, equals, value = text.partition("=")
     values = [name for name, _ in value_keys(cls)]
     if key.startswith("-"):
@@ -106,7 +113,9 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
         codec = sys.getfilesystemencoding()
         fix = "write UTF-8" if codec == "utf-8" else UTF_8_LOCALE
         raise ConfigError(f"{COMMAND_LINE}: {key}: byte {ord(half) - 0xDC00:#x} is no character in this locale ({codec}); {fix}")
-    data, _ = parse_yaml(value, f"{COMMAND_LINE}: {key}")
+    # YAML would cut a text at ` #`, drop its leading blank, and read `[INST]` as a list.
+    is_text = _is_text(key, cls) and not _YAML_OF_A_TEXT.fullmatch(value.strip())
+    data = value if is_text else parse_yaml(value, f"{COMMAND_LINE}: {key}")[0]
     for name in values:
         if name.startswith(key + ".") and data is not None and not _is_whole(key, data, cls):  # `policy=null` resets the section
             raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, f'is a section; set its keys, for example {name}=VALUE')}")
@@ -115,6 +124,18 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
     if key not in values and not _names_section(key, cls) and not any(_is_inside_mapping(key, name, cls) for name in values):
         raise ConfigError(f"{COMMAND_LINE}: {problem(key, data, _unknown(key, cls))}")
     return key, data
+
+
+def _is_text(key: str, cls: type[BaseModel]) -> bool:
+    """True if the value of this key is a text, or a text or null; keys of a mapping's sections (`evaluations.NAME.data`) too."""
+    for name, field in value_keys(cls):
+        kinds = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in get_args(field.annotation)}
+        if name == key:
+            return field.annotation is str or kinds == {str, NoneType}
+        item = item_class(field)
+        if item is not None and is_mapping(field) and key.startswith(name + "."):
+            return _is_text(key.removeprefix(name + ".").partition(".")[2], item)
+    return False
 
 
 def _is_inside_mapping(key: str, name: str, cls: type[BaseModel]) -> bool:

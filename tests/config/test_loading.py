@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
@@ -54,11 +55,11 @@ BAD_OVERRIDES = [
     ([f"run.seed={'9' * 5000}"], ["run.seed", "not a number that can be used"]),
     (["run.seed=!!python/object/apply:os.system [touch x]"], ["run.seed", "tag", "is not allowed"]),
     ([r'data.system_prompt="\ud800"'], ["data.system_prompt", "half of a surrogate pair"]),
-    ([f"data.train={'[' * 3000}"], ["data.train", "nested too deeply"]),
+    ([f"rollout.stop={'[' * 3000}"], ["rollout.stop", "nested too deeply"]),
     (["policy.model=" + "x" * 300], ["policy.model", "longer than a file system allows (255 bytes a name)"]),
     (["policy.model=" + "x/" * 2100], ["policy.model", "longer than a file system allows"]),
     (["data.train=https://me:s3cret@host/x.jsonl"], ['data.train = "https://(hidden)@host/x.jsonl"', "holds credentials"]),
-    (["run.name=7"], ["run.name = 7: must be a string"]),
+    (["run.name=a b"], ['run.name = "a b"', "letters, digits"]),
     (["reward.parts=[{name: exact_match, weigth: 2}]"], ["reward.parts.0.weigth", "unknown key; the keys are name, weight"]),
     (["reward.route.map={a: [{name: b, weigth: 2}]}"], ["reward.route.map.a.0.weigth", "unknown key; the keys are name, weight"]),
     (["reward.route={key: s, map: {a: {name: b}}}"], ["reward.route.map.a", "must be a list"]),
@@ -69,7 +70,7 @@ BAD_OVERRIDES = [
     (["reward.parts.0.weight=2"], ["reward.parts is set as a whole"]),
     (["policy.parallel=2"], ["policy.parallel", "is a section; set its keys, for example policy.parallel.tp=VALUE"]),
     (["policy.parallel={tp: 2}"], ["is a section"]),
-    (["data.system_prompt=You: are"], ["data.system_prompt", "must be a string"]),
+    (["data.system_prompt='You' are'"], ["data.system_prompt", "not valid YAML"]),
     (["data.train=null"], ["data.train is missing: Training prompts"]),
     (["policy.model=null"], ["policy.model is missing: Directory of a Hugging Face checkpoint"]),
     (["run.seed"], ["run.seed: not an override; write key=value"]),
@@ -82,7 +83,7 @@ BAD_OVERRIDES = [
     (["run.output_dir=/data/$USER/runs"], ['= "/data/$USER/runs": holds $USER, which only a shell replaces; write what']),
     (["reward.parts=[{path: '${HOME}/r.py', function: f}]"], ["reward.parts.0.path", "holds ${HOME}"]),
     (["data.train=${oc.env:DATA}/x.jsonl"], ["data.train", "holds ${oc.env:DATA}, which only a shell replaces"]),
-    (["data.train=[a"], ["data.train", "not valid YAML"]),
+    (["rollout.stop=[a"], ["rollout.stop", "not valid YAML"]),
     (["rolle.critic=3"], ["rolle.critic", "unknown key"]),
 ]
 
@@ -403,8 +404,11 @@ def test_other_trainers_names_lead_to_keys_that_exist():
 
 def test_every_known_key_is_accepted_as_an_override():
     for cls in (TrainConfig, SftConfig):
-        for key, _ in value_keys(cls):
-            assert parse_override(f"{key}=1", cls) == (key, 1)
+        for key, field in value_keys(cls):
+            schema = TypeAdapter(field.annotation).json_schema()
+            kinds = [kind for kind in schema.get("anyOf", [schema]) if kind != {"type": "null"}]
+            is_text = all(kind.get("type") == "string" and not {"enum", "const"} & set(kind) for kind in kinds)
+            assert parse_override(f"{key}=1", cls) == (key, "1" if is_text else 1)
         for key, _ in sections(cls):
             assert parse_override(f"{key}=null", cls) == (key, None)
 
@@ -425,6 +429,47 @@ def test_a_name_with_a_shells_characters_is_a_path(tmp_path, path):
 def test_a_key_of_the_other_command_is_known_as_such(cls, key, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         parse_override(f"{key}=3", cls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " Put it after ####.",
+        "a # b",
+        "You: are",
+        "7",
+        "1e-5",
+        "true",
+        "[INST]",
+        "{answer}",
+        "- a",
+        "*a",
+        "&a b",
+        "!x",
+        "|",
+        "a'b",
+        '"',
+        "'",
+        "x\ty ",
+    ],
+)
+def test_the_override_of_a_text_is_that_text(tmp_path, text):
+    keys = ("data.prompt_suffix", "data.system_prompt", "evaluations.hard.prompt_suffix")
+    config = train_config(tmp_path, ["evaluations={hard: {data: x}}", *(f"{key}={text}" for key in keys)])
+    assert (config.data.prompt_suffix, config.data.system_prompt, config.evaluations["hard"].prompt_suffix) == (text, text, text)
+
+
+def test_quotes_and_null_of_a_text_are_yaml(tmp_path):
+    quoted = [r'data.prompt_suffix="\nGo. "', "data.system_prompt='it''s'", 'run.name="7"', 'evaluations.hard.prompt_suffix=" "']
+    config = train_config(tmp_path, ["evaluations={hard: {data: x}}", *quoted])
+    assert (config.data.prompt_suffix, config.data.system_prompt, config.run.name) == ("\nGo. ", "it's", "7")
+    assert config.evaluations["hard"].prompt_suffix == " "
+    for null in ("null", "~", " null "):
+        taken = train_config(
+            tmp_path, [f"data.system_prompt={null}", f"data.prompt_suffix={null}"], TRAIN + "algorithm: {lam: 1.0}\n"
+        )
+        assert taken.data.system_prompt is None and taken.data.prompt_suffix == "", "the default, for a key that cannot be null"
+    assert train_config(tmp_path, ["data.system_prompt='null'"]).data.system_prompt == "null"
 
 
 def test_overrides_win_in_order_and_null_takes_back(tmp_path):
