@@ -476,8 +476,8 @@ MISPLACED = {
     ),
     "another replica": (["rollout.ranks=0-2", "rollout.tp=2"], ["rollout.tp = 2", "the 3 ranks of rollout.ranks = 0-2"]),
     "offload for nobody": (
-        ["critic.offload.gradients=true"],
-        ["critic.offload.gradients = true: makes room for others, and none shares critic.ranks = 2-3; leave it out, or share"],
+        ["critic.offload=[gradients]"],
+        ['critic.offload = ["gradients"]: makes room for others, and none shares critic.ranks = 2-3; leave it out, or share'],
     ),
     "sleep for nobody": (
         ["policy.ranks=2-3", "reference.ranks=2-3", "rollout.sleep=cache"],

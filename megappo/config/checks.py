@@ -42,6 +42,7 @@ from megappo.config.role_checks import (
     policy_lr_warmup_problem,
     refresh_problem,
     sft_lr_warmup_problem,
+    sft_offload_problem,
     value_bins_problem,
 )
 from megappo.config.role_sections import key_of_role
@@ -111,7 +112,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     profile_problem,
     evaluation_problem,
 )
-SFT_RULES: tuple[Callable[[SftConfig], str | None], ...] = (sft_lr_warmup_problem,)
+SFT_RULES: tuple[Callable[[SftConfig], str | None], ...] = (sft_lr_warmup_problem, sft_offload_problem)
 # Rules about the number of steps.
 LENGTH_RULES: tuple[TrainRule, ...] = (
     critic_warmup_problem,
@@ -123,7 +124,7 @@ LENGTH_RULES: tuple[TrainRule, ...] = (
 
 # Keys that only a GPU needs. One file serves both devices, so on the CPU they are named in a note and not refused.
 GPU_KEYS = ("rollout.memory_share",)
-GPU_KEYS_OF_ROLE = ("offload.parameters", "offload.optimizer", "offload_activations")
+GPU_KEYS_OF_ROLE = ("offload", "offload_activations")
 
 
 def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int, device: Device) -> list[str]:
@@ -173,5 +174,8 @@ def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], devi
     if device == "cuda":
         return []
     of_roles = (f"{key_of_role(role)}.{key}" for role in role_sections(config) for key in GPU_KEYS_OF_ROLE)
-    written = (name for name in (*GPU_KEYS, *of_roles) if name in explicit)
-    return [problem(name, value_at(config, name), "for GPUs, no effect on the CPU") for name in written]
+    written = {name: value_at(config, name) for name in (*GPU_KEYS, *of_roles) if name in explicit}
+    for name, value in written.items():
+        if name.endswith(".offload"):  # gradients are freed on the CPU too
+            written[name] = [word for word in value if word != "gradients"]
+    return [problem(name, value, "for GPUs, no effect on the CPU") for name, value in written.items() if value]

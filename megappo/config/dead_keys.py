@@ -213,11 +213,6 @@ SFT: tuple[Dead, ...] = (
     ),
     Dead(("policy.ema.*",), lambda c: True, "fine-tuning keeps no average of the weights; remove it"),
     Dead(("policy.logits_dtype",), lambda c: True, "fine-tuning has no sampler to agree with; remove it"),
-    Dead(
-        ("policy.offload.parameters", "policy.offload.gradients"),
-        lambda c: True,
-        "fine-tuning has one role, which never waits for another; remove it",
-    ),
 )
 
 OF_ROLE: tuple[tuple[type[RoleConfig], Dead], ...] = (

@@ -187,11 +187,10 @@ def _lonely_offloads(config: TrainConfig, hosted: Mapping[str, set[int]]) -> Ite
     for role, section in role_sections(config).items():
         if role not in hosted or not is_alone(role):
             continue
-        for key, away in section.offload.model_dump().items() if isinstance(section, TrainableConfig | FrozenConfig) else ():
-            if away:
-                own = key_of_role(role)
-                fix = f"makes room for others, and none shares {own}.ranks = {section.ranks}; leave it out, or share ranks"
-                yield problem(f"{own}.offload.{key}", True, fix)
+        if isinstance(section, TrainableConfig | FrozenConfig) and section.offload:
+            own = key_of_role(role)
+            fix = f"makes room for others, and none shares {own}.ranks = {section.ranks}; leave it out, or share ranks"
+            yield problem(f"{own}.offload", list(section.offload), fix)
     if config.rollout.sleep != "none" and is_alone("rollout"):
         fix = f"makes room for models, and none is on rollout.ranks = {config.rollout.ranks}; use none, or share ranks"
         yield problem("rollout.sleep", config.rollout.sleep, fix)

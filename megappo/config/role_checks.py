@@ -131,6 +131,14 @@ def critic_lr_warmup_problem(config: TrainConfig) -> str | None:
     return None
 
 
+def sft_offload_problem(config: SftConfig) -> str | None:
+    """Refuse to offload what fine-tuning needs at any time."""
+    if not set(config.policy.offload) <= {"optimizer"}:
+        fix = "fine-tuning has one role, which never waits for another: only optimizer has an effect; use [optimizer], or remove it"
+        return problem("policy.offload", list(config.policy.offload), fix)
+    return None
+
+
 def sft_lr_warmup_problem(config: SftConfig) -> str | None:
     return _warmup_fits("policy.optimizer.warmup_steps", config.policy.optimizer, config.trainer.steps)
 

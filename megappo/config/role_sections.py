@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, Field
 
@@ -58,14 +58,7 @@ class OptimizerConfig(Section):
     """Shard fp32 main parameters and moments over data-parallel ranks (Megatron-core's distributed optimizer, ZeRO-1)."""
 
 
-class OffloadConfig(Section):
-    parameters: bool = False
-    """Keep weights in host memory while another role works."""
-    gradients: bool = False
-    """Free the gradient buffers while another role works."""
-    optimizer: bool = False
-    """Keep fp32 main parameters and moments in host memory from the end of a role's updates to the first optimizer step of its
-    next ones; between these steps they stay on the GPU."""
+Offload = Literal["parameters", "gradients", "optimizer"]
 
 
 class RoleConfig(Section):
@@ -90,6 +83,11 @@ class RoleConfig(Section):
     def in_8_bits(self) -> bool:
         """True if the linear layers keep their weights in 8 bits."""
         return False
+
+    @property
+    def may_offload(self) -> tuple[Offload, ...]:
+        """Words that `offload` of this role takes, in the order of a device's memory."""
+        return ("parameters",)
 
 
 class LoraConfig(Section):
@@ -133,12 +131,18 @@ class TrainableConfig(RoleConfig):
     router_aux_coef: NonNegativeFloat = 0.0
     """Weight of the routers' balancing loss, per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20); 0 leaves it out.
     For models with experts."""
-    offload: OffloadConfig = OffloadConfig()
-    """State to move off the GPU while another role works."""
+    offload: tuple[Offload, ...] = ()
+    """State that leaves the GPU while other roles work: parameters (weights go to host memory), gradients (their buffers are
+    freed), optimizer (fp32 main parameters and moments are in host memory from the end of a role's updates to the first optimizer
+    step of its next ones; between these steps they stay on the GPU)."""
 
     @property
     def in_8_bits(self) -> bool:
         return self.lora is not None and self.lora.base_bits is not None
+
+    @property
+    def may_offload(self) -> tuple[Offload, ...]:
+        return get_args(Offload)
 
 
 class EmaConfig(Section):
@@ -228,11 +232,6 @@ class CriticConfig(AnyCriticConfig):
     other roles, of the rollout, rewards, prompts and evaluations are not read."""
 
 
-class FrozenOffloadConfig(Section):
-    parameters: bool = False
-    """Keep weights in host memory while another role works."""
-
-
 class ModelConfig(Section):
     """Implementation of the layers of all roles."""
 
@@ -242,8 +241,8 @@ class ModelConfig(Section):
 
 
 class FrozenConfig(RoleConfig):
-    offload: FrozenOffloadConfig = FrozenOffloadConfig()
-    """State to move off the GPU while another role works."""
+    offload: tuple[Literal["parameters"], ...] = ()
+    """State that leaves the GPU while other roles work: parameters (weights go to host memory)."""
 
 
 class ReferenceConfig(FrozenConfig):

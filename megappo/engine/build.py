@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megappo.config.role_sections import FrozenConfig, LoraConfig, ModelConfig, OffloadConfig, RoleConfig, TrainableConfig
+from megappo.config.role_sections import FrozenConfig, LoraConfig, ModelConfig, RoleConfig, TrainableConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineSpec
@@ -141,7 +141,7 @@ def build_frozen(
     adapters = _adapt(chunks, spec, groups, lora)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    offload = OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters)
+    offload = section.offload if isinstance(section, FrozenConfig) else ()
     settings = EngineSettings(device, section.micro_batch_tokens, offload)
     engine = MegatronEngine(spec.role, chunks, groups, settings, adapters=adapters)
     engine.offload_idle()

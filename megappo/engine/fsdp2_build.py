@@ -8,7 +8,7 @@ import shutil
 import torch
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.role_sections import FrozenConfig, OffloadConfig, TrainableConfig, key_of_role
+from megappo.config.role_sections import FrozenConfig, Offload, TrainableConfig, key_of_role
 from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2 import Fsdp2Engine
 from megappo.engine.fsdp2_model import build_sharded
@@ -26,7 +26,8 @@ def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -
         _check_compiler(spec.role)
     model = build_sharded(spec, groups, dtype=dtype, device=device, trains=trains)
     reduce_once = isinstance(section, TrainableConfig) and section.reduce_once
-    optimizer, offload = None, OffloadConfig(parameters=isinstance(section, FrozenConfig) and section.offload.parameters)
+    optimizer = None
+    offload: tuple[Offload, ...] = section.offload if isinstance(section, FrozenConfig) else ()
     if spec.total_updates is not None:
         assert isinstance(section, TrainableConfig), f"{spec.role} has no optimizer to train with"
         optimizer = ShardedOptimizer(model.trained, model.copied, groups, section.optimizer, spec.total_updates, device)

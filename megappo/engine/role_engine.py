@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.state import ModelState, ReadGoingOn, Shape, StateBox
-from megappo.config.role_sections import OffloadConfig
+from megappo.config.role_sections import Offload
 from megappo.engine.base import StepResult, WithoutAdapters
 from megappo.engine.offload import StorageOffload
 from megappo.engine.state_boxes import WEIGHT, Held, boxes_to_load, boxes_to_save, key_of, require_same_tensors
@@ -103,7 +103,7 @@ class EngineSettings:
 
     device: torch.device
     micro_batch_tokens: int
-    offload: OffloadConfig = OffloadConfig()
+    offload: tuple[Offload, ...] = ()
     frozen: frozenset[str] = frozenset()
 
 
@@ -195,8 +195,8 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
 
     def offload_idle(self) -> None:
         """Offload what this role's section offloads, to free memory for the next role or the rollout engine."""
-        self.to("host", model=self._offload.parameters, optimizer=self._offload.optimizer)
-        if self._offload.gradients:
+        self.to("host", model="parameters" in self._offload, optimizer="optimizer" in self._offload)
+        if "gradients" in self._offload:
             self._free_gradients()
 
     @abstractmethod

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.role_sections import OffloadConfig, OptimizerConfig
+from megappo.config.role_sections import OptimizerConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import LossOutput
 from megappo.engine.whole_batch import pass_whole_batch
@@ -97,7 +97,7 @@ def engine(
         "critic" if critic else "policy",
         wrapped,
         groups,
-        EngineSettings(torch.device("cpu"), 24, OffloadConfig(parameters=offload, gradients=offload, optimizer=offload)),
+        EngineSettings(torch.device("cpu"), 24, ("parameters", "gradients", "optimizer") if offload else ()),
         optimizer=Optimizer(wrapped, groups, config, total_steps=20),
         router_aux_coef=0.01 if experts else 0.0,
     )

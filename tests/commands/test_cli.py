@@ -292,7 +292,7 @@ def write_sft(folder):
         (["data.max_tokens=1"], ["no demonstrations are left"]),
         (["trainer.batch_size=101"], ["trainer.batch_size = 101", "100 demonstrations"]),
         (["policy.parallel.pp=3", "policy.parallel.tp=1", "run.num_ranks=3"], ["policy.parallel.pp = 3", "use 2 or 4"]),
-        (["policy.offload.parameters=true"], ["policy.offload.parameters", "has no effect"]),
+        (["policy.offload=[parameters]"], ["policy.offload", "only optimizer has an effect"]),
         (["critic.model=x"], ["critic.model", "unknown key"]),
     ],
 )

@@ -718,13 +718,19 @@ def test_rules_on_the_length_wait_for_the_data(tmp_path):
 def test_sft_rules(tmp_path):
     assert "policy.optimizer.warmup_steps = 100" in first_problem(sft_config(tmp_path, ["policy.optimizer.warmup_steps=100"]))
     assert first_problem(sft_config(tmp_path, ["policy.optimizer.warmup_steps=99"])) is None
+    assert 'policy.offload = ["optimizer", "gradients"]' in first_problem(
+        sft_config(tmp_path, ["policy.offload=[optimizer,gradients]"])
+    )
+    assert first_problem(sft_config(tmp_path, ["policy.offload=[optimizer]"])) is None
     assert "policy.parallel: tp 2" in first_problem(sft_config(tmp_path, ["policy.parallel.tp=2"]), 3)
 
 
 def test_keys_for_gpus_are_noted_on_the_cpu_only(tmp_path):
-    config = train_config(tmp_path, ["rollout.memory_share=0.5", "policy.offload.optimizer=true"])
+    config = train_config(tmp_path, ["rollout.memory_share=0.5", "policy.offload=[optimizer]"])
     notes = check_config(config, explicit_keys(config), 1, "cpu")
-    assert [note.split(" = ")[0] for note in notes] == ["rollout.memory_share", "policy.offload.optimizer"]
+    assert [note.split(" = ")[0] for note in notes] == ["rollout.memory_share", "policy.offload"]
+    freed = train_config(tmp_path, ["policy.offload=[gradients]", "critic.offload=[gradients,parameters]"])
+    assert device_notes(freed, explicit_keys(freed), "cpu") == ['critic.offload = ["parameters"]: for GPUs, no effect on the CPU']
     assert device_notes(config, explicit_keys(config), "cuda") == []
     assert device_notes(config, frozenset(), "cpu") == [], "nobody wrote them"
 

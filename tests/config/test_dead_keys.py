@@ -106,7 +106,6 @@ DEAD_SFT = [
     ([], "policy.parallel.layers_per_stage=[4]", "policy.parallel.pp=2"),
     (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
     ([], "policy.optimizer.min_lr_ratio=0.1", "policy.optimizer.lr_schedule=cosine"),
-    ([], "policy.offload.parameters=true", None),
     ([], "policy.logits_dtype=bf16", None),
     ([], "policy.ema.decay=0.9", None),
 ]
@@ -181,5 +180,5 @@ def test_a_dump_of_fine_tuning_loads_again(tmp_path):
     config = sft_config(tmp_path, ["data.chat_template=false"])
     again = load_config(write(tmp_path, dump_yaml(config)), (), SftConfig)
     assert again == config and refused(again) == []
-    assert "policy.offload.parameters" in dead_keys(again)
+    assert "policy.logits_dtype" in dead_keys(again)
     assert load_config(write(tmp_path, SFT), (), SftConfig) != again

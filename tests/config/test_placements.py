@@ -106,9 +106,9 @@ REFUSED = [
     ),
     (["rollout.engine=megatron"], 4, ['rollout.ranks = "0-3"', "the policy's own shards; set it to policy.ranks, 0-1"]),
     (
-        ["critic.offload.optimizer=true", "rollout.ranks=0-1"],
+        ["critic.offload=[optimizer]", "rollout.ranks=0-1"],
         4,
-        ["critic.offload.optimizer = true", "none shares critic.ranks = 2-3"],
+        ['critic.offload = ["optimizer"]', "none shares critic.ranks = 2-3"],
     ),
     (["rollout.sleep=all", "rollout.ranks=4-5"], 6, ['rollout.sleep = "all"', "none is on rollout.ranks = 4-5"]),
 ]
@@ -130,12 +130,12 @@ def test_a_placement_that_cannot_work_is_refused(tmp_path, changes, world, fragm
         (["policy.parallel.tp=2", "critic.parallel.pp=2"], 4),
         (["rollout.engine=megatron", "rollout.ranks=0-1"], 4),
         (["rollout.ranks=4-7", "rollout.tp=4"], 8),
-        (["critic.offload.optimizer=true"], 4),  # beside the rollout
+        (["critic.offload=[optimizer]"], 4),  # beside the rollout
         # Critics alone, with what the run that follows offloads.
         (
             [
                 *("trainer.steps=3", "critic.warmup_steps=3", "critic.warmup_trajectories=runs/x", "critic.ranks=all"),
-                *("critic.offload.optimizer=true", "rollout.sleep=all", "rollout.tp=3"),
+                *("critic.offload=[optimizer]", "rollout.sleep=all", "rollout.tp=3"),
             ],
             4,
         ),

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megappo.algo.aggregation import token_weights
 from megappo.algo.alignment import first_token_mask
-from megappo.config.role_sections import CriticConfig, OffloadConfig, OptimizerConfig, PolicyConfig
+from megappo.config.role_sections import CriticConfig, Offload, OptimizerConfig, PolicyConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, pack
 from tests.engine.whole import on_whole_batches
@@ -41,7 +41,7 @@ def build_roles(
     *,
     budget: int,
     dtype: str = "fp32",
-    offload: bool | OffloadConfig = False,
+    offload: bool | tuple[Offload, ...] = False,
     distributed: bool = True,
     recompute: str = "none",
 ):
@@ -53,7 +53,7 @@ def build_roles(
 
     arch = read_arch(path)
     if isinstance(offload, bool):
-        offload = OffloadConfig(parameters=offload, gradients=offload, optimizer=offload)
+        offload = ("parameters", "gradients", "optimizer") if offload else ()
     common = dict(
         dtype=dtype,
         micro_batch_tokens=budget,

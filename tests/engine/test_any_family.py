@@ -73,7 +73,7 @@ def trained(engines: Any, path: Path, *, exports: bool = True, **settings: Any) 
 
     # Adam divides by |g| + eps: with a small eps a weight whose gradient is rounding noise would move a full step.
     optimizer = OptimizerConfig(lr=1e-2, eps=1e-3)
-    offload = {"parameters": True, "gradients": True, "optimizer": True}
+    offload = ["parameters", "gradients", "optimizer"]
     common = dict(engine="fsdp2", dtype="fp32", micro_batch_tokens=64, optimizer=optimizer, offload=offload)
     engine = Whole(engine_for(engines, path, "policy", PolicyConfig.model_validate(common | {"model": str(path)} | settings)))
     with engine.train_mode():

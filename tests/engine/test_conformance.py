@@ -93,7 +93,7 @@ class World(NamedTuple):
         """Whole gradients on every rank if the engine can, several micro-batches, everything offloaded that can be."""
         distributed = self.engine == "fsdp2"
         optimizer = OptimizerConfig(lr=LR, warmup_steps=WARMUP, distributed=distributed, clip_grad=0.0, eps=1e-5)
-        offload = {"parameters": True, "gradients": True, "optimizer": True}
+        offload = ["parameters", "gradients", "optimizer"]
         layout = dict(engine=self.engine, parallel=self.parallel)
         return dict(dtype="fp32", micro_batch_tokens=48, optimizer=optimizer, offload=offload, **layout)
 

@@ -35,7 +35,7 @@ STEPS = 2
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, clip_grad=0.0, weight_decay=0.01)
 WHOLE = OPTIMIZER.model_copy(update={"distributed": False})
 """Whole gradients on every rank of Megatron's engine."""
-OFFLOADED = {"parameters": True, "gradients": True, "optimizer": True}
+OFFLOADED = ["parameters", "gradients", "optimizer"]
 SP = {"tp": 2, "sequence_parallel": True}
 LORA = LoraConfig(rank=3, alpha=6.0)
 INT8 = LoraConfig(rank=3, alpha=6.0, base_bits=8)

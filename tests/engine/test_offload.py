@@ -157,7 +157,6 @@ def test_weights_that_others_wrote_are_the_ones_that_are_parked(step) -> None:
 
 def each_part_alone(rank: int, path: str) -> dict[str, Any]:
     """Results of updates with each part offloaded alone, and bytes of weights that rest then; fp32, bf16, both optimizers."""
-    from megappo.config.role_sections import OffloadConfig
     from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
 
@@ -166,7 +165,7 @@ def each_part_alone(rank: int, path: str) -> dict[str, Any]:
     for dtype, distributed in (("fp32", True), ("fp32", False), ("bf16", True)):
         how = dict(budget=64, dtype=dtype, distributed=distributed)
         for part in (None, "parameters", "gradients", "optimizer"):
-            offload = OffloadConfig(**({part: True} if part else {}))
+            offload = (part,) if part else ()
             resting = []
             for role in build_roles(path, groups, offload=offload, **how):
                 resting += [p.untyped_storage().nbytes() for p in role.engine.named_parameters().values()]

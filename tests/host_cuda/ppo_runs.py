@@ -61,7 +61,7 @@ def quickstart_config(folder: Path, name: str, device: str) -> dict[str, Any]:
 
 
 def offloading() -> dict[str, Any]:
-    return {f"{role}.offload.{what}": True for role in ("policy", "critic") for what in ("parameters", "gradients", "optimizer")}
+    return {f"{role}.offload": ["parameters", "gradients", "optimizer"] for role in ("policy", "critic")}
 
 
 def train_once(rank: int, config: dict[str, Any], resume: bool, fault: str = "") -> list[int]:

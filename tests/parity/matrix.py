@@ -109,9 +109,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute selective": {"policy__recompute": "selective", "critic__recompute": "selective"},
     "recompute full": {"policy__recompute": "full", "critic__recompute": "full"},
     "bf16": {f"{role}__dtype": "bf16" for role in ("policy", "critic", "reference")},
-    "offload": {
-        f"{role}__offload__{what}": True for role in ("policy", "critic") for what in ("parameters", "gradients", "optimizer")
-    },
+    "offload": {f"{role}__offload": ["parameters", "gradients", "optimizer"] for role in ("policy", "critic")},
 }
 
 

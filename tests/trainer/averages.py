@@ -16,7 +16,7 @@ from tests.engine.runs import recorded_batch
 from tests.engine.test_conformance import negative_logprob, weights_of, whole
 
 STEPS, DECAY = 3, 0.75
-AWAY = {"parameters": True, "gradients": True, "optimizer": True}
+AWAY = ["parameters", "gradients", "optimizer"]
 POLICIES: dict[str, dict[str, Any]] = {
     "megatron tp2": {"parallel": {"tp": 2}, "offload": AWAY},
     "megatron pp2, tied": {"parallel": {"pp": 2}},
@@ -29,7 +29,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 # Sections of references that lie otherwise than the policies that they are refreshed from.
 REFERENCES: dict[str, dict[str, Any]] = {
-    "megatron tp2": {"parallel": {"pp": 2}, "offload": {"parameters": True}},
+    "megatron tp2": {"parallel": {"pp": 2}, "offload": ["parameters"]},
     "megatron pp2, tied": {"engine": "fsdp2"},
     "fsdp2 dp2": {"parallel": {"tp": 2}},
     "fsdp2 tp2": {"dtype": "bf16"},

@@ -119,7 +119,7 @@ WITHOUT = {"policy.ema": None, "trainer.evaluate_with": "policy"}
 REFRESHED = {
     **WITHOUT,
     "algorithm.kl": {"coef": 0.01},
-    "reference": {"dtype": "fp32", "parallel": {"tp": 2}, "refresh_every": 2, "offload": {"parameters": True}},
+    "reference": {"dtype": "fp32", "parallel": {"tp": 2}, "refresh_every": 2, "offload": ["parameters"]},
 }
 FROM_EMA = {
     "algorithm.kl": {"coef": 0.01},

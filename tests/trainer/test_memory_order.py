@@ -38,7 +38,7 @@ def seen_by_the_rollout(rank: int, folder: Path, offload: bool) -> dict[str, Any
         found["zero"] = offload or all(not torch.any(state[name]) for state in states for name in MOMENTS)
         raise Started
 
-    config = small_config(folder, f"offload_{offload}", steps=1, **{"policy.offload.optimizer": offload})
+    config = small_config(folder, f"offload_{offload}", steps=1, **{"policy.offload": ["optimizer"] if offload else []})
     path = folder / f"config.{offload}.{rank}.yaml"
     path.write_text(yaml.safe_dump(config))
     loaded = load_config(str(path), [])

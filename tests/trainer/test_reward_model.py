@@ -162,7 +162,7 @@ def scores(folder) -> dict[str, Any]:
         ("moe ep2", "moe", {"parallel": EP2}),
         ("other head", "other head", {"parallel": {"tp": 2}}),
         ("normalised", "llama", {"parallel": {"pp": 2}, "center": -0.3, "scale": 2.0, "clip": 0.1}),
-        ("offload", "llama", {"parallel": {"tp": 2}, "offload": {"parameters": True}}),
+        ("offload", "llama", {"parallel": {"tp": 2}, "offload": ["parameters"]}),
         ("bf16", "llama", {"parallel": {"pp": 2}, "dtype": "bf16"}),
         ("whole batch", "llama", {"parallel": {"tp": 2}, "micro_batch_tokens": 4096}),
         ("no template", "llama", {"parallel": {"tp": 2}, "chat_template": False}),

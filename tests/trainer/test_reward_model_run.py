@@ -40,14 +40,14 @@ def keys_of(judge: Path, **section: Any) -> dict[str, Any]:
 def run_all(rank: int, folder: Path) -> None:
     """Two layouts of the reward model, the other engine, a resumed run with another normalisation, and one in bf16 beside vLLM."""
     tp2 = keys_of(folder / "judge", **{"parallel.tp": 2, "micro_batch_tokens": 128})
-    other = keys_of(folder / "judge", **{"parallel.pp": 2, "offload.parameters": True})
+    other = keys_of(folder / "judge", **{"parallel.pp": 2, "offload": ["parameters"]})
     vllm = keys_of(folder / "judge", dtype="bf16") | {"rollout.engine": "vllm"}
     terse = {"terse": {"data": str(folder / "data" / "eval.jsonl"), "prompt_suffix": SUFFIX}}
     with recorded(folder / f"asked{rank}.jsonl"):
         run_many(rank, [(small_config(folder, "tp2", steps=STEPS, **tp2), False)])
     with recorded(folder / f"suffixed{rank}.jsonl"):
         run_many(rank, [(small_config(folder, "pp2", steps=STEPS, evaluations=terse, **other), False)])
-    sharded = keys_of(folder / "judge", **{"engine": "fsdp2", "offload.parameters": True})
+    sharded = keys_of(folder / "judge", engine="fsdp2", offload=["parameters"])
     with recorded(folder / f"sharded{rank}.jsonl"):
         run_many(rank, [(small_config(folder, "fsdp2", steps=STEPS, **sharded), False)])
     run_many(rank, [(small_config(folder, "tp2", steps=STEPS + 1, **tp2 | {"reward_model.center": 0.0}), True)])

@@ -224,6 +224,7 @@ def _taking(*parameters: str) -> dict[str, Callable[..., Any]]:
 
 
 BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "value", "settings") | {
+    **{f"offload_{part}": engines.offload_of(part) for part in engines.PARTS},
     "verl_ranks": _ranks("trainer.nnodes", "trainer.n_gpus_per_node"),
     "nemo_ranks": _ranks("cluster.num_nodes", "cluster.gpus_per_node"),
     "torchrun_ranks": _ranks("nnodes", "nproc_per_node"),
@@ -232,6 +233,9 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "val
 
 # Computed after the others and in this order, since they read their results.
 LATE = (("unless_shared",), ("warmup_steps", "warmup_ratio", "min_lr_ratio"))
+
+# Rules of which several give one list of ours: a later one returns the list with its own part in it.
+JOINED = ("offload_if_on", "offload_if_dtensor", *(f"offload_{part}" for part in engines.PARTS))
 
 # Values where the source has none, chosen from the others; None leaves megappo's default.
 CHOOSE: Mapping[str, Callable[[str, Settings], tuple[Any, str] | None]] = _taking("key", "settings")

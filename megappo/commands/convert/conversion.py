@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megappo.commands.convert.arithmetic import BY, CHOOSE, LATE
+from megappo.commands.convert.arithmetic import BY, CHOOSE, JOINED, LATE
 from megappo.commands.convert.settings import Otherwise, Settings, Values, translated
 from megappo.commands.convert.sources import Source, Unread
 from megappo.config.checks import problems
@@ -67,6 +67,10 @@ def convert(source: Source) -> Conversion:
     rows += [Row(key, value, Outcome.TAKEN, is_default=True) for key, value in trainer.defaults.items() if key not in source.values]
     _apply(rows, trainer, settings)
     comments = {key: _comment(row, trainer) for row in reversed(rows) for key in row.sets}
+    for key in comments:
+        joined = [row for row in rows if key in row.sets and (rule := rule_of(row.key, trainer)) and rule.by in JOINED]
+        if len(joined) > 1:
+            comments[key] = "; ".join(_comment(row, trainer) for row in joined)
     for key, name in trainer.chosen.items():
         chosen = None if key in settings.ours else CHOOSE[name](key, settings)
         if chosen is not None:
@@ -153,7 +157,7 @@ def _apply(rows: list[Row], trainer: Trainer, settings: Settings) -> None:
                 continue
             unchanged = rule.by == "or_zero" and set(sets.values()) == {row.value}  # the note is of -1
             row.note = "" if unchanged else rule.note
-            clash = {key for key, value in sets.items() if settings.ours.get(key, value) != value}
+            clash = {key for key, value in sets.items() if settings.ours.get(key, value) != value and rule.by not in JOINED}
             if not row.is_default:  # what is written wins over a default
                 for other in (other for other in rows if other.is_default):
                     clash -= {key for key in sets if other.sets.pop(key, None) is not None}

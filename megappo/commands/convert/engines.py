@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
-from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, same, translated
+from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, same, translated
 from megappo.commands.convert.single_values import spread
 from megappo.config.foreign.rule import Outcome, Rule
+from megappo.config.role_sections import Offload
+
+PARTS: tuple[str, ...] = get_args(Offload)
 
 
 def if_megatron(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -42,14 +46,30 @@ def fsdp2_if_on(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def offload_if_dtensor(rule: Rule, value: Any, settings: Settings) -> Values:
     _of_backend(rule, value, settings, "dtensor_cfg")
-    return only_if_on(rule, value, settings)
+    return offload_if_on(rule, value, settings)
 
 
-def only_if_on(rule: Rule, value: Any, settings: Settings) -> Values:
-    """Switch on several of our keys, each of which also has a switch of its own in the source."""
+def offload_if_on(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Offload all of a role for one switch; the parts also have switches of their own in the source."""
     if not value:
         raise Otherwise(Outcome.UNNEEDED, "off")
-    return same(rule.keys, True)
+    (key,) = rule.keys
+    return {key: _words(("parameters",) if key.startswith("reference.") else PARTS)}
+
+
+def offload_of(part: str) -> Callable[[Rule, Any, Settings], Values]:
+    """Make the rule of a switch of one part, which joins what other switches of the role say (`JOINED`)."""
+
+    def offload(rule: Rule, value: Any, settings: Settings) -> Values:
+        if not isinstance(value, bool):
+            raise missing("neither true nor false")
+        return {key: _words([*settings.ours.get(key, []), *[part] * value]) for key in rule.keys}
+
+    return offload
+
+
+def _words(parts: Sequence[str]) -> list[str]:
+    return [part for part in PARTS if part in parts]
 
 
 def verl_engine(rule: Rule, value: Any, settings: Settings) -> Values:

@@ -297,7 +297,7 @@ def _stage_memory(
         value_head=value_head,
         fused=device == "cuda",
         values=values_read(config, role),
-        offload=(settings.offload.parameters and device == "cuda", False, False),
+        offload=("parameters" in settings.offload and device == "cuda", False, False),
     )
     if isinstance(settings, TrainableConfig):
         work = replace(
@@ -305,7 +305,7 @@ def _stage_memory(
             trained=True,
             distributed_optimizer=settings.optimizer.distributed,
             recompute=settings.recompute,
-            offload=(work.offload[0], settings.offload.gradients, settings.offload.optimizer and device == "cuda"),
+            offload=(work.offload[0], "gradients" in settings.offload, "optimizer" in settings.offload and device == "cuda"),
             steps=update_schedule(config, role).optimizer_steps(step.samples),
             adam_buffers=device == "cuda" and config.model.impl == "local",
             lora=settings.lora,
@@ -459,10 +459,10 @@ def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
     role = max(here, key=lambda role: plan.stage(role, rank).held)
     yield f"raise {key_of_role(role)}.parallel.tp or .pp" + (" or .ep" if plan.archs[role].moe is not None else "")
     resting = max(here, key=lambda role: plan.stage(role, rank).resident)
-    offload = section_of(plan.config, resting).offload
-    off = [what for what in type(offload).model_fields if not getattr(offload, what)]
-    if off and plan.device == "cuda" and (len(here) > 1 or plan.generates(rank)):
-        yield f"set {key_of_role(resting)}.offload.{off[-1]}=true"
+    section = section_of(plan.config, resting)
+    kept = [what for what in section.may_offload if what not in section.offload]
+    if kept and plan.device == "cuda" and (len(here) > 1 or plan.generates(rank)):
+        yield f"set {key_of_role(resting)}.offload=[{','.join((*section.offload, kept[-1]))}]"
     if plan.generates(rank):
         yield "lower " + ("rollout.memory_share" if plan.config.rollout.kv_cache_gib is None else "rollout.kv_cache_gib")
 

@@ -66,11 +66,11 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
         if role in plan.layouts and _keeps_inputs(section_of(config, role)):
             yield f"{key_of_role(role)}.offload_activations=true", _with(config, role, offload_activations=True)
         for other in plan.layouts:
-            offload = section_of(config, other).offload
-            for what in type(offload).model_fields:
-                if not getattr(offload, what):
-                    away = offload.model_copy(update={what: True})
-                    yield f"{key_of_role(other)}.offload.{what}=true", _with(config, other, offload=away)
+            section = section_of(config, other)
+            for what in section.may_offload:
+                if what not in section.offload:
+                    away = (*section.offload, what)
+                    yield f"{key_of_role(other)}.offload=[{','.join(away)}]", _with(config, other, offload=away)
         if plan.rollout is not None and config.rollout.sleep != "all":
             yield "rollout.sleep=all", _with(config, "rollout", sleep="all")
     share = _smaller_share(plan)

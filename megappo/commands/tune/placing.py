@@ -33,8 +33,8 @@ class Placing:
 
     name: str
     """Its name for users."""
-    changes: Mapping[str, str | float]
-    """Key -> value: `critic.ranks` and what follows from it."""
+    changes: Mapping[str, str | float | tuple[()]]
+    """Key -> value: `critic.ranks` and what follows from it, such as an empty `critic.offload`."""
 
     def applied(self, config: TrainConfig) -> TrainConfig:
         for key, value in self.changes.items():
@@ -42,7 +42,7 @@ class Placing:
         return config
 
     def overrides(self) -> list[str]:
-        return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.changes.items()]
+        return [f"{key}={'[]' if value == () else value}" for key, value in self.changes.items()]
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ def _with_consequences(placing: Placing, config: TrainConfig, world_size: int) -
     changes = dict(placing.changes)
     for role in roles_in_use(config):
         if _is_alone(role, where):
-            away = section_of(config, role).offload.model_dump()
-            changes |= {f"{key_of_role(role)}.offload.{key}": False for key, is_away in away.items() if is_away}
+            changes |= {f"{key_of_role(role)}.offload": ()} if section_of(config, role).offload else {}
     rollout = config.rollout
     if rollout.engine == "vllm" and _is_alone(ROLLOUT, where):
         changes |= {"rollout.sleep": "none"} if rollout.sleep != "none" else {}

@@ -151,8 +151,8 @@ def find_best(search: Search) -> Choice:
     if best is not None:
         return best
     machine = search.machine
-    resting = all(section_of(search.config, role).offload.parameters for role in search.candidates)
-    offload = "" if resting or machine.device == "cpu" else ", or offload (policy.offload.*)"
+    resting = all("parameters" in section_of(search.config, role).offload for role in search.candidates)
+    offload = "" if resting or machine.device == "cpu" else ", or offload (policy.offload)"
     kept = [role for role in search.candidates if role not in search.tuned]
     beside = f" beside the {' and the '.join(kept)} as configured" if kept else ""
     what = f"no layout fits on {machine.world_size} x {machine.hardware.name}{beside}"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.algo.aggregation import loss_count, token_weights, tokens_per_sequence
-from megappo.commands.tune.trials import RUNNING, Measured, Trial, moves, read_trial, world_folder, write_outcome
+from megappo.commands.tune.trials import RUNNING, Measured, Trial, read_trial, world_folder, write_outcome
 from megappo.config.batch import text_arithmetic
 from megappo.config.role_sections import TrainableConfig, is_critic, section_of
 from megappo.config.run_sections import TimeoutsConfig
@@ -69,11 +69,12 @@ def run_trial(
     section = section_of(trial.config, trial.role)
     engines = backend(trial.config.model, TIMEOUTS, device)
     passes = _build_passes(trial, engines)
-    load_s = fastest(passes.nothing, trial.repeats) if section.offload.parameters else 0.0
+    load_s = fastest(passes.nothing, trial.repeats) if "parameters" in section.offload else 0.0
     forward_s = fastest(passes.forward, trial.repeats)
     update_s, trip_s = None, 0.0
     if isinstance(section, TrainableConfig):
-        phase_s = fastest(passes.phase, trial.repeats) if moves(section.offload) else None
+        # A phase of updates moves or reallocates what is offloaded.
+        phase_s = fastest(passes.phase, trial.repeats) if section.offload else None
         with passes.train_mode():
             update_s = fastest(passes.update, trial.repeats)
         trip_s = max(0.0, phase_s - update_s) if phase_s is not None else 0.0

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter
 
-from megappo.config.role_sections import OffloadConfig
 from megappo.config.schema import TrainConfig
 
 REPEATS = 3  # timed passes of each kind, of which the fastest counts
@@ -44,11 +43,6 @@ class Measured(BaseModel):
 
     def __str__(self) -> str:
         return f"forward {self.forward_s:.4g} s" + (f", update {self.update_s:.4g} s" if self.update_s is not None else "")
-
-
-def moves(offload: OffloadConfig) -> bool:
-    """True if a phase of updates moves or reallocates offloaded parts. Its trial then times a phase, too."""
-    return offload.parameters or offload.gradients or offload.optimizer
 
 
 class Failed(BaseModel):

@@ -14,8 +14,6 @@ from megappo.commands.verify.shrink_layouts import ranks_needed
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.rank_ranges import ALL, ranks_of
 from megappo.config.role_sections import (
-    FrozenOffloadConfig,
-    OffloadConfig,
     ParallelConfig,
     RoleConfig,
     TrainableConfig,
@@ -72,7 +70,7 @@ def one_at_a_time(run: Run) -> dict[str, Run]:
 
 def _plain(config: TrainConfig, role: str) -> RoleConfig:
     section = section_of(config, role)
-    changes: dict[str, Any] = {"engine": "megatron", RANKS: ALL, "compile": False, "parallel": ParallelConfig()}
+    changes: dict[str, Any] = {"engine": "megatron", RANKS: ALL, "compile": False, "parallel": ParallelConfig(), "offload": ()}
     changes["micro_batch_tokens"] = SAMPLES * LONGEST_SEQUENCE
     if isinstance(section, TrainableConfig):
         optimizer = section.optimizer.model_copy(update={"distributed": False})
@@ -80,11 +78,8 @@ def _plain(config: TrainConfig, role: str) -> RoleConfig:
             "reduce_once": False,
             "offload_activations": False,
             "recompute": "none",
-            "offload": OffloadConfig(),
             "optimizer": optimizer,
         }
-    else:
-        changes["offload"] = FrozenOffloadConfig()
     return section.model_copy(update=changes)
 
 

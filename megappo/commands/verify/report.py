@@ -30,7 +30,7 @@ _WITHOUT: Mapping[str, str] = {
     "reduce_once": "{role}.reduce_once=false",
     "offload_activations": "{role}.offload_activations=false",
     "recompute": "{role}.recompute=none",
-    "offload": "{role}.offload=null",
+    "offload": "{role}.offload=[]",
     "micro_batch_tokens": "{role}.micro_batch_tokens=1000000",
 }
 

@@ -63,7 +63,7 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
             "router_aux_coef 0 leaves the balancing loss out", f"{role}.router_aux_coef", expects=("none",)
         ),
         f"{megatron}.freeze_moe_router": missing("routers are trained", off=(None, True, False)),
-        f"{megatron}.empty_unused_memory_level": unneeded("set the parts to offload", f"{role}.offload.parameters"),
+        f"{megatron}.empty_unused_memory_level": unneeded("set the parts to offload", f"{role}.offload"),
         f"{megatron}.converter_type": unneeded("the model's config.json names its family", f"{role}.model"),
         f"{megatron}.apply_rope_fusion": unneeded(FUSED, "model.impl"),
         f"{megatron}.bias_activation_fusion": unneeded(FUSED, "model.impl"),
@@ -81,7 +81,9 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
         f"{optimizer}.fp16": missing(NO_FP16, f"{role}.dtype"),
         f"{optimizer}.params_dtype": implied("main parameters are fp32", f"{role}.dtype"),
         f"{optimizer}.use_precision_aware_optimizer": unneeded("main parameters and moments are fp32"),
-        f"{optimizer}.optimizer_cpu_offload": take(f"{role}.offload.optimizer", note="between updates; AdamW runs on the GPU"),
+        f"{optimizer}.optimizer_cpu_offload": take(
+            f"{role}.offload", by="offload_optimizer", note="between updates; AdamW runs on the GPU"
+        ),
         f"{optimizer}.sgd_momentum": unneeded("AdamW is the optimizer"),
         f"{megatron}.scheduler.lr_decay_style": take(
             f"{ours}.lr_schedule", values=SCHEDULES, by="if_megatron", otherwise=ONE_SCHEDULE
@@ -101,7 +103,7 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
         f"{dtensor}.sequence_parallel": take(f"{parallel}.sequence_parallel", by="if_dtensor"),
         f"{dtensor}.activation_checkpointing": take(f"{role}.recompute", values=CHECKPOINTING, by="if_dtensor"),
         f"{dtensor}.cpu_offload": take(
-            *(f"{role}.offload.{part}" for part in ("parameters", "gradients", "optimizer")),
+            f"{role}.offload",
             by="offload_if_dtensor",
             note="between passes; AdamW runs on the GPU",
         ),
@@ -228,7 +230,7 @@ _RUN = {
     "policy.generation_batch_size": unneeded("the sampler schedules the prompts", "rollout.max_num_seqs"),
     "policy.logprob_batch_size": unneeded("log-probs use the micro-batches of training", "policy.micro_batch_tokens"),
     "policy.logprob_chunk_size": unneeded("log-probs never hold all logits in fp32", "kernels"),
-    "policy.offload_optimizer_for_logprob": take("policy.offload.optimizer"),
+    "policy.offload_optimizer_for_logprob": take("policy.offload", by="offload_optimizer"),
     "data.max_input_seq_length": take("data.max_prompt_tokens"),
     "data.shuffle": take("data.shuffle"),
     "data.num_workers": unneeded("prompts are tokenized once, before the ranks start", "data.train"),

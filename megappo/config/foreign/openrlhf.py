@@ -139,9 +139,9 @@ _RULES = {
     "gradient_checkpointing": take("policy.recompute", "critic.recompute", values=CHECKPOINTING),
     "gradient_checkpointing_use_reentrant": unneeded("Megatron-core recomputes", "policy.recompute"),
     "bf16": implied("the default", "policy.dtype", expects=(True,)),
-    "adam_offload": take("policy.offload.optimizer", "critic.offload.optimizer", note="between updates; AdamW runs on the GPU"),
-    "deepspeed_enable_sleep": take("policy.offload.parameters", "critic.offload.parameters"),
-    "ref_reward_offload": take("reference.offload.parameters"),
+    "adam_offload": take("policy.offload", "critic.offload", by="offload_optimizer", note="between updates; AdamW runs on the GPU"),
+    "deepspeed_enable_sleep": take("policy.offload", "critic.offload", by="offload_parameters"),
+    "ref_reward_offload": take("reference.offload", by="offload_parameters"),
     "ds_tensor_parallel_size": take("policy.parallel.tp", "critic.parallel.tp", note=BOTH_LAYOUTS),
     "ring_attn_size": take("policy.parallel.cp", "critic.parallel.cp", note=BOTH_LAYOUTS),
     "ring_head_stride": unneeded("Megatron-core's context parallelism", "policy.parallel.cp"),
@@ -216,7 +216,7 @@ LIGHTRFT = Trainer(
         "nnodes": take("run.num_ranks", by="torchrun_ranks", note="times nproc_per_node"),
         "fsdp": implied(ZERO, "policy.optimizer.distributed"),
         "fsdp_cpu_offload": take(
-            "policy.offload.optimizer", "critic.offload.optimizer", note="between updates; AdamW runs on the GPU"
+            "policy.offload", "critic.offload", by="offload_optimizer", note="between updates; AdamW runs on the GPU"
         ),
         "advantages_norm": take("algorithm.whiten_advantages"),
         "engine_type": take("rollout.engine", values={"vllm": "vllm"}, otherwise="vLLM generates, inside the ranks of training"),

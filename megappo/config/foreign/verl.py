@@ -71,7 +71,7 @@ def _megatron(prefix: str, role: str) -> dict[str, Rule]:
         f"{prefix}.expert_model_parallel_size": take(f"{parallel}.ep"),
         f"{prefix}.expert_tensor_parallel_size": take(f"{parallel}.etp"),
         f"{prefix}.sequence_parallel": take(f"{parallel}.sequence_parallel"),
-        f"{prefix}.param_offload": take(f"{role}.offload.parameters"),
+        f"{prefix}.param_offload": take(f"{role}.offload", by="offload_parameters"),
         f"{prefix}.dtype": take(f"{role}.dtype", values=DTYPES, otherwise=NO_FP16),
         f"{prefix}.use_dist_checkpointing": unneeded("models are read from Hugging Face checkpoints in any layout"),
         f"{prefix}.dist_checkpointing_path": unneeded("models are read from Hugging Face checkpoints in any layout"),
@@ -83,8 +83,8 @@ def _megatron(prefix: str, role: str) -> dict[str, Rule]:
     }
     if trained:
         rules |= {
-            f"{prefix}.grad_offload": take(f"{role}.offload.gradients"),
-            f"{prefix}.optimizer_offload": take(f"{role}.offload.optimizer"),
+            f"{prefix}.grad_offload": take(f"{role}.offload", by="offload_gradients"),
+            f"{prefix}.optimizer_offload": take(f"{role}.offload", by="offload_optimizer"),
             f"{prefix}.use_distributed_optimizer": take(f"{role}.optimizer.distributed"),
             f"{transformer}.recompute_granularity": take(
                 f"{role}.recompute", values={None: "none", "full": "full", "selective": "selective"}
@@ -103,7 +103,7 @@ def _megatron(prefix: str, role: str) -> dict[str, Rule]:
 def _fsdp(prefix: str, role: str) -> dict[str, Rule]:
     parts = ("parameters",) if role == "reference" else ("parameters", "gradients", "optimizer")
     kinds = {"param_offload": "parameters", "grad_offload": "gradients", "optimizer_offload": "optimizer"}
-    rules = {f"{prefix}.{key}": take(f"{role}.offload.{part}") for key, part in kinds.items() if part in parts}
+    rules = {f"{prefix}.{key}": take(f"{role}.offload", by=f"offload_{part}") for key, part in kinds.items() if part in parts}
     return rules | {
         f"{prefix}.strategy": unneeded("actor.strategy and critic.strategy say it", f"{role}.engine"),
         f"{prefix}.fsdp_size": implied(
@@ -112,7 +112,7 @@ def _fsdp(prefix: str, role: str) -> dict[str, Rule]:
         f"{prefix}.reshard_after_forward": implied(
             "a layer is gathered for its pass alone", f"{role}.engine", expects=(True,), otherwise="layers do not stay gathered"
         ),
-        f"{prefix}.offload_policy": take(*(f"{role}.offload.{part}" for part in parts), by="only_if_on", note="between passes"),
+        f"{prefix}.offload_policy": take(f"{role}.offload", by="offload_if_on", note="between passes"),
         f"{prefix}.forward_prefetch": unneeded(OLD_FSDP),
         f"{prefix}.wrap_policy.min_num_params": unneeded("every layer is sharded by itself", f"{role}.engine"),
         f"{prefix}.model_dtype": implied(FP32_MAIN, f"{role}.dtype", expects=("fp32", "float32"), otherwise=FP32_MAIN),

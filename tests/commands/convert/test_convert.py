@@ -39,8 +39,8 @@ DEEPSEEK_KEYS = {
     f"{AOR}.model.use_remove_padding": Outcome.IMPLIED,
     f"{AOR}.actor.ppo_mini_batch_size": ("algorithm.mini_batch_size", 256),
     f"{AOR}.actor.ppo_micro_batch_size_per_gpu": ("policy.micro_batch_tokens", 16 * (512 + 512)),
-    f"{AOR}.actor.fsdp_config.param_offload": ("policy.offload.parameters", False),
-    f"{AOR}.actor.fsdp_config.optimizer_offload": ("policy.offload.optimizer", False),
+    f"{AOR}.actor.fsdp_config.param_offload": ("policy.offload", []),
+    f"{AOR}.actor.fsdp_config.optimizer_offload": ("policy.offload", []),
     f"{AOR}.actor.use_kl_loss": ("algorithm.kl.placement", "none"),
     f"{AOR}.model.enable_gradient_checkpointing": ("policy.recompute", "full"),
     f"{AOR}.rollout.log_prob_micro_batch_size_per_gpu": Outcome.UNNEEDED,
@@ -52,8 +52,8 @@ DEEPSEEK_KEYS = {
     "critic.model.path": ("critic.model", "deepseek-ai/deepseek-llm-7b-chat"),
     "critic.model.enable_gradient_checkpointing": ("critic.recompute", "full"),
     "critic.ppo_micro_batch_size_per_gpu": ("critic.micro_batch_tokens", 32 * (512 + 512)),
-    "critic.model.fsdp_config.param_offload": ("critic.offload.parameters", False),
-    "critic.model.fsdp_config.optimizer_offload": ("critic.offload.optimizer", False),
+    "critic.model.fsdp_config.param_offload": ("critic.offload", []),
+    "critic.model.fsdp_config.optimizer_offload": ("critic.offload", []),
     "algorithm.use_kl_in_reward": ("algorithm.kl.placement", "none"),
     "trainer.critic_warmup": ("critic.warmup_steps", 0),
     "trainer.logger": ("telemetry.trackers", []),
@@ -149,7 +149,7 @@ OTHERS = {
             "algorithm.kl.coef": 0.01,
             "policy.micro_batch_tokens": 8 * 2048,
             "critic.optimizer.lr": 9e-6,
-            "policy.offload.optimizer": True,
+            "policy.offload": ("optimizer",),
             "run.num_ranks": 8,
             "checkpoint.save_every": 0,
             "run.output_dir": "/data/llama3-8b",
@@ -403,15 +403,11 @@ def test_keys_of_a_verl_section_of_fsdp():
         "model_dtype": Outcome.IMPLIED,
         "dtype": Outcome.TAKEN,
     }
-    assert {part: conversion.values[f"policy.offload.{part}"] for part in ("parameters", "gradients", "optimizer")} == {
-        "parameters": True,
-        "gradients": True,
-        "optimizer": True,
-    }
+    assert conversion.values["policy.offload"] == ["parameters", "gradients", "optimizer"]
     other = converted(WITH_KL | FSDP2 | {f"{fsdp}.fsdp_size": 4, f"{fsdp}.model_dtype": "bf16", f"{fsdp}.offload_policy": False})
     rows = {row.key: row.outcome for row in other.rows}
     assert rows[f"{fsdp}.fsdp_size"] is rows[f"{fsdp}.model_dtype"] is Outcome.MISSING
-    assert rows[f"{fsdp}.offload_policy"] is Outcome.UNNEEDED and "policy.offload.parameters" not in other.values
+    assert rows[f"{fsdp}.offload_policy"] is Outcome.UNNEEDED and "policy.offload" not in other.values
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "megatron"])
@@ -422,6 +418,16 @@ def test_the_enabled_backend_of_nemo_rl_is_the_engine(backend):
     conversion = converted(kl | enabled | cpu | {"policy.dtensor_cfg.tensor_parallel_size": 1}, NEMO_RL)
     roles = ("policy", "critic", "reference") if backend == "dtensor" else ()
     assert engines_of(conversion) == dict.fromkeys(roles, "fsdp2")
-    offloaded = {key for key, value in conversion.values.items() if ".offload." in key and value}
-    parts = ("parameters", "gradients", "optimizer")
-    assert offloaded == {f"{role}.offload.{part}" for role in ("policy", "critic") for part in parts if backend == "dtensor"}
+    offloaded = {key: value for key, value in conversion.values.items() if ".offload" in key}
+    parts = ["parameters", "gradients", "optimizer"]
+    assert offloaded == ({f"{role}.offload": parts for role in ("policy", "critic")} if backend == "dtensor" else {})
+
+
+def test_switches_of_parts_join_to_one_list():
+    fsdp = f"{AOR}.actor.fsdp_config"
+    conversion = converted(
+        WITH_KL | {f"{fsdp}.optimizer_offload": True, f"{fsdp}.param_offload": True, f"{fsdp}.grad_offload": False}
+    )
+    assert conversion.values["policy.offload"] == ["parameters", "optimizer"]
+    comment = conversion.comments["policy.offload"]
+    assert f"{fsdp}.optimizer_offload = true" in comment and f"{fsdp}.param_offload = true" in comment

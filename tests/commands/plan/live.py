@@ -92,7 +92,7 @@ def role_of(
     """(policy or critic with an engine of random weights on all ranks of the world, its wrapped chunks)."""
     import torch.distributed as dist
 
-    from megappo.config.role_sections import OffloadConfig, OptimizerConfig
+    from megappo.config.role_sections import OptimizerConfig
     from megappo.config.schema import AlgorithmConfig
     from megappo.engine.megatron import MegatronEngine
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
@@ -115,7 +115,7 @@ def role_of(
         "role",
         wrapped,
         groups,
-        EngineSettings(torch.device(device), budget, OffloadConfig(parameters=offload, gradients=offload, optimizer=offload)),
+        EngineSettings(torch.device(device), budget, ("parameters", "gradients", "optimizer") if offload else ()),
         optimizer=Optimizer(wrapped, groups, OptimizerConfig(), 1),
         adapters=adapters,
     )

@@ -25,7 +25,7 @@ from megappo.trainer.prepare.layouts import check_layouts, read_archs
 from tests.commands.plan.archs import llama
 from tests.commands.plan.checkpoints import write_run
 
-OFFLOAD = ["policy.offload.parameters=true", "policy.offload.gradients=true", "policy.offload.optimizer=true"]
+OFFLOAD = ["policy.offload=[parameters,gradients,optimizer]"]
 RECIPES = Path(__file__).parents[3] / "configs"
 
 

@@ -141,12 +141,11 @@ def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path):
         ConfigError, match=r"rank 0 needs \d+ GiB for weights, gradients, optimizer, rollout and reserve and has 80.0 GiB"
     ):
         plan_of(path, [*BF16, "policy.parallel.tp=1"], 1, "cuda", 80 * GIB)
-    parts = ("parameters", "gradients", "optimizer")
-    offloaded = [f"{role}.offload.{what}=true" for role in ("policy", "critic") for what in parts]
+    offloaded = [f"{role}.offload=[parameters,gradients,optimizer]" for role in ("policy", "critic")]
     for more, fix in (
-        ([], "raise policy.parallel.tp or .pp, or set policy.offload.optimizer=true, or lower rollout.memory_share"),
-        (offloaded, "or set reference.offload.parameters=true, or lower rollout.memory_share"),
-        ([*offloaded, "reference.offload.parameters=true", "rollout.kv_cache_gib=1"], "tp or .pp, or lower rollout.kv_cache_gib"),
+        ([], "raise policy.parallel.tp or .pp, or set policy.offload=\\[optimizer], or lower rollout.memory_share"),
+        (offloaded, "or set reference.offload=\\[parameters], or lower rollout.memory_share"),
+        ([*offloaded, "reference.offload=[parameters]", "rollout.kv_cache_gib=1"], "tp or .pp, or lower rollout.kv_cache_gib"),
     ):
         with pytest.raises(ConfigError, match=fix + "$"):
             plan_of(path, [*BF16, "policy.parallel.tp=1", "run.device=auto", *more], 1, "cuda", 80 * GIB)

@@ -54,7 +54,7 @@ def pair(tmp_path) -> tuple[str, str]:
     evaluated = [{"step": step, "time": 2.0, "eval/score": step / 20} for step in (5, 10)]
     changed = {
         "run": {**CONFIG["run"], "name": "b"},
-        "policy": {"engine": "fsdp2", "parallel": {"tp": 1}, "offload": {"gradients": True}},
+        "policy": {"engine": "fsdp2", "parallel": {"tp": 1}, "offload": ["gradients"]},
     }
     a = write_run(tmp_path, "a", rows_of(reward__score_mean=SCORES, policy__loss=LOSSES))
     b = write_run(tmp_path, "b", [*rows_of(reward__score_mean=scores, policy__loss=losses), *evaluated], changed)
@@ -94,7 +94,7 @@ def test_settings_that_differ_have_their_dotted_names(pair, capsys):
     assert cells(out, "setting") == ["setting", "a", "b"]
     assert cells(out, "policy.engine") == ["policy.engine", "megatron", "fsdp2"]
     assert cells(out, "policy.parallel.tp") == ["policy.parallel.tp", "2", "1"]
-    assert cells(out, "policy.offload.gradients") == ["policy.offload.gradients", "-", "true"]
+    assert cells(out, "policy.offload") == ["policy.offload", "-", '["gradients"]']
     assert "run.seed" not in out and "run.name" not in out, "equal, and different in any two runs"
     _, out, _ = compare(capsys, pair[0], write_run(Path(pair[0]).parent, "c", rows_of(policy__loss=[2.0])))
     assert "all settings are equal" in out and "setting  " not in out

@@ -213,7 +213,7 @@ def test_more_gpus_are_such_that_the_kept_layouts_divide(tmp_path, capsys):
 
 def test_offload_is_no_advice_without_a_gpu_or_where_it_is_on(tmp_path, capsys):
     arguments = [write_run(tmp_path, extra="critic: {dtype: fp32}\n"), "--gpus", 1, "rollout.engine=megatron"]
-    on = [f"{role}.offload.parameters=true" for role in ("policy", "critic", "reference")]
+    on = [f"{role}.offload=[parameters]" for role in ("policy", "critic", "reference")]
     for gpu, settings, advised in (("h100", [], True), ("h100", on, False), ("cpu", ["policy.dtype=fp32"], False)):
         code, told = tune(capsys, *arguments, "--gpu", gpu, *settings)
         assert code == 2 and "no layout fits on 1 x" in told.err and ("or offload" in told.err) == advised, told.err

@@ -227,7 +227,7 @@ def test_parts_add_up_to_the_phases():
     for sizes in ({"tp": 2, "pp": 2, "cp": 2}, {"tp": 8, "sequence_parallel": True}, {"pp": 4, "vpp": 2}):
         layout = ParallelLayout(16, **sizes)
         for role in ("policy", "critic"):
-            found = cost(layout, role=role, recompute="full", offload={"parameters": True, "optimizer": True})
+            found = cost(layout, role=role, recompute="full", offload=["parameters", "optimizer"])
             assert sum(found.parts.values()) == pytest.approx(found.total_s)
 
 

@@ -38,15 +38,15 @@ def folder_of(base, model):
     return write_checkpoint(base / model, MODELS[model], weights=False, tokenizer=False)
 
 
-def write_run(base, model, sleep="none", offload=None, engine="vllm", device="auto"):
+def write_run(base, model, sleep="none", offload=(), engine="vllm", device="auto"):
     folder = folder_of(base, model)
-    trained = {"dtype": "bf16", "offload": offload or {}}
+    trained = {"dtype": "bf16", "offload": list(offload)}
     path = base / f"run-{model}.yaml"
     run = {
         "run": {"device": device},
         "policy": {"model": str(folder), **trained},
         "critic": {"optimizer": {"distributed": False}, **trained},
-        "reference": {"offload": {"parameters": bool((offload or {}).get("parameters"))}},
+        "reference": {"offload": ["parameters"] if "parameters" in offload else []},
         "data": {"train": "none", "max_prompt_tokens": 64, "prompts_per_step": 32},
         "rollout": {"engine": engine, "max_response_tokens": 64, "sleep": sleep, "kv_cache_gib": 1.5}
         if engine == "vllm"
@@ -98,7 +98,7 @@ def legal(base, model):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_peak_of_a_choice_is_the_fullest_phase_of_the_plan(tmp_path_factory, model, sleep, data):
     base = tmp_path_factory.getbasetemp()
-    offload = data.draw(st.fixed_dictionaries({key: st.booleans() for key in ("parameters", "gradients", "optimizer")}))
+    offload = [part for part in ("parameters", "gradients", "optimizer") if data.draw(st.booleans())]
     parallels = [data.draw(st.sampled_from(legal(base, model))) for _ in ROLES]
     path = write_run(base, model, sleep, offload)
     search = search_of(path)
@@ -154,7 +154,7 @@ def test_a_sum_that_knows_neither_sleep_nor_reserve_is_not_the_peak(tmp_path):
 
 def test_a_sleeping_cache_makes_room_for_the_models(tmp_path):
     """The search itself takes it into account: a run whose cache fills what the training needs is found only if that sleeps."""
-    offload = {"parameters": True, "gradients": True, "optimizer": True}
+    offload = ["parameters", "gradients", "optimizer"]
     asleep = choice_of(search_of(write_run(tmp_path, "dense", "all", offload)), [ParallelConfig()] * 3, 1, micro_batch_tokens=8192)
     fullest, _ = asleep.fullest()
     assert fullest.name == "generate" and asleep.peak == fullest_phase(asleep.plan)

@@ -205,7 +205,7 @@ SETTINGS = [
     ["algorithm.kl.placement=none"],
     ["rollout.engine=megatron", "rollout.kv_cache_gib=null"],
     ["rollout.sleep=all", "rollout.kv_cache_gib=null"],
-    ["critic.offload.optimizer=true", "critic.offload.parameters=true", "reference.offload.parameters=true"],
+    ["critic.offload=[parameters,optimizer]", "reference.offload=[parameters]"],
 ]
 
 
@@ -245,13 +245,13 @@ def test_several_nodes_are_cut_between_nodes(tmp_path):
 
 
 def test_room_for_others_goes_where_there_are_no_others(tmp_path):
-    settings = ["rollout.sleep=all", "rollout.kv_cache_gib=null", "critic.offload.optimizer=true"]
+    settings = ["rollout.sleep=all", "rollout.kv_cache_gib=null", "critic.offload=[optimizer]"]
     search = search_of(write_run(tmp_path), settings)
     found = {one.name: one for one in placings(search.config, search.machine)}
     alone = found["rollout on 4-7"].changes
-    assert alone["rollout.sleep"] == "none" and alone["rollout.memory_share"] == 0.8 and "critic.offload.optimizer" not in alone
-    assert found["critic on 4-7, rollout on 0-3"].changes["critic.offload.optimizer"] is False
-    assert "critic.offload.optimizer" not in found["critic on 4-7"].changes, "beside vLLM"
+    assert alone["rollout.sleep"] == "none" and alone["rollout.memory_share"] == 0.8 and "critic.offload" not in alone
+    assert found["critic on 4-7, rollout on 0-3"].changes["critic.offload"] == ()
+    assert "critic.offload" not in found["critic on 4-7"].changes, "beside vLLM"
 
 
 def test_a_kept_layout_leaves_only_the_placements_that_it_divides(tmp_path):

@@ -29,7 +29,7 @@ def write_run(folder, name="run"):
     path.write_text(
         f"run: {{device: cpu, output_dir: {folder / 'runs here'}}}\n"
         f"policy: {{model: {model}, dtype: fp32}}\nreference: {{dtype: fp32}}\n"
-        "critic: {dtype: fp32, offload: {parameters: true}}\n"
+        "critic: {dtype: fp32, offload: [parameters]}\n"
         "data: {train: none, max_prompt_tokens: 16, prompts_per_step: 8}\n"
         "rollout: {engine: megatron, max_response_tokens: 16}\nalgorithm: {mini_batch_size: 8}\n"
     )

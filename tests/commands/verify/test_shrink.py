@@ -153,14 +153,14 @@ def test_roles_with_checkpoints_of_their_own_keep_them_apart(tmp_path) -> None:
 
 
 def test_settings_of_the_run_are_kept_and_switched_off_on_one_rank(tmp_path) -> None:
-    settings = dict(recompute="full", offload={"optimizer": True}, optimizer={"clip_grad": 0.3})
+    settings = dict(recompute="full", offload=["optimizer"], optimizer={"clip_grad": 0.3})
     config = configured(tmp_path, "llama", "tp and pp", **settings)
     config = config.model_copy(update={"policy": config.policy.model_copy(update={"logits_dtype": "bf16"})})
     run, _ = small_run(config, tmp_path / "small", 4, "local")
     assert run.config.policy.logits_dtype == "fp32", "rounding would turn the order of a sum into steps of 1/8"
     kept, alone = run.config.policy, on_one_rank(run).config.policy
-    assert (kept.recompute, kept.offload.optimizer, kept.optimizer.distributed) == ("full", True, True)
-    assert (alone.recompute, alone.offload.optimizer, alone.optimizer.distributed) == ("none", False, False)
+    assert (kept.recompute, kept.offload, kept.optimizer.distributed) == ("full", ("optimizer",), True)
+    assert (alone.recompute, alone.offload, alone.optimizer.distributed) == ("none", (), False)
     assert kept.optimizer.clip_grad == alone.optimizer.clip_grad == 0.3
     assert {"recompute", "offload", "optimizer.distributed", "micro_batch_tokens", "tp", "pp", "dp"} <= set(one_at_a_time(run))
 
