@@ -60,6 +60,8 @@ def type_text(schema: Mapping[str, Any]) -> str:
         return "one of " + ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
+    if "prefixItems" in schema:
+        return f"list of {len(schema['prefixItems'])}, each {type_text(schema['prefixItems'][0])}"
     if schema.get("type") == "array":
         items = schema.get("items", {})
         return "list of sections" if type_text(items) == "section" else f"list of {type_text(items)}"

@@ -22,7 +22,7 @@ _SAMPLE_BYTES = 1 << 16
 _WHOLE_FILE_BYTES = 1 << 20  # files up to this size are hashed whole
 
 
-_ADAPTER_KEYS = ("rank", "alpha", "targets", "use_rslora", "base_bits")  # of the section lora; dropout may change
+_ADAPTER_KEYS = ("rank", "alpha", "targets", "base_bits")  # of the section lora; dropout may change
 _SCALAR_HEAD = {"loss": "mse or huber"}  # both losses train the same head
 MUST_MATCH = ("reference", "tokenizer")
 """Facts that a resumed run must share with its checkpoint, beside those that `require_same_run` compares by parts."""

@@ -170,7 +170,8 @@ def _member(section: Any, name: str) -> Any:
 def hint(name: str, cls: type[BaseModel]) -> str:
     """End a message about an unknown key: name the key that is meant, or what becomes of another trainer's key; may be empty."""
     role, _, key = name.partition(".")
-    if key.partition(".")[0] == "lora" and role in cls.model_fields:
+    section = section_class(cls.model_fields[role]) if role in cls.model_fields else None
+    if key.partition(".")[0] == "lora" and section is not None and "lora" not in section.model_fields:
         return f"the {role} trains nothing that an adapter could learn; policy and critic have the section"
     key, foreign = _nearest(name, cls)
     if foreign is not None and foreign[1].outcome is not Outcome.TAKEN:

@@ -57,6 +57,7 @@ FIXES: Mapping[str, str] = {
     "bool_type": "must be true or false",
     "string_type": "must be a string; put it in quotes if it looks like a number",
     "string_pattern_mismatch": "must match {pattern} (letters, digits and . _ -)",
+    "too_long": "must have at most {max_length} entries",
     "too_short": "must have at least {min_length} entry",
     "literal_error": "must be one of {expected}",
     "union_tag_invalid": "must be one of {expected_tags}",
@@ -251,7 +252,10 @@ def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[s
 
 
 def _missing(key: str, cls: type[BaseModel]) -> str:
+    around, _, last = key.rpartition(".")
     for name, field in value_keys(cls):
+        if name == around and last.isdigit():  # a list that is too short
+            return f"{key} is missing: {' '.join((field.description or '').split())}"
         if (name == key or name.startswith(key + ".")) and field.is_required():
             return f"{name} is missing: {' '.join((field.description or '').split())}"
     return f"{key} is missing"

@@ -38,10 +38,8 @@ class ParallelConfig(Section):
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
-    beta1: Decay = 0.9
-    """AdamW's decay of the first moment."""
-    beta2: Decay = 0.95
-    """AdamW's decay of the second moment."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW's decays of the first and the second moment."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon, added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
@@ -96,14 +94,13 @@ class LoraConfig(Section):
     rank: Positive = 16
     """Rows of A and columns of B: the rank of the change that an adapted layer can learn."""
     alpha: PositiveFloat = 32.0
-    """The change is alpha / rank * B A. Twice the rank is the usual choice."""
+    """The change is alpha / rank * B A. Twice the rank is the usual choice. rsLoRA's a / sqrt(rank), which keeps high ranks from
+    learning more slowly (arXiv:2312.03732), is alpha = a * sqrt(rank)."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Probability of dropping an input of A in training passes. With it PPO's ratios differ from 1 before the first update."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Layers to adapt: endings of their names in the checkpoint (`[q_proj, v_proj]`), or all-linear, every linear layer of the
     decoder's layers. Embeddings, output projection, norms and experts have no adapters."""
-    use_rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead, which keeps high ranks from learning more slowly (rsLoRA, arXiv:2312.03732)."""
     base_bits: Literal[8] | None = None
     """8 keeps the frozen weights of the layers' linear layers in 8 bits, rounded in blocks of 64 (docs/engines.md); null keeps them
     in `dtype`. For dense models of a family."""

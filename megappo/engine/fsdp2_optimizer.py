@@ -39,7 +39,7 @@ class ShardedOptimizer:
         others = [shard for shard in shards.values() if shard.dim() == 1]
         kinds = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         held = [kind for kind in kinds if kind["params"]]
-        self._optimizer = AdamW(held or [{"params": []}], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+        self._optimizer = AdamW(held or [{"params": []}], lr=config.lr, betas=config.betas, eps=config.eps)
         # Allocated now: vLLM starts before the first step and takes all memory that it finds free.
         for shard in shards.values():
             moments = {name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS}

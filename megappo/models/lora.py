@@ -120,8 +120,8 @@ def adapted_of(names: Iterable[str]) -> list[str]:
 
 
 def scaling(lora: LoraConfig) -> float:
-    """Factor of B A: alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv:2312.03732)."""
-    return lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
+    """Factor of B A."""
+    return lora.alpha / lora.rank
 
 
 def initial_a(module: str, columns: int, rank: int, seed: int) -> Tensor:

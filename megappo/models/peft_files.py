@@ -67,7 +67,7 @@ def adapter_config(lora: LoraConfig, names: Sequence[str], source: Path) -> dict
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "use_rslora": lora.use_rslora,
+        "use_rslora": False,
         "target_modules": kinds if isinstance(lora.targets, str) else list(lora.targets),
         # PEFT loads the head as a whole layer, not as an adapter.
         "modules_to_save": ["score"] if value_head else None,

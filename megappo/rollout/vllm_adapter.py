@@ -47,7 +47,7 @@ class VllmAdapter:
         lora, manager = self._lora, self._manager
         assert manager is not None
         targets = sorted({module.rpartition(".")[2] for module in adapted_of(tensors)})
-        helper = PEFTHelper(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, use_rslora=lora.use_rslora)  # type: ignore[arg-type]
+        helper = PEFTHelper(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)  # type: ignore[arg-type]
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         with torch.inference_mode():  # vLLM makes its stacked tensors in it
             model = LoRAModel.from_lora_tensors(

@@ -39,7 +39,7 @@ class Oracle:
         base = kind.from_pretrained(path, dtype=torch.float32, **eager, **more).double()
         base.get_input_embeddings().padding_idx = None
         targets = lora.targets if lora.targets != "all-linear" else linear_in_layers(base)
-        settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, target_modules=list(targets))
+        settings = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets))
         self.model = peft.get_peft_model(base, settings, autocast_adapter_dtype=False).eval()
         self.tensors: dict[str, Tensor] = {}
         for name, parameter in self.model.named_parameters():
@@ -63,7 +63,7 @@ class Oracle:
         """losses, gradients of the first step and adapters after the last."""
         found: dict[str, Any] = {"losses": [], "gradients": None}
         o = optimizer
-        adam = torch.optim.AdamW(list(self.tensors.values()), o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay)
+        adam = torch.optim.AdamW(list(self.tensors.values()), o.lr, o.betas, o.eps, o.weight_decay)
         for _ in range(steps):
             adam.zero_grad()
             value = loss(self.rows(batch))

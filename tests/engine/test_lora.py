@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -39,7 +40,7 @@ OFFLOADED = ["parameters", "gradients", "optimizer"]
 SP = {"tp": 2, "sequence_parallel": True}
 LORA = LoraConfig(rank=3, alpha=6.0)
 INT8 = LoraConfig(rank=3, alpha=6.0, base_bits=8)
-SOME = LoraConfig(rank=5, alpha=4.0, targets=("q_proj", "layers.1.mlp.down_proj"), use_rslora=True)
+SOME = LoraConfig(rank=5, alpha=4.0 * math.sqrt(5), targets=("q_proj", "layers.1.mlp.down_proj"))  # rsLoRA's scale
 # Sums in another order, in fp32; two steps of Adam on gradients of which some are nearly 0.
 TOLERANCE = 1e-5
 

@@ -71,7 +71,7 @@ class ToyEngine(WithoutAdapters):
             o = self._settings = spec.section.optimizer  # type: ignore[attr-defined]
             trained = [parameter for name, parameter in self._weights.items() if name not in spec.frozen]
             self._model.requires_grad_(False)
-            self._optimizer = AdamW(trained, o.lr, (o.beta1, o.beta2), o.eps, o.weight_decay)
+            self._optimizer = AdamW(trained, o.lr, o.betas, o.eps, o.weight_decay)
             for parameter in trained:
                 parameter.requires_grad_().grad = torch.zeros_like(parameter)
 

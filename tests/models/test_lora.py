@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import peft
 import pytest
 import torch
 
 from megappo.config.role_sections import LoraConfig
 from megappo.models.lora import Adapted, adapted_modules, adapter_shapes, initial_a, is_adapter, part_of, scaling
+from megappo.models.peft_files import adapter_config
 
 LAYER = "model.layers.{}."
 SHAPES = {"self_attn.q_proj.weight": (8, 6), "self_attn.q_proj.bias": (8,), "mlp.down_proj.weight": (6, 12), "norm.weight": (6,)}
@@ -77,7 +79,17 @@ def test_names_and_shapes_of_adapters() -> None:
 
 def test_scaling() -> None:
     assert scaling(LoraConfig(rank=16, alpha=24)) == 1.5
-    assert scaling(LoraConfig(rank=16, alpha=24, use_rslora=True)) == 6.0
+
+
+def test_alpha_can_say_the_scale_of_rslora(tmp_path) -> None:
+    """A PEFT layer with use_rslora scales by alpha / sqrt(rank); ours, and what we write, by alpha * sqrt(rank) / rank."""
+    lora, targets = LoraConfig(rank=16, alpha=24 * math.sqrt(16), targets=("linear",)), ["linear"]
+    written = {key: adapter_config(lora, [], tmp_path)[key] for key in ("r", "lora_alpha", "use_rslora", "target_modules")}
+    scales = []
+    for settings in (peft.LoraConfig(r=16, lora_alpha=24, use_rslora=True, target_modules=targets), peft.LoraConfig(**written)):
+        model = peft.get_peft_model(torch.nn.ModuleDict({"linear": torch.nn.Linear(2, 2)}), settings)
+        scales.append(model.base_model.model["linear"].scaling["default"])
+    assert scales == [6.0, scaling(lora)]
 
 
 def test_a_starts_as_in_peft_from_seed_and_module_alone() -> None:

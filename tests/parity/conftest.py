@@ -81,7 +81,7 @@ def numbers_of(config) -> Numbers:
         a.entropy.coef,
         o.lr,
         o.eps,
-        (o.beta1, o.beta2),
+        o.betas,
         o.weight_decay,
         o.clip_grad,
         config.policy.router_aux_coef,

@@ -28,8 +28,8 @@ from tests.parity.matrix import SEQUENCES, SP, VOCABULARY, Case, config_of, engi
 RANK, ALPHA = 4, 8.0
 SCALE = ALPHA / RANK
 ALL = {"rank": RANK, "alpha": ALPHA}
-# Some modules of every fused linear, and another scale: 12 / sqrt(4) = 6.
-SOME = {"rank": RANK, "alpha": 12.0, "use_rslora": True, "targets": ["k_proj", "up_proj", "down_proj"]}
+# Some modules of every fused linear, and another scale: 24 / 4 = 6.
+SOME = {"rank": RANK, "alpha": 24.0, "targets": ["k_proj", "up_proj", "down_proj"]}
 CASES: dict[int, list[Case]] = {
     1: [{}],
     2: [{"tp": 2}, SP, {"pp": 2, "vpp": 2}, {"cp": 2}],

@@ -11,6 +11,7 @@ from typing import Any
 from megappo.commands.convert import engines, single_values
 from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
 from megappo.config.foreign.rule import Outcome, Rule
+from megappo.config.role_sections import OptimizerConfig
 
 # ---------------------------------------------------------------------------------------------------------------- batches
 
@@ -65,6 +66,19 @@ def warmup_ratio(rule: Rule, value: Any, settings: Settings) -> Values:
 def min_lr_ratio(rule: Rule, value: Any, settings: Settings) -> Values:
     lr = settings.ours.get(rule.keys[0].replace("min_lr_ratio", "lr"), 1e-6)
     return same(rule.keys, round(number(value) / lr, 12))
+
+
+def _beta(place: int) -> Callable[[Rule, Any, Settings], Values]:
+    """Make the rule of one of AdamW's two decays, which keeps the other (`JOINED`)."""
+
+    def beta(rule: Rule, value: Any, settings: Settings) -> Values:
+        engines.if_megatron(rule, value, settings)  # NeMo-RL's other backend has a list; trainers without backends pass
+        found = {key: list(settings.ours.get(key, OptimizerConfig().betas)) for key in rule.keys}
+        for betas in found.values():
+            betas[place] = value
+        return found
+
+    return beta
 
 
 # ------------------------------------------------------------------------------------------------------------------ ranks
@@ -224,6 +238,8 @@ def _taking(*parameters: str) -> dict[str, Callable[..., Any]]:
 
 
 BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "value", "settings") | {
+    "beta1": _beta(0),
+    "beta2": _beta(1),
     **{f"offload_{part}": engines.offload_of(part) for part in engines.PARTS},
     "verl_ranks": _ranks("trainer.nnodes", "trainer.n_gpus_per_node"),
     "nemo_ranks": _ranks("cluster.num_nodes", "cluster.gpus_per_node"),

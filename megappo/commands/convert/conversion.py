@@ -260,7 +260,7 @@ def _drop_default_rows(rows: list[Row], values: Values) -> None:
     reference = validated(nested({"policy.model": "m", "data.train": "d"}), TrainConfig)
     for row in [row for row in rows if row.is_default]:
         # A default of the other trainer counts only where megappo's differs.
-        row.sets = {key: value for key, value in row.sets.items() if value_at(reference, key) != value}
+        row.sets = {key: value for key, value in row.sets.items() if not _is_default(reference, key, value)}
         if not row.sets:
             rows.remove(row)
     written = {key for row in rows for key in row.sets}
@@ -270,4 +270,5 @@ def _drop_default_rows(rows: list[Row], values: Values) -> None:
 
 
 def _is_default(reference: TrainConfig, key: str, value: Any) -> bool:
-    return key not in PLACEHOLDERS and value_at(reference, key) == value
+    default = value_at(reference, key)
+    return key not in PLACEHOLDERS and (list(default) if isinstance(default, tuple) else default) == value

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, same, translated
-from megappo.commands.convert.single_values import spread
 from megappo.config.foreign.rule import Outcome, Rule
 from megappo.config.role_sections import Offload
 
@@ -20,11 +19,6 @@ def if_megatron(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def if_dtensor(rule: Rule, value: Any, settings: Settings) -> Values:
     return _of_backend(rule, value, settings, "dtensor_cfg")
-
-
-def betas_if_dtensor(rule: Rule, value: Any, settings: Settings) -> Values:
-    _of_backend(rule, value, settings, "dtensor_cfg")
-    return spread(rule, value, settings)
 
 
 def _of_backend(rule: Rule, value: Any, settings: Settings, backend: str) -> Values:

@@ -10,10 +10,10 @@ from megappo.config.foreign.rule import Outcome, Rule
 
 
 def spread(rule: Rule, value: Any, settings: Settings) -> Values:
-    """Spread a list over the keys; a shorter one repeats, as betas do for policy and critic."""
-    if not isinstance(value, list) or not value or len(rule.keys) % len(value):
+    """Spread a list over the keys."""
+    if not isinstance(value, list) or len(rule.keys) != len(value):
         raise missing("not a list of that many numbers")
-    return {key: value[place % len(value)] for place, key in enumerate(rule.keys)}
+    return dict(zip(rule.keys, value))
 
 
 def or_zero(rule: Rule, value: Any, settings: Settings) -> Values:

@@ -65,7 +65,7 @@ _RULES = {
     "critic_learning_rate": take("critic.optimizer.lr"),
     "lr_warmup_ratio": take("policy.optimizer.warmup_steps", "critic.optimizer.warmup_steps", by="warmup_ratio"),
     "lr_scheduler": take("policy.optimizer.lr_schedule", "critic.optimizer.lr_schedule", values=SCHEDULES, otherwise=ONE_SCHEDULE),
-    "adam_betas": take(*(f"{role}.optimizer.{beta}" for role in ("policy", "critic") for beta in ("beta1", "beta2")), by="spread"),
+    "adam_betas": take("policy.optimizer.betas", "critic.optimizer.betas"),
     "pretrain_data": take("algorithm.ptx.data", "algorithm.ptx.coef", by="texts", note="set text_key, max_tokens and batch_size"),
     "pretrain_data_probs": missing("one set of texts", "algorithm.ptx.data"),
     "ptx_coef": unneeded("pretrain_data takes it over", "algorithm.ptx.coef"),

@@ -41,7 +41,7 @@ def _optimizer(prefix: str, role: str) -> dict[str, Rule]:
     return {
         f"{prefix}.lr": take(f"{ours}.lr"),
         f"{prefix}.weight_decay": take(f"{ours}.weight_decay"),
-        f"{prefix}.betas": take(f"{ours}.beta1", f"{ours}.beta2", by="spread"),
+        f"{prefix}.betas": take(f"{ours}.betas"),
         f"{prefix}.clip_grad": take(f"{ours}.clip_grad"),
         f"{prefix}.lr_warmup_steps": take(f"{ours}.warmup_steps", by="warmup_steps", note="in optimizer steps"),
         f"{prefix}.lr_warmup_steps_ratio": take(f"{ours}.warmup_steps", by="warmup_ratio", note="in optimizer steps"),

@@ -72,9 +72,9 @@ DEEPSEEK_DEFAULTS = {
     "algorithm.loss.dual_clip": 3.0,
     "algorithm.value_clip": 0.5,
     "policy.optimizer.weight_decay": 0.01,
-    "policy.optimizer.beta2": 0.999,
+    "policy.optimizer.betas": [0.9, 0.999],
     "critic.optimizer.weight_decay": 0.01,
-    "critic.optimizer.beta2": 0.999,
+    "critic.optimizer.betas": [0.9, 0.999],
     "rollout.sleep": "all",
     "rollout.max_num_seqs": 1024,
 }
@@ -129,6 +129,7 @@ OTHERS = {
             "policy.micro_batch_tokens": 16384,
             "policy.parallel.pp": 2,
             "policy.optimizer.min_lr_ratio": 0.1,
+            "policy.optimizer.betas": (0.9, 0.999),
             "critic.warmup_steps": 5,
             "algorithm.loss.clip_high": 0.28,
             "algorithm.lam_value": 1.0,
@@ -421,6 +422,19 @@ def test_the_enabled_backend_of_nemo_rl_is_the_engine(backend):
     offloaded = {key: value for key, value in conversion.values.items() if ".offload" in key}
     parts = ["parameters", "gradients", "optimizer"]
     assert offloaded == ({f"{role}.offload": parts for role in ("policy", "critic")} if backend == "dtensor" else {})
+
+
+def test_the_decays_of_adam_join_to_one_list():
+    conversion = converted({"adam_beta1": 0.85, "output_dir": "o"}, TRL)
+    assert conversion.values["policy.optimizer.betas"] == conversion.values["critic.optimizer.betas"] == [0.85, 0.999]
+    assert (
+        "adam_beta1 = 0.85" in conversion.comments["policy.optimizer.betas"]
+        and "adam_beta2" in conversion.comments["policy.optimizer.betas"]
+    )
+    adam = {"policy.megatron_cfg.optimizer.adam_beta1": 0.8, "policy.optimizer.kwargs.betas": [0.7, 0.97]}
+    for backend, wanted in (("megatron", [0.8, 0.95]), ("dtensor", [0.7, 0.97])):
+        enabled = {f"policy.{name}_cfg.enabled": name == backend for name in ("dtensor", "megatron")}
+        assert converted(adam | enabled, NEMO_RL).values["policy.optimizer.betas"] == wanted
 
 
 def test_switches_of_parts_join_to_one_list():
