@@ -124,7 +124,7 @@ LENGTH_RULES: tuple[TrainRule, ...] = (
 
 # Keys that only a GPU needs. One file serves both devices, so on the CPU they are named in a note and not refused.
 GPU_KEYS = ("rollout.memory_share",)
-GPU_KEYS_OF_ROLE = ("offload", "offload_activations")
+GPU_KEYS_OF_ROLE = ("offload", "recompute")
 
 
 def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int, device: Device) -> list[str]:
@@ -178,4 +178,6 @@ def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], devi
     for name, value in written.items():
         if name.endswith(".offload"):  # gradients are freed on the CPU too
             written[name] = [word for word in value if word != "gradients"]
+        if name.endswith(".recompute") and value != "offload":
+            written[name] = None
     return [problem(name, value, "for GPUs, no effect on the CPU") for name, value in written.items() if value]

@@ -44,8 +44,9 @@ def _without_megatron(role: str, section: RoleConfig) -> Iterator[str]:
         yield refused("compile", True, "whose layers are not compiled")
     if not isinstance(section, TrainableConfig):
         return
-    if section.offload_activations:
-        yield refused("offload_activations", True, "which keeps activations on the device")
+    if section.recompute == "offload":
+        fix = f"use full, or set {role}.engine to fsdp2"
+        yield refused("recompute", "offload", "which keeps activations on the device", fix)
     if section.reduce_once:
         yield refused("reduce_once", True, "which always reduces gradients once a pass", "remove it")
 
@@ -66,9 +67,6 @@ def _without_fsdp2(role: str, section: RoleConfig) -> Iterator[str]:
         yield problem(f"{role}.compile", True, f"{why}, as under {role}.parallel.tp {tp}; remove it, or set tp to 1")
     if not isinstance(section, TrainableConfig):
         return
-    if section.offload_activations and section.recompute != "full":
-        why = f"{role}.recompute is {section.recompute}, and only inputs of layers that are recomputed leave the device"
-        yield problem(f"{role}.offload_activations", True, f"{why}; set it to full, or remove this key")
     if section.router_aux_coef > 0:
         yield refused(
             "router_aux_coef", section.router_aux_coef, f"{role}.engine is fsdp2, which does not balance experts", "leave it out"

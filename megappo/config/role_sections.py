@@ -116,11 +116,9 @@ class TrainableConfig(RoleConfig):
     (docs/algorithms.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: selective = core attention, full = every layer."""
-    offload_activations: bool = False
-    """With `recompute: full`, keep the input of every layer in host memory between forward and backward. For engine fsdp2
-    (docs/engines.md)."""
+    recompute: Literal["none", "selective", "full", "offload"] = "none"
+    """Recompute activations in the backward pass: selective = core attention, full = every layer, offload = every layer, with its
+    input in host memory between forward and backward (engine fsdp2, docs/engines.md)."""
     reduce_once: bool = False
     """Reduce gradients over ranks once a pass, after its last micro-batch, instead of after each: less communication, for fp32
     gradients of a tp rank's whole model in memory between micro-batches. For engine fsdp2; megatron always does so
@@ -136,6 +134,11 @@ class TrainableConfig(RoleConfig):
     @property
     def in_8_bits(self) -> bool:
         return self.lora is not None and self.lora.base_bits is not None
+
+    @property
+    def recomputed(self) -> Literal["none", "selective", "full"]:
+        """Parts of the model that the backward pass computes again; offload is full, with the inputs elsewhere."""
+        return "full" if self.recompute == "offload" else self.recompute
 
     @property
     def may_offload(self) -> tuple[Offload, ...]:

@@ -97,7 +97,7 @@ def build_trainable(
         spec.arch,
         groups,
         dtype=DTYPES[section.dtype],
-        recompute=section.recompute,
+        recompute=section.recomputed,
         value_head=value_head,
         implementation=implementation,
         in_8_bits=section.in_8_bits,

@@ -182,8 +182,8 @@ def build_sharded(
     section, lora, recompute, layout = spec.section, None, "none", groups.layout
     inputs_on_host = False
     if isinstance(section, TrainableConfig):
-        lora, recompute = section.lora, section.recompute if trains else "none"
-        inputs_on_host = section.offload_activations
+        lora, recompute = section.lora, section.recomputed if trains else "none"
+        inputs_on_host = trains and section.recompute == "offload"
     module = build_on_meta(
         spec.model,
         head_rows=0 if spec.value_head is None else spec.arch.head_rows,

@@ -241,7 +241,7 @@ def role_models(config: TrainConfig, placements: Mapping[str, Placement], device
     models: dict[str, RoleModel] = {}
     for role, placement in placements.items():
         section: RoleConfig = section_of(config, role)
-        recompute = section.recompute if isinstance(section, TrainableConfig) else "none"
+        recompute = section.recomputed if isinstance(section, TrainableConfig) else "none"
         peak = peak_tflops(config.telemetry, device, section.dtype)
         spec = spec_of_role(config, role, None)
         frozen = isinstance(section, TrainableConfig) and section.lora is not None

@@ -729,6 +729,9 @@ def test_keys_for_gpus_are_noted_on_the_cpu_only(tmp_path):
     config = train_config(tmp_path, ["rollout.memory_share=0.5", "policy.offload=[optimizer]"])
     notes = check_config(config, explicit_keys(config), 1, "cpu")
     assert [note.split(" = ")[0] for note in notes] == ["rollout.memory_share", "policy.offload"]
+    for role, recompute in (("policy", "offload"), ("critic", "full")):
+        away = train_config(tmp_path, [f"{role}.engine=fsdp2", f"{role}.recompute={recompute}"])
+        assert any("recompute" in note for note in device_notes(away, explicit_keys(away), "cpu")) == (recompute == "offload")
     freed = train_config(tmp_path, ["policy.offload=[gradients]", "critic.offload=[gradients,parameters]"])
     assert device_notes(freed, explicit_keys(freed), "cpu") == ['critic.offload = ["parameters"]: for GPUs, no effect on the CPU']
     assert device_notes(config, explicit_keys(config), "cuda") == []

@@ -89,7 +89,7 @@ def run_of_two(rank: int, folder: str) -> dict[str, Any]:
         section = policy.model_copy(update={"recompute": recompute})
         found["recompute", recompute] = kept_and_gradients(engine_of(engines, path, section, total_updates=1))
     for away in (False, True):
-        section = policy.model_copy(update={"recompute": "full", "offload_activations": away, "micro_batch_tokens": 64})
+        section = policy.model_copy(update={"recompute": "offload" if away else "full", "micro_batch_tokens": 64})
         found["inputs", away] = inputs_and_gradients(engine_of(engines, path, section, total_updates=1))
     for once in (False, True):
         section = policy.model_copy(update={"reduce_once": once, "micro_batch_tokens": 16})

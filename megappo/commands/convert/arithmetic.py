@@ -251,7 +251,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "val
 LATE = (("unless_shared",), ("warmup_steps", "warmup_ratio", "min_lr_ratio"))
 
 # Rules of which several give one list of ours: a later one returns the list with its own part in it.
-JOINED = ("offload_if_on", "offload_if_dtensor", *(f"offload_{part}" for part in engines.PARTS))
+JOINED = ("beta1", "beta2", "offload_if_on", "offload_if_dtensor", *(f"offload_{part}" for part in engines.PARTS))
 
 # Values where the source has none, chosen from the others; None leaves megappo's default.
 CHOOSE: Mapping[str, Callable[[str, Settings], tuple[Any, str] | None]] = _taking("key", "settings")

@@ -304,7 +304,7 @@ def _stage_memory(
             work,
             trained=True,
             distributed_optimizer=settings.optimizer.distributed,
-            recompute=settings.recompute,
+            recompute=settings.recomputed,
             offload=(work.offload[0], "gradients" in settings.offload, "optimizer" in settings.offload and device == "cuda"),
             steps=update_schedule(config, role).optimizer_steps(step.samples),
             adam_buffers=device == "cuda" and config.model.impl == "local",
@@ -320,7 +320,7 @@ def _stage_memory(
     how: dict[str, Any] = {}
     if isinstance(settings, TrainableConfig):
         how["accumulates"] = settings.reduce_once and micro_batches > 1
-        if settings.offload_activations and device == "cuda":
+        if settings.recompute == "offload" and device == "cuda":
             how["inputs_on_host"] = inputs_away(arch, layout, tokens, itemsize)
     if not arch.own:
         adapted = None

@@ -60,11 +60,11 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
         half = min(section.micro_batch_tokens, reached) // 2
         if half >= plan.step.max_sequence_tokens:
             yield f"{key_of_role(role)}.micro_batch_tokens={half}", _with(config, role, micro_batch_tokens=half)
-        if isinstance(section, TrainableConfig) and section.recompute != "full":
+        if isinstance(section, TrainableConfig) and section.recomputed != "full":
             yield f"{key_of_role(role)}.recompute=full", _with(config, role, recompute="full")
     if plan.device == "cuda":
         if role in plan.layouts and _keeps_inputs(section_of(config, role)):
-            yield f"{key_of_role(role)}.offload_activations=true", _with(config, role, offload_activations=True)
+            yield f"{key_of_role(role)}.recompute=offload", _with(config, role, recompute="offload")
         for other in plan.layouts:
             section = section_of(config, other)
             for what in section.may_offload:
@@ -82,7 +82,7 @@ def _keeps_inputs(section: RoleConfig) -> bool:
     """True if inputs of layers stay on the device although they could wait in host memory."""
     if not isinstance(section, TrainableConfig) or section.engine != "fsdp2":
         return False
-    return section.recompute == "full" and not section.offload_activations
+    return section.recompute == "full"
 
 
 def _smaller_share(plan: Plan) -> float | None:

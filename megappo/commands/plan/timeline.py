@@ -123,7 +123,7 @@ def _needs(kind: Kind, stage: int, chunk: int, micro: int, pp: int, vpp: int) ->
 def pipeline_of(plan: Plan, role: str) -> Timeline:
     """Schedule of one mini-batch of an update when its sequences are at their longest."""
     layout, settings = plan.layouts[role], section_of(plan.config, role)
-    backward = BACKWARD + (settings.recompute == "full")  # recomputation adds a forward to every backward
+    backward = BACKWARD + (settings.recomputed == "full")  # recomputation adds a forward to every backward
     work = chunk_work(layout, plan.archs[role].num_layers)
     return timeline(layout, plan.micro_batches[role], backward=backward, work=work)
 

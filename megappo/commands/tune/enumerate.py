@@ -92,7 +92,8 @@ def token_budgets(configured: int, longest: int) -> list[int]:
 
 def recompute_choices(configured: str | None) -> list[str]:
     """Recomputation to try. configured: None for a role that does not train."""
-    # `selective` saves nothing if attention stores no scores (`commands/plan/activations.py`), so it is tried only if configured.
+    # `selective` saves nothing if attention stores no scores (`commands/plan/activations.py`), so it is tried only if configured;
+    # offload is for engine fsdp2 alone.
     if configured is None:
         return ["none"]
-    return ["none", "full"] + (["selective"] if configured == "selective" else [])
+    return list(dict.fromkeys(["none", "full", configured]))

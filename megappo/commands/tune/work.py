@@ -90,7 +90,7 @@ def stage_pass(
     pass takes twice that; full recomputation adds a forward pass, selective that of attention. Adapters are left out."""
     mine = tokens / layout.cp
     itemsize, rate = ITEMSIZE[settings.dtype], hardware.flops_per_s(settings.dtype)
-    recompute, frozen = getattr(settings, "recompute", "none"), getattr(settings, "lora", None) is not None
+    recompute, frozen = getattr(settings, "recomputed", "none"), getattr(settings, "lora", None) is not None
     layers = list(layout.stage_layers(arch.num_layers, stage))
     times: dict[Part, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0, "head": 0.0}
     weights_bytes = 0.0

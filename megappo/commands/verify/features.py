@@ -25,7 +25,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
 
 _AXES = ("tp", "sequence_parallel", "pp", "vpp", "cp", "ep", "etp")
-_SETTINGS = ("engine", "ranks", "compile", "reduce_once", "offload_activations", "recompute", "offload", "micro_batch_tokens")
+_SETTINGS = ("engine", "ranks", "compile", "reduce_once", "recompute", "offload", "micro_batch_tokens")
 DISTRIBUTED, DP, ENGINE, KERNELS, RANKS = "optimizer.distributed", "dp", "engine", "kernels", "ranks"
 
 
@@ -76,7 +76,6 @@ def _plain(config: TrainConfig, role: str) -> RoleConfig:
         optimizer = section.optimizer.model_copy(update={"distributed": False})
         changes |= {
             "reduce_once": False,
-            "offload_activations": False,
             "recompute": "none",
             "optimizer": optimizer,
         }
@@ -89,8 +88,8 @@ def _with_feature(config: TrainConfig, role: str, feature: str | None) -> RoleCo
         return plain.model_copy(update={"parallel": _one_axis(section.parallel, feature, read_arch(section.model))})
     if feature in ("compile", "reduce_once"):  # with the engine that has it
         return plain.model_copy(update={"engine": section.engine, feature: True})
-    if feature == "offload_activations":
-        return plain.model_copy(update={"engine": section.engine, "recompute": section.recompute, feature: True})
+    if feature == "recompute" and isinstance(section, TrainableConfig) and section.recompute == "offload":
+        return plain.model_copy(update={"engine": section.engine, feature: "offload"})
     if feature in _SETTINGS:
         return plain.model_copy(update={feature: getattr(section, feature)})
     if feature == DISTRIBUTED:

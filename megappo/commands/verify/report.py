@@ -28,7 +28,6 @@ _WITHOUT: Mapping[str, str] = {
     DISTRIBUTED: "{role}.optimizer.distributed=false",
     "compile": "{role}.compile=false",
     "reduce_once": "{role}.reduce_once=false",
-    "offload_activations": "{role}.offload_activations=false",
     "recompute": "{role}.recompute=none",
     "offload": "{role}.offload=[]",
     "micro_batch_tokens": "{role}.micro_batch_tokens=1000000",

@@ -198,7 +198,7 @@ ACTOR = {
     "actor_rollout_ref.model.tokenizer_path": take("data.tokenizer"),
     "actor_rollout_ref.model.use_remove_padding": implied(ALWAYS_PACKED),
     "actor_rollout_ref.model.enable_gradient_checkpointing": take("policy.recompute", values=CHECKPOINTING, by="policy_recompute"),
-    "actor_rollout_ref.model.enable_activation_offload": missing("set it by hand under fsdp2", "policy.offload_activations"),
+    "actor_rollout_ref.model.enable_activation_offload": missing("set offload by hand under fsdp2", "policy.recompute"),
     "actor_rollout_ref.model.external_lib": missing("no code of others is imported"),
     "actor_rollout_ref.model.trust_remote_code": missing("no code of a model repository is run"),
     "actor_rollout_ref.model.custom_chat_template": missing("the tokenizer's own template is used", "data.chat_template"),

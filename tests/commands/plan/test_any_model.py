@@ -68,7 +68,7 @@ def test_the_plan_moves_inputs_of_recomputed_layers_to_the_host(folder, tmp_path
     for device in ("cuda", "cpu"):
         plain, away = (
             plan_run(config_for(tmp_path, folder / "gemma3_text", *changes, *more), 1, device, shapes_only=True).plan
-            for more in ([], ["policy.offload_activations=true"])
+            for more in ([], ["policy.recompute=offload"])
         )
         policies = [plan.memory["policy"][0] for plan in (plain, away)]
         moved[device] = policies[0].activations - policies[1].activations
