@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.keys import value_keys
 from megappo.config.layout_checks import only_pretrains, reference_is_base, role_sections, roles_in_use, scores_with_model
-from megappo.config.role_sections import AnyCriticConfig, RoleConfig, TrainableConfig, key_of_role, section_of
+from megappo.config.role_sections import AnyCriticConfig, RoleConfig, key_of_role, section_of
 from megappo.config.schema import SftConfig, TrainConfig
 
 
@@ -222,14 +222,6 @@ OF_ROLE: tuple[tuple[type[RoleConfig], Dead], ...] = (
             ("parallel.layers_per_stage",),
             lambda role: role.parallel.pp * role.parallel.vpp == 1,
             "{role}.parallel.pp is 1, so one stage holds all layers; remove it, or set pp",
-        ),
-    ),
-    (
-        TrainableConfig,
-        Dead(
-            ("optimizer.min_lr_ratio",),
-            lambda role: role.optimizer.lr_schedule == "constant",
-            "{role}.optimizer.lr_schedule is constant; remove it, or use linear or cosine",
         ),
     ),
     (

@@ -35,6 +35,16 @@ class ParallelConfig(Section):
     means an even split."""
 
 
+class ConstantLRConfig(Section):
+    type: Literal["constant"] = "constant"
+
+
+class DecayingLRConfig(Section):
+    type: Literal["linear", "cosine"]
+    min_ratio: Fraction = 0.0
+    """Share of `lr` that the last optimizer step of the run has."""
+
+
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
@@ -46,14 +56,17 @@ class OptimizerConfig(Section):
     """Decoupled weight decay, applied to matrices only (never to norms and biases)."""
     clip_grad: NonNegativeFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine reach `lr * min_lr_ratio` at the last optimizer step of the run."""
+    lr_schedule: Annotated[ConstantLRConfig | DecayingLRConfig, Field(discriminator="type")] = ConstantLRConfig()
+    """Shape of the learning rate after the warm-up."""
     warmup_steps: NonNegative = 0
     """Optimizer steps of linear warm-up from 0."""
-    min_lr_ratio: Fraction = 0.0
-    """Final learning rate as a share of `lr` (linear and cosine)."""
     distributed: bool = True
     """Shard fp32 main parameters and moments over data-parallel ranks (Megatron-core's distributed optimizer, ZeRO-1)."""
+
+    @property
+    def min_lr(self) -> float:
+        """Learning rate at the end of a schedule that decays; 0 for a constant one, which does not read it."""
+        return self.lr * self.lr_schedule.min_ratio if isinstance(self.lr_schedule, DecayingLRConfig) else 0.0
 
 
 Offload = Literal["parameters", "gradients", "optimizer"]

@@ -104,9 +104,9 @@ def scheduled_lr(config: OptimizerConfig, step: int, total_steps: int) -> float:
     warmup, last = config.warmup_steps, max(total_steps, config.warmup_steps + 1)
     if step <= warmup and warmup > 0:
         return config.lr * step / warmup
-    if config.lr_schedule == "constant":
+    if config.lr_schedule.type == "constant":
         return config.lr
     done = min(1.0, (step - warmup) / (last - warmup))
-    left = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
-    lowest = config.lr * config.min_lr_ratio
+    left = 1.0 - done if config.lr_schedule.type == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+    lowest = config.min_lr
     return lowest + left * (config.lr - lowest)

@@ -74,9 +74,6 @@ DEAD = [
     (["trainer.steps=5"], "trainer.epochs=2", "trainer.steps=null"),
     (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
     (["reward.route={key: s, map: {a: [{name: b}]}}"], "reward.parts=[{name: c}]", "reward.route=null"),
-    ([], "policy.optimizer.min_lr_ratio=0.1", "policy.optimizer.lr_schedule=cosine"),
-    ([], "critic.optimizer.min_lr_ratio=0.1", "critic.optimizer.lr_schedule=linear"),
-    ([], "critics.b.optimizer.min_lr_ratio=0.1", "critics.b.optimizer.lr_schedule=linear"),
     ([], "critics.b.huber_delta=2.0", "critics.b.loss=huber"),
     ([], "critics.b.bins=11", "critics.b.loss=two_hot"),
     ([], "critics.b.value_low=0.0", "critics.b.loss=hl_gauss"),
@@ -105,7 +102,6 @@ DEAD_SFT = [
     (["policy.engine=fsdp2"], "model.impl=local", "policy.engine=megatron"),
     ([], "policy.parallel.layers_per_stage=[4]", "policy.parallel.pp=2"),
     (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
-    ([], "policy.optimizer.min_lr_ratio=0.1", "policy.optimizer.lr_schedule=cosine"),
     ([], "policy.logits_dtype=bf16", None),
     ([], "policy.ema.decay=0.9", None),
 ]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megappo.algo.aggregation import token_weights
 from megappo.algo.alignment import first_token_mask
-from megappo.config.role_sections import CriticConfig, Offload, OptimizerConfig, PolicyConfig
+from megappo.config.role_sections import CriticConfig, DecayingLRConfig, Offload, OptimizerConfig, PolicyConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch, pack
 from tests.engine.whole import on_whole_batches
@@ -200,7 +200,7 @@ def schedule(path: str, groups) -> list[float]:
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
 
-    optimizer = OptimizerConfig(lr=1.0, lr_schedule="linear", warmup_steps=2, min_lr_ratio=0.1)
+    optimizer = OptimizerConfig(lr=1.0, lr_schedule=DecayingLRConfig(type="linear", min_ratio=0.1), warmup_steps=2)
     config = PolicyConfig(model=path, dtype="fp32", optimizer=optimizer)
     spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10)
     engine = build_trainable(spec, groups, device=torch.device("cpu"))

@@ -16,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megappo.commands.plan.activations import RoleWork
 from megappo.commands.plan.fsdp2 import sharded_memory
 from megappo.commands.plan.memory import role_memory
-from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megappo.config.role_sections import (
+    ConstantLRConfig,
+    CriticConfig,
+    DecayingLRConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.fsdp2_optimizer import scheduled_lr
 from megappo.models.hf_config import arch_for, read_arch
@@ -405,7 +413,8 @@ def test_rectangles_are_chunks_of_the_chunks_of_a_tp_rank() -> None:
 def test_the_schedule_is_that_of_megatron(shape: Any, warmup: int, total: int) -> None:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    config = OptimizerConfig(lr=2.0, lr_schedule=shape, warmup_steps=warmup, min_lr_ratio=0.25)
+    schedule = ConstantLRConfig() if shape == "constant" else DecayingLRConfig(type=shape, min_ratio=0.25)
+    config = OptimizerConfig(lr=2.0, lr_schedule=schedule, warmup_steps=warmup)
     group: dict[str, Any] = {"lr": 0.0}
     scheduler = OptimizerParamScheduler(
         mock.Mock(param_groups=[group]),

@@ -64,7 +64,7 @@ def warmup_ratio(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def min_lr_ratio(rule: Rule, value: Any, settings: Settings) -> Values:
-    lr = settings.ours.get(rule.keys[0].replace("min_lr_ratio", "lr"), 1e-6)
+    lr = settings.ours.get(rule.keys[0].replace("lr_schedule.min_ratio", "lr"), 1e-6)
     return same(rule.keys, round(number(value) / lr, 12))
 
 

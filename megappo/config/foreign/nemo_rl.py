@@ -70,7 +70,7 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
         f"{megatron}.defer_fp32_logits": unneeded("log-probs never hold all logits in fp32", "kernels"),
         f"{optimizer}.optimizer": implied("AdamW", expects=("adam", "adamw"), otherwise="AdamW is the only optimizer"),
         f"{optimizer}.lr": take(f"{ours}.lr", by="if_megatron"),
-        f"{optimizer}.min_lr": take(f"{ours}.min_lr_ratio", by="min_lr_ratio", note="as a share of lr"),
+        f"{optimizer}.min_lr": take(f"{ours}.lr_schedule.min_ratio", by="min_lr_ratio", note="as a share of lr"),
         f"{optimizer}.weight_decay": take(f"{ours}.weight_decay", by="if_megatron"),
         f"{optimizer}.adam_beta1": take(f"{ours}.betas", by="beta1"),
         f"{optimizer}.adam_beta2": take(f"{ours}.betas", by="beta2"),
@@ -86,11 +86,11 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
         ),
         f"{optimizer}.sgd_momentum": unneeded("AdamW is the optimizer"),
         f"{megatron}.scheduler.lr_decay_style": take(
-            f"{ours}.lr_schedule", values=SCHEDULES, by="if_megatron", otherwise=ONE_SCHEDULE
+            f"{ours}.lr_schedule.type", values=SCHEDULES, by="if_megatron", otherwise=ONE_SCHEDULE
         ),
         f"{megatron}.scheduler.lr_warmup_iters": take(f"{ours}.warmup_steps", by="if_megatron"),
         f"{megatron}.scheduler.lr_warmup_init": missing("the warm-up starts from 0", off=(None, 0)),
-        f"{megatron}.scheduler.lr_decay_iters": unneeded("schedules end with the run", f"{ours}.lr_schedule"),
+        f"{megatron}.scheduler.lr_decay_iters": unneeded("schedules end with the run", f"{ours}.lr_schedule.type"),
         f"{megatron}.scheduler.weight_decay_incr_style": implied("weight decay is constant", expects=("constant",)),
         f"{megatron}.fp8_cfg.enabled": missing("bf16 or fp32", f"{role}.dtype"),
         # The reference is the policy's model with its first weights.
@@ -115,7 +115,7 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
         f"{prefix}.optimizer.kwargs.eps": take(f"{ours}.eps", by="if_dtensor"),
         f"{prefix}.optimizer.kwargs.foreach": unneeded(FUSED),
         f"{prefix}.optimizer.kwargs.fused": unneeded(FUSED),
-        f"{prefix}.scheduler": missing(ONE_SCHEDULE + "; torch's own objects are not read", f"{ours}.lr_schedule"),
+        f"{prefix}.scheduler": missing(ONE_SCHEDULE + "; torch's own objects are not read", f"{ours}.lr_schedule.type"),
         f"{prefix}.hf_config_overrides": missing("the checkpoint's config.json holds", f"{role}.model", off=(None, {})),
     }
     # Sections without any PPO setting: one rule covers all their keys.

@@ -64,7 +64,9 @@ _RULES = {
     "actor_learning_rate": take("policy.optimizer.lr"),
     "critic_learning_rate": take("critic.optimizer.lr"),
     "lr_warmup_ratio": take("policy.optimizer.warmup_steps", "critic.optimizer.warmup_steps", by="warmup_ratio"),
-    "lr_scheduler": take("policy.optimizer.lr_schedule", "critic.optimizer.lr_schedule", values=SCHEDULES, otherwise=ONE_SCHEDULE),
+    "lr_scheduler": take(
+        "policy.optimizer.lr_schedule.type", "critic.optimizer.lr_schedule.type", values=SCHEDULES, otherwise=ONE_SCHEDULE
+    ),
     "adam_betas": take("policy.optimizer.betas", "critic.optimizer.betas"),
     "pretrain_data": take("algorithm.ptx.data", "algorithm.ptx.coef", by="texts", note="set text_key, max_tokens and batch_size"),
     "pretrain_data_probs": missing("one set of texts", "algorithm.ptx.data"),

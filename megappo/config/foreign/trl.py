@@ -64,7 +64,7 @@ _NEW: dict[str, Rule] = {
     "seed": take("run.seed"),
     "data_seed": unneeded("run.seed is the one seed", "run.seed"),
     "learning_rate": take(*_both("lr"), note=BOTH),
-    "lr_scheduler_type": take(*_both("lr_schedule"), values=SCHEDULES, otherwise=ONE_SCHEDULE),
+    "lr_scheduler_type": take(*_both("lr_schedule.type"), values=SCHEDULES, otherwise=ONE_SCHEDULE),
     "warmup_steps": take(*_both("warmup_steps"), by="warmup_steps", note="in optimizer steps"),
     "warmup_ratio": take(*_both("warmup_steps"), by="warmup_ratio", note="in optimizer steps"),
     "weight_decay": take(*_both("weight_decay")),

@@ -128,7 +128,7 @@ OTHERS = {
             "algorithm.mini_batch_size": 512,
             "policy.micro_batch_tokens": 16384,
             "policy.parallel.pp": 2,
-            "policy.optimizer.min_lr_ratio": 0.1,
+            "policy.optimizer.lr_schedule.min_ratio": 0.1,
             "policy.optimizer.betas": (0.9, 0.999),
             "critic.warmup_steps": 5,
             "algorithm.loss.clip_high": 0.28,
