@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WARM_UP = 6  # steps
 GROUP = 4  # responses to a prompt
 UPDATES = 4  # of the policy in a step
-NO_CRITIC: Mapping[str, Any] = {"algorithm.lam": None, "algorithm.value_clip": None, "critic": None}
+NO_CRITIC: Mapping[str, Any] = {"algorithm.lam": None, "critic": None}
 """Keys of a critic are taken back where there is none: they would have no effect, and are refused."""
 
 

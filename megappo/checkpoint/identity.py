@@ -23,7 +23,7 @@ _WHOLE_FILE_BYTES = 1 << 20  # files up to this size are hashed whole
 
 
 _ADAPTER_KEYS = ("rank", "alpha", "targets", "base_bits")  # of the section lora; dropout may change
-_SCALAR_HEAD = {"loss": "mse or huber"}  # both losses train the same head
+_SCALAR_HEAD = {"type": "mse or huber"}  # both losses train the same head
 MUST_MATCH = ("reference", "tokenizer")
 """Facts that a resumed run must share with its checkpoint, beside those that `require_same_run` compares by parts."""
 
@@ -98,12 +98,12 @@ def head_of(facts: Mapping[str, Any], role: str) -> Mapping[str, Any] | None:
 
 def other_head(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None, role: str = "critic") -> str | None:
     """Return the first difference of two critics' heads, with its key; None if there is none. saved, now: keys of a categorical
-    head (`loss`, `bins`, ...); None for a scalar head. role: section of the key."""
+    head (`type`, `bins`, ...); None for a scalar head. role: section of the key."""
     old, new = (_SCALAR_HEAD if one is None else one for one in (saved, now))
-    changed = next((key for key in ("loss", *new) if old.get(key) != new.get(key)), None)
+    changed = next((key for key in ("type", *new) if old.get(key) != new.get(key)), None)
     if changed is None:
         return None
-    return f"{role}.{changed} = {json.dumps(old.get(changed))}, this run has {json.dumps(new[changed])}"
+    return f"{role}.loss.{changed} = {json.dumps(old.get(changed))}, this run has {json.dumps(new[changed])}"
 
 
 def _rank(lora: Mapping[str, Any] | None) -> str:

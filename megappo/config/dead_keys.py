@@ -74,7 +74,6 @@ TRAIN: tuple[Dead, ...] = (
             "algorithm.lam",
             "algorithm.lam_value",
             "algorithm.lam_length_alpha",
-            "algorithm.value_clip",
             "algorithm.bootstrap_truncated",
             *SEVERAL_CRITICS,
         ),
@@ -90,11 +89,6 @@ TRAIN: tuple[Dead, ...] = (
         ("algorithm.disagreement_entropy_ratio",),
         lambda c: c.algorithm.entropy.type == "bonus" and c.algorithm.entropy.coef == 0,
         "algorithm.entropy.coef is 0, so there is no entropy bonus; remove it, or set it",
-    ),
-    Dead(
-        ("algorithm.value_clip",),
-        lambda c: all(one.is_categorical for one in c.critics_in_use.values()),
-        "critic.loss is a cross-entropy, which has no clip; remove it, or set critic.loss to mse or huber",
     ),
     Dead(
         ("algorithm.gamma",),
@@ -222,22 +216,6 @@ OF_ROLE: tuple[tuple[type[RoleConfig], Dead], ...] = (
             ("parallel.layers_per_stage",),
             lambda role: role.parallel.pp * role.parallel.vpp == 1,
             "{role}.parallel.pp is 1, so one stage holds all layers; remove it, or set pp",
-        ),
-    ),
-    (
-        AnyCriticConfig,
-        Dead(
-            ("huber_delta",),
-            lambda critic: critic.loss != "huber",
-            "{role}.loss is not huber; remove it, or set {role}.loss to huber",
-        ),
-    ),
-    (
-        AnyCriticConfig,
-        Dead(
-            ("bins", "value_low", "value_high"),
-            lambda critic: not critic.is_categorical,
-            "{role}.loss has no bins; remove it, or set {role}.loss to hl_gauss or two_hot",
         ),
     ),
     (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.errors import problem
 from megappo.config.layout_checks import only_pretrains, trained_sections
-from megappo.config.role_sections import AnyCriticConfig, OptimizerConfig, key_of_role
+from megappo.config.role_sections import AnyCriticConfig, CategoricalLossConfig, OptimizerConfig, key_of_role
 from megappo.config.schema import SftConfig, TrainConfig
 
 
@@ -26,19 +26,11 @@ def _critics(config: TrainConfig) -> list[tuple[str, AnyCriticConfig]]:
 
 
 def value_bins_problem(config: TrainConfig) -> str | None:
-    """Refuse a categorical head whose range of returns is missing or empty."""
+    """Refuse a categorical head whose range of returns is empty."""
     for role, critic in _critics(config):
-        if not critic.is_categorical:
-            continue
-        for key, end in (("value_low", critic.value_low), ("value_high", critic.value_high)):
-            if end is None:
-                both = f"set {role}.value_low and {role}.value_high"
-                fix = f"the bins of {role}.loss {critic.loss} need both ends of the returns; {both}"
-                return problem(f"{role}.{key}", end, fix)
-        assert critic.value_low is not None and critic.value_high is not None
-        if critic.value_low >= critic.value_high:
-            fix = f"is not below {role}.value_high {critic.value_high:g}; exchange them"
-            return problem(f"{role}.value_low", critic.value_low, fix)
+        loss = critic.loss
+        if isinstance(loss, CategoricalLossConfig) and loss.low >= loss.high:
+            return problem(f"{role}.loss.low", loss.low, f"is not below {role}.loss.high {loss.high:g}; exchange them")
     return None
 
 

@@ -179,6 +179,40 @@ class PolicyConfig(TrainableConfig):
     the reference (`reference.refresh_from`); null keeps none. `{}` takes the defaults."""
 
 
+class MSELossConfig(Section):
+    """Half the squared error."""
+
+    type: Literal["mse"] = "mse"
+    clip: PositiveFloat | None = 0.2
+    """Clip new values to this distance from the old ones; null turns it off."""
+
+
+class HuberLossConfig(Section):
+    """The squared error with a bounded gradient."""
+
+    type: Literal["huber"] = "huber"
+    delta: PositiveFloat = 1.0
+    """Error from which on the loss is linear."""
+    clip: PositiveFloat | None = 0.2
+    """Clip new values to this distance from the old ones; null turns it off."""
+
+
+class CategoricalLossConfig(Section):
+    """Cross-entropy of a head that gives probabilities of bins, with returns as a normal distribution over them (hl_gauss,
+    arXiv:2403.03950) or shared by the two nearest (two_hot)."""
+
+    type: Literal["hl_gauss", "two_hot"]
+    bins: Annotated[int, Field(ge=2)] = 51
+    """Number of bins; the value is the mean of their centres."""
+    low: float
+    """Low end of the bins. A lower return counts as this one (`critic/return_outside`)."""
+    high: float
+    """High end of the bins."""
+
+
+ValueLossConfig = MSELossConfig | HuberLossConfig | CategoricalLossConfig
+
+
 class AnyCriticConfig(TrainableConfig):
     """A critic. The warm-up is in `CriticConfig`: all critics share it."""
 
@@ -200,32 +234,18 @@ class AnyCriticConfig(TrainableConfig):
     """Samples per optimizer step of the critic; null means `algorithm.mini_batch_size`, divided by the number of critics."""
     loss_aggregation: LossAggregation | None = None
     """Reduction of the critic's token losses; null means `algorithm.loss_aggregation`."""
-    loss: Literal["mse", "huber", "hl_gauss", "two_hot"] = "mse"
-    """Loss of the values: half the squared error; huber, whose gradient is bounded; or cross-entropy of a head that gives
-    probabilities of `bins`, with returns as a normal distribution over them (hl_gauss, arXiv:2403.03950) or shared by the two
-    nearest (two_hot). See docs/algorithms.md."""
-    huber_delta: PositiveFloat = 1.0
-    """Error from which on the loss huber is linear."""
-    bins: Annotated[int, Field(ge=2)] = 51
-    """Bins of a categorical head (hl_gauss, two_hot): the value is the mean of their centres."""
-    value_low: float | None = None
-    """Low end of the bins. A lower return counts as this one (`critic/return_outside`)."""
-    value_high: float | None = None
-    """High end of the bins."""
-
-    @property
-    def is_categorical(self) -> bool:
-        return self.loss in ("hl_gauss", "two_hot")
+    loss: Annotated[ValueLossConfig, Field(discriminator="type")] = MSELossConfig()
+    """Loss of the values (docs/algorithms.md)."""
 
     @property
     def head_rows(self) -> int:
         """Number of outputs of the value head."""
-        return self.bins if self.is_categorical else 1
+        return self.loss.bins if isinstance(self.loss, CategoricalLossConfig) else 1
 
     @property
     def head_facts(self) -> dict[str, str | int | float] | None:
         """Keys that give the outputs of a categorical head their meaning; None for a head that predicts the value itself."""
-        return self.model_dump(include={"loss", "bins", "value_low", "value_high"}) if self.is_categorical else None
+        return self.loss.model_dump() if isinstance(self.loss, CategoricalLossConfig) else None
 
 
 class CriticConfig(AnyCriticConfig):

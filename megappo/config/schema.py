@@ -426,8 +426,6 @@ class AlgorithmConfig(Section):
     """Replace prompts whose responses all have the same score by others, in further rounds of generation and scoring (DAPO,
     arXiv:2503.14476, section 3.2). A step keeps its size, and uses more prompts of an epoch. `{}` takes the defaults, null draws
     one round."""
-    value_clip: PositiveFloat | None = 0.2
-    """Clip new values to this distance from the old ones in the value loss; null turns it off."""
     entropy: Annotated[EntropyBonusConfig | EntropyTargetConfig, Field(discriminator="type")] = EntropyBonusConfig()
     """Bonus of the policy's entropy."""
     positive_nll: PositiveNLLConfig | None = None

@@ -34,7 +34,7 @@ def _policy(config: TrainConfig, engine: Engine) -> Policy:
 
 
 def _critic(config: TrainConfig, engine: Engine) -> Critic:
-    return Critic(engine, config.algorithm.value_clip, config.critics_in_use[engine.name], engine.name)
+    return Critic(engine, config.critics_in_use[engine.name].loss, engine.name)
 
 
 def _language_model(config: TrainConfig, engine: Engine) -> LanguageModel:

@@ -15,7 +15,7 @@ from megappo.algo.losses import entropy_loss, nll_loss
 from megappo.algo.objectives import cispo_loss, dis_loss, sequence_log_ratio, token_kl_sum
 from megappo.algo.summaries import ratio_counts
 from megappo.algo.value_losses import ValueBins, categorical_loss, huber_loss
-from megappo.config.role_sections import AnyCriticConfig, CriticConfig
+from megappo.config.role_sections import CategoricalLossConfig, HuberLossConfig, MSELossConfig, ValueLossConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import PackedBatch
 from megappo.data.ragged import NO_ID
@@ -59,25 +59,21 @@ def surrogate(algorithm: AlgorithmConfig, fields: Mapping[str, Tensor], logprob:
     return loss, {**metrics, "approx_kl_sum": token_kl_sum(logprob, old, weight)}
 
 
-def bins_of(critic: AnyCriticConfig) -> ValueBins | None:
+def bins_of(loss: ValueLossConfig) -> ValueBins | None:
     """Return the bins of a categorical head; None for a head that outputs the value itself."""
-    if critic.loss == "mse" or critic.loss == "huber":
-        return None
-    assert critic.value_low is not None and critic.value_high is not None, "the configuration is refused"
-    return ValueBins(critic.loss, critic.bins, critic.value_low, critic.value_high)
+    return ValueBins(loss.type, loss.bins, loss.low, loss.high) if isinstance(loss, CategoricalLossConfig) else None
 
 
-def value_surrogate(
-    critic: AnyCriticConfig, value_clip: float | None, output: Tensor, fields: Mapping[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def value_surrogate(how: ValueLossConfig, output: Tensor, fields: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (sum of weight * loss, metrics). output: of the head, aligned with the tokens, [T] or [T, bins]. fields: value (old),
     returns and weight, [T]."""
     old, returns, weight = fields["value"], fields["returns"], fields["weight"]
-    if (bins := bins_of(critic)) is not None:
-        return categorical_loss(output, returns, weight, bins)
-    if critic.loss == "huber":
-        return huber_loss(output, old, returns, weight, value_clip, critic.huber_delta)
-    return value_loss(output, old, returns, weight, clip=value_clip)
+    if isinstance(how, MSELossConfig):
+        return value_loss(output, old, returns, weight, clip=how.clip)
+    if isinstance(how, HuberLossConfig):
+        return huber_loss(output, old, returns, weight, how.clip, how.delta)
+    bins = ValueBins(how.type, how.bins, how.low, how.high)
+    return categorical_loss(output, returns, weight, bins)
 
 
 @dataclass(frozen=True)
@@ -259,21 +255,18 @@ def critic_reads(role: str) -> tuple[str, ...]:
     return fields.value, fields.returns, "weight"
 
 
-_SQUARED_ERROR = CriticConfig()
+_SQUARED_ERROR = MSELossConfig()
 
 
 class Critic:
-    """A model of state values V(s_t). value_clip: of `algorithm`. section: has the loss and the bins of a categorical head. role:
-    names its fields (`critics.fields_of`)."""
+    """A model of state values V(s_t). loss: with the bins of a categorical head. role: names its fields (`critics.fields_of`)."""
 
     loss_name = "loss_sum"
     """Name of the main loss among the sums of an update."""
 
-    def __init__(
-        self, engine: Engine, value_clip: float | None, section: AnyCriticConfig = _SQUARED_ERROR, role: str = "critic"
-    ) -> None:
+    def __init__(self, engine: Engine, loss: ValueLossConfig = _SQUARED_ERROR, role: str = "critic") -> None:
         self.engine = engine
-        self._value_clip, self._section, self._bins = value_clip, section, bins_of(section)
+        self._how, self._bins = loss, bins_of(loss)
         self._fields, self._reads = fields_of(role), critic_reads(role)
 
     def outputs(self, share: PackedBatch) -> dict[str, Tensor]:
@@ -302,7 +295,7 @@ class Critic:
     def _loss_of(self, output: Tensor, micro: PackedBatch) -> LossOutput:
         aligned, _ = align_values(output, micro.cu_seqlens)
         own = {"value": micro[self._fields.value], "returns": micro[self._fields.returns], "weight": micro["weight"]}
-        loss, metrics = value_surrogate(self._section, self._value_clip, aligned, own)
+        loss, metrics = value_surrogate(self._how, aligned, own)
         return _loss_output(loss, {**metrics, "loss_sum": loss})
 
 

@@ -412,15 +412,9 @@ BROKEN = [
     ),
     (
         "value_bins_problem",
-        ["critic.loss=hl_gauss", "critic.value_low=0"],
-        ["critic.value_high = null: the bins of critic.loss hl_gauss need both ends", "set critic.value_low and"],
-        "critic.value_high=1",
-    ),
-    (
-        "value_bins_problem",
-        ["critic.loss=two_hot", "critic.value_low=1", "critic.value_high=0.5"],
-        ["critic.value_low = 1.0: is not below critic.value_high 0.5"],
-        "critic.value_high=1.5",
+        ["critic.loss=two_hot", "critic.loss.low=1", "critic.loss.high=0.5"],
+        ["critic.loss.low = 1.0: is not below critic.loss.high 0.5"],
+        "critic.loss.high=1.5",
     ),
     ("critic_head_problem", ["critic.value_head=checkpoint"], ["critic.value_head", "needs critic.model"], "critic.model=m"),
     (

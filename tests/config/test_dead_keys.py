@@ -16,7 +16,6 @@ from tests.config.examples import SFT, TRAIN, sft_config, train_config, write
 EVAL, ADAPTIVE, NONE = "data.eval=e.jsonl", "algorithm.kl.controller=adaptive", "algorithm.kl.placement=none"
 MEGATRON, LORA = "rollout.engine=megatron", "policy.lora.rank=8"
 GRPO, GAE = ["algorithm.estimator=grpo", "rollout.samples_per_prompt=2"], "algorithm.estimator=gae"
-HL_GAUSS = ["critic.loss=hl_gauss", "critic.value_low=-1", "critic.value_high=1"]
 # overrides that set the scene, the key that is dead there (with a value), an override that brings it to life
 DEAD = [
     ([NONE], "reference.model=m", "algorithm.kl.placement=reward"),
@@ -38,7 +37,7 @@ DEAD = [
     (GRPO, "critic.optimizer.lr=0.1", GAE),
     (GRPO, "algorithm.lam=0.9", GAE),
     (GRPO, "algorithm.lam_value=1.0", "algorithm.estimator=gae"),
-    (GRPO, "algorithm.value_clip=0.1", GAE),
+    (GRPO, "critic.loss.clip=0.1", GAE),
     (GRPO, "algorithm.bootstrap_truncated=true", GAE),
     (["algorithm.estimator=reinforce_plus_plus"], "algorithm.lam_length_alpha=0.05", GAE),
     (GRPO, "algorithm.gamma=0.9", "algorithm.estimator=reinforce_plus_plus"),
@@ -47,11 +46,6 @@ DEAD = [
     ([*GRPO, "algorithm.loss.type=gspo"], "algorithm.loss.sequence_advantages=true", GAE),
     ([], "algorithm.target_kl=0.1", "algorithm.ppo_epochs=2"),
     ([], "critic.warmup_lam=1.0", "critic.warmup_steps=2"),
-    (HL_GAUSS, "algorithm.value_clip=0.1", "critic.loss=huber"),
-    ([], "critic.huber_delta=2.0", "critic.loss=huber"),
-    ([], "critic.bins=11", "critic.loss=two_hot"),
-    (["critic.loss=huber"], "critic.value_low=0.0", "critic.loss=hl_gauss"),
-    ([], "critic.value_high=1.0", "critic.loss=hl_gauss"),
     ([], "critic.warmup_explained_variance=0.8", "critic.warmup_steps=2"),
     ([LORA], "reference.parallel.tp=1", "reference.model=m"),
     ([], "rollout.adapter=merged", LORA),
@@ -74,10 +68,6 @@ DEAD = [
     (["trainer.steps=5"], "trainer.epochs=2", "trainer.steps=null"),
     (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
     (["reward.route={key: s, map: {a: [{name: b}]}}"], "reward.parts=[{name: c}]", "reward.route=null"),
-    ([], "critics.b.huber_delta=2.0", "critics.b.loss=huber"),
-    ([], "critics.b.bins=11", "critics.b.loss=two_hot"),
-    ([], "critics.b.value_low=0.0", "critics.b.loss=hl_gauss"),
-    ([], "critics.b.value_high=1.0", "critics.b.loss=hl_gauss"),
     ([], "critics.b.checkpoint_role=critic", "critics.b.checkpoint=runs/other"),
     (["critics.b.checkpoint=runs/other"], "critics.b.value_head=normal", "critics.b.checkpoint_role=policy"),
     ([], "algorithm.value_of_critics=min", "critics.b.dtype=bf16"),

@@ -64,7 +64,7 @@ def build_roles(
     acts = EngineSpec("policy", path, arch, PolicyConfig(model=path, **common), total_updates=10)
     values = EngineSpec("critic", path, arch, CriticConfig(**common), value_head="normal", total_updates=10)
     policy, critic = (build_trainable(spec, groups, device=torch.device("cpu")) for spec in (acts, values))
-    roles = Policy(policy, 0.7, AlgorithmConfig(entropy={"type": "bonus", "coef": 0.01})), Critic(critic, 0.2)
+    roles = Policy(policy, 0.7, AlgorithmConfig(entropy={"type": "bonus", "coef": 0.01})), Critic(critic)
     return tuple(map(on_whole_batches, roles))
 
 

@@ -138,13 +138,13 @@ def values(engines: Any, path: Path) -> dict[str, Any]:
 
     section = CriticConfig(engine="fsdp2", dtype="fp32", micro_batch_tokens=64)
     engine = Whole(engine_for(engines, path, "critic", section, value_head="normal"))
-    found = {"values": Critic(engine, None).values(recorded_batch())[0]}
+    found = {"values": Critic(engine).values(recorded_batch())[0]}
     with engine.eval_mode():
         found["head"] = whole_tensors(engine, engine.named_parameters())["score.weight"]
     engine.export(path / "critic", path)
     dist.barrier()
     again = Whole(engine_for(engines, path / "critic", "critic", section, value_head="checkpoint"))
-    return found | {"again": Critic(again, None).values(recorded_batch())[0]}
+    return found | {"again": Critic(again).values(recorded_batch())[0]}
 
 
 def whole_tensors(engine: Any, local: Any) -> dict[str, torch.Tensor]:

@@ -462,7 +462,7 @@ def check_values(critic: Engine, model: Any) -> None:
     from megappo.trainer.roles import Critic
 
     batch = recorded_batch()
-    values, _ = Critic(critic, None).values(batch)
+    values, _ = Critic(critic).values(batch)
     for start, end in zip(batch.cu_seqlens.tolist(), batch.cu_seqlens.tolist()[1:]):
         with torch.no_grad():
             after = model(batch.tokens[None, start:end]).logits[0, :-1, 0]
@@ -507,14 +507,14 @@ def a_categorical_head_trains_as_transformers_own_model(world: World) -> None:
     from megappo.algo.value_losses import categorical_loss
     from megappo.trainer.roles import Critic, bins_of
 
-    section = CriticConfig(**world.settings(), loss="hl_gauss", bins=7, value_low=-1.0, value_high=1.5)
-    spec, bins, batch = world.spec("critic", section, value_head="normal"), bins_of(section), recorded_batch()
+    section = CriticConfig(**world.settings(), loss={"type": "hl_gauss", "bins": 7, "low": -1.0, "high": 1.5})
+    spec, bins, batch = world.spec("critic", section, value_head="normal"), bins_of(section.loss), recorded_batch()
     engine = Whole(world.engines.build(replace(spec, arch=replace(spec.arch, head_rows=7))))
     directory = world.folder / "bins"
     engine.export(directory, Path(world.path))
     dist.barrier()
     model = transformers.AutoModelForTokenClassification.from_pretrained(directory, dtype=torch.float32)
-    critic, cuts = Critic(engine, None, section), batch.cu_seqlens.tolist()
+    critic, cuts = Critic(engine, section.loss), batch.cu_seqlens.tolist()
     after = [model(batch.tokens[None, start:end]).logits[0] for start, end in zip(cuts, cuts[1:])]
     aligned = torch.cat([torch.cat((torch.zeros(1, 7), rows[:-1])) for rows in after])
     values, bootstrap = critic.values(batch)

@@ -77,7 +77,7 @@ def numbers_of(config) -> Numbers:
         a.lam,
         a.kl.coef,
         a.loss.clip_low,
-        a.value_clip,
+        config.critic.loss.clip,
         a.entropy.coef,
         o.lr,
         o.eps,

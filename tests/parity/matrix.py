@@ -119,10 +119,7 @@ PTX = {"algorithm__ptx": {"coef": 0.3, "data": "none.jsonl", "batch_size": PTX_T
 # Other losses: each layout, and two ranks under FSDP2, against one rank with the same ones.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "two epochs, turns, mean of sequences, KL in the loss, dis, two_hot critic": {
-        "critic__loss": "two_hot",
-        "critic__bins": 9,
-        "critic__value_low": -2.0,
-        "critic__value_high": 1.5,
+        "critic__loss": {"type": "two_hot", "bins": 9, "low": -2.0, "high": 1.5},
         "algorithm__ppo_epochs": 2,
         "algorithm__loss": {"type": "dis", "low": 0.3, "high": 4.0},
         "algorithm__estimator": {"type": "gae", "level": "turn"},
@@ -131,14 +128,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "algorithm__kl": {"placement": "loss", "estimator": "k3", "coef": 0.05},
     },
     "fixed length, dual clip, no whitening, icepop out of the loss, huber critic": {
-        "critic__loss": "huber",
-        "critic__huber_delta": 0.3,
+        "critic__loss": {"type": "huber", "delta": 0.3, "clip": None},
         "algorithm__importance_sampling": {"type": "icepop", "low": 0.3, "high": 4.0, "count_rejected": False},
         "algorithm__loss_aggregation": "fixed-length",
         "algorithm__loss__dual_clip": 2.0,
         "algorithm__whiten_advantages": False,
         "algorithm__lam_length_alpha": 0.05,
-        "algorithm__value_clip": None,
         "algorithm__positive_nll__coef": 0.1,
         "algorithm__positive_nll__score": 0.0,  # scores are drawn around it
         **PTX,
@@ -175,10 +170,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "remax": {"algorithm__estimator": "remax"},
     "hl_gauss critic, frozen parts, against the behaviour policy": {
         "algorithm__loss__proximal": "behaviour",
-        "critic__loss": "hl_gauss",
-        "critic__bins": 9,
-        "critic__value_low": -2.0,
-        "critic__value_high": 1.5,
+        "critic__loss": {"type": "hl_gauss", "bins": 9, "low": -2.0, "high": 1.5},
         "critic__freeze": ["embed_tokens", "self_attn"],
         "policy__freeze": ["input_layernorm", "lm_head"],
     },

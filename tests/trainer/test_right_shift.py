@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.experiments.arms import unshifted
-from megappo.config.role_sections import CriticConfig
+from megappo.config.role_sections import CriticConfig, MSELossConfig
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
@@ -57,7 +57,7 @@ def values_before(engine: ToyEngine, packed: PackedBatch) -> Tensor:
 
 def check_inference(engine: ToyEngine) -> None:
     packed = batch()
-    value, bootstrap = Critic(engine, None).values(packed)
+    value, bootstrap = Critic(engine).values(packed)
     with torch.no_grad():
         after = [engine._model(ids[None]).logits[0, -1, 0] for ids in packed.tokens.split(list(LENGTHS))]
         assert torch.allclose(value, values_before(engine, packed), atol=TOLERANCE)
@@ -71,7 +71,7 @@ def check_training(engine: ToyEngine) -> None:
     loss = 0.5 * (packed["weight"] * error.square()).sum() / packed["weight"].sum()
     wanted = dict(zip(engine.named_parameters(), torch.autograd.grad(loss, list(engine.named_parameters().values()))))
     engine._settings = engine._settings.model_copy(update={"clip_grad": 0.0})
-    found = Critic(engine, None).update(packed, denominator=float(packed["weight"].sum()))
+    found = Critic(engine, MSELossConfig(clip=None)).update(packed, denominator=float(packed["weight"].sum()))
     assert found.losses.sums["loss_sum"] / float(packed["weight"].sum()) == pytest.approx(float(loss), rel=1e-5)
     gradients = engine.named_gradients()
     assert all(torch.allclose(gradients[name], one, atol=1e-6, rtol=1e-4) for name, one in wanted.items())

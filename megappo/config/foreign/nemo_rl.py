@@ -218,7 +218,7 @@ _RUN = {
     "loss_fn.force_on_policy_ratio": missing("PPO's clipped loss"),
     "loss_fn.positive_example_nll_weight": missing("PPO's loss alone", off=(None, 0, 0.0)),
     "value_loss_fn.scale": implied("the critic has its own optimizer", "critic.optimizer.lr"),
-    "value_loss_fn.cliprange": take("algorithm.value_clip"),
+    "value_loss_fn.cliprange": take("critic.loss.clip"),
     "checkpointing.enabled": implied("a run is saved", "checkpoint.save_every", expects=(True,)),
     "checkpointing.checkpoint_dir": take("run.output_dir", by="run_folder", note="megappo adds run.name"),
     "checkpointing.save_period": take("checkpoint.save_every"),

@@ -74,7 +74,7 @@ _RULES = {
     "eps_clip": take("algorithm.loss.clip_low", "algorithm.loss.clip_high"),
     "eps_clip_low_high": take("algorithm.loss.clip_low", "algorithm.loss.clip_high", by="spread"),
     "dual_clip": take("algorithm.loss.dual_clip"),
-    "value_clip": take("algorithm.value_clip"),
+    "value_clip": take("critic.loss.clip"),
     "lambd": take("algorithm.lam"),
     "gamma": take("algorithm.gamma"),
     "advantage_estimator": implied(

@@ -96,7 +96,7 @@ _NEW: dict[str, Rule] = {
     "kl_coef": take("algorithm.kl.coef"),
     "kl_estimator": take("algorithm.kl.estimator", values=KL_ESTIMATORS),
     "cliprange": take("algorithm.loss.clip_low", "algorithm.loss.clip_high"),
-    "cliprange_value": take("algorithm.value_clip"),
+    "cliprange_value": take("critic.loss.clip"),
     "vf_coef": implied("the critic has its own optimizer", "critic.optimizer.lr"),
     "gamma": take("algorithm.gamma"),
     "lam": take("algorithm.lam"),

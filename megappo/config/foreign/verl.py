@@ -302,7 +302,7 @@ CRITIC = {
     "critic.ppo_mini_batch_size": take("critic.mini_batch_size", by="unless_shared", note=SAMPLES),
     "critic.ppo_epochs": take("critic.ppo_epochs", by="unless_shared"),
     "critic.grad_clip": take("critic.optimizer.clip_grad"),
-    "critic.cliprange_value": take("algorithm.value_clip"),
+    "critic.cliprange_value": take("critic.loss.clip"),
     "critic.loss_agg_mode": take("critic.loss_aggregation", by="unless_shared", values=AGGREGATIONS),
     "critic.forward_micro_batch_size_per_gpu": unneeded(SAME_BUDGET[0], "critic.micro_batch_tokens"),
     "critic.forward_micro_batch_size": unneeded(SAME_BUDGET[0], "critic.micro_batch_tokens"),

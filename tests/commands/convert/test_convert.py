@@ -70,7 +70,7 @@ DEEPSEEK_KEYS = {
 DEEPSEEK_DEFAULTS = {
     "algorithm.lam": 1.0,
     "algorithm.loss.dual_clip": 3.0,
-    "algorithm.value_clip": 0.5,
+    "critic.loss.clip": 0.5,
     "policy.optimizer.weight_decay": 0.01,
     "policy.optimizer.betas": [0.9, 0.999],
     "critic.optimizer.weight_decay": 0.01,
@@ -163,7 +163,7 @@ OTHERS = {
             "algorithm.ppo_epochs": 1,
             "trainer.epochs": 30,
             "rollout.tp": 2,
-            "algorithm.value_clip": 0.2,
+            "critic.loss.clip": 0.2,
             "algorithm.ptx.coef": 0.1,
             "algorithm.ptx.data": "/data/pile.jsonl",
             "data.system_prompt": "Think in <think></think>, then \\boxed{the answer}. It costs $5.",

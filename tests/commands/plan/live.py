@@ -119,7 +119,7 @@ def role_of(
         optimizer=Optimizer(wrapped, groups, OptimizerConfig(), 1),
         adapters=adapters,
     )
-    return Critic(engine, 0.2) if critic else Policy(engine, 1.0, AlgorithmConfig()), wrapped
+    return Critic(engine) if critic else Policy(engine, 1.0, AlgorithmConfig()), wrapped
 
 
 def batch_of(lengths: Sequence[int], vocab_size: int) -> Any:
@@ -278,7 +278,7 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
     spec = EngineSpec(role, path, arch, settings, total_updates=10, random_weights=True, **head)  # type: ignore[arg-type]
     engine: Any = engines.build(spec)
     batch = share_of(engine, batch_of([length] * samples, arch.vocab_size))
-    which = Critic(engine, 0.2) if critic else Policy(engine, 1.0, config.algorithm)
+    which = Critic(engine) if critic else Policy(engine, 1.0, config.algorithm)
     with engine.train_mode():
         engine.optimizer_zero_grad()
     known = [*engine.named_parameters().values(), *engine.named_gradients().values(), *engine._optimizer.tensors()]

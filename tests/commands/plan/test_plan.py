@@ -75,7 +75,7 @@ class Asked:
 def test_the_plan_counts_the_fields_that_the_roles_read(tmp_path, placement, coef, of_policy):
     config = load_config(write_run(tmp_path), [f"algorithm.kl.placement={placement}", f"algorithm.kl.coef={coef}"])
     policy, critic = Asked(), Asked()
-    for role in (Policy(policy, 1.0, config.algorithm), Critic(critic, None)):
+    for role in (Policy(policy, 1.0, config.algorithm), Critic(critic)):
         with pytest.raises(InterruptedError):
             role.update(None, 1.0)
     assert policy.reads[0] == "kept" and len(policy.reads) == 1 + of_policy

@@ -104,17 +104,19 @@ def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, other_run):
 
 def test_a_checkpoint_with_another_value_head_is_refused(tmp_path):
     """Its outputs mean something else; a head that gives the value itself is the same under both of its losses."""
-    bins = ["critic.loss=hl_gauss", "critic.value_low=0", "critic.value_high=1"]
+    bins = ["critic.loss=hl_gauss", "critic.loss.low=0", "critic.loss.high=1"]
     config = load_config(write_run(tmp_path), bins)
     write_step(tmp_path / "other", 1, config, value_head=config.critic.head_facts)
     write_step(tmp_path / "scalar", 1, config)
     binned, scalar = (f"critic.checkpoint={tmp_path / name}" for name in ("other", "scalar"))
     assert source_of(tmp_path, binned, *bins).role == "critic"
-    assert 'written with critic.loss = "hl_gauss", this run has "mse or huber"' in refusal(tmp_path, binned, "critic.loss=huber")
-    assert 'critic.loss = "hl_gauss", this run has "two_hot"' in refusal(tmp_path, binned, *bins, "critic.loss=two_hot")
-    assert "critic.bins = 51, this run has 5" in refusal(tmp_path, binned, *bins, "critic.bins=5")
-    assert "critic.value_high = 1.0, this run has 2.0" in refusal(tmp_path, binned, *bins, "critic.value_high=2")
-    assert 'critic.loss = "mse or huber", this run has "hl_gauss"' in refusal(tmp_path, scalar, *bins)
+    assert 'written with critic.loss.type = "hl_gauss", this run has "mse or huber"' in refusal(
+        tmp_path, binned, "critic.loss=huber"
+    )
+    assert 'critic.loss.type = "hl_gauss", this run has "two_hot"' in refusal(tmp_path, binned, *bins, "critic.loss.type=two_hot")
+    assert "critic.loss.bins = 51, this run has 5" in refusal(tmp_path, binned, *bins, "critic.loss.bins=5")
+    assert "critic.loss.high = 1.0, this run has 2.0" in refusal(tmp_path, binned, *bins, "critic.loss.high=2")
+    assert 'critic.loss.type = "mse or huber", this run has "hl_gauss"' in refusal(tmp_path, scalar, *bins)
     assert source_of(tmp_path, scalar, "critic.loss=huber").role == "critic"
     assert source_of(tmp_path, scalar, *bins, "critic.checkpoint_role=policy").role == "policy"
 
