@@ -33,7 +33,7 @@ class Arm:
 
 ARMS: Mapping[str, Arm] = {
     "baseline": Arm("baseline"),
-    "pretrained": Arm(f"{WARM_UP} steps of value pretraining", {"critic.warmup_steps": WARM_UP, "critic.warmup_lam": 1.0}),
+    "pretrained": Arm(f"{WARM_UP} steps of value pretraining", {"critic.warmup": {"steps": WARM_UP, "lam": 1.0}}),
     "k2": Arm("K = 2", {"critic.ppo_epochs": 2}),
     "unshifted": Arm("no right shift", shifted=False),
     "n1": Arm("critic, n = 1", group=1),

@@ -99,6 +99,8 @@ def keys_text(keys: Mapping[str, Any]) -> str:
 def value_text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {value_text(one)}" for key, one in value.items()) + "}"
     if (
         isinstance(value, list) and value and isinstance(value[0], dict)
     ):  # parts of the reward: paths differ from machine to machine

@@ -35,7 +35,7 @@ COMMON: Mapping[str, Any] = {
     "policy.parallel.tp": 1,
     "critic.parallel.pp": 1,
     "critic.micro_batch_tokens": 16384,
-    "critic.warmup_steps": 0,
+    "critic.warmup": None,
     "rollout.kv_cache_gib": 0.05,
     "trainer.steps": STEPS,
     "trainer.eval_every": 60,  # after the last step alone; a multiple of every `rollout.push_every`

@@ -135,7 +135,7 @@ def _other_trajectories(saved: Mapping[str, str] | None, now: Mapping[str, str] 
         if saved["sha256"] == now["sha256"]:
             return None
         old, new = (f"{one['path']} (SHA-256 {one['sha256'][:12]})" for one in (saved, now))
-    return f"critic.warmup_trajectories was {old} and is {new}"
+    return f"critic.warmup.trajectories was {old} and is {new}"
 
 
 def _other_texts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str | None:

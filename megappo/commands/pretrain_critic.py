@@ -8,7 +8,7 @@ import json
 from megappo.commands import train
 from megappo.commands.parser import AddCommand, positive_int
 
-PRETRAINING = ("critic.warmup_lam=1.0", "checkpoint.export_at_end=false")  # the policy is the one that the run starts from
+PRETRAINING = ("critic.warmup.lam=1.0", "checkpoint.export_at_end=false")  # the policy is the one that the run starts from
 FROM_RECORDS = ("telemetry.progress=[]",)  # columns of the file may be of samples, which are not there
 
 
@@ -43,10 +43,10 @@ def main(args: argparse.Namespace) -> int:
     name = load_config(args.config, args.overrides).run.name
     args.overrides = [
         f"trainer.steps={args.steps}",
-        f"critic.warmup_steps={args.steps}",
-        *([] if args.explained_variance is None else [f"critic.warmup_explained_variance={args.explained_variance}"]),
+        f"critic.warmup.steps={args.steps}",
+        *([] if args.explained_variance is None else [f"critic.warmup.explained_variance={args.explained_variance}"]),
         *PRETRAINING,
-        *([] if args.trajectories is None else [f"critic.warmup_trajectories={json.dumps(args.trajectories)}", *FROM_RECORDS]),
+        *([] if args.trajectories is None else [f"critic.warmup.trajectories={json.dumps(args.trajectories)}", *FROM_RECORDS]),
         f"run.name={name}-critic",
         *args.overrides,  # these count where both set a key
     ]

@@ -101,11 +101,6 @@ TRAIN: tuple[Dead, ...] = (
         "algorithm.estimator gives all tokens of a response one advantage already; remove it",
     ),
     Dead(
-        ("critic.warmup_lam", "critic.warmup_explained_variance"),
-        lambda c: c.critic.warmup_steps == 0,
-        "critic.warmup_steps is 0, so there are no steps that train the critic alone; remove it, or set critic.warmup_steps",
-    ),
-    Dead(
         ("algorithm.target_kl",),
         lambda c: update_schedule(c, "policy").optimizer_steps(step_arithmetic(c).samples) <= 1,
         "a step makes one update, and there is no later one to stop; remove it, or raise ppo_epochs, or lower mini_batch_size",
@@ -156,14 +151,9 @@ TRAIN: tuple[Dead, ...] = (
         "there are no held-out prompts; remove it, or name some in data.eval or evaluations",
     ),
     Dead(
-        ("reference.refresh_from",),
-        lambda c: not c.reference.refreshes,
-        "reference.refresh_every is 0 and refresh_above_kl null, so nothing is copied; remove it, or set one of the two",
-    ),
-    Dead(
-        ("policy.ema.*", "reference.refresh_every", "reference.refresh_above_kl", "reference.refresh_from", "algorithm.ptx.*"),
+        ("policy.ema.*", "reference.refresh.*", "algorithm.ptx.*"),
         only_pretrains,
-        "critic.warmup_steps is the whole run, in which the policy does not change; remove it, or lower warmup_steps",
+        "critic.warmup.steps is the whole run, in which the policy does not change; remove it, or lower critic.warmup.steps",
     ),
     Dead(
         ("data.eval", "data.eval_prompts"),

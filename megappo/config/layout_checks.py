@@ -97,7 +97,7 @@ def require_whole_steps(config: TrainConfig, command: str) -> None:
     """Raise ConfigError for a command about sampling steps if the run has none."""
     if reads_trajectories(config):
         fix = f"trains critics alone, and `megappo {command}` is about whole steps; set it to null"
-        raise ConfigError(problem("critic.warmup_trajectories", config.critic.warmup_trajectories, fix))
+        raise ConfigError(problem("critic.warmup.trajectories", config.critic.warmup_trajectories, fix))
 
 
 def value_head_of(section: RoleConfig) -> Literal["zero", "normal", "checkpoint"] | None:

@@ -149,7 +149,9 @@ def _assign(data: dict[str, Any], key: str, value: Any, name: str) -> None:
     *parents, last = key.split(".")
     here = data
     for depth, part in enumerate(parents):
-        inner = here.setdefault(part, {})
+        if here.get(part) is None:  # missing, or an optional section that the file leaves out
+            here[part] = {}
+        inner = here[part]
         if not isinstance(inner, dict):
             section = ".".join(parents[: depth + 1])
             raise ConfigError(

@@ -48,19 +48,21 @@ def refresh_problem(config: TrainConfig) -> str | None:
     """Refuse to refresh a reference that the policy's weights do not fit, or from an average that is not kept."""
     # The reference may have another engine, layout and ranks than the policy.
     reference, policy = config.reference, config.policy
-    if not reference.refreshes or config.algorithm.kl.placement == "none":
+    refresh = reference.refresh
+    if refresh is None or config.algorithm.kl.placement == "none":
         return None
-    by_steps = reference.refresh_every > 0
-    name = "refresh_every" if by_steps else "refresh_above_kl"
-    key, value = f"reference.{name}", getattr(reference, name)
+    name, value = ("above_kl", refresh.above_kl) if refresh.every is None else ("every", refresh.every)
+    key = f"reference.refresh.{name}"
+    if value is None:
+        return problem(key, None, "nothing says when to copy; set it or reference.refresh.every, or leave the section out")
     if policy.lora is not None:
         return problem(
             key, value, "policy.lora trains adapters beside a frozen model, which is the reference; remove one of the two"
         )
     if reference.model not in (None, policy.model):
         return problem(key, value, "reference.model is another model than the policy's; leave reference.model out")
-    if reference.refresh_from == "ema" and policy.ema is None:
-        return problem("reference.refresh_from", "ema", "policy.ema is not set, so there is no average; set policy.ema.decay")
+    if refresh.source == "ema" and policy.ema is None:
+        return problem("reference.refresh.source", "ema", "policy.ema is not set, so there is no average; set policy.ema.decay")
     return None
 
 
@@ -84,7 +86,7 @@ def critic_warmup_problem(config: TrainConfig) -> str | None:
     warmup, steps = config.critic.warmup_steps, config.trainer.steps
     if steps is not None and warmup > steps:
         return problem(
-            "critic.warmup_steps", warmup, f"is longer than the run of {steps} steps, so the policy would never train; lower it"
+            "critic.warmup.steps", warmup, f"is longer than the run of {steps} steps, so the policy would never train; lower it"
         )
     return None
 
@@ -97,10 +99,10 @@ def critic_trajectories_problem(config: TrainConfig) -> str | None:
     steps = config.trainer.steps
     length = f"the run has {steps}" if steps is not None else "trainer.steps is not set"
     fix = (
-        f"is for runs whose warm-up is the whole run (critic.warmup_steps is {config.critic.warmup_steps}, {length}); use "
+        f"is for runs whose warm-up is the whole run (critic.warmup.steps is {config.critic.warmup_steps}, {length}); use "
         "megappo pretrain-critic CONFIG --trajectories RUN, and critic.checkpoint in the run that follows"
     )
-    return problem("critic.warmup_trajectories", path, fix)
+    return problem("critic.warmup.trajectories", path, fix)
 
 
 def policy_lr_warmup_problem(config: TrainConfig) -> str | None:

@@ -176,7 +176,7 @@ class PolicyConfig(TrainableConfig):
     does (docs/agreement.md)."""
     ema: EmaConfig | None = None
     """Keep a moving average of the weights, to evaluate (`trainer.evaluate_with`), to export (`megappo export --role ema`) and as
-    the reference (`reference.refresh_from`); null keeps none. `{}` takes the defaults."""
+    the reference (`reference.refresh.source`); null keeps none. `{}` takes the defaults."""
 
 
 class MSELossConfig(Section):
@@ -248,21 +248,36 @@ class AnyCriticConfig(TrainableConfig):
         return self.loss.model_dump() if isinstance(self.loss, CategoricalLossConfig) else None
 
 
-class CriticConfig(AnyCriticConfig):
-    warmup_steps: NonNegative = 0
-    """PPO steps at the start that train only the critic. As many as `trainer.steps`: the run pretrains the critic, and the policy
-    has no optimizer (`megappo pretrain-critic`). Of several critics all train."""
-    warmup_lam: Fraction | None = None
+class WarmupConfig(Section):
+    """PPO steps at the start of a run that train only the critic."""
+
+    steps: Positive
+    """Number of these steps. As many as `trainer.steps`: the run pretrains the critic, and the policy has no optimizer
+    (`megappo pretrain-critic`). Of several critics all train."""
+    lam: Fraction | None = None
     """GAE lambda of the critic's returns in these steps; 1 means Monte Carlo returns (value pretraining, arXiv:2503.01491). null
     means `algorithm.lam_value`."""
-    warmup_explained_variance: Annotated[float, Field(lt=1.0)] | None = None
+    explained_variance: Annotated[float, Field(lt=1.0)] | None = None
     """End these steps early, after the first whose values explain this share of the variance of their returns
     (`critic/explained_variance`, the least of several critics). The policy's schedule of learning rates then counts all steps of
     the run."""
-    warmup_trajectories: PathText | None = None
+    trajectories: PathText | None = None
     """Run (`runs/NAME`) whose trajectories (`telemetry.trajectories_every`) the warm-up reads in place of samples; null: the policy
     samples. These steps are the whole run then (`megappo pretrain-critic --trajectories`), which builds the critics alone: keys of
     other roles, of the rollout, rewards, prompts and evaluations are not read."""
+
+
+class CriticConfig(AnyCriticConfig):
+    warmup: WarmupConfig | None = None
+    """Steps at the start that train the critic alone; null has none."""
+
+    @property
+    def warmup_steps(self) -> int:
+        return 0 if self.warmup is None else self.warmup.steps
+
+    @property
+    def warmup_trajectories(self) -> str | None:
+        return None if self.warmup is None else self.warmup.trajectories
 
 
 class ModelConfig(Section):
@@ -278,21 +293,22 @@ class FrozenConfig(RoleConfig):
     """State that leaves the GPU while other roles work: parameters (weights go to host memory)."""
 
 
+class RefreshConfig(Section):
+    every: Positive | None = None
+    """PPO steps between copies."""
+    above_kl: PositiveFloat | None = None
+    """Copy after a step whose KL per response (`kl/per_response`), in nats, exceeds this."""
+    source: Literal["policy", "ema"] = "policy"
+    """Weights that are copied: the policy's, or their moving average (`policy.ema`)."""
+
+
 class ReferenceConfig(FrozenConfig):
     model: ModelPath | None = None
     """Checkpoint of the reference model; null means `policy.model`, and with `policy.lora` the policy itself without its adapters:
     no second model is built, and the other keys of this section have no effect."""
-    refresh_every: NonNegative = 0
-    """PPO steps between copies of the policy's weights into the reference (ProRL, arXiv:2505.24864); 0 makes none."""
-    refresh_above_kl: PositiveFloat | None = None
-    """Copy them after a step whose KL per response (`kl/per_response`), in nats, exceeds this; null does not."""
-    refresh_from: Literal["policy", "ema"] = "policy"
-    """Weights that are copied: the policy's, or their moving average (`policy.ema`)."""
-
-    @property
-    def refreshes(self) -> bool:
-        """True if the reference changes during a run and belongs to its checkpoints."""
-        return self.refresh_every > 0 or self.refresh_above_kl is not None
+    refresh: RefreshConfig | None = None
+    """Copy the policy into the reference during the run (ProRL, arXiv:2505.24864), which then belongs to the run's checkpoints;
+    null leaves it as it is."""
 
 
 class RewardModelConfig(FrozenConfig):

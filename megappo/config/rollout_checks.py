@@ -87,9 +87,9 @@ def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]
         )
     if a.kl.placement == "reward" and a.kl.controller.type == "adaptive":
         yield "algorithm.kl.controller.type", "adaptive", "it steers by the KL of whole responses, of which a step has some tokens"
-    if config.reference.refresh_above_kl is not None:
-        key = "reference.refresh_above_kl"
-        yield key, config.reference.refresh_above_kl, "it goes by the KL of whole responses, of which a step has some tokens"
+    if (refresh := config.reference.refresh) is not None and refresh.above_kl is not None:
+        key = "reference.refresh.above_kl"
+        yield key, refresh.above_kl, "it goes by the KL of whole responses, of which a step has some tokens"
     if config.rollout.environment is not None:
         section = config.rollout.environment.model_dump(mode="json", exclude_unset=True)
         yield "rollout.environment", section, "trajectories of several turns do not go on in later steps"

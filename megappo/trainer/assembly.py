@@ -83,7 +83,8 @@ def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
     """Return trained role -> optimizer steps of the whole run."""
     steps = dict.fromkeys(trained_sections(config), total_steps)
     # The policy is not updated during a critic warm-up of fixed length.
-    if "policy" in steps and config.critic.warmup_explained_variance is None:
+    warmup = config.critic.warmup
+    if "policy" in steps and (warmup is None or warmup.explained_variance is None):
         steps["policy"] = max(1, total_steps - config.critic.warmup_steps)
     samples = step_arithmetic(config).samples
     return {role: number * update_schedule(config, role).optimizer_steps(samples) for role, number in steps.items()}
@@ -95,7 +96,7 @@ def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
 def _extra_models(config: TrainConfig, models: Models) -> dict[str, PlacedModel | None]:
     """Return the models saved beside the trained ones, None where they do not live: the average and a refreshed reference."""
     found: dict[str, PlacedModel | None] = {} if config.policy.ema is None else {AVERAGE: models.average}
-    if config.reference.refreshes and REFERENCE in models.roles.placements:
+    if config.reference.refresh is not None and REFERENCE in models.roles.placements:
         reference = models.roles.reference
         found[REFERENCE] = None if reference is None else FrozenModel(reference.engine)
     return found
@@ -139,21 +140,22 @@ def checkpoints_of(
 def refresh_of(config: TrainConfig, models: Models) -> ReferenceRefresh:
     """Build the refresh of the reference. Collective over the world if its layout differs from the policy's."""
     section, roles, average = config.reference, models.roles, models.average
+    assert section.refresh is not None, "built for a reference that is refreshed"
     policy = roles.engines.get("policy")
     reference = None if roles.reference is None else roles.reference.engine
     alike = all(getattr(section, part) == getattr(config.policy, part) for part in ("engine", "parallel", "ranks"))
     if REFERENCE not in roles.placements or alike:
-        return ReferenceRefresh(section, policy, reference, average)
-    copied = average if section.refresh_from == "ema" else None
+        return ReferenceRefresh(section.refresh, policy, reference, average)
+    copied = average if section.refresh.source == "ema" else None
     sync = refresh_sync(place_of_policy(config), policy, copied, reference, roles.placements[REFERENCE], models.device)
-    return ReferenceRefresh(section, policy, reference, average, sync)
+    return ReferenceRefresh(section.refresh, policy, reference, average, sync)
 
 
 def build_ppo(
     config: TrainConfig, data: RunData, models: Models, rollout: RolloutEngine, run: Run, kl_controller: KLController
 ) -> PPO:
     """Build the PPO loop with the extras of the configuration. Collective over the world if the reference is refreshed."""
-    refresh = refresh_of(config, models) if config.reference.refreshes else None
+    refresh = refresh_of(config, models) if config.reference.refresh is not None else None
     roles, log, sampling = models.roles, run.log, sampling_params(config.rollout, data.tokenizer)
     score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
     scorer = scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, run.instruments.sections), score_model)
@@ -185,7 +187,7 @@ def extras_of_updates(config: TrainConfig, models: Models, refresh: ReferenceRef
     if config.run.replica_check_every:
         found.append(ReplicaChecks(models.roles, run.steps, config.run.replica_check_every))
     if refresh is not None:
-        found.append(RefreshedReference(refresh, config.reference.refresh_from, run.log))
+        found.append(RefreshedReference(refresh, run.log))
     return found
 
 

@@ -263,16 +263,16 @@ class ReplicaChecks(Extra):
 
 
 class RefreshedReference(Extra):
-    """Refreshes the reference by `reference.refresh_every` and `reference.refresh_above_kl`."""
+    """Refreshes the reference by `reference.refresh.every` and `reference.refresh.above_kl`."""
 
-    def __init__(self, refresh: ReferenceRefresh, source: str, log: RunLog) -> None:
-        self._refresh, self._source, self._log = refresh, source, log
+    def __init__(self, refresh: ReferenceRefresh, log: RunLog) -> None:
+        self._refresh, self._log = refresh, log
 
     def after_step(self, record: StepRecord) -> None:
         """Copy the weights into the reference if due. Collective over the world."""
         if self._refresh.is_due(record.step, record.kl_per_response()):
             self._refresh.copy(record.step)
-            self._log.note(f"reference: refreshed from the {self._source} after step {record.step}")
+            self._log.note(f"reference: refreshed from the {self._refresh.source} after step {record.step}")
 
 
 class Trajectories(Extra):

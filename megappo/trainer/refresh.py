@@ -14,7 +14,7 @@ from torch import Tensor
 from megappo.bridge.destination import ParameterReceiver
 from megappo.bridge.sync import Route, WeightSync
 from megappo.checkpoint.state import ModelState, Shape, StateBox
-from megappo.config.role_sections import ReferenceConfig
+from megappo.config.role_sections import RefreshConfig
 from megappo.engine.base import Engine
 from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
@@ -33,19 +33,20 @@ class ReferenceRefresh:
 
     def __init__(
         self,
-        settings: ReferenceConfig,
+        settings: RefreshConfig,
         policy: Engine | None,
         reference: Engine | None,
         average: PolicyAverage | None,
         sync: WeightSync | None = None,
     ) -> None:
         self._settings, self._policy, self._reference, self._sync = settings, policy, reference, sync
-        self._average = average if settings.refresh_from == "ema" else None
+        self._average = average if settings.source == "ema" else None
+        self.source = settings.source
 
     def is_due(self, step: int, kl_per_response: float) -> bool:
         """Return True if the reference is refreshed after `step`. kl_per_response: of the step, in nats."""
-        every, above = self._settings.refresh_every, self._settings.refresh_above_kl
-        return (every > 0 and step % every == 0) or (above is not None and kl_per_response > above)
+        every, above = self._settings.every, self._settings.above_kl
+        return (every is not None and step % every == 0) or (above is not None and kl_per_response > above)
 
     def copy(self, step: int) -> None:
         """Copy the weights after `step` into the reference. Collective over the world."""

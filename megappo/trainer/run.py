@@ -38,14 +38,14 @@ class Steps:
 
     def algorithm(self, step: int) -> AlgorithmConfig:
         """Return the settings of the advantages and returns of a step."""
-        lam = self._critic.warmup_lam
-        if lam is None or not self.warm_up(step):
+        warmup = self._critic.warmup
+        if warmup is None or warmup.lam is None or not self.warm_up(step):
             return self._algorithm
-        return self._algorithm.model_copy(update={"lam_value": lam})
+        return self._algorithm.model_copy(update={"lam_value": warmup.lam})
 
     def end_warm_up_if_fitted(self, step: int, explained_variance: float) -> bool:
         """End the warm-up after this step if the values explain enough of the returns; return True if it ends now."""
-        wanted = self._critic.warmup_explained_variance
+        wanted = None if self._critic.warmup is None else self._critic.warmup.explained_variance
         if wanted is None or not self.warm_up(step) or not explained_variance >= wanted:  # NaN: nothing to explain
             return False
         self._state.warmup_ended = step

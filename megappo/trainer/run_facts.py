@@ -175,7 +175,7 @@ def require_equal_data(facts: Mapping[str, Any]) -> None:
     for rank, theirs in enumerate(everyone):
         sources = {f"data.{name}": (everyone[0][name], theirs[name]) for name in ("train", "eval")}
         sources |= {f"evaluations.{name}": (mine, theirs["evaluations"][name]) for name, mine in everyone[0]["evaluations"].items()}
-        sources["critic.warmup_trajectories"] = (everyone[0].get("trajectories"), theirs.get("trajectories"))
+        sources["critic.warmup.trajectories"] = (everyone[0].get("trajectories"), theirs.get("trajectories"))
         sources["algorithm.ptx.data"] = (everyone[0]["ptx"], theirs["ptx"])
         for key, (mine, other) in sources.items():
             if mine != other:

@@ -15,7 +15,7 @@ QUICK_STEPS = 14
 QUICK_PPO = [
     "trainer.steps=4",
     "trainer.eval_every=4",
-    "critic.warmup_steps=1",
+    "critic.warmup.steps=1",
     *(f"{role}.optimizer.warmup_steps=1" for role in ("policy", "critic")),
 ]
 # Of the supervised warm-up before, whose learning rate rises for 20.

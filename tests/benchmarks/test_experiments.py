@@ -24,7 +24,7 @@ TIS = {f"algorithm.importance_sampling.{key}": value for key, value in {"type": 
 # Written anew: keys of the resolved configuration that differ from the baseline's.
 DIFFERENT = {
     "baseline": {},
-    "pretrained": {"critic.warmup_steps": 6, "critic.warmup_lam": 1.0},
+    "pretrained": {"critic.warmup.steps": 6, "critic.warmup.lam": 1.0},
     "k2": {"critic.ppo_epochs": 2},
     "unshifted": {},
     "n1": {"rollout.samples_per_prompt": 1, "data.prompts_per_step": None},  # four times as many

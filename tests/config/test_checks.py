@@ -44,7 +44,7 @@ WINDOWED = [
         "algorithm.importance_sampling.level=token",
     ),
     (["algorithm.kl.controller=adaptive"], "it steers by the KL of whole responses", "algorithm.kl.controller=fixed"),
-    (["reference.refresh_above_kl=0.5"], "reference.refresh_above_kl = 0.5", "reference.refresh_above_kl=null"),
+    (["reference.refresh.above_kl=0.5"], "reference.refresh.above_kl = 0.5", "reference.refresh=null"),
     (["rollout.stop=[x]"], "may lie across two windows", "rollout.stop=[]"),
     (
         ["rollout.environment.path=e.py", "rollout.environment.function=f"],
@@ -342,20 +342,26 @@ BROKEN = [
     ),
     (
         "refresh_problem",
-        ["reference.refresh_above_kl=3", "policy.lora.rank=4", "reference.model=m"],
-        ["reference.refresh_above_kl = 3", "adapters beside a frozen model"],
-        "reference.refresh_above_kl=null",
+        ["reference.refresh.above_kl=3", "policy.lora.rank=4", "reference.model=m"],
+        ["reference.refresh.above_kl = 3", "adapters beside a frozen model"],
+        "reference.refresh=null",
     ),
     (
         "refresh_problem",
-        ["reference.refresh_every=5", "reference.model=other"],
-        ["reference.refresh_every = 5: reference.model is another model"],
+        ["reference.refresh.every=5", "reference.model=other"],
+        ["reference.refresh.every = 5: reference.model is another model"],
         "reference.model=null",
     ),
     (
         "refresh_problem",
-        ["reference.refresh_every=1", "reference.refresh_from=ema"],
-        ['reference.refresh_from = "ema": policy.ema is not set'],
+        ["reference.refresh.source=policy"],
+        ["reference.refresh.above_kl = null: nothing says when to copy; set it or reference.refresh.every"],
+        "reference.refresh.every=3",
+    ),
+    (
+        "refresh_problem",
+        ["reference.refresh.every=1", "reference.refresh.source=ema"],
+        ['reference.refresh.source = "ema": policy.ema is not set'],
         "policy.ema.decay=0.9",
     ),
     (
@@ -425,25 +431,25 @@ BROKEN = [
     ),
     (
         "critic_warmup_problem",
-        ["critic.warmup_steps=11", "trainer.steps=10"],
-        ["critic.warmup_steps = 11", "10 steps"],
+        ["critic.warmup.steps=11", "trainer.steps=10"],
+        ["critic.warmup.steps = 11", "10 steps"],
         "trainer.steps=12",
     ),
     (
         "critic_trajectories_problem",
-        ["critic.warmup_steps=2", "trainer.steps=10", "critic.warmup_trajectories=runs/x"],
+        ["critic.warmup.steps=2", "trainer.steps=10", "critic.warmup.trajectories=runs/x"],
         [
-            'critic.warmup_trajectories = "runs/x"',
-            "critic.warmup_steps is 2, the run has 10",
+            'critic.warmup.trajectories = "runs/x"',
+            "critic.warmup.steps is 2, the run has 10",
             "pretrain-critic CONFIG --trajectories",
         ],
-        "critic.warmup_steps=10",
+        "critic.warmup.steps=10",
     ),
     (
         "critic_trajectories_problem",
-        ["critic.warmup_steps=2", "trainer.epochs=1", "critic.warmup_trajectories=runs/x"],
-        ["critic.warmup_steps is 2, trainer.steps is not set"],
-        "critic.warmup_trajectories=null",
+        ["critic.warmup.steps=2", "trainer.epochs=1", "critic.warmup.trajectories=runs/x"],
+        ["critic.warmup.steps is 2, trainer.steps is not set"],
+        "critic.warmup.trajectories=null",
     ),
     (
         "policy_lr_warmup_problem",
@@ -453,9 +459,9 @@ BROKEN = [
     ),
     (
         "policy_lr_warmup_problem",
-        ["policy.optimizer.warmup_steps=9", "trainer.steps=10", "critic.warmup_steps=2"],
+        ["policy.optimizer.warmup_steps=9", "trainer.steps=10", "critic.warmup.steps=2"],
         ["8 optimizer steps"],
-        "critic.warmup_steps=0",
+        "critic.warmup=null",
     ),
     (
         "critic_lr_warmup_problem",
@@ -703,7 +709,7 @@ def test_the_horizon_bound_is_where_the_controller_turns_negative(tmp_path):
 
 
 def test_rules_on_the_length_wait_for_the_data(tmp_path):
-    config = train_config(tmp_path, ["critic.warmup_steps=40", "trainer.epochs=2"])
+    config = train_config(tmp_path, ["critic.warmup.steps=40", "trainer.epochs=2"])
     assert first_problem(config) is None
     assert list(step_problems(config, 40)) == []
     assert "40" in next(step_problems(config, 39))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.config.keys import is_mapping, item_class, section_class, sections, value_keys
+from megappo.config.keys import is_mapping, item_class, section_classes, sections, value_keys
 from megappo.config.schema import SftConfig, TrainConfig
 from scripts import reference_pages
 
@@ -25,7 +25,7 @@ def test_every_key_has_a_text_and_stands_on_the_page():
             assert f"### {name}\n" in page
         for _, field in value_keys(cls):
             if (items := item_class(field)) is not None:
-                inner = {name for name, field in items.model_fields.items() if section_class(field) is not None}
+                inner = {name for name, field in items.model_fields.items() if section_classes(field)}
                 assert all(f"| `{name}` |" in page for name in items.model_fields.keys() - inner)
                 item = ".NAME" if is_mapping(field) else "[]"
                 assert all(f"{item}.{name}\n" in page for name in inner)

@@ -19,6 +19,8 @@ READ_THROUGH = {
     "whiten_advantages": "config.schema.AlgorithmConfig.whitens",
     "count_rejected": "config.schema.AlgorithmConfig.drops_rejected",
     "proximal": "config.schema.AlgorithmConfig.old_logprob",
+    "min_ratio": "config.role_sections.OptimizerConfig.min_lr",
+    "trajectories": "config.role_sections.CriticConfig.warmup_trajectories",
     "histograms_every": "config.run_sections.TelemetryConfig.histogram_interval",
 }
 

@@ -100,7 +100,7 @@ REFUSED = [
     (["rollout.ranks=0-1"], 5, ['rollout.ranks = "0-1"', "rank 4 of the world would have no role", "policy.ranks"]),
     (["rollout.ranks=0-1"], 7, ['rollout.ranks = "0-1"', "ranks 4-6 of the world would have no role"]),
     (
-        ["trainer.steps=3", "critic.warmup_steps=3", "critic.warmup_trajectories=runs/x"],
+        ["trainer.steps=3", "critic.warmup.steps=3", "critic.warmup.trajectories=runs/x"],
         4,
         ['critic.ranks = "2-3": ranks 0-1 of the world would have no role; add them here, or start fewer ranks'],
     ),
@@ -134,7 +134,7 @@ def test_a_placement_that_cannot_work_is_refused(tmp_path, changes, world, fragm
         # Critics alone, with what the run that follows offloads.
         (
             [
-                *("trainer.steps=3", "critic.warmup_steps=3", "critic.warmup_trajectories=runs/x", "critic.ranks=all"),
+                *("trainer.steps=3", "critic.warmup.steps=3", "critic.warmup.trajectories=runs/x", "critic.ranks=all"),
                 *("critic.offload=[optimizer]", "rollout.sleep=all", "rollout.tp=3"),
             ],
             4,

@@ -50,7 +50,7 @@ def quickstart_config(folder: Path, name: str, device: str) -> dict[str, Any]:
         "kernels": "reference",
         # The model guesses: an end of the sequence is a score that it finds, a sum is not.
         "reward.parts": [{"name": "exact_match"}, {"name": "has_eos", "weight": 0.5}],
-        "critic.warmup_steps": 1,
+        "critic.warmup.steps": 1,
         **{f"{role}.optimizer.warmup_steps": 2 for role in ("policy", "critic")},
         # Full micro-batches, whose size the plan knows.
         "policy.micro_batch_tokens": 1024,

@@ -64,7 +64,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str
         "algorithm.mini_batch_size=32",
         "trainer.steps=2",
         "trainer.eval_every=2",
-        "critic.warmup_steps=0",
+        "critic.warmup=null",
         "policy.optimizer.warmup_steps=0",
         "critic.optimizer.warmup_steps=0",
     ]

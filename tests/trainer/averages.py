@@ -107,7 +107,7 @@ def references(
     factory: Any, path: str, keys: dict[str, Any], section: dict[str, Any], policy: Engine, average: PolicyAverage
 ) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """(whole tensors of a reference, those that it should have) before a refresh, and after one from either source."""
-    from megappo.config.role_sections import ReferenceConfig
+    from megappo.config.role_sections import ReferenceConfig, RefreshConfig
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
     from megappo.parallel.layout import layout_of
@@ -129,7 +129,7 @@ def references(
     found = [pair(of_policy)]
     for copied, source in ((None, "policy"), (average, "ema")):
         sync = refresh_sync(place, policy, copied, reference, reference.placement, torch.device("cpu"))
-        chosen = settings.model_copy(update={"refresh_from": source})
+        chosen = RefreshConfig(source=source)
         ReferenceRefresh(chosen, policy, reference, average, sync).copy(step=1)
         found.append(pair(of_policy if copied is None else {name: values.clone() for name, values in average.weights.items()}))
     return found

@@ -119,11 +119,11 @@ WITHOUT = {"policy.ema": None, "trainer.evaluate_with": "policy"}
 REFRESHED = {
     **WITHOUT,
     "algorithm.kl": {"coef": 0.01},
-    "reference": {"dtype": "fp32", "parallel": {"tp": 2}, "refresh_every": 2, "offload": ["parameters"]},
+    "reference": {"dtype": "fp32", "parallel": {"tp": 2}, "refresh": {"every": 2}, "offload": ["parameters"]},
 }
 FROM_EMA = {
     "algorithm.kl": {"coef": 0.01},
-    "reference": {"engine": "fsdp2", "dtype": "fp32", "refresh_above_kl": 1e-3, "refresh_from": "ema"},
+    "reference": {"engine": "fsdp2", "dtype": "fp32", "refresh": {"above_kl": 1e-3, "source": "ema"}},
     **PTX,
 }
 

@@ -45,16 +45,16 @@ def runs_and_weights(rank: int, folder: str) -> dict[str, Weights]:
     # A resumed run takes its own critic: nobody looks for what the key names.
     resumed = config("from_policy", steps=2, **body, **{"critic.checkpoint": f"{source}/checkpoints/step-99"})
     # Any value explains more than that: the warm-up ends after the first step.
-    pretrain = {"critic.warmup_steps": 3, "critic.warmup_lam": 1.0, "checkpoint.keep_last": 3, "checkpoint.save_every": 1}
-    fitted = {**pretrain, "critic.warmup_explained_variance": -1e9}
+    pretrain = {"critic.warmup.steps": 3, "critic.warmup.lam": 1.0, "checkpoint.keep_last": 3, "checkpoint.save_every": 1}
+    fitted = {**pretrain, "critic.warmup.explained_variance": -1e9}
     of_steps = {"telemetry.trajectories_every": 1, "telemetry.trajectories_per_step": 32, "data.shuffle": False}
     pretrained, early = config("pretrained", 3, **pretrain, **of_steps), config("early", 3, **fitted)
     # What samples or scores is not there: no prompts, no rewards, no engine of a rollout.
     mine = {"name": "mine", "path": "nowhere.py", "function": "score"}
     absent = {"data.train": "nowhere.jsonl", "data.eval": "nowhere.jsonl", "reward.parts": [mine]}
-    of_records = {**pretrain, **of_steps, **absent, "critic.warmup_trajectories": str(place / "runs" / "pretrained")}
+    of_records = {**pretrain, **of_steps, **absent, "critic.warmup.trajectories": str(place / "runs" / "pretrained")}
     recorded = config("recorded", 3, **of_records)
-    begun = config("recorded_on", 2, **{**of_records, "critic.warmup_steps": 2, "critic.parallel": {"tp": 2}})
+    begun = config("recorded_on", 2, **{**of_records, "critic.warmup.steps": 2, "critic.parallel": {"tp": 2}})
     goes_on = config("recorded_on", 3, **of_records)
     warm = config("warm", 4, **{**fitted, "critic.checkpoint": str(place / "runs" / "pretrained")})
     resumed_early = [(config("early", 3, **fitted), True), (config("warm", 5, **fitted), True)]

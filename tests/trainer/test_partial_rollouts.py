@@ -269,7 +269,7 @@ def small_recipe(config: dict[str, Any], name: str) -> dict[str, Any]:
         changes |= {f"{role}.model": config["policy"]["model"], f"{role}.dtype": "fp32", f"{role}.micro_batch_tokens": 64}
         recipe[role]["optimizer"].pop("warmup_steps", None)
     if name == "t_ppo":  # with vLLM, as it is
-        changes |= {"rollout.partial_rollout_tokens": WINDOW, "critic.warmup_steps": 2}
+        changes |= {"rollout.partial_rollout_tokens": WINDOW, "critic.warmup.steps": 2}
     else:
         changes["rollout.engine"] = "megatron"
         recipe["trainer"].pop("evaluate_with", None)

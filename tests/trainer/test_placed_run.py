@@ -22,7 +22,7 @@ COLOCATED = {
     "policy.parallel": {"tp": 2},
     "critic.parallel": {"pp": 2},
     "reference.parallel": {"tp": 2},
-    "reference.refresh_every": 2,  # from other ranks, where the reference has its own
+    "reference.refresh.every": 2,  # from other ranks, where the reference has its own
 }
 BY_VLLM = {"rollout.tp": 2, "rollout.kv_cache_gib": 0.03}
 RUNS: dict[str, dict[str, Any]] = {

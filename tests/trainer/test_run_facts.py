@@ -34,7 +34,7 @@ def test_other_keys_may_change(tmp_path: Path) -> None:
     require_same_order(now, facts(tmp_path, "run.seed=7", "trainer.steps=9", "data.prompts_per_step=3"), "step-3")
 
 
-ALONE = ("trainer.steps=4", "critic.warmup_steps=4")
+ALONE = ("trainer.steps=4", "critic.warmup.steps=4")
 
 
 @pytest.mark.parametrize(

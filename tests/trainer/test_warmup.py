@@ -31,33 +31,33 @@ def covered(warmup: Steps) -> list[int]:
 
 def test_its_steps_are_the_first():
     assert covered(Steps(config_of(), TrainerState(), 10)) == []
-    assert covered(Steps(config_of(warmup_steps=3), TrainerState(), 10)) == [1, 2, 3]
-    assert covered(Steps(config_of(warmup_steps=3), TrainerState(warmup_ended=2), 10)) == [1, 2]
+    assert covered(Steps(config_of(warmup={"steps": 3}), TrainerState(), 10)) == [1, 2, 3]
+    assert covered(Steps(config_of(warmup={"steps": 3}), TrainerState(warmup_ended=2), 10)) == [1, 2]
 
 
 def test_its_lambda_is_of_the_critics_returns_alone():
-    warmup = Steps(config_of(warmup_steps=3, warmup_lam=1.0), TrainerState(), 10)
+    warmup = Steps(config_of(warmup={"steps": 3, "lam": 1.0}), TrainerState(), 10)
     assert [warmup.algorithm(step).lam_value for step in (1, 3, 4)] == [1.0, 1.0, 0.8]
     assert {warmup.algorithm(step).lam for step in (1, 4)} == {0.9}
-    same = Steps(config_of(warmup_steps=3), TrainerState(), 10)
+    same = Steps(config_of(warmup={"steps": 3}), TrainerState(), 10)
     assert same.algorithm(1).lam_value == 0.8
 
 
 @pytest.mark.parametrize("explained, ends", [(0.79, False), (0.8, True), (math.nan, False), (-3.0, False)])
 def test_it_ends_once_the_values_explain_enough(explained, ends):
     state = TrainerState()
-    warmup = Steps(config_of(warmup_steps=5, warmup_explained_variance=0.8), state, 10)
+    warmup = Steps(config_of(warmup={"steps": 5, "explained_variance": 0.8}), state, 10)
     assert warmup.end_warm_up_if_fitted(2, explained) is ends and state.warmup_ended == 2 * ends
     assert covered(warmup) == ([1, 2] if ends else [1, 2, 3, 4, 5])
     assert not warmup.end_warm_up_if_fitted(6, 0.99), "later steps end nothing"
 
 
 def test_a_run_that_is_warm_up_alone_ends_with_it():
-    pretraining = config_of(steps=5, warmup_steps=5)
+    pretraining = config_of(steps=5, warmup={"steps": 5})
     assert only_pretrains(pretraining) and list(trained_sections(pretraining)) == ["critic"]
     assert Steps(pretraining, TrainerState(), 5).last == 5
     assert Steps(pretraining, TrainerState(warmup_ended=2), 5).last == 2
-    longer = config_of(steps=6, warmup_steps=5)
+    longer = config_of(steps=6, warmup={"steps": 5})
     assert not only_pretrains(longer) and list(trained_sections(longer)) == ["policy", "critic"]
     assert Steps(longer, TrainerState(warmup_ended=2), 6).last == 6
-    assert not only_pretrains(config_of(steps=None, warmup_steps=5)), "the number of steps depends on the data"
+    assert not only_pretrains(config_of(steps=None, warmup={"steps": 5})), "the number of steps depends on the data"

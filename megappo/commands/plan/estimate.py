@@ -148,7 +148,7 @@ class Plan:
             return 0
         roles = [self.stage(role, rank) for role in self.roles_on(rank) if role in trained_sections(self.config)]
         written = sum(m.written_weights if self.config.checkpoint.save_only_model else m.written for m in roles)
-        refreshed = "reference" in self.roles_on(rank) and self.config.reference.refreshes
+        refreshed = "reference" in self.roles_on(rank) and self.config.reference.refresh is not None
         return written + (-(-self.stage("reference", rank).weights // self._copies("reference")) if refreshed else 0)
 
     def _copies(self, role: str) -> int:

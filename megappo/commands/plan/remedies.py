@@ -66,10 +66,10 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
         if role in plan.layouts and _keeps_inputs(section_of(config, role)):
             yield f"{key_of_role(role)}.recompute=offload", _with(config, role, recompute="offload")
         for other in plan.layouts:
-            section = section_of(config, other)
-            for what in section.may_offload:
-                if what not in section.offload:
-                    away = (*section.offload, what)
+            resting = section_of(config, other)
+            for what in resting.may_offload:
+                if what not in resting.offload:
+                    away = (*resting.offload, what)
                     yield f"{key_of_role(other)}.offload=[{','.join(away)}]", _with(config, other, offload=away)
         if plan.rollout is not None and config.rollout.sleep != "all":
             yield "rollout.sleep=all", _with(config, "rollout", sleep="all")

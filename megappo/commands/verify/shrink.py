@@ -85,7 +85,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
             changes["optimizer"] = section.optimizer.model_copy(update=optimizer)
             changes["freeze"] = ()  # names layers that the small model may not have
         if isinstance(section, CriticConfig):
-            changes |= {"warmup_steps": 0, "warmup_lam": None, "warmup_explained_variance": None}
+            changes["warmup"] = None
         if isinstance(section, AnyCriticConfig):
             # A head of zeros would let no gradient reach the layers.
             changes |= {"value_head": "normal", "checkpoint": None}

@@ -165,7 +165,7 @@ _RUN = {
     "ppo.max_num_steps": take("trainer.steps"),
     "ppo.ppo_epochs": take("algorithm.ppo_epochs"),
     "ppo.critic_ppo_epochs": take("critic.ppo_epochs", by="unless_shared"),
-    "ppo.policy_training_start_step": take("critic.warmup_steps"),
+    "ppo.policy_training_start_step": take("critic.warmup.steps", by="positive"),
     "ppo.warm_start_value_checkpoint": missing("megappo's own checkpoints", "critic.checkpoint"),
     "ppo.val_period": take("trainer.eval_every"),
     "ppo.val_at_start": take("trainer.eval_before"),

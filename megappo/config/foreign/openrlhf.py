@@ -96,7 +96,7 @@ _RULES = {
     "kl_horizon": take("algorithm.kl.controller.horizon"),
     "entropy_loss_coef": take("algorithm.entropy.coef"),
     "aux_loss_coef": take("policy.router_aux_coef", "critic.router_aux_coef"),
-    "freezing_actor_steps": take("critic.warmup_steps", by="or_zero"),
+    "freezing_actor_steps": take("critic.warmup.steps", by="positive"),
     "dynamic_filtering": missing("every prompt of a step counts", "data.prompts_per_step"),
     "dynamic_filtering_reward_range": unneeded("every prompt of a step counts", "data.prompts_per_step"),
     "temperature": take("rollout.sampling.temperature"),

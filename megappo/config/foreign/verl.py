@@ -352,7 +352,7 @@ REST = {
     "trainer.val_before_train": take("trainer.eval_before"),
     "trainer.val_only": missing("a run trains", off=(None, False)),
     "trainer.save_freq": take("checkpoint.save_every", by="or_zero", note="-1 is 0: at the end alone"),
-    "trainer.critic_warmup": take("critic.warmup_steps"),
+    "trainer.critic_warmup": take("critic.warmup.steps", by="positive"),
     "trainer.logger": take("telemetry.trackers", by="trackers", note="lines on the console and metrics.jsonl are always written"),
     "trainer.project_name": take("run.output_dir", by="project", note="the folder of the project's runs"),
     "trainer.experiment_name": take("run.name", by="run_name"),

@@ -26,7 +26,7 @@ def rounded(numbers: Iterable[float]) -> list[float]:
 _NAME = re.compile(r"step_(\d{1,18})\.jsonl")
 # By patterns of the text that `config/dump.py` writes, as in `commands/runs/read.py`.
 _EVERY = re.compile(r"^  trajectories_every: (\d{1,18})$", re.MULTILINE)
-_READS = re.compile(r"^  warmup_trajectories: (?!null$)", re.MULTILINE)
+_READS = re.compile(r"^    trajectories: (?!null$)", re.MULTILINE)
 
 
 def files_by_step(run: Path) -> dict[int, Path]:
@@ -51,7 +51,7 @@ def _reason(run: Path) -> str:
     if found is None:
         return "a fine-tuning (megappo sft) samples none"
     if _READS.search(text):
-        return "a run on recorded trajectories (critic.warmup_trajectories) samples none; name the run that recorded them"
+        return "a run on recorded trajectories (critic.warmup.trajectories) samples none; name the run that recorded them"
     if found[1] == "0":
         return "telemetry.trajectories_every is 0; telemetry.trajectories_every=10 writes them every 10 steps"
     return f"telemetry.trajectories_every is {found[1]}, and it has not come to that step; set it lower, or wait"

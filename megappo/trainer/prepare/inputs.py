@@ -55,7 +55,7 @@ def _find_trajectories(path: str) -> None:
     try:
         files_by_step(Path(path))
     except ConfigError as error:
-        raise ConfigError(f"critic.warmup_trajectories: {error}") from None
+        raise ConfigError(f"critic.warmup.trajectories: {error}") from None
 
 
 def _check_files(config: TrainConfig, trains: bool) -> None:

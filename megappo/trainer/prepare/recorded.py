@@ -27,7 +27,7 @@ from megappo.telemetry.trajectories.read import Trajectory, read_run
 from megappo.trainer.prepare.data import tokenizer_of
 from megappo.trainer.prepare.evaluations import EvaluationSet
 
-KEY = "critic.warmup_trajectories"
+KEY = "critic.warmup.trajectories"
 READ_AGAIN = 64  # trajectories whose texts are decoded once more: another tokenizer differs in nearly every one
 
 
@@ -68,7 +68,7 @@ class RecordedData:
 
 
 def load_recorded_data(config: TrainConfig, archs: Mapping[str, ModelArch]) -> RecordedData:
-    """Read the trajectories that `critic.warmup_trajectories` names. archs: of the critics.
+    """Read the trajectories that `critic.warmup.trajectories` names. archs: of the critics.
     ConfigError, one line: no or broken records, missing token rewards, token ids of another tokenizer, a trajectory longer than the
     sequences of this configuration, fewer trajectories than a step takes."""
     path, step = str(config.critic.warmup_trajectories), step_arithmetic(config)

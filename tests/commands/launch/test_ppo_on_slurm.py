@@ -66,7 +66,7 @@ def overrides_of(folder: Path, name: str, steps: int, **changes: object) -> list
         "policy.optimizer.warmup_steps": 1,
         "policy.optimizer.lr_schedule": "constant",  # runs of different lengths are compared step by step
         "critic.optimizer.warmup_steps": 1,
-        "critic.warmup_steps": 1,
+        "critic.warmup.steps": 1,
         "trainer.steps": steps,
         "trainer.eval_every": "null",
         "rollout.engine": "megatron",

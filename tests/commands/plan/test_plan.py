@@ -322,7 +322,7 @@ BAD_DATA = [
     (["data.chat_template=true"], ["no chat template", "data.chat_template=false"]),
     (["data.tokenizer=absent"], ["absent", "data.tokenizer"]),
     (["reward.parts=[{name: exact_mach}]"], ["exact_mach", "did you mean exact_match?"]),
-    (["critic.warmup_steps=5"], ["critic.warmup_steps = 5", "4 steps"]),
+    (["critic.warmup.steps=5"], ["critic.warmup.steps = 5", "4 steps"]),
     (["policy.optimizer.warmup_steps=16"], ["policy.optimizer.warmup_steps = 16", "16 optimizer steps"]),
     (["reference.dtype=fp32", "algorithm.kl.placement=none"], ["reference.dtype", "has no effect"]),
 ]

@@ -148,7 +148,7 @@ def test_half_of_a_surrogate_pair_is_read(tmp_path):
 
 
 def test_a_run_on_recorded_trajectories_says_that_it_has_none(tmp_path):
-    text = "critic:\n  warmup_trajectories: {}\ntelemetry:\n  trajectories_every: 1\n"
+    text = "critic:\n  warmup:\n    trajectories: {}\ntelemetry:\n  trajectories_every: 1\n"
     for value, said in (("runs/x", "samples none; name the run that recorded them"), ("null", "it has not come to that step")):
         (tmp_path / "config.yaml").write_text(text.format(value))
         with pytest.raises(ConfigError, match=said):

@@ -36,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_of(models: Path, run: Path, tokenizer: str = "own", **changes: Any) -> TrainConfig:
     tree = {
         "policy": {"model": str(models / tokenizer)},
-        "critic": {"warmup_steps": 4, "warmup_trajectories": str(run), "ranks": changes.pop("ranks", "all")},
+        "critic": {"warmup": {"steps": 4, "trajectories": str(run)}, "ranks": changes.pop("ranks", "all")},
         "data": {"train": "absent.jsonl", "max_prompt_tokens": 4, "prompts_per_step": changes.pop("prompts", 2), "shuffle": False},
         "rollout": {"max_response_tokens": changes.pop("longest", 4), "samples_per_prompt": 1},
         "trainer": {"steps": 4},
@@ -71,7 +71,7 @@ def test_trajectories_are_packed_in_the_order_of_steps(models: Path, tmp_path: P
     assert batch["token_reward"].tolist() == [0, 0, 0, 0.25, 0, 0.75, 0, 0, 0, -0.5, 0, 1]
     assert batch["truncated"].tolist() == [False, True, False] and batch["score"].tolist() == [1.0, -0.5, 1.0]
     assert [data.loader.next_step() for _ in range(2)] == [[0, 1], [2, 0]], "of two, over the end of a pass"
-    assert data.notes == ("critic.warmup_trajectories: 1 responses go on in a later step, without a score yet; they are left out",)
+    assert data.notes == ("critic.warmup.trajectories: 1 responses go on in a later step, without a score yet; they are left out",)
     assert describe(data, 2) == f"3 trajectories of {tmp_path} (steps 1 to 2), 5 sampled tokens; 4 steps of 2 = 2.67 passes"
 
 
@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_one_line(models: Path, tmp_path: Path, record: Any
     with pytest.raises(ConfigError) as caught:
         load(models, run, **changes)
     assert (
-        str(caught.value).startswith("critic.warmup_trajectories") and said in str(caught.value) and "\n" not in str(caught.value)
+        str(caught.value).startswith("critic.warmup.trajectories") and said in str(caught.value) and "\n" not in str(caught.value)
     )
 
 
@@ -119,7 +119,11 @@ def test_critics_alone_are_built(models: Path, tmp_path: Path) -> None:
     config = config_of(models, tmp_path, critics={"b": {}}, reward={"parts": [{"model": "reward_model"}]})
     assert reads_trajectories(config)
     assert list(roles_in_use(config)) == list(trained_sections(config)) == list(placements_in_use(config)) == ["critic", "critic_b"]
-    sampled = config.model_copy(update={"critic": config.critic.model_copy(update={"warmup_trajectories": None})})
+    sampled = config.model_copy(
+        update={
+            "critic": config.critic.model_copy(update={"warmup": config.critic.warmup.model_copy(update={"trajectories": None})})
+        }
+    )
     assert (
         not reads_trajectories(sampled) and list(placements_in_use(sampled))[-1] == "rollout" and "policy" in roles_in_use(sampled)
     )
