@@ -9,8 +9,8 @@ does so.
 Once with the quickstart's lambda of 1, where an advantage is the return less the value, and once with 0.5, where
 differences of neighbouring values count too. Longer answers and answers of two turns are among `benchmarks.experiments`.
 
-Takes about two minutes a run on two idle cores; runs that have finished in --folder are not repeated. Prints the table of
-docs/engines.md and writes docs/images/right_shift.svg.
+Takes about two minutes a run on two idle cores; runs that have finished in --folder are not repeated. Prints the table that
+docs/engines.md sums up, and writes docs/images/right_shift.svg.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def render(template: str, figures: Mapping[str, Any]) -> str:
         "seeds": ", ".join(map(str, figures["seeds"])),
         "missing": missing_text(results, figures["seeds"]),
         "smoothed": str(SMOOTHED),
-        "common": keys_text(COMMON),
+        "steps": str(COMMON["trainer.steps"]),
         "updates": str(UPDATES),
         "tasks": markdown(("task", "", "responses of a step", "goal", "keys"), list(task_rows())),
         "arms": markdown(("arm", "keys over the baseline's"), list(arm_rows())),
