@@ -68,9 +68,7 @@ class VllmEngine:
     ) -> None:
         require_vllm()
         self._subworld = subworld
-        with self.in_world():
-            num_ranks = dist.get_world_size()
-        check_vllm(model.arch, config.tp, num_ranks, model.max_model_len, device.type)
+        check_vllm(model.arch, model.max_model_len, device.type)
         self.device, self._model = device, model
         self._tp, self._meeting_s = config.tp, timeouts.meeting_s
         with self.in_world():

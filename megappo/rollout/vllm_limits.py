@@ -23,18 +23,9 @@ def kv_heads_fit(arch: ModelArch, tp: int) -> bool:
     return arch.num_kv_heads % tp == 0 or tp % arch.num_kv_heads == 0
 
 
-def check_vllm(arch: ModelArch, tp: int, world_size: int, max_model_len: int, device_type: str) -> None:
-    """Raise ValueError for a model, tp or context length that vLLM would refuse later or run with wrong results. max_model_len:
-    longest prompt plus response, in tokens. device_type: "cpu" or "cuda"."""
-    if world_size % tp:
-        raise ValueError(f"rollout.tp: {tp} does not divide the {world_size} ranks")
-    for what, size in cut_sizes(arch):
-        if size % tp:
-            raise ValueError(f"rollout.tp: {tp} does not divide the {size} {what} of the model")
-    if not kv_heads_fit(arch, tp):
-        raise ValueError(
-            f"rollout.tp: {tp} neither divides the {arch.num_kv_heads} KV heads of the model nor is a multiple of them"
-        )
+def check_vllm(arch: ModelArch, max_model_len: int, device_type: str) -> None:
+    """Raise ValueError for a model or context length that vLLM would refuse later or run with wrong results; `check_layouts` is
+    about rollout.tp. max_model_len: longest prompt plus response, in tokens. device_type: "cpu" or "cuda"."""
     if device_type == "cpu" and arch.head_dim not in CPU_HEAD_DIMS:
         raise ValueError(
             f"rollout.engine: vLLM on a CPU has no attention for head_dim {arch.head_dim} (it has "

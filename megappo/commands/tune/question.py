@@ -23,7 +23,6 @@ from megappo.config.rank_ranges import ALL
 from megappo.config.role_sections import ParallelConfig, key_of_role, section_of, with_sections
 from megappo.config.schema import TrainConfig
 from megappo.models.implementation import choose_implementation
-from megappo.parallel.placement import placement_of
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.telemetry.hardware import Hardware
 from megappo.trainer.prepare.hub import with_local_models
@@ -86,9 +85,7 @@ def make_search(question: Question) -> Search:
     archs = read_archs(config, need_weights=False)
     check_layouts(neutral, archs, question.gpus, implementation)
     if config.rollout.engine == "vllm":
-        longest = step_arithmetic(config).max_sequence_tokens
-        num_ranks = len(placement_of(config.rollout.ranks, question.gpus))
-        check_vllm(archs["policy"], neutral.rollout.tp, num_ranks, longest, machine.device)
+        check_vllm(archs["policy"], step_arithmetic(config).max_sequence_tokens, machine.device)
     return Search(config, archs, machine, _workload(config, question), tuned)
 
 

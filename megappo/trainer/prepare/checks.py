@@ -17,7 +17,6 @@ from megappo.models.arch import ModelArch
 from megappo.models.implementation import choose_implementation, implementation_notes
 from megappo.ops.implementations import Kernels, missing
 from megappo.parallel.layout import ParallelLayout
-from megappo.parallel.placement import placement_of
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.trainer.prepare.checkpoint_source import check_critic_sources
 from megappo.trainer.prepare.inputs import check_names
@@ -49,9 +48,7 @@ def check_run(
     sections = {role: section_of(config, role) for role in layouts}
     notes = (*notes, *implementation_notes(config.model.impl, device, sections))
     if config.rollout.engine == "vllm" and "policy" in archs:
-        longest = longest_sequence_tokens(config)
-        num_ranks = len(placement_of(config.rollout.ranks, world_size))
-        check_vllm(archs["policy"], config.rollout.tp, num_ranks, longest, device)  # raises if vLLM cannot serve it
+        check_vllm(archs["policy"], longest_sequence_tokens(config), device)  # raises if vLLM cannot serve it
     if not resume and not shapes_only:  # a resumed run takes the critics from its own checkpoint
         check_critic_sources(config, archs)
     if config.checkpoint.remote is not None and not shapes_only:

@@ -118,6 +118,7 @@ IMPOSSIBLE = [
     (SPARSE, [SP, "policy.parallel.ep=4"], 4, ["policy.parallel.ep = 4", "does not divide the 6 experts", "divisor of 6"]),
     (SPARSE, [SP, "critic.parallel.etp=5"], 10, ["critic.parallel.etp = 5", "does not divide the 96 columns of an expert"]),
     (SPARSE | {"moe_intermediate_size": 90}, [SP, "rollout.tp=4"], 4, ["rollout.tp = 4", "90 columns of an expert"]),
+    (TINY | {"intermediate_size": 383}, ["policy.parallel.tp=1", "rollout.tp=2"], 2, ["rollout.tp = 2", "383 MLP columns"]),
     (TINY, ["rollout.tp=3"], 6, ["rollout.tp = 3", "4 attention heads", "use 2 or 4"]),
     (
         TINY | {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 32},
