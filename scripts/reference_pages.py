@@ -85,11 +85,12 @@ def default_text(field: FieldInfo) -> str:
 
 
 class Listed:
-    """What the page already has: classes of items and choices, texts, and table rows with the section that shows them."""
+    """What the page already has: classes of items, texts, choices and table rows with the section that shows them."""
 
     def __init__(self) -> None:
         self.classes: set[type[BaseModel]] = set()
         self.texts: set[str] = set()
+        self.choices: dict[tuple[str, str, tuple[type[BaseModel], ...]], str] = {}
         self.rows: dict[str, str] = {}
 
 
@@ -124,6 +125,10 @@ def choice_lines(name: str, choice: Choice, text: str, listed: Listed) -> Iterat
     """Yield a heading, the text and table of each section that a word chooses, then the sections inside them."""
     words = ", ".join(f"`{word}`" for word in choice.sections)
     text = text.replace("\n", " ")
+    same = listed.choices.setdefault((text, str(choice.default), tuple(choice.sections.values())), name)
+    if same != name:
+        yield from (f"### {name}", "", f"As `{same}`.", "")
+        return
     yield from (f"### {name}", "", f"{text} `{choice.key}` chooses among {words}; without it: `{choice.default}`.", "")
     for word, cls in choice.sections.items():
         yield from (f"**`{choice.key}: {word}`** {' '.join((cls.__doc__ or '').split())}".rstrip(), "")
@@ -159,7 +164,9 @@ def _row(key: str, field: FieldInfo, schema: Mapping[str, Any]) -> str:
 def config_page() -> str:
     lines, listed = [CONFIG_HEAD, "## `megappo train`", ""], Listed()
     lines += section_lines("", TrainConfig, "", listed)
-    listed.rows = dict.fromkeys(listed.rows, "megappo train")  # what both commands have is shown once
+    # What both commands have is shown once.
+    listed.rows = dict.fromkeys(listed.rows, "megappo train")
+    listed.choices = {choice: f"{name}` of `megappo train" for choice, name in listed.choices.items()}
     lines += ["## `megappo sft`", "", *section_lines("", SftConfig, "", listed)]
     return "\n".join(lines).rstrip() + "\n"
 
