@@ -40,8 +40,14 @@ class PromptFormat:
         return tokenizer.encode_prompt(question + self.prompt_suffix)
 
     def messages(self, question: str | Sequence[Message]) -> list[Message]:
-        """Messages of a question, with the suffix after the last one and the system message in front."""
+        """Messages of a question, with the suffix after the last one and the system message in front. Raises ValueError for a last
+        message of the assistant, and for two system messages."""
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(
+                "the prompt ends with a message of the assistant, which the template would close before it opens the response: "
+                "leave it out; the response of a demonstration belongs under data.response_key"
+            )
         completed = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + self.prompt_suffix}]
         if self.system_prompt is None:
             return completed

@@ -70,8 +70,11 @@ def test_malformed_ranges_are_refused_when_they_are_read(tmp_path, text, message
 
 @pytest.mark.parametrize("value", ["[0, 1]", "true", "1.5", "{a: 1}"])
 def test_other_types_are_refused(tmp_path, value):
+    text = f"policy: {{model: some/model}}\ndata: {{train: train.jsonl}}\ncritic:\n  ranks: {value}\n"
     with pytest.raises(ConfigError, match="critic.ranks = .*: must be a string"):
-        train_config(tmp_path, [f"critic.ranks={value}"])
+        train_config(tmp_path, text=text)
+    with pytest.raises(ConfigError, match="critic.ranks = .* is no range of ranks; write all"):
+        train_config(tmp_path, [f"critic.ranks={value}"])  # an override of a text is that text
 
 
 SPLIT = ["policy.ranks=0-1", "critic.ranks=2-3", "reference.ranks=0-1", "rollout.ranks=0-3"]

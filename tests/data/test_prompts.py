@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megappo.data.cache import Cache
+from megappo.data.demonstrations import DemonstrationRules, demonstrations_of
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from scripts.arithmetic import train_tokenizer
-from tests.data.record_lists import prompts_of_records
+from tests.data.record_lists import Records, prompts_of_records
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.gsm8k_files import gsm8k, needs_gsm8k
 
@@ -66,6 +68,20 @@ def test_a_suffix_joins_the_question_before_tokens_are_made(char: Tokenizer) -> 
 def test_numbers_and_truth_values_are_answers(char: Tokenizer) -> None:
     built = build([{"prompt": "1=", "answer": answer} for answer in (7, 2.5, "7", 10**30, True)], char)
     assert [prompt.answer for prompt in built.prompts] == ["7", "2.5", "7", str(10**30), "true"]
+
+
+@pytest.mark.parametrize("ends", ["a", " ", ""])
+def test_a_prompt_that_ends_with_the_assistant_is_refused(hf: Tokenizer, ends: str) -> None:
+    """The template would close that turn and open a second one; of a demonstration it holds the answer that is to be learned."""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": ends}]
+    says = r"t.jsonl#1 \(line 4\): the prompt ends with a message of the assistant, .*: leave it out"
+    with pytest.raises(ValueError, match=says) as caught:
+        build(records_of("1", turns), hf, PromptFormat(), max_prompt_tokens=99, lines=[1, 4])
+    assert "\n" not in str(caught.value)
+    records = Records([{"prompt": "1", "answer": "1"}, {"prompt": turns, "answer": ends}], "t.jsonl", [1, 4])
+    with pytest.raises(ValueError, match=says):
+        demonstrations_of(records, hf, DemonstrationRules("prompt", "answer", PromptFormat(), 99), Cache())
+    assert len(build(records_of(turns[:1]), hf, PromptFormat(), max_prompt_tokens=99)) == 1
 
 
 def test_half_a_pair_in_a_message_names_the_record(hf: Tokenizer) -> None:
