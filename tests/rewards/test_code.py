@@ -83,6 +83,26 @@ def test_each_form_of_tests_is_read() -> None:
     assert kinds("assert add(1, 2) == add(2, 1)") == kinds("assert abs(add(1, 2) - 3) < 1e-6") == ["assert"]
 
 
+NO_LINE_ENDS = "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e"
+"""Characters at which str.splitlines ends a line, and Python, JSON and Markdown do not."""
+
+
+@pytest.mark.parametrize("character", NO_LINE_ENDS, ids=lambda character: f"U+{ord(character):04X}")
+def test_a_program_and_its_arguments_end_lines_where_python_and_json_do(character: str) -> None:
+    code = f"text = 'a{character}b'"
+    assert program_of(fenced(code)) == code + "\n"
+    assert program_of(fenced(code).replace("\n", "\r\n")) == code + "\n"
+    text = json.dumps(f"a{character}b", ensure_ascii=False)
+    pairs = {"inputs": [f"{text}\n[1, 2]\n", f"{text}\r\n3"], "outputs": [text, "1"], "fn_name": "f"}
+    tests = read_tests(pairs)
+    assert [test.task["arguments"] for test in tests] == [[f"a{character}b", [1, 2]], [f"a{character}b", 3]]
+    assert tests[0].expected == [f"a{character}b"]
+
+
+def test_no_arguments_are_no_lines() -> None:
+    assert [test.task["arguments"] for test in read_tests({"inputs": [""], "outputs": ["1"], "fn_name": "f"})] == [[]]
+
+
 def test_what_is_expected_is_not_in_the_task() -> None:
     for field, secrets in ((PAIRS, ["6"]), ({**CALLS, "outputs": [12345, 67890]}, ["12345", "67890"]), (MBPP[:1], ["3"])):
         for test in read_tests(field):

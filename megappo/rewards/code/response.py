@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _OPENING = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+.-]*)[^`]*")
+_LINE_END = re.compile(r"\r\n|\r|\n")
 _PYTHON = ("python", "python3", "py")
 
 
@@ -21,7 +22,7 @@ def program_of(response: str) -> str | None:
 def _blocks(response: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     fence, language, lines = "", "", []
-    for line in response.splitlines():
+    for line in lines_of(response):
         if not fence:
             if match := _OPENING.fullmatch(line):
                 fence, language, lines = match[1], match[2].lower(), []
@@ -31,3 +32,9 @@ def _blocks(response: str) -> list[tuple[str, str]]:
         else:
             lines.append(line)
     return found
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines as Python's source, Markdown and JSON's writers have them: str.splitlines also ends one at U+2028 within a string."""
+    lines = _LINE_END.split(text)
+    return lines if lines[-1] else lines[:-1]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megappo.rewards.base import UnusableAnswer
+from megappo.rewards.code.response import lines_of
 from megappo.rewards.sandbox.box import Outcome
 
 _REL_TOL, _ABS_TOL = 1e-6, 1e-9  # of numbers that another machine has printed
@@ -118,7 +119,7 @@ def _call_test(given: Any, expected: Any, function: Any) -> CodeTest:
     """Make a test of a list of arguments, or of JSON text: one argument per line, and the result (LiveCodeBench)."""
     if isinstance(given, str):
         try:
-            given = [json.loads(line) for line in given.splitlines()]
+            given = [json.loads(line) for line in lines_of(given)]
             expected = json.loads(expected) if isinstance(expected, str) else expected
         except ValueError:
             raise UnusableAnswer("an input or output of a function is text that is no JSON") from None
