@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 
 MIB = 1 << 20
@@ -12,16 +12,15 @@ SHOWN_GROUPS = 4
 MOST_CHARACTERS = 300  # of a text on a line
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Return the lines of a table; the first `left` columns are left-aligned, the others right-aligned."""
-    cells = [list(header), *[list(row) for row in rows]]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int | Collection[str] = 1) -> list[str]:
+    """Return the lines of a table. left: columns that are left-aligned, the first so many or by their headings; the others are
+    right-aligned."""
+    named = header[:left] if isinstance(left, int) else left
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
     lines = []
-    for row in cells:
-        aligned = [
-            text.ljust(width) if column < left else text.rjust(width) for column, (text, width) in enumerate(zip(row, widths))
-        ]
-        lines.append("  " + "  ".join(aligned).rstrip())
+    for row in (header, *rows):
+        cells = (text.ljust(width) if name in named else text.rjust(width) for name, text, width in zip(header, row, widths))
+        lines.append("  " + "  ".join(cells).rstrip())
     return lines
 
 

@@ -271,14 +271,8 @@ def phase_lines(plan: Plan) -> list[str]:
         for index, remedy in enumerate(found):
             what = [role, phase.name, str(fullest_rank), f"{phase.total / unit:,.2f}"] if index == 0 else [""] * 4
             advice.append(what + (["-", ""] if remedy is None else [remedy.override, f"{remedy.saved / unit:,.2f}"]))
-    return lines + _remedy_table(advice, name)
-
-
-def _remedy_table(rows: Sequence[Sequence[str]], unit: str) -> list[str]:
-    header = ["role", "tightest phase", "rank", unit, "would relieve it", "by"]
-    wide = [max(len(row[column]) for row in (header, *rows)) for column in (2, 3)]
-    aligned = [[row[0], row[1], row[2].rjust(wide[0]), row[3].rjust(wide[1]), *row[4:]] for row in (header, *rows)]
-    return table(aligned[0], aligned[1:], left=5)
+    header = ["role", "tightest phase", "rank", name, "would relieve it", "by"]
+    return lines + table(header, advice, left=("role", "tightest phase", "would relieve it"))
 
 
 def _distinct_stages(stages: Sequence[RoleMemory]) -> Iterator[tuple[str, RoleMemory]]:

@@ -11,7 +11,6 @@ from itertools import product
 from typing import Any
 
 from megappo.commands.tune.candidates import ROLLOUT, Choice, Machine
-from megappo.commands.tune.report import aligned, idle_share
 from megappo.commands.tune.search import Search
 from megappo.config.keys import replaced
 from megappo.config.layout_checks import placements_in_use, roles_in_use, world_problems
@@ -19,7 +18,7 @@ from megappo.config.rank_ranges import ranges_text
 from megappo.config.role_sections import is_critic, key_of_role, section_of
 from megappo.config.schema import TrainConfig
 from megappo.parallel.placement import Placement, placement_of
-from megappo.telemetry.tables import GIB, figures
+from megappo.telemetry.tables import GIB, figures, table
 
 QUARTERS = (1, 2, 3)  # of the nodes, for the roles that are set apart
 ALONE_SHARE = 0.8  # of the memory, for vLLM without models beside it; the rest is for the reserve and the headroom
@@ -145,10 +144,9 @@ def placement_lines(ranked: Sequence[Placed], top: int) -> list[str]:
     for place, (name, choice) in enumerate(fitting[:top], 1):
         passes, updates = stage_seconds(choice)
         seconds = map(figures, (choice.total_s, choice.generate_s, passes, updates, choice.push_s, choice.peak / GIB))
-        rows.append([str(place), name, *seconds, f"{idle_share(choice):.0%}"])
-    header = ["", "placement", "step s", "generate", "passes", "updates", "push", "GiB", "idle"]
-    table = aligned(header, rows, left=("placement",))
-    return [f"placements: in {len(fitting)} of {len(ranked)} the models fit", *table, f"  {advice(ranked)}"]
+        rows.append([str(place), name, *seconds])
+    lines = table(["", "placement", "step s", "generate", "passes", "updates", "push", "GiB"], rows, left=("placement",))
+    return [f"placements: in {len(fitting)} of {len(ranked)} the models fit", *lines, f"  {advice(ranked)}"]
 
 
 def stage_seconds(choice: Choice) -> tuple[float, float]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 
 from megappo.commands.plan.phases import pass_name
@@ -11,14 +11,13 @@ from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine
 from megappo.commands.tune.cost import Workload
 from megappo.commands.tune.links import Axis, span
 from megappo.commands.tune.search import Search
-from megappo.config.rank_ranges import ranges_text
 from megappo.parallel.layout import ParallelLayout
 from megappo.telemetry.hardware import Hardware
-from megappo.telemetry.tables import GIB, figures
+from megappo.telemetry.tables import GIB, figures, table
 
 NOTABLE = 0.05  # share of a role's time that makes a part of it a reason
 MOST_REASONS = 3
-LEFT = ("layout", "recompute", "the chosen step")  # columns of text
+LEFT = ("layout", "recompute", "the chosen step", "why", "at work")  # columns of text
 
 
 def report(search: Search, choice: Choice, top: int) -> str:
@@ -95,7 +94,7 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
         )
     count = f"{len(found)} of {len({one.layout for one in search.candidates[role]})} layouts that fit alone fit beside the others"
     engine = "" if choice.roles[role].settings.engine == "megatron" else f" under {choice.roles[role].settings.engine}"
-    return [f"{role}{engine}{_where(search, role)}: {count}", *aligned(header, rows, LEFT)]
+    return [f"{role}{engine}{_where(search, role)}: {count}", *table(header, rows, LEFT)]
 
 
 def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
@@ -117,13 +116,13 @@ def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
         )
     return [
         f"rollout{_where(search, ROLLOUT)}",
-        *aligned(["", "layout", "replicas", "step s", "prefill", "decode", "at once", "GiB", "why"], rows, LEFT),
+        *table(["", "layout", "replicas", "step s", "prefill", "decode", "at once", "GiB", "why"], rows, LEFT),
     ]
 
 
 def step_lines(search: Search, choice: Choice) -> list[str]:
-    """Table of the chosen step (trainer/ppo.py, stages 2, 3, 4, 6 and 7), and the fullest rank. Where roles work at the same time,
-    it has their begin and how long their ranks wait."""
+    """Table of the chosen step (trainer/ppo.py, stages 2, 3, 4, 6 and 7), with the begin of roles that work at the same time, and
+    the fullest rank."""
     rows, apart = [], not search.timetable.takes_turns
     for name, begin, seconds, role in _phases(choice):
         what = ""
@@ -132,14 +131,13 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
             what = f"{layout_text(one.layout)}, {figures(choice.peak_of(role) / GIB)} GiB{_where(search, role)}"
         share = f"{seconds / choice.total_s:.0%}"
         rows.append([name, *([figures(begin)] if apart else []), figures(seconds), share, what])
-    lines = aligned(["the chosen step", *(["from s"] if apart else []), "s", "share", "at work"], rows, LEFT)
+    lines = table(["the chosen step", *(["from s"] if apart else []), "s", "share", "at work"], rows, LEFT)
     phase, rank = choice.fullest()
     room = search.machine.hardware.usable_bytes
     return [
         *lines,
         f"  together {figures(choice.total_s)} s; fullest is rank {rank} in `{phase.name}`: "
         f"{figures(phase.total / GIB)} of {figures(room / GIB)} GiB",
-        *([f"  {use}" for use in rank_uses(choice)] if not search.is_colocated else []),
     ]
 
 
@@ -234,56 +232,3 @@ def overrides_of(search: Search, choice: Choice) -> list[str]:
     for role, one in choice.roles.items():
         lines += one.overrides() if role in search.tuned else []
     return lines + (choice.rollout.overrides() if ROLLOUT in search.tuned else [])
-
-
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str]) -> list[str]:
-    """Align columns, after two blanks. left: headings of the columns that are aligned on the left."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
-    lines = []
-    for row in [header, *rows]:
-        cells = [text.ljust(width) if name in left else text.rjust(width) for name, text, width in zip(header, row, widths)]
-        lines.append(("  " + "  ".join([*cells, row[-1]])).rstrip())
-    return lines
-
-
-# ---------------------------------------------------------------------------------------------------------------- idle ranks
-
-
-@dataclass(frozen=True)
-class RankUse:
-    """Ranks on which the same roles live."""
-
-    names: tuple[str, ...]
-    """Roles and `rollout`."""
-    ranks: tuple[int, ...]
-    busy_s: float
-    """Seconds of a step in which one of them works."""
-    step_s: float
-
-    @property
-    def idle(self) -> float:
-        return max(0.0, 1 - self.busy_s / self.step_s)
-
-    def __str__(self) -> str:
-        what = "rank" if len(self.ranks) == 1 else "ranks"
-        return f"{what} {ranges_text(self.ranks)} ({', '.join(self.names)}) idle {self.idle:.0%}"
-
-
-def rank_uses(choice: Choice) -> list[RankUse]:
-    """Use of all ranks in a step, those with the same roles together."""
-    phases = {role: one.cost.phases for role, one in choice.roles.items()}
-    by_vllm, found = choice.rollout.tp is not None, []
-    for names, ranks in choice.timetable.ranks.items():
-        busy = sum(sum(phases[role].values()) for role in names if role in phases)
-        busy += choice.generate_s if (ROLLOUT if by_vllm else "policy") in names else 0.0
-        busy += choice.push_s if "policy" in names or ROLLOUT in names else 0.0
-        # If the policy's own engine generates, `rollout` is no role of its own.
-        shown = tuple(name for name in names if by_vllm or name != ROLLOUT)
-        found.append(RankUse(shown, ranks, busy, choice.total_s))
-    return found
-
-
-def idle_share(choice: Choice) -> float:
-    """Share of all ranks' time in a step without work."""
-    uses = rank_uses(choice)
-    return sum(one.idle * len(one.ranks) for one in uses) / sum(len(one.ranks) for one in uses)

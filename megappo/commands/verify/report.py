@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from megappo.commands.verify.compare import GRADIENTS, Difference, worst
 from megappo.commands.verify.features import DISTRIBUTED
 from megappo.config.role_sections import key_of_role
+from megappo.telemetry.tables import table
 
 LEGEND = "[n]: token, sample (bootstrap values, scores) or mini-batch (loss, gradient norm, metrics) of the step, counted from 0"
 
@@ -34,17 +35,12 @@ _WITHOUT: Mapping[str, str] = {
 }
 
 
-def table(differences: Sequence[Difference]) -> str:
+def difference_table(differences: Sequence[Difference]) -> str:
     rows = [("role", "quantity", "largest difference at", "absolute", "relative", "tolerance", "")]
     for d in differences:
         numbers = (f"{d.absolute:.1e}", f"{d.relative:.1e}", f"{d.tolerance:.0e}")
         rows.append((d.role, d.quantity, d.where, *numbers, "ok" if d.agrees else "DIFFERS"))
-    return aligned(rows)
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(table(rows[0], rows[1:], left=len(rows[0])))
 
 
 def first_cause(*steps: Sequence[Difference]) -> Difference | None:
@@ -68,7 +64,7 @@ def _stage(difference: Difference) -> int:
 
 def bisection(alone: Mapping[str, Difference | None]) -> str:
     rows = [(feature, "ok" if cause is None else f"DIFFERS: {describe(cause)}") for feature, cause in alone.items()]
-    return aligned([("feature alone", "against one rank without it"), *rows])
+    return "\n".join(table(["feature alone", "against one rank without it"], rows, left=2))
 
 
 def verdict(

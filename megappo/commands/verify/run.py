@@ -13,7 +13,7 @@ import torch
 from megappo.commands.launch.local import start_worlds
 from megappo.commands.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
 from megappo.commands.verify.features import features, on_one_rank, one_at_a_time
-from megappo.commands.verify.report import LEGEND, aligned, bisection, first_cause, table, verdict
+from megappo.commands.verify.report import LEGEND, bisection, difference_table, first_cause, verdict
 from megappo.commands.verify.shrink import SAMPLES, STEPS, Run, fewest_ranks, implementation_of, placement_notes, small_run
 from megappo.commands.verify.world import Results, read_results
 from megappo.config.checks import Device, check_config
@@ -27,6 +27,7 @@ from megappo.models.hf_config import read_arch
 from megappo.models.implementation import choose_implementation
 from megappo.parallel.layout import layout_of
 from megappo.runtime.ending import input_accepted
+from megappo.telemetry.tables import table
 from megappo.trainer.prepare.checks import check_kernels
 from megappo.trainer.prepare.layouts import check_layouts, model_paths, read_archs
 
@@ -97,8 +98,8 @@ def _described(run: Run) -> list[str]:
         ranks = section_of(run.config, role).ranks
         layout = str(layout_of(parallel, len(ranks_of(ranks, run.world_size))))
         where = [] if ranks == ALL else [f"on ranks {ranks}"]
-        rows.append((f"  {role}", f"{arch.family} of {arch.num_layers} layers", layout, ", ".join([*where, *others])))
-    return [*lines, aligned(rows)]
+        rows.append((role, f"{arch.family} of {arch.num_layers} layers", layout, ", ".join([*where, *others])))
+    return [*lines, *table(rows[0], rows[1:], left=4)]
 
 
 def _measure(runs: Mapping[str, Run], folder: Path, rank_module: str) -> int:
@@ -120,7 +121,7 @@ def _report(run: Run, results: Mapping[str, Results], tolerance: float, *, in_sm
     differences = {name: _differences(results[name], results[ALONE], tolerance) for name in results if name != ALONE}
     first, steps = differences.pop(LAYOUT)
     rows = _rows(first, steps)
-    print(f"\n{table(rows)}\n{LEGEND}\n")
+    print(f"\n{difference_table(rows)}\n{LEGEND}\n")
     alone = {name: first_cause(*others) for name, others in differences.items()}
     if alone:
         print(f"{bisection(alone)}\n")

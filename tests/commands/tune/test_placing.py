@@ -23,7 +23,6 @@ from megappo.commands.tune.links import ranks_together
 from megappo.commands.tune.measure import phases_of
 from megappo.commands.tune.placing import advice, placings, rank_placements, stage_seconds
 from megappo.commands.tune.question import neutral_config
-from megappo.commands.tune.report import idle_share, rank_uses
 from megappo.commands.tune.search import Search
 from megappo.commands.tune.step import Timetable
 from megappo.commands.tune.trials import Measured, read_trial, write_outcome
@@ -167,19 +166,6 @@ def test_a_rank_holds_its_own_roles_only(tmp_path):
     first = found[0].choice
     assert first is not None and 60 * GIB < first.peak <= search.machine.hardware.usable_bytes
     assert advice(found) == f"{found[0].placing.name}: colocated the models do not fit"
-
-
-def test_idle_ranks_are_those_that_wait(tmp_path):
-    choice = search_of(write_run(tmp_path), ROLLOUT_APART).best()
-    assert choice is not None
-    training, generating = rank_uses(choice)
-    assert (training.ranks, generating.ranks) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert training.names == ("policy", "critic", "reference") and generating.names == ("rollout",)
-    assert training.idle == pytest.approx(choice.rollout.total_s / choice.total_s)
-    assert generating.idle == pytest.approx(1 - (choice.rollout.total_s + choice.push_s) / choice.total_s)
-    assert idle_share(choice) == pytest.approx((training.idle + generating.idle) / 2)
-    together = search_of(write_run(tmp_path)).best()
-    assert together is not None and idle_share(together) == pytest.approx(0, abs=1e-9)
 
 
 def test_a_push_to_other_ranks_takes_the_wire(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from megappo.commands.verify.compare import compare, worst
 from megappo.commands.verify.gather import Gathered
 from megappo.commands.verify.measure import RoleMeasures
-from megappo.commands.verify.report import first_cause, table, verdict
+from megappo.commands.verify.report import difference_table, first_cause, verdict
 
 ONES = torch.ones(4)
 
@@ -63,7 +63,7 @@ def test_nan_never_agrees(where: str) -> None:
     poisoned[1] = math.nan
     differing = [d for d in compare(measured(**{where: poisoned}), measured()) if not d.agrees]
     assert len(differing) == 1 and math.isnan(differing[0].relative)
-    assert first_cause(differing) is differing[0] and "nan" in table(differing)
+    assert first_cause(differing) is differing[0] and "nan" in difference_table(differing)
 
 
 def test_measurements_of_other_shapes_are_no_measurements_of_the_same_run() -> None:
