@@ -35,7 +35,7 @@ SLOW_PLACES = (
     "scripts",
     "test_build.py",
     "test_examples.py",
-    "commands/tune/test_batch.py",
+    "commands/tune/test_trials.py",
     "commands/tune/test_slurm.py",
     "commands/tune/test_trial.py",
     "commands/verify/test_verify.py",

@@ -170,7 +170,7 @@ def resident(engine: Any) -> dict[str, Tensor]:
 
 def gathered(local: dict[str, Tensor], engine: Any) -> dict[str, Tensor]:
     """On the first rank of the role, by Hugging Face's names."""
-    from megappo.commands.verify.gather import gather_tensors
+    from megappo.commands.verify.measure import gather_tensors
 
     if not engine.placement.is_whole:  # one rank, which has all
         return {name: tensor.detach().clone() for name, tensor in local.items()}

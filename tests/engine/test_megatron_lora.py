@@ -137,7 +137,7 @@ def saved(bench: Bench, folder: Path) -> dict[str, Any]:
 
 def everything(engine: Any) -> dict[str, Tensor]:
     """Name -> whole tensor, on every rank."""
-    from megappo.commands.verify.gather import gather_tensors
+    from megappo.commands.verify.measure import gather_tensors
 
     box = [gather_tensors(resident(engine), engine._engine).tensors]
     dist.broadcast_object_list(box, src=0)
@@ -154,7 +154,7 @@ def keys_of(engine: Any) -> set[str]:
 
 
 def dropout(bench: Bench) -> dict[str, Any]:
-    from megappo.commands.verify.gather import gather_tensors
+    from megappo.commands.verify.measure import gather_tensors
 
     dropping = LORA.model_copy(update={"dropout": 0.3})
     found = {}

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megappo.commands.launch.local import WorldEnd, run_world
+from megappo.commands.launch.local import Requests, WorldEnd, run_world
 from megappo.commands.launch.processes import RankProcess
-from megappo.commands.launch.requests import Requests
 from tests.runtime.hanging_ranks import ALL, HEARTBEAT_S, STEPS_BEFORE, rank_main
 from tests.worlds import IMPORTED_ONCE
 

@@ -1,5 +1,5 @@
 """Functions of the rules that name an arithmetic (`Rule.by`, `Trainer.chosen`), and the tables that find them by name.
-`settings.py` defines their signature. Those about engines are in `engines.py`, those about one value in `single_values.py`."""
+`settings.py` defines their signature. Those about engines and about one value are in `single_values.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from inspect import signature
 from types import FunctionType
 from typing import Any
 
-from megappo.commands.convert import engines, single_values
+from megappo.commands.convert import single_values
 from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
 from megappo.config.foreign.rule import Outcome, Rule
 from megappo.config.role_sections import OptimizerConfig
@@ -232,8 +232,8 @@ def save_strategy(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def _taking(*parameters: str) -> dict[str, Callable[..., Any]]:
-    """The functions of this module and of the two others that take exactly these arguments, by name."""
-    named = {**vars(single_values), **vars(engines), **globals()}.items()
+    """The functions of this module and of `single_values.py` that take exactly these arguments, by name."""
+    named = {**vars(single_values), **globals()}.items()
     return {name: one for name, one in named if isinstance(one, FunctionType) and tuple(signature(one).parameters) == parameters}
 
 

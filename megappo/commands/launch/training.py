@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megappo.checkpoint.manifest import RefusedCheckpoint
-from megappo.commands.launch.local import WorldEnd, prepare, run_world, say
+from megappo.commands.launch.local import Requests, WorldEnd, prepare, run_world, say
 from megappo.commands.launch.processes import NewProcesses, SharedImports
-from megappo.commands.launch.requests import Requests
 from megappo.commands.launch.restart import (
     NoProgress,
     Start,

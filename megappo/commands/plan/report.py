@@ -9,8 +9,7 @@ from math import prod
 from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
 from megappo.commands.plan.estimate import Plan, samples_of_pass, sequences_at_once, work_out
 from megappo.commands.plan.memory import RoleMemory
-from megappo.commands.plan.phases import phases, tightest
-from megappo.commands.plan.remedies import remedies
+from megappo.commands.plan.phases import phases, remedies, tightest
 from megappo.commands.plan.timeline import bubble
 from megappo.config.batch import WHOLE, StepArithmetic, text_arithmetic, update_schedule
 from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of

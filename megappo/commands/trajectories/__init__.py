@@ -36,8 +36,7 @@ def add_command(command: AddCommand) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the tables of a run and write its page. Raises ConfigError, one line, before anything is printed or written."""
-    from megappo.commands.trajectories.analyse import analyse
-    from megappo.commands.trajectories.report import LEGEND, report
+    from megappo.commands.trajectories.analyse import LEGEND, analyse, report
     from megappo.config.output_file import check_output_file
     from megappo.telemetry.tables import plain
     from megappo.telemetry.trajectories.read import parse_steps, read_run

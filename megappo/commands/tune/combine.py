@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from megappo.commands.tune.candidates import Candidate, Need
-from megappo.commands.tune.step import Timetable
+from megappo.commands.tune.candidates import Candidate, Need, Timetable
 from megappo.parallel.layout import ParallelLayout
 
 

@@ -1,5 +1,5 @@
 """Predicted seconds of one role in a PPO step (trainer/ppo.py, stages 3, 4 and 6), from its layout, its model and the hardware.
-`step.py` adds roles, generation and the push of weights up to a step.
+`candidates.py` adds roles, generation and the push of weights up to a step.
 
 Not counted: imbalance of sequence lengths, slow kernels of small shards, overlap of communication with computation (megappo does
 not overlap the reduction of gradients), checkpoints, scoring, data."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 import megappo
-from megappo.commands.tune.batch import nodes_of_job, ranks_here, ranks_of_job, run_trials
 from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice
 from megappo.commands.tune.cost import Workload
 from megappo.commands.tune.report import name_of
@@ -29,8 +28,12 @@ from megappo.commands.tune.trials import (
     Measured,
     Outcome,
     Trial,
+    nodes_of_job,
     outcome_file,
+    ranks_here,
+    ranks_of_job,
     read_outcome,
+    run_trials,
     write_trial,
 )
 from megappo.config.batch import text_arithmetic

@@ -3,31 +3,249 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from megappo.commands.plan.report import remark_lines
-from megappo.commands.tune import question as asked
-from megappo.commands.tune.candidates import Choice
+from megappo.commands.plan.run import PlannedRun, plan_run
+from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine
+from megappo.commands.tune.cost import Workload, workload_of
 from megappo.commands.tune.measure import best_measured, check_measurable, measure
 from megappo.commands.tune.placing import Placed, placement_facts, placement_lines, rank_placements
-from megappo.commands.tune.report import overrides_of, report
-from megappo.commands.tune.search import Search
-from megappo.config.errors import ConfigError
+from megappo.commands.tune.report import name_of, overrides_of, report
+from megappo.commands.tune.search import Search, gpus_needed, larger_worlds
+from megappo.config.batch import step_arithmetic
+from megappo.config.checks import check_config
+from megappo.config.dump import dump_yaml
+from megappo.config.errors import ConfigError, problem
+from megappo.config.layout_checks import placements_in_use, require_whole_steps, role_sections, roles_in_use
+from megappo.config.loading import explicit_keys, load_config
 from megappo.config.output_file import check_output_file
+from megappo.config.rank_ranges import ALL
+from megappo.config.role_sections import ParallelConfig, key_of_role, section_of, with_sections
 from megappo.config.schema import TrainConfig
+from megappo.models.implementation import choose_implementation
+from megappo.rollout.vllm_limits import check_vllm
 from megappo.runtime.ending import input_accepted
-from megappo.telemetry.hardware import load_hardware
+from megappo.telemetry.hardware import Hardware, load_hardware
+from megappo.trainer.prepare.hub import with_local_models
+from megappo.trainer.prepare.layouts import check_layouts, read_archs
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request to tune."""
+
+    config: TrainConfig
+    """The file and `overrides`, as loaded."""
+    config_path: str
+    overrides: tuple[str, ...]
+    """The user's; those of a winner are added to them."""
+    gpus: int
+    hardware: Hardware
+    roles: tuple[str, ...] | None = None
+    prompt_tokens: float | None = None
+    response_tokens: float | None = None
+    """`prompt_tokens`, `response_tokens`: means of a sequence; None for the longest."""
+    placements: bool = False
+    """True if placements are searched too."""
+
+
+def default_profile(config: TrainConfig) -> str:
+    """Return `cpu` for a run on the CPU. ConfigError for any other run, which has to name its profile."""
+    if config.run.device == "cpu":
+        return "cpu"
+    raise ConfigError("--gpu is missing: a100, h100, h200, b200, or a YAML file with a profile")
+
+
+def num_gpus(asked: int | None, config: TrainConfig) -> int:
+    """Number of GPUs from --gpus or the configuration. ConfigError if neither has it."""
+    if asked is not None:
+        return asked
+    if config.run.num_ranks is None:
+        raise ConfigError("--gpus is missing: how many GPUs the run will have (run.num_ranks does not say)")
+    return config.run.num_ranks
+
+
+def make_search(question: Question) -> Search:
+    """Build the search for a question. ConfigError, one line, if its options do not fit together."""
+    _check_gpus(question.gpus, question.hardware)
+    require_whole_steps(question.config, "tune")
+    if question.config.data.fit_batch:
+        # Every layout would train on its own batch, and the smallest batch would win.
+        fix = "tune compares layouts at one batch; write the sizes that `megappo plan` says instead, and set it to false"
+        raise ConfigError(problem("data.fit_batch", True, fix))
+    run = question.config.run.model_copy(update={"num_ranks": question.gpus})
+    config = question.config.model_copy(update={"run": run})
+    if question.placements:
+        _check_placements(config)
+    tuned = _tuned_roles(config, question.roles)
+    machine_device = "cuda" if question.hardware.is_gpu() else "cpu"
+    implementation = choose_implementation(config.model.impl, machine_device)
+    machine = Machine(question.gpus, question.hardware, implementation)
+    neutral = neutral_config(config, tuned)
+    check_config(neutral, explicit_keys(neutral), question.gpus, machine.device)
+    archs = read_archs(config, need_weights=False)
+    check_layouts(neutral, archs, question.gpus, implementation)
+    if config.rollout.engine == "vllm":
+        check_vllm(archs["policy"], step_arithmetic(config).max_sequence_tokens, machine.device)
+    return Search(config, archs, machine, _workload(config, question), tuned)
+
+
+def _check_gpus(gpus: int, hardware: Hardware) -> None:
+    if gpus > hardware.gpus_per_node and gpus % hardware.gpus_per_node:
+        below = gpus // hardware.gpus_per_node * hardware.gpus_per_node
+        fitting = f"use {below} or {below + hardware.gpus_per_node}, or --gpus-per-node"
+        raise ConfigError(f"--gpus {gpus}: is not a multiple of the {hardware.gpus_per_node} GPUs of a node; {fitting}")
+
+
+def _check_placements(config: TrainConfig) -> None:
+    # The user may not place roles where placements are to be searched.
+    for name, ranks in placements_in_use(config).items():
+        if ranks != ALL:
+            key = f"{key_of_role(name)}.ranks"
+            fix = f"--placements would choose others; leave it out to search layouts on these ranks, or use {key}={ALL}"
+            raise ConfigError(problem(key, ranks, fix))
+
+
+_ABSENT = {
+    ROLLOUT: "is not there: rollout.engine is megatron",
+    "reference": "is not built: algorithm.kl.placement is none, or policy.lora has the reference in the policy",
+    "reward_model": "is not built: no part of the reward is {model: reward_model}",
+}
+
+
+def _tuned_roles(config: TrainConfig, asked: Sequence[str] | None) -> tuple[str, ...]:
+    there = [*roles_in_use(config), *([ROLLOUT] if config.rollout.engine == "vllm" else [])]
+    for role in asked or ():
+        if role in there:
+            continue
+        known = (*role_sections(config), ROLLOUT)
+        why = _ABSENT[role] if role in known else "is no role"
+        raise ConfigError(f"--roles {role}: {why}; use {', '.join(there)}")
+    return tuple(asked) if asked is not None else tuple(there)
+
+
+def neutral_config(config: TrainConfig, tuned: Sequence[str]) -> TrainConfig:
+    """Remove the layouts that are to be chosen, so that all other mistakes are reported at once. Unset keys stay unset."""
+    changes: dict[str, Any] = {}
+    for role in tuned:
+        section = section_of(config, role)
+        changes[role] = section.model_copy(update={"tp": 1} if role == ROLLOUT else {"parallel": ParallelConfig()})
+    return with_sections(config, changes)
+
+
+def _workload(config: TrainConfig, question: Question) -> Workload:
+    for name, value, most in (
+        ("--mean-prompt-tokens", question.prompt_tokens, config.data.max_prompt_tokens),
+        ("--mean-response-tokens", question.response_tokens, config.rollout.max_response_tokens),
+    ):
+        if value is not None and not 0 < value <= most:
+            raise ConfigError(f"{name} {value:g}: must be > 0 and at most the longest, {most}")
+    return workload_of(config, question.prompt_tokens, question.response_tokens)
+
+
+def find_best(search: Search) -> Choice:
+    """The fastest run that fits. ConfigError, with the number of GPUs needed, if none does."""
+    best = search.best()
+    if best is not None:
+        return best
+    machine = search.machine
+    resting = all("parameters" in section_of(search.config, role).offload for role in search.candidates)
+    offload = "" if resting or machine.device == "cpu" else ", or offload (policy.offload)"
+    kept = [role for role in search.candidates if role not in search.tuned]
+    beside = f" beside the {' and the '.join(kept)} as configured" if kept else ""
+    what = f"no layout fits on {machine.world_size} x {machine.hardware.name}{beside}"
+    if not search.is_colocated:  # larger worlds have other ranks
+        where = ", ".join(
+            f"{key_of_role(name)}.ranks={placement}" for name, placement in search.placements.items() if not placement.is_whole
+        )
+        raise ConfigError(f"--gpus {machine.world_size}: {what} with {where}; name more ranks, or let roles share them{offload}")
+    needed = gpus_needed(search)
+    if needed is not None:
+        raise ConfigError(f"--gpus {machine.world_size}: {what}; it needs about {needed} (found by doubling){offload}")
+    fix = f"lower rollout.memory_share, shorten the sequences{offload}"
+    raise ConfigError(f"--gpus {machine.world_size}: {what}, and not on {larger_worlds(machine)[-1]} either; {fix}")
+
+
+def prepare_chosen(search: Search, choice: Choice, question: Question) -> PlannedRun:
+    """Plan the winner with all checks and remarks of `megappo plan --shapes-only`."""
+    machine = search.machine
+    config = with_local_models(written_choice(search, choice, question), shapes_only=True)
+    return plan_run(config, machine.world_size, machine.device, machine.device_memory, shapes_only=True)
+
+
+def written_choice(search: Search, choice: Choice, question: Question) -> TrainConfig:
+    """Configuration of the winner as its user would write it, with the model names of the file."""
+    return load_config(
+        question.config_path, [*question.overrides, *overrides_of(search, choice)]
+    )  # of equal keys the last one counts
+
+
+def write_output(path: Path, config: TrainConfig, overrides: Sequence[str]) -> None:
+    """Write the whole configuration into a .yaml file; into any other file the overrides, one per line."""
+    if path.suffix in (".yaml", ".yml"):
+        path.write_text(dump_yaml(config), encoding="utf-8")
+    else:
+        path.write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
+
+
+def as_json(
+    search: Search,
+    choice: Choice,
+    top: int,
+    prepared: PlannedRun,
+    measured: Mapping[str, Any] | None = None,
+    placements: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """The content of the tables as JSON, in seconds and bytes, with the remarks of the plan. measured: facts of the trials by role.
+    placements: all that were searched, the fastest first."""
+    tables: dict[str, Any] = {
+        role: [_facts(one) for one in search.beside(choice, role)[:top]] for role in choice.roles if role in search.tuned
+    }
+    if ROLLOUT in search.tuned:
+        tables[ROLLOUT] = [
+            {"tp": one.tp, "seconds": one.total_s, "bytes": search.choice(choice.roles, one).plan.rollout_bytes()}
+            for one in search.rollouts_beside(choice)[:top]
+        ]
+    facts = {
+        "gpus": search.machine.world_size,
+        "hardware": search.machine.hardware.name,
+        "step_seconds": choice.total_s,
+        "peak_bytes": choice.peak,
+        "overrides": overrides_of(search, choice),
+        "notes": list(prepared.notes),
+        "warnings": list(prepared.plan.warnings),
+        "roles": tables,
+        **({"measured": measured} if measured is not None else {}),
+        **({"placements": placements} if placements is not None else {}),
+    }
+    return json.dumps(facts, indent=1) + "\n"
+
+
+def _facts(one: Candidate) -> dict[str, Any]:
+    return {
+        "layout": name_of(one),
+        "overrides": one.overrides(),
+        "seconds": one.total_s,
+        "phases": dict(one.cost.phases),
+        "parts": dict(one.cost.parts),
+        "resident_bytes": one.need.resident,
+        "active_bytes": one.need.training,
+    }
 
 
 def tune(args: argparse.Namespace, config: TrainConfig) -> int:
     """Run the command; returns the exit code. ConfigError for a user's mistake."""
     named = {"--output": args.output, "--json": args.json}
     targets = {option: check_output_file(option, text) for option, text in named.items() if text}
-    gpus, hardware = asked.num_gpus(args.gpus, config), load_hardware(args.gpu or asked.default_profile(config))
+    gpus, hardware = num_gpus(args.gpus, config), load_hardware(args.gpu or default_profile(config))
     if args.gpus_per_node is not None:
         hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
-    question = asked.Question(
+    question = Question(
         config,
         args.config,
         tuple(args.overrides),
@@ -38,11 +256,11 @@ def tune(args: argparse.Namespace, config: TrainConfig) -> int:
         args.mean_response_tokens,
         bool(args.placements),
     )
-    search = asked.make_search(question)
+    search = make_search(question)
     if args.measure is not None:
         check_measurable(search, in_job=args.slurm)
     with input_accepted(unless=(ConfigError,)):  # the search and the trials find out what cannot work
-        ranked = rank_placements(search, asked.neutral_config(search.config, search.tuned)) if args.placements else ()
+        ranked = rank_placements(search, neutral_config(search.config, search.tuned)) if args.placements else ()
         search, choice = _first(ranked, search, args)
         print(report(search, choice, args.top), flush=True)
         measurement = None
@@ -50,17 +268,17 @@ def tune(args: argparse.Namespace, config: TrainConfig) -> int:
             measurement = measure(search, choice, args.measure, in_job=args.slurm)
             print(measurement.report())
             choice = best_measured(search, choice, measurement)
-        prepared = asked.prepare_chosen(search, choice, question)
+        prepared = prepare_chosen(search, choice, question)
         if remarks := remark_lines(prepared.plan, prepared.notes):
             print("\n".join(remarks) + "\n")
         overrides = overrides_of(search, choice)
         print("overrides\n" + "\n".join(f"  {line}" for line in overrides))
         if "--output" in targets:
-            asked.write_output(targets["--output"], asked.written_choice(search, choice, question), overrides)
+            write_output(targets["--output"], written_choice(search, choice, question), overrides)
         if "--json" in targets:
             measured = measurement.facts() if measurement is not None else None
             placements = placement_facts(ranked) if ranked else None
-            facts = asked.as_json(search, choice, args.top, prepared, measured, placements)
+            facts = as_json(search, choice, args.top, prepared, measured, placements)
             targets["--json"].write_text(facts, encoding="utf-8")
     return 0
 
@@ -69,7 +287,7 @@ def _first(ranked: Sequence[Placed], search: Search, args: argparse.Namespace) -
     """The fastest run, and the search of its placement. ranked: placements, the fastest first; empty if they are not searched."""
     first = next((one for one in ranked if one.choice is not None), None)
     if first is None or first.choice is None:
-        return search, asked.find_best(search)  # raises if nothing fits
+        return search, find_best(search)  # raises if nothing fits
     print("\n".join(placement_lines(ranked, args.top)), flush=True)
     if args.measure is not None:
         print(f"  trials are of {first.placing.name} alone; the others stay as predicted")

@@ -22,13 +22,12 @@ from megappo.commands.plan.estimate import (
 from megappo.commands.plan.memory import ParameterCount, RoleMemory, count_parameters, fullest_moment
 from megappo.commands.plan.phases import forward_passes
 from megappo.commands.plan.reserve import layout_bytes, reserve_bytes
-from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine, Need, RolloutCandidate
+from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine, Need, RolloutCandidate, Timetable
 from megappo.commands.tune.combine import combinations, pareto
 from megappo.commands.tune.cost import RoleCost, Settings, Workload, role_cost
 from megappo.commands.tune.enumerate import layouts, recompute_choices, rollout_sizes, token_budgets
 from megappo.commands.tune.generation import megatron_s, push_s, vllm_cost
 from megappo.commands.tune.links import ranks_together
-from megappo.commands.tune.step import Timetable
 from megappo.config.batch import step_arithmetic
 from megappo.config.engine_checks import problems_of_role
 from megappo.config.layout_checks import placements_in_use, roles_in_use, value_head_of

@@ -1,7 +1,7 @@
 """Work of every rank of a trial: build one role in one layout with random weights, and time its passes and updates.
 
 It needs neither data nor weights of the run: times do not depend on values. Rank 0 writes the name of a trial at its begin, which
-tells `batch.py` which one failed, and the result at its end. `trials.py` has the files' formats."""
+tells the launcher which one failed, and the result at its end. `trials.py` has the files' formats."""
 
 from __future__ import annotations
 

@@ -11,10 +11,29 @@ from pathlib import Path
 import torch
 
 from megappo.commands.launch.local import start_worlds
-from megappo.commands.verify.compare import PARAMETER_TOLERANCE, TOLERANCE, Difference, compare
-from megappo.commands.verify.features import features, on_one_rank, one_at_a_time
-from megappo.commands.verify.report import LEGEND, bisection, difference_table, first_cause, verdict
-from megappo.commands.verify.shrink import SAMPLES, STEPS, Run, fewest_ranks, implementation_of, placement_notes, small_run
+from megappo.commands.verify.compare import (
+    LEGEND,
+    PARAMETER_TOLERANCE,
+    TOLERANCE,
+    Difference,
+    bisection,
+    compare,
+    difference_table,
+    first_cause,
+    verdict,
+)
+from megappo.commands.verify.shrink import (
+    SAMPLES,
+    STEPS,
+    Run,
+    features,
+    fewest_ranks,
+    implementation_of,
+    on_one_rank,
+    one_at_a_time,
+    placement_notes,
+    small_run,
+)
 from megappo.commands.verify.world import Results, read_results
 from megappo.config.checks import Device, check_config
 from megappo.config.errors import ConfigError, problem

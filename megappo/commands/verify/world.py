@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megappo.commands.verify.gather import Gathered
-from megappo.commands.verify.measure import Measured, RoleMeasures, measure
+from megappo.commands.verify.measure import Gathered, Measured, RoleMeasures, measure
 from megappo.commands.verify.recording import num_top_k_ids, record_rollouts
 from megappo.commands.verify.shrink import SAMPLES, STEPS
 from megappo.commands.verify.shrink_model import VOCAB_SIZE

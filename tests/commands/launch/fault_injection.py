@@ -53,7 +53,7 @@ class Fault:
         elif self.action == "term":
             os.killpg(0, signal.SIGTERM)
         elif self.action == "insist":
-            time.sleep(1.5)  # sooner it would be the same request (commands/launch/requests.py)
+            time.sleep(1.5)  # sooner it would be the same request (commands/launch/local.py)
             os.killpg(0, signal.SIGTERM)
             time.sleep(1000)
         elif self.action == "value_error":

@@ -19,9 +19,8 @@ import torch
 from torch.distributed import TCPStore
 
 from megappo.commands.launch import local, processes, training
-from megappo.commands.launch.local import WorldEnd, run_world, start_ranks
+from megappo.commands.launch.local import AGAIN_S, Requests, WorldEnd, run_world, start_ranks
 from megappo.commands.launch.processes import ForkedProcesses, NewProcesses
-from megappo.commands.launch.requests import AGAIN_S, Requests
 from megappo.commands.launch.restart import read_starts
 from megappo.parallel.device import select_device
 from megappo.runtime import ending

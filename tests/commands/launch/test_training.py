@@ -16,7 +16,7 @@ import yaml
 
 from megappo.commands.launch.fork_server import reason_not_to_fork
 from megappo.commands.launch.restart import read_starts
-from megappo.commands.runs.verify import checkpoints_of, verify_checkpoint
+from megappo.commands.runs.report import checkpoints_of, verify_checkpoint
 from megappo.runtime.ending import read_end
 from tests.commands.launch import fault_injection
 from tests.trainer.small_run import run_many, small_config, write_small_task

@@ -11,8 +11,7 @@ from megappo.commands.plan import estimate, reserve
 from megappo.commands.plan.activations import layer_elements_per_token
 from megappo.commands.plan.estimate import check_rollout_start, make_plan, sequences_at_once
 from megappo.commands.plan.memory import GIB
-from megappo.commands.plan.phases import phases, tightest
-from megappo.commands.plan.remedies import remedies
+from megappo.commands.plan.phases import phases, remedies, tightest
 from megappo.commands.plan.report import phase_lines, report
 from megappo.commands.plan.reserve import reserve_bytes
 from megappo.config.batch import update_schedule

@@ -12,8 +12,8 @@ import pytest
 
 from megappo.checkpoint.manifest import MANIFEST, Manifest, fingerprint_file, list_files, write_manifest
 from megappo.commands import cli
-from megappo.commands.runs import verify
-from megappo.commands.runs.verify import verify_checkpoint
+from megappo.commands.runs import report
+from megappo.commands.runs.report import verify_checkpoint
 from tests.commands.runs.folders import FILES, save, write_lease
 from tests.commands.runs.test_table import snapshot
 
@@ -99,30 +99,30 @@ def test_every_damaged_file_counts(tmp_path):
 
 def test_a_file_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch):
     place = save(tmp_path / "run", 1)
-    original = verify.find_wrong_content
+    original = report.find_wrong_content
 
     def stale(place: Path, manifest: Manifest, names: list[str]):
         if names == ["state.json"]:
             raise OSError(errno.ESTALE, "Stale file handle", "state.json")
         return original(place, manifest, names)
 
-    monkeypatch.setattr(verify, "find_wrong_content", stale)
+    monkeypatch.setattr(report, "find_wrong_content", stale)
     found = verify_checkpoint(tmp_path / "run", 1)
     assert (found.state, found.fault) == ("unverified", "state.json cannot be read: Stale file handle")
-    assert verify.exit_code([found]) == 1
+    assert report.exit_code([found]) == 1
     flip(place / SHARD)  # damage counts before it
     assert verify_checkpoint(tmp_path / "run", 1).state == "damaged"
 
 
 def test_a_checkpoint_that_the_run_removes_meanwhile_is_no_fault(tmp_path, monkeypatch):
     save(tmp_path / "run", 1)
-    original, lock = verify.find_wrong_content, threading.Lock()
+    original, lock = report.find_wrong_content, threading.Lock()
 
     def after_removal(place: Path, manifest: Manifest, names: list[str]):
         with lock:
             shutil.rmtree(place, ignore_errors=True)
         return original(place, manifest, names)
 
-    monkeypatch.setattr(verify, "find_wrong_content", after_removal)
+    monkeypatch.setattr(report, "find_wrong_content", after_removal)
     found = verify_checkpoint(tmp_path / "run", 1)
-    assert found.state == "removed" and verify.exit_code([found]) == 0
+    assert found.state == "removed" and report.exit_code([found]) == 0

@@ -24,8 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from benchmarks.probe import probe
-from megappo.commands.tune.batch import ranks_here, run_trials
-from megappo.commands.tune.trials import Measured, Trial, outcome_file, read_outcome, write_trial
+from megappo.commands.tune.trials import Measured, Trial, outcome_file, ranks_here, read_outcome, run_trials, write_trial
 from megappo.config.loading import load_config
 
 TARGET = Path(__file__).with_name("trials_cpu.json")

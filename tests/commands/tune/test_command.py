@@ -14,7 +14,7 @@ import pytest
 from megappo.commands import cli
 from megappo.commands.plan.estimate import make_plan
 from megappo.commands.plan.run import plan_run
-from megappo.commands.tune import batch
+from megappo.commands.tune import trials
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.config.yaml_reader import read_yaml
@@ -263,7 +263,7 @@ def measuring(folder, monkeypatch, role, most, outcome, *settings):
         started.append((Path(where), names))
         return 0
 
-    monkeypatch.setattr(batch, "start_ranks", start_ranks)
+    monkeypatch.setattr(trials, "start_ranks", start_ranks)
     common = ["run.device=cpu", "rollout.engine=megatron", "policy.parallel=null", *settings, *SMALL]
     return [path, "--gpus", 2, "--measure", most, "--roles", role, *common, "--json", folder / "all.json"], started
 

@@ -15,16 +15,15 @@ from megappo.commands import cli
 from megappo.commands.plan.memory import GIB
 from megappo.commands.plan.phases import phases
 from megappo.commands.plan.run import plan_run
-from megappo.commands.tune import batch
-from megappo.commands.tune.candidates import Machine
+from megappo.commands.tune import trials
+from megappo.commands.tune.candidates import Machine, Timetable
 from megappo.commands.tune.cost import workload_of
 from megappo.commands.tune.generation import push_s
 from megappo.commands.tune.links import ranks_together
 from megappo.commands.tune.measure import phases_of
 from megappo.commands.tune.placing import advice, placings, rank_placements, stage_seconds
-from megappo.commands.tune.question import neutral_config
+from megappo.commands.tune.run import neutral_config
 from megappo.commands.tune.search import Search
-from megappo.commands.tune.step import Timetable
 from megappo.commands.tune.trials import Measured, read_trial, write_outcome
 from megappo.config.checks import problems
 from megappo.config.loading import explicit_keys, load_config
@@ -349,7 +348,7 @@ def test_trials_are_of_the_first_placement_and_that_is_said(tmp_path, capsys, mo
     def critic_apart(*arguments):
         return [one for one in rank_placements(*arguments) if one.placing.name.startswith("critic on")]
 
-    monkeypatch.setattr(batch, "start_ranks", start_ranks)
+    monkeypatch.setattr(trials, "start_ranks", start_ranks)
     monkeypatch.setattr("megappo.commands.tune.run.rank_placements", critic_apart)
     overrides = ["rollout.engine=megatron", "rollout.kv_cache_gib=null", f"run.output_dir={tmp_path / 'runs'}"]
     facts = tmp_path / "all.json"

@@ -17,7 +17,7 @@ from megappo.commands.tune import measure
 from megappo.commands.tune.measure import trial_name
 from megappo.commands.tune.trials import RUNNING, Failed, Measured, read_outcome
 from tests.commands.plan.checkpoints import TINY, write_checkpoint
-from tests.commands.tune.test_batch import STUB
+from tests.commands.tune.test_trials import STUB
 
 PYTHON = sys.executable
 FOUR_RANKS = ["--gpus", "4", "--gpus-per-node", "2", "--roles", "critic", "--top", "3"]

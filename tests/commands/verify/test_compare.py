@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 
-from megappo.commands.verify.compare import compare, worst
-from megappo.commands.verify.gather import Gathered
-from megappo.commands.verify.measure import RoleMeasures
-from megappo.commands.verify.report import difference_table, first_cause, verdict
+from megappo.commands.verify.compare import compare, difference_table, first_cause, verdict, worst
+from megappo.commands.verify.measure import Gathered, RoleMeasures
 
 ONES = torch.ones(4)
 

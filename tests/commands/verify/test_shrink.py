@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from megappo.commands.verify.features import features, on_one_rank, one_at_a_time
 from megappo.commands.verify.recording import LONGEST_SEQUENCE
-from megappo.commands.verify.shrink import Run, small_run
+from megappo.commands.verify.shrink import Run, features, on_one_rank, one_at_a_time, small_run
 from megappo.commands.verify.shrink_layouts import Parts, fit_layouts, fit_parts, part_sizes, ranks_needed, split_layers
 from megappo.config.layout_checks import parallel_problems, roles_in_use
 from megappo.config.loading import validated

@@ -13,7 +13,7 @@ from megappo.checkpoint.manifest import MANIFEST
 from megappo.checkpoint.remote import copy_checkpoint, url_of_run
 from megappo.commands import cli
 from megappo.commands.launch.attempt import main as attempt
-from megappo.commands.runs.verify import verify_checkpoint
+from megappo.commands.runs.report import verify_checkpoint
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.config.run_directory import check_run_dir

@@ -10,9 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from megappo.commands.tune import batch
-from megappo.commands.tune.batch import ranks_here, run_trials
-from megappo.commands.tune.trials import Failed, Measured, Trial, outcome_file, read_outcome, write_outcome, write_trial
+from megappo.commands.tune import trials
+from megappo.commands.tune.trials import (
+    Failed,
+    Measured,
+    Trial,
+    outcome_file,
+    ranks_here,
+    read_outcome,
+    run_trials,
+    write_outcome,
+    write_trial,
+)
 from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
 
@@ -78,7 +87,7 @@ def test_the_users_end_is_no_trials_failure(tmp_path, monkeypatch, code):
         (tmp_path / "a.world" / "running").write_text("b")
         return code
 
-    monkeypatch.setattr(batch, "start_ranks", start_ranks)
+    monkeypatch.setattr(trials, "start_ranks", start_ranks)
     with pytest.raises(KeyboardInterrupt):
         run_trials(tmp_path, names, ranks_here(2))
     assert read_outcome(tmp_path, "b") is None and not (tmp_path / "a.world").exists()
@@ -89,13 +98,13 @@ def test_a_reason_is_one_line_of_bounded_length(tmp_path):
     """As torch says it: one sentence, and advice."""
     said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. "
     text = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\n' + said + "advice " * 100
-    failure = batch.Failure(3, "node", 1, text)
-    reason = batch.reason_of(failure, 1)
+    failure = trials.Failure(3, "node", 1, text)
+    reason = trials.reason_of(failure, 1)
     assert reason.startswith("rank 3: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB.")
     assert len(reason) < 260 and "\n" not in reason
-    assert batch.reason_of(None, 139) == "a rank ended (killed by SIGSEGV)"
-    victim = batch.Failure(0, "node", None, text.replace(said, "RuntimeError: Connection closed by peer"))
-    assert batch.reason_of(victim, 137) == "a rank ended (killed by SIGKILL)", "torchrun saw it, and the victim's word is second"
+    assert trials.reason_of(None, 139) == "a rank ended (killed by SIGSEGV)"
+    victim = trials.Failure(0, "node", None, text.replace(said, "RuntimeError: Connection closed by peer"))
+    assert trials.reason_of(victim, 137) == "a rank ended (killed by SIGKILL)", "torchrun saw it, and the victim's word is second"
 
 
 def test_outcomes_are_told_apart(tmp_path):
