@@ -72,7 +72,7 @@ def _beta(place: int) -> Callable[[Rule, Any, Settings], Values]:
     """Make the rule of one of AdamW's two decays, which keeps the other (`JOINED`)."""
 
     def beta(rule: Rule, value: Any, settings: Settings) -> Values:
-        engines.if_megatron(rule, value, settings)  # NeMo-RL's other backend has a list; trainers without backends pass
+        single_values.if_megatron(rule, value, settings)  # NeMo-RL's other backend has a list; trainers without backends pass
         found = {key: list(settings.ours.get(key, OptimizerConfig().betas)) for key in rule.keys}
         for betas in found.values():
             betas[place] = value
@@ -240,7 +240,7 @@ def _taking(*parameters: str) -> dict[str, Callable[..., Any]]:
 BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "value", "settings") | {
     "beta1": _beta(0),
     "beta2": _beta(1),
-    **{f"offload_{part}": engines.offload_of(part) for part in engines.PARTS},
+    **{f"offload_{part}": single_values.offload_of(part) for part in single_values.PARTS},
     "verl_ranks": _ranks("trainer.nnodes", "trainer.n_gpus_per_node"),
     "nemo_ranks": _ranks("cluster.num_nodes", "cluster.gpus_per_node"),
     "torchrun_ranks": _ranks("nnodes", "nproc_per_node"),
@@ -251,7 +251,7 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "val
 LATE = (("unless_shared",), ("warmup_steps", "warmup_ratio", "min_lr_ratio"))
 
 # Rules of which several give one list of ours: a later one returns the list with its own part in it.
-JOINED = ("beta1", "beta2", "offload_if_on", "offload_if_dtensor", *(f"offload_{part}" for part in engines.PARTS))
+JOINED = ("beta1", "beta2", "offload_if_on", "offload_if_dtensor", *(f"offload_{part}" for part in single_values.PARTS))
 
 # Values where the source has none, chosen from the others; None leaves megappo's default.
 CHOOSE: Mapping[str, Callable[[str, Settings], tuple[Any, str] | None]] = _taking("key", "settings")

@@ -7,15 +7,13 @@ import argparse
 from megappo.commands.launch import submit
 from megappo.commands.launch.attempt import check_start
 from megappo.commands.launch.script import Job
-from megappo.commands.launch.training import train_here
+from megappo.commands.launch.training import start_here
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.runtime.lease import held_lease
 from megappo.runtime.permissions import apply_permissions
-from megappo.runtime.world import world_size
 from megappo.telemetry.console import keep_console
 from megappo.trainer.prepare.hub import with_local_models
-from megappo.trainer.prepare.remote_run import fetch, find_copies
+from megappo.trainer.prepare.remote_run import find_copies
 
 MAX_RESTARTS = "--max-restarts"
 # Options whose defaults are those of `script.Job`; None if not given.
@@ -90,33 +88,6 @@ def launch_here(args: argparse.Namespace) -> int:
             option = "--" + name.removesuffix("_s").replace("_", "-")
             raise ConfigError(f"launch: {option} {value} does not go with --local, which starts the ranks on this machine")
     config = with_local_models(load_config(args.config, args.overrides))
-    from megappo.trainer.prepare.inputs import check_inputs
-
-    check_inputs(config, resume=args.resume)
-    from megappo.commands.plan.run import plan_here  # imports torch, as do the next
-    from megappo.parallel.device import select_device
-    from megappo.trainer.preflight import require_isolation_here, require_servers_here, require_storage
-
     keep_console()
-    ranks = args.gpus_per_node if args.gpus_per_node is not None else world_size(config.run)
-    if args.max_restarts:
-        submit.require_resumable(config, "a restart", f"{MAX_RESTARTS} 0")
-    copies = find_copies(config, resume=args.resume)
-    run_dir = check_start(config.run, resume=args.resume and copies is None)
-    select_device(config.run.device)  # raises if there is no such device
-    planned = plan_here(config, ranks, args.gpu_memory_gib, resume=args.resume)
-    print(planned.report(), end="" if args.dry_run else "\n", flush=True)
-    if args.dry_run:
-        return 0
-    require_isolation_here(config)
-    assert planned.data is not None, "only a plan of shapes has no data"
-    require_servers_here(planned.data, resume=args.resume)
-    require_storage(config)
-    if copies is not None:
-        fetch(copies, run_dir)
-    apply_permissions(config.run.permissions)
-    folder = submit.record(config, run_dir)
-    print(f"record:  {folder}", flush=True)
-    command = ["train", str(folder / "config.yaml")]
-    with held_lease(run_dir, "megappo launch --local"):
-        return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)
+    holder, memory = "megappo launch --local", args.gpu_memory_gib
+    return start_here(args, config, holder, ranks=args.gpus_per_node, gpu_memory_gib=memory, dry_run=args.dry_run)

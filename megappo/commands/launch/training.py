@@ -1,7 +1,9 @@
-"""`megappo train` on this machine: its world of ranks, and further ones after a failure (--max-restarts)."""
+"""`megappo train` and `megappo launch --local` on this machine: all checks, the world of ranks, and further ones after a failure
+(--max-restarts)."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -29,8 +31,8 @@ from megappo.runtime.ending import DONE, MISTAKE, STOPPED, UNRECOVERABLE, Ended,
 from megappo.runtime.failure import ATTEMPT_DIR
 from megappo.runtime.verdict import VERDICT
 
-if TYPE_CHECKING:  # imports torch
-    pass
+if TYPE_CHECKING:
+    from megappo.config.schema import TrainConfig
 
 RANK_MODULE = "megappo.commands.cli"
 # Everything a rank imports before its first step that starts no thread and opens no GPU (a test checks).
@@ -41,6 +43,63 @@ PRELOADED = (
     "megappo.trainer.main",
     "megappo.engine.megatron",
 )
+
+
+def start_here(
+    args: argparse.Namespace,
+    config: TrainConfig,
+    holder: str,
+    *,
+    command: Sequence[str] | None = None,
+    ranks: int | None = None,
+    gpu_memory_gib: float | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Check a run once, start its ranks on this machine and wait for them; return the exit code. A mistake is one line here, and
+    would be a traceback of every rank there.
+
+    args: with resume and max_restarts. holder: of the run's lease. command: of the ranks; None for one that reads the configuration
+    that is recorded in the run directory, which later edits of the file do not reach. ranks, gpu_memory_gib: instead of the
+    configuration's and this machine's. dry_run: print the plan and start nothing."""
+    from megappo.trainer.prepare.inputs import check_inputs
+
+    check_inputs(config, resume=args.resume)  # before anything that imports torch
+    from megappo.commands.launch.attempt import check_start
+    from megappo.commands.launch.submit import record, require_resumable
+    from megappo.commands.plan.run import plan_here
+    from megappo.commands.prepared import require_device
+    from megappo.runtime.lease import held_lease
+    from megappo.runtime.permissions import apply_permissions
+    from megappo.runtime.world import world_size
+    from megappo.trainer.preflight import require_isolation_here, require_servers_here, require_storage
+    from megappo.trainer.prepare.remote_run import fetch, find_copies
+
+    if args.max_restarts:
+        require_resumable(config, "a restart", "--max-restarts 0")
+    copies = find_copies(config, resume=args.resume)
+    run_dir = check_start(config.run, resume=args.resume and copies is None)
+    require_device(config.run.device)
+    ranks = world_size(config.run) if ranks is None else ranks
+    planned = plan_here(config, ranks, gpu_memory_gib, resume=args.resume)
+    if dry_run:
+        print(planned.report(), end="")
+        return DONE
+    require_isolation_here(config)
+    assert planned.data is not None, "only a plan of shapes has no data"
+    require_servers_here(planned.data, resume=args.resume)
+    require_storage(config)
+    if copies is not None:
+        fetch(copies, run_dir)
+    apply_permissions(config.run.permissions)
+    folder = None
+    if command is None:
+        folder = record(config, run_dir)  # before the lease, which it refuses
+        command = ["train", str(folder / "config.yaml")]
+    with held_lease(run_dir, holder):
+        print(planned.report(), flush=True)
+        if folder is not None:
+            print(f"record:  {folder}", flush=True)
+        return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)
 
 
 def train_here(

@@ -246,7 +246,7 @@ def test_a_layout_that_crosses_nodes_is_remarked(tmp_path: Path, capsys, on_clus
 def test_local_starts_the_ranks_here_with_the_recorded_configuration(tmp_path: Path, capsys, monkeypatch) -> None:
     started = []
     monkeypatch.setattr(
-        "megappo.commands.launch.command.train_here",
+        "megappo.commands.launch.training.train_here",
         lambda ranks, arguments, run_dir, **how: started.append((ranks, arguments, how)) or 7,
     )
     code, _, _ = launch(capsys, write_run(tmp_path), "--local", "--max-restarts", "2", "run.seed=3")
