@@ -21,7 +21,13 @@ def add_command(command: AddCommand) -> None:
     add("--metric", action="append", default=[], metavar="NAME", help="compare this one, or all of critic/* (may be repeated)")
     add("--window", type=positive_int, default=1, metavar="N", help="compare means of the last N values instead of single ones")
     add("--until", type=positive_int, metavar="STEP", help="leave out what was logged after this step")
-    add("--tolerance", type=positive_float, metavar="T", help="relative to a metric's largest value, for `apart from` (1e-4)")
+    add(
+        "--tolerance",
+        type=positive_float,
+        default=1e-4,
+        metavar="T",
+        help="relative to a metric's largest value, for `apart` (1e-4)",
+    )
     add(
         "--max-difference",
         type=limit,
@@ -35,16 +41,6 @@ def add_command(command: AddCommand) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from megappo.commands.compare.compare import Options, compare_runs
-    from megappo.commands.compare.curves import DEFAULT_TOLERANCE
+    from megappo.commands.compare.compare import compare_runs
 
-    options = Options(
-        metrics=tuple(args.metric),
-        window=args.window,
-        until=args.until,
-        tolerance=DEFAULT_TOLERANCE if args.tolerance is None else args.tolerance,
-        limits=dict(args.max_difference),
-        plot=args.plot,
-        as_json=args.json,
-    )
-    return compare_runs(args.runs, options)
+    return compare_runs(args)

@@ -3,17 +3,17 @@ files of the runs, also beside a live one. Imports no torch."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.commands.compare.curves import (
-    DEFAULT_TOLERANCE,
     Curve,
     Difference,
     curve_of,
@@ -107,19 +107,6 @@ LONGEST_VALUE = 44  # characters of a setting in a column
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options of the command."""
-
-    metrics: tuple[str, ...] = ()  # names or patterns; empty: the usual ones
-    window: int = 1  # steps of a trailing mean
-    until: int | None = None  # last step that counts
-    tolerance: float = DEFAULT_TOLERANCE  # relative to the largest value of a curve
-    limits: Mapping[str, float] = field(default_factory=dict)  # name or pattern -> largest difference allowed
-    plot: str | None = None
-    as_json: bool = False
-
-
-@dataclass(frozen=True)
 class _Compared:
     """The runs by name and what their curves show."""
 
@@ -147,18 +134,18 @@ class _Limit:
     reason: str  # why it is exceeded; empty if it is not
 
 
-def compare_runs(folders: Sequence[str], options: Options) -> int:
+def compare_runs(args: argparse.Namespace) -> int:
     """Print and draw the comparison; return 1 if a limit is exceeded, else 0. Raises ConfigError, one line, for bad input."""
-    target = None if options.plot is None else check_output_file("--plot", options.plot, (".png", ".svg", ".pdf"))
-    compared = _compare(folders, options)
+    target = None if args.plot is None else check_output_file("--plot", args.plot, (".png", ".svg", ".pdf"))
+    compared = _compare(args)
     limits = [_hold(metric, most, compared.differences[metric]) for metric, most in compared.limits.items()]
     made = _made_of(compared.runs)
-    if options.as_json:
+    if args.json:
         print(json.dumps(_facts(compared, made, limits), indent=1))
     else:
-        print("\n".join(_report(compared, made, limits, options)))
+        print("\n".join(_report(compared, made, limits, args)))
     if target is not None:
-        _draw(compared, target, options)
+        _draw(compared, target, args)
     return int(any(limit.reason for limit in limits))
 
 
@@ -174,35 +161,34 @@ def _made_of(runs: Mapping[str, Run]) -> _Made:
     return _Made(differing(settings, without=OWN), recorded, notes)
 
 
-def _draw(compared: _Compared, target: Path, options: Options) -> None:
-    title = f"means of {options.window} steps" if options.window > 1 else ""
+def _draw(compared: _Compared, target: Path, args: argparse.Namespace) -> None:
+    title = f"means of {args.window} steps" if args.window > 1 else ""
     try:
         target.write_bytes(picture_of(compared.curves, title, target.suffix[1:]))
     except OSError as error:
         raise ConfigError(f"--plot {target}: {error.strerror}") from None
-    if not options.as_json:
+    if not args.json:
         print(f"\n  picture: {target}")
 
 
-def _compare(folders: Sequence[str], options: Options) -> _Compared:
-    if len(folders) < 2:
-        raise ConfigError(f"compare: name two runs or more, not {len(folders)} ({' '.join(folders)})")
-    paths = [Path(folder) for folder in folders]
+def _compare(args: argparse.Namespace) -> _Compared:
+    if len(args.runs) < 2:
+        raise ConfigError(f"compare: name two runs or more, not {len(args.runs)} ({' '.join(args.runs)})")
+    paths = [Path(folder) for folder in args.runs]
     for number, path in enumerate(paths):
         if path.resolve() in [other.resolve() for other in paths[:number]]:
             raise ConfigError(f"compare: {path} is named twice")
     names = [path.resolve().name for path in paths]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
-    rows = {plain(name): _rows(path, options.until) for name, path in zip(names, paths)}
+    rows = {plain(name): _rows(path, args.until) for name, path in zip(names, paths)}
     known = list(rows.values())
-    limits = {
-        metric: most for pattern, most in options.limits.items() for metric in find_metrics([pattern], known, "--max-difference")
-    }
-    metrics = find_metrics(options.metrics, known, "--metric") if options.metrics else usual_metrics(known)
+    asked = dict(args.max_difference)
+    limits = {metric: most for pattern, most in asked.items() for metric in find_metrics([pattern], known, "--max-difference")}
+    metrics = find_metrics(args.metric, known, "--metric") if args.metric else usual_metrics(known)
     metrics = list(dict.fromkeys([*metrics, *limits]))
-    found = {metric: {name: curve_of(one, metric, options.window) for name, one in rows.items()} for metric in metrics}
-    differences = {metric: difference(curves, options.tolerance) for metric, curves in found.items()}
+    found = {metric: {name: curve_of(one, metric, args.window) for name, one in rows.items()} for metric in metrics}
+    differences = {metric: difference(curves, args.tolerance) for metric, curves in found.items()}
     return _Compared({name: read_run(path) for name, path in zip(rows, paths)}, found, differences, limits)
 
 
@@ -229,9 +215,9 @@ def _hold(metric: str, most: float, found: Difference) -> _Limit:
 # ------------------------------------------------------------------------------------------------------------------ report
 
 
-def _report(compared: _Compared, made: _Made, limits: Sequence[_Limit], options: Options) -> list[str]:
+def _report(compared: _Compared, made: _Made, limits: Sequence[_Limit], args: argparse.Namespace) -> list[str]:
     rows = [[name, run.state, _step_text(run), plain(run.path)] for name, run in compared.runs.items()]
-    lines = [*table(["run", "state", "step", "directory"], rows, left=4), "", *_metric_lines(compared, options)]
+    lines = [*table(["run", "state", "step", "directory"], rows, left=4), "", *_metric_lines(compared, args)]
     names = list(compared.runs)
     for title, different in (("setting", made.settings), ("recorded", made.recorded)):
         cells = [[key, *(plain(value, LONGEST_VALUE) for value in values)] for key, values in different.items()]
@@ -250,7 +236,7 @@ _SAME = {
 }
 
 
-def _metric_lines(compared: _Compared, options: Options) -> list[str]:
+def _metric_lines(compared: _Compared, args: argparse.Namespace) -> list[str]:
     steps = steps_to_show(compared.curves)
     head = ["metric", "run", *(f"step {step}" for step in steps), "last", "largest difference", "apart from"]
     rows: list[list[str]] = []
@@ -260,10 +246,10 @@ def _metric_lines(compared: _Compared, options: Options) -> list[str]:
             values = [value_text(curve.get(step)) for step in steps] + [value_text(_last(curve))]
             ends = [_largest_text(found), "-" if found.parts is None else f"step {found.parts}"] if number == 0 else ["", ""]
             rows.append([metric if number == 0 else "", name, *values, *ends])
-    mean = f"means of {options.window} steps; " if options.window > 1 else ""
+    mean = f"means of {args.window} steps; " if args.window > 1 else ""
     counts = sorted({found.steps for found in compared.differences.values()})
     compared_steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"
-    note = f"{mean}{compared_steps} compared; apart: by more than {options.tolerance:g} of the largest value"
+    note = f"{mean}{compared_steps} compared; apart: by more than {args.tolerance:g} of the largest value"
     return [*table(head, rows, left=2), "", f"  {note}"]
 
 

@@ -11,7 +11,6 @@ from megappo.commands.runs.read import Rows, finite, is_known, logged_names, nea
 from megappo.config.errors import ConfigError
 from megappo.telemetry.metrics import Metric
 
-DEFAULT_TOLERANCE = 1e-4
 # Metrics that are compared if none is named.
 SHOWN = (
     Metric.SCORE_MEAN.value,

@@ -1,7 +1,4 @@
-"""The job script: one template (`job.sbatch.jinja`) for `megappo launch` and for the scripts in `scripts/slurm/`.
-
-python -m megappo.commands.launch.script      # renders scripts/slurm/ again; a test holds them equal to the template
-"""
+"""The job script: one template (`job.sbatch.jinja`) for `megappo launch` and for the scripts in `scripts/slurm/`."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ from megappo.config.paths import odd_character
 from megappo.config.redaction import hide_secrets
 from megappo.runtime.ending import STOPPED
 from megappo.runtime.failure import KILL_GRACE_S
-
-EXAMPLES = Path(__file__).parents[3] / "scripts" / "slurm"
 
 
 @dataclass(frozen=True)
@@ -76,25 +71,20 @@ def render_by_hand(job: Job, file_name: str, purpose: str) -> str:
         purpose,
         f"    sbatch --time=24:00:00 {file_name} CONFIG [--resume] [key=value ...]",
         "Made of megappo/commands/launch/job.sbatch.jinja, as the scripts of `megappo launch` are: change that one, and this one",
-        "by `python -m megappo.commands.launch.script`. A copy under another name is yours.",
+        "by `python scripts/slurm_examples.py`. A copy under another name is yours.",
     ]
     return _render(job, head=head, options=["--job-name=megappo", *job.options], resume=False, by_hand=file_name)
 
 
-def examples() -> dict[str, str]:
-    jobs = {
-        "one_node.sbatch": (Job(1, 8, gpus=True), "One node of 8 GPUs, one task per rank."),
-        "many_nodes_srun.sbatch": (Job(8, 8, gpus=True), "8 nodes of 8 GPUs, one task per rank: srun starts all 64 ranks."),
-        "many_nodes_torchrun.sbatch": (
-            Job(8, 8, gpus=True, launcher="torchrun"),
-            "8 nodes of 8 GPUs, one task per node: torchrun starts the ranks of each, c10d rendezvous.",
-        ),
-    }
-    return {name: render_by_hand(job, f"scripts/slurm/{name}", purpose) for name, (job, purpose) in jobs.items()}
-
-
 def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **words: str | None) -> str:
-    environment = shell_templates(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,  # a misspelt variable must not become an empty word of a shell script
+        finalize=_one_line,  # every value passes through it, whatever its name
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     environment.filters |= {"quote": shlex.quote, "in_double_quotes": _in_double_quotes}
     return environment.get_template("job.sbatch.jinja").render(
         head=head,
@@ -113,18 +103,6 @@ def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bo
         pyxis=job.uses_pyxis,
         mounts=job.mounts,
         **words,
-    )
-
-
-def shell_templates(folder: Path) -> jinja2.Environment:
-    """Load templates of job scripts. Rendering raises ConfigError for a value that is not one printable line or holds a secret."""
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
-        undefined=jinja2.StrictUndefined,  # a misspelt variable must not become an empty word of a shell script
-        finalize=_one_line,  # every value passes through it, whatever its name
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
     )
 
 
@@ -155,8 +133,3 @@ def directive(option: str) -> str:
     # sbatch splits the line at blanks, ends it at # and drops unescaped quotes.
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'{name}{equals}"{escaped}"'
-
-
-if __name__ == "__main__":
-    for file_name, text in examples().items():
-        (EXAMPLES / file_name).write_text(text, encoding="utf-8")

@@ -94,7 +94,7 @@ def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]
         )
     count = f"{len(found)} of {len({one.layout for one in search.candidates[role]})} layouts that fit alone fit beside the others"
     engine = "" if choice.roles[role].settings.engine == "megatron" else f" under {choice.roles[role].settings.engine}"
-    return [f"{role}{engine}{_where(search, role)}: {count}", *table(header, rows, LEFT)]
+    return [f"{role}{engine}{_where(search, role)}: {count}", *table(header, rows, left=LEFT)]
 
 
 def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
@@ -116,7 +116,7 @@ def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
         )
     return [
         f"rollout{_where(search, ROLLOUT)}",
-        *table(["", "layout", "replicas", "step s", "prefill", "decode", "at once", "GiB", "why"], rows, LEFT),
+        *table(["", "layout", "replicas", "step s", "prefill", "decode", "at once", "GiB", "why"], rows, left=LEFT),
     ]
 
 
@@ -131,7 +131,7 @@ def step_lines(search: Search, choice: Choice) -> list[str]:
             what = f"{layout_text(one.layout)}, {figures(choice.peak_of(role) / GIB)} GiB{_where(search, role)}"
         share = f"{seconds / choice.total_s:.0%}"
         rows.append([name, *([figures(begin)] if apart else []), figures(seconds), share, what])
-    lines = table(["the chosen step", *(["from s"] if apart else []), "s", "share", "at work"], rows, LEFT)
+    lines = table(["the chosen step", *(["from s"] if apart else []), "s", "share", "at work"], rows, left=LEFT)
     phase, rank = choice.fullest()
     room = search.machine.hardware.usable_bytes
     return [

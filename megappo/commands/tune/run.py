@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from megappo.commands.plan.report import remark_lines
@@ -35,64 +34,35 @@ from megappo.trainer.prepare.hub import with_local_models
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
 
 
-@dataclass(frozen=True)
-class Question:
-    """A request to tune."""
-
-    config: TrainConfig
-    """The file and `overrides`, as loaded."""
-    config_path: str
-    overrides: tuple[str, ...]
-    """The user's; those of a winner are added to them."""
-    gpus: int
-    hardware: Hardware
-    roles: tuple[str, ...] | None = None
-    prompt_tokens: float | None = None
-    response_tokens: float | None = None
-    """`prompt_tokens`, `response_tokens`: means of a sequence; None for the longest."""
-    placements: bool = False
-    """True if placements are searched too."""
-
-
-def default_profile(config: TrainConfig) -> str:
-    """Return `cpu` for a run on the CPU. ConfigError for any other run, which has to name its profile."""
-    if config.run.device == "cpu":
-        return "cpu"
-    raise ConfigError("--gpu is missing: a100, h100, h200, b200, or a YAML file with a profile")
-
-
-def num_gpus(asked: int | None, config: TrainConfig) -> int:
-    """Number of GPUs from --gpus or the configuration. ConfigError if neither has it."""
-    if asked is not None:
-        return asked
-    if config.run.num_ranks is None:
+def make_search(config: TrainConfig, args: argparse.Namespace) -> Search:
+    """Build the search that the options ask for. ConfigError, one line, if they do not fit together."""
+    gpus = args.gpus if args.gpus is not None else config.run.num_ranks
+    if gpus is None:
         raise ConfigError("--gpus is missing: how many GPUs the run will have (run.num_ranks does not say)")
-    return config.run.num_ranks
-
-
-def make_search(question: Question) -> Search:
-    """Build the search for a question. ConfigError, one line, if its options do not fit together."""
-    _check_gpus(question.gpus, question.hardware)
-    require_whole_steps(question.config, "tune")
-    if question.config.data.fit_batch:
+    if args.gpu is None and config.run.device != "cpu":
+        raise ConfigError("--gpu is missing: a100, h100, h200, b200, or a YAML file with a profile")
+    hardware = load_hardware(args.gpu or "cpu")
+    if args.gpus_per_node is not None:
+        hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
+    _check_gpus(gpus, hardware)
+    require_whole_steps(config, "tune")
+    if config.data.fit_batch:
         # Every layout would train on its own batch, and the smallest batch would win.
         fix = "tune compares layouts at one batch; write the sizes that `megappo plan` says instead, and set it to false"
         raise ConfigError(problem("data.fit_batch", True, fix))
-    run = question.config.run.model_copy(update={"num_ranks": question.gpus})
-    config = question.config.model_copy(update={"run": run})
-    if question.placements:
+    config = config.model_copy(update={"run": config.run.model_copy(update={"num_ranks": gpus})})
+    if args.placements:
         _check_placements(config)
-    tuned = _tuned_roles(config, question.roles)
-    machine_device = "cuda" if question.hardware.is_gpu() else "cpu"
-    implementation = choose_implementation(config.model.impl, machine_device)
-    machine = Machine(question.gpus, question.hardware, implementation)
+    tuned = _tuned_roles(config, None if args.roles is None else [part.strip() for part in args.roles.split(",")])
+    implementation = choose_implementation(config.model.impl, "cuda" if hardware.is_gpu() else "cpu")
+    machine = Machine(gpus, hardware, implementation)
     neutral = neutral_config(config, tuned)
-    check_config(neutral, explicit_keys(neutral), question.gpus, machine.device)
+    check_config(neutral, explicit_keys(neutral), gpus, machine.device)
     archs = read_archs(config, need_weights=False)
-    check_layouts(neutral, archs, question.gpus, implementation)
+    check_layouts(neutral, archs, gpus, implementation)
     if config.rollout.engine == "vllm":
         check_vllm(archs["policy"], step_arithmetic(config).max_sequence_tokens, machine.device)
-    return Search(config, archs, machine, _workload(config, question), tuned)
+    return Search(config, archs, machine, _workload(config, args.mean_prompt_tokens, args.mean_response_tokens), tuned)
 
 
 def _check_gpus(gpus: int, hardware: Hardware) -> None:
@@ -138,14 +108,14 @@ def neutral_config(config: TrainConfig, tuned: Sequence[str]) -> TrainConfig:
     return with_sections(config, changes)
 
 
-def _workload(config: TrainConfig, question: Question) -> Workload:
+def _workload(config: TrainConfig, prompt: float | None, response: float | None) -> Workload:
     for name, value, most in (
-        ("--mean-prompt-tokens", question.prompt_tokens, config.data.max_prompt_tokens),
-        ("--mean-response-tokens", question.response_tokens, config.rollout.max_response_tokens),
+        ("--mean-prompt-tokens", prompt, config.data.max_prompt_tokens),
+        ("--mean-response-tokens", response, config.rollout.max_response_tokens),
     ):
         if value is not None and not 0 < value <= most:
             raise ConfigError(f"{name} {value:g}: must be > 0 and at most the longest, {most}")
-    return workload_of(config, question.prompt_tokens, question.response_tokens)
+    return workload_of(config, prompt, response)
 
 
 def find_best(search: Search) -> Choice:
@@ -171,33 +141,11 @@ def find_best(search: Search) -> Choice:
     raise ConfigError(f"--gpus {machine.world_size}: {what}, and not on {larger_worlds(machine)[-1]} either; {fix}")
 
 
-def prepare_chosen(search: Search, choice: Choice, question: Question) -> PlannedRun:
-    """Plan the winner with all checks and remarks of `megappo plan --shapes-only`."""
-    machine = search.machine
-    config = with_local_models(written_choice(search, choice, question), shapes_only=True)
-    return plan_run(config, machine.world_size, machine.device, machine.device_memory, shapes_only=True)
-
-
-def written_choice(search: Search, choice: Choice, question: Question) -> TrainConfig:
-    """Configuration of the winner as its user would write it, with the model names of the file."""
-    return load_config(
-        question.config_path, [*question.overrides, *overrides_of(search, choice)]
-    )  # of equal keys the last one counts
-
-
-def write_output(path: Path, config: TrainConfig, overrides: Sequence[str]) -> None:
-    """Write the whole configuration into a .yaml file; into any other file the overrides, one per line."""
-    if path.suffix in (".yaml", ".yml"):
-        path.write_text(dump_yaml(config), encoding="utf-8")
-    else:
-        path.write_text("".join(f"{line}\n" for line in overrides), encoding="utf-8")
-
-
 def as_json(
     search: Search,
     choice: Choice,
     top: int,
-    prepared: PlannedRun,
+    planned: PlannedRun,
     measured: Mapping[str, Any] | None = None,
     placements: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
@@ -217,8 +165,8 @@ def as_json(
         "step_seconds": choice.total_s,
         "peak_bytes": choice.peak,
         "overrides": overrides_of(search, choice),
-        "notes": list(prepared.notes),
-        "warnings": list(prepared.plan.warnings),
+        "notes": list(planned.notes),
+        "warnings": list(planned.plan.warnings),
         "roles": tables,
         **({"measured": measured} if measured is not None else {}),
         **({"placements": placements} if placements is not None else {}),
@@ -242,21 +190,7 @@ def tune(args: argparse.Namespace, config: TrainConfig) -> int:
     """Run the command; returns the exit code. ConfigError for a user's mistake."""
     named = {"--output": args.output, "--json": args.json}
     targets = {option: check_output_file(option, text) for option, text in named.items() if text}
-    gpus, hardware = num_gpus(args.gpus, config), load_hardware(args.gpu or default_profile(config))
-    if args.gpus_per_node is not None:
-        hardware = replace(hardware, gpus_per_node=args.gpus_per_node)
-    question = Question(
-        config,
-        args.config,
-        tuple(args.overrides),
-        gpus,
-        hardware,
-        tuple(part.strip() for part in args.roles.split(",")) if args.roles is not None else None,
-        args.mean_prompt_tokens,
-        args.mean_response_tokens,
-        bool(args.placements),
-    )
-    search = make_search(question)
+    search = make_search(config, args)
     if args.measure is not None:
         check_measurable(search, in_job=args.slurm)
     with input_accepted(unless=(ConfigError,)):  # the search and the trials find out what cannot work
@@ -268,17 +202,20 @@ def tune(args: argparse.Namespace, config: TrainConfig) -> int:
             measurement = measure(search, choice, args.measure, in_job=args.slurm)
             print(measurement.report())
             choice = best_measured(search, choice, measurement)
-        prepared = prepare_chosen(search, choice, question)
-        if remarks := remark_lines(prepared.plan, prepared.notes):
+        overrides, machine = overrides_of(search, choice), search.machine
+        written = load_config(args.config, [*args.overrides, *overrides])  # with the user's names of models; the last key counts
+        chosen = with_local_models(written, shapes_only=True)
+        planned = plan_run(chosen, machine.world_size, machine.device, machine.device_memory, shapes_only=True)
+        if remarks := remark_lines(planned.plan, planned.notes):
             print("\n".join(remarks) + "\n")
-        overrides = overrides_of(search, choice)
         print("overrides\n" + "\n".join(f"  {line}" for line in overrides))
-        if "--output" in targets:
-            write_output(targets["--output"], written_choice(search, choice, question), overrides)
+        if (target := targets.get("--output")) is not None:
+            whole = target.suffix in (".yaml", ".yml")
+            target.write_text(dump_yaml(written) if whole else "".join(f"{line}\n" for line in overrides), encoding="utf-8")
         if "--json" in targets:
             measured = measurement.facts() if measurement is not None else None
             placements = placement_facts(ranked) if ranked else None
-            facts = as_json(search, choice, args.top, prepared, measured, placements)
+            facts = as_json(search, choice, args.top, planned, measured, placements)
             targets["--json"].write_text(facts, encoding="utf-8")
     return 0
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megappo.commands.launch.script import EXAMPLES, Job, examples, render
+from megappo.commands.launch.script import Job, render
+from scripts.slurm_examples import EXAMPLES, examples
 
 HOSTILE = "a b; touch $(touch gone) 'x' \"y\" %j"
 
