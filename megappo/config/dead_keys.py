@@ -32,6 +32,10 @@ _IMPL = Dead(
     ("model.impl",), _without_megatron, "no role has engine megatron, whose layers it chooses; remove it, or set a role's engine"
 )
 
+_SYSTEM_PROMPT = Dead(
+    ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"
+)
+
 
 # Keys about the values of several critics.
 SEVERAL_CRITICS = (
@@ -165,9 +169,7 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: c.trainer.steps is not None,
         "trainer.steps sets the length of the run; remove one of the two",
     ),
-    Dead(
-        ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"
-    ),
+    _SYSTEM_PROMPT,
     Dead(
         ("reward.parts",),
         lambda c: c.reward.route is not None,
@@ -192,9 +194,7 @@ TRAIN: tuple[Dead, ...] = (
 
 SFT: tuple[Dead, ...] = (
     _IMPL,
-    Dead(
-        ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"
-    ),
+    _SYSTEM_PROMPT,
     Dead(("policy.ema.*",), lambda c: True, "fine-tuning keeps no average of the weights; remove it"),
     Dead(("policy.logits_dtype",), lambda c: True, "fine-tuning has no sampler to agree with; remove it"),
 )
