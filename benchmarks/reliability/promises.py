@@ -241,7 +241,7 @@ PROMISES = (
             "tests/checkpoint/test_background.py::test_a_killed_writer_is_an_error_and_is_replaced",
             "tests/trainer/test_checkpoints.py::test_it_is_drained_before_the_next_and_before_the_end",
         ),
-        "{save_stall}",
+        "[the first table](#a-run-that-survives)",
     ),
     Promise(
         "F16",
