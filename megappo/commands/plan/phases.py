@@ -12,7 +12,7 @@ from typing import Any
 from megappo.commands.plan.estimate import Plan, beside_sampler, check_kv_cache, roles_beside_sampler, sequences_at_once, work_out
 from megappo.commands.plan.memory import Moment, RoleMemory
 from megappo.config.errors import ConfigError
-from megappo.config.layout_checks import roles_in_use, trained_sections, value_head_of
+from megappo.config.layout_checks import roles_in_use, trained_sections, value_head_of, world_problems
 from megappo.config.role_sections import RewardModelConfig, RoleConfig, TrainableConfig, key_of_role, section_of, with_sections
 from megappo.config.schema import TrainConfig
 from megappo.trainer.prepare.layouts import check_layouts
@@ -119,6 +119,8 @@ def remedies(plan: Plan, role: str, most: int = 2) -> list[Remedy]:
 
 def _tightest_of(plan: Plan, config: TrainConfig, role: str) -> int | None:
     """Bytes of the role's tightest phase under another configuration; None if that is refused for a reason other than size."""
+    if next(world_problems(config, plan.world_size), None) is not None:
+        return None
     try:
         layouts = check_layouts(config, plan.archs, plan.world_size)
         changed = work_out(config, plan.archs, layouts, plan.world_size, plan.device, plan.device_memory)

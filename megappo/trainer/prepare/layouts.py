@@ -12,9 +12,6 @@ from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
 from megappo.config.layout_checks import (
     head_rows_of,
-    parallel_problems,
-    placement_problems,
-    placements_in_use,
     roles_in_use,
     value_head_of,
 )
@@ -26,7 +23,7 @@ from megappo.models.freeze import check_frozen_stages, frozen_of
 from megappo.models.hf_config import arch_for
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of
-from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.placement import placement_of
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
 from megappo.runtime.messages import first_line, parse_object
 from megappo.trainer.prepare.reward_model import check_reward_model
@@ -151,13 +148,13 @@ def _missing_shard(directory: Path) -> str | None:
 def check_layouts(
     config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch], world_size: int, implementation: Implementation = "local"
 ) -> dict[str, ParallelLayout]:
-    """Check every role's layout and return role -> layout over its own ranks. ConfigError, one line with key, value and fix.
-    implementation: of the run's layers; `local` has the stricter rules."""
-    roles, places = roles_in_use(config), placements(config, world_size)
+    """Check every role's layout against its model and return role -> layout over its own ranks. ConfigError, one line with key,
+    value and fix. The sizes and ranks fit the world (`layout_checks.world_problems`). implementation: of the run's layers; `local`
+    has the stricter rules."""
+    roles = roles_in_use(config)
+    places = {role: placement_of(section_of(config, role).ranks, world_size) for role in roles}
     for role, parallel in roles.items():
         section = f"{key_of_role(role)}.parallel"
-        for message in parallel_problems(section, parallel, len(places[role]), section_of(config, role).ranks):
-            raise ConfigError(message)
         _check_engine(role, section_of(config, role), archs[role])
         layers = implementation_of_role(implementation, config.model.impl, section_of(config, role))
         if section_of(config, role).engine == "fsdp2":
@@ -185,13 +182,6 @@ def check_layouts(
         _too_long("data.max_tokens", config.data.max_tokens, "policy", archs["policy"])
     # No rule for vocabularies and tp: they are padded to a multiple of tp.
     return {role: layout_of(parallel, len(places[role])) for role, parallel in roles.items()}
-
-
-def placements(config: TrainConfig | SftConfig, world_size: int) -> dict[str, Placement]:
-    """Return role (and `rollout` of a PPO run) -> its ranks. ConfigError, one line, if they do not fit the world or each other."""
-    for message in placement_problems(config, world_size):
-        raise ConfigError(message)
-    return {name: placement_of(ranks, world_size) for name, ranks in placements_in_use(config).items()}
 
 
 def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megappo.commands.tune.enumerate import layouts, nearly_even, recompute_choices, rollout_sizes, token_budgets
 from megappo.config.errors import ConfigError
+from megappo.config.layout_checks import parallel_problems
 from megappo.config.loading import validated
 from megappo.config.role_sections import ParallelConfig
 from megappo.config.schema import TrainConfig
@@ -30,6 +31,8 @@ def config_with(parallel: ParallelConfig, rollout_tp: int = 1) -> TrainConfig:
 
 
 def accepted(parallel: ParallelConfig, arch: ModelArch, world: int, rollout_tp: int = 1) -> bool:
+    if next(parallel_problems("policy.parallel", parallel, world), None) is not None:
+        return False
     try:
         check_layouts(config_with(parallel, rollout_tp), {"policy": arch, "critic": arch}, world)
     except ConfigError:
