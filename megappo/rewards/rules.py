@@ -70,9 +70,10 @@ def make_part(name: str, workers: int = 0) -> Part:
 
 
 def hash_of_code(name: str) -> str | None:
-    """SHA-256 of the source file that defines a rule; None if there is no such file. Raises ValueError as `make_rule`."""
+    """SHA-256 of the source files that define a rule; None if there is no such file. Raises ValueError as `make_rule`."""
     rule = make_rule(name)
     file = sys.modules[rule.__module__].__file__  # of the function, or of the object's class
     if file is None or not Path(file).is_file():
         return None
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    files = [Path(file), *(Path(file).with_name(other) for other in getattr(rule, "also", ()))]
+    return hashlib.sha256(b"".join(one.read_bytes() for one in files)).hexdigest()

@@ -22,12 +22,15 @@ logger = logging.getLogger(__name__)
 class MathVerify:
     """1 if the final answer equals the reference answer, else 0; None (undecided) after more than `cpu_limit_s` CPU seconds.
 
-    The final answer is the last \\boxed{} if there is one, else the rest of the line after the last `####` that a number follows
-    (GSM8K), else the one that math-verify finds: "the answer is", LaTeX, the last expression. The reference answer is the text
-    after its last `####`, or all of it. Undecided comparisons are logged as warnings and counted in `undecided`. Raises
+    The final answer is the last \\boxed{} or <answer> that is not empty, else the rest of the line after the last `####` that a
+    number follows (GSM8K), else the one that math-verify finds: "the answer is", LaTeX, the last expression. The reference answer
+    is the text after its last `####`, or all of it. Undecided comparisons are logged as warnings and counted in `undecided`. Raises
     UnusableAnswer for a reference answer that is no mathematical expression, RuntimeError if the worker died of anything but its
     limit. Threads may share a rule; their calls run one at a time.
     """
+
+    also = ("math_forms.py", "symbolic_worker.py")
+    """Files beside this one that decide a score, for the hash of the rule's code."""
 
     def __init__(self, cpu_limit_s: float = 5.0) -> None:
         if importlib.util.find_spec("math_verify") is None:

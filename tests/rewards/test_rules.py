@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import pytest
 
-from megappo.rewards.rules import RULES, exact_match, has_eos, make_rule
+from megappo.rewards import math_forms, symbolic, symbolic_worker
+from megappo.rewards.rules import RULES, exact_match, has_eos, hash_of_code, make_rule
 from tests.rewards.samples import sample
 
 TABLE = [
@@ -56,3 +60,10 @@ def test_math_verify_says_how_to_install_what_it_needs(monkeypatch: pytest.Monke
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"reward.parts: math_verify needs the math-verify package: pip install"):
         make_rule("math_verify")
+
+
+def test_the_hash_of_math_verify_is_of_all_that_decides_its_scores() -> None:
+    files = (symbolic, math_forms, symbolic_worker)
+    content = b"".join(Path(module.__file__).read_bytes() for module in files)
+    assert hash_of_code("math_verify") == hashlib.sha256(content).hexdigest()
+    assert hash_of_code("exact_match") == hash_of_code("has_eos") != hash_of_code("gsm8k_strict")
