@@ -71,8 +71,10 @@ def sft_rank(args: argparse.Namespace) -> int:
 def _enter(stop: StopRequest | None = None) -> None:
     """Set up tracebacks, signals and the end with the launcher, before anything heavy is imported."""
     from megappo.runtime.failure import record_exceptions
+    from megappo.runtime.helper_process import stay_deaf
     from megappo.runtime.world import end_with_launcher
 
+    stay_deaf()
     end_with_launcher()
     if stop is not None:
         stop.listen()

@@ -34,6 +34,14 @@ def deaf_to_stop() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def stay_deaf() -> None:
+    """Ignore INT and TERM for good in a process that was started deaf to them. Call it before anything else handles one of them."""
+    # Python's resource tracker, which multiprocessing's shared memory starts (vLLM's ranks have some), lets both through again.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    for number in {signal.SIGINT, signal.SIGTERM} & blocked:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def parent_to_follow() -> int:
     """Return the process id for `end_with` of a helper that is started here; 0 if the helper must not follow."""
     # The kernel follows the thread that starts a helper, and only the main thread lives as long as the rank.
@@ -200,6 +208,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main(descriptor: int) -> None:
     """Make what answers, then answer each question until the rank is gone."""
+    stay_deaf()
     os.set_inheritable(descriptor, False)
     channel = Connection(descriptor)
     setup = channel.recv()

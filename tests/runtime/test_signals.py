@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from megappo.parallel.consensus import any_rank
 from megappo.runtime.helper_process import deaf_to_stop, parent_to_follow
@@ -119,6 +120,43 @@ def test_a_helper_survives_requests_to_stop_and_ends_with_its_rank() -> None:
     rank.kill()
     rank.wait()
     helper.wait(10)
+
+
+# What vLLM's shared memory does in a rank: Python's resource tracker unblocks INT and TERM when it has started.
+RANK_WITH_TRACKER = """
+import os, signal, sys
+from multiprocessing import resource_tracker
+from megappo.runtime.helper_process import stay_deaf
+from megappo.runtime.signals import StopRequest
+if sys.argv[1] == "deaf":
+    stay_deaf()
+stop = StopRequest()
+stop.listen()
+resource_tracker.ensure_running()
+print("begun", flush=True)
+sys.stdin.readline()
+print(stop.received, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "said"), [("deaf", "INT", "None"), ("deaf", "TERM", "Signals.SIGTERM"), ("not", "INT", "")]
+)
+def test_a_rank_that_starts_the_resource_tracker_stays_deaf_to_the_terminal(how: str, number: str, said: str) -> None:
+    """And still takes TERM for a request. Negative control: without `stay_deaf` Ctrl-C ends it."""
+    with deaf_to_stop():
+        rank = subprocess.Popen(
+            [sys.executable, "-c", RANK_WITH_TRACKER, how],
+            env={"PYTHONPATH": str(Path(__file__).parents[2])},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+    assert rank.stdout is not None and rank.stdout.readline() == "begun\n"
+    rank.send_signal(signal.Signals[f"SIG{number}"])
+    time.sleep(0.3)
+    assert rank.communicate("\n")[0].strip().replace("15", "Signals.SIGTERM") == said
 
 
 def test_a_helper_that_is_started_by_another_thread_does_not_follow_it() -> None:

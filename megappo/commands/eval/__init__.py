@@ -31,11 +31,13 @@ def main(args: argparse.Namespace) -> int:
     from megappo.commands.launch.local import start_ranks
     from megappo.config.loading import load_config
     from megappo.runtime.failure import record_exceptions
+    from megappo.runtime.helper_process import stay_deaf
     from megappo.runtime.world import end_with_launcher, is_rank, join_srun, world_size
     from megappo.trainer.prepare.hub import local_overrides
 
     join_srun()
     if is_rank():
+        stay_deaf()
         end_with_launcher()
         record_exceptions(int(os.environ["RANK"]))
     written = load_config(args.config, args.overrides)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from megappo.commands.tune.trials import world_folder
 from megappo.runtime.failure import ATTEMPT_DIR, record_exceptions
+from megappo.runtime.helper_process import stay_deaf
 from megappo.runtime.libraries import quiet_libraries
 from megappo.runtime.world import join_srun
 from megappo.telemetry.console import keep_console
 
 
 def main() -> None:
+    stay_deaf()
     keep_console()
     quiet_libraries()  # before Megatron-core is imported
     folder, names = Path(sys.argv[1]), sys.argv[2:]

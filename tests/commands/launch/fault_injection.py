@@ -2,8 +2,9 @@
 
 FAULTS holds faults, separated by blanks: NAME=RANK:MODULE:ATTRIBUTE:N:ACTION[:AFTER]. In rank RANK the N-th call of
 MODULE.ATTRIBUTE since its process started does ACTION instead, once the fault AFTER has happened: kill, stop (SIGSTOP), term
-(SIGTERM to the process group), insist (the same a while later, and waits for its end), value_error or assertion_error
-(which no wrapper of a save takes for a fault of the disk). Each happens once: it leaves the file FAULTS_DONE/NAME, with the time.
+(SIGTERM to the process group), insist (the same a while later, and waits for its end), pause (a second), value_error or
+assertion_error (which no wrapper of a save takes for a fault of the disk). Each happens once: it leaves the file
+FAULTS_DONE/NAME, with the time.
 """
 
 import functools
@@ -56,6 +57,8 @@ class Fault:
             time.sleep(1.5)  # sooner it would be the same request (commands/launch/local.py)
             os.killpg(0, signal.SIGTERM)
             time.sleep(1000)
+        elif self.action == "pause":
+            time.sleep(1.0)
         elif self.action == "value_error":
             raise ValueError("injected")
         elif self.action == "assertion_error":
