@@ -67,7 +67,7 @@ from megappo.config.run_checks import (
     weight_problem,
 )
 from megappo.config.schema import SftConfig, TrainConfig
-from megappo.config.vllm_args import vllm_args_problem
+from megappo.config.vllm_args import vllm_args_problem, vllm_temperature_problem
 
 Device = Literal["cpu", "cuda"]
 TrainRule = Callable[[TrainConfig], str | None]
@@ -96,6 +96,7 @@ TRAIN_RULES: tuple[TrainRule, ...] = (
     seed_problem,
     stop_problem,
     vllm_args_problem,
+    vllm_temperature_problem,
     adaptive_kl_problem,
     critic_head_problem,
     critic_warmup_problem,

@@ -29,6 +29,27 @@ OWN = {
 """Argument that megappo sets -> the key of ours that decides it, "" without one."""
 
 
+COOLEST, HOTTEST = 0.01, 2.0  # vLLM 0.32: it samples at COOLEST below it, without an error, and refuses more than HOTTEST
+
+
+def vllm_temperature_problem(config: TrainConfig) -> str | None:
+    """Refuse a temperature at which vLLM does not sample: log-probs would be those of another one."""
+    if config.rollout.engine != "vllm":
+        return None
+    given = {"rollout.sampling.temperature": config.rollout.sampling.temperature}
+    given |= {f"evaluations.{name}.temperature": one.temperature for name, one in config.evaluations.items()}
+    return next((message for key, value in given.items() if (message := temperature_problem(key, value)) is not None), None)
+
+
+def temperature_problem(key: str, value: float) -> str | None:
+    """Say why vLLM does not sample at this temperature; None if it does."""
+    if value == 0 or COOLEST <= value <= HOTTEST:
+        return None
+    return problem(
+        key, value, f"vLLM samples at {COOLEST:g} to {HOTTEST:g}, or greedily at 0; use one of these, or engine megatron"
+    )
+
+
 def vllm_args_problem(config: TrainConfig) -> str | None:
     """Refuse an argument that vLLM does not have or that megappo sets."""
     for name, value in config.rollout.vllm_args.items():

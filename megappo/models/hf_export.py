@@ -235,7 +235,8 @@ def export_config(model: Written, source: Mapping[str, Any]) -> dict[str, Any]:
     config["architectures"] = [
         FAMILIES[arch.family].architecture(head) if known else arch.architecture.removesuffix("CausalLM") + head
     ]
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = _DTYPE_NAMES[model.dtype]
+    # The key has two names, and some files have both, with two values.
+    config.update(dict.fromkeys({"dtype", "torch_dtype"} & config.keys() or {"dtype"}, _DTYPE_NAMES[model.dtype]))
     if arch.own:  # explicit: a composite's default may be another than its language model's
         config["tie_word_embeddings"] = arch.tied_embeddings
     for key in ("num_labels", "id2label", "label2id"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 from collections.abc import Collection, Mapping
+from operator import getitem
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.layout_checks import placements_in_use, reference_is_base, role_sections, roles_in_use, trained_sections
 from megappo.config.reward_sections import RewardConfig, RewardPart
-from megappo.config.role_sections import section_of
+from megappo.config.role_sections import key_of_role, section_of
 from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import parse_yaml
 from megappo.data.prompts import PromptSet
@@ -212,8 +214,22 @@ def require_same_models(held: Collection[str], config: TrainConfig, name: str) -
 
 def warn_of_changes(saved: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> None:
     """Log once what differs from the checkpoint `name` and may differ."""
-    for line in notable_changes(saved, facts, name):
+    for line in (*notable_changes(saved, facts, name), *changed_schedules(saved, facts, name)):
         warn_once(logger, "%s", line)
+
+
+def changed_schedules(saved: Mapping[str, Any], facts: Mapping[str, Any], name: str) -> list[str]:
+    """List the learning rates that another length of the run than at the checkpoint `name` moves, one line each."""
+    then, now = (parse_yaml(one["config"], name)[0] for one in (saved, facts))
+    lengths = ((f"trainer.{key}", then["trainer"].get(key), now["trainer"].get(key)) for key in ("steps", "epochs"))
+    moved = next((f"{key} was {old} at {name}, and is {new}" for key, old, new in lengths if old != new), None)
+    lines = []
+    for key in map(key_of_role, ("policy", *facts["critics"]) if moved is not None else ()):
+        kind = functools.reduce(getitem, (*key.split("."), "optimizer", "lr_schedule"), now)
+        if kind != "constant":
+            jump = "the rate jumps to that of a run of the new length, up from its lowest if the run had ended"
+            lines.append(f"{key}.optimizer.lr_schedule is {kind}, and {moved}: {jump}")
+    return lines
 
 
 def _megatron_version() -> dict[str, str]:

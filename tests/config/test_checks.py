@@ -333,6 +333,21 @@ BROKEN = [
         ["rollout.sampling.temperature = 0.0"],
         "rollout.sampling.temperature=0.1",
     ),
+    *(
+        (
+            "vllm_temperature_problem",
+            [f"rollout.sampling.temperature={given}"],
+            [f"temperature = {given}: vLLM samples at 0.01 to 2"],
+            mended,
+        )
+        for given, mended in (("0.005", "rollout.sampling.temperature=0.01"), ("2.5", "rollout.engine=megatron"))
+    ),
+    (
+        "vllm_temperature_problem",
+        ["evaluations={b: {data: b.jsonl, n: 4, temperature: 0.001}}"],
+        ["evaluations.b.temperature = 0.001: vLLM samples"],
+        "evaluations.b.temperature=2",
+    ),
     ("average_problem", ["policy.ema.decay=0.9", "policy.lora.rank=4"], ["policy.ema.decay = 0.9", "adapters"], "policy.ema=null"),
     (
         "average_problem",

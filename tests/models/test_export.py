@@ -7,6 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from megappo.models.hf_config import read_arch
+from megappo.models.hf_export import Written, export_config
 from tests.models.cases import EXPORT_LAYOUTS
 from tests.models.checkpoints import CASES, COMPOSITE, example_sequences, reference_logits
 
@@ -49,6 +51,17 @@ def test_a_composite_checkpoint_is_exported_as_its_language_model(folder):
     torch.testing.assert_close(reference_logits(exported), torch.load(folder / f"{COMPOSITE}.pt"), rtol=0, atol=1e-5)
     # Where vLLM looks for what transformers calls rope_parameters.llama_4_scaling_beta.
     assert exported.config.llama_4_scaling == {"original_max_position_embeddings": 16, "beta": 0.1}
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"dtype": "float32"}, {"torch_dtype": "float16"}, {"dtype": "float32", "torch_dtype": "float16"}]
+)
+def test_every_dtype_key_of_the_configuration_is_the_exports(folder, keys):
+    config = json.loads((folder / "llama" / "config.json").read_text())
+    source = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")} | keys
+    written = export_config(Written(read_arch(folder / "llama"), torch.bfloat16, value_head=False), source)
+    found = {key: written[key] for key in ("dtype", "torch_dtype") if key in written}
+    assert found == dict.fromkeys(keys or ["dtype"], "bfloat16")
 
 
 def test_export_copies_the_tokenizer_and_no_code(folder):

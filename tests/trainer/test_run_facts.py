@@ -8,7 +8,7 @@ import pytest
 
 from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
-from megappo.trainer.run_facts import require_same_models, require_same_order
+from megappo.trainer.run_facts import changed_schedules, require_same_models, require_same_order
 from tests.config.examples import train_config
 
 
@@ -32,6 +32,32 @@ def test_another_order_of_the_prompts_is_refused(tmp_path: Path, override: str, 
 def test_other_keys_may_change(tmp_path: Path) -> None:
     now = facts(tmp_path, "run.seed=7")
     require_same_order(now, facts(tmp_path, "run.seed=7", "trainer.steps=9", "data.prompts_per_step=3"), "step-3")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "told"),
+    [
+        (
+            ("trainer.steps=4",),
+            ("trainer.steps=9",),
+            ["policy.optimizer.lr_schedule is cosine, and trainer.steps was 4 at step-3, and is 9"],
+        ),
+        (
+            ("trainer.steps=null",),
+            ("trainer.epochs=2", "trainer.steps=null"),
+            ["policy.optimizer.lr_schedule is cosine, and trainer.epochs was"],
+        ),
+        (("trainer.steps=4",), ("trainer.steps=4", "run.name=other"), []),
+        (("trainer.steps=4",), ("trainer.steps=9", "policy.optimizer.lr_schedule=constant"), []),
+    ],
+)
+def test_a_learning_rate_that_jumps_with_the_length_of_the_run_is_told(
+    tmp_path: Path, then: tuple[str, ...], now: tuple[str, ...], told: list[str]
+) -> None:
+    usual = ("policy.optimizer.lr_schedule=cosine", "critic.optimizer.lr_schedule=constant")
+    old, new = ({**facts(tmp_path, *usual, *keys), "critics": ["critic"]} for keys in (then, now))
+    found = changed_schedules(old, new, "step-3")
+    assert len(found) == len(told) and all(line.startswith(start) for line, start in zip(found, told))
 
 
 ALONE = ("trainer.steps=4", "critic.warmup.steps=4")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megappo.config.role_sections import ModelConfig, PolicyConfig, RoleConfig
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import RolloutConfig
+from megappo.config.vllm_args import temperature_problem
 from megappo.data.prompts import PromptFormat, encode_question
 from megappo.data.token_texts import response_text
 from megappo.data.tokenizers import load_tokenizer
@@ -43,6 +44,8 @@ def answer(
         raise ValueError("generate: no prompts; give --prompt TEXT or lines on standard input")
     if not 0.0 <= temperature < math.inf:
         raise ValueError(f"--temperature {temperature}: must be 0 (greedy) or a positive number")
+    if engine == "vllm" and (message := temperature_problem("--temperature", temperature)) is not None:
+        raise ValueError(message)
     arch = read_arch(model)
     tokenizer = load_tokenizer(tokenizer_path or model, model)
     prompt_format = PromptFormat(chat_template, None, "")
