@@ -70,7 +70,11 @@ class CheckpointDirectory:
     def read_manifest(self, step: int) -> Manifest:
         """Read a checkpoint's manifest; errors as `manifest.read_manifest`, and RefusedCheckpoint if it belongs to another step."""
         path = self.step_path(step)
-        if path.is_symlink():
+        try:
+            is_link = path.is_symlink()
+        except OSError as error:  # of a directory that can be listed and not searched
+            raise unreadable(error, path) from None
+        if is_link:
             raise UnsafeCheckpoint(f"{path} is a symbolic link, which megappo never makes")
         manifest = read_manifest(path)
         if manifest.step != step:

@@ -170,9 +170,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _parse(directory: Path, name: str) -> tuple[dict[str, Any], Any]:
     path = directory / MANIFEST
-    if path.is_symlink():
-        raise UnsafeCheckpoint(f"{name} is a symbolic link")
     try:
+        if path.is_symlink():  # raises in a directory that cannot be searched
+            raise UnsafeCheckpoint(f"{name} is a symbolic link")
         os.listdir(directory)  # a directory that cannot be listed says nothing of what is missing in it
         raw = path.read_bytes()
     except FileNotFoundError as error:

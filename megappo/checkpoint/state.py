@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.checkpoint.manifest import STATE
+from megappo.checkpoint.manifest import STATE, UnsafeCheckpoint
 from megappo.parallel.consensus import RankFault, on_rank_zero
+from megappo.runtime.messages import first_line, parse_object
 
 Shape = tuple[int, int]
 """Rows and columns of a stored tensor. A vector is one column; the matrices of a 3-D tensor lie one below the other."""
@@ -130,14 +131,25 @@ def _encode(name: str, state: dict[str, Any]) -> str:
 
 
 def read_components(source: Path, components: Mapping[str, StatefulComponent]) -> dict[str, Any]:
-    """Read the state of every component from checkpoint `source`. Collective. ValueError if it holds other components."""
+    """Read the state of every component from checkpoint `source`. Collective. ValueError if it holds other components or is no JSON
+    object."""
     # Rank 0 reads for all: a rank that failed alone would leave the others waiting.
-    state = json.loads(on_rank_zero("reading the trainer's state", lambda: (source / STATE).read_text(encoding="utf-8")))
+    state = parse_object(on_rank_zero("reading the trainer's state", (source / STATE).read_bytes), f"{source.name}/{STATE}")
     if state.keys() != components.keys():
         raise ValueError(
             f"{source.name} holds the state of {sorted(state)}, this run has {sorted(components)}; resume with the same megappo"
         )
     return state
+
+
+def load_components(components: Mapping[str, StatefulComponent], state: Mapping[str, Any], source: Path) -> None:
+    """Restore every component from what `read_components` has read. UnsafeCheckpoint if one finds other content than it writes."""
+    for name, component in components.items():
+        try:
+            component.load_state_dict(state[name])
+        except (AttributeError, IndexError, KeyError, TypeError) as error:  # alike on every rank: the state is
+            why = f"the state of {name} is not what megappo writes ({first_line(error, kind=True)})"
+            raise UnsafeCheckpoint(f"{source.name}/{STATE}: {why}; the file is not from megappo") from error
 
 
 def non_finite_tensors(model: StatefulModel, *, with_optimizer: bool) -> list[str]:

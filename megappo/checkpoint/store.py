@@ -46,6 +46,7 @@ from megappo.checkpoint.state import (
     digests,
     encode_components,
     file_content,
+    load_components,
     read_components,
     require_equal,
 )
@@ -393,8 +394,7 @@ class CheckpointStore:
             load_engine(engine, source / engine_folder(name), with_optimizer=True)
 
         on_engines(engines, load, *LOAD_FAULTS)
-        for name, component in components.items():
-            component.load_state_dict(state[name])
+        load_components(components, state, source)
         # Last: building and loading draw random numbers too.
         self._restore_rng(source, manifest)
         # After all that can fail: a refused resume must rename nothing that is valid.

@@ -13,7 +13,8 @@ from typing import Any
 HIDDEN = "(hidden)"  # the name alone shows that the value was set
 
 _SECRET_NAME = re.compile(
-    r"TOKEN|KEY|SECRET|PASS|CRED|AUTH|JWT|COOKIE|BEARER|DSN|WEBHOOK|SIGNATURE|_PWD(?:_|$)|(?:^|_)PAT(?:_|$)", re.IGNORECASE
+    r"TOKEN|KEY|SECRET|PASS|CRED|AUTH|JWT|COOKIE|BEARER|DSN|WEBHOOK|SIGNATURE|LOGIN|_PWD(?:_|$)|(?:^|_)(?:PAT|PW|PSW)(?:_|$)",
+    re.IGNORECASE,
 )
 _VALUE = r"""(?:\(hidden\)|"[^"]*"|'[^']*'|[^\s,;&'"]+)"""
 # An assignment to a variable of the environment: `HF_TOKEN=...`, also inside `--export=ALL,HF_TOKEN=...`.
@@ -21,7 +22,7 @@ _VARIABLE = re.compile(rf"(?<![A-Za-z0-9_])([A-Z][A-Z0-9_]*)(\s?=\s?){_VALUE}")
 # Options, parameters of a URL and keys of other programs. Not a bare `..._key` or `..._token`: data.prompt_key, eos_token.
 _WORD = (
     r"(?:(?:access|api|auth|bearer|gh|github|hf|id|private|refresh|secret|session|wandb)[_-]?)*"
-    r"(?:token|password|passwd|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|pwd|pat|credentials?|signature)"
+    r"(?:token|password|passwd|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|pwd|pw|pat|credentials?|signature)"
 )
 _ASSIGNMENT = re.compile(rf"(?<![A-Za-z0-9_])({_WORD})(\s?=\s?){_VALUE}", re.IGNORECASE)
 _OPTION = re.compile(rf"--?{_WORD}", re.IGNORECASE)

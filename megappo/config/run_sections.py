@@ -28,8 +28,8 @@ class TimeoutsConfig(Section):
     dead, or whose interpreter is blocked, ends the run after this time, with a report and the stacks of all ranks."""
     section_s: PositiveFloat = 60.0
     """Least limit for one stage of a step, checkpoint or export. Once it has run 5 times, its limit is the larger of this and 5
-    times the 99th percentile of its times; before that, and between the stages, `meeting_s`. A rank beyond it ends the run, as
-    above."""
+    times the 99th percentile of its times; from its first run on at most the larger of `start_s` and 20 times the longest; before
+    that, and between the stages, `meeting_s`. A rank beyond it ends the run, as above."""
 
 
 class RunConfig(Section):

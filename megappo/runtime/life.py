@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 
@@ -55,15 +55,17 @@ class Store(Protocol):
 
 
 class SignOfLife:
-    """Sign of life of one rank. limit_s: silence after which the launcher ends it. store: not wrapped in a prefix."""
+    """Sign of life of one rank. limit_s: silence after which the launcher ends it. head_start_s: more of it, for the other ranks to
+    end it, while one of them gives signs. store: not wrapped in a prefix."""
 
-    def __init__(self, store: Store, rank: int, limit_s: float) -> None:
-        self._store, self._key, self._limit_s, self._beats = store, _key(rank), limit_s, 0
+    def __init__(self, store: Store, rank: int, limit_s: float, head_start_s: float) -> None:
+        self._store, self._key, self._beats = store, _key(rank), 0
+        self._limits = {"limit_s": limit_s, "head_start_s": head_start_s}
 
     def give(self, where: Where) -> None:
         """Send a sign without waiting: the store does not answer a `set`."""
         self._beats += 1
-        sign = {"beat": self._beats, "limit_s": self._limit_s, "where": vars(where)}
+        sign = {"beat": self._beats, **self._limits, "where": vars(where)}
         with contextlib.suppress(Exception):  # DistNetworkError: the launcher is gone, and the kernel ends this rank
             self._store.set(self._key, json.dumps(sign))
 
@@ -82,8 +84,9 @@ class Listener:
     def end_silent(self, pids: Iterable[tuple[int, int]]) -> None:
         """Dump the stacks of ranks that were silent beyond their limit, kill them, and record the verdict. pids: rank -> pid."""
         self._clock.tick()
-        now = self._clock.now()
-        for rank, pid in pids:
+        now, running = self._clock.now(), dict(pids)
+        late: dict[int, tuple[dict[str, Any], float]] = {}
+        for rank in running:
             if not self._store.check([_key(rank)]):
                 continue  # loading: it has not begun to give signs
             sign = self._store.get(_key(rank))
@@ -91,7 +94,12 @@ class Listener:
                 self._heard[rank] = sign, now
             silent_s = now - self._heard[rank][1]
             if sign != _DONE and silent_s > (last := json.loads(sign))["limit_s"]:
-                self._end(Member.of_process(rank, pid), Where(**last["where"]), silent_s)
+                late[rank] = last, silent_s
+        # A rank that still gives signs ends the late ones itself, and knows more.
+        waits = len(late) < len(running)
+        for rank, (last, silent_s) in late.items():
+            if silent_s > last["limit_s"] + (last["head_start_s"] if waits else 0.0):
+                self._end(Member.of_process(rank, running[rank]), Where(**last["where"]), silent_s)
 
     def _end(self, member: Member, last: Where, silent_s: float) -> None:
         why = f"no sign of life of rank {member.rank} for {silent_s:.0f} s"

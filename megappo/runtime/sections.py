@@ -53,8 +53,8 @@ def _path(folder: Path, rank: int) -> Path:
 
 # Occurrences of a section before its limit is learned: the first compile, warm up caches and open connections.
 WARM_UP = 5
-# Its limit after that, in multiples of the 99th percentile of its times.
-SLOWER = 5
+# Its limit after that, in multiples of the 99th percentile of its times; before, in multiples of the longest.
+SLOWER, SLOWER_AT_FIRST = 5, 20
 # Times remembered per section: 99 % of fewer than 100 is the longest.
 REMEMBERED = 500
 LOADING, BETWEEN = "loading", "between the stages"
@@ -165,9 +165,11 @@ class Sections:
             return Where(name, self._step, self._clock.now() - self._since, self.limit_s(name))
 
     def limit_s(self, name: str) -> float:
-        """Return `meeting_s` until a section has occurred WARM_UP times, then the larger of `section_s` and SLOWER times its 99th
-        percentile."""
+        """Return `meeting_s` until a section has occurred; then, up to that, the larger of `start_s` and SLOWER_AT_FIRST times the
+        longest; after WARM_UP times the larger of `section_s` and SLOWER times its 99th percentile."""
         times = sorted(self._seen.get(name, ()))
-        if name in _UNLEARNED or len(times) < WARM_UP:
+        if name in _UNLEARNED or not times:
             return self._timeouts.meeting_s
+        if len(times) < WARM_UP:
+            return min(self._timeouts.meeting_s, max(self._timeouts.start_s, SLOWER_AT_FIRST * times[-1]))
         return max(self._timeouts.section_s, SLOWER * times[math.ceil(0.99 * len(times)) - 1])

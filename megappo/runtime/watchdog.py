@@ -139,9 +139,15 @@ class Watchdog:
             elif verdict is not None:
                 self._end_alone(verdict)
             if self._pulse is not None and self._pulse.verdict is not None:
-                self._pulse.over.wait(EXCHANGE_S)
+                self._wait_for_the_report(self._pulse)
                 self._end(self._pulse.report)
                 return
+
+    def _wait_for_the_report(self, pulse: _Pulse) -> None:
+        until = time.monotonic() + EXCHANGE_S
+        while not pulse.over.wait(self._interval_s) and time.monotonic() < until:
+            if self._sign is not None:  # or the launcher would take all ranks for silent
+                self._sign.give(self.sections.now())
 
     def _suspicion(self) -> Verdict | None:
         where = self.sections.now()

@@ -82,9 +82,8 @@ def _sign_of_life(rank: int, world_size: int, timeouts: TimeoutsConfig) -> SignO
     store: Any = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    # The ranks watch each other first: they know more.
     head_start_s = 2 * EXCHANGE_S if world_size > 1 else 0.0
-    return SignOfLife(store.clone(), rank, timeouts.heartbeat_s + head_start_s)
+    return SignOfLife(store.clone(), rank, timeouts.heartbeat_s, head_start_s)
 
 
 Config = TypeVar("Config", bound=BaseModel)

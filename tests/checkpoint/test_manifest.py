@@ -25,6 +25,7 @@ from megappo.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from megappo.checkpoint.state import load_components, read_components
 from megappo.checkpoint.verification import verify
 from megappo.commands.launch.environment import shown_variables
 from tests.commands.runs.folders import FILES, save
@@ -133,6 +134,55 @@ def test_a_file_that_fails_while_it_is_read_is_named(place: Path, monkeypatch) -
     monkeypatch.setattr(module, "fingerprint_file", broken)
     with pytest.raises(RefusedCheckpoint, match=r"step-3/models/policy/\S+: Input/output error"):
         verified(place)
+
+
+@pytest.mark.parametrize("entry", ["step-3", MANIFEST])
+def test_a_directory_that_can_be_listed_and_not_searched_refuses(place: Path, monkeypatch, entry: str) -> None:
+    """The checkpoints' own (its entry step-3 cannot be looked at), and that of a step."""
+    original = Path.lstat
+
+    def look(self):
+        if self.name == entry:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return original(self)
+
+    monkeypatch.setattr(Path, "lstat", look)
+    with pytest.raises(RefusedCheckpoint, match="Permission denied; nothing was renamed"):
+        CheckpointDirectory(place.parent).newest()
+
+
+class Counter:
+    """A component that counts in two numbers."""
+
+    count = 0
+
+    def state_dict(self) -> dict:
+        return {"inner": {"count": self.count}, "kinds": ["a"]}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count = state["inner"]["count"] + len(state["kinds"][0])
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[1, 2]", "state.json is a JSON list, not an object"),
+        ("{", "state.json is not valid JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"other": {}}', "holds the state of .'other'.*resume with the same megappo"),
+        ('{"counter": null}', "the state of counter is not what megappo writes .TypeError"),
+        ('{"counter": {"inner": {}}}', "the state of counter is not what megappo writes .KeyError"),
+        ('{"counter": {"inner": {"count": 1}, "kinds": []}}', "the state of counter is not what megappo writes .IndexError"),
+        ('{"counter": {"inner": {"count": "x"}, "kinds": ["a"]}}', "the state of counter is not what megappo writes .TypeError"),
+    ],
+)
+def test_a_hostile_state_in_a_matching_manifest_is_one_line(place: Path, content: str, says: str) -> None:
+    (place / "state.json").write_text(content)
+    write(place, {name: fingerprint_file(place / name) for name in list_files(place)})
+    components = {"counter": Counter()}
+    with pytest.raises(ValueError, match=says) as refusal:
+        load_components(components, read_components(place.parent / f"step-{verified(place).step}", components), place)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_folder_in_place_of_a_file_refuses(place: Path) -> None:

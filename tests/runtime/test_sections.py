@@ -58,6 +58,17 @@ def test_a_limit_is_learned_after_the_first_occurrences(clock: Clock) -> None:
     assert marks.limit_s("checkpoint") == 1000, "each has its own"
 
 
+def test_a_section_that_has_occurred_once_is_not_given_an_hour(clock: Clock) -> None:
+    marks = Sections(TimeoutsConfig(), AwakeClock(1.0))
+    assert marks.limit_s("generate") == 3600, "nothing is known of it"
+    work(marks, clock, "generate", 2.0)
+    assert marks.limit_s("generate") == 600, "start_s: compiling, connections"
+    work(marks, clock, "generate", 70.0)
+    assert marks.limit_s("generate") == 20 * 70.0
+    work(marks, clock, "generate", 200.0)
+    assert marks.limit_s("generate") == 3600, "never more than meeting_s"
+
+
 def test_sections_inside_others_and_between_stages(clock: Clock) -> None:
     marks = Sections(TIMEOUTS, AwakeClock(1.0))
     assert marks.now().section == LOADING and marks.now().limit_s == 1000
