@@ -225,7 +225,7 @@ def changed_schedules(saved: Mapping[str, Any], facts: Mapping[str, Any], name: 
     moved = next((f"{key} was {old} at {name}, and is {new}" for key, old, new in lengths if old != new), None)
     lines = []
     for key in map(key_of_role, ("policy", *facts["critics"]) if moved is not None else ()):
-        kind = functools.reduce(getitem, (*key.split("."), "optimizer", "lr_schedule"), now)
+        kind = functools.reduce(getitem, (*key.split("."), "optimizer", "lr_schedule", "type"), now)
         if kind != "constant":
             jump = "the rate jumps to that of a run of the new length, up from its lowest if the run had ended"
             lines.append(f"{key}.optimizer.lr_schedule is {kind}, and {moved}: {jump}")
