@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from megappo.commands.runs.report import checkpoints_of, verify_checkpoint
 
+from megappo.commands.runs.report import checkpoints_of, verify_checkpoint
 from megappo.runtime.ending import Ended, read_end
 from tests.commands.launch import fault_injection
 from tests.trainer.small_run import small_config, write_small_task
