@@ -45,8 +45,6 @@ from megappo.runtime.world import is_rank
 from megappo.telemetry.console import flush_output, lost_output, open_console
 
 COMMANDS = (train, pretrain_critic, sft, plan, launch, tune, verify, generate, eval, export)
-"""`megappo X` is `commands/X`, in the order of `megappo --help`. Each has `add_command` and `main`. `main` does the heavy imports,
-because every call builds the parsers of all commands."""
 COMMANDS += (runs, trajectories, gate, compare, doctor, convert, config, serve_reward)
 """`megappo X` is `commands/X`, here in the order of `megappo --help`. Each has `add_command` and `main`; what is heavy is imported
 by `main`, as the parser of every command is built for each call."""

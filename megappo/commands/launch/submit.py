@@ -56,7 +56,8 @@ def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
     if ranks not in (None, job.world_size):
         fix = f"{job.nodes} nodes x {job.ranks_per_node} are {job.world_size} ranks; set run.num_ranks={job.world_size} or null"
         raise ConfigError(problem("run.num_ranks", ranks, fix))
-    _check_options(job, limits)
+    check_options(job.options, {})
+    check_options(job.options[len(limits.options()) :], _OWN_OPTIONS)
     _check_mounts(job)
     _check_nodes(config, job)
     if job.max_requeues:
@@ -95,15 +96,17 @@ _OWN_OPTIONS = {
 }
 
 
-def check_options(options: Sequence[str], own: Mapping[str, str]) -> None:
-    """Check a user's sbatch options. own: options that the script sets itself -> fix. Raises ConfigError for one of these, and for
-    text that is not one option on one line."""
+def check_options(options: Sequence[str], own: Mapping[str, str | None]) -> None:
+    """Check sbatch options. own: options that the script sets itself -> our option that changes it. Raises ConfigError for one of
+    these, and for text that is not one option on one line."""
     for option in options:
         if not option.startswith("--") or odd_character(option) is not None or not _is_whole(option):
             raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
         name = re.split("[= ]", option.removeprefix("--"), maxsplit=1)[0]
         if name in own:
-            raise ConfigError(problem("--sbatch", option, own[name]))
+            unchanged = "the script has its own; change a copy of what --dry-run prints"
+            fix = unchanged if own[name] is None else f"use {own[name]} of megappo launch"
+            raise ConfigError(problem("--sbatch", option, fix))
 
 
 def _is_whole(option: str) -> bool:
@@ -112,13 +115,6 @@ def _is_whole(option: str) -> bool:
         return bool(shlex.split(directive(option)))
     except ValueError:
         return False
-
-
-def _check_options(job: Job, limits: Limits) -> None:
-    own = "the script has its own; change a copy of what --dry-run prints"
-    fixes = {name: f"use {instead} of megappo launch" if instead else own for name, instead in _OWN_OPTIONS.items()}
-    check_options(job.options, {})
-    check_options(job.options[len(limits.options()) :], fixes)
 
 
 def _check_mounts(job: Job) -> None:

@@ -200,14 +200,11 @@ def work_out(
     step = step_arithmetic(config)
     micro_batches = {role: _micro_batches(config, role, layout, step) for role, layout in layouts.items()}
     memory = {
-        role: tuple(
-            _stage_memory(config, role, archs[role], layout, stage, micro_batches[role], step, device, counter)
-            for stage in range(layout.pp)
-        )
+        role: tuple(memory_of_stage(config, role, archs[role], layout, stage, device, counter) for stage in range(layout.pp))
         for role, layout in layouts.items()
     }
     by_vllm = config.rollout.engine == "vllm" and "policy" in layouts
-    rollout = _rollout(config, archs["policy"], device, device_memory) if by_vllm else None
+    rollout = memory_of_rollout(config, archs["policy"], device, device_memory) if by_vllm else None
     plan = Plan(config, archs, layouts, world_size, device, device_memory, step, micro_batches, memory, rollout)
     return replace(plan, reserve=_reserve(plan)) if device == "cuda" else plan
 
@@ -218,23 +215,6 @@ def _reserve(plan: Plan) -> int:
         return reserve_bytes(of_roles, plan.world_size, plan.config.rollout.tp if plan.generates(rank) else 1)
 
     return max(map(of_rank, plan.distinct_ranks()))
-
-
-def memory_of_stage(
-    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stage: int, device: Device, counter: Counter
-) -> RoleMemory:
-    """Memory of one rank of a stage, as in the plan of this configuration, for callers that need one role at a time."""
-    step = step_arithmetic(config)
-    return _stage_memory(config, role, arch, layout, stage, _micro_batches(config, role, layout, step), step, device, counter)
-
-
-def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: int | None) -> RolloutMemory:
-    """Memory of one vLLM rank, as in the plan of this configuration."""
-    return _rollout(config, arch, device, device_memory)
-
-
-def _sequences(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
-    return _each(samples_of_pass(config, role, step), layout)
 
 
 def samples_of_pass(config: TrainConfig, role: str, step: StepArithmetic) -> int:
@@ -249,7 +229,7 @@ def _each(samples: int, layout: ParallelLayout) -> int:
 def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
     """Most micro-batches of one pass: when every sequence and every text is at its longest."""
     texts = text_arithmetic(config, role)
-    sequences = _sequences(config, role, layout, step) + _each(texts.count, layout)
+    sequences = _each(samples_of_pass(config, role, step), layout) + _each(texts.count, layout)
     longest = max(step.max_sequence_tokens, texts.max_tokens)
     return micro_batches_bound(sequences, longest, section_of(config, role).micro_batch_tokens)
 
@@ -264,17 +244,12 @@ def _full_micro_batch(budget: int, total: int, longest: int, layout: ParallelLay
     return tokens + -(-tokens // longest) * padding
 
 
-def _stage_memory(
-    config: TrainConfig,
-    role: str,
-    arch: ModelArch,
-    layout: ParallelLayout,
-    stage: int,
-    micro_batches: int,
-    step: StepArithmetic,
-    device: Device,
-    counter: Counter,
+def memory_of_stage(
+    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stage: int, device: Device, counter: Counter
 ) -> RoleMemory:
+    """Memory of one rank of a stage of a role's layout."""
+    step = step_arithmetic(config)
+    micro_batches = _micro_batches(config, role, layout, step)
     settings, texts = section_of(config, role), text_arithmetic(config, role)
     longest = max(step.max_sequence_tokens, texts.max_tokens)
 
@@ -283,7 +258,8 @@ def _stage_memory(
         return _full_micro_batch(settings.micro_batch_tokens, total, longest, layout)
 
     # Log-probs and values are computed for the whole step at once, and not for texts.
-    tokens = full(_sequences(config, role, layout, step), longest, _each(texts.count, layout) * texts.max_tokens)
+    sequences = _each(samples_of_pass(config, role, step), layout)
+    tokens = full(sequences, longest, _each(texts.count, layout) * texts.max_tokens)
     forward_tokens = full(_each(step.samples, layout), step.max_sequence_tokens)
     count = counter if settings.engine == "megatron" else count_own_parameters
     value_head, of_megatron = value_head_of(settings) is not None, settings.engine == "megatron"
@@ -368,7 +344,8 @@ def rollout_dtype(config: TrainConfig) -> Literal["bf16", "fp32"]:
     return config.policy.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
 
 
-def _rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: int | None) -> RolloutMemory:
+def memory_of_rollout(config: TrainConfig, arch: ModelArch, device: Device, device_memory: int | None) -> RolloutMemory:
+    """Memory of one vLLM rank."""
     rollout, dtype = config.rollout, rollout_dtype(config)
     cache_gib = CPU_KV_CACHE_GIB if rollout.kv_cache_gib is None and device == "cpu" else rollout.kv_cache_gib
     return rollout_memory(arch, rollout.tp, ITEMSIZE[dtype], cache_gib, rollout.memory_share, device_memory)

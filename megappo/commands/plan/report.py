@@ -189,9 +189,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
         *_shared_lines(plan, size),
         *(["  reserve: an estimate of what the CUDA context and NCCL's communicators take"] if plan.reserve else []),
-        *_offload_lines(plan),
-        *_average_lines(plan, size, name),
-        *_snapshot_lines(plan, size, name),
+        *_host_lines(plan, size, name),
         *_adam_lines(plan),
         *(f"  {line}" for line in _cache_lines(plan)),
     ]
@@ -208,31 +206,25 @@ def _shared_lines(plan: Plan, size: Callable[[int], str]) -> Iterator[str]:
         yield f"  {what} {ranges_text(ranks)} ({', '.join(names)}): about {size(peak)} at the peak"
 
 
-def _offload_lines(plan: Plan) -> Iterator[str]:
-    ranks = plan.distinct_ranks()
-    host_memory = max(plan.host_memory(rank) for rank in ranks)
-    if host_memory and plan.device == "cuda":
-        yield f"  offloaded parts take {gib(host_memory)} GiB of pinned host memory a rank, {gib(8 * host_memory)} on a node of 8"
+def _host_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
+    """Memory of offloaded parts, of the policy's average and of the copy of an asynchronous save: on GPU machines the host's, on a
+    CPU that of the models above."""
+    ranks, on_gpu = plan.distinct_ranks(), plan.device == "cuda"
 
+    def of_host(what: str, held: int, where: str = "of pinned host memory a rank") -> str:
+        return f"  {what} {gib(held)} GiB {where}, {gib(8 * held)} on a node of 8"
 
-def _average_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
-    if "policy" not in plan.memory:  # a run of critics alone
-        return
-    memory = max(plan.memory["policy"], key=lambda one: one.average + one.average_on_host)
-    if memory.average:
-        yield f"  the policy's average takes {size(memory.average)} {unit} of that on each of its ranks"
-    elif memory.average_on_host:
-        host = memory.average_on_host
-        yield f"  the policy's average takes {gib(host)} GiB of host memory on each of its ranks, {gib(8 * host)} on a node of 8"
-
-
-def _snapshot_lines(plan: Plan, size: Callable[[int], str], unit: str) -> Iterator[str]:
-    snapshot = max(plan.snapshot_memory(rank) for rank in plan.distinct_ranks())
-    if snapshot and plan.device == "cuda":
-        yield f"  asynchronous saves take {gib(snapshot)} GiB of pinned host memory a rank, {gib(8 * snapshot)} on a node of 8"
-    elif snapshot:
-        # On a CPU the snapshot is in the same memory as the models above.
-        yield f"  asynchronous saves take {size(snapshot)} {unit} a rank besides, from the first one on"
+    if on_gpu and (offloaded := max(map(plan.host_memory, ranks))):
+        yield of_host("offloaded parts take", offloaded)
+    averages = [(one.average, one.average_on_host) for one in plan.memory.get("policy", ())]  # none in a run of critics alone
+    on_device, on_host = max(averages, key=sum, default=(0, 0))
+    if on_device:
+        yield f"  the policy's average takes {size(on_device)} {unit} of that on each of its ranks"
+    elif on_host:
+        yield of_host("the policy's average takes", on_host, "of host memory on each of its ranks")
+    if snapshot := max(map(plan.snapshot_memory, ranks)):
+        besides = f"  asynchronous saves take {size(snapshot)} {unit} a rank besides, from the first one on"
+        yield of_host("asynchronous saves take", snapshot) if on_gpu else besides
 
 
 def _adam_lines(plan: Plan) -> Iterator[str]:
