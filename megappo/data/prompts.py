@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-import numpy
-
 from megappo.data.sources import Written
 from megappo.data.tokenizers import Message, Tokenizer
 
@@ -188,6 +186,8 @@ def _answer_text(value: Any) -> str:
     if isinstance(value, Written):
         return value.text
     if isinstance(value, float):
+        import numpy  # a command with a wrong key ends before anything heavy is imported
+
         return numpy.format_float_positional(value, trim="-")
     return f"{value:f}" if isinstance(value, Decimal) else str(value)
 
