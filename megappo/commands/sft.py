@@ -35,10 +35,11 @@ def _start_ranks(args: argparse.Namespace) -> int:
     from megappo.config.run_directory import check_run_dir
     from megappo.config.schema import SftConfig
     from megappo.trainer.prepare.hub import local_overrides, with_local_models
-    from megappo.trainer.prepare.inputs import check_inputs
 
     written = load_config(args.config, args.overrides, SftConfig)
     config = with_local_models(written)
+    from megappo.trainer.prepare.inputs import check_inputs  # late: imports numpy, and a wrong key should fail at once
+
     check_inputs(config)
     from megappo.commands.launch.training import train_here
     from megappo.commands.prepared import device_of, require_device

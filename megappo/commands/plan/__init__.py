@@ -26,9 +26,10 @@ def main(args: argparse.Namespace) -> int:
     from megappo.config.loading import load_config
     from megappo.runtime.world import world_size
     from megappo.trainer.prepare.hub import with_local_models
-    from megappo.trainer.prepare.inputs import check_inputs
 
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=args.shapes_only)
+    from megappo.trainer.prepare.inputs import check_inputs  # late: imports numpy, and a wrong key should fail at once
+
     check_inputs(config, resume=args.resume, shapes_only=args.shapes_only)
     from megappo.commands.plan.plot import PICTURES, plot
     from megappo.commands.plan.run import plan_here

@@ -35,9 +35,10 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError("--slurm runs the trials of --measure K on the nodes of a job, and has no effect without it")
     from megappo.config.loading import load_config
     from megappo.trainer.prepare.hub import with_local_models
-    from megappo.trainer.prepare.layouts import read_archs
 
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
+    from megappo.trainer.prepare.layouts import read_archs  # late: imports numpy, and a wrong key should fail at once
+
     read_archs(config, need_weights=False)
     from megappo.commands.tune.run import tune
 

@@ -41,11 +41,12 @@ def main(args: argparse.Namespace) -> int:
     from megappo.config.loading import load_config
     from megappo.runtime.world import is_rank
     from megappo.trainer.prepare.hub import with_local_models
-    from megappo.trainer.prepare.layouts import read_archs
 
     if is_rank():
         raise ConfigError("verify starts its own ranks; run it once, without torchrun (RANK and WORLD_SIZE are set here)")
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
+    from megappo.trainer.prepare.layouts import read_archs  # late: imports numpy, and a wrong key should fail at once
+
     read_archs(config, need_weights=False)
     from megappo.commands.verify.run import verify
 
