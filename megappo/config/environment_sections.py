@@ -42,8 +42,8 @@ class EnvironmentConfig(Section):
     timeout_s: PositiveFloat | None = None
     """Seconds that one call of your function may take; then its process is ended, and the trajectory ends, cut. Needs `workers`."""
     join: Literal["together", "each"] = "together"
-    """When samples go on that `workers` have answered: together, once nothing else is left to generate and all are answered, so
-    that a run repeats itself to the bit; or each at once: seeds are the same, last bits of the sampler's log-probs may differ."""
+    """When samples go on that `workers` have answered: together, once all are answered, so that a run repeats itself to the
+    bit; or each at once, where last bits of the sampler's log-probs may differ."""
     max_turns: Annotated[int, Field(ge=2)] = 8
     """Most turns of a trajectory, which ends after the last without an observation."""
     turn_tokens: Positive | None = None

@@ -131,9 +131,8 @@ class RewardRoute(Section):
     key: str
     """Field of the record (`a.b` reaches inside) whose value chooses the recipe of its responses."""
     map: Annotated[dict[str, tuple[RewardPart, ...]], Field(min_length=1)]
-    """Value of that field -> parts of the recipe, written as `reward.parts`. The word default is for all other records, those
-    without the field included; so a value that is literally `default` cannot be told from them. Without that word such records are
-    refused. A part of two recipes, with the same settings, is one part."""
+    """Value of that field -> parts of the recipe, written as `reward.parts`. The word default is for all other records;
+    without it such records are refused. A part of two recipes with the same settings is one part."""
 
 
 class LengthPenaltyConfig(Section):

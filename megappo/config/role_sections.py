@@ -140,9 +140,9 @@ class TrainableConfig(RoleConfig):
     """Weight of the routers' balancing loss, per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20); 0 leaves it out.
     For models with experts."""
     offload: tuple[Offload, ...] = ()
-    """State that leaves the GPU while other roles work: parameters (weights go to host memory), gradients (their buffers are
-    freed), optimizer (fp32 main parameters and moments are in host memory from the end of a role's updates to the first optimizer
-    step of its next ones; between these steps they stay on the GPU)."""
+    """State that leaves the GPU while other roles work: parameters (weights in host memory), gradients (buffers freed),
+    optimizer (fp32 main parameters and moments in host memory, but not from the first optimizer step of a role's
+    updates to their end)."""
 
     @property
     def in_8_bits(self) -> bool:
@@ -262,9 +262,9 @@ class WarmupConfig(Section):
     (`critic/explained_variance`, the least of several critics). The policy's schedule of learning rates then counts all steps of
     the run."""
     trajectories: PathText | None = None
-    """Run (`runs/NAME`) whose trajectories (`telemetry.trajectories_every`) the warm-up reads in place of samples; null: the policy
-    samples. These steps are the whole run then (`megappo pretrain-critic --trajectories`), which builds the critics alone: keys of
-    other roles, of the rollout, rewards, prompts and evaluations are not read."""
+    """Run (`runs/NAME`) whose trajectories (`telemetry.trajectories_every`) the warm-up reads in place of samples; null: the
+    policy samples. These steps are the whole run then (`megappo pretrain-critic --trajectories`): keys of other roles
+    and of the rollout are not read."""
 
 
 class CriticConfig(AnyCriticConfig):

@@ -14,9 +14,9 @@ class TimeoutsConfig(Section):
     """Seconds that a rank waits for the others before it ends the run."""
 
     start_s: PositiveFloat = 600.0
-    """Limit for joining the world, and for each exchange inside a pass until one step has updated every role: connections are
-    opened and kernels compiled until then. Messages between pipeline stages over gloo (CPU), and exchanges of
-    vLLM's ranks on their devices, keep this limit."""
+    """Limit for joining the world, and for each exchange inside a pass until one step has updated every role (connections,
+    compilation). Messages between pipeline stages over gloo, and exchanges of vLLM's ranks on their devices, always
+    have it."""
     pass_s: PositiveFloat = 120.0
     """Limit for each exchange inside a forward or backward pass, an optimizer step or a push of weights after that. A rank that
     hangs there is noticed after this time."""
@@ -24,12 +24,12 @@ class TimeoutsConfig(Section):
     """Limit for waiting on the host for ranks whose work takes longer: generation, rewards, loading, vLLM's start,
     checkpoints, exports. Must exceed the longest response, reward or save; a rank that hangs there is noticed after this time."""
     heartbeat_s: PositiveFloat = 30.0
-    """Limit for the silence of a rank. Every rank has a watchdog that gives a sign of life each second; a rank that is stopped or
-    dead, or whose interpreter is blocked, ends the run after this time, with a report and the stacks of all ranks."""
+    """Limit for the silence of a rank: one that is stopped or dead, or whose interpreter is blocked, ends the run after this
+    time, with a report and the stacks of all ranks."""
     section_s: PositiveFloat = 60.0
-    """Least limit for one stage of a step, checkpoint or export. Once it has run 5 times, its limit is the larger of this and 5
-    times the 99th percentile of its times; from its first run on at most the larger of `start_s` and 20 times the longest; before
-    that, and between the stages, `meeting_s`. A rank beyond it ends the run, as above."""
+    """Least limit for one stage of a step, checkpoint or export. Its limit is `meeting_s` before its first run and between the
+    stages, then at most the larger of `start_s` and 20 times the longest, and from its sixth run on the larger of this
+    and 5 times the 99th percentile. A rank beyond it ends the run, as above."""
 
 
 class RunConfig(Section):
@@ -68,16 +68,16 @@ class TrainerConfig(Section):
     """Weights that validations and `evaluations` sample from: the policy's, or their moving average (`policy.ema`), which is pushed
     for them, and the policy's again after them."""
     keep_best: str | None = None
-    """Metric of an evaluation (`eval/score`, `eval/NAME/pass@4`, ...; `eval/NAME` is short for its mean@N): the checkpoint of the
-    step with the largest value so far, or the smallest with `min eval/...`, is saved at once, and kept beside those of
-    `checkpoint.keep_last` until a better one. Of two equal ones the earlier is the best."""
+    """Metric of an evaluation (`eval/score`, `eval/NAME/pass@4`; `eval/NAME` is its mean@N): the checkpoint with the largest
+    value so far, or the smallest with `min eval/...`, is saved at once and kept beside `checkpoint.keep_last`. Of equal
+    ones the earlier is the best."""
 
 
 class CheckpointConfig(Section):
     save_every: Literal["auto", "epoch", "never"] | NonNegative = "auto"
-    """Steps between checkpoints, besides the one at the end; 0 saves at the end only. auto saves after the first step and then at
-    the interval at which saving and work lost in failures cost least (docs/checkpoints.md), at least every 30 minutes. epoch saves
-    after each pass over the prompts; never saves only at a stop and at an error that leaves the state whole."""
+    """Steps between checkpoints, besides the one at the end; 0: at the end only. auto: after the first step, then at the
+    interval that costs least (docs/checkpoints.md), at most 30 minutes. epoch: after each pass over the prompts. never:
+    only at a stop, and at an error that leaves the state whole."""
     keep_last: Positive = 3
     """Checkpoints kept; older ones are removed after a newer one is complete."""
     save_only_model: bool = False
@@ -95,9 +95,9 @@ class CheckpointConfig(Section):
 
 class TelemetryConfig(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """Places besides metrics.jsonl that show the run: event files of TensorBoard, Weights & Biases, MLflow. Keys, addresses, modes
-    and projects come from these libraries' own environment variables; with WANDB_MODE=offline, and without MLFLOW_TRACKING_URI,
-    records are written into the run directory (docs/telemetry.md). A tracker that fails costs records, never the run."""
+    """Places besides metrics.jsonl that show the run: TensorBoard, Weights & Biases, MLflow. Keys, addresses and projects come
+    from these libraries' own environment variables; with WANDB_MODE=offline, and without MLFLOW_TRACKING_URI, records
+    stay in the run directory (docs/telemetry.md)."""
     histograms_every: NonNegative = 10
     """Steps between histograms of advantages, returns, values, KL, ratios and lengths in the trackers, the last step among them; 0
     makes none."""

@@ -38,9 +38,9 @@ class SamplingConfig(Section):
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among this many best tokens; -1 means all."""
     replay_top_k_ids: bool = True
-    """With top_p or top_k: record the ids that every token was sampled from, and compute the log-probs of policy and reference
-    over the same ids. Needs top_k. If false, log-probs are over the whole vocabulary, and PPO's ratios belong to another
-    distribution than the sampled one (docs/agreement.md)."""
+    """With top_k (and top_p): record the ids that every token was sampled from, and compute the log-probs of policy and
+    reference over the same ids. If false, PPO's ratios belong to another distribution than the sampled one
+    (docs/agreement.md). Needs top_k."""
 
     @property
     def truncates(self) -> bool:
@@ -63,9 +63,9 @@ class RolloutConfig(Section):
     max_response_tokens: Positive = 512
     """Responses are cut here; a cut response has no end-of-sequence token."""
     partial_rollout_tokens: Positive | None = None
-    """Most tokens of a response that a step draws (T-PPO, arXiv:2506.15050). A longer response goes on in the next steps, in the
-    place of a new one: the policy trains on the tokens of the step, with the value of their end as what follows, the critic on
-    whole responses once they end, and only then they are scored (docs/algorithms.md). null draws whole responses."""
+    """Most tokens of a response that a step draws (T-PPO, arXiv:2506.15050; docs/algorithms.md). A longer response goes on in
+    the next steps, in the place of a new one; the critic learns from it, and it is scored, once it has ended. null
+    draws whole responses."""
     environment: EnvironmentConfig | None = None
     """Environment that answers the policy's turns; null: a response is one turn."""
     sampling: SamplingConfig = SamplingConfig()
@@ -134,8 +134,8 @@ class DataConfig(Section):
     shuffle: bool = True
     """Visit the prompts in a new random order every epoch, seeded by `run.seed`."""
     weight_key: str | None = None
-    """Field of a record with its weight, a number of 0 or more: a prompt is visited in proportion to it, in each epoch floor or
-    ceil of prompts * weight / sum of weights times; `a.b` reaches into a nested object. null visits each prompt once an epoch."""
+    """Field of a record with its weight, a number of 0 or more (`a.b` reaches into a nested object): in each epoch a prompt is
+    visited floor or ceil of prompts * weight / sum of weights times. null visits each once."""
     curriculum: CurriculumConfig | None = None
     """Choice of prompts by their pass rates in the run so far; `{}` takes the defaults. null visits all."""
     prompts_per_step: Positive = 256
@@ -331,9 +331,9 @@ class GAEConfig(Section):
 
     type: Literal["gae"] = "gae"
     level: Literal["token", "turn"] = "token"
-    """Time step: a sampled token, or a turn, which is a run of sampled tokens between observations (Turn-PPO, arXiv:2512.17008).
-    With turn, `gamma`, `lam` and lengths count turns, the value of a turn is that before its first token, all its tokens have its
-    advantage, and the critic learns at its first token alone. A response without observations is one turn."""
+    """Time step: a sampled token, or a turn between observations (Turn-PPO, arXiv:2512.17008; docs/algorithms.md). With turn,
+    `gamma`, `lam` and lengths count turns, all tokens of a turn have its advantage, and the critic learns at its first
+    token alone."""
 
 
 class VTraceConfig(Section):
@@ -447,9 +447,9 @@ class AlgorithmConfig(Section):
     loss_aggregation: LossAggregation = "token-mean"
     """Reduction of token losses to one number; fixed-length divides by samples * `rollout.max_response_tokens`."""
     bootstrap_truncated: bool | Literal["last"] = False
-    """Bootstrap responses cut by the length limit instead of ending them with 0: true with the critic's value after the last token,
-    last with that of the last step itself (the last sampled token, or turn), the EGAE of T-PPO (arXiv:2506.15050). Responses that
-    go on in a later step (`rollout.partial_rollout_tokens`) are bootstrapped in any case, by last unless this is true."""
+    """Bootstrap of responses that the length limit cut, in place of 0: true by the critic's value after the last token, last
+    by that of the last token or turn itself (EGAE of T-PPO, arXiv:2506.15050). Responses that go on in a later step
+    have last, unless this is true."""
 
     @property
     def has_critic(self) -> bool:
@@ -507,9 +507,9 @@ class TrainConfig(Section):
     model: ModelConfig = ModelConfig()
     """Build of the layers of all roles."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
-    """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference
-    on the CPU, in this order, without kernels that fail their check on a GPU; a named one that is missing or fails is an error.
-    A GPU's name counts on the GPU only: advantages are computed on the host. docs/kernels.md has the figures."""
+    """Implementation of the ops (docs/kernels.md): auto takes cuda, triton, reference on a GPU and cpp, reference on the CPU;
+    a named one that is missing or fails its check is an error. Advantages are computed on the host, where a GPU's name
+    does not count."""
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
@@ -584,9 +584,9 @@ class SftConfig(Section):
     model: ModelConfig = ModelConfig()
     """Build of the layers of all roles."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
-    """Implementation of the ops (log-probs, advantages, losses): auto takes cuda, triton, reference on a GPU and cpp, reference
-    on the CPU, in this order, without kernels that fail their check on a GPU; a named one that is missing or fails is an error.
-    A GPU's name counts on the GPU only: advantages are computed on the host. docs/kernels.md has the figures."""
+    """Implementation of the ops (docs/kernels.md): auto takes cuda, triton, reference on a GPU and cpp, reference on the CPU;
+    a named one that is missing or fails its check is an error. Advantages are computed on the host, where a GPU's name
+    does not count."""
     policy: PolicyConfig
     """The model that is fine-tuned."""
     data: SftDataConfig
