@@ -13,7 +13,7 @@ import pytest
 
 from megappo.commands import cli
 from megappo.runtime import installed
-from megappo.runtime.signals import StopRequest
+from megappo.runtime.ending import StopRequest
 from scripts.arithmetic import train_tokenizer
 from tests.commands.plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
 from tests.commands.test_cli import files_of, run

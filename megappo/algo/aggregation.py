@@ -1,16 +1,30 @@
 """Weights that turn token losses into one number: sum over all ranks and micro-batches of weight * token loss, over the total
-count.
-The weights depend on the sequence alone and the counts add, so neither the split into micro-batches nor the layout changes the
-loss."""
+count. The weights depend on the sequence alone and the counts add, so neither the split into micro-batches nor the layout changes
+the loss. Arithmetic on tokens is in chunks, whose temporaries stay in the cache of a core: memory that a process touches for the
+first time costs more than the arithmetic on it, 2 ns for a number of 4 bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
-from megappo.algo.chunks import in_chunks
+TOKENS = 1 << 15
+
+
+def true_positions(mask: Tensor) -> Tensor:
+    """Ascending positions of the true entries of mask [T], bool on the host; [n] int64."""
+    # A quarter of the time of torch's `nonzero`.
+    return torch.from_numpy(numpy.flatnonzero(mask.numpy()))
+
+
+def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of consecutive tokens of all tensors [T, ...]; one empty view of each if there are no tokens."""
+    yield from zip(*(x.split(TOKENS) for x in tensors), strict=True)
+
 
 LONG = 2048  # mean tokens of a sequence from which on a sum of each takes less than a running sum of all
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "fixed-length")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megappo.algo.chunks import in_chunks, true_positions
+from megappo.algo.aggregation import in_chunks, true_positions
 
 SMALLEST, LARGEST = 1e-5, 10.0  # |log ratio|: fp32 rounding of a log-prob of -10 is 1e-6
 PER_DECADE = 4

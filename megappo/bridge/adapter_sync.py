@@ -14,10 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.bridge.checksum import rectangle_sum
-from megappo.bridge.sync import BridgedEngine, Route, WeightSource, WeightSync
+from megappo.bridge.sync import BridgedEngine, OtherWeights, Route, WeightSource, WeightSync
 from megappo.bridge.wire import Wire
-from megappo.models.arch import ModelArch
-from megappo.models.lora import Weights
 from megappo.models.pieces import Piece, PieceMap, as_2d, rectangle
 from megappo.models.weight_rules import Shape
 
@@ -42,27 +40,10 @@ class AdaptedEngine(BridgedEngine, Protocol):
         ...
 
 
-class FrozenBase:
-    """A policy with adapters, seen as its frozen base weights alone."""
-
-    def __init__(self, policy: AdapterSource) -> None:
-        self._policy = policy
-
-    @property
-    def arch(self) -> ModelArch:
-        return self._policy.arch
-
-    def merged_parameters(self) -> Weights:
-        return self._policy.named_parameters()
-
-    def pieces(self) -> PieceMap:
-        return self._policy.pieces()
-
-
 class AdapterSync:
-    """Pushes the adapters of `policy` into `engine`, in place of a `WeightSync`. base: pushes the frozen weights (its policy is a
-    `FrozenBase`). policy, engine: None on a rank that is not at that end. position: of this rank in the policy's layout. shapes: of
-    all adapter tensors, equal on every rank. dtype: the engine's."""
+    """Pushes the adapters of `policy` into `engine`, in place of a `WeightSync`. base: pushes the frozen weights
+    (`OtherWeights`). policy, engine: None on a rank that is not at that end. position: of this rank in the policy's layout.
+    shapes: of all adapter tensors, equal on every rank. dtype: the engine's."""
 
     def __init__(
         self,
@@ -149,7 +130,7 @@ def sync_of(
     Collective. policy, engine: None on a rank that is not at that end. dtype: the engine's."""
     if shapes is None:
         return WeightSync(policy, engine, route, device)
-    base = WeightSync(None if policy is None else FrozenBase(policy), engine, route, device)
+    base = WeightSync(None if policy is None else OtherWeights(policy, policy.named_parameters), engine, route, device)
     rank = dist.get_rank()
     position = route.sources.index(rank) if rank in route.sources else None
     return AdapterSync(base, policy, engine, position, shapes, dtype, device)

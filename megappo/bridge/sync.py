@@ -8,7 +8,7 @@ import gc
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,6 +30,7 @@ from megappo.models.weight_map import hf_tensors
 
 # Per rank, round and direction. Two rounds are in memory, each packed and received: at most 1 GiB beside the model.
 BUCKET_BYTES = 256 << 20
+DIFFERENT = "the ranks computed different weight transfer plans: "
 
 
 class WeightSource(Protocol):
@@ -46,6 +47,21 @@ class WeightSource(Protocol):
     def pieces(self) -> PieceMap:
         """Return the Hugging Face rectangles in the parameters of every position of the policy, equal on every rank."""
         ...
+
+
+@dataclass(frozen=True)
+class OtherWeights:
+    """A policy as the source of other weights than its own: its frozen base alone, or its average."""
+
+    policy: WeightSource
+    merged_parameters: Callable[[], Weights]
+
+    @property
+    def arch(self) -> ModelArch:
+        return self.policy.arch
+
+    def pieces(self) -> PieceMap:
+        return self.policy.pieces()
 
 
 class BridgedEngine(Protocol):
@@ -124,7 +140,7 @@ class WeightSync:
         mine = route.digest()
         (theirs,) = self._wire.reduce([mine if rank == first else 0], dist.ReduceOp.SUM)
         lines = [] if mine == theirs else [f"rank {rank} was given another policy layout or other ranks than rank {first}"]
-        self._raise_different(lines)
+        self._raise_together(lines, DIFFERENT)
 
     def _describe(self, route: Route) -> Destination | None:
         """Describe this rank's end of the engine. ValueError on every rank if one engine cannot be described."""
@@ -134,7 +150,7 @@ class WeightSync:
                 destination = self._engine.receiver.describe(hf_tensors(route.arch))
             except ValueError as error:  # raised below, when the ranks without an engine know
                 problems.append(str(error))
-        self._raise_first(problems)
+        self._raise_together(problems, error=ValueError)
         return destination
 
     def _agreed_ends(self, route: Route, destination: Destination | None) -> Ends:
@@ -144,7 +160,7 @@ class WeightSync:
         lines = [f"rank {self._wire.rank}: {problem}"] if problem else []
         if len({target.dtype for target in targets}) > 1:
             lines.append(f"the engine's tp ranks hold {', '.join(str(target.dtype) for target in targets)}")
-        self._raise_different(lines)
+        self._raise_together(lines, DIFFERENT)
         ends = Ends(route.pieces, route.sources, route.destinations, targets, self._ranks_per_node())
         unused = ends.unused()  # a pure function of what all ranks know: they raise together
         if unused:
@@ -157,17 +173,10 @@ class WeightSync:
             plan = plan_rank(ends, self._wire.rank)
         except ValueError as error:
             problems.append(str(error))
-        self._raise_first(problems)
+        self._raise_together(problems, error=ValueError)
         assert plan is not None
-        self._raise_different(disagreements(plan, self._wire))
+        self._raise_together(disagreements(plan, self._wire), DIFFERENT)
         return plan
-
-    def _raise_different(self, lines: Sequence[str]) -> None:
-        """Raise RuntimeError on every rank if one found a difference. Collective."""
-        everywhere = self._wire.gather_lines(lines)
-        if everywhere:
-            more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
-            raise RuntimeError(f"the ranks computed different weight transfer plans: {everywhere[0]}{more}")
 
     def _ranks_per_node(self) -> int:
         # The smallest over all ranks, so that every rank plans alike
@@ -183,14 +192,14 @@ class WeightSync:
         if self._policy is not None:
             tensors = self._policy.merged_parameters()  # asked anew: offloaded, reallocated or re-cast since the last push
         # Before the engine's weights become undefined: after a refused push it still has the old ones.
-        self._raise_together(version, self._source_problems(tensors))
+        self._raise_together(self._source_problems(tensors), f"push of weights {version}: ")
         if self._engine is not None:
             self._engine.weights_changing()
         sums = self._checksums.read_sources(tensors) if verify else None
         with self._session(self._checksums.inspect if verify else None) as land:
             traffic = transfer(self._rounds, tensors, land, self._dtype, self._wire)
         if sums is not None:
-            self._raise_together(version, self._checksums.mismatches(sums))
+            self._raise_together(self._checksums.mismatches(sums), f"push of weights {version}: ")
         if self._engine is not None:
             self._engine.weights_changed(version)
         return {
@@ -207,18 +216,12 @@ class WeightSync:
             return contextlib.nullcontext(_no_engine)
         return self._engine.receiver.session(self._incoming, inspect)
 
-    def _raise_first(self, problems: Sequence[str]) -> None:
-        """Raise ValueError with the first problem of any rank. Collective."""
-        everywhere = self._wire.gather_lines(problems)
+    def _raise_together(self, lines: Sequence[str], what: str = "", error: type[Exception] = RuntimeError) -> None:
+        """Raise on every rank, with the first line, if any rank has lines; behind `what` also their number. Collective."""
+        everywhere = self._wire.gather_lines(lines)
         if everywhere:
-            raise ValueError(everywhere[0])
-
-    def _raise_together(self, version: int, problems: Sequence[str]) -> None:
-        """Raise RuntimeError on every rank if one has a problem. Collective."""
-        everywhere = self._wire.gather_lines(problems)
-        if everywhere:
-            more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
-            raise RuntimeError(f"push of weights {version}: {everywhere[0]}{more}")
+            more = f" (and {len(everywhere) - 1} more)" if what and len(everywhere) > 1 else ""
+            raise error(f"{what}{everywhere[0]}{more}")
 
     def _source_problems(self, tensors: Weights) -> list[str]:
         rank, problems = self._wire.rank, []

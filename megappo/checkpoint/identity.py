@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,36 +30,30 @@ MUST_MATCH = ("reference", "tokenizer")
 
 def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) -> None:
     """Raise ValueError, in one line, if a fact that must match does not."""
-    if (change := _other_prompts(manifest.facts.get("data"), facts.get("data"))) is not None:
-        raise ValueError(f"{name} was written with other prompts: {change}; restore it, or start a new run in another directory")
-    if (change := _other_texts(manifest.facts.get("data"), facts.get("data"))) is not None:
-        raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
-    had, has = (one.get("critics", []) for one in (manifest.facts, facts))
+    for change in _forbidden_changes(manifest.facts, facts):
+        raise ValueError(f"{name} was written with {change}, or start a new run in another directory")
+
+
+def _forbidden_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what must match and differs, and how to restore it."""
+    if (change := _other_prompts(saved.get("data"), now.get("data"))) is not None:
+        yield f"other prompts: {change}; restore it"
+    if (change := _other_texts(saved.get("data"), now.get("data"))) is not None:
+        yield f"{change}; restore it"
+    had, has = saved.get("critics", []), now.get("critics", [])
     if bool(had) != bool(has):
-        was, now = ("a", "none") if had else ("no", "one")
-        raise ValueError(
-            f"{name} was written with {was} critic, and under algorithm.estimator this run has {now}; "
-            "resume with the estimator of then, or start a new run in another directory"
-        )
+        were, are = ("a", "none") if had else ("no", "one")
+        yield f"{were} critic, and under algorithm.estimator this run has {are}; resume with the estimator of then"
     if had != has:
-        raise ValueError(
-            f"{name} was written with {_critics(had)}, this run has {_critics(has)}; "
-            "change the section critics, or start a new run in another directory"
-        )
-    if (change := other_adapters(manifest.facts.get("lora", {}), facts.get("lora", {}))) is not None:
-        raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
-    if (change := _other_freeze(manifest.facts.get("freeze", {}), facts.get("freeze", {}))) is not None:
-        raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
-    for role in has:
-        if (change := other_head(head_of(manifest.facts, role), head_of(facts, role), role)) is not None:
-            raise ValueError(f"{name} was written with {change}; restore it, or start a new run in another directory")
+        yield f"{_critics(had)}, this run has {_critics(has)}; change the section critics"
+    heads = (other_head(head_of(saved, role), head_of(now, role), role) for role in has)
+    adapters, freeze = (saved.get("lora", {}), now.get("lora", {})), (saved.get("freeze", {}), now.get("freeze", {}))
+    for change in (other_adapters(*adapters), _other_freeze(*freeze), *heads):
+        if change is not None:
+            yield f"{change}; restore it"
     for key in MUST_MATCH:
-        saved, now = manifest.facts.get(key), facts.get(key)
-        if _identity(saved) != _identity(now):
-            raise ValueError(
-                f"{name} was written with {key} {saved!r}, this run has {now!r}; "
-                "resume with the same one, or start a new run in another directory"
-            )
+        if _identity(saved.get(key)) != _identity(now.get(key)):
+            yield f"{key} {saved.get(key)!r}, this run has {now.get(key)!r}; resume with the same one"
 
 
 def other_adapters(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

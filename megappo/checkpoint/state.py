@@ -45,7 +45,7 @@ class ModelState:
 
 class StatefulModel(Protocol):
     """A sharded model with its optimizer; tensor names and shapes do not depend on layout and engine. All methods are collective
-    over the ranks that the model lives on."""
+    over the ranks that the model lives on. with_optimizer: of a frozen model, which has none, nothing more is saved or loaded."""
 
     @property
     def host_group(self) -> dist.ProcessGroup:

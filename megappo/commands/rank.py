@@ -14,12 +14,12 @@ from megappo.runtime.ending import DONE
 from megappo.runtime.life import LAUNCHER_LISTENS
 
 if TYPE_CHECKING:
-    from megappo.runtime.signals import StopRequest
+    from megappo.runtime.ending import StopRequest
 
 
 def train_rank(args: argparse.Namespace) -> int:
     from megappo.config.loading import load_config
-    from megappo.runtime.signals import StopRequest
+    from megappo.runtime.ending import StopRequest
     from megappo.runtime.world import world_size
 
     stop = StopRequest()

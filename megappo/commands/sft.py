@@ -38,13 +38,13 @@ def _start_ranks(args: argparse.Namespace) -> int:
 
     written = load_config(args.config, args.overrides, SftConfig)
     config = with_local_models(written)
-    from megappo.trainer.prepare.inputs import check_inputs  # late: imports numpy, and a wrong key should fail at once
+    from megappo.trainer.prepare.checks import check_inputs  # late: imports numpy, and a wrong key should fail at once
 
     check_inputs(config)
     from megappo.commands.launch.training import train_here
     from megappo.commands.prepared import device_of, require_device
+    from megappo.config.run_directory import apply_permissions
     from megappo.runtime.lease import held_lease
-    from megappo.runtime.permissions import apply_permissions
     from megappo.runtime.world import world_size
     from megappo.trainer.prepare.checks import check_sft
     from megappo.trainer.prepare.data import load_sft_data

@@ -1,5 +1,5 @@
 """Ranks of a role as a user writes them: `all`, or increasing ranges of world ranks such as `0-47`, `0-15,32-47` or `3`.
-`parallel/placement.py` makes the value from which groups are built. Imports nothing of megappo."""
+`parallel/layout.py` makes the value from which groups are built. Imports nothing of megappo."""
 
 from __future__ import annotations
 

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, overload
 
+from megappo.config.run_directory import apply_permissions
+from megappo.config.run_sections import RunConfig
+from megappo.config.schema import DataConfig
 from megappo.data.cache import Cache
 from megappo.data.prompts import (
     Identities,
@@ -20,7 +23,7 @@ from megappo.data.prompts import (
     record_name,
 )
 from megappo.data.rows import Recipe, Row, Rows, rows_of
-from megappo.data.sources import Source
+from megappo.data.sources import Source, open_source
 from megappo.data.tokenizers import Tokenizer
 
 
@@ -110,3 +113,22 @@ class StoredPrompts(Sequence[Prompt]):
         question = question_field(record, self._rules.prompt_key, "data.prompt_key", "")
         text = question if isinstance(question, str) else question[-1]["content"]
         return Prompt(f"{self._spec}#{row.record}", tuple(row.tokens), text, row.value, record, line)
+
+
+def open_cache(run: RunConfig) -> Cache:
+    """Open the cache of prepared data, with the file permissions of the run."""
+    apply_permissions(run.permissions)
+    return Cache()
+
+
+def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, cache: Cache, limit: int | None = None) -> PromptSet:
+    """Load the prompts of one source, formatted and filtered by the keys of `data`. ValueError as `prompts_of`."""
+    rules = PromptRules(
+        data.prompt_key,
+        data.answer_key,
+        PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
+        data.max_prompt_tokens,
+        data.overlong,
+        limit,
+    )
+    return prompts_of(open_source(source), tokenizer, rules, cache)

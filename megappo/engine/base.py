@@ -23,7 +23,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
 from megappo.ops.linear_loss import TokenLoss
-from megappo.parallel.placement import Placement
+from megappo.parallel.layout import Placement
 from megappo.parallel.shares import Shares
 
 LogitsDtype = Literal["fp32", "bf16"]

@@ -24,8 +24,7 @@ from megappo.models.int8_linear import SCALE, fill_randomly
 from megappo.models.lora_linear import ModelAdapters, attach_adapters
 from megappo.parallel.device import DTYPES
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups, settle
-from megappo.parallel.layout import ParallelLayout, layout_of
-from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.layout import ParallelLayout, Placement, layout_of, placement_of
 
 
 class RoleEngines:

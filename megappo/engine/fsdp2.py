@@ -31,9 +31,9 @@ from megappo.models.pieces import PieceMap
 from megappo.models.row_shards import plain_piece_map, shard_piece_map
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.models.weight_rules import Cut
-from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
+from megappo.parallel.shares import plan_micro_batches, split_by_budget
 
 
 class Fsdp2Engine(RoleEngine[ShardedOptimizer]):

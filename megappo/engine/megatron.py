@@ -31,10 +31,10 @@ from megappo.models.lora_linear import ModelAdapters, merged_parameters
 from megappo.models.moe import share_router_state
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import piece_map
-from megappo.parallel.balance import plan_micro_batches, split_by_budget
 from megappo.parallel.consensus import told_by
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
+from megappo.parallel.shares import plan_micro_batches, split_by_budget
 
 
 class MegatronEngine(RoleEngine[Optimizer]):

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.data.packing import PackedBatch, padded_lengths
-from megappo.data.positions import moved
+from megappo.data.packing import PackedBatch, moved, padded_lengths
 from megappo.engine.base import LossOutput
 from megappo.parallel.context import ContextShard, context_shard
 from megappo.parallel.groups import ProcessGroups

@@ -23,7 +23,7 @@ from megappo.models.pieces import PieceMap, Section, sizes_of
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.parallel.consensus import gathered
 from megappo.parallel.groups import ProcessGroups
-from megappo.parallel.placement import Placement
+from megappo.parallel.layout import Placement
 from megappo.parallel.shares import Shares, shares_of
 from megappo.runtime.ending import Unrecoverable
 from megappo.runtime.messages import name_ranks
@@ -226,6 +226,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
     # ------------------------------------------------------------------------------------------------------ checkpoint
 
     def save_state(self, *, with_optimizer: bool) -> ModelState:
+        with_optimizer &= self._optimizer is not None
         for storages in (self._parameter_storages, self._optimizer_storages):
             storages.restore(to_change=False)  # unchanged by the save, so `release_state` copies nothing to the host
         # Describing takes a tenth of the time for which a background save holds training; the description is reused while the
@@ -253,6 +254,7 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
         return list(boxes_to_load(held, pieces[self.groups.position], (), with_optimizer=False, with_head=True))
 
     def boxes_to_load(self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True) -> Sequence[StateBox]:
+        with_optimizer &= self._optimizer is not None
         wanted = {name: shape for name, shape in sizes_of(self._saved_pieces).items() if name not in self._unsaved}
         require_same_tensors(wanted, stored, self._frozen, with_optimizer=with_optimizer, with_head=with_head)
         self.to("device")

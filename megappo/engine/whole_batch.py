@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, LossFunction, PassResult
-from megappo.parallel.balance import partition_balanced
+from megappo.parallel.shares import partition_balanced
 
 
 def pass_whole_batch(

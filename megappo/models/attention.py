@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from megappo.data.positions import moved
+from megappo.data.packing import moved
 from megappo.models.arch import ModelArch
 from megappo.models.rope import inverse_frequencies, query_scale, rotary_table, rotate
 from megappo.parallel.context import ContextShard

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from megappo.data.packing import pack
-from megappo.data.positions import moved
+from megappo.data.packing import moved, pack
 from megappo.models.attention import PackedSequences, grouped_attention, varlen_attention, whole_sequences
 from megappo.models.flops import Recompute
 from megappo.models.plain_attention import plain_attention

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from megappo.config.run_directory import open_to_readers_of
 from megappo.data.tokenizers import Tokenizer, eos_ids_of
 from megappo.models.arch import ModelArch
 from megappo.models.families.registry import FAMILIES
@@ -32,7 +33,6 @@ from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
 from megappo.runtime.messages import parse_object
-from megappo.runtime.permissions import open_to_readers_of
 
 # Size of a file, which its writer holds in host memory.
 _SHARD_BYTES = 4 << 30

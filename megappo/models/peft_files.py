@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megappo.config.role_sections import LoraConfig
+from megappo.config.run_directory import open_to_readers_of
 from megappo.data.tokenizers import Tokenizer
 from megappo.models.gather import Gather
 from megappo.models.lora import adapted_of
 from megappo.models.pieces import PieceMap, sizes_of
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.parallel.groups import ProcessGroups
-from megappo.runtime.permissions import open_to_readers_of
 
 ADAPTER_FOLDER = "adapter"
 """Folder of an export that holds them."""

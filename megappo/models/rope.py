@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megappo.data.positions import moved
+from megappo.data.packing import moved
 from megappo.models.arch import Rope
 
 

@@ -21,9 +21,8 @@ from torch import Tensor
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.parallel import meeting
 from megappo.parallel.device import limit_of, set_limit, world_group
-from megappo.parallel.layout import Coordinates, ParallelLayout
+from megappo.parallel.layout import Coordinates, ParallelLayout, Placement
 from megappo.parallel.meeting import Limit, Point
-from megappo.parallel.placement import Placement
 
 _NO_VALUE = -(1 << 62)  # below every digest and its negative
 

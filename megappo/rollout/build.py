@@ -23,8 +23,7 @@ from megappo.models.pieces import PieceMap
 from megappo.models.row_shards import shard_piece_map
 from megappo.models.weight_map import piece_map
 from megappo.parallel.device import DTYPES
-from megappo.parallel.layout import ParallelLayout
-from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.layout import ParallelLayout, Placement, placement_of
 from megappo.rollout.megatron_engine import MegatronRollout
 from megappo.rollout.subworld import prepare_rollout_world
 from megappo.rollout.types import Replica, Request, Response, RolloutEngine, SamplingParams

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.data.ragged import NO_ID
+from megappo.data.packing import NO_ID, PackedBatch, cu_seqlens_of
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LossOutput
 from megappo.engine.whole_batch import pass_whole_batch
 from megappo.parallel.meeting import Limit, Point, meet

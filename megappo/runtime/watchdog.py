@@ -31,11 +31,10 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.runtime.frames import main_thread_place, place_of
 from megappo.runtime.life import DUMP_SIGNAL, SignOfLife, Store, dump_stacks_of, kill_with_children
 from megappo.runtime.messages import first_line
 from megappo.runtime.sections import AwakeClock, SectionFile, Sections, Where
-from megappo.runtime.verdict import VERDICT, Member, Report, Sighting, Verdict, judge, record_verdict
+from megappo.runtime.verdict import VERDICT, Member, Report, Sighting, Verdict, judge, main_thread_place, place_of, record_verdict
 
 # Seconds for the exchange after a verdict: ranks answer within a beat, the store within milliseconds.
 EXCHANGE_S, ANSWERS_S = 6.0, 2.0

@@ -19,7 +19,7 @@ from megappo.config.schema import KLConfig, TrainConfig
 from megappo.engine.factory import EngineFactory
 from megappo.parallel.layout import layout_of
 from megappo.rollout.types import RolloutEngine
-from megappo.runtime.signals import StopRequest
+from megappo.runtime.ending import StopRequest
 from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.average import AVERAGE, PolicyAverage, average_of
@@ -41,7 +41,7 @@ from megappo.trainer.ppo import PPO
 from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.recorded import RecordedData
 from megappo.trainer.recorded import RecordedPretraining
-from megappo.trainer.refresh import REFERENCE, FrozenModel, ReferenceRefresh, refresh_sync
+from megappo.trainer.refresh import REFERENCE, ReferenceRefresh, refresh_sync
 from megappo.trainer.reward_model import model_scorer
 from megappo.trainer.rollout_side import RolloutSide
 from megappo.trainer.run import Run
@@ -98,7 +98,7 @@ def _extra_models(config: TrainConfig, models: Models) -> dict[str, PlacedModel 
     found: dict[str, PlacedModel | None] = {} if config.policy.ema is None else {AVERAGE: models.average}
     if config.reference.refresh is not None and REFERENCE in models.roles.placements:
         reference = models.roles.reference
-        found[REFERENCE] = None if reference is None else FrozenModel(reference.engine)
+        found[REFERENCE] = None if reference is None else reference.engine
     return found
 
 

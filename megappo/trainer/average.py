@@ -14,7 +14,7 @@ from torch import Tensor
 from megappo.checkpoint.state import ModelState, ReadGoingOn, Shape, StateBox
 from megappo.config.role_sections import EmaConfig
 from megappo.engine.base import Engine
-from megappo.parallel.placement import Placement
+from megappo.parallel.layout import Placement
 
 AVERAGE = "ema"
 """Name of the average among the models of a checkpoint."""

@@ -17,8 +17,7 @@ from megappo.engine.base import Engine
 from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.hf_config import arch_for
 from megappo.parallel.consensus import on_rank_zero
-from megappo.parallel.layout import layout_of
-from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.layout import Placement, layout_of, placement_of
 from megappo.parallel.shares import Shares, shares_of
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.prepare.checkpoint_source import critic_source

@@ -21,13 +21,11 @@ from megappo.checkpoint.store import CheckpointStore, SaveFailed
 from megappo.config.run_sections import CheckpointConfig
 from megappo.engine.base import Engine
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, tally, warn_once
-from megappo.parallel.layout import ParallelLayout
-from megappo.parallel.placement import Placement
+from megappo.parallel.layout import ParallelLayout, Placement
 from megappo.rewards.compose import RewardError
 from megappo.rollout.types import EnvironmentFault
-from megappo.runtime.ending import Unrecoverable
+from megappo.runtime.ending import StopRequest, Unrecoverable
 from megappo.runtime.sections import CHECKPOINT, Sections
-from megappo.runtime.signals import StopRequest
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.model_outputs import NonFiniteOutput
@@ -89,7 +87,6 @@ class Checkpoints:
         run: RunAround,
         *,
         best: BestCheckpoint | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._asynchronous, self._facts = store, settings.asynchronous, facts
         self._models: dict[str, PlacedModel | None] = {**contents.models, **contents.extras}
@@ -100,7 +97,7 @@ class Checkpoints:
         self._best = best or BestCheckpoint(None, "max", contents.state)
         self._best_of_save: dict[int, dict[str, Any] | None] = {}  # step -> best of the state that the save holds
         self._mtbf_hours = expected_mtbf_hours(dist.get_world_size())
-        self._schedule, self._clock = SaveSchedule(settings, self._mtbf_hours, clock), clock
+        self._schedule = SaveSchedule(settings, self._mtbf_hours)
         self._chooses = settings.save_every == "auto"
         self._saves_end = settings.save_every != "never"
         self._announced = False
@@ -179,7 +176,7 @@ class Checkpoints:
 
     def _attempt(self, save: Callable[[], None]) -> None:
         """Run `save`; if it fails, the run goes on. SaveFailed after MAX_FAILED_SAVES in a row."""
-        started = self._clock()
+        started = time.monotonic()
         try:
             save()
         except (SaveFailed, RankFault) as error:
@@ -189,7 +186,7 @@ class Checkpoints:
                 raise SaveFailed(f"{self._failed_in_a_row} saves in a row failed, the last one so: {error}") from error
             warn_once(logger, "%s; training goes on, failure %d of %d in a row", error, self._failed_in_a_row, MAX_FAILED_SAVES)
         finally:
-            self._held_s = self._clock() - started
+            self._held_s = time.monotonic() - started
             self._schedule.worked(self._held_s)
         self._announce()
 

@@ -29,7 +29,6 @@ from megappo.trainer.average import PolicyAverage
 from megappo.trainer.experience.collect import collect, evaluation_requests
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.table import Owners
-from megappo.trainer.prepare.evaluations import EvaluationSet
 from megappo.trainer.sampler_check import average_version
 from megappo.trainer.scoring import begin_rewards, score_responses
 from megappo.trainer.step_totals import Totals, Turns, moments_of_turns
@@ -100,11 +99,6 @@ class Evaluator:
     scorer: Scorer
     votes: str | None
     seed: int
-
-    @classmethod
-    def of(cls, one: EvaluationSet, sampling: SamplingParams, scorer: Scorer, seed: int) -> Evaluator:
-        """Build from a set. sampling, scorer: of this set. seed: of the run."""
-        return cls(one.name, one.settings, one.prompts.prompts, sampling, scorer, one.votes, seed)
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Return True if the weights after `step` are evaluated; step 0 is before training."""
@@ -226,21 +220,3 @@ def average_in_sampler(average: PolicyAverage | None, push_weights: Callable[[in
 def metrics_of(results: Sequence[Evaluation]) -> dict[str, float]:
     """Merge the metrics of several sets."""
     return {name: value for result in results for name, value in result.metrics().items()}
-
-
-def evaluators_of(
-    sets: Sequence[EvaluationSet],
-    sampling: SamplingParams,
-    seed: int,
-    scorer_of: Callable[[EvaluationSet], Scorer],
-) -> list[Evaluator]:
-    """Build the evaluators of the sets. sampling: of training, for its stops. scorer_of: makes or shares the scorer of a set."""
-    made = []
-    for one in sets:
-        s = one.settings
-        assert s.max_response_tokens is not None, "evaluation_sets fills it in"
-        of_set = SamplingParams(
-            s.max_response_tokens, s.temperature, s.top_p, s.top_k, stop=sampling.stop, stop_token_ids=sampling.stop_token_ids
-        )
-        made.append(Evaluator.of(one, of_set, scorer_of(one), seed))
-    return made

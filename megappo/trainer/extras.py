@@ -119,7 +119,7 @@ def histograms_of(record: StepRecord) -> dict[str, Histogram]:
     values = {
         Distribution.ADVANTAGE: batch["raw_advantage"][mask],
         Distribution.RESPONSE: table.response[numbers][ends],
-        Distribution.SCORE: torch.tensor(record.scored.total)[ends],
+        Distribution.SCORE: record.score[ends],
     }
     of_critics = {
         of_critic(name.value, role): batch[field][targets_in(record.batch)]

@@ -18,7 +18,7 @@ from megappo.config.run_sections import TelemetryConfig
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.flops import Recompute, forward_flops, generation_flops
-from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.layout import Placement, placement_of
 from megappo.parallel.totals import total
 from megappo.runtime.sections import Sections
 from megappo.telemetry.hardware import Dtype, hardware_of_gpu

@@ -18,20 +18,18 @@ from megappo.config.dump import dump_yaml
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.redaction import redacted_values
 from megappo.config.role_sections import section_of
+from megappo.config.run_directory import apply_permissions
 from megappo.config.schema import TrainConfig
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.parallel.device import select_device, start_distributed
 from megappo.rollout.types import RolloutEngine
-from megappo.runtime.ending import input_accepted
+from megappo.runtime.ending import StopRequest, input_accepted
 from megappo.runtime.lease import Lease
-from megappo.runtime.permissions import apply_permissions
 from megappo.runtime.sections import EXPORT
-from megappo.runtime.signals import StopRequest
 from megappo.runtime.world import steps_to_skip
 from megappo.telemetry.console import configure_logging
-from megappo.telemetry.progress import columns_without_critic
-from megappo.telemetry.runlog import RunLog
+from megappo.telemetry.runlog import RunLog, columns_without_critic
 from megappo.telemetry.trackers.group import make_trackers
 from megappo.trainer.advantages import HOST_OPS
 from megappo.trainer.assembly import Claimed, Models, build_models, build_ppo, build_pretraining, checkpoints_of, kl_controller

@@ -20,7 +20,7 @@ from megappo.config.evaluations import rewards_of
 from megappo.config.layout_checks import reads_trajectories
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.config.schema import TrainConfig
-from megappo.parallel.consensus import gathered, on_rank_zero, raised_by_all, told_by
+from megappo.parallel.consensus import gathered, raised_by_all, told_by
 from megappo.runtime.failure import ATTEMPT_DIR
 from megappo.runtime.life import LAUNCHER_LISTENS, SignOfLife
 from megappo.runtime.verdict import Member
@@ -40,7 +40,7 @@ def require_isolation_here(config: TrainConfig) -> None:
         require_isolation(reward)
 
 
-def require_servers_here(data: RunData | RecordedData | EvaluationData, *, resume: bool) -> None:
+def require_servers_here(data: EvaluationData, *, resume: bool) -> None:
     """ConfigError, one line, if a reward server, also of an evaluation, cannot be reached from this machine."""
     for parts in (data.reward_parts, *(one.reward_parts for one in data.evaluations)):
         require_reachable(parts, resume=resume)
@@ -116,21 +116,16 @@ def facts_of_ranks(config: TrainConfig, data: RunData | RecordedData, *, resume:
 
 def fetch_on_rank_0(config: TrainConfig, run_dir: Path, *, resume: bool) -> None:
     """Fetch a run that is not here, if torchrun or srun started the ranks; other launchers have done so. Collective over the world.
-    ConfigError on all ranks if that fails."""
+    ValueError on all ranks if that fails."""
 
-    def attempt() -> str | None:
-        try:
-            if (copies := find_copies(config, resume=resume)) is not None:
-                fetch(copies, run_dir)
-        except ValueError as error:
-            return str(error)
-        return None
+    def attempt() -> None:
+        if dist.get_rank() == 0 and (copies := find_copies(config, resume=resume)) is not None:
+            fetch(copies, run_dir)
 
-    if (fault := on_rank_zero("fetching a checkpoint", attempt)) is not None:
-        raise ConfigError(fault)
+    raised_by_all(attempt, ConfigError, ValueError)
 
 
-def require_preflight(config: TrainConfig, data: RunData | RecordedData | EvaluationData, *, resume: bool) -> None:
+def require_preflight(config: TrainConfig, data: EvaluationData, *, resume: bool) -> None:
     """Check on every rank that programs can be isolated and reward servers reached; on rank 0 also the storage for checkpoint
     copies. ConfigError on all ranks, naming the first rank that fails. Collective over the world."""
 

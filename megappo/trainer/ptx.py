@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megappo.data.packing import PackedBatch, joined
-from megappo.data.ragged import Ragged
+from megappo.data.packing import PackedBatch, Ragged, joined
 from megappo.parallel.shares import Shares
 from megappo.trainer.experience.table import balanced
 from megappo.trainer.prepare.data import TextData

@@ -24,7 +24,7 @@ from megappo.trainer.experience.experience import Experience
 from megappo.trainer.extras import Extra
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.prepare.recorded import RecordedSamples
-from megappo.trainer.report import length_metrics
+from megappo.trainer.report import length_metrics, score_metrics
 from megappo.trainer.run import Run
 from megappo.trainer.step_totals import Totals, moments_of_tokens
 from megappo.trainer.token_scans import PerToken
@@ -133,12 +133,9 @@ class RecordedStep:
 
     def metrics(self, timers: StageTimers) -> dict[str, float]:
         """Return metric -> value, under the names of a step that samples."""
-        table, score = self.experience.table, self.totals.summary("score")
+        table = self.experience.table
         return {
-            Metric.SCORE_MEAN.value: score.mean,
-            Metric.SCORE_STD.value: score.std,
-            Metric.SCORE_MIN.value: score.min,
-            Metric.SCORE_MAX.value: score.max,
+            **score_metrics(self.totals),
             **critic_metrics(self.totals, self.experience.batch, self.critics),
             **length_metrics(table),
             **{Metric.STAGE_SECONDS.of(f"{name}_s"): seconds for name, seconds in timers.seconds.items()},

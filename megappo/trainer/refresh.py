@@ -3,7 +3,7 @@ shard; otherwise rectangles of Hugging Face tensors are sent (`bridge/sync.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 
@@ -12,14 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.bridge.destination import ParameterReceiver
-from megappo.bridge.sync import Route, WeightSync
-from megappo.checkpoint.state import ModelState, Shape, StateBox
+from megappo.bridge.sync import OtherWeights, Route, WeightSync
 from megappo.config.role_sections import RefreshConfig
 from megappo.engine.base import Engine
-from megappo.models.arch import ModelArch
-from megappo.models.lora import Weights
-from megappo.models.pieces import PieceMap
-from megappo.parallel.placement import Placement
+from megappo.parallel.layout import Placement
 from megappo.rollout.build import PolicyPlace
 from megappo.trainer.average import PolicyAverage, parameters_to_change
 
@@ -59,23 +55,6 @@ class ReferenceRefresh:
                 replace_weights(self._reference, weights)
 
 
-class _AverageSource:
-    """The policy's average as the source of a transfer."""
-
-    def __init__(self, policy: Engine, average: PolicyAverage) -> None:
-        self._policy, self._average = policy, average
-
-    @property
-    def arch(self) -> ModelArch:
-        return self._policy.arch
-
-    def merged_parameters(self) -> Weights:
-        return self._average.weights
-
-    def pieces(self) -> PieceMap:
-        return self._policy.pieces()
-
-
 def refresh_sync(
     place: PolicyPlace,
     policy: Engine | None,
@@ -89,7 +68,7 @@ def refresh_sync(
     ranks of the reference. Errors as `WeightSync`."""
     # Each rank of the reference describes itself: one replica of as many ranks as it has.
     route = Route(place.arch, place.pieces(), tuple(place.placement.ranks), tuple(placement.ranks), len(placement))
-    source = policy if policy is None or average is None else _AverageSource(policy, average)
+    source = policy if policy is None or average is None else OtherWeights(policy, lambda: average.weights)
     target = None
     if reference is not None:
         position = placement.position_of(dist.get_rank())
@@ -104,30 +83,3 @@ def replace_weights(engine: Engine, weights: Mapping[str, Tensor]) -> None:
         for name, parameter in parameters.items():
             assert parameter.shape == weights[name].shape, f"{name} of the {engine.name} is cut in another way"
             parameter.copy_(weights[name])
-
-
-class FrozenModel:
-    """A frozen engine whose weights change in a run, as a `checkpoint.state.StatefulModel` without optimizer."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    @property
-    def placement(self) -> Placement:
-        return self._engine.placement
-
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        return self._engine.host_group
-
-    def save_state(self, *, with_optimizer: bool) -> ModelState:
-        return self._engine.save_state(with_optimizer=False)
-
-    def release_state(self, read: Callable[[], None] | None = None) -> None:
-        self._engine.release_state(read)
-
-    def boxes_to_load(self, stored: Mapping[str, Shape], *, with_optimizer: bool, with_head: bool = True) -> Sequence[StateBox]:
-        return self._engine.boxes_to_load(stored, with_optimizer=False, with_head=with_head)
-
-    def boxes_loaded(self, position: Mapping[str, int]) -> None:
-        self._engine.boxes_loaded({})

@@ -56,6 +56,11 @@ class StepRecord:
         """True if the step updates the policy: it has something to learn and is no critic warm-up."""
         return "policy" in self.updated
 
+    @cached_property
+    def score(self) -> Tensor:
+        """[B] fp32, scores of this rank's samples."""
+        return torch.tensor(self.scored.total, dtype=torch.float32)
+
     @property
     def batch(self) -> PackedBatch:
         return self.experience.batch
@@ -79,17 +84,16 @@ class StepRecord:
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return name -> (values [B], mask [B])."""
         scored, ends = self.scored, self.experience.table.ends[self.experience.numbers]
-        score = torch.tensor(scored.total, dtype=torch.float32)
-        values = {"score": score, "shaped": sums_per_sequence(self.batch["reward"], self.batch.cu_seqlens, torch.float64)}
+        values = {"score": self.score, "shaped": sums_per_sequence(self.batch["reward"], self.batch.cu_seqlens, torch.float64)}
         if scored.model_total is not None:
             values["models"] = torch.tensor(scored.model_total, dtype=torch.float32)
-            values["rules"] = score - values["models"]
+            values["rules"] = self.score - values["models"]
         found = {name: (x, ends) for name, x in values.items()}
         for name, part in scored.parts.items():
             x = torch.tensor(part, dtype=torch.float32)
             found[f"part {name}"] = (x, ~x.isnan())  # NaN: another recipe's, or the response goes on
         for label in scored.recipe_labels:
-            found[f"route {label}"] = (score, torch.tensor([one == label for one in scored.labels], dtype=torch.bool))
+            found[f"route {label}"] = (self.score, torch.tensor([one == label for one in scored.labels], dtype=torch.bool))
         if scored.early_s is not None:
             found["early"] = (torch.tensor([scored.early_s], dtype=torch.float64), torch.ones(1, dtype=torch.bool))
         for name, part in scored.seconds.items():
@@ -119,13 +123,9 @@ class StepRecord:
         }
 
     def _reward(self) -> dict[str, float]:
-        score = self.totals.summary("score")
         undecided, unusable = self.totals["unscored"].tolist()
         return {
-            Metric.SCORE_MEAN.value: score.mean,
-            Metric.SCORE_STD.value: score.std,
-            Metric.SCORE_MIN.value: score.min,
-            Metric.SCORE_MAX.value: score.max,
+            **score_metrics(self.totals),
             **{Metric.SHAPED.of(key): value for key, value in self.totals.summary("shaped")._asdict().items()},
             Metric.UNDECIDED.value: int(undecided),
             Metric.UNUSABLE.value: int(unusable),
@@ -259,6 +259,11 @@ class StepRecord:
 
     def _summary(self, name: str, prefix: str) -> dict[str, float]:
         return {f"{prefix}_{key}": value for key, value in self.totals.summary(name)._asdict().items()}
+
+
+def score_metrics(totals: Totals) -> dict[str, float]:
+    """Return the metrics of the scores. totals: with the moments `score`."""
+    return {f"reward/score_{key}": value for key, value in totals.summary("score")._asdict().items()}
 
 
 def length_metrics(table: SampleTable) -> dict[str, float]:

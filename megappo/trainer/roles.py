@@ -17,8 +17,7 @@ from megappo.algo.summaries import ratio_counts
 from megappo.algo.value_losses import ValueBins, categorical_loss, huber_loss
 from megappo.config.role_sections import CategoricalLossConfig, HuberLossConfig, MSELossConfig, ValueLossConfig
 from megappo.config.schema import AlgorithmConfig
-from megappo.data.packing import PackedBatch
-from megappo.data.ragged import NO_ID
+from megappo.data.packing import NO_ID, PackedBatch
 from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LogprobQuery, LossOutput, PassResult, StepResult
 from megappo.ops.losses import policy_loss, value_loss
 from megappo.trainer.critics import BONUS, fields_of

@@ -157,35 +157,31 @@ def require_equal_data(facts: Mapping[str, Any]) -> None:
     """Check that all ranks read the same data, hub models and user code, which may be copies on local disks. Collective over the
     world. ValueError on all ranks if one differs from rank 0."""
     compared = {name: facts[name] for name in ("commits", "environment", "data")}
-    ranks = gathered({**compared, "code": facts["reward"]["code"]})
-    everyone = [theirs["commits"] for theirs in ranks]
-    for rank, commits in enumerate(everyone):
-        if other := [role for role, commit in commits.items() if commit != everyone[0].get(role)]:
-            raise ValueError(
-                f"{other[0]}.model: rank {rank} has another commit of it in its cache of the hub than rank 0; "
-                "name one (owner/name@COMMIT), or put HF_HOME on a file system that all nodes share"
-            )
-    everyone = [theirs["code"] for theirs in ranks]
-    for rank, code in enumerate(everyone):
-        if other := [name for name, sha256 in code.items() if sha256 != everyone[0][name]]:
-            raise ValueError(f"reward.parts: rank {rank} has another code of {other[0]} than rank 0; {_ONE_CODE}")
-    everyone = [theirs["environment"] for theirs in ranks]
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise ValueError(f"rollout.environment: rank {rank} has another code of it than rank 0; {_ONE_CODE}")
-    everyone = [theirs["data"] for theirs in ranks]
-    for rank, theirs in enumerate(everyone):
-        sources = {f"data.{name}": (everyone[0][name], theirs[name]) for name in ("train", "eval")}
-        sources |= {f"evaluations.{name}": (mine, theirs["evaluations"][name]) for name, mine in everyone[0]["evaluations"].items()}
-        sources["critic.warmup.trajectories"] = (everyone[0].get("trajectories"), theirs.get("trajectories"))
-        sources["algorithm.ptx.data"] = (everyone[0]["ptx"], theirs["ptx"])
-        for key, (mine, other) in sources.items():
-            if mine != other:
+    first, *others = gathered({**compared, "code": facts["reward"]["code"]})
+    for rank, theirs in enumerate(others, 1):
+        for role, commit in theirs["commits"].items():
+            if commit != first["commits"].get(role):
                 raise ValueError(
-                    f"{key}: rank {rank} reads another content of {other['path']} than rank 0; "
+                    f"{role}.model: rank {rank} has another commit of it in its cache of the hub than rank 0; "
+                    "name one (owner/name@COMMIT), or put HF_HOME on a file system that all nodes share"
+                )
+        for name, sha256 in theirs["code"].items():
+            if sha256 != first["code"][name]:
+                raise ValueError(f"reward.parts: rank {rank} has another code of {name} than rank 0; {_ONE_CODE}")
+        if theirs["environment"] != first["environment"]:
+            raise ValueError(f"rollout.environment: rank {rank} has another code of it than rank 0; {_ONE_CODE}")
+        mine, other = first["data"], theirs["data"]
+        sources = {f"data.{name}": (mine[name], other[name]) for name in ("train", "eval")}
+        sources |= {f"evaluations.{name}": (one, other["evaluations"][name]) for name, one in mine["evaluations"].items()}
+        sources["critic.warmup.trajectories"] = (mine.get("trajectories"), other.get("trajectories"))
+        sources["algorithm.ptx.data"] = (mine["ptx"], other["ptx"])
+        for key, (here, there) in sources.items():
+            if here != there:
+                raise ValueError(
+                    f"{key}: rank {rank} reads another content of {there['path']} than rank 0; "
                     "put one copy on a file system that all nodes share, or make the copies equal"
                 )
-        if theirs != everyone[0]:
+        if other != mine:
             raise ValueError(
                 f"data.train: rank {rank} makes other prompts of it than rank 0; install the same packages on all nodes"
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megappo.algo.chunks import in_chunks, true_positions
+from megappo.algo.aggregation import in_chunks, true_positions
 from megappo.data.packing import PackedBatch
 from megappo.parallel.totals import total_and_largest
 from megappo.rollout.types import SamplingParams

@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from megappo.config.evaluations import config_of_set, longest_sequence_tokens
 from megappo.config.rank_ranges import ALL
-from megappo.config.reward_sections import RewardConfig
+from megappo.config.reward_sections import EvaluationConfig, RewardConfig
 from megappo.config.schema import RolloutConfig, TrainConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
-from megappo.parallel.layout import layout_of
-from megappo.parallel.placement import placement_of
+from megappo.parallel.layout import layout_of, placement_of
 from megappo.rewards.base import PreparedPart
 from megappo.rewards.compose import Composition
 from megappo.rewards.scorer import Scorer
@@ -24,14 +23,14 @@ from megappo.rollout.build import PolicyPlace, build_rollout
 from megappo.rollout.environment import with_environment
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.trainer.build_roles import spec_of_role
-from megappo.trainer.evaluation import Evaluator, evaluators_of
-from megappo.trainer.prepare.data import EvaluationData, RunData
+from megappo.trainer.evaluation import Evaluator
+from megappo.trainer.prepare.data import EvaluationData
 from megappo.trainer.prepare.evaluations import EvaluationSet
 from megappo.trainer.prepare.reward_routes import recipe_of
 from megappo.trainer.reward_model import ModelScorer
 
 
-def rollout_of(config: TrainConfig, data: RunData | EvaluationData, policy: Engine | None, device: torch.device) -> RolloutEngine:
+def rollout_of(config: TrainConfig, data: EvaluationData, policy: Engine | None, device: torch.device) -> RolloutEngine:
     """Build the rollout engine, connected to the policy's engine and wrapped in the environment if any. Collective over the world.
     policy: None on ranks where it does not live. Errors as `build_rollout`."""
     engine = build_rollout(
@@ -90,7 +89,7 @@ def evaluators_of_run(
     scorer: Scorer | None,
     score_model: ModelScorer | None,
 ) -> list[Evaluator]:
-    """Build the evaluators of the sets (`evaluators_of`); a set with its own reward gets its own scorer."""
+    """Build the evaluators of the sets; a set with its own reward gets its own scorer. sampling: of training, for its stops."""
 
     def scorer_of_set(one: EvaluationSet) -> Scorer:
         view = config_of_set(config, one.settings)
@@ -100,4 +99,13 @@ def evaluators_of_run(
         assert scorer is not None, "a set without a reward shares the training's"
         return scorer if model is score_model or model is None else scorer.with_model(model)
 
-    return evaluators_of(sets, sampling, config.run.seed, scorer_of_set)
+    def sampling_of_set(s: EvaluationConfig) -> SamplingParams:
+        assert s.max_response_tokens is not None, "evaluation_sets fills it in"
+        ends = {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
+        return SamplingParams(s.max_response_tokens, s.temperature, s.top_p, s.top_k, **ends)
+
+    seed = config.run.seed
+    return [
+        Evaluator(one.name, one.settings, one.prompts.prompts, sampling_of_set(one.settings), scorer_of_set(one), one.votes, seed)
+        for one in sets
+    ]

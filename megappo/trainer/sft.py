@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from megappo.config.dump import dump_yaml
 from megappo.config.redaction import redacted_values
+from megappo.config.run_directory import apply_permissions
 from megappo.config.schema import SftConfig
-from megappo.data.demonstrations import DemonstrationSet
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch
+from megappo.data.texts import DemonstrationSet
 from megappo.engine.base import Engine, LanguageOutput, LossOutput
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
 from megappo.engine.whole_batch import pass_whole_batch
 from megappo.parallel.device import select_device, start_distributed
 from megappo.runtime.ending import input_accepted
-from megappo.runtime.permissions import apply_permissions
 from megappo.runtime.sections import EXPORT, Sections
 from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.console import configure_logging

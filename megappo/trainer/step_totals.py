@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megappo.algo.chunks import in_chunks, true_positions
+from megappo.algo.aggregation import in_chunks, true_positions
 from megappo.algo.kl import kl_of_log_ratio
 from megappo.algo.summaries import Moments, Summary, masked_moments, moments_of_chunk, summarise
 from megappo.data.packing import PackedBatch

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from megappo.algo.kl import KLController
 from megappo.config.batch import update_schedule
 from megappo.config.schema import TrainConfig
@@ -67,8 +65,8 @@ class TrainingSide:
 
     def add_advantages(self, record: StepRecord) -> None:
         """Stage 5: compute KL-shaped rewards, advantages and returns."""
-        scored, algorithm = record.scored, self._steps.algorithm(record.step)
-        shaped = add_advantages(record.experience, torch.tensor(scored.total), record.kl_coef, algorithm, scored.per_token)
+        algorithm = self._steps.algorithm(record.step)
+        shaped = add_advantages(record.experience, record.score, record.kl_coef, algorithm, record.scored.per_token)
         record.experience = shaped.experience
         record.figures = {**shaped.metrics, **record.rollout.figures}
         for extra in self._extras:
@@ -77,7 +75,7 @@ class TrainingSide:
     def begin_updates(self, record: StepRecord) -> Updates:
         """Stage 6: send every updated role its data."""
         experience, seed = record.experience, sample_seed(self._config.run.seed, record.step, -1)
-        positive = positive_samples(experience, torch.tensor(record.scored.total), self._algorithm)
+        positive = positive_samples(experience, record.score, self._algorithm)
         texts = None
         if self._texts is not None and record.updates_policy:
             schedule = update_schedule(self._config, "policy")

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.algo.aggregation import loss_count, tokens_per_sequence, weight_of_tokens
-from megappo.algo.chunks import true_positions
+from megappo.algo.aggregation import loss_count, tokens_per_sequence, true_positions, weight_of_tokens
 from megappo.config.batch import WHOLE, Part, UpdateSchedule, update_schedule
 from megappo.config.role_sections import is_critic
 from megappo.config.schema import AlgorithmConfig, TrainConfig

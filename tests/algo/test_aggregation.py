@@ -58,7 +58,7 @@ def test_mean_of_micro_batch_means_is_another_number():
 @pytest.mark.parametrize("chunk", [1, 3, 4, 100])
 @pytest.mark.parametrize("long", [1, 2048], ids=["one by one", "running"])
 def test_sums_per_sequence_go_on_over_chunks(monkeypatch, chunk, long):
-    monkeypatch.setattr("megappo.algo.chunks.TOKENS", chunk)
+    monkeypatch.setattr("megappo.algo.aggregation.TOKENS", chunk)
     monkeypatch.setattr("megappo.algo.aggregation.LONG", long)
     values, cu = torch.arange(1.0, 10.0), torch.tensor([0, 0, 2, 2, 7, 9, 9], dtype=torch.int32)
     found = sums_per_sequence(values, cu, torch.float64)

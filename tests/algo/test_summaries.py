@@ -34,7 +34,7 @@ def test_summary_of_masked_values_adds_over_parts():
 def test_chunks_of_tokens_change_no_figure(monkeypatch):
     x, _, mask = data()
     whole = masked_moments(x, mask)
-    monkeypatch.setattr("megappo.algo.chunks.TOKENS", 7)
+    monkeypatch.setattr("megappo.algo.aggregation.TOKENS", 7)
     sums, maxima = masked_moments(x, mask)
     assert torch.equal(maxima, whole.maxima) and torch.allclose(sums, whole.sums, rtol=1e-14, atol=0)
 

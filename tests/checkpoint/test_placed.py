@@ -33,8 +33,7 @@ class World:
     def __init__(self) -> None:
         from megappo.parallel import cpu_patches
         from megappo.parallel.groups import build_groups
-        from megappo.parallel.layout import ParallelLayout
-        from megappo.parallel.placement import placement_of
+        from megappo.parallel.layout import ParallelLayout, placement_of
 
         cpu_patches.install()
         self.groups: dict[tuple[str, str], Any] = {}

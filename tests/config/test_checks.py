@@ -780,7 +780,7 @@ def test_the_critic_has_the_policys_schedule_but_for_its_own_keys(tmp_path):
 
 
 def test_micro_batches_bound_is_reached_by_full_sequences_and_never_passed_by_shorter_ones():
-    from megappo.parallel.balance import plan_micro_batches
+    from megappo.parallel.shares import plan_micro_batches
 
     for count, longest, budget in [(32, 1024, 16384), (7, 100, 250), (5, 300, 200), (1, 1, 1), (64, 24, 100)]:
         bound = micro_batches_bound(count, longest, budget)

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.data.packing import PackedBatch, pack
-from megappo.data.positions import Spans, token_positions
+from megappo.data.packing import PackedBatch, Spans, pack, token_positions
 from tests.data.test_ragged import ragged, rows_of
 
 
@@ -81,7 +80,7 @@ def test_positions_of_spans_are_those_of_the_loop(spans: list[tuple[int, int]]) 
     values = torch.arange(60).int() * 3
     for long in (1, 10**6):  # by slices, and by an index
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("megappo.data.positions.LONG", long)
+            patch.setattr("megappo.data.packing.LONG", long)
             gathered = Spans(starts, lengths).of(values)
         assert gathered.dtype == torch.int32 and gathered.tolist() == [3 * position for position in found.tolist()]
 

@@ -14,10 +14,10 @@ from pyarrow import parquet
 
 from megappo.data import prompt_rows
 from megappo.data.cache import Cache
-from megappo.data.demonstrations import DemonstrationRules, demonstrations_of
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.sources import open_source
+from megappo.data.texts import DemonstrationRules, demonstrations_of
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from scripts.arithmetic import train_tokenizer
 from tests.data.tokenizer_files import write_hf_tokenizer
@@ -197,7 +197,7 @@ def test_demonstrations_are_read_again_from_their_rows(tmp_path: Path, char: Tok
     lines = [{"prompt": "1" * (1 + n % 3), "answer": "2" * (1 + n % 2)} for n in range(20)]
     spec, rules = write_jsonl(tmp_path / "a.jsonl", lines), DemonstrationRules("prompt", "answer", PLAIN, 6)
     first = demonstrations_of(open_source(spec), char, rules, Cache(tmp_path / "cache"))
-    monkeypatch.setattr("megappo.data.demonstrations.encode_question", None)
+    monkeypatch.setattr("megappo.data.texts.encode_question", None)
     second = demonstrations_of(open_source(spec), char, rules, Cache(tmp_path / "cache"))
     assert [second[i] for i in range(len(second))] == [first[i] for i in range(len(first))]
     assert first[3].tokens == (*char.encode_prompt("1"), *char.encode("22"), char.eos_id) and first[3].prompt_length == 2

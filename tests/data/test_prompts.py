@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megappo.data.cache import Cache
-from megappo.data.demonstrations import DemonstrationRules, demonstrations_of
 from megappo.data.prompts import PromptFormat, PromptSet
+from megappo.data.texts import DemonstrationRules, demonstrations_of
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from scripts.arithmetic import train_tokenizer
 from tests.data.record_lists import Records, prompts_of_records

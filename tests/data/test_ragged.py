@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.data.positions import Spans
-from megappo.data.ragged import NO_ID, Ragged
+from megappo.data.packing import NO_ID, Ragged, Spans
 
 ROWS = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=9)
 

@@ -17,12 +17,12 @@ import pytest
 
 from megappo.data import prompt_rows, rows, sources
 from megappo.data.cache import Cache
-from megappo.data.demonstrations import DemonstrationRules, demonstrations_of
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompt_rows import _encode as encode
 from megappo.data.prompts import PromptFormat
 from megappo.data.rows import Rows
 from megappo.data.sources import open_source
+from megappo.data.texts import DemonstrationRules, demonstrations_of
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from scripts.arithmetic import train_tokenizer
 from tests.data.test_prompt_rows import records, typed, write_jsonl, write_parquet

@@ -17,11 +17,11 @@ import pytest
 from pyarrow import parquet
 
 from megappo.data.cache import Cache
-from megappo.data.demonstrations import DemonstrationRules, demonstrations_of
 from megappo.data.prompt_rows import PromptRules, prompts_of
 from megappo.data.prompts import PromptFormat
 from megappo.data.reward_text import RewardText
 from megappo.data.sources import Record, Source, open_source
+from megappo.data.texts import DemonstrationRules, demonstrations_of
 from megappo.data.tokenizers import load_tokenizer
 from scripts.arithmetic import train_tokenizer
 from tests.data.tokenizer_files import write_hf_tokenizer

@@ -234,7 +234,7 @@ def log_probs_are_those_of_transformers_in_the_batchs_order(world: World) -> Non
 def both_ways_to_a_loss_give_its_gradient(world: World) -> None:
     """`fused_loss`, where there is one, and a loss of `logprobs`: rounded logits, temperature, kept ids, entropy."""
     from megappo.config.schema import AlgorithmConfig
-    from megappo.data.ragged import NO_ID, Ragged
+    from megappo.data.packing import NO_ID, Ragged
     from megappo.trainer.roles import Policy
 
     engine, batch = world.policy(), recorded_batch()

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megappo.data.packing import pack
-from megappo.data.ragged import Ragged
+from megappo.data.packing import Ragged, pack
 from megappo.engine.offload import ALIGNMENT, HostBuffer, StorageOffload
 from megappo.parallel.layout import ParallelLayout
 from tests.engine.runs import build_roles, recorded_batch, train

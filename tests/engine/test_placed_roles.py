@@ -54,8 +54,7 @@ def shared_world(rank: int, path: str, folder: str) -> dict[str, Any]:
     from megappo.config.run_sections import TimeoutsConfig
     from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
-    from megappo.parallel.layout import ParallelLayout
-    from megappo.parallel.placement import placement_of
+    from megappo.parallel.layout import ParallelLayout, placement_of
 
     cpu_patches.install()
     timeouts = TimeoutsConfig(meeting_s=60.0)

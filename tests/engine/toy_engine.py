@@ -22,10 +22,9 @@ from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult, WithoutAdapters
 from megappo.engine.factory import EngineSpec
 from megappo.models.pieces import Box, Piece, PieceMap, as_2d
-from megappo.parallel.balance import plan_micro_batches
 from megappo.parallel.device import world_group
-from megappo.parallel.placement import Placement
-from megappo.parallel.shares import Shares
+from megappo.parallel.layout import Placement
+from megappo.parallel.shares import Shares, plan_micro_batches
 
 
 class ToyOutput:
@@ -157,6 +156,7 @@ class ToyEngine(WithoutAdapters):
         return self._settings.lr * warm
 
     def save_state(self, *, with_optimizer: bool) -> ModelState:
+        with_optimizer &= hasattr(self, "_optimizer")
         position = {"updates": self._updates, "steps": self._steps()} if with_optimizer else {}
         held = self._held(with_optimizer)
         return ModelState([StateBox(key, 0, 0, as_2d(values)) for key, values in held.items()], held, position)
@@ -183,7 +183,7 @@ class ToyEngine(WithoutAdapters):
         return [StateBox(key, 0, 0, as_2d(one)) for key, one in values.items()]
 
     def boxes_to_load(self, stored: Any, *, with_optimizer: bool, with_head: bool = True) -> list[StateBox]:
-        held = self._held(with_optimizer)
+        held = self._held(with_optimizer and hasattr(self, "_optimizer"))
         kept = () if with_head else ("lm_head.weight", "score.weight")
         return [StateBox(key, 0, 0, as_2d(values)) for key, values in held.items() if key not in kept]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megappo.parallel.balance import partition_balanced, plan_micro_batches, split_by_budget
+from megappo.parallel.shares import partition_balanced, plan_micro_batches, split_by_budget
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=40)
 # Few values: most loads tie.

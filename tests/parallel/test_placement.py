@@ -2,7 +2,7 @@
 
 import pytest
 
-from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.layout import Placement, placement_of
 
 
 def test_positions_and_ranks_are_inverse():

@@ -12,9 +12,9 @@ import pytest
 
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.runtime import sections
-from megappo.runtime.frames import Place, main_thread_place
 from megappo.runtime.messages import name_ranks, ranks_by_value
 from megappo.runtime.sections import BETWEEN, LOADING, WARM_UP, AwakeClock, Sections
+from megappo.runtime.verdict import Place, main_thread_place
 from megappo.telemetry.timers import StageTimers
 
 TIMEOUTS = TimeoutsConfig(meeting_s=1000, section_s=20)

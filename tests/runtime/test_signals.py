@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from megappo.parallel.consensus import any_rank
+from megappo.runtime.ending import StopRequest
 from megappo.runtime.helper_process import deaf_to_stop, parent_to_follow
-from megappo.runtime.signals import StopRequest
 from tests.worlds import spawn_world
 
 STEPS = 6
@@ -41,7 +41,7 @@ def test_all_ranks_stop_at_the_step_at_which_one_was_asked_to() -> None:
 # USR1 as Slurm sends it: to the process and what it started, while the process computes; ignored until then, as by the script.
 LISTENER = """
 import os, signal, subprocess, sys, time
-from megappo.runtime.signals import StopRequest
+from megappo.runtime.ending import StopRequest
 stop = StopRequest()
 stop.listen()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
@@ -82,7 +82,7 @@ def test_without_listening_usr1_ends_a_process() -> None:
 RANK_WITH_HELPER = """
 import os, subprocess, sys
 from megappo.runtime.helper_process import deaf_to_stop, parent_to_follow
-from megappo.runtime.signals import StopRequest
+from megappo.runtime.ending import StopRequest
 stop = StopRequest()
 stop.listen()
 helper = (
@@ -127,7 +127,7 @@ RANK_WITH_TRACKER = """
 import os, signal, sys
 from multiprocessing import resource_tracker
 from megappo.runtime.helper_process import stay_deaf
-from megappo.runtime.signals import StopRequest
+from megappo.runtime.ending import StopRequest
 if sys.argv[1] == "deaf":
     stay_deaf()
 stop = StopRequest()

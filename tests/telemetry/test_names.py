@@ -7,7 +7,7 @@ import io
 import pytest
 
 from megappo.telemetry.metrics import metric_names, nearest_name
-from megappo.telemetry.progress import PPO_COLUMNS, Progress, columns_of, columns_without_critic
+from megappo.telemetry.runlog import PPO_COLUMNS, Progress, columns_of, columns_without_critic
 
 NAMES = metric_names(["exact_match", "mine.score"], ["policy", "critic", "reference"])
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from megappo.telemetry.console import configure_logging
-from megappo.telemetry.progress import PPO_COLUMNS, Progress
+from megappo.telemetry.runlog import PPO_COLUMNS, Progress
 from megappo.telemetry.timers import StageTimers
 
 

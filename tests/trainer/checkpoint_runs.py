@@ -29,9 +29,8 @@ from megappo.rewards.base import RewardError
 from megappo.rewards.inline import InlinePart
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.megatron_engine import MegatronRollout
-from megappo.runtime.ending import Ended, Unrecoverable, read_end, record_end
+from megappo.runtime.ending import Ended, StopRequest, Unrecoverable, read_end, record_end
 from megappo.runtime.sections import AwakeClock, Sections
-from megappo.runtime.signals import StopRequest
 from megappo.trainer import checkpoints as module
 from megappo.trainer import main, rollout_side, updates
 from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround

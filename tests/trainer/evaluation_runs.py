@@ -18,8 +18,8 @@ from megappo.commands.eval.evaluate import evaluate_checkpoint, results_record
 from megappo.config.loading import load_config
 from megappo.config.run_sections import CheckpointConfig, TimeoutsConfig
 from megappo.rewards.compose import Scored
+from megappo.runtime.ending import StopRequest
 from megappo.runtime.sections import AwakeClock, Sections
-from megappo.runtime.signals import StopRequest
 from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround
 from megappo.trainer.evaluation import Evaluation, Evaluator
 from megappo.trainer.experience.collect import make_requests

@@ -16,9 +16,8 @@ from megappo.config.batch import UpdateSchedule
 from megappo.config.reward_sections import LengthPenaltyConfig, RewardConfig, RewardPart
 from megappo.config.role_sections import CriticConfig, PolicyConfig
 from megappo.config.schema import AlgorithmConfig, DataConfig, MISConfig, NoImportanceSamplingConfig, TrainConfig
-from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.packing import PackedBatch, Ragged, cu_seqlens_of
 from megappo.data.prompts import Prompt
-from megappo.data.ragged import Ragged
 from megappo.data.token_texts import response_text
 from megappo.engine.base import PassResult, StepResult
 from megappo.parallel.shares import Shares

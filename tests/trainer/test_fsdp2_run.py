@@ -54,7 +54,7 @@ def config_of(folder: Path, name: str, kind: str) -> dict[str, Any]:
 def run(folder: Path, name: str, kind: str, *, resume: bool = False, stop: bool = False) -> None:
     from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
-    from megappo.runtime.signals import StopRequest
+    from megappo.runtime.ending import StopRequest
     from megappo.trainer.main import train
 
     rank = torch.distributed.get_rank()

@@ -20,8 +20,7 @@ from megappo.config.loading import validated
 from megappo.config.role_sections import PolicyConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.loader import PromptLoader
-from megappo.data.packing import PackedBatch
-from megappo.data.ragged import Ragged
+from megappo.data.packing import PackedBatch, Ragged
 from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.parallel.shares import Shares

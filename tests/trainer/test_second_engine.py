@@ -29,7 +29,7 @@ def run(folder: Path, name: str, *, resume: bool = False, stop: bool = False, **
     from megappo.commands.plan.run import plan_run
     from megappo.config.loading import load_config
     from megappo.engine.build import RoleEngines
-    from megappo.runtime.signals import StopRequest
+    from megappo.runtime.ending import StopRequest
     from megappo.trainer.main import train
 
     alone = {"run.num_ranks": 1, "policy.parallel": {}, "critic.parallel": {}, "rollout.engine": "megatron"}

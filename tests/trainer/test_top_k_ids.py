@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megappo.data.packing import PackedBatch, pack
-from megappo.data.ragged import NO_ID, Ragged
+from megappo.data.packing import NO_ID, PackedBatch, Ragged, pack
 from megappo.engine.linear_output import LinearOutput
 from megappo.rollout.megatron_engine import _sample_next
 from megappo.rollout.types import SamplingParams

@@ -24,13 +24,12 @@ from megappo.commands.launch.environment import report
 from megappo.commands.launch.restart import NoProgress, newest_step, next_start, read_starts, record_start, saved_steps, set_aside
 from megappo.config.errors import ConfigError, problem
 from megappo.config.loading import load_config
-from megappo.config.run_directory import check_run_dir, run_dir_of
+from megappo.config.run_directory import apply_permissions, check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import TrainConfig
 from megappo.runtime.ending import FAILED, MISTAKE, STOPPED, UNRECOVERABLE, Ended, is_stopped, record_failure
 from megappo.runtime.failure import KILL_GRACE_S, Failure, first_failure
 from megappo.runtime.lease import Lease, LeaseHeld, refuse_if_held
-from megappo.runtime.permissions import apply_permissions
 from megappo.trainer.prepare.remote_run import fetch, find_copies
 
 REQUEUE = STOPPED  # `end` returns it for a requeue

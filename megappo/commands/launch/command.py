@@ -10,7 +10,7 @@ from megappo.commands.launch.script import Job
 from megappo.commands.launch.training import start_here
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.runtime.permissions import apply_permissions
+from megappo.config.run_directory import apply_permissions
 from megappo.telemetry.console import keep_console
 from megappo.trainer.prepare.hub import with_local_models
 from megappo.trainer.prepare.remote_run import find_copies
@@ -34,7 +34,7 @@ def launch(args: argparse.Namespace) -> int:
         if value is None:
             raise ConfigError(f"launch: {option} is missing (how many; --local needs none)")
     config = with_local_models(load_config(args.config, args.overrides))
-    from megappo.trainer.prepare.inputs import check_inputs  # late: imports numpy, and a wrong key should fail at once
+    from megappo.trainer.prepare.checks import check_inputs  # late: imports numpy, and a wrong key should fail at once
 
     check_inputs(config, resume=args.resume)
     from megappo.commands.plan.run import plan_here

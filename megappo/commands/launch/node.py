@@ -1,6 +1,6 @@
 """torchrun on one node of a Slurm job, one task per node: `python -m megappo.commands.launch.node TORCHRUN_OPTIONS -m MODULE ...`.
 
-The number of nodes and the c10d rendezvous come from Slurm's variables. USR1 and TERM are left to the ranks (`runtime/signals.py`).
+The number of nodes and the c10d rendezvous come from Slurm's variables. USR1 and TERM are left to the ranks (`runtime/ending.py`).
 """
 
 from __future__ import annotations

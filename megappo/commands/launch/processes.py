@@ -27,7 +27,7 @@ class RankProcess(Protocol):
 
 class Starter(Protocol):
     """Starts ranks with `environment` over this process's own. Requests to stop wait until a rank listens
-    (`runtime/signals.py`)."""
+    (`runtime/ending.py`)."""
 
     descriptors: Sequence[int]  # readable when a rank has ended
 

@@ -61,15 +61,15 @@ def start_here(
     args: with resume and max_restarts. holder: of the run's lease. command: of the ranks; None for one that reads the configuration
     that is recorded in the run directory, which later edits of the file do not reach. ranks, gpu_memory_gib: instead of the
     configuration's and this machine's. dry_run: print the plan and start nothing."""
-    from megappo.trainer.prepare.inputs import check_inputs
+    from megappo.trainer.prepare.checks import check_inputs
 
     check_inputs(config, resume=args.resume)  # before anything that imports torch
     from megappo.commands.launch.attempt import check_start
     from megappo.commands.launch.submit import record, require_resumable
     from megappo.commands.plan.run import plan_here
     from megappo.commands.prepared import require_device
+    from megappo.config.run_directory import apply_permissions
     from megappo.runtime.lease import held_lease
-    from megappo.runtime.permissions import apply_permissions
     from megappo.runtime.world import world_size
     from megappo.trainer.preflight import require_isolation_here, require_servers_here, require_storage
     from megappo.trainer.prepare.remote_run import fetch, find_copies

@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
     from megappo.trainer.prepare.hub import with_local_models
 
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=args.shapes_only)
-    from megappo.trainer.prepare.inputs import check_inputs  # late: imports numpy, and a wrong key should fail at once
+    from megappo.trainer.prepare.checks import check_inputs  # late: imports numpy, and a wrong key should fail at once
 
     check_inputs(config, resume=args.resume, shapes_only=args.shapes_only)
     from megappo.commands.plan.plot import PICTURES, plot

@@ -36,8 +36,7 @@ from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
 from megappo.models.lora import adapted_modules, tensors_to_adapt
-from megappo.parallel.layout import ParallelLayout
-from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.layout import ParallelLayout, Placement, placement_of
 from megappo.rollout.types import SamplingParams
 from megappo.rollout.vllm_options import CPU_KV_CACHE_GIB
 from megappo.telemetry.tables import gib

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megappo.commands.plan.estimate import Plan
 from megappo.commands.plan.timeline import Pass, Timeline, padded_micro_batches, pipeline_of
 from megappo.config.layout_checks import trained_sections
-from megappo.parallel.layout import ParallelLayout
-from megappo.parallel.placement import Placement
+from megappo.parallel.layout import ParallelLayout, Placement
 from megappo.telemetry.tables import ranks_text
 
 if TYPE_CHECKING:

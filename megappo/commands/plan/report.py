@@ -19,8 +19,7 @@ from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
 from megappo.models.lora import shapes_beside_base
 from megappo.models.weight_map import VALUE_HEAD, hf_tensors
-from megappo.parallel.layout import ParallelLayout
-from megappo.parallel.placement import Placement, ranks_by_roles
+from megappo.parallel.layout import ParallelLayout, Placement, ranks_by_roles
 from megappo.telemetry.tables import GIB, MIB, figures, gib, groups_text, ranks_text, table
 from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.layouts import model_paths

@@ -14,8 +14,7 @@ from megappo.commands.tune.generation import GenerationCost
 from megappo.config.checks import Device
 from megappo.config.role_sections import TrainableConfig, key_of_role
 from megappo.models.implementation import Implementation
-from megappo.parallel.layout import ParallelLayout
-from megappo.parallel.placement import Placement, ranks_by_roles
+from megappo.parallel.layout import ParallelLayout, Placement, ranks_by_roles
 from megappo.telemetry.hardware import Hardware
 
 SCORES = "reward_model"  # its results are shared before any other role begins

@@ -18,8 +18,7 @@ from megappo.config.role_sections import PolicyConfig
 from megappo.config.schema import RolloutConfig
 from megappo.models.arch import ModelArch
 from megappo.models.flops import MULTIPLY_ADD, SCORES_AND_VALUES, keys_seen, layer_weights
-from megappo.parallel.layout import ParallelLayout
-from megappo.parallel.placement import Placement
+from megappo.parallel.layout import ParallelLayout, Placement
 from megappo.telemetry.hardware import Dtype, Hardware
 
 

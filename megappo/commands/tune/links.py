@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megappo.parallel.layout import ParallelLayout
-from megappo.parallel.placement import Placement
+from megappo.parallel.layout import ParallelLayout, Placement
 from megappo.telemetry.hardware import Hardware
 
 Axis = Literal["tp", "cp", "gradients", "pp", "etp", "ep", "expert gradients"]

@@ -17,7 +17,7 @@ from megappo.config.layout_checks import placements_in_use, roles_in_use, world_
 from megappo.config.rank_ranges import ranges_text
 from megappo.config.role_sections import is_critic, key_of_role, section_of
 from megappo.config.schema import TrainConfig
-from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.layout import Placement, placement_of
 from megappo.telemetry.tables import GIB, figures, table
 
 QUARTERS = (1, 2, 3)  # of the nodes, for the roles that are set apart

@@ -36,8 +36,7 @@ from megappo.config.role_sections import PolicyConfig, section_of, with_sections
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
-from megappo.parallel.layout import ParallelLayout, layout_of
-from megappo.parallel.placement import Placement, placement_of
+from megappo.parallel.layout import ParallelLayout, Placement, layout_of, placement_of
 from megappo.telemetry.hardware import Hardware
 
 # Of a working set, which is mostly activations. Tests hold the estimate of activations to 10 %.

@@ -25,7 +25,7 @@ from megappo.engine.factory import EngineFactory, EngineSpec
 from megappo.models.pieces import Box, Piece, as_2d, rectangle, sizes_of
 from megappo.models.weight_map import hf_tensors
 from megappo.parallel.consensus import gathered_at, told_by
-from megappo.parallel.placement import Placement
+from megappo.parallel.layout import Placement
 from megappo.trainer.advantages import add_advantages
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.critics import critics_in

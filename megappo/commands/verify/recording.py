@@ -14,8 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from megappo.config.schema import SamplingConfig
-from megappo.data.packing import PackedBatch, pack
-from megappo.data.ragged import NO_ID, Ragged
+from megappo.data.packing import NO_ID, PackedBatch, Ragged, pack
 
 # Most given and most sampled tokens in one turn.
 _LONGEST_GIVEN, _LONGEST_SAMPLED, _MOST_TURNS = 7, 12, 3

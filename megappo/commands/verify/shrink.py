@@ -37,7 +37,7 @@ from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch, read_config
 from megappo.models.implementation import Implementation, choose_implementation
-from megappo.parallel.placement import placement_of, ranks_by_roles
+from megappo.parallel.layout import placement_of, ranks_by_roles
 from megappo.trainer.prepare.layouts import model_paths
 
 # Two mini-batches in a step: the second sees weights that the first has moved.

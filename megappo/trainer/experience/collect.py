@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.packing import PackedBatch, Ragged, cu_seqlens_of
 from megappo.data.prompts import Prompt
-from megappo.data.ragged import Ragged
 from megappo.parallel.consensus import raise_together
 from megappo.parallel.totals import place_in_world, total
 from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response

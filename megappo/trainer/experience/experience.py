@@ -10,11 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megappo.algo.aggregation import tokens_per_sequence
-from megappo.algo.chunks import in_chunks, true_positions
-from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.data.positions import Spans
-from megappo.data.ragged import Ragged
+from megappo.algo.aggregation import in_chunks, tokens_per_sequence, true_positions
+from megappo.data.packing import PackedBatch, Ragged, Spans, cu_seqlens_of
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world, total
 from megappo.trainer.experience.route import Route, Wire, world_wire

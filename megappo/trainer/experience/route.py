@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megappo.data.positions import Spans
-from megappo.data.ragged import Ragged
+from megappo.data.packing import Ragged, Spans
 from megappo.parallel.device import world_group
 from megappo.trainer.experience.table import Owners
 

@@ -10,10 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megappo.algo.aggregation import true_positions
 from megappo.algo.chains import last_of_chains
-from megappo.algo.chunks import true_positions
-from megappo.parallel.balance import parts_balanced
-from megappo.parallel.shares import Shares
+from megappo.parallel.shares import Shares, parts_balanced
 from megappo.parallel.totals import place_in_world, rows_of_ranks
 
 # Rows in the first exchange of a table, relative to the mean per rank. Padding costs less than a second exchange, and this is

@@ -1,26 +1,205 @@
-"""Checks of a run before a model is built, cheap ones first: keys, packages, architectures, layouts. Memory is checked in
-`megappo/commands/plan` and data in `data.py`, as a plan for another machine needs no data."""
+"""Checks of a run before a model is built, cheap ones first: keys, names, missing files, packages, credentials of trackers
+(`check_inputs`, by which every command starts); then architectures and layouts. Imports no torch, which takes seconds. Memory is
+checked in `megappo/commands/plan` and data in `data.py`, as a plan for another machine needs no data."""
 
 from __future__ import annotations
 
+import configparser
+import netrc
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from megappo.checkpoint.remote import require_protocol
-from megappo.config.checks import Device, check_config
+from megappo.config import evaluations
+from megappo.config.checks import Device, check_config, rule_problems
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import longest_sequence_tokens
+from megappo.config.layout_checks import reads_trajectories, reference_is_base, roles_in_use
 from megappo.config.loading import explicit_keys
+from megappo.config.reward_sections import RewardConfig
 from megappo.config.role_sections import section_of
+from megappo.config.run_sections import TelemetryConfig
 from megappo.config.schema import SftConfig, TrainConfig
+from megappo.data.sources import find_file
+from megappo.data.tokenizers import find_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import choose_implementation, implementation_notes
 from megappo.ops.implementations import Kernels, missing
 from megappo.parallel.layout import ParallelLayout
+from megappo.rewards.rules import RULES, make_rule
 from megappo.rollout.vllm_limits import check_vllm
+from megappo.runtime.installed import missing_package
+from megappo.runtime.user_code import read_code
+from megappo.telemetry.metrics import Metric, metric_names, nearest_name, open_beginnings
+from megappo.telemetry.trackers.mlflow_run import URI
+from megappo.telemetry.trajectories.files import files_by_step
 from megappo.trainer.prepare.checkpoint_source import check_critic_sources
-from megappo.trainer.prepare.inputs import check_names
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
+from megappo.trainer.prepare.reward_model import find_reward_tokenizer
+
+WANDB_SERVER = "https://api.wandb.ai"
+_WITHOUT_ACCOUNT = ("offline", "dryrun", "disabled")  # values of WANDB_MODE
+
+
+def tracker_problem(telemetry: TelemetryConfig) -> str | None:
+    """Return the first reason, in one line, why a tracker could not work; None if all can. Makes no network request."""
+    # Without a server MLflow writes a database into the run directory.
+    needed = {"wandb": ["wandb"], "mlflow": ["mlflow", *([] if os.environ.get(URI) else ["sqlalchemy", "alembic"])]}
+    for tracker in telemetry.trackers:
+        for package in needed.get(tracker, ()):
+            if (how := missing_package(package)) is not None:
+                return problem("telemetry.trackers", list(telemetry.trackers), how)
+    online = os.environ.get("WANDB_MODE") not in _WITHOUT_ACCOUNT
+    if "wandb" in telemetry.trackers and online and not has_wandb_credentials():
+        return problem(
+            "telemetry.trackers",
+            list(telemetry.trackers),
+            f"no credentials of W&B for {_wandb_server()}; run `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline in the "
+            "environment",
+        )
+    return None
+
+
+def has_wandb_credentials() -> bool:
+    """True if wandb would find a key without asking: in the environment, in .netrc, or in its settings."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or _wandb_setting("api_key"):
+        return True
+    places = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for place in places:
+        try:
+            if netrc.netrc(Path(place).expanduser()).authenticators(urlsplit(_wandb_server()).netloc):
+                return True
+        except (OSError, netrc.NetrcParseError):  # wandb passes over such a file too
+            continue
+    return False
+
+
+def _wandb_server() -> str:
+    return os.environ.get("WANDB_BASE_URL") or _wandb_setting("base_url") or WANDB_SERVER
+
+
+def _wandb_setting(name: str) -> str | None:
+    folder = os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb"
+    settings = configparser.ConfigParser(interpolation=None)
+    try:
+        settings.read(Path(folder).expanduser() / "settings")
+        return settings.get("default", name, fallback=None)
+    except (OSError, configparser.Error):
+        return None
+
+
+def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shapes_only: bool = False, trains: bool = True) -> None:
+    """Refuse a run with a mistake that shows without torch: ValueError, one line, worded as by the check that reads the input.
+    resume, shapes_only: as in `check_run`. trains: False for `megappo eval`, which reads no `data.train` and no unused reward."""
+    # With data.fit_batch the batch sizes are known only once the data is read.
+    if isinstance(config, SftConfig) or not config.data.fit_batch:
+        for message in rule_problems(config, explicit_keys(config)):
+            raise ConfigError(message)
+    if isinstance(config, TrainConfig):
+        check_names(config, need_packages=not shapes_only)
+    archs = read_archs(config, need_weights=not shapes_only, need_heads=False)
+    if shapes_only:
+        return
+    if isinstance(config, TrainConfig) and not resume:
+        check_critic_sources(config, archs)
+    find_tokenizer(config.data.tokenizer or config.policy.model)
+    if isinstance(config, TrainConfig) and reads_trajectories(config):
+        _find_trajectories(str(config.critic.warmup_trajectories))
+        return
+    if trains:
+        _find("data.train", config.data.train)
+    if isinstance(config, TrainConfig):
+        if config.reward_model.model is not None:
+            find_reward_tokenizer(config.reward_model)
+        _check_files(config, trains)
+
+
+def _find_trajectories(path: str) -> None:
+    try:
+        files_by_step(Path(path))
+    except ConfigError as error:
+        raise ConfigError(f"critic.warmup.trajectories: {error}") from None
+
+
+def _check_files(config: TrainConfig, trains: bool) -> None:
+    if trains and (texts := config.algorithm.ptx) is not None:
+        _find("algorithm.ptx.data", texts.data)
+    sets = evaluations.evaluation_sets(config)
+    for name, one in sets.items():
+        _find(f"evaluations.{name}" if name else "data.eval", one.data)
+    rewards = {f"evaluations.{name}.": one.reward for name, one in config.evaluations.items() if one.reward is not None}
+    if trains or any(one.reward is None for one in sets.values()):
+        rewards[""] = config.reward
+    if (environment := config.rollout.environment) is not None and environment.path is not None:
+        _require_code("rollout.environment.path", environment.path)
+    for prefix, reward in rewards.items():
+        for key, part in reward.all_parts.values():
+            if part.path is not None:
+                _require_code(f"{prefix}{key}.path", part.path)
+
+
+def _find(key: str, source: str) -> None:
+    try:
+        find_file(source)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _require_code(key: str, path: str) -> None:
+    try:
+        read_code(path)
+    except ValueError as error:
+        raise ConfigError(problem(key, path, str(error))) from None
+
+
+def _check_progress(config: TrainConfig) -> None:
+    """ConfigError, with the nearest name, for a column of the progress line that no metric has."""
+    labels = {part.label: part.kind for part in config.reward.parts}
+    roles = [*roles_in_use(config), *(["reference"] if reference_is_base(config) else [])]
+    names = [*metric_names(list(labels), roles), *evaluations.metric_names(config)]
+    names += [Metric.REWARD_PART.of(f"{label}/retries") for label, kind in labels.items() if kind == "url"]
+    unknown_ends = open_beginnings([label for label, kind in labels.items() if kind != "name"])  # a built-in rule is one number
+    for name in config.telemetry.progress:
+        if name not in names and not name.startswith(unknown_ends):
+            nearest = nearest_name(name, names)
+            hint = f"did you mean {nearest}? " if nearest else ""
+            fix = f"this run logs no such metric; {hint}docs/metrics.md lists them"
+            raise ConfigError(problem("telemetry.progress", name, fix))
+
+
+def check_names(config: TrainConfig, *, need_packages: bool) -> None:
+    """ConfigError for an unknown metric or reward, and for a missing package that this configuration needs."""
+    _check_progress(config)
+    if not need_packages:
+        return
+    if reads_trajectories(config):
+        if (message := tracker_problem(config.telemetry)) is not None:
+            raise ConfigError(message)
+        return
+    _check_reward(config.reward)
+    for name, one in config.evaluations.items():
+        if one.reward is not None:
+            try:
+                _check_reward(one.reward)
+            except ValueError as error:
+                raise ConfigError(f"evaluations.{name}.{error}") from None
+    if config.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
+        raise ConfigError(problem("rollout.engine", "vllm", f"{how}, or set rollout.engine=megatron"))
+    if (message := tracker_problem(config.telemetry)) is not None:
+        raise ConfigError(message)
+
+
+def _check_reward(reward: RewardConfig) -> None:
+    for label, (_, part) in reward.all_parts.items():
+        if part.kind == "name" and label not in RULES:
+            make_rule(label)  # raises, with the nearest name
+    needed = {"math_verify": "math-verify"} if "math_verify" in reward.all_parts else {}
+    for key, package in needed.items():
+        if (how := missing_package(package)) is not None:
+            raise ConfigError(problem("reward.parts", key, how))
 
 
 @dataclass(frozen=True)

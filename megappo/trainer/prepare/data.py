@@ -15,12 +15,12 @@ from megappo.config.layout_checks import uses_model
 from megappo.config.role_sections import is_critic
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.cache import Cache
-from megappo.data.demonstrations import DemonstrationRules, DemonstrationSet, demonstrations_of
 from megappo.data.loader import PassRates, PromptLoader, weights_of
+from megappo.data.prompt_rows import load_prompts, open_cache
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.sources import open_source
-from megappo.data.texts import TextRules, TextSet, texts_of
+from megappo.data.texts import DemonstrationRules, DemonstrationSet, TextRules, TextSet, demonstrations_of, texts_of
 from megappo.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
 from megappo.rewards.base import PreparedPart
@@ -29,7 +29,6 @@ from megappo.rollout.turn import USE
 from megappo.runtime.user_code import OwnCode
 from megappo.trainer.prepare.evaluations import EvaluationSet, check_evaluations, load_evaluations
 from megappo.trainer.prepare.layouts import model_paths
-from megappo.trainer.prepare.prompts import load_prompts, open_cache
 from megappo.trainer.prepare.reward_model import ScoredTexts, load_reward_text
 from megappo.trainer.prepare.reward_notes import reward_notes
 from megappo.trainer.prepare.reward_parts import load_parts
@@ -126,21 +125,27 @@ class TextData:
     loader: PromptLoader
 
 
-@dataclass(frozen=True)
-class RunData:
-    """Data of a run. loader: at its start. total_steps: PPO steps. notes: on unreadable answers and on labels. reward_parts: by
-    label. reward_text, ptx, environment: None if not configured."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluationData:
+    """Data of `megappo eval`, and the part of it that any run has. notes: on unreadable answers and on labels. reward_parts: by
+    label. reward_text, environment: None if not configured."""
 
     tokenizer: Tokenizer
-    train: PromptSet
-    evaluations: tuple[EvaluationSet, ...]
-    loader: PromptLoader
-    total_steps: int
+    evaluations: tuple[EvaluationSet, ...] = ()
     notes: tuple[str, ...] = ()
     reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
     reward_text: RewardText | None = None
-    ptx: TextData | None = None
     environment: PreparedEnvironment | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData(EvaluationData):
+    """Data of a run. loader: at its start. total_steps: PPO steps. ptx: None if not configured."""
+
+    train: PromptSet
+    loader: PromptLoader
+    total_steps: int
+    ptx: TextData | None = None
 
     @property
     def eval(self) -> PromptSet | None:
@@ -165,12 +170,50 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
     for message in step_problems(config, total_steps):
         raise ConfigError(message)
-    sets = {"data.train": train} | {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
-    notes += [*reward_notes(config.reward, reward_parts, sets, cache), *check_evaluations(evaluations, cache)]
+    notes += _notes(config, reward_parts, train, evaluations, cache)
     scored = _scored_texts(config, train, evaluations, cache)
-    notes += [*sampling_notes(config, loader), *scored.notes, *cache.notes]
-    environment = load_environment(config, tokenizer)
-    return RunData(tokenizer, train, evaluations, loader, total_steps, tuple(notes), reward_parts, scored.text, ptx, environment)
+    return RunData(
+        tokenizer=tokenizer,
+        evaluations=evaluations,
+        notes=(*notes, *sampling_notes(config, loader), *scored.notes, *cache.notes),
+        reward_parts=reward_parts,
+        reward_text=scored.text,
+        environment=load_environment(config, tokenizer),
+        train=train,
+        loader=loader,
+        total_steps=total_steps,
+        ptx=ptx,
+    )
+
+
+def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationData:
+    """Load tokenizer and evaluation sets of this configuration, without training prompts. Errors as `load_run_data`."""
+    tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
+    evaluations = load_evaluations(config, tokenizer, cache)
+    reward_parts = load_parts(config.reward) if any(one.reward is None for one in evaluations) else {}
+    notes = _notes(config, reward_parts, None, evaluations, cache)
+    scored = _scored_texts(config, None, evaluations, cache)
+    return EvaluationData(
+        tokenizer=tokenizer,
+        evaluations=evaluations,
+        notes=(*notes, *scored.notes, *cache.notes),
+        reward_parts=reward_parts,
+        reward_text=scored.text,
+        environment=load_environment(config, tokenizer),
+    )
+
+
+def _notes(
+    config: TrainConfig,
+    parts: Mapping[str, PreparedPart],
+    train: PromptSet | None,
+    evaluations: Sequence[EvaluationSet],
+    cache: Cache,
+) -> list[str]:
+    """Check the rewards of all sets against their prompts; return the notes. train: None without training."""
+    sets = {} if train is None else {"data.train": train}
+    sets |= {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
+    return [*reward_notes(config.reward, parts, sets, cache), *check_evaluations(evaluations, cache)]
 
 
 def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextData | None:
@@ -208,31 +251,6 @@ def _scored_texts(config: TrainConfig, train: PromptSet | None, evaluations: Seq
         if uses_model(one.reward or config.reward):
             sets[key_of(one.name)] = (one.prompts, config_of_set(config, one.settings).data)
     return load_reward_text(config, sets, cache)
-
-
-@dataclass(frozen=True)
-class EvaluationData:
-    """Data of `megappo eval`; fields as in `RunData`."""
-
-    tokenizer: Tokenizer
-    evaluations: tuple[EvaluationSet, ...]
-    notes: tuple[str, ...]
-    reward_parts: Mapping[str, PreparedPart]
-    reward_text: RewardText | None = None
-    environment: PreparedEnvironment | None = None
-
-
-def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationData:
-    """Load tokenizer and evaluation sets of this configuration, without training prompts. Errors as `load_run_data`."""
-    tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
-    evaluations = load_evaluations(config, tokenizer, cache)
-    sets = {key_of(one.name): one.prompts for one in evaluations if one.reward is None}
-    reward_parts = load_parts(config.reward) if sets else {}
-    notes = reward_notes(config.reward, reward_parts, sets, cache)
-    scored = _scored_texts(config, None, evaluations, cache)
-    notes += [*check_evaluations(evaluations, cache), *scored.notes, *cache.notes]
-    environment = load_environment(config, tokenizer)
-    return EvaluationData(tokenizer, evaluations, tuple(notes), reward_parts, scored.text, environment)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megappo.config.run_sections import CheckpointConfig, TrainerConfig
 from megappo.config.schema import AlgorithmConfig, NoKLConfig, RolloutConfig, TrainConfig
 from megappo.models.hf_config import arch_for
 from megappo.trainer.prepare.checkpoint_source import PolicySource, policy_source
-from megappo.trainer.prepare.inputs import check_inputs
+from megappo.trainer.prepare.checks import check_inputs
 
 if TYPE_CHECKING:  # imports torch
     from megappo.trainer.prepare.data import EvaluationData

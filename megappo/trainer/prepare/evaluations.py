@@ -12,11 +12,11 @@ from megappo.config.evaluations import best_metric, config_of_set, evaluation_se
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
 from megappo.config.schema import TrainConfig
 from megappo.data.cache import Cache
+from megappo.data.prompt_rows import load_prompts
 from megappo.data.prompts import PromptSet
 from megappo.data.tokenizers import Tokenizer
 from megappo.rewards.base import PreparedPart
 from megappo.rewards.votes import VOTING, voting_rule
-from megappo.trainer.prepare.prompts import load_prompts
 from megappo.trainer.prepare.reward_notes import reward_notes
 from megappo.trainer.prepare.reward_parts import load_parts
 

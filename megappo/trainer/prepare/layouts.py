@@ -22,8 +22,7 @@ from megappo.models.families.registry import FAMILIES
 from megappo.models.freeze import check_frozen_stages, frozen_of
 from megappo.models.hf_config import arch_for
 from megappo.models.implementation import Implementation, implementation_of_role
-from megappo.parallel.layout import ParallelLayout, layout_of
-from megappo.parallel.placement import placement_of
+from megappo.parallel.layout import ParallelLayout, layout_of, placement_of
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
 from megappo.runtime.messages import first_line, parse_object
 from megappo.trainer.prepare.reward_model import check_reward_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -16,16 +16,12 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.schema import TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.data.reward_text import RewardText
 from megappo.data.token_texts import token_texts
 from megappo.data.tokenizers import Tokenizer
 from megappo.models.arch import ModelArch
-from megappo.rewards.base import PreparedPart
-from megappo.rollout.environment import PreparedEnvironment
 from megappo.telemetry.tables import figures
 from megappo.telemetry.trajectories.read import Trajectory, read_run
-from megappo.trainer.prepare.data import tokenizer_of
-from megappo.trainer.prepare.evaluations import EvaluationSet
+from megappo.trainer.prepare.data import EvaluationData, tokenizer_of
 
 KEY = "critic.warmup.trajectories"
 READ_AGAIN = 64  # trajectories whose texts are decoded once more: another tokenizer differs in nearly every one
@@ -51,20 +47,14 @@ class RecordedSamples:
         return f"{len(self):,} trajectories of {self.path} ({of_steps}), {sampled:,} sampled tokens"
 
 
-@dataclass(frozen=True)
-class RecordedData:
-    """Data of a run that reads trajectories. Fields as in `data.RunData`; those for sampling and scoring are empty."""
+@dataclass(frozen=True, kw_only=True)
+class RecordedData(EvaluationData):
+    """Data of a run that reads trajectories. Fields as in `data.RunData`; nothing is sampled or scored."""
 
-    tokenizer: Tokenizer
     samples: RecordedSamples
     loader: PromptLoader
     total_steps: int
-    notes: tuple[str, ...] = ()
-    evaluations: tuple[EvaluationSet, ...] = ()
-    reward_parts: Mapping[str, PreparedPart] = field(default_factory=dict)
-    reward_text: RewardText | None = None
     ptx: None = None
-    environment: PreparedEnvironment | None = None
 
 
 def load_recorded_data(config: TrainConfig, archs: Mapping[str, ModelArch]) -> RecordedData:
@@ -86,7 +76,8 @@ def load_recorded_data(config: TrainConfig, archs: Mapping[str, ModelArch]) -> R
         raise ConfigError(problem(KEY, path, fix))
     notes = [f"{KEY}: {note}" for note in sampled.notes]
     loader = PromptLoader(count, step.samples, config.data.shuffle, config.run.seed)
-    return RecordedData(tokenizer, _packed(path, sampled.trajectories), loader, config.trainer.steps, tuple(notes))
+    samples = _packed(path, sampled.trajectories)
+    return RecordedData(tokenizer=tokenizer, notes=tuple(notes), samples=samples, loader=loader, total_steps=config.trainer.steps)
 
 
 def _faults(

@@ -14,11 +14,11 @@ from megappo.config.layout_checks import placement_problems, reads_trajectories,
 from megappo.config.rank_ranges import ranks_of
 from megappo.config.role_sections import key_of_role
 from megappo.config.schema import TrainConfig
+from megappo.data.prompt_rows import open_cache
 from megappo.data.prompts import PromptSet
 from megappo.models.arch import ModelArch
 from megappo.trainer.prepare.checks import check_run
 from megappo.trainer.prepare.data import RunData, load_run_data, load_train_prompts
-from megappo.trainer.prepare.prompts import open_cache
 from megappo.trainer.prepare.recorded import RecordedData, load_recorded_data
 
 

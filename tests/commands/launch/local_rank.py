@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from megappo.runtime.ending import StopRequest
 from megappo.runtime.failure import record_exceptions
-from megappo.runtime.signals import StopRequest
 
 
 def _is_gone(rank: int) -> bool:

@@ -27,7 +27,7 @@ from megappo.commands.tune.search import Search
 from megappo.commands.tune.trials import Measured, read_trial, write_outcome
 from megappo.config.checks import problems
 from megappo.config.loading import explicit_keys, load_config
-from megappo.parallel.placement import Placement, placement_of, ranks_by_roles
+from megappo.parallel.layout import Placement, placement_of, ranks_by_roles
 from megappo.telemetry.hardware import load_hardware
 from megappo.trainer.prepare.layouts import read_archs
 from tests.commands.plan.checkpoints import LLAMA_7B, TINY, write_checkpoint

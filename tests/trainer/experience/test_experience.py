@@ -10,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megappo.data.packing import PackedBatch, cu_seqlens_of
-from megappo.data.positions import Spans
-from megappo.data.ragged import NO_ID, Ragged
+from megappo.data.packing import NO_ID, PackedBatch, Ragged, Spans, cu_seqlens_of
 from megappo.parallel.layout import ParallelLayout
 from megappo.parallel.shares import Shares, shares_of
 from megappo.trainer.experience.experience import Experience, rows_of
@@ -91,7 +89,7 @@ def test_every_rank_ends_with_its_samples(case: tuple[int, list[tuple[int, int, 
 @pytest.fixture(params=[1, 10**6], ids=["slices", "index"])
 def both_ways_to_gather(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples are as short here as none of a run's that are gathered by slices."""
-    monkeypatch.setattr("megappo.data.positions.LONG", request.param)
+    monkeypatch.setattr("megappo.data.packing.LONG", request.param)
 
 
 LAYOUTS = [
@@ -262,7 +260,7 @@ def test_rows_of_the_table_are_those_of_the_loop(masks: list[list[bool]], chunk:
         torch.zeros_like(flat, dtype=torch.long), cu_seqlens_of(lengths), {"response_mask": flat}, {"truncated": cut}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megappo.algo.chunks.TOKENS", chunk)
+        patch.setattr("megappo.algo.aggregation.TOKENS", chunk)
         table = rows_of(batch, (cut.int(), cut.int()), 0)
     assert table.sampled.tolist() == [sum(mask) for mask in masks]
     assert table.prompt.tolist() == [mask.index(True) if any(mask) else len(mask) for mask in masks]

@@ -11,15 +11,15 @@ import pytest
 from megappo.config.redaction import redacted_values
 from megappo.config.run_sections import TelemetryConfig
 from megappo.telemetry.metrics import Distribution
-from megappo.telemetry.trackers import available
-from megappo.telemetry.trackers.available import tracker_problem
+from megappo.trainer.prepare import checks
+from megappo.trainer.prepare.checks import tracker_problem
 from tests.test_dependencies import PACKAGE
 
 
 @pytest.fixture(autouse=True)
 def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every package, and no account."""
-    monkeypatch.setattr(available, "missing_package", lambda name: None)
+    monkeypatch.setattr(checks, "missing_package", lambda name: None)
     for name in (
         "WANDB_API_KEY",
         "WANDB_MODE",
@@ -48,7 +48,7 @@ def test_what_needs_no_account_passes(monkeypatch: pytest.MonkeyPatch, mode: str
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    monkeypatch.setattr(available, "missing_package", lambda name: f"{name} is not installed: pip install {name}")
+    monkeypatch.setattr(checks, "missing_package", lambda name: f"{name} is not installed: pip install {name}")
     monkeypatch.setenv("WANDB_MODE", mode)
     assert said("tensorboard") is None
     assert said("wandb") == 'telemetry.trackers = ["wandb"]: wandb is not installed: pip install wandb'
@@ -56,7 +56,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyP
 
 
 def test_mlflow_without_a_server_needs_its_database(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(available, "missing_package", lambda name: "sqlalchemy is not installed" if name == "sqlalchemy" else None)
+    monkeypatch.setattr(checks, "missing_package", lambda name: "sqlalchemy is not installed" if name == "sqlalchemy" else None)
     assert "sqlalchemy is not installed" in (said("mlflow") or "")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:5000")
     assert said("mlflow") is None
@@ -102,7 +102,7 @@ def test_the_settings_of_a_login_count(tmp_path: Path) -> None:
 def test_a_run_is_refused_before_its_model_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     from megappo.commands.cli import main
 
-    monkeypatch.setattr(available, "missing_package", lambda name: f"{name} is not installed: pip install {name}")
+    monkeypatch.setattr(checks, "missing_package", lambda name: f"{name} is not installed: pip install {name}")
     config = tmp_path / "run.yaml"
     config.write_text("policy: {model: absent}\ndata: {train: absent.jsonl}\nrollout: {engine: megatron}\n")
     assert main(["train", str(config), "telemetry.trackers=[wandb]"]) == 2
