@@ -36,7 +36,7 @@ _DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?){_DEGREE.pattern}")
 _ANGLES = re.compile(r"sin|cos|tan|cot|cis|e\^")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent|per cent)\s*\}|\b(?:percent|per cent|pct))\s*$")
 _SQUARE = r"\^(?:[23]|\{[23]\})"
-_UNIT = re.compile(rf"(?<=[0-9}}]){_ANY_SPACE}*(?:(?:mm|cm|dm|km|ft|yd|units?)(?:{_SQUARE})?|(?:m|in){_SQUARE})$")
+_UNIT = re.compile(rf"(?<=[0-9}}]){_ANY_SPACE}*(?:(?:mm|cm|dm|km|ft|yd|units?|dollars?)(?:{_SQUARE})?|(?:m|in){_SQUARE})$")
 _PERIOD = re.compile(r"(?<!\.)\.\s*(\}?)\s*$")
 _SAID = r"(?:\b(?:is|are|equals?)\b\s*:?|[:=])"
 _WORDS_BEFORE = re.compile(rf"\\text(?:bf|it|rm)?\{{[^{{}}]*{_SAID}\s*\}}{_ANY_SPACE}*(?=\S)")
@@ -171,7 +171,7 @@ def _expression(text: str) -> Form:
     literal = _set_builder(text)
     if isinstance(literal, Form):
         return literal
-    text = re.sub(r"(?<!\\);", ",", _numbers(literal, _GROUPED_PLAIN))
+    text = re.sub(r"(?<!\\);", ",", _numbers(literal, _GROUPED_PLAIN)).replace("~", " ")
     text = re.sub(r"(?<=[0-9])i(?![a-zA-Z])", " i", text)  # math-verify finds the imaginary unit as a word of its own
     bare = _PERCENT.sub("", text)
     if bare != text and bare and not _PERCENT.search(bare) and "," not in bare:
@@ -186,7 +186,7 @@ def _without_words(text: str) -> str:
     whole = _TEXT.fullmatch(text)
     sentence = _SENTENCE.fullmatch(whole[1] if whole else text)
     if sentence is None:
-        return text
+        return whole[1] if whole and re.match(r"\s*-?[0-9]", whole[1]) else text
     value = sentence[1].strip()
     return value if re.match(r"[-+\u2212]?[0-9.\\(\[$]", value) else f"\\text{{{value}}}"
 

@@ -119,7 +119,16 @@ def _same(gold: list[Any], found: list[Any]) -> bool:
 
 
 def _verified(gold: list[Any], found: list[Any]) -> bool:
+    if any(_condition_and_numbers(one, other) for one, other in ((gold[:1], found[:1]), (found[:1], gold[:1]))):
+        return False
     return bool(verify(gold, found, timeout_seconds=_NO_TIMEOUT, allow_set_relation_comp=True))
+
+
+def _condition_and_numbers(one: list[Any], other: list[Any]) -> bool:
+    """True for `1<x<2` and the set of 1 and 2: math-verify takes the open interval for a pair."""
+    return any(grader.is_relation(value) and not grader.is_equation(value) for value in one) and any(
+        isinstance(value, sympy.FiniteSet) for value in other
+    )
 
 
 def _complex(values: list[Any]) -> list[Any]:
