@@ -59,7 +59,7 @@ SFT_COLUMNS = (
 
 def columns_without_critic() -> tuple[str, ...]:
     """Return the metrics of PPO_COLUMNS that a run without a critic has."""
-    return tuple(column.metric for column in PPO_COLUMNS if not column.metric.startswith("critic/"))
+    return tuple(column.metric for column in PPO_COLUMNS if column.metric.partition("/")[0] != "critic")
 
 
 def columns_of(names: Sequence[str]) -> Sequence[Column]:

@@ -263,7 +263,13 @@ class StepRecord:
 
 def score_metrics(totals: Totals) -> dict[str, float]:
     """Return the metrics of the scores. totals: with the moments `score`."""
-    return {f"reward/score_{key}": value for key, value in totals.summary("score")._asdict().items()}
+    score = totals.summary("score")
+    return {
+        Metric.SCORE_MEAN.value: score.mean,
+        Metric.SCORE_STD.value: score.std,
+        Metric.SCORE_MIN.value: score.min,
+        Metric.SCORE_MAX.value: score.max,
+    }
 
 
 def length_metrics(table: SampleTable) -> dict[str, float]:

@@ -80,11 +80,12 @@ def start_here(
     run_dir = check_start(config.run, resume=args.resume and copies is None)
     require_device(config.run.device)
     ranks = world_size(config.run) if ranks is None else ranks
+    if not dry_run:
+        require_isolation_here(config)  # before the data is read
     planned = plan_here(config, ranks, gpu_memory_gib, resume=args.resume)
     if dry_run:
         print(planned.report(), end="")
         return DONE
-    require_isolation_here(config)
     assert planned.data is not None, "only a plan of shapes has no data"
     require_servers_here(planned.data, resume=args.resume)
     require_storage(config)
