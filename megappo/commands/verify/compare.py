@@ -137,7 +137,11 @@ def difference_table(differences: Sequence[Difference]) -> str:
     for d in differences:
         numbers = (f"{d.absolute:.1e}", f"{d.relative:.1e}", f"{d.tolerance:.0e}")
         rows.append((d.role, d.quantity, d.where, *numbers, "ok" if d.agrees else "DIFFERS"))
-    return "\n".join(table(rows[0], rows[1:], left=len(rows[0])))
+    return _without_indent(rows)
+
+
+def _without_indent(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(line[2:] for line in table(rows[0], rows[1:], left=len(rows[0])))
 
 
 def first_cause(*steps: Sequence[Difference]) -> Difference | None:
@@ -161,7 +165,7 @@ def _stage(difference: Difference) -> int:
 
 def bisection(alone: Mapping[str, Difference | None]) -> str:
     rows = [(feature, "ok" if cause is None else f"DIFFERS: {describe(cause)}") for feature, cause in alone.items()]
-    return "\n".join(table(["feature alone", "against one rank without it"], rows, left=2))
+    return _without_indent([("feature alone", "against one rank without it"), *rows])
 
 
 def verdict(

@@ -3,10 +3,9 @@ FOLDER/NAME.json is a small run. Rank 0 writes its results to FOLDER/NAME.pt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -65,17 +64,10 @@ def _measure(config: TrainConfig, engines: EngineFactory) -> Results:
 
 
 def write_results(path: Path, results: Results) -> None:
-    torch.save({name: {role: asdict(of) for role, of in getattr(results, name).items()} for name in results._fields}, path)
+    torch.save(results, path)
 
 
 def read_results(path: Path) -> Results:
-    """Read the results of `write_results`. Only tensors, numbers and text are unpickled."""
-    state = torch.load(path, weights_only=True)
-    return Results(*({role: _measures(of) for role, of in state[name].items()} for name in Results._fields))
-
-
-def _measures(state: Mapping[str, Any]) -> RoleMeasures:
-    def gathered(part: Mapping[str, Any] | None) -> Gathered | None:
-        return None if part is None else Gathered(**part)
-
-    return RoleMeasures(state["values"], state["metrics"], gathered(state["gradients"]), gathered(state["parameters"]))
+    """Read the results of `write_results`. Only tensors, numbers, text and these classes are unpickled."""
+    with torch.serialization.safe_globals([Results, RoleMeasures, Gathered]):
+        return torch.load(path, weights_only=True)
