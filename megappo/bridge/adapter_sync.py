@@ -24,12 +24,17 @@ _ROW = 1024  # words, to a multiple of which the buffer is padded: its checksum 
 _BLOCK = 512  # bytes of a block of the checksum
 
 
+class Pieces(Protocol):
+    def pieces(self) -> PieceMap: ...
+
+
 class AdapterSource(WeightSource, Protocol):
     """A policy with adapters: every `engine.base.Engine` that has them."""
 
     def named_parameters(self) -> Mapping[str, Tensor]: ...
 
-    def adapter_pieces(self) -> PieceMap: ...
+    @property
+    def adapters(self) -> Pieces | None: ...
 
 
 class AdaptedEngine(BridgedEngine, Protocol):
@@ -57,7 +62,8 @@ class AdapterSync:
     ) -> None:
         self._base, self._policy, self._engine, self._wire = base, policy, engine, Wire(device, None)
         self._shapes, self._dtype = dict(shapes), dtype
-        self._mine = () if policy is None or position is None else first_held(policy.adapter_pieces(), position)
+        adapters = None if policy is None else policy.adapters
+        self._mine = () if adapters is None or position is None else first_held(adapters.pieces(), position)
         self._has_base = False
 
     def push(self, version: int, verify: bool = True) -> dict[str, float]:

@@ -70,6 +70,15 @@ class StatefulModel(Protocol):
         """Continue from the filled boxes of `boxes_to_load`. position: of the writer's optimizer, empty without one."""
 
 
+class AveragedModel(StatefulModel, Protocol):
+    """A stateful model that says also where an average of its parameters stands in a checkpoint."""
+
+    def boxes_of(self, values: Mapping[str, Tensor], *, to_save: bool) -> Sequence[StateBox]:
+        """Return the boxes of Hugging Face tensors that `values`, by parameter name and in the parameters' shapes, make up. Not
+        collective. to_save: only those that this rank writes to a checkpoint."""
+        ...
+
+
 class ReadGoingOn:
     """A read of a model's state that may still run in another thread; see `StatefulModel.release_state`."""
 

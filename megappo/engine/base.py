@@ -6,8 +6,7 @@ Only `build.py` names the engine that runs. An engine knows nothing of PPO: loss
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megappo.checkpoint.state import StateBox, StatefulModel
+from megappo.checkpoint.state import AveragedModel
 from megappo.data.packing import PackedBatch
 from megappo.data.tokenizers import Tokenizer
 from megappo.models.arch import ModelArch
@@ -121,51 +120,53 @@ class StepResult:
     applied: bool  # False if the norm was not finite and all ranks skipped the step
 
 
-class Engine(StatefulModel, Protocol):
-    """One model on the ranks of its role, with its optimizer if it trains; other ranks have no engine.
-    Methods are collective over the role's ranks unless they say otherwise."""
+class Adapters(Protocol):
+    """Low-rank adapters of a model (`models/lora.py`)."""
 
-    @property
-    def name(self) -> str:
-        """Name of the role, for messages."""
+    def pieces(self) -> PieceMap:
+        """Same as `Engine.pieces`, for the adapters' tensors (`models.lora.adapter_shapes`), which `pieces` leaves out."""
         ...
 
-    @property
-    def placement(self) -> Placement:
-        """Ranks of the role."""
+    def off(self) -> AbstractContextManager[None]:
+        """Inside, passes use the base model alone. Not collective."""
         ...
 
-    @property
-    def arch(self) -> ModelArch: ...
+
+class Engine(AveragedModel, Protocol):
+    """One model on the ranks of its role, with its optimizer if it trains; other ranks have no engine. Roles (`trainer/roles.py`),
+    bridge, checkpoints and instruments see no more of it. Methods are collective over the role's ranks unless they say otherwise.
+    Those of a checkpoint are in `checkpoint/state.py`."""
+
+    name: str
+    """Name of the role, for messages."""
+    placement: Placement
+    """Ranks of the role."""
+    arch: ModelArch
+    value_head: bool
+    """True if the model gives values, not log-probs."""
+    shares: Shares
+    """Ranks of the shares of a batch, one share per replica of the model. The same on every rank."""
 
     @property
-    def value_head(self) -> bool:
-        """True if the model gives values, not log-probs."""
-        ...
-
-    @property
-    def shares(self) -> Shares:
-        """Ranks of the shares of a batch, one share per replica of the model. The same on every rank."""
+    def adapters(self) -> Adapters | None:
+        """Adapters of the model, None without. For the push of adapters alone, and for a reference that is the policy's base."""
         ...
 
     # ----------------------------------------------------------------------------------------------------------- weights
 
     def named_parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """Return this rank's parameters, under names that are the same in every layout. Not collective."""
+        """Return this rank's parameters, in shapes of their own, under names that are the same in every layout. Not collective."""
         ...
 
     def named_gradients(self) -> Mapping[str, Tensor]:
-        """Return the last training pass's gradients by parameter name, reduced unless the optimizer is sharded. Not collective."""
+        """Return the last training pass's gradients by parameter name, reduced unless the optimizer is sharded. `verify` compares
+        them over layouts. Not collective."""
         ...
 
-    def main_parameters(self) -> Mapping[str, Tensor]:
-        """Return the whole fp32 copies that the optimizer updates in place of bf16 parameters, by parameter name.
-        Empty without copies, and if the optimizer is sharded. They stay resident until the mode is left. Not collective."""
-        ...
-
-    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, fp32 values on this rank) of what the optimizer updates, not its bf16 rounding.
-        Each tensor is valid until the next one. Call it inside a mode; collective over ranks that share a sharded optimizer."""
+    def main_parameters(self, *, gather: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter name, whole fp32 copy that the optimizer updates in place of a bf16 parameter), for the comparison of
+        replicas and for the moving average. Call it inside a mode, until whose end copies stay resident.
+        gather: also assemble those of a sharded optimizer, each valid until the next one; collective over ranks that share it."""
         ...
 
     def merged_parameters(self) -> Weights:
@@ -173,21 +174,9 @@ class Engine(StatefulModel, Protocol):
         An adapter is added to the part of its weight that is read (`models.lora.Adapted`) and has no entry of its own."""
         ...
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside, passes use the base model alone. AssertionError on an engine without adapters. Not collective."""
-        ...
-
     def pieces(self) -> PieceMap:
-        """Return position in the role's layout -> its rectangles of Hugging Face tensors, alike on every rank. Not collective."""
-        ...
-
-    def adapter_pieces(self) -> PieceMap:
-        """Same as `pieces`, for adapters' tensors (`models.lora.adapter_shapes`); empty without adapters."""
-        ...
-
-    def boxes_of(self, values: Mapping[str, Tensor], *, to_save: bool) -> Sequence[StateBox]:
-        """Return the boxes of Hugging Face tensors that `values`, by parameter name, make up. Not collective.
-        to_save: only those that this rank writes to a checkpoint."""
+        """Return position in the role's layout -> its rectangles of Hugging Face tensors, alike on every rank. The bridge plans its
+        transfers from them, and the comparison of replicas finds copies. Not collective."""
         ...
 
     def export(self, directory: Path, source: Path, tokenizer: Tokenizer | None = None) -> None:
@@ -195,7 +184,8 @@ class Engine(StatefulModel, Protocol):
         ValueError or OSError on every rank if one fails or `directory` exists; it appears when it is complete."""
 
     def to(self, device: Literal["host", "device"], *, model: bool = True, optimizer: bool = True) -> None:
-        """Make weights, or optimizer state, resident and free to change; or move them to the host. Not collective."""
+        """Make weights, or optimizer state, resident and free to change (as for a swap of weights); or move them to the host. Not
+        collective."""
         ...
 
     # ------------------------------------------------------------------------------------------------------------ passes
@@ -228,7 +218,9 @@ class Engine(StatefulModel, Protocol):
 
     # --------------------------------------------------------------------------------------------------------- optimizer
 
-    def optimizer_zero_grad(self) -> None: ...
+    def optimizer_zero_grad(self) -> None:
+        """Set the gradients to 0, before the training pass of an update."""
+        ...
 
     def optimizer_step(self) -> StepResult:
         """Clip and apply the gradients; if they are not finite all ranks skip the step."""
@@ -237,25 +229,3 @@ class Engine(StatefulModel, Protocol):
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one optimizer step and return the learning rate of that step."""
         ...
-
-
-class WithoutAdapters(ABC):
-    """Methods of `Engine` about adapters, for an engine, or a model in it, without any."""
-
-    name: str
-
-    @abstractmethod
-    def named_parameters(self) -> Mapping[str, torch.nn.Parameter]: ...
-
-    @property
-    @abstractmethod
-    def placement(self) -> Placement: ...
-
-    def merged_parameters(self) -> Weights:
-        return self.named_parameters()
-
-    def adapter_pieces(self) -> PieceMap:
-        return PieceMap.of(dict.fromkeys(range(len(self.placement)), ()))
-
-    def without_adapters(self) -> AbstractContextManager[None]:
-        raise AssertionError(f"{self.name} has no adapters")

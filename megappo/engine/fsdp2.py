@@ -17,6 +17,7 @@ from torch import Tensor
 from megappo.data.packing import PackedBatch
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, ValueLoss
+from megappo.engine.fsdp2_lora import Adapters
 from megappo.engine.fsdp2_model import ShardedModel
 from megappo.engine.fsdp2_optimizer import ShardedOptimizer
 from megappo.engine.linear_output import LinearOutput
@@ -53,18 +54,14 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         reduce_once: bool = False,
     ) -> None:
         super().__init__(name, groups, settings, optimizer)
-        self._arch = arch
+        self.arch, self.value_head = arch, model.is_value_model
         self._model = model
         self._dtype = dtype
         self._reduce_once = reduce_once
 
     @property
-    def arch(self) -> ModelArch:
-        return self._arch
-
-    @property
-    def value_head(self) -> bool:
-        return self._model.is_value_model
+    def adapters(self) -> Adapters | None:
+        return self._model.adapters
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -82,20 +79,12 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         # Constants are whole and the same on every rank: the first one reports them.
         return self._model.constants if self.groups.position == 0 else {}
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        adapters = self._model.adapters
-        return super().without_adapters() if adapters is None else adapters.off()
-
-    def main_parameters(self) -> dict[str, Tensor]:
-        """Return nothing: parameters that train are fp32 themselves."""
-        return {}
+    def main_parameters(self, *, gather: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield nothing: parameters that train are fp32 themselves."""
+        return iter(())
 
     def pieces(self) -> PieceMap:
         return shard_piece_map(self.arch, self.groups.layout, self.value_head)
-
-    def adapter_pieces(self) -> PieceMap:
-        adapters = self._model.adapters
-        return super().adapter_pieces() if adapters is None else adapters.pieces(self.groups.layout)
 
     def export(self, directory: Path, source: Path, tokenizer: Tokenizer | None = None) -> None:
         with self.eval_mode():
@@ -111,7 +100,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
             )
 
     def _adapter_tensors(self) -> AdapterTensors | None:
-        if (adapters := self._model.adapters) is None:
+        if (adapters := self.adapters) is None:
             return None
         beside = {name: shape for name, shape in self._model.shapes.items() if is_beside_base(name)}
         cuts = {VALUE_HEAD: Cut(None), **adapters.cuts}
@@ -164,7 +153,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         return PassResult(tokens, sums, maxima, len(mine))
 
     def _dropping(self) -> AbstractContextManager[None]:
-        adapters = self._model.adapters
+        adapters = self.adapters
         # Steps of the schedule are in checkpoints, unlike the number of passes.
         return (
             nullcontext()

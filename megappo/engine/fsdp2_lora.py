@@ -31,10 +31,10 @@ class Adapters:
     """Adapters of a model. seed: of the run. ValueError for targets that the model does not have.
     modules: name -> (out, in) of adapted modules. cuts: of the adapters' tensors over tp. scaling: of B A."""
 
-    def __init__(self, arch: ModelArch, lora: LoraConfig, seed: int) -> None:
+    def __init__(self, arch: ModelArch, lora: LoraConfig, layout: ParallelLayout, seed: int) -> None:
         self.modules = adapted_modules(tensors_to_adapt(arch), lora.targets)
         self.cuts = adapter_cuts(arch, self.modules)
-        self.lora, self.scaling, self._seed = lora, scaling(lora), seed
+        self.lora, self.scaling, self._layout, self._seed = lora, scaling(lora), layout, seed
         self.are_on, self.dropout = True, 0.0
 
     def add_to(self, model: torch.nn.Module) -> None:
@@ -59,9 +59,9 @@ class Adapters:
             else:
                 local[piece.hf].zero_()
 
-    def pieces(self, layout: ParallelLayout) -> PieceMap:
-        """Rectangles of the adapters' tensors at every position of a layout."""
-        return plain_piece_map(self.shapes, self.cuts, layout)
+    def pieces(self) -> PieceMap:
+        """Rectangles of the adapters' tensors at every position of the layout."""
+        return plain_piece_map(self.shapes, self.cuts, self._layout)
 
     @property
     def copied(self) -> set[str]:

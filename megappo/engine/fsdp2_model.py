@@ -71,7 +71,7 @@ class ShardedModel:
         # First index of each shard in every dimension.
         self.starts: dict[str, tuple[int, ...]] = {}
         places = shards_of(spec.arch, groups.layout, groups.position, self.is_value_model)
-        for piece in () if adapters is None else adapters.pieces(groups.layout)[groups.position]:
+        for piece in () if adapters is None else adapters.pieces()[groups.position]:
             places[piece.hf] = (piece.box.r0, piece.box.c0), (piece.box.rows, piece.box.cols)
         for linear in int8_modules(spec.arch, None if adapters is None else adapters.lora):
             if (rows := places.get(f"{linear}.weight")) is not None:
@@ -206,7 +206,7 @@ def build_sharded(
         assert box is not None
         cast(Int8Linear, linear).become(box.c0 % BLOCK)
     if lora is not None:
-        adapters = Adapters(spec.arch, lora, spec.seed)
+        adapters = Adapters(spec.arch, lora, groups.layout, spec.seed)
         adapters.add_to(module)
     still = frozen_whole(spec.arch, spec.frozen, value_head=spec.value_head is not None)
     for name, parameter in module.named_parameters():
@@ -265,7 +265,7 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
         return
     if adapters is not None:
         parts = {name: local.pop(name) for name in list(local) if is_adapter(name)}
-        adapters.start(parts, adapters.pieces(groups.layout)[groups.position])
+        adapters.start(parts, adapters.pieces()[groups.position])
     scales = {name: local.pop(name) for name in list(local) if name.endswith(SCALE)}
     reader, is_value_model = CheckpointReader(spec.model), spec.value_head is not None
     shapes, constants = hf_tensors(spec.arch, is_value_model), constants_of(module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +22,7 @@ from megappo.engine.micro_batches import MicroBatch, MicroBatches, combined_metr
 from megappo.engine.offload import without_storages_of
 from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
-from megappo.models.arch import ModelArch, vocab_shard
+from megappo.models.arch import vocab_shard
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel, named_parameters
 from megappo.models.hf_export import export_pretrained
 from megappo.models.lora import Weights
@@ -59,6 +58,7 @@ class MegatronEngine(RoleEngine[Optimizer]):
         self._with_gradients = [c for c in chunks if isinstance(c, DistributedDataParallel)]  # all chunks, if the model trains
         # To the type checker DDP's `module` is any module.
         self.chunks = [cast(PackedModel, c.module if isinstance(c, DistributedDataParallel) else c) for c in chunks]
+        self.arch, self.value_head = self.chunks[0].arch, isinstance(self.chunks[0], CriticModel)
         self._config = self.chunks[0].config
         self._router_state = share_router_state(self.chunks)
         self._router_aux_coef = router_aux_coef
@@ -67,12 +67,8 @@ class MegatronEngine(RoleEngine[Optimizer]):
         self._adapters = adapters
 
     @property
-    def arch(self) -> ModelArch:
-        return self.chunks[0].arch
-
-    @property
-    def value_head(self) -> bool:
-        return isinstance(self.chunks[0], CriticModel)
+    def adapters(self) -> ModelAdapters | None:
+        return self._adapters
 
     # --------------------------------------------------------------------------------------------------------- weights
 
@@ -86,32 +82,18 @@ class MegatronEngine(RoleEngine[Optimizer]):
         trained = {name: parameter for name, parameter in self.named_parameters().items() if parameter.requires_grad}
         return {name: cast(Any, parameter).main_grad for name, parameter in trained.items()}
 
-    def main_parameters(self) -> dict[str, Tensor]:
-        if self._optimizer is None:
-            return {}
-        self._optimizer_storages.restore(to_change=False)
-        main = {id(parameter): copy for parameter, copy in self._optimizer.main_parameters()}
-        return {name: main[id(parameter)] for name, parameter in self.named_parameters().items() if id(parameter) in main}
-
-    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
-        names = {id(parameter): name for name, parameter in self.named_parameters().items()}
+    def main_parameters(self, *, gather: bool = False) -> Iterator[tuple[str, Tensor]]:
         if self._optimizer is not None:
             self._optimizer_storages.restore(to_change=False)
-            for parameter, copy in self._optimizer.gathered_main_parameters():
-                yield names.pop(id(parameter)), copy
-        yield from ((name, values) for name, values in super().fp32_weights() if name in names.values())
+            names = {id(parameter): name for name, parameter in self.named_parameters().items()}
+            for parameter, copy in self._optimizer.main_parameters(gather=gather):
+                yield names[id(parameter)], copy
 
     def merged_parameters(self) -> Weights:
         return merged_parameters(self.chunks)
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        return super().without_adapters() if self._adapters is None else self._adapters.off()
-
     def pieces(self) -> PieceMap:
         return piece_map(self.arch, self.groups.layout, self.value_head)
-
-    def adapter_pieces(self) -> PieceMap:
-        return super().adapter_pieces() if self._adapters is None else self._adapters.pieces()
 
     def export(self, directory: Path, source: Path, tokenizer: Tokenizer | None = None) -> None:
         with self.eval_mode():

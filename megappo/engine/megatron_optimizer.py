@@ -128,15 +128,10 @@ class Optimizer:
             for state in optimizer.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
 
-    def main_parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (bf16 model parameter, its whole fp32 copy); nothing under the distributed optimizer."""
+    def main_parameters(self, *, gather: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (bf16 model parameter, its whole fp32 copy); see `Engine.main_parameters`."""
         for optimizer in self._chained():
-            yield from whole_main_parameters(optimizer)
-
-    def gathered_main_parameters(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (bf16 model parameter, its whole fp32 copy). Collective over the ranks that share a sharded optimizer."""
-        for optimizer in self._chained():
-            yield from gathered_main_parameters(optimizer)
+            yield from gathered_main_parameters(optimizer) if gather else whole_main_parameters(optimizer)
 
     def reload_main_parameters(self) -> None:
         """Copy the model's weights into the fp32 main parameters, after weights were loaded from elsewhere."""

@@ -10,12 +10,11 @@ from functools import cached_property
 from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.state import ModelState, ReadGoingOn, Shape, StateBox
 from megappo.config.role_sections import Offload
-from megappo.engine.base import StepResult, WithoutAdapters
+from megappo.engine.base import Adapters, StepResult
 from megappo.engine.offload import StorageOffload
 from megappo.engine.state_boxes import WEIGHT, Held, boxes_to_load, boxes_to_save, key_of, require_same_tensors
 from megappo.models.arch import ModelArch
@@ -23,8 +22,7 @@ from megappo.models.pieces import PieceMap, Section, sizes_of
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.parallel.consensus import gathered
 from megappo.parallel.groups import ProcessGroups
-from megappo.parallel.layout import Placement
-from megappo.parallel.shares import Shares, shares_of
+from megappo.parallel.shares import shares_of
 from megappo.runtime.ending import Unrecoverable
 from megappo.runtime.messages import name_ranks
 
@@ -107,12 +105,16 @@ class EngineSettings:
     frozen: frozenset[str] = frozenset()
 
 
-class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
+class RoleEngine(ABC, Generic[OptimizerT]):
     """Base of engines with offload by storages and state as in `state_boxes.py`. optimizer: None for a frozen role."""
+
+    arch: ModelArch
+    value_head: bool
 
     def __init__(self, name: str, groups: ProcessGroups, settings: EngineSettings, optimizer: OptimizerT | None) -> None:
         self.name = name
-        self.groups = groups
+        self.groups, self.placement, self.host_group = groups, groups.placement, groups.host
+        self.shares = shares_of(groups.layout, groups.placement.ranks)
         self.device = settings.device
         self._micro_batch_tokens = settings.micro_batch_tokens
         self._optimizer = optimizer
@@ -134,24 +136,8 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
         """Optimizer state that is not a parameter itself, offloaded as the optimizer."""
 
     @property
-    def placement(self) -> Placement:
-        return self.groups.placement
-
-    @property
-    def host_group(self) -> dist.ProcessGroup:
-        return self.groups.host
-
-    @property
-    def shares(self) -> Shares:
-        return shares_of(self.groups.layout, self.groups.placement.ranks)
-
-    @property
     @abstractmethod
-    def arch(self) -> ModelArch: ...
-
-    @property
-    @abstractmethod
-    def value_head(self) -> bool: ...
+    def adapters(self) -> Adapters | None: ...
 
     @abstractmethod
     def named_parameters(self) -> Mapping[str, torch.nn.Parameter]: ...
@@ -161,10 +147,6 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
 
     @abstractmethod
     def pieces(self) -> PieceMap: ...
-
-    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.named_parameters().items():
-            yield name, parameter.detach().float()
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 
@@ -271,9 +253,10 @@ class RoleEngine(WithoutAdapters, ABC, Generic[OptimizerT]):
     @cached_property
     def _saved_pieces(self) -> PieceMap:
         """Pieces of what checkpoints hold: all, or with adapters only those and the value head beside a frozen base."""
-        whole, adapters = self.pieces(), self.adapter_pieces()
-        if not any(adapters.templates):
+        whole = self.pieces()
+        if self.adapters is None:
             return whole
+        adapters = self.adapters.pieces()
         heads = tuple(held for held in whole.templates[whole.sections[0].template] if held.piece.hf == VALUE_HEAD)
         sections = (*adapters.sections, Section("", "", len(adapters.templates), 0))
         return PieceMap(len(whole), (*adapters.templates, heads), sections)

@@ -34,7 +34,7 @@ class PolicyAverage:
         """Restart from the engine's current weights."""
         self._boxes: Sequence[StateBox] | None = None  # of the values, from the first save on
         with self._engine.eval_mode():
-            for name, weights in self._engine.fp32_weights():
+            for name, weights in _fp32_weights(self._engine):
                 self._values[name] = self._placed(weights)
 
     @torch.no_grad()
@@ -42,7 +42,7 @@ class PolicyAverage:
         """Move towards the engine's current weights."""
         self._save.finish()
         with self._engine.eval_mode():
-            for name, weights in self._engine.fp32_weights():
+            for name, weights in _fp32_weights(self._engine):
                 average = self._values[name]
                 average.lerp_(weights.detach().to(average.device), 1.0 - self._decay)
 
@@ -95,6 +95,16 @@ class PolicyAverage:
 
     def boxes_loaded(self, position: Mapping[str, int]) -> None:
         """Do nothing: the values are read in place."""
+
+
+def _fp32_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yield (parameter name, fp32 values on this rank) of what the optimizer updates, not its bf16 rounding.
+    Each tensor is valid until the next one. Call it inside a mode; collective over ranks that share a sharded optimizer."""
+    updated = set()
+    for name, copy in engine.main_parameters(gather=True):
+        updated.add(name)
+        yield name, copy
+    yield from ((name, one.detach().float()) for name, one in engine.named_parameters().items() if name not in updated)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Replicas:
         position = engine.placement.position_of(dist.get_rank())
         holders: dict[tuple[str, Box], int] = defaultdict(int)
         own: dict[tuple[str, Box], list[Piece]] = defaultdict(list)
-        for pieces in (engine.pieces(), engine.adapter_pieces()):
+        for pieces in (engine.pieces(), *(() if engine.adapters is None else (engine.adapters.pieces(),))):
             for hf, box, ranks in pieces.held():
                 holders[hf, box] += ranks
             for piece in pieces.get(position, ()):
@@ -54,7 +54,7 @@ class Replicas:
         """Return one line per rectangle whose copies differ, equal on all ranks of the engine. Collective over these, on the
         host."""
         with self._engine.eval_mode():
-            kinds = {"": self._engine.named_parameters(), " (fp32 main parameter)": self._engine.main_parameters()}
+            kinds = {"": self._engine.named_parameters(), " (fp32 main parameter)": dict(self._engine.main_parameters())}
             return [line for kind, tensors in kinds.items() for line in self._compare(tensors, kind)]
 
     def _compare(self, tensors: Mapping[str, Tensor], kind: str) -> list[str]:

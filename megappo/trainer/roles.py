@@ -134,7 +134,9 @@ class BaseOfPolicy(LanguageModel):
     """The reference of a policy with adapters: the policy's model with its adapters off."""
 
     def logprobs(self, share: PackedBatch, *, want_entropy: bool = True) -> tuple[Tensor, Tensor | None]:
-        with self.engine.without_adapters():
+        adapters = self.engine.adapters
+        assert adapters is not None, f"{self.engine.name} has no adapters"
+        with adapters.off():
             return super().logprobs(share, want_entropy=want_entropy)
 
 

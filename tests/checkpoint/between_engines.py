@@ -90,14 +90,10 @@ def update(engine: Any, step: int) -> dict[str, Any]:
         engine.optimizer_zero_grad()
         result = pass_whole_batch(engine, runs.batch(step), loss_of(engine), denominator=25.0)
         lr = engine.lr_scheduler_step()
-        gradients = {} if has_adapters(engine) else whole_gradients(engine)
+        gradients = {} if engine.adapters is not None else whole_gradients(engine)
         taken = engine.optimizer_step()
         assert taken.applied
     return {"loss": result.sums["loss"], "grad_norm": taken.grad_norm, "lr": lr, **gradients}
-
-
-def has_adapters(engine: Any) -> bool:
-    return any(engine.adapter_pieces().values())
 
 
 def loss_of(engine: Any) -> Any:

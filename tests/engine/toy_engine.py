@@ -19,7 +19,7 @@ from megappo.algo.alignment import IGNORE_INDEX
 from megappo.checkpoint.state import ModelState, StateBox
 from megappo.data.packing import PackedBatch
 from megappo.data.tokenizers import Tokenizer
-from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult, WithoutAdapters
+from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult
 from megappo.engine.factory import EngineSpec
 from megappo.models.pieces import Box, Piece, PieceMap, as_2d
 from megappo.parallel.device import world_group
@@ -50,9 +50,9 @@ class ToyOutput:
         return chosen.masked_fill(untargeted, 0.0), None if entropy is None else entropy.masked_fill(untargeted, 0.0)
 
 
-class ToyEngine(WithoutAdapters):
+class ToyEngine:
     output = ToyOutput
-    placement, shares = Placement.whole(1), Shares.of_all([0])
+    placement, shares, adapters = Placement.whole(1), Shares.of_all([0]), None
 
     def __init__(self, spec: EngineSpec) -> None:
         self.name, self.arch, self.value_head = spec.role, spec.arch, spec.value_head is not None
@@ -94,11 +94,11 @@ class ToyEngine(WithoutAdapters):
     def named_gradients(self) -> dict[str, Tensor]:
         return {name: parameter.grad for name, parameter in self._weights.items() if parameter.grad is not None}
 
-    def main_parameters(self) -> dict[str, Tensor]:
-        return {}
+    def main_parameters(self, *, gather: bool = False) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
 
-    def fp32_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._weights.items())
+    def merged_parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self._weights
 
     def pieces(self) -> PieceMap:
         weights = {name: as_2d(parameter) for name, parameter in self._weights.items()}

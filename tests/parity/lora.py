@@ -122,7 +122,8 @@ def start(engine: Engine | None, lora: Any, seed: int) -> None:
     if engine is None:
         return
     whole, parameters = adapters_at_start(engine.arch, lora, seed), engine.named_parameters()
-    for piece in engine.adapter_pieces()[engine.placement.position_of(dist.get_rank())]:
+    assert engine.adapters is not None
+    for piece in engine.adapters.pieces()[engine.placement.position_of(dist.get_rank())]:
         if piece.hf.endswith(ADAPTER_B):
             box = piece.box
             parameters[piece.local].data.copy_(whole[piece.hf][box.r0 : box.r1, box.c0 : box.c1])

@@ -56,7 +56,7 @@ def run_case(path: str) -> dict[str, Any]:
             metrics = engine.push_weights(3)
             responses = generate_all(engine, requests(), GREEDY)
             found["adapted"] = distance(adapted, requests(), responses), metrics["verified"]
-            with adapted.engine.without_adapters():
+            with adapted.engine.adapters.off():
                 found["unmerged"] = distance(adapted, requests(), responses)
     return found
 

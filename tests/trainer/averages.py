@@ -73,7 +73,7 @@ def update(engine: Engine) -> None:
 def fp32_of(engine: Engine) -> dict[str, Tensor]:
     """Whole weights as the optimizer has them, where every rank has them whole; else as the model has them."""
     with engine.eval_mode():
-        main = {name: copy.clone() for name, copy in engine.main_parameters().items()}
+        main = {name: copy.clone() for name, copy in engine.main_parameters()}
     return {name: values.float() for name, values in (weights_of(engine) | main).items()}
 
 

@@ -65,7 +65,7 @@ def drifts(rank: int, path: str, cases: dict[str, tuple]) -> dict[str, list[str]
         def change() -> None:
             with engine.train_mode():  # the offloaded copy changes as well
                 engine.to("device")
-                tensors = engine.main_parameters() if "main" in name else engine.named_parameters()
+                tensors = dict(engine.main_parameters()) if "main" in name else engine.named_parameters()
                 if rank == culprit or (culprit is None and rank == 0 and "cut" in name):
                     one_ulp(tensors[parameter])
 

@@ -50,11 +50,11 @@ class Gathered:
 def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
     """Assemble `local`: this rank's parameters of the engine, or their gradients, by the engine's names. Collective over its ranks.
     Frozen tensors may be missing, because they have no gradients."""
-    rank, placement, adapters = dist.get_rank(), engine.placement, engine.adapter_pieces()
+    rank, placement = dist.get_rank(), engine.placement
     position, first = placement.position_of(rank), placement.rank_of(0)
-    of_adapters = sizes_of(adapters)
+    pieces = [engine.pieces(), *(() if engine.adapters is None else (engine.adapters.pieces(),))]
     frozen = {name for name, parameter in engine.named_parameters().items() if not parameter.requires_grad} - local.keys()
-    held = [*engine.pieces()[position], *adapters[position]]
+    held = [one for each in pieces for one in each[position]]
     mine = [(one.hf, tuple(one.box), None if one.local in frozen else _part(local[one.local], one)) for one in held]
     parts = gathered_at(first, mine, engine.host_group)
     if rank != first:
@@ -68,7 +68,10 @@ def gather_tensors(local: Mapping[str, Tensor], engine: Engine) -> Gathered:
             copies[name][Box(*box)].append(torch.from_numpy(values))
     gathered = Gathered()
     assert not absent & copies.keys(), f"frozen on some ranks alone: {sorted(absent & copies.keys())}"
-    for name, shape in {**hf_tensors(engine.arch, engine.value_head), **of_adapters}.items():
+    shapes = dict(hf_tensors(engine.arch, engine.value_head))
+    for of_adapters in pieces[1:]:
+        shapes.update(sizes_of(of_adapters))
+    for name, shape in shapes.items():
         if name in absent:
             continue
         gathered.tensors[name], gathered.spread[name] = _assemble(name, torch.zeros(shape), copies[name])
