@@ -46,7 +46,7 @@ STRANGERS = {
 }
 # Folder -> folders of the same room that it may import; a folder without an entry may import all of them.
 OF_THE_ROOM = {"trainer/prepare": set(), "trainer/experience": set()}
-# Module prefix -> places that may import it: `engine.base` and `engine.factory` are the boundary of an engine, and behind it
+# Module prefix -> places that may import it: `engine.base`, its `losses` and `factory` are the boundary of an engine, and behind it
 # nobody looks. Which engines there are is the default of an argument where a run, a trial or a measurement begins.
 ALLOWED_MODULES = {
     "megappo.engine.megatron": ("engine/",),

@@ -6,9 +6,9 @@ Only `build.py` names the engine that runs. An engine knows nothing of PPO: loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -18,75 +18,12 @@ from torch import Tensor
 from megappo.checkpoint.state import AveragedModel
 from megappo.data.packing import PackedBatch
 from megappo.data.tokenizers import Tokenizer
+from megappo.engine.losses import LossFunction
 from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
-from megappo.ops.linear_loss import TokenLoss
 from megappo.parallel.layout import Placement
 from megappo.parallel.shares import Shares
-
-LogitsDtype = Literal["fp32", "bf16"]
-
-
-@dataclass(frozen=True)
-class LogprobQuery:
-    """Query of log-probs: row t of a micro-batch of T tokens is the distribution after token t."""
-
-    target: Tensor
-    """[T] int64, the id whose log-prob row t gives; `ops.vocab_shard.IGNORE_INDEX` for none."""
-    temperature: float | Tensor
-    """Divides the logits: of every row, or [T] of each."""
-    logits_dtype: LogitsDtype = "fp32"
-    """Type to which the logits are rounded before the temperature divides them."""
-    kept: Tensor | None = None
-    """[T, K] int32, the only ids possible in row t, then NO_ID. A row without any, and None: the whole vocabulary."""
-    want_entropy: bool = True
-    """Return also the entropy of the same distribution, in nats."""
-
-
-class FusedLoss(Protocol):
-    """A loss of log-probs that is computed, with its gradient, while the logits of a chunk of tokens exist."""
-
-    def __call__(self, query: LogprobQuery, token_loss: TokenLoss) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (sum of token_loss over chunks of rows, a differentiable scalar; its metrics, *_max by maximum, others by sum)."""
-        ...
-
-
-class LanguageOutput(Protocol):
-    """Distributions after each of the T tokens of a micro-batch, without whole logits or a whole output projection in memory.
-    Results are over all T rows and the same on every rank of a replica, although a rank may compute only a part of them."""
-
-    @property
-    def fused_loss(self) -> FusedLoss | None:
-        """Loss fused with the logits, with the same gradient as one from `logprobs`; None if there is no fused one."""
-        ...
-
-    def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
-        """Return (log-probs [T] fp32 of the targets, entropies [T] fp32 or None), differentiable; 0 in rows without a target."""
-        ...
-
-    def logits(self, rows: Tensor, logits_dtype: LogitsDtype) -> Tensor:
-        """Return logits [R, V] fp32 of a few rows (int64 [R]); -inf beyond the vocabulary. Without gradient."""
-        ...
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """Results of a loss function for one micro-batch."""
-
-    loss_sum: Tensor | None = None
-    """Scalar, the un-normalised sum; None in a forward-only pass."""
-    tokens: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> [T] results to hand back."""
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> scalar, summed over micro-batches and data-parallel ranks; those of `maxima` are combined by maximum."""
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-LanguageLoss = Callable[[LanguageOutput, PackedBatch], LossOutput]
-ValueLoss = Callable[[Tensor, PackedBatch], LossOutput]
-"""Loss of a value model from the head's raw output at every token, fp32: [T], or [T, rows] of a head with several."""
-LossFunction = LanguageLoss | ValueLoss
 
 
 @dataclass(frozen=True)

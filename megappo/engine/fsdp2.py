@@ -16,11 +16,12 @@ from torch import Tensor
 
 from megappo.data.packing import PackedBatch
 from megappo.data.tokenizers import Tokenizer
-from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, ValueLoss
+from megappo.engine.base import PassResult
 from megappo.engine.fsdp2_lora import Adapters
 from megappo.engine.fsdp2_model import ShardedModel
 from megappo.engine.fsdp2_optimizer import ShardedOptimizer
 from megappo.engine.linear_output import LinearOutput
+from megappo.engine.losses import LanguageLoss, LossFunction, LossOutput, ValueLoss
 from megappo.engine.micro_batches import MicroBatch, MicroBatches, combined_metrics, detached, in_order, names_of
 from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held

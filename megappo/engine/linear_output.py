@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megappo.engine.base import FusedLoss, LogitsDtype, LogprobQuery
+from megappo.engine.losses import FusedLoss, LogitsDtype, LogprobQuery
 from megappo.ops.linear_logprob import LinearOptions, has_main_grad, linear_logprob
 from megappo.ops.linear_loss import TokenLoss, linear_token_loss
 from megappo.parallel.context import ContextShard

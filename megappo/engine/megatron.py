@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megappo.data.packing import PackedBatch
 from megappo.data.tokenizers import Tokenizer
-from megappo.engine.base import LanguageLoss, LossFunction, LossOutput, PassResult, RouterSummary, ValueLoss
+from megappo.engine.base import PassResult, RouterSummary
 from megappo.engine.linear_output import LinearOutput
+from megappo.engine.losses import LanguageLoss, LossFunction, LossOutput, ValueLoss
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import run_schedule
 from megappo.engine.micro_batches import MicroBatch, MicroBatches, combined_metrics, detached, in_order, names_of

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megappo.data.packing import PackedBatch, moved, padded_lengths
-from megappo.engine.base import LossOutput
+from megappo.engine.losses import LossOutput
 from megappo.parallel.context import ContextShard, context_shard
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout

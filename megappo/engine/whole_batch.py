@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import Engine, LossFunction, PassResult
+from megappo.engine.base import Engine, PassResult
+from megappo.engine.losses import LossFunction
 from megappo.parallel.shares import partition_balanced
 
 

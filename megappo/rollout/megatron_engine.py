@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import NO_ID, PackedBatch, cu_seqlens_of
-from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LossOutput
+from megappo.engine.base import Engine
+from megappo.engine.losses import LanguageOutput, LogitsDtype, LossOutput
 from megappo.engine.whole_batch import pass_whole_batch
 from megappo.parallel.meeting import Limit, Point, meet
 from megappo.rollout.types import KeptIds, Replica, Request, Response, SamplingParams, Segment

@@ -18,7 +18,8 @@ from megappo.algo.value_losses import ValueBins, categorical_loss, huber_loss
 from megappo.config.role_sections import CategoricalLossConfig, HuberLossConfig, MSELossConfig, ValueLossConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.packing import NO_ID, PackedBatch
-from megappo.engine.base import Engine, LanguageOutput, LogitsDtype, LogprobQuery, LossOutput, PassResult, StepResult
+from megappo.engine.base import Engine, PassResult, StepResult
+from megappo.engine.losses import LanguageOutput, LogitsDtype, LogprobQuery, LossOutput
 from megappo.ops.losses import policy_loss, value_loss
 from megappo.trainer.critics import BONUS, fields_of
 

@@ -15,9 +15,10 @@ from megappo.config.schema import SftConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch
 from megappo.data.texts import DemonstrationSet
-from megappo.engine.base import Engine, LanguageOutput, LossOutput
+from megappo.engine.base import Engine
 from megappo.engine.build import RoleEngines
 from megappo.engine.factory import EngineBackend, EngineFactory
+from megappo.engine.losses import LanguageOutput, LossOutput
 from megappo.engine.whole_batch import pass_whole_batch
 from megappo.parallel.device import select_device, start_distributed
 from megappo.runtime.ending import input_accepted

@@ -97,7 +97,7 @@ def update(engine: Any, step: int) -> dict[str, Any]:
 
 
 def loss_of(engine: Any) -> Any:
-    from megappo.engine.base import LogprobQuery, LossOutput
+    from megappo.engine.losses import LogprobQuery, LossOutput
 
     def value_loss(values: Any, micro: Any) -> Any:
         loss = (values - 1).square().sum()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.role_sections import OptimizerConfig
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import LossOutput
+from megappo.engine.losses import LossOutput
 from megappo.engine.whole_batch import pass_whole_batch
 from megappo.parallel.layout import ParallelLayout
 

@@ -27,8 +27,9 @@ from megappo.config.role_sections import CriticConfig, ModelConfig, OptimizerCon
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.data.packing import PackedBatch, pack
 from megappo.data.tokenizers import Tokenizer
-from megappo.engine.base import Engine, LossOutput, PassResult
+from megappo.engine.base import Engine, PassResult
 from megappo.engine.factory import EngineFactory, EngineSpec
+from megappo.engine.losses import LossOutput
 from megappo.engine.whole_batch import sequences_of_share
 from megappo.parallel.shares import Shares
 from tests.engine.runs import recorded_batch

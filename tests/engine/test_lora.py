@@ -127,7 +127,7 @@ def write_noise(engine: Any) -> None:
 
 
 def loss_function(value_head: bool) -> Any:
-    from megappo.engine.base import LossOutput
+    from megappo.engine.losses import LossOutput
     from tests.engine.test_conformance import negative_logprob
 
     def squares(values: Any, micro: Any) -> LossOutput:

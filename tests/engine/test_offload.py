@@ -237,7 +237,7 @@ def test_micro_batches_are_sent_one_ahead_and_let_go_after_the_last_chunk(monkey
 def fields_of_passes(rank: int, path: str) -> dict[str, Any]:
     """Fields that passes of policy and critic take to the device, and what a loss that reads another one gets."""
     from megappo.engine import micro_batches as schedule
-    from megappo.engine.base import LossOutput
+    from megappo.engine.losses import LossOutput
     from megappo.parallel import cpu_patches
     from megappo.parallel.groups import build_groups
 

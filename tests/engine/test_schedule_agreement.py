@@ -99,7 +99,7 @@ def found(request, tmp_path_factory) -> list[dict[str, tuple[str, float]]]:
 
 
 def no_loss(output: Any, micro: Any) -> Any:
-    from megappo.engine.base import LossOutput
+    from megappo.engine.losses import LossOutput
 
     return LossOutput()
 

@@ -19,8 +19,9 @@ from megappo.algo.alignment import IGNORE_INDEX
 from megappo.checkpoint.state import ModelState, StateBox
 from megappo.data.packing import PackedBatch
 from megappo.data.tokenizers import Tokenizer
-from megappo.engine.base import LogitsDtype, LogprobQuery, PassResult, StepResult
+from megappo.engine.base import PassResult, StepResult
 from megappo.engine.factory import EngineSpec
+from megappo.engine.losses import LogitsDtype, LogprobQuery
 from megappo.models.pieces import Box, Piece, PieceMap, as_2d
 from megappo.parallel.device import world_group
 from megappo.parallel.layout import Placement

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from megappo.commands.verify.measure import DelegatingEngine
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import LossFunction, PassResult
+from megappo.engine.base import PassResult
+from megappo.engine.losses import LossFunction
 from megappo.engine.whole_batch import pass_whole_batch
 
 Role = TypeVar("Role", bound=Any)

@@ -172,7 +172,7 @@ def run_world(rank: int, folder: str, jobs: list[Job], exports: list[tuple[str, 
 
 
 def _run(folder: Path, job: Job) -> dict:
-    from megappo.engine.base import LossOutput
+    from megappo.engine.losses import LossOutput
     from megappo.trainer.roles import LanguageModel
 
     with _broken(job.fault):

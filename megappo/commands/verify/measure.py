@@ -20,8 +20,9 @@ from megappo.config.layout_checks import trained_sections
 from megappo.config.role_sections import RoleConfig
 from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
-from megappo.engine.base import Engine, LossFunction, PassResult, StepResult
+from megappo.engine.base import Engine, PassResult, StepResult
 from megappo.engine.factory import EngineFactory, EngineSpec
+from megappo.engine.losses import LossFunction
 from megappo.models.pieces import Box, Piece, as_2d, rectangle, sizes_of
 from megappo.models.weight_map import hf_tensors
 from megappo.parallel.consensus import gathered_at, told_by
