@@ -36,7 +36,7 @@ from megappo.commands import (
     verify,
 )
 from megappo.commands.parser import Parser, Run
-from megappo.config.errors import ConfigError
+from megappo.config.errors import ConfigError, ConfigErrors
 from megappo.config.redaction import hide_secrets
 from megappo.runtime.ending import DONE, FAILED, INTERRUPTED, MISTAKE, UNRECOVERABLE, Unrecoverable, is_fault
 from megappo.runtime.failure import is_first_to_say
@@ -132,7 +132,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except ValueError as error:
         if not _is_users_mistake(error):
             raise
-        text = f"megappo: {hide_secrets(' '.join(str(error).split()))}\n"
+        lines = error.lines if isinstance(error, ConfigErrors) else [str(error)]
+        text = "".join(f"megappo: {hide_secrets(' '.join(line.split()))}\n" for line in lines)
         if is_first_to_say(text):
             print(text, end="", file=sys.stderr)  # one write: other ranks write there too
         return MISTAKE

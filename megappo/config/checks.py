@@ -6,7 +6,7 @@ keys without effect in `dead_keys.py`, rules about the model, tokenizer or data 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from megappo.config.algorithm_checks import (
@@ -22,9 +22,9 @@ from megappo.config.algorithm_checks import (
 )
 from megappo.config.dead_keys import dead_keys
 from megappo.config.engine_checks import engine_problems
-from megappo.config.errors import ConfigError, problem
+from megappo.config.errors import ConfigErrors, problem, show
 from megappo.config.evaluations import evaluation_problem
-from megappo.config.keys import value_at
+from megappo.config.keys import value_at, value_keys
 from megappo.config.layout_checks import role_sections, world_problems
 from megappo.config.reward_checks import (
     evaluation_reward_problem,
@@ -129,21 +129,27 @@ GPU_KEYS_OF_ROLE = ("offload", "recompute")
 
 
 def check_config(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int, device: Device) -> list[str]:
-    """Raise ConfigError with the first problem; otherwise return notes on written keys that this device does not need. explicit:
-    the keys that the user wrote (`loading.explicit_keys`)."""
-    for message in problems(config, explicit, world_size):
-        raise ConfigError(message)
+    """Raise ConfigErrors with all problems; otherwise return notes on written keys that this device does not need. explicit: the
+    keys that the user wrote (`loading.explicit_keys`)."""
+    refuse([*world_problems(config, world_size), *live_key_problems(config)], config, explicit)
     return device_notes(config, explicit, device)
+
+
+def refuse(found: Sequence[str], config: TrainConfig | SftConfig, explicit: frozenset[str]) -> None:
+    """Raise ConfigErrors with the problems found and the keys without effect, if there are any."""
+    if lines := [*found, *_dead_keys_together(config, explicit)]:
+        raise ConfigErrors(lines)
 
 
 def problems(config: TrainConfig | SftConfig, explicit: frozenset[str], world_size: int) -> Iterator[str]:
     """Yield every problem, those about the world size first."""
     yield from world_problems(config, world_size)
-    yield from rule_problems(config, explicit)
+    yield from live_key_problems(config)
+    yield from dead_key_problems(config, explicit)
 
 
-def rule_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> Iterator[str]:
-    """Yield the problems that do not depend on the world size."""
+def live_key_problems(config: TrainConfig | SftConfig) -> Iterator[str]:
+    """Yield the problems of keys that act, whatever the world size."""
     yield from timeout_problems(config.run)
     yield from engine_problems(config)
     yield from freeze_problems(config)
@@ -152,7 +158,6 @@ def rule_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> 
     else:
         found = (rule(config) for rule in SFT_RULES)
     yield from (message for message in found if message is not None)
-    yield from dead_key_problems(config, explicit)
 
 
 def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:
@@ -164,10 +169,30 @@ def step_problems(config: TrainConfig, total_steps: int) -> Iterator[str]:
 
 def dead_key_problems(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> Iterator[str]:
     """Yield a problem for every key that the user wrote and that has no effect."""
-    for name, because in dead_keys(config).items():
-        value = value_at(config, name)
-        if name in explicit and value is not None:  # a key written as null states no intent
-            yield problem(name, value, f"has no effect: {because}")
+    for name, because in _written_dead_keys(config, explicit).items():
+        yield problem(name, value_at(config, name), f"has no effect: {because}")
+
+
+def _written_dead_keys(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> dict[str, str]:
+    # A key written as null states no intent.
+    return {name: why for name, why in dead_keys(config).items() if name in explicit and value_at(config, name) is not None}
+
+
+def _dead_keys_together(config: TrainConfig | SftConfig, explicit: frozenset[str]) -> list[str]:
+    """Return a line per reason and, for several keys, one with the overrides that clear them all."""
+    dead = _written_dead_keys(config, explicit)
+    if len(dead) <= 1:
+        return list(dead_key_problems(config, explicit))
+    by_reason: dict[str, list[str]] = {}
+    for name, because in dead.items():
+        by_reason.setdefault(because, []).append(f"{name} = {show(value_at(config, name))}")
+    lines = [f"{', '.join(keys)}: {'have' if len(keys) > 1 else 'has'} no effect: {why}" for why, keys in by_reason.items()]
+    # Without a key that it needs an optional section would be refused, and a choice is expanded again as long as it has a key.
+    fields = dict(value_keys(type(config)))
+    required = {name for name in dead if name in fields and fields[name].is_required()}
+    whole = {name.rpartition(".")[0] for name in dead if name in required or name.endswith(".type")}
+    cleared = dict.fromkeys(next((one for one in whole if name.startswith(one + ".")), name) for name in dead)
+    return [*lines, f"to clear the keys without effect: {' '.join(f'{name}=null' for name in cleared)}"]
 
 
 def device_notes(config: TrainConfig | SftConfig, explicit: frozenset[str], device: Device) -> list[str]:

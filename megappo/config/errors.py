@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,6 +18,14 @@ class ConfigError(ValueError):
 
     def __init__(self, text: str) -> None:
         super().__init__(hide_secrets(text))
+
+
+class ConfigErrors(ConfigError):
+    """Independent mistakes in the configuration: one line each, printed together, so that a user mends them at once."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = tuple(map(hide_secrets, lines))
 
 
 def show(value: Any) -> str:

@@ -112,6 +112,16 @@ def test_plan_refuses_the_same(tmp_path, capsys, outside_a_launcher, prepare, ar
     assert all(fragment in err for fragment in fragments), err
 
 
+def test_independent_mistakes_are_refused_at_once_a_line_each(tmp_path, capsys, outside_a_launcher):
+    overrides = ["algorithm.mini_batch_size=24", "data.eval_prompts=5", "trainer.eval_every=5"]
+    code, out, err = run(capsys, "plan", write_run(tmp_path), *overrides)
+    assert (code, out) == (2, "")
+    batch, prompts, every, way_out = err.splitlines()
+    assert "algorithm.mini_batch_size = 24" in batch and "data.eval_prompts = 5" in prompts and "trainer.eval_every = 5" in every
+    assert all(line.startswith("megappo: ") for line in err.splitlines())
+    assert way_out.endswith(" data.eval_prompts=null trainer.eval_every=null")
+
+
 def test_one_prompt_is_enough_for_steps_of_one(tmp_path, capsys, outside_a_launcher):
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": 2}) + "\n")
     size = ["data.prompts_per_step=1", "rollout.samples_per_prompt=1", "algorithm.mini_batch_size=1"]

@@ -6,7 +6,7 @@ import yaml
 from megappo.config.checks import check_config, dead_key_problems, problems
 from megappo.config.dead_keys import RULES, dead_keys
 from megappo.config.dump import dump_yaml
-from megappo.config.errors import ConfigError
+from megappo.config.errors import ConfigError, ConfigErrors
 from megappo.config.keys import value_keys
 from megappo.config.loading import explicit_keys, load_config
 from megappo.config.schema import SftConfig, TrainConfig
@@ -114,6 +114,28 @@ def test_check_config_refuses_them(tmp_path):
     config = train_config(tmp_path, ["trainer.steps=4", "trainer.epochs=2"])
     with pytest.raises(ConfigError, match="trainer.epochs = 2: has no effect: trainer.steps sets"):
         check_config(config, explicit_keys(config), 1, "cpu")
+
+
+SEVERAL = [
+    (["trainer.steps=4"], ["data.eval_prompts=5", "trainer.eval_every=5", "trainer.epochs=2"], 3),
+    (GRPO, ["critic.dtype=fp32", "critic.warmup.steps=2", "critic.loss.clip=0.1", "critic.optimizer.lr_schedule=cosine"], 1),
+    (["trainer.steps=4", "critic.warmup.steps=4"], ["policy.ema.decay=0.9", "algorithm.ptx.data=t.jsonl"], 1),
+    (["critics.b.dtype=bf16"], ["critics.b.checkpoint_role=critic", "algorithm.target_kl=0.1"], 2),
+]
+
+
+@pytest.mark.parametrize("scene, dead, reasons", SEVERAL)
+def test_keys_without_effect_are_refused_together_with_the_overrides_that_clear_them(tmp_path, scene, dead, reasons):
+    config = train_config(tmp_path, [*scene, *dead])
+    with pytest.raises(ConfigErrors) as refusal:
+        check_config(config, explicit_keys(config), 1, "cpu")
+    *lines, way_out = refusal.value.lines
+    assert len(lines) == reasons and all("no effect: " in line and "\n" not in line for line in lines), lines
+    assert all(text.split("=")[0] in "".join(lines) for text in dead)
+    prefix, _, overrides = way_out.rpartition(": ")
+    assert prefix == "to clear the keys without effect"
+    cleared = train_config(tmp_path, [*scene, *dead, *overrides.split()])
+    check_config(cleared, explicit_keys(cleared), 1, "cpu")
 
 
 def test_every_row_of_the_table_has_a_case(tmp_path):

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from megappo.checkpoint.remote import require_protocol
 from megappo.config import evaluations
-from megappo.config.checks import Device, check_config, rule_problems
+from megappo.config.checks import Device, check_config, live_key_problems, refuse
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import longest_sequence_tokens
 from megappo.config.layout_checks import reads_trajectories, reference_is_base, roles_in_use
@@ -96,8 +96,7 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
     resume, shapes_only: as in `check_run`. trains: False for `megappo eval`, which reads no `data.train` and no unused reward."""
     # With data.fit_batch the batch sizes are known only once the data is read.
     if isinstance(config, SftConfig) or not config.data.fit_batch:
-        for message in rule_problems(config, explicit_keys(config)):
-            raise ConfigError(message)
+        refuse(list(live_key_problems(config)), config, explicit_keys(config))
     if isinstance(config, TrainConfig):
         check_names(config, need_packages=not shapes_only)
     archs = read_archs(config, need_weights=not shapes_only, need_heads=False)
