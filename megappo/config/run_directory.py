@@ -3,7 +3,9 @@ all (`run.permissions` as the process's umask). Imports no torch."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +32,11 @@ def open_to_readers_of(folder: Path, file: Path) -> None:
 CHECKPOINTS = "checkpoints"  # folder for checkpoints (`checkpoint/directory.py`)
 LAUNCHES = "launch"  # folder that `megappo launch` fills before the run starts
 LEASE = "lease.json"  # says which process has the run (`runtime/lease.py`)
+METRICS = "metrics.jsonl"
+EXPORTED = "export"  # the final policy as a Hugging Face checkpoint
+# How the run ended; absent while it runs and after a kill of all its processes. Rank 0 writes it for a run that finished or was
+# stopped on request, the launcher for one that failed.
+ENDED = "ended.json"
 
 
 def run_dir_of(run: RunConfig) -> Path:
@@ -62,6 +69,8 @@ def check_run_dir(run: RunConfig, resume: bool, *, resumable: bool = True) -> Pa
         fix = f"{path} holds another run{'' if continues or not resumable else ', without a checkpoint'}"
         fix += f"; use run.name={_free_name(base, run.name)} for a new one"
         fix += ", or continue it with --resume" if continues else ""
+        if not has_saved(path) and _made_no_step(path):
+            fix += f", or free the name, as that run ended before its first step: rm -r {shlex.quote(str(path))}"
         raise ConfigError(problem("run.name", run.name, fix))
     if resume and not occupied:
         runs = sorted(entry.name for entry in base.iterdir() if entry.is_dir())[:8] if base.is_dir() else []
@@ -86,6 +95,19 @@ def has_saved(run_dir: Path) -> bool:
         return os.path.lexists(run_dir / CHECKPOINTS)  # a link to a file system that is not mounted
     except OSError:
         return True
+
+
+def _made_no_step(run_dir: Path) -> bool:
+    """True if a run began here, has ended, and logged no step: nothing is lost with its directory."""
+    if not (run_dir / ENDED).is_file() or os.path.lexists(run_dir / LEASE):
+        return False
+    try:
+        lines = (run_dir / METRICS).read_text(encoding="utf-8").splitlines()
+        return all(json.loads(line)["step"] == 0 for line in lines)  # an evaluation before the first step is step 0
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def is_lease(name: str) -> bool:

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Literal
 
 from megappo.config.redaction import hide_secrets
+from megappo.config.run_directory import ENDED
 
 
 class StopRequest:
@@ -98,9 +99,6 @@ def is_fault(error: ValueError) -> bool:
     return hasattr(error, _MARK)
 
 
-# How the run ended; absent while it runs and after a kill of all its processes. Rank 0 writes it for a run that finished or was
-# stopped on request, the launcher for one that failed.
-ENDED = "ended.json"
 CONFIG = "config.yaml"  # resolved configuration of a run, in its directory from the start on
 
 Outcome = Literal["finished", "stopped", "failed"]

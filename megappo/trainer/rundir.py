@@ -12,12 +12,12 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from megappo.config.run_directory import CHECKPOINTS, check_run_dir, run_dir_of
+from megappo.config.run_directory import CHECKPOINTS, ENDED, EXPORTED, check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.engine.base import Engine
 from megappo.parallel.consensus import RankFault, gathered, raised_by_all, told_by
-from megappo.runtime.ending import CONFIG, ENDED, Ended, record_end
+from megappo.runtime.ending import CONFIG, Ended, record_end
 from megappo.runtime.lease import LEASE_VARIABLE, Lease
 from megappo.telemetry.jsonl import replace_file
 
@@ -45,7 +45,7 @@ class RunDir:
     @property
     def export(self) -> Path:
         """The final policy as a Hugging Face checkpoint."""
-        return self.root / "export"
+        return self.root / EXPORTED
 
     @property
     def profiles(self) -> Path:

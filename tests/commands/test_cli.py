@@ -11,7 +11,7 @@ import pytest
 
 from megappo.commands import cli, doctor, rank
 from megappo.config.errors import ConfigError
-from megappo.runtime.ending import Unrecoverable, input_accepted
+from megappo.runtime.ending import Ended, Unrecoverable, input_accepted, record_end
 from megappo.runtime.world import first_host
 from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run
 
@@ -110,6 +110,23 @@ def test_plan_refuses_the_same(tmp_path, capsys, outside_a_launcher, prepare, ar
     code, out, err = run(capsys, "plan", path, *arguments)
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert all(fragment in err for fragment in fragments), err
+
+
+@pytest.mark.parametrize("steps, starts", [(3, 0), (4, 1)])
+def test_a_resume_of_a_finished_run_starts_ranks_only_if_steps_or_the_export_are_left(
+    tmp_path, capsys, monkeypatch, outside_a_launcher, steps, starts
+):
+    started = []
+    monkeypatch.setattr("megappo.commands.launch.training.train_here", lambda *_, **__: started.append(1) or 0)
+    monkeypatch.setattr("megappo.commands.launch.attempt.newest_step", lambda run_dir: 3)
+    path, run_dir = write_run(tmp_path), tmp_path / "runs" / "run"
+    (run_dir / "export").mkdir(parents=True)
+    record_end(run_dir, Ended("finished", 3))
+    code, out, _ = run(capsys, "train", path, "--resume", f"trainer.steps={steps}")
+    assert code == 0 and len(started) == starts
+    assert ("nothing is left to train: it finished with step 3 of 3; raise trainer.steps" in out) == (starts == 0)
+    (run_dir / "export").rmdir()
+    assert run(capsys, "train", path, "--resume", f"trainer.steps={steps}")[0] == 0 and len(started) == starts * 2 + (steps == 3)
 
 
 def test_independent_mistakes_are_refused_at_once_a_line_each(tmp_path, capsys, outside_a_launcher):

@@ -823,6 +823,27 @@ def test_a_directory_that_holds_another_run_is_refused_and_left_alone(tmp_path):
     assert (tmp_path / "first" / "metrics.jsonl").read_text() == "precious"
 
 
+@pytest.mark.parametrize(
+    "files, frees",
+    [
+        ({"ended.json": "{}"}, True),
+        ({"ended.json": "{}", "metrics.jsonl": '{"step": 0}\n'}, True),  # the evaluation before the first step
+        ({"ended.json": "{}", "metrics.jsonl": '{"step": 0}\n{"step": 1}\n'}, False),
+        ({"ended.json": "{}", "metrics.jsonl": "precious"}, False),
+        ({"ended.json": "{}", "lease.json": "{}"}, False),  # started again
+        ({"config.yaml": "run: {}"}, False),  # it may be running
+        ({"ended.json": "{}", "checkpoints/step-1/manifest.json": "{}"}, False),
+    ],
+)
+def test_the_line_that_frees_a_name_is_said_of_a_run_that_ended_before_its_first_step(tmp_path, files, frees):
+    for name, text in files.items():
+        (tmp_path / "my runs" / "first" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "my runs" / "first" / name).write_text(text)
+    with pytest.raises(ConfigError, match="holds another run") as refusal:
+        check_run_dir(RunConfig(name="first", output_dir=str(tmp_path / "my runs")), resume=False)
+    assert str(refusal.value).endswith(f"before its first step: rm -r '{tmp_path}/my runs/first'") == frees
+
+
 def test_resume_needs_a_run_and_lists_those_there(tmp_path):
     (tmp_path / "runs" / "other").mkdir(parents=True)
     with pytest.raises(ConfigError, match="holds no run to resume .runs there: other"):

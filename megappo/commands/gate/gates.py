@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megappo.commands.runs.read import METRICS, Rows, finite, is_known, logged_names, nearest_hint, read_rows, value_text
+from megappo.commands.runs.read import Rows, finite, is_known, logged_names, nearest_hint, read_rows, value_text
 from megappo.config.errors import ConfigError, show
+from megappo.config.run_directory import METRICS
 from megappo.config.yaml_reader import parse_yaml
 from megappo.telemetry.tables import table
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import DamagedCheckpoint, RefusedCheckpoint
-from megappo.config.run_directory import CHECKPOINTS, LAUNCHES, is_lease
-from megappo.runtime.ending import CONFIG, ENDED, is_stopped
+from megappo.config.run_directory import CHECKPOINTS, ENDED, LAUNCHES, is_lease
+from megappo.runtime.ending import CONFIG, is_stopped
 from megappo.runtime.world import SKIP_STEPS
 
 MAX_STARTS_AT_A_STEP = 3

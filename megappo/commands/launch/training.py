@@ -27,6 +27,7 @@ from megappo.commands.launch.restart import (
     saved_steps,
     set_aside,
 )
+from megappo.config.run_directory import EXPORTED
 from megappo.runtime.ending import DONE, MISTAKE, STOPPED, UNRECOVERABLE, Ended, is_stopped, read_end, record_failure
 from megappo.runtime.failure import ATTEMPT_DIR
 from megappo.runtime.verdict import VERDICT
@@ -78,6 +79,8 @@ def start_here(
         require_resumable(config, "a restart", "--max-restarts 0")
     copies = find_copies(config, resume=args.resume)
     run_dir = check_start(config.run, resume=args.resume and copies is None)
+    if args.resume and _is_done(config, run_dir, config.trainer.steps):
+        return DONE
     require_device(config.run.device)
     ranks = world_size(config.run) if ranks is None else ranks
     if not dry_run:
@@ -87,6 +90,8 @@ def start_here(
         print(planned.report(), end="")
         return DONE
     assert planned.data is not None, "only a plan of shapes has no data"
+    if args.resume and _is_done(config, run_dir, planned.data.total_steps):
+        return DONE
     require_servers_here(planned.data, resume=args.resume)
     require_storage(config)
     if copies is not None:
@@ -101,6 +106,19 @@ def start_here(
         if folder is not None:
             print(f"record:  {folder}", flush=True)
         return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)
+
+
+def _is_done(config: TrainConfig, run_dir: Path, steps: int | None) -> bool:
+    """Say so and return True if the run has finished these steps and exported: a resume would build all models for nothing.
+    steps: None while they follow from data that is not read yet."""
+    end = read_end(run_dir)
+    if steps is None or end is None or end.outcome != "finished" or end.step < steps:
+        return False
+    if config.checkpoint.export_at_end and not (run_dir / EXPORTED).exists():
+        return False  # a resume writes it
+    say_end = f"it finished with step {end.step} of {steps}; raise trainer.steps or trainer.epochs to go on"
+    print(f"{run_dir}: nothing is left to train: {say_end}", flush=True)
+    return True
 
 
 def train_here(

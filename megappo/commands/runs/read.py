@@ -19,13 +19,12 @@ from typing import Any, Literal, TypeVar, get_args
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import BEST, MANIFEST
 from megappo.config.errors import ConfigError
-from megappo.config.run_directory import CHECKPOINTS, LAUNCHES
-from megappo.runtime.ending import CONFIG, ENDED, Ended, Outcome, read_end
+from megappo.config.run_directory import CHECKPOINTS, ENDED, LAUNCHES, METRICS
+from megappo.runtime.ending import CONFIG, Ended, Outcome, read_end
 from megappo.runtime.lease import LEASE, LeaseRecord, read_lease
 from megappo.telemetry.jsonl import read_lines
 from megappo.telemetry.metrics import Metric, nearest_name
 
-METRICS = "metrics.jsonl"
 State = Literal["running", "finished", "stopped", "failed", "died", "submitted", "unknown"]
 # A line of metrics has about 3 KiB: the last whole one is within this many bytes of the end.
 TAIL_BYTES = 1 << 16

@@ -15,8 +15,7 @@ from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import Manifest, RefusedCheckpoint, find_wrong_content, list_files, require_complete
 from megappo.commands.runs.read import BROKEN, Checkpoint, Run, find_runs, read_run
 from megappo.config.errors import ConfigError
-from megappo.config.run_directory import CHECKPOINTS
-from megappo.runtime.ending import ENDED
+from megappo.config.run_directory import CHECKPOINTS, ENDED
 from megappo.runtime.lease import LEASE
 from megappo.telemetry.tables import GIB, MIB, figures, plain, table
 

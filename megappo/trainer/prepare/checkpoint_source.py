@@ -15,7 +15,7 @@ from megappo.checkpoint.identity import head_of, identity_of_model, other_adapte
 from megappo.checkpoint.manifest import DamagedCheckpoint, Manifest, RefusedCheckpoint, models_of
 from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import AnyCriticConfig, key_of_role
-from megappo.config.run_directory import CHECKPOINTS
+from megappo.config.run_directory import CHECKPOINTS, EXPORTED
 from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import parse_yaml
 from megappo.models.arch import ModelArch
@@ -106,7 +106,7 @@ def policy_source(text: str) -> PolicySource:
         directory, manifest = find_checkpoint(_KEY, text)
     except ConfigError as error:
         # Fine-tuning saves no checkpoints, it exports at its end.
-        there = path / "export"
+        there = path / EXPORTED
         hint = f"; its model lies in {there}" if (there / "config.json").is_file() else ", or a Hugging Face checkpoint"
         raise ConfigError(f"{error}{hint}") from None
     if "policy" not in (held := sorted(models_of(manifest))):
