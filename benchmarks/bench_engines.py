@@ -218,7 +218,7 @@ def rows_of(case: Case, found: dict[str, Figures]) -> list[str]:
     for engine, one in found.items():
         speed = [f"{case.tokens / statistics.median(taken):,.0f}" for taken in (one.forward_s, one.update_s)]
         spread = f"{max(one.update_s) / min(one.update_s):.2f}"
-        speed.append(f"{one.flops / statistics.median(one.update_s) / 10**12 / case.ranks:.2f}")
+        speed.append(f"{one.flops / statistics.median(one.update_s) / 10**12 / case.ranks:.2g}")
         bytes_ = [f"{size / MIB:.1f}" for size in (one.held, one.added)]
         off = [f"{100 * (a - b) / b:+.1f} %" for a, b in ((one.held, one.planned_held), (one.added, one.planned_added))]
         cells = [str(case.ranks), case.dtype, engine, *speed, spread, bytes_[0], off[0], bytes_[1], off[1]]
