@@ -128,6 +128,7 @@ import os, signal, sys
 from multiprocessing import resource_tracker
 from megappo.runtime.helper_process import stay_deaf
 from megappo.runtime.ending import StopRequest
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background, which ignores it
 if sys.argv[1] == "deaf":
     stay_deaf()
 stop = StopRequest()

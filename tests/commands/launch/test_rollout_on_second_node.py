@@ -30,7 +30,7 @@ from tests.worlds import spawn_world
 STEPS = 8  # of half a second: the ranks are looked at after the first one
 TRAINING, GENERATING = (0, 1), (2, 3)
 BOTH = {
-    "critic.warmup": None,
+    "critic.warmup": "null",
     "rollout.engine": "vllm",
     "rollout.tp": 2,
     "rollout.kv_cache_gib": 0.03,
