@@ -72,6 +72,7 @@ def run_at_terminal(folder: Path, name: str, stop: Stop) -> Stopped:
     ours, theirs = os.openpty()
 
     def take_terminal() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests in the background ignore it, and so would all that they start
         os.setsid()
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
