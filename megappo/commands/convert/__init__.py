@@ -14,8 +14,9 @@ def add_command(command: AddCommand) -> None:
         "convert",
         main,
         "Write settings of verl, NeMo-RL, OpenRLHF, LightRFT, TRL or FlowMesh as a configuration, with a report on every key.",
-        "FILE is a shell script, a YAML file or a Python file with a PPOConfig; nothing in it is executed. Exit code: 0, or 1 with "
-        "--strict if keys are unknown; 2 if FILE is none of these.",
+        "FILE is a shell script, a YAML file or a Python file with a PPOConfig; nothing in it is executed. Exit code: 0; 1 if the "
+        "configuration is written and a key that changes what is learned is not taken over, or, with --strict, is unknown; 2 if "
+        "FILE is none of these.",
         config=None,
     )
     convert.add_argument("file", metavar="FILE", help="shell script (.sh), YAML (.yaml, .yml) or Python (.py)")
@@ -24,8 +25,8 @@ def add_command(command: AddCommand) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the configuration to `--output`, or to stdout with the report on stderr; return 1 if `--strict` finds unknown keys.
-    Raises ConfigError before anything is written."""
+    """Write the configuration to `--output`, or to stdout with the report on stderr; return 1 if a key that changes what is learned
+    is not taken over, or `--strict` finds unknown ones. Raises ConfigError before anything is written."""
     from megappo.commands.convert.conversion import convert
     from megappo.commands.convert.report import configuration, report, unknown
     from megappo.commands.convert.sources import read_source
@@ -45,4 +46,4 @@ def main(args: argparse.Namespace) -> int:
         target.write_text(text, encoding="utf-8")
         load_config(target)  # the written file must load
         print(said + f"\n{target}: written; `megappo plan {target}` checks it against model, data and ranks")
-    return 1 if args.strict and unknown(conversion) else 0
+    return 1 if conversion.lost or (args.strict and unknown(conversion)) else 0

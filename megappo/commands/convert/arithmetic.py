@@ -8,7 +8,7 @@ from inspect import signature
 from types import FunctionType
 from typing import Any
 
-from megappo.commands.convert import single_values
+from megappo.commands.convert import learning, single_values
 from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
 from megappo.config.foreign.rule import Outcome, Rule
 from megappo.config.role_sections import OptimizerConfig
@@ -215,6 +215,24 @@ def whole_epochs(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, int(value))
 
 
+def trl_tokenizer(rule: Rule, value: Any, settings: Settings) -> Values:
+    """TRL's policy and reference start from sft_model_path; this model lends its tokenizer alone, if both are named."""
+    model, tokenizer = rule.keys
+    if "sft_model_path" not in settings.written:
+        return {model: value}
+    if value == settings.foreign.get("sft_model_path"):
+        raise Otherwise(Outcome.UNNEEDED, "sft_model_path says it")
+    return {tokenizer: value}
+
+
+def total_length(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Divide OpenRLHF's bound of prompt and response together: the response's own bound, or half, and the rest for the prompt."""
+    prompt, response = rule.keys
+    own = settings.foreign.get("generate_max_len")
+    tokens = int(number(value)) // 2 if own is None else int(number(own))
+    return {prompt: max(1, int(number(value)) - tokens), response: tokens}
+
+
 def save_steps(rule: Rule, value: Any, settings: Settings) -> Values:
     if _trl(settings, "save_strategy", "steps") != "steps":
         raise Otherwise(Outcome.UNNEEDED, "save_strategy says it")
@@ -232,8 +250,8 @@ def save_strategy(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def _taking(*parameters: str) -> dict[str, Callable[..., Any]]:
-    """The functions of this module and of `single_values.py` that take exactly these arguments, by name."""
-    named = {**vars(single_values), **globals()}.items()
+    """The functions of this module, `learning.py` and `single_values.py` that take exactly these arguments, by name."""
+    named = {**vars(single_values), **vars(learning), **globals()}.items()
     return {name: one for name, one in named if isinstance(one, FunctionType) and tuple(signature(one).parameters) == parameters}
 
 
@@ -248,10 +266,20 @@ BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "val
 }
 
 # Computed after the others and in this order, since they read their results.
-LATE = (("unless_shared",), ("warmup_steps", "warmup_ratio", "min_lr_ratio"))
+LATE = (
+    ("unless_shared", "openrlhf_overlong", "reward_scale", "val_sampling"),
+    ("warmup_steps", "warmup_ratio", "min_lr_ratio"),
+)
 
 # Rules of which several give one list of ours: a later one returns the list with its own part in it.
-JOINED = ("beta1", "beta2", "offload_if_on", "offload_if_dtensor", *(f"offload_{part}" for part in single_values.PARTS))
+JOINED = (
+    "beta1",
+    "beta2",
+    "reward_scale",
+    "offload_if_on",
+    "offload_if_dtensor",
+    *(f"offload_{part}" for part in single_values.PARTS),
+)
 
 # Values where the source has none, chosen from the others; None leaves megappo's default.
 CHOOSE: Mapping[str, Callable[[str, Settings], tuple[Any, str] | None]] = _taking("key", "settings")

@@ -16,7 +16,7 @@ from megappo.commands.convert.sources import Source, Unread
 from megappo.config.checks import problems
 from megappo.config.dead_keys import dead_keys
 from megappo.config.errors import show
-from megappo.config.foreign.rule import Outcome, Rule, Trainer
+from megappo.config.foreign.rule import Outcome, Rule, Trainer, missing, unneeded
 from megappo.config.keys import Written, value_at, value_keys, written_sections
 from megappo.config.loading import explicit_keys, validated
 from megappo.config.redaction import HIDDEN
@@ -26,8 +26,10 @@ from megappo.config.yaml_reader import LARGEST_NUMBER
 FIELDS = dict(value_keys(TrainConfig))
 # Required keys that a source may lack (TRL takes data as arguments): names to replace.
 PLACEHOLDERS = {"policy.model": "model", "data.train": "prompts.jsonl"}
-SECRETS = ("use_wandb",)  # flags whose value is a key of an account
+SECRETS = ("use_wandb", "logger.wandb.key")  # flags whose value is a key of an account
 NOT_NAMED = "NAME IT: the source does not"
+CHANGED, UNKNOWN = "taken over with a change", "unknown"
+FATES = (Outcome.TAKEN.value, CHANGED, *(outcome.value for outcome in Outcome if outcome is not Outcome.TAKEN), UNKNOWN)
 
 
 @dataclass
@@ -41,6 +43,14 @@ class Row:
     sets: Values = field(default_factory=dict)
     is_default: bool = False  # the trainer's default, not written in the source, where megappo's differs
 
+    @property
+    def fate(self) -> str:
+        """What became of the key, as the report counts it."""
+        if self.outcome is None:
+            return UNKNOWN
+        as_it_was = not self.note and all(value == self.value for value in self.sets.values())
+        return CHANGED if self.outcome is Outcome.TAKEN and not as_it_was else self.outcome.value
+
 
 @dataclass
 class Conversion:
@@ -50,6 +60,7 @@ class Conversion:
     rows: list[Row]
     values: Values  # our keys, dotted, in the order of the schema
     comments: dict[str, str]  # our key -> where its value comes from
+    lost: list[str]  # what the source learns by and the configuration does not say
     todo: list[str]  # changes to make before the configuration can run
 
 
@@ -57,14 +68,18 @@ def convert(source: Source) -> Conversion:
     """Convert the settings of another trainer. What cannot be converted becomes a row, never an error."""
     trainer = source.trainer
     known = {key: value for key, value in source.values.items() if not isinstance(value, Unread)}
-    foreign = {**trainer.defaults, **known}
-    settings = Settings(foreign, frozenset(source.values), trainer.steps_of_ppo)
+    older = {old: known[new] for new, old in trainer.renamed.items() if new in known}
+    written = frozenset(source.values) | {old for new, old in trainer.renamed.items() if new in source.values}
+    removed = {key[1:] for key in source.values if key.startswith("~")}
+    settings = Settings({**trainer.defaults, **older, **known}, written, trainer.steps_of_ppo)
     rows = [
         _first(key, value, trainer, settings)
         for key, value in source.values.items()
         if not key.endswith(trainer.ignored or ("\0",))
     ]
-    rows += [Row(key, value, Outcome.TAKEN, is_default=True) for key, value in trainer.defaults.items() if key not in source.values]
+    rows += [
+        Row(key, value, Outcome.TAKEN, is_default=True) for key, value in trainer.defaults.items() if key not in written | removed
+    ]
     _apply(rows, trainer, settings)
     comments = {key: _comment(row, trainer) for row in reversed(rows) for key in row.sets}
     for key in comments:
@@ -80,27 +95,35 @@ def convert(source: Source) -> Conversion:
             settings.ours[key], comments[key] = placeholder, NOT_NAMED
     _drop(rows, settings.ours, _misplaced(settings.ours))
     _drop(rows, settings.ours, _incomplete(settings.ours))
+    _drop(rows, settings.ours, _contradictory(settings.ours), Outcome.MISSING)
     config = _load(settings.ours)
     assert isinstance(config, TrainConfig), config  # every value has been tried alone
     _drop(rows, settings.ours, dead_keys(config))
     _drop_default_rows(rows, settings.ours)
     values = {key: settings.ours[key] for key in FIELDS if key in settings.ours}
+    without = [row for row in rows if row.outcome is Outcome.MISSING]
+    lost = settings.lost + [_line(row) for row in without if (rule := rule_of(row.key, trainer)) and rule.changes_learning]
     todo = [f"{key}: {comments[key]}" for key in values if comments[key].startswith(("NAME IT", "CHOOSE"))]
-    todo += [
-        f"{row.key} = {show(row.value)}: {row.note}"
-        for row in rows
-        if isinstance(source.values.get(row.key), Unread) and row.outcome is Outcome.MISSING
-    ]
+    todo += [_line(row) for row in without if isinstance(source.values.get(row.key), Unread) and _line(row) not in lost]
     final = _load(values)
     assert isinstance(final, TrainConfig), final
     todo += problems(final, explicit_keys(final), final.run.num_ranks or 1)
-    return Conversion(source, rows, values, comments, todo)
+    return Conversion(source, rows, values, comments, lost, lost + todo + settings.lines)
+
+
+def _line(row: Row) -> str:
+    return f"{'the default ' if row.is_default else ''}{row.key} = {show(row.value)}: {row.note}"
 
 
 def rule_of(key: str, trainer: Trainer) -> Rule | None:
-    """Find the rule of a key: its own, or that of the innermost section whose rule covers all keys below it."""
+    """Find the rule of a key: its own, that of Hydra's signs, or that of the innermost section whose rule covers all keys below."""
     if key in trainer.rules:
         return trainer.rules[key]
+    if key.startswith("~"):
+        whole = rule_of(key[1:], trainer)
+        return missing(f"taken out of {trainer.name}'s configuration", *(whole.keys if whole is not None else ()), off=())
+    if "@" in key:
+        return unneeded(f"chooses a file of {trainer.name}'s defaults")
     around = [section for section in trainer.sections if key.startswith(section + ".")]
     return trainer.rules[max(around, key=len)] if around else None
 
@@ -245,15 +268,29 @@ def _incomplete(values: Values) -> dict[str, str]:
     return {key: f"{name} is missing" for name in absent for key in values if key.startswith(name.rpartition(".")[0] + ".")}
 
 
-def _drop(rows: list[Row], values: Values, dead: Mapping[str, str]) -> None:
-    """Remove keys without effect under the others, which would be refused if written (a KL coefficient without a KL)."""
+def _contradictory(values: Values) -> dict[str, str]:
+    """Map the keys whose value the chosen section of a choice does not take, such as k1 in a loss, to the reason."""
+    found = _load(values)
+    errors = [] if isinstance(found, TrainConfig) else found.errors(include_url=False)
+    # The place of an error names the chosen word too.
+    return {key: e["msg"].lower() for e in errors for key in values if _is_part(key.split("."), [str(part) for part in e["loc"]])}
+
+
+def _is_part(key: list[str], place: list[str]) -> bool:
+    rest = iter(place)
+    return key[-1] == place[-1] and all(part in rest for part in key)
+
+
+def _drop(rows: list[Row], values: Values, dead: Mapping[str, str], outcome: Outcome = Outcome.IMPLIED) -> None:
+    """Remove keys without effect under the others, or refused under them; they may not be written (a KL factor without a KL)."""
+    why = "has no effect" if outcome is Outcome.IMPLIED else "cannot be that here"
     for key in [key for key in values if key in dead]:
         del values[key]
         for row in rows:
             if key in row.sets:
                 del row.sets[key]
                 if not row.sets:
-                    row.outcome, row.note = Outcome.IMPLIED, f"{key} has no effect: {dead[key].split(';')[0]}"
+                    row.outcome, row.note = outcome, f"{key} {why}: {dead[key].split(';')[0]}"
 
 
 def _drop_default_rows(rows: list[Row], values: Values) -> None:
@@ -261,7 +298,7 @@ def _drop_default_rows(rows: list[Row], values: Values) -> None:
     for row in [row for row in rows if row.is_default]:
         # A default of the other trainer counts only where megappo's differs.
         row.sets = {key: value for key, value in row.sets.items() if not _is_default(reference, key, value)}
-        if not row.sets:
+        if not row.sets and row.outcome is not Outcome.MISSING:
             rows.remove(row)
     written = {key for row in rows for key in row.sets}
     same = {key for key, value in values.items() if key not in written and key in FIELDS and _is_default(reference, key, value)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megappo.commands.convert.conversion import Conversion, Row, nested
+from megappo.commands.convert.conversion import FATES, Conversion, Row, nested
 from megappo.config.errors import show
 from megappo.config.foreign.rule import Outcome
 from megappo.config.yaml_reader import CoreDumper
@@ -24,13 +24,11 @@ def report(conversion: Conversion) -> str:
     """Write the report: counts, then every key under its outcome."""
     trainer = conversion.source.trainer
     written = [row for row in conversion.rows if not row.is_default]
-    counts = [f"{sum(row.outcome is outcome for row in written)} {outcome.value}" for outcome in Outcome]
-    lines = [
-        f"{trainer.name}, {conversion.source.path}: {len(written)} keys: {', '.join(counts)}, {len(unknown(conversion))} unknown"
-    ]
-    for outcome in Outcome:
-        lines += _block(outcome.value, [row for row in written if row.outcome is outcome])
-    lines += _block("unknown", unknown(conversion))
+    of = {fate: [row for row in written if row.fate == fate] for fate in FATES}
+    counts = ", ".join(f"{len(rows)} {fate}" for fate, rows in of.items())
+    lines = [f"{trainer.name}, {conversion.source.path}: {len(written)} keys: {counts}"]
+    for fate, rows in of.items():
+        lines += _block(fate, rows)
     lines += _block(
         f"{trainer.name}'s defaults, where megappo's are others", [row for row in conversion.rows if row.is_default and row.sets]
     )

@@ -29,6 +29,8 @@ class Settings:
     written: frozenset[str]  # foreign keys that the source writes
     steps_of_ppo: bool
     ours: Values = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)  # for the end of the report
+    lost: list[str] = field(default_factory=list)  # parts of keys that are not taken over although the rest is
 
     def samples(self) -> int:
         """Responses per step."""

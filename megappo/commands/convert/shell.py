@@ -25,7 +25,8 @@ _PIECE = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _COMPUTED = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
-_VARIABLE = re.compile(rf"[${QUOTED}](?:(?P<name>\w+|[@*#?])|\{{(?P<braced>\w+|[@*])(?P<rest>[^}}]*)\}})")
+_NAME = re.compile(rf"[${QUOTED}](?P<name>\w+|[@*#?])")
+_BRACED = re.compile(r"(?P<name>\w+|[@*])(?P<rest>.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=(?P<value>.*)", re.DOTALL)
 _DECLARING = {"export", "local", "readonly", "declare", "typeset"}
 _KEYWORDS = {"then", "else", "do", "if", "elif", "while", "{", "!", "time", "exec", "nohup", "sudo"}
@@ -125,28 +126,50 @@ def _take(words: list[str | list[str]], script: Script, environment: Mapping[str
 
 def _expand(word: str, script: Script, environment: Mapping[str, str], *, split: bool = True) -> list[str]:
     """Expand a word. A bare `$NAME` splits at spaces, as in bash; `"${NAME[@]}"` gives the items of an array."""
-    whole = _VARIABLE.fullmatch(word)
-    if whole is not None and whole["braced"] and whole["rest"] in ("[@]", "[*]"):
-        return list(script.variables.get(whole["braced"], []))
-
-    def value(match: re.Match[str]) -> str:
-        name, rest = match["name"] or match["braced"], match["rest"] or ""
-        if name in ("@", "*"):
-            return ""
-        known = script.variables.get(name)
-        found = known[0] if known else environment.get(name)
-        default = re.fullmatch(r":?[-=](.*)", rest, re.DOTALL)
-        if found or (found is not None and default is None and not rest):
-            return found if rest == "" or default is not None else f"{UNREAD}{match[0]}"
-        return default[1] if default is not None else f"{UNREAD}{match[0]}"
-
-    bare, text = "$" in word, word
-    for _ in range(8):  # a default may name another variable
-        replaced = _VARIABLE.sub(value, text) if UNREAD not in text else text
-        if replaced == text:
-            break
-        text = replaced
-    text = text.replace(COMPUTED, f"{UNREAD}$(...)").replace(QUOTED, "$").replace(LITERAL, "$")
-    if bare and split:
+    whole = re.fullmatch(rf"[${QUOTED}]\{{(\w+)\[[@*]\]\}}", word)
+    if whole is not None:
+        return list(script.variables.get(whole[1], []))
+    text = _replaced(word, script, environment).replace(COMPUTED, f"{UNREAD}$(...)").replace(QUOTED, "$").replace(LITERAL, "$")
+    if "$" in word and split:
         return text.split()
-    return [text] if text or not _VARIABLE.search(word) else ([""] if not split else [])
+    return [text] if text or not (split and QUOTED in word) else []
+
+
+def _replaced(text: str, script: Script, environment: Mapping[str, str]) -> str:
+    """Replace every variable in a text by its value; a default may hold further ones (`${NAME:-x_${OTHER}_y}`)."""
+    parts, start = [], 0
+    while (at := min((place for sign in "$" + QUOTED if (place := text.find(sign, start)) >= 0), default=-1)) >= 0:
+        plain, end = _NAME.match(text, at), _closing(text, at + 1)
+        braced = _BRACED.fullmatch(text, at + 2, end - 1) if end else None
+        found = braced or plain
+        end = end or (plain.end() if plain is not None else at + 1)
+        value = text[at] if end == at + 1 else None  # a single $
+        if found is not None:
+            value = _value(found["name"], braced["rest"] if braced is not None else "", script, environment)
+        parts += [text[start:at], f"{UNREAD}{text[at:end]}" if value is None else value]
+        start = end
+    return "".join(parts) + text[start:]
+
+
+def _closing(text: str, start: int) -> int:
+    """Return the place behind the brace that closes the one at `start`; 0 if there is none."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return place + 1 if text[start] == "{" else 0
+    return 0
+
+
+def _value(name: str, rest: str, script: Script, environment: Mapping[str, str]) -> str | None:
+    """Return the value of `${NAMErest}`; None if only a run could tell."""
+    if name in ("@", "*"):
+        return ""
+    known = script.variables.get(name)
+    found = known[0] if known else environment.get(name)
+    default = re.fullmatch(r":?[-=](.*)", rest, re.DOTALL)
+    if rest and default is None:
+        return None
+    if found or (found is not None and default is None):
+        return found
+    return None if default is None else _replaced(default[1], script, environment)

@@ -174,10 +174,12 @@ def truncation(rule: Rule, value: Any, settings: Settings) -> Values:
     raise missing("prompts are never truncated")
 
 
-def policy_recompute(rule: Rule, value: Any, settings: Settings) -> Values:
-    """Take verl's key for the policy, unless Megatron's recompute_granularity beside it says more."""
-    if "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity" in settings.written:
-        raise implied("recompute_granularity says it")
+def verl_recompute(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Take verl's key of FSDP. In its Megatron engine recompute_granularity alone counts, which is null by default."""
+    role = "critic" if rule.keys[0].startswith("critic.") else "actor_rollout_ref.actor"
+    named = settings.foreign.get(f"{role}.strategy", "megatron" if "megatron" in str(settings.foreign.get("--config-name")) else "")
+    if named == "megatron" or any(key.startswith(f"{role}.megatron.") for key in settings.written):
+        raise implied("recompute_granularity alone counts with Megatron")
     return same(rule.keys, translated(rule, value))
 
 
@@ -216,6 +218,14 @@ def reward_model(rule: Rule, value: Any, settings: Settings) -> Values:
     if settings.foreign.get("reward_model.enable") is False:  # verl's
         raise Otherwise(Outcome.UNNEEDED, "reward_model.enable is false")
     return {"reward_model.model": value, "reward.parts": [{"model": "reward_model"}]}
+
+
+def reward_model_and_critic(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Set the reward model, and the critic that starts from its weights and its head, as TRL's does."""
+    found = reward_model(rule, value, settings)
+    if "critic_pretrain" in settings.written:  # OpenRLHF's critic has a model of its own
+        return found
+    return found | {"critic.model": value, "critic.value_head": "checkpoint"}
 
 
 def rules_of_data(key: str, settings: Settings) -> tuple[Any, str] | None:

@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,12 @@ from megappo.config.yaml_reader import MAX_BYTES, parse_yaml, why_no_file
 
 READ = (VERL, NEMO_RL, OPENRLHF, LIGHTRFT, TRL, FLOWMESH)
 LAUNCHERS = ("nnodes", "nproc_per_node", "num_processes")  # flags of torchrun and accelerate, before the script's own
+MOST_FILES = 8  # in a chain of NeMo-RL's defaults
 LEAST_KEYS = 3  # known keys by which a file without a trainer's name is recognised
 _SETTING = re.compile(r"\+{0,2}(?P<key>[A-Za-z_]\w*(?:\.\w+)+)=(?P<value>.*)", re.DOTALL)
+# Behind a command that Hydra reads: keys without a dot too, `group@place=file`, and `~key`.
+_OF_HYDRA = re.compile(r"\+{0,2}(?P<key>~?[A-Za-z_][\w/-]*(?:@\w+)?(?:\.\w+)*)(?:=(?P<value>.*))?", re.DOTALL)
+_OPTIONS = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}  # Hydra's, with a value
 _REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:)?([\w.]+)\s*(?:,\s*([^}]*))?\}")
 _PRODUCT = re.compile(r"\$\{mul:\s*([\w.]+)\s*,\s*([\w.]+)\s*\}")
 
@@ -91,7 +94,8 @@ def _read_shell(text: str, path: str) -> Source:
     for number, words in enumerate(commands):
         named = next(((place, one) for place, word in enumerate(words) for one in READ if _starts(word, one)), None)
         start, trainer = (named[0] + 1, named[1]) if named else (0, None)
-        values = _settings(words[start:], path) or _flags(words[start:], path)
+        values, strange = _overrides(words[start:], path) if trainer in (VERL, NEMO_RL) else (_settings(words[start:], path), [])
+        values = values or _flags(words[start:], path)
         trainer = trainer or _by_keys(values)
         if trainer is OPENRLHF and sum(key in LIGHTRFT.rules for key in values) > sum(key in OPENRLHF.rules for key in values):
             trainer = LIGHTRFT
@@ -104,11 +108,9 @@ def _read_shell(text: str, path: str) -> Source:
         # A comment inside a continued command ends it; for bash the rest is another command.
         lost = [word for other in commands[number + 1 :] for word in other if _SETTING.fullmatch(word)]
         notes = [f"{word.replace(UNREAD, '')}: after the end of the command, so {trainer.name} never saw it" for word in lost]
-        notes += [
-            f"{word} {following}: that file has more keys: convert it, and set these over it"
-            for word, following in pairwise(words[start:])
-            if word == "--config" and trainer is NEMO_RL
-        ]
+        if trainer is NEMO_RL and (below := _file_of(values.get("--config"), path)) is not None:
+            values = _set_over(below, {key: value for key, value in values.items() if key != "--config"})
+        notes += [f"{word.replace(UNREAD, '')}: no key=value, so {trainer.name}'s meaning of it is not known" for word in strange]
         found.append(Source(path, trainer, values, notes))
     if not found:
         first = " ".join(commands[0][:3])[:60] if commands else ""
@@ -138,6 +140,24 @@ def _settings(words: list[str], path: str) -> dict[str, Any]:
     return {match["key"]: _value(match["value"], match["key"], path) for match in matches}
 
 
+def _overrides(words: list[str], path: str) -> tuple[dict[str, Any], list[str]]:
+    """Read all words behind a command that Hydra reads: (settings, words that are none). An option is a key by its long name."""
+    found: dict[str, Any] = {}
+    strange: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        match = _OF_HYDRA.fullmatch(word)
+        if word.startswith("-"):
+            name, equals, value = word.partition("=")
+            name = _OPTIONS.get(name, name)
+            found[name] = _value(value if equals else next(rest, ""), name, path)
+        elif match is not None and (match["value"] is not None or word.startswith("~")):
+            found[match["key"]] = None if match["value"] is None else _value(match["value"], match["key"], path)
+        else:
+            strange.append(word)
+    return found, strange
+
+
 def _flags(words: list[str], path: str) -> dict[str, Any]:
     """Read argparse's flags: `--key value`, `--key=value`, `--key a b`; `--key` alone is true."""
     found: dict[str, list[str]] = {}
@@ -162,10 +182,47 @@ def _read_yaml(text: str, path: str) -> Source:
         raise _nothing(path, f"YAML whose top is a {type(data).__name__}" if data is not None else "an empty YAML file")
     leaves = dict(_leaves(data))
     trainer = FLOWMESH if str(data.get("apiVersion", "")).startswith("flowmesh") else _by_keys(leaves)
+    if "defaults" in leaves and trainer in (NEMO_RL, None):
+        leaves = _with_defaults(leaves, path)
+        trainer = _by_keys(leaves)
     if trainer is None:
         shown = ", ".join(list(data)[:6])
         raise _nothing(path, f"YAML with the keys {shown}" if shown else "an empty YAML file")
     return Source(path, trainer, {key: _resolved(value, leaves, key) for key, value in leaves.items()})
+
+
+def _file_of(config: Any, path: str) -> dict[str, Any] | None:
+    """Read the file that NeMo-RL's `--config` names, relative to the working directory or the script; None if it is not there."""
+    for folder in (Path(), Path(path).parent):
+        if isinstance(config, str) and (folder / config).is_file():
+            return _read_yaml(_read_text(folder / config), str(folder / config)).values
+    return None
+
+
+def _with_defaults(leaves: dict[str, Any], path: str, depth: int = 0) -> dict[str, Any]:
+    """Read the files that NeMo-RL's key `defaults` names, from the file's folder, and set the file's own keys over theirs. A file
+    that is not there, or too deep a chain of them, leaves the key."""
+    named = leaves.get("defaults")
+    files = [Path(path).parent / str(one) for one in (named if isinstance(named, list) else [named])]
+    if named is None or depth > MOST_FILES or not all(file.is_file() for file in files):
+        return leaves
+    below: dict[str, Any] = {}
+    for file in files:
+        data, _ = parse_yaml(_read_text(file), str(file))
+        found = _with_defaults(dict(_leaves(data if isinstance(data, dict) else {})), str(file), depth + 1)
+        below = _set_over(below, found)
+    return _set_over(below, {key: value for key, value in leaves.items() if key != "defaults"})
+
+
+def _set_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Set keys over others: a value takes the place of a whole section of the same name, and the other way round."""
+    around = {key[: place.start()] for key in above for place in re.finditer(r"\.", key)}
+    kept = {
+        key: value
+        for key, value in below.items()
+        if key not in around and not any(key[: place.start()] in above for place in re.finditer(r"\.", key))
+    }
+    return kept | above
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

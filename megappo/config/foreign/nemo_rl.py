@@ -11,9 +11,11 @@ from megappo.config.foreign.rule import (
     KL_ESTIMATORS,
     NO_FP16,
     ONE_SCHEDULE,
+    OTHER_FILE,
     OWN_SAMPLING,
     RAY,
     SCHEDULES,
+    Outcome,
     Rule,
     Trainer,
     implied,
@@ -85,6 +87,28 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
             f"{role}.offload", by="offload_optimizer", note="between updates; AdamW runs on the GPU"
         ),
         f"{optimizer}.sgd_momentum": unneeded("AdamW is the optimizer"),
+        f"{optimizer}.optimizer_offload_fraction": unneeded("see optimizer_cpu_offload", f"{role}.offload"),
+        f"{optimizer}.overlap_cpu_optimizer_d2h_h2d": unneeded("see optimizer_cpu_offload", f"{role}.offload"),
+        f"{megatron}.scheduler.start_weight_decay": unneeded("weight decay is constant", f"{ours}.weight_decay"),
+        f"{megatron}.scheduler.end_weight_decay": unneeded("weight decay is constant", f"{ours}.weight_decay"),
+        f"{megatron}.fine_grained_activation_offloading": missing("set offload by hand under fsdp2", f"{role}.recompute"),
+        f"{megatron}.offload_modules": unneeded("see fine_grained_activation_offloading", f"{role}.recompute"),
+        f"{megatron}.moe_router_dtype": implied("routers compute in fp32", f"{role}.router_aux_coef"),
+        f"{megatron}.moe_router_bias_update_rate": missing("routers have no bias that is steered", f"{role}.router_aux_coef"),
+        **{
+            f"{megatron}.{name}": unneeded(FUSED, "model.impl")
+            for name in (
+                *("moe_permute_fusion", "moe_enable_deepep", "moe_token_dispatcher_type", "moe_shared_expert_overlap"),
+                *("gradient_accumulation_fusion", "use_fused_weighted_squared_relu"),
+            )
+        },
+        f"{megatron}.moe_per_layer_logging": unneeded("metrics.jsonl has its own", "telemetry.trackers"),
+        f"{megatron}.use_gloo_process_groups": unneeded("megappo makes its own groups", "run.num_ranks"),
+        f"{megatron}.checkpoint": unneeded("checkpoints are megappo's own", "checkpoint.asynchronous"),
+        f"{megatron}.fp8_cfg": unneeded("see fp8_cfg.enabled", f"{role}.dtype"),
+        f"{prefix}.optimizer": unneeded("null with Megatron, whose optimizer has keys of its own", f"{ours}.lr"),
+        f"{prefix}.sequence_packing": implied(ALWAYS_PACKED, f"{role}.micro_batch_tokens"),
+        f"{prefix}.dynamic_batching": implied(ALWAYS_PACKED, f"{role}.micro_batch_tokens"),
         f"{megatron}.scheduler.lr_decay_style": take(
             f"{ours}.lr_schedule.type", values=SCHEDULES, by="if_megatron", otherwise=ONE_SCHEDULE
         ),
@@ -108,6 +132,7 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
             note="between passes; AdamW runs on the GPU",
         ),
         f"{dtensor}.lora_cfg.enabled": missing("set the rank by hand", f"{role}.lora.rank"),
+        f"{dtensor}.lora_cfg": unneeded("see lora_cfg.enabled", f"{role}.lora.rank"),
         f"{prefix}.optimizer.name": implied("AdamW", expects=("torch.optim.AdamW",), otherwise="AdamW is the only optimizer"),
         f"{prefix}.optimizer.kwargs.lr": take(f"{ours}.lr", by="if_dtensor"),
         f"{prefix}.optimizer.kwargs.weight_decay": take(f"{ours}.weight_decay", by="if_dtensor"),
@@ -183,13 +208,12 @@ _RUN = {
     "ppo.skip_reference_policy_logprobs_calculation": implied("no reference is built without a KL", "algorithm.kl.placement"),
     "ppo.async_ppo.enabled": missing("a step trains on its own responses"),
     "ppo.async_ppo": unneeded("a step trains on its own responses"),
-    "ppo.reward_shaping.enabled": missing("set the length penalty", "reward.length_penalty.per_token"),
+    "ppo.reward_shaping.enabled": take("reward.length_penalty.per_token", "reward.length_penalty.start", by="nemo_overlong"),
     "ppo.reward_shaping": unneeded("see reward_shaping.enabled", "reward.length_penalty.per_token"),
-    "ppo.adv_estimator.name": implied(
-        "GAE",
+    "ppo.adv_estimator.name": take(
         "algorithm.estimator.type",
-        expects=("gae",),
-        otherwise="set algorithm.estimator by hand, without the critic's keys",
+        by="estimator",
+        values={"gae": "gae", "grpo": "grpo", "reinforce_plus_plus": "reinforce_plus_plus"},
     ),
     "ppo.adv_estimator.gae_lambda": take("algorithm.lam"),
     "ppo.adv_estimator.gae_gamma": take("algorithm.gamma"),
@@ -197,7 +221,7 @@ _RUN = {
     "ppo.adv_estimator.gae_lambda_value": take("algorithm.lam_value"),
     "ppo.adv_estimator.gae_lambda_policy": take("algorithm.lam"),
     "ppo.adv_estimator.length_adaptive_alpha": take("algorithm.lam_length_alpha", by="positive"),
-    "ppo.reward_scaling.enabled": missing("scale by the weights of the parts", "reward.parts"),
+    "ppo.reward_scaling.enabled": take("reward.parts", by="reward_scale", note="as the weights of the parts"),
     "ppo.reward_scaling": unneeded("see reward_scaling.enabled", "reward.parts"),
     "ppo.seq_logprob_error_threshold": missing("a difference stops the run", "rollout.max_prob_diff"),
     "loss_fn.reference_policy_kl_penalty": take("algorithm.kl.placement", "algorithm.kl.coef", by="nemo_kl"),
@@ -208,15 +232,20 @@ _RUN = {
     "loss_fn.ratio_clip_min": take("algorithm.loss.clip_low"),
     "loss_fn.ratio_clip_max": take("algorithm.loss.clip_high"),
     "loss_fn.ratio_clip_c": take("algorithm.loss.dual_clip"),
-    "loss_fn.token_level_loss": take("algorithm.loss_aggregation", values={True: "token-mean", False: "seq-mean-token-mean"}),
-    "loss_fn.disable_ppo_ratio": missing("PPO's clipped loss"),
-    "loss_fn.use_on_policy_kl_approximation": missing("the KL is over samples of the policy"),
-    "loss_fn.use_importance_sampling_correction": missing("a difference stops the run", "rollout.max_prob_diff"),
-    "loss_fn.sequence_level_importance_ratios": missing(
-        "set algorithm.loss.type to gspo by hand, with seq-mean-token-mean", "algorithm.loss.type"
+    "loss_fn.token_level_loss": take(
+        "algorithm.loss_aggregation", by="aggregation", values={True: "token-mean", False: "seq-mean-token-mean"}
     ),
-    "loss_fn.force_on_policy_ratio": missing("PPO's clipped loss"),
-    "loss_fn.positive_example_nll_weight": missing("PPO's loss alone", off=(None, 0, 0.0)),
+    "loss_fn.disable_ppo_ratio": missing("PPO's clipped loss", "algorithm.loss.type"),
+    "loss_fn.use_on_policy_kl_approximation": missing("the KL is over samples of the policy"),
+    "loss_fn.use_importance_sampling_correction": take("algorithm.importance_sampling.type", by="nemo_correction"),
+    **{
+        f"loss_fn.truncated_importance_sampling_{name}": unneeded("the switch takes it over", "algorithm.importance_sampling.high")
+        for name in ("type", "ratio", "ratio_min")
+    },
+    "loss_fn.sequence_level_importance_ratios": take("algorithm.loss.type", by="loss", values={True: "gspo", False: "ppo"}),
+    "loss_fn.use_cispo": take("algorithm.loss.type", by="loss", values={True: "cispo", False: "ppo"}),
+    "loss_fn.force_on_policy_ratio": missing("PPO's clipped loss", "algorithm.loss.type"),
+    "loss_fn.positive_example_nll_weight": take("algorithm.positive_nll.coef", by="positive"),
     "value_loss_fn.scale": implied("the critic has its own optimizer", "critic.optimizer.lr"),
     "value_loss_fn.cliprange": take("critic.loss.clip"),
     "checkpointing.enabled": implied("a run is saved", "checkpoint.save_every", expects=(True,)),
@@ -226,6 +255,8 @@ _RUN = {
     "checkpointing.metric_name": missing("the last checkpoints are kept", "checkpoint.keep_last"),
     "checkpointing.higher_is_better": unneeded("the last checkpoints are kept", "checkpoint.keep_last"),
     "checkpointing.save_optimizer": take("checkpoint.save_only_model", values={True: False, False: True}),
+    "checkpointing.model_save_format": implied("safetensors", "checkpoint.export_at_end"),
+    "checkpointing.save_consolidated": unneeded("export/ is whole", "checkpoint.export_at_end"),
     "checkpointing.checkpoint_must_save_by": missing("Slurm's signal saves", "checkpoint.save_every"),
     "policy.generation_batch_size": unneeded("the sampler schedules the prompts", "rollout.max_num_seqs"),
     "policy.logprob_batch_size": unneeded("log-probs use the micro-batches of training", "policy.micro_batch_tokens"),
@@ -237,6 +268,8 @@ _RUN = {
     "data.use_multiple_dataloader": missing("one set of prompts", "data.train"),
     "data.train.dataset_name": missing("a .jsonl or .parquet file, or a name of the hub", "data.train"),
     "data.train.data_path": take("data.train"),
+    "data.train.split": implied("data.train names the split: NAME:SUBSET:SPLIT", "data.train"),
+    "data.validation.split": implied("data.eval names the split: NAME:SUBSET:SPLIT", "data.eval"),
     "data.validation.dataset_name": missing("a .jsonl or .parquet file, or a name of the hub", "data.eval"),
     "data.validation.data_path": take("data.eval"),
     "data.default.prompt_file": missing("write it out", "data.prompt_suffix"),
@@ -256,7 +289,8 @@ _RUN = {
     "cluster.gpus_per_node": take("run.num_ranks", by="nemo_ranks", note="times cluster.num_nodes"),
     "cluster.num_nodes": take("run.num_ranks", by="nemo_ranks", note="times cluster.gpus_per_node"),
     "cluster": unneeded(RAY, "run.num_ranks"),
-    "defaults": missing("another file holds more keys: convert the merged one"),
+    "defaults": Rule(Outcome.MISSING, note=OTHER_FILE, off=(None,), is_file=True),
+    "--config": Rule(Outcome.MISSING, note=OTHER_FILE, off=(None,), is_file=True),
 }
 
 _RULES = _RUN | {f"policy.generation.{key}": rule for key, rule in _GENERATION.items()}
@@ -279,6 +313,11 @@ NEMO_RL = Trainer(
                 "hf_config_overrides",
                 "reward_model_cfg",
                 "megatron_cfg.distributed_data_parallel_config",
+                "megatron_cfg.checkpoint",
+                "megatron_cfg.fp8_cfg",
+                "dtensor_cfg.lora_cfg",
+                "sequence_packing",
+                "dynamic_batching",
                 "megatron_cfg.env_vars",
             )
         ),

@@ -37,6 +37,29 @@ class Rule:
     otherwise: str = ""
     off: tuple[Any, ...] = (None, False, 0, -1, "", "null", "none")
     """Values that switch off a key without equivalent, so that nothing is lost by dropping it."""
+    is_file: bool = False
+    """True if the key names a file with more keys."""
+
+    @property
+    def changes_learning(self) -> bool:
+        """True if a run without the key would learn something else."""
+        return self.is_file or any(key.startswith(LEARNING) for key in self.keys)
+
+
+# Our keys that say what a run learns, and not how fast or where it does.
+LEARNING = (
+    "algorithm.",
+    "reward",
+    "critic.loss",
+    "critic.warmup",
+    "policy.optimizer.",
+    "critic.optimizer.",
+    "rollout.sampling.",
+    "rollout.samples_per_prompt",
+    "rollout.environment",
+    "data.prompts_per_step",
+)
+OTHER_FILE = "that file has more keys: convert it, or the merged configuration"
 
 
 def take(*keys: str, note: str = "", values: Mapping[Any, Any] | None = None, by: str = "", otherwise: str = "") -> Rule:
@@ -71,6 +94,8 @@ class Trainer:
     """Keys whose value is a whole mapping and that one rule covers."""
     steps_of_ppo: bool = False
     """True if warm-up and schedule of the learning rate count PPO steps instead of optimizer steps."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Its name of a key today -> the older name under which the arithmetic asks for it."""
     chosen: Mapping[str, str] = field(default_factory=dict)
     """Our key -> name of the arithmetic that chooses a value, with its reason, where the source has none."""
 

@@ -57,7 +57,9 @@ OLD: dict[str, Rule] = {
 
 _NEW: dict[str, Rule] = {
     "sft_model_path": take("policy.model"),
-    "reward_model_path": take("reward_model.model", by="reward_model", note="TRL's critic starts from it too: critic.model"),
+    "reward_model_path": take(
+        "reward_model.model", "critic.model", "critic.value_head", by="reward_model_and_critic", note="TRL's critic starts from it"
+    ),
     "exp_name": take("run.name", by="run_name"),
     "run_name": take("run.name", by="run_name"),
     "output_dir": take("run.output_dir", by="run_folder", note="megappo adds run.name"),
@@ -112,7 +114,7 @@ _NEW: dict[str, Rule] = {
     "dataset_name": take("data.train"),
     "dataset_train_split": implied("data.train names the split: NAME:SUBSET:SPLIT", "data.train"),
     "dataset_test_split": implied("data.eval names the split: NAME:SUBSET:SPLIT", "data.eval"),
-    "model_name_or_path": take("policy.model"),
+    "model_name_or_path": take("policy.model", "data.tokenizer", by="trl_tokenizer"),
     "num_sample_generations": missing("trajectories every few steps", "telemetry.trajectories_every"),
     "logging_steps": implied("every step is logged", "telemetry.trackers"),
     "logging_dir": unneeded("everything is in the run's directory", "run.output_dir"),
@@ -146,7 +148,7 @@ TRL = Trainer(
     OLD | _NEW,
     commands=("ppo.py", "ppo_tldr.py", "trl.experimental.ppo"),
     defaults={
-        "learning_rate": 5e-5,
+        "learning_rate": 3e-6,
         "temperature": 0.7,
         "response_length": 53,
         "num_ppo_epochs": 4,

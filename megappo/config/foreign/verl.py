@@ -13,9 +13,10 @@ from megappo.config.foreign.rule import (
     NO_FP16,
     OLD_FSDP,
     ONE_SCHEDULE,
-    OWN_SAMPLING,
+    OTHER_FILE,
     RAY,
     SCHEDULES,
+    Outcome,
     Rule,
     Trainer,
     implied,
@@ -33,6 +34,19 @@ AGGREGATIONS = {
     "seq-mean-token-mean": "seq-mean-token-mean",
     "seq-mean-token-sum-norm": "fixed-length",
 }
+ESTIMATORS = {
+    "gae": "gae",
+    "grpo": "grpo",
+    "grpo_vectorized": "grpo",
+    "rloo": "rloo",
+    "rloo_vectorized": "rloo",
+    "remax": "remax",
+    "reinforce_plus_plus": "reinforce_plus_plus",
+    # Group means, then the whole batch whitened.
+    "reinforce_plus_plus_baseline": "grpo",
+}
+OTHER_ESTIMATOR = "there are gae, vtrace, grpo, rloo, reinforce_plus_plus and remax"
+CORRECTION = tuple(f"algorithm.importance_sampling.{name}" for name in ("type", "level", "high"))
 COMPILED = "kernels are chosen by `kernels` and `model.impl`"
 
 
@@ -57,6 +71,10 @@ def _optimizer(prefix: str, role: str) -> dict[str, Rule]:
         f"{prefix}.weight_decay_incr_style": implied("weight decay is constant", expects=("constant",)),
         f"{prefix}.optimizer": implied("AdamW", expects=("adam", "adamw", "AdamW"), otherwise="AdamW is the only optimizer"),
         f"{prefix}.optimizer_impl": unneeded("Megatron-core's optimizer is used"),
+        f"{prefix}.override_optimizer_config.optimizer_cpu_offload": take(
+            f"{role}.offload", by="offload_optimizer", note="between updates; AdamW runs on the GPU"
+        ),
+        f"{prefix}.override_optimizer_config": unneeded("Megatron-core's own arguments", f"{ours}.distributed"),
     }
 
 
@@ -80,6 +98,19 @@ def _megatron(prefix: str, role: str) -> dict[str, Rule]:
         f"{transformer}.num_layers_in_first_pipeline_stage": missing("list every stage", f"{parallel}.layers_per_stage"),
         f"{transformer}.num_layers_in_last_pipeline_stage": missing("list every stage", f"{parallel}.layers_per_stage"),
         f"{transformer}.attention_backend": unneeded(COMPILED, "model.impl"),
+        f"{transformer}.account_for_embedding_in_pipeline_split": missing("list every stage", f"{parallel}.layers_per_stage"),
+        f"{transformer}.account_for_loss_in_pipeline_split": missing("list every stage", f"{parallel}.layers_per_stage"),
+        f"{transformer}.moe_router_dtype": implied("routers compute in fp32"),
+        f"{transformer}.moe_z_loss_coeff": missing("the balancing loss alone", off=(None, 0)),
+        **{
+            f"{transformer}.{name}": unneeded(COMPILED, "model.impl")
+            for name in (
+                *("gradient_accumulation_fusion", "moe_permute_fusion", "moe_enable_deepep", "moe_token_dispatcher_type"),
+                *("apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion"),
+                *("persist_layer_norm", "moe_grouped_gemm", "moe_shared_expert_overlap", "deallocate_pipeline_outputs"),
+            )
+        },
+        f"{prefix}.vanilla_mbridge": unneeded("models are read from Hugging Face checkpoints in any layout"),
     }
     if trained:
         rules |= {
@@ -185,6 +216,11 @@ DATA = {
     "data.return_multi_modal_inputs": unneeded("text only"),
     "data.image_key": missing("text only", off=(None, "images")),
     "data.video_key": missing("text only", off=(None, "videos")),
+    "data.apply_chat_template_kwargs": missing("the template gets no arguments", "data.chat_template", off=(None, {})),
+    "data.sampler.class_path": missing("prompts are shuffled, or visited in order", "data.shuffle"),
+    "data.sampler.class_name": missing("prompts are shuffled, or visited in order", "data.shuffle"),
+    "data.custom_cls.name": missing("records are read from .jsonl, .parquet or the hub", "data.train"),
+    "data.image_patch_size": unneeded("text only"),
     "data.custom_cls.path": missing("records are read from .jsonl, .parquet or the hub", "data.train"),
     "data.trust_remote_code": missing("no code of a model repository is run"),
     "data.dataloader_num_workers": unneeded("prompts are tokenized once, before the ranks start"),
@@ -197,7 +233,7 @@ ACTOR = {
     "actor_rollout_ref.model.path": take("policy.model"),
     "actor_rollout_ref.model.tokenizer_path": take("data.tokenizer"),
     "actor_rollout_ref.model.use_remove_padding": implied(ALWAYS_PACKED),
-    "actor_rollout_ref.model.enable_gradient_checkpointing": take("policy.recompute", values=CHECKPOINTING, by="policy_recompute"),
+    "actor_rollout_ref.model.enable_gradient_checkpointing": take("policy.recompute", values=CHECKPOINTING, by="verl_recompute"),
     "actor_rollout_ref.model.enable_activation_offload": missing("set offload by hand under fsdp2", "policy.recompute"),
     "actor_rollout_ref.model.external_lib": missing("no code of others is imported"),
     "actor_rollout_ref.model.trust_remote_code": missing("no code of a model repository is run"),
@@ -208,6 +244,13 @@ ACTOR = {
     "actor_rollout_ref.model.lora_rank": take("policy.lora.rank", by="adapter_rank"),
     "actor_rollout_ref.model.lora_alpha": take("policy.lora.alpha", by="with_adapters"),
     "actor_rollout_ref.model.target_modules": take("policy.lora.targets", by="with_adapters"),
+    "actor_rollout_ref.model.exclude_modules": missing("name those with adapters", "policy.lora.targets"),
+    "actor_rollout_ref.model.override_config": missing("the checkpoint's config.json holds", "policy.model", off=(None, {})),
+    "actor_rollout_ref.model.mtp": missing("no further heads are trained", "policy.model", off=(None, False)),
+    "actor_rollout_ref.model.torch_dtype": implied(FP32_MAIN, "policy.dtype"),
+    "actor_rollout_ref.model.fused_kernel_options": unneeded(COMPILED, "kernels"),
+    "actor_rollout_ref.model.lora_adapter_path": missing("merge the adapter into the checkpoint", "policy.model"),
+    "actor_rollout_ref.model.lora": missing("set rank and alpha by hand", "policy.lora.rank"),
     # verl's default for the reference is the actor's.
     "actor_rollout_ref.actor.strategy": take("policy.engine", "reference.engine", by="verl_engine"),
     "actor_rollout_ref.actor.ppo_mini_batch_size": take("algorithm.mini_batch_size", by="samples", note=SAMPLES),
@@ -216,14 +259,28 @@ ACTOR = {
     "actor_rollout_ref.actor.clip_ratio": take("algorithm.loss.clip_low", "algorithm.loss.clip_high", by="both_clips"),
     "actor_rollout_ref.actor.clip_ratio_low": take("algorithm.loss.clip_low"),
     "actor_rollout_ref.actor.clip_ratio_high": take("algorithm.loss.clip_high"),
-    "actor_rollout_ref.actor.clip_ratio_c": take("algorithm.loss.dual_clip"),
-    "actor_rollout_ref.actor.loss_agg_mode": take("algorithm.loss_aggregation", values=AGGREGATIONS),
+    "actor_rollout_ref.actor.clip_ratio_c": take("algorithm.loss.dual_clip", by="verl_dual_clip"),
+    "actor_rollout_ref.actor.loss_agg_mode": take("algorithm.loss_aggregation", values=AGGREGATIONS, by="aggregation"),
+    "actor_rollout_ref.actor.loss_scale_factor": missing(
+        "fixed-length divides by the response length", "algorithm.loss_aggregation"
+    ),
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": take(
+        "algorithm.importance_sampling.type", "algorithm.importance_sampling.high", by="tis_cap"
+    ),
+    "actor_rollout_ref.actor.freeze_vision_tower": unneeded("text only"),
+    "actor_rollout_ref.actor.calculate_entropy": implied("entropy is a metric of every step", "algorithm.entropy.coef"),
+    "actor_rollout_ref.actor.router_replay.mode": missing(
+        "experts are chosen anew by the trainer", "rollout.engine", off=(None, "disabled")
+    ),
     "actor_rollout_ref.actor.entropy_coeff": take("algorithm.entropy.coef"),
     "actor_rollout_ref.actor.use_kl_loss": take("algorithm.kl.placement", by="kl_placement"),
     "actor_rollout_ref.actor.kl_loss_coef": take("algorithm.kl.coef", by="kl_in_loss"),
     "actor_rollout_ref.actor.kl_loss_type": take("algorithm.kl.estimator", values=KL_ESTIMATORS, by="kl_in_loss"),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": implied(
-        "PPO's clipped loss", "algorithm.loss.type", expects=("vanilla",), otherwise="there are ppo, gspo and cispo; set it by hand"
+    "actor_rollout_ref.actor.policy_loss.loss_mode": take(
+        "algorithm.loss.type",
+        by="loss",
+        values={"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo"},
+        otherwise="there are ppo, gspo, cispo and dis",
     ),
     "actor_rollout_ref.actor.use_torch_compile": unneeded(COMPILED, "kernels"),
     "actor_rollout_ref.actor.entropy_checkpointing": unneeded("entropy never holds all logits at once"),
@@ -231,6 +288,8 @@ ACTOR = {
     "actor_rollout_ref.actor.use_fused_kernels": unneeded(COMPILED, "kernels"),
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": take("policy.parallel.cp", note="context parallelism instead"),
     "actor_rollout_ref.actor.load_weight": implied("weights are read", "policy.model", expects=(True,)),
+    "actor_rollout_ref.ref.entropy_checkpointing": unneeded("entropy never holds all logits at once"),
+    "actor_rollout_ref.ref.entropy_from_logits_with_chunking": unneeded("entropy never holds all logits at once"),
     "actor_rollout_ref.ref.strategy": take("reference.engine", by="verl_engine"),
     "actor_rollout_ref.ref.model.path": take("reference.model"),
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": take("reference.parallel.cp", note="context parallelism instead"),
@@ -279,11 +338,24 @@ ROLLOUT = {
     "multi_turn.max_assistant_turns": missing("with an environment of your own", "rollout.environment.max_turns"),
     "multi_turn.max_tool_response_length": missing("with an environment of your own", "rollout.environment.observation_tokens"),
     "agent.num_workers": unneeded("the ranks that generate call the environment"),
-    "val_kwargs.temperature": missing(OWN_SAMPLING, "trainer.eval_every"),
-    "val_kwargs.top_p": missing(OWN_SAMPLING, "trainer.eval_every", off=(None, 1, 1.0)),
-    "val_kwargs.top_k": missing(OWN_SAMPLING, "trainer.eval_every"),
-    "val_kwargs.n": missing(OWN_SAMPLING, "trainer.eval_every", off=(None, 1)),
-    "val_kwargs.do_sample": missing(OWN_SAMPLING, "trainer.eval_every"),
+    **{
+        f"val_kwargs.{name}": take("evaluations", by="val_sampling", note="a set of its own beside data.eval")
+        for name in ("temperature", "top_p", "top_k", "n", "do_sample")
+    },
+    "cudagraph_capture_sizes": unneeded("vLLM's default", "rollout.vllm_args"),
+    "multi_stage_wake_up": unneeded("vLLM wakes in stages", "rollout.sleep"),
+    "logprobs_mode": implied("log-probs are of the distribution sampled from", "rollout.engine", expects=("processed_logprobs",)),
+    "enable_rollout_routing_replay": missing("experts are chosen anew by the trainer", "rollout.engine"),
+    "engine_kwargs": unneeded("vLLM's own arguments", "rollout.vllm_args"),
+    "checkpoint_engine.update_weights_bucket_megabytes": unneeded("shards are pushed one by one", "rollout.engine"),
+    "checkpoint_engine.backend": unneeded("shards are pushed one by one", "rollout.engine"),
+    "quantization": missing("weights are sampled from as they are trained", "rollout.dtype"),
+    "skip_tokenizer_init": unneeded("vLLM is given ids", "rollout.engine"),
+    "mtp": unneeded("no speculative decoding", "rollout.vllm_args"),
+    "agent.default_agent_loop": implied("one turn a prompt", "rollout.environment.path", expects=("single_turn_agent",)),
+    "multi_turn": unneeded("see multi_turn.enable", "rollout.environment.path"),
+    "trace": unneeded("trajectories go to the run's directory", "telemetry.trajectories_every"),
+    "prometheus": unneeded("metrics.jsonl is always written", "telemetry.trackers"),
 }
 
 CRITIC = {
@@ -291,7 +363,7 @@ CRITIC = {
     "critic.enable": implied("PPO has a critic", "critic.model", expects=(True, None)),
     "critic.model.path": take("critic.model"),
     "critic.model.tokenizer_path": implied("the policy's tokenizer", "data.tokenizer"),
-    "critic.model.enable_gradient_checkpointing": take("critic.recompute", values=CHECKPOINTING),
+    "critic.model.enable_gradient_checkpointing": take("critic.recompute", values=CHECKPOINTING, by="verl_recompute"),
     "critic.model.use_remove_padding": implied(ALWAYS_PACKED, "critic.micro_batch_tokens"),
     "critic.model.trust_remote_code": missing("no code of a model repository is run"),
     "critic.model.external_lib": missing("no code of others is imported"),
@@ -319,12 +391,7 @@ CRITIC = {
 }
 
 REST = {
-    "algorithm.adv_estimator": implied(
-        "GAE",
-        "algorithm.estimator.type",
-        expects=("gae",),
-        otherwise="set algorithm.estimator by hand, without the critic's keys",
-    ),
+    "algorithm.adv_estimator": take("algorithm.estimator.type", by="estimator", values=ESTIMATORS, otherwise=OTHER_ESTIMATOR),
     "algorithm.gamma": take("algorithm.gamma"),
     "algorithm.lam": take("algorithm.lam"),
     "algorithm.use_kl_in_reward": take("algorithm.kl.placement", by="kl_placement"),
@@ -333,19 +400,69 @@ REST = {
     "algorithm.kl_ctrl.kl_coef": take("algorithm.kl.coef", by="kl_in_reward"),
     "algorithm.kl_ctrl.target_kl": take("algorithm.kl.controller.target"),
     "algorithm.kl_ctrl.horizon": take("algorithm.kl.controller.horizon"),
-    "algorithm.norm_adv_by_std_in_grpo": unneeded("for GRPO alone", "algorithm.estimator.divide_by_group_std"),
-    "algorithm.use_pf_ppo": missing("every sample has the same weight"),
-    "algorithm.rollout_correction.rollout_is": missing(
-        "set the correction by hand, with its bounds", "algorithm.importance_sampling.type"
+    "algorithm.norm_adv_by_std_in_grpo": unneeded("adv_estimator takes it over", "algorithm.estimator.divide_by_group_std"),
+    "algorithm.use_pf_ppo": missing("every sample has the same weight", "algorithm.estimator.type"),
+    "algorithm.pf_ppo": unneeded("see use_pf_ppo", "algorithm.estimator.type"),
+    "algorithm.filter_groups.enable": take("algorithm.dynamic_sampling.max_rounds", by="rounds"),
+    "algorithm.filter_groups.metric": implied(
+        "scores are compared",
+        "algorithm.dynamic_sampling.metric",
+        expects=("acc", "score", "seq_reward", "seq_final_reward"),
+        otherwise="name the part of the reward that is compared",
     ),
+    "algorithm.filter_groups.max_num_gen_batches": unneeded(
+        "rounds are smaller than its batches", "algorithm.dynamic_sampling.max_rounds"
+    ),
+    "algorithm.rollout_correction.rollout_is": take(*CORRECTION, by="verl_correction"),
+    "algorithm.rollout_correction.rollout_is_threshold": unneeded("rollout_is takes it over", CORRECTION[2]),
+    "algorithm.rollout_correction.rollout_rs": take(CORRECTION[0], by="verl_rejection"),
+    "algorithm.rollout_correction.rollout_rs_threshold": unneeded("see rollout_rs", CORRECTION[2]),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": missing("weights are not normalised", CORRECTION[0]),
+    "algorithm.rollout_correction.bypass_mode": take("algorithm.loss.proximal", by="verl_bypass"),
+    "algorithm.rollout_correction.loss_type": unneeded("bypass_mode takes it over", "algorithm.loss.type"),
+    "algorithm.rollout_is": missing("an older form of the correction: see tis, mis and icepop", CORRECTION[0]),
+    "algorithm.rollout_is_threshold": missing("an older form of the correction: see tis, mis and icepop", CORRECTION[2]),
+    "algorithm.rollout_is_threshold_lower": missing("an older form of the correction: see icepop", CORRECTION[0]),
+    "algorithm.rollout_is_level": unneeded("see rollout_is_threshold", CORRECTION[1]),
+    "algorithm.rollout_is_mode": unneeded("see rollout_is_threshold", CORRECTION[0]),
+    "algorithm.rollout_is_veto_threshold": missing("no veto", CORRECTION[0]),
     "reward_model.enable": implied("a reward model is a part of the reward", "reward_model.model"),
     "reward_model.model.path": take("reward_model.model", by="reward_model"),
-    "reward_model.reward_manager": missing("scores come from rules", "reward.parts", off=(None, "naive")),
+    "reward_model.reward_manager": missing("scores come from rules", "reward.parts", off=(None, "naive", "dapo")),
+    "reward_manager.name": missing("scores come from rules", "reward.parts", off=(None, "naive", "dapo")),
+    "reward_model.sandbox_fusion.url": missing("see a part of kind code, which runs programs here", "reward.parts"),
+    "reward_model.sandbox_fusion": unneeded("see sandbox_fusion.url", "reward.parts"),
+    **{
+        f"{prefix}.{name}": rule
+        for prefix in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
+        for name, rule in {
+            "enable": take("reward.length_penalty.per_token", "reward.length_penalty.start", by="verl_overlong"),
+            "len": unneeded("enable takes it over", "reward.length_penalty.start"),
+            "penalty_factor": unneeded("enable takes it over", "reward.length_penalty.per_token"),
+            "log": unneeded("each part of the score is logged", "telemetry.trackers"),
+        }.items()
+    },
+    "reward_model.reward_kwargs.max_resp_len": implied("data.max_response_length", "rollout.max_response_tokens"),
+    "reward_model.max_length": unneeded("a response is scored whole", "reward_model.micro_batch_tokens"),
+    "reward_model.use_reward_loop": unneeded("rewards are scored on the ranks", "reward.parts"),
+    "reward_model.num_workers": unneeded("rewards are scored on the ranks", "reward.parts"),
+    "reward_model.enable_resource_pool": unneeded("all models share the ranks of the run", "run.num_ranks"),
+    "reward_model.n_gpus_per_node": unneeded("all models share the ranks of the run", "run.num_ranks"),
+    "reward_model.nnodes": unneeded("all models share the ranks of the run", "run.num_ranks"),
+    "reward_model.rollout": unneeded("the reward model is read, and not sampled from", "reward_model.model"),
+    "reward_model.model.input_tokenizer": unneeded("text is handed over, and not ids", "reward_model.tokenizer"),
+    "reward_model.model.trust_remote_code": missing("no code of a model repository is run"),
+    "reward_model.model.use_remove_padding": implied(ALWAYS_PACKED, "reward_model.micro_batch_tokens"),
+    "reward_model.model.fsdp_config": unneeded("see reward_model.engine", "reward_model.engine"),
+    "reward_model.micro_batch_size": unneeded("micro-batches are bounded in tokens", "reward_model.micro_batch_tokens"),
+    "reward_model.use_dynamic_bsz": implied("micro-batches are always filled by tokens", "reward_model.micro_batch_tokens"),
+    "reward_model.forward_max_token_len_per_gpu": take("reward_model.micro_batch_tokens"),
     "reward_model.launch_reward_fn_async": unneeded("rules are quick", "reward.parts"),
     "reward_model.micro_batch_size_per_gpu": unneeded("micro-batches are bounded in tokens", "reward_model.micro_batch_tokens"),
     "reward_model.strategy": take("reward_model.engine", by="verl_engine"),
-    "custom_reward_function.path": missing("examples/ shows a reward of one's own", "reward.parts"),
-    "custom_reward_function.name": missing("examples/ shows a reward of one's own", "reward.parts", off=(None, "compute_score")),
+    "custom_reward_function.path": take("reward.parts", by="use_reward_file", note="behind the adapter below"),
+    "custom_reward_function.name": unneeded("path takes it over", "reward.parts"),
+    "custom_reward_function.reward_kwargs": unneeded("path takes them over", "reward.parts"),
     "trainer.total_epochs": take("trainer.epochs"),
     "trainer.total_training_steps": take("trainer.steps"),
     "trainer.test_freq": take("trainer.eval_every", by="or_zero", note="-1 is 0: never"),
@@ -376,7 +493,26 @@ REST = {
     "ray_kwargs.ray_init.num_cpus": unneeded(RAY, "run.num_ranks"),
     "ray_init.num_cpus": unneeded(RAY, "run.num_ranks"),
     "transfer_queue.enable": unneeded(RAY),
+    "ray_kwargs": unneeded(RAY, "run.num_ranks"),
+    "trainer.profile_steps": take("telemetry.profile_steps", by="strings"),
     "global_profiler.tool": missing("every step has the times of its stages"),
+    "global_profiler": unneeded("see telemetry.profile_steps", "telemetry.profile_steps"),
+    "actor_rollout_ref.profiler": unneeded("see telemetry.profile_steps", "telemetry.profile_steps"),
+    **{
+        f"{role}.profiler": unneeded("see telemetry.profile_steps", "telemetry.profile_steps")
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout", "critic", "reward_model")
+    },
+    "--config-name": Rule(
+        Outcome.IMPLIED,
+        note="verl's own defaults",
+        expects=("ppo_trainer", "ppo_megatron_trainer", "ppo_trainer.yaml", "ppo_megatron_trainer.yaml"),
+        otherwise=OTHER_FILE,
+        is_file=True,
+    ),
+    "--config-path": unneeded("see --config-name"),
+    "--config-dir": unneeded("see --config-name"),
+    "defaults": unneeded("verl's own defaults"),
+    "hydra": unneeded("the run's directory is named by run.output_dir", "run.output_dir"),
 }
 
 VERL = Trainer(
@@ -408,7 +544,6 @@ VERL = Trainer(
         "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5,
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
         "actor_rollout_ref.rollout.free_cache_engine": True,
-        "actor_rollout_ref.rollout.max_num_seqs": 1024,
         "critic.optim.lr": 1e-5,
         "critic.optim.weight_decay": 0.01,
         "critic.optim.betas": [0.9, 0.999],
@@ -424,6 +559,15 @@ VERL = Trainer(
         "trainer.save_freq": -1,
     },
     ignored=("_target_",),
+    sections=(
+        *("algorithm.pf_ppo", "ray_kwargs", "global_profiler", "actor_rollout_ref.profiler", "defaults", "hydra"),
+        *("data.apply_chat_template_kwargs", "custom_reward_function.reward_kwargs"),
+        *(f"reward_model.{key}" for key in ("sandbox_fusion", "rollout", "model.fsdp_config", "profiler")),
+        *(f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout")),
+        *(f"actor_rollout_ref.rollout.{key}" for key in ("engine_kwargs", "mtp", "multi_turn", "trace", "prometheus")),
+        *("actor_rollout_ref.actor.optim.override_optimizer_config", "critic.optim.override_optimizer_config", "critic.profiler"),
+        *(f"actor_rollout_ref.model.{key}" for key in ("mtp", "lora", "fused_kernel_options", "override_config")),
+    ),
     steps_of_ppo=True,
     chosen={
         "policy.parallel.tp": "tp_of_rollout",

@@ -2,9 +2,11 @@
 
 import pytest
 
+from megappo.commands.convert.conversion import convert
 from megappo.commands.convert.shell import UNREAD, parse_shell
 from megappo.commands.convert.sources import Unread, read_source
 from megappo.config.errors import ConfigError
+from megappo.config.foreign.rule import Outcome
 
 # script -> words of its last command, as bash has them
 WORDS = [
@@ -15,6 +17,8 @@ WORDS = [
     ("X='a b'\necho $X \"$X\"", ["echo", "a", "b", "a b"]),
     ("X=\"['$HOME/a', 'b']\"\necho \"$X\"", ["echo", "['/home/u/a', 'b']"]),
     ("echo ${NOT_SET:-d} ${NOT_SET-e} k=${X:-${HOME}}", ["echo", "d", "e", "k=/home/u}"[:-1]]),
+    ("echo ${NOT_SET:-x_${X_Y:-d}_y} ${HOME:-${NOT_SET}} ${NOT_SET:-{}}", ["echo", "x_d_y", "/home/u", "{}"]),
+    ("X='$HOME'\necho $X ${X}", ["echo", "$HOME", "$HOME"]),
     ("A=(a=1 'b c' # why\n d)\necho \"${A[@]}\" z", ["echo", "a=1", "b c", "d", "z"]),
     ('A=(1)\nA+=(2)\necho "${A[@]}"', ["echo", "1", "2"]),
     ("export X=1 Y=2; echo $X$Y", ["echo", "12"]),
@@ -59,6 +63,32 @@ def test_hydra_overrides_are_read_as_yaml_values(tmp_path):
         "i.j": None,
         "k.l": Unread("$(...)"),
         "m.n": None,
+        "--config-name": "x",
+    }
+
+
+def test_every_word_behind_a_command_of_hydra_has_a_fate(tmp_path):
+    words = "-cn ppo_trainer seed=1 +new=2 ~data.seed ~a.b=3 actor@actor_rollout_ref.actor=dp_actor data.train_batch_size=8"
+    source = read_source(write(tmp_path, "run.sh", f"python -m verl.trainer.main_ppo {words} stray $UNSET_HERE\n"))
+    assert source.values == {
+        "--config-name": "ppo_trainer",
+        "seed": 1,
+        "new": 2,
+        "~data.seed": None,
+        "~a.b": 3,
+        "actor@actor_rollout_ref.actor": "dp_actor",
+        "data.train_batch_size": 8,
+    }
+    assert [note.partition(":")[0] for note in source.notes] == ["stray", "$UNSET_HERE"]
+    outcomes = {row.key: row.outcome for row in convert(source).rows if not row.is_default}
+    assert outcomes == {
+        "--config-name": Outcome.IMPLIED,
+        "seed": None,
+        "new": None,
+        "~data.seed": Outcome.MISSING,
+        "~a.b": Outcome.MISSING,
+        "actor@actor_rollout_ref.actor": Outcome.UNNEEDED,
+        "data.train_batch_size": Outcome.TAKEN,
     }
 
 
@@ -72,8 +102,37 @@ def test_a_comment_inside_a_command_ends_it_as_in_bash(tmp_path):
 
 def test_a_command_that_names_a_file_of_keys_says_so(tmp_path):
     source = read_source(write(tmp_path, "run.sh", "uv run examples/run_ppo.py --config a.yaml ppo.seed=1 cluster.num_nodes=2\n"))
-    assert source.trainer.name == "NeMo-RL" and source.values == {"ppo.seed": 1, "cluster.num_nodes": 2}
-    assert source.notes == ["--config a.yaml: that file has more keys: convert it, and set these over it"]
+    assert source.trainer.name == "NeMo-RL" and source.values == {"--config": "a.yaml", "ppo.seed": 1, "cluster.num_nodes": 2}
+    assert convert(source).lost == ['--config = "a.yaml": that file has more keys: convert it, or the merged configuration']
+    write(tmp_path, "a.yaml", "ppo: {seed: 7, ppo_epochs: 2, max_num_steps: 3}\n")
+    beside = read_source(tmp_path / "run.sh")
+    assert beside.values == {"ppo.seed": 1, "ppo.ppo_epochs": 2, "ppo.max_num_steps": 3, "cluster.num_nodes": 2}
+
+
+def test_the_files_that_nemo_rl_builds_on_are_read(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    write(tmp_path, "base.yaml", "ppo: {seed: 7, ppo_epochs: 2}\npolicy: {model_name: m, optimizer: {kwargs: {lr: 1.0}}}\n")
+    write(tmp_path, "middle.yaml", "defaults: base.yaml\nppo: {ppo_epochs: 3}\npolicy: {optimizer: null}\n")
+    write(
+        tmp_path,
+        "recipes/run.yaml",
+        "defaults: ../middle.yaml\nppo: {max_num_steps: 5}\nvalue: {model_name: '${policy.model_name}'}\n",
+    )
+    source = read_source(tmp_path / "recipes" / "run.yaml")
+    assert source.trainer.name == "NeMo-RL" and source.values == {
+        "ppo.seed": 7,
+        "ppo.ppo_epochs": 3,
+        "ppo.max_num_steps": 5,
+        "policy.model_name": "m",
+        "policy.optimizer": None,
+        "value.model_name": "m",
+    }
+    (tmp_path / "base.yaml").unlink()
+    assert read_source(tmp_path / "recipes" / "run.yaml").values["defaults"] == "base.yaml", (
+        "one that is not there is left, and counted"
+    )
+    write(tmp_path, "circle.yaml", "defaults: circle.yaml\nppo: {seed: 1, ppo_epochs: 2, max_num_steps: 3}\n")
+    assert read_source(tmp_path / "circle.yaml").values["ppo.seed"] == 1
 
 
 def test_references_of_a_yaml_file_are_resolved(tmp_path):
