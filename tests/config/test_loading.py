@@ -390,10 +390,7 @@ FOREIGN = [
     ("trainer.project_name", "did you mean run.output_dir?"),
     ("trainer.experiment_name", "did you mean run.name?"),
     ("trainer.nnodes", "did you mean run.num_ranks?"),
-    (
-        "algorithm.adv_estimator",
-        "verl has it; implied here: set algorithm.estimator by hand, without the critic's keys (see algorithm.estimator.type)",
-    ),
+    ("algorithm.adv_estimator", "did you mean algorithm.estimator.type?"),
     ("trainer.use_legacy_worker_impl", "verl has it; not needed here: each role names its engine (see policy.engine)"),
     ("--max-epochs", "did you mean algorithm.ppo_epochs?"),
     ("max_epochs", "did you mean algorithm.ppo_epochs?"),

@@ -3,6 +3,8 @@ Their signature is in `settings.py`. What of a key is not taken over although th
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePosixPath
 from typing import Any
 
 from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
@@ -69,18 +71,37 @@ def adapter(path: str, name: str) -> list[str]:
 
 def val_sampling(rule: Rule, value: Any, settings: Settings) -> Values:
     """Make verl's validation a set of `evaluations` where it is not greedy with one answer a prompt, as `data.eval` is."""
-    of = {name: settings.foreign.get(f"{VALIDATION}.{name}", default) for name, default in SAMPLED.items()}
-    greedy = not of["do_sample"] or of["temperature"] == 0
-    if greedy and of["n"] == 1:
-        raise implied("the set of data.eval is greedy, one answer a prompt")
-    data = settings.ours.get("data.eval")
+    sampling, data = _sampling(settings), settings.ours.get("data.eval")
+    if sampling == GREEDY:
+        raise implied("a validation is greedy, with one answer a prompt")
+    if "evaluations" in settings.ours:
+        return {"evaluations": settings.ours["evaluations"]}  # `validation_files` took it over
     if not isinstance(data, str):
         raise missing("no validation file to draw from: see evaluations")
-    section = {"data": data, "n": int(number(of["n"])), "temperature": 0.0 if greedy else float(number(of["temperature"]))}
-    if not greedy:
-        top_k = -1 if of["top_k"] in (None, 0) else of["top_k"]
-        section |= {"top_p": float(number(of["top_p"])), "top_k": int(number(top_k))}
-    return {"evaluations": {"validation": section}}
+    return {"evaluations": {"validation": {"data": data, **sampling}}}
+
+
+def validation_files(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Take one validation file as `data.eval`, and each of several as a set of its own, by the name of the file."""
+    files = value if isinstance(value, list) else [value]
+    if len(files) == 1:
+        return {"data.eval": files[0]}
+    names = [re.sub(r"\W+", "_", PurePosixPath(str(file)).stem).strip("_") or "set" for file in files]
+    named = [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
+    return {"evaluations": {name: {"data": file, **_sampling(settings)} for name, file in zip(named, files)}}
+
+
+def _sampling(settings: Settings) -> dict[str, Any]:
+    """Keys of a set of `evaluations` that draws as verl's validation does."""
+    of = {name: settings.foreign.get(f"{VALIDATION}.{name}", default) for name, default in SAMPLED.items()}
+    n = int(number(of["n"]))
+    if not of["do_sample"] or of["temperature"] == 0:
+        return GREEDY if n == 1 else {"n": n, "temperature": 0.0}
+    top_k = -1 if of["top_k"] in (None, 0) else int(number(of["top_k"]))
+    return {"n": n, "temperature": float(number(of["temperature"])), "top_p": float(number(of["top_p"])), "top_k": top_k}
+
+
+GREEDY: dict[str, Any] = {}  # the defaults of a set
 
 
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs"

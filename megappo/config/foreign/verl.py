@@ -193,7 +193,7 @@ def _checkpoint(prefix: str) -> dict[str, Rule]:
 
 DATA = {
     "data.train_files": take("data.train", by="one_file"),
-    "data.val_files": take("data.eval", by="one_file"),
+    "data.val_files": take("data.eval", "evaluations", by="validation_files"),
     "data.train_batch_size": take("data.prompts_per_step"),
     "data.val_batch_size": unneeded("the sampler schedules the validation prompts", "rollout.max_num_seqs"),
     "data.gen_batch_size": missing("every prompt of a step is answered once", "data.prompts_per_step"),

@@ -274,6 +274,19 @@ def test_a_reward_function_of_verl_is_called_through_the_printed_adapter(tmp_pat
     assert names["score"](sample, bonus=0.5) == 1.5
 
 
+def test_each_of_several_validation_files_is_a_set_of_its_own():
+    sampling = {
+        f"actor_rollout_ref.rollout.val_kwargs.{key}": value
+        for key, value in {"n": 2, "do_sample": True, "temperature": 1.0}.items()
+    }
+    files = ["a/aime-24.parquet", "b/test.parquet", "c/test.parquet"]
+    for extra, drawn in ({}, {}), (sampling, {"n": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1}):
+        conversion = converted(extra | {"data.val_files": files}, VERL)
+        sets = zip(("aime_24", "test_1", "test_2"), files)
+        assert conversion.values["evaluations"] == {name: {"data": file, **drawn} for name, file in sets}
+        assert "data.eval" not in conversion.values and conversion.lost == []
+
+
 @pytest.mark.parametrize(
     "written, section",
     [
