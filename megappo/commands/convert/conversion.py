@@ -92,7 +92,8 @@ def convert(source: Source) -> Conversion:
             settings.ours[key], comments[key] = chosen
     for key, placeholder in PLACEHOLDERS.items():
         if key not in settings.ours:
-            settings.ours[key], comments[key] = placeholder, NOT_NAMED
+            said = [_line(row) for row in rows if row.outcome is Outcome.MISSING and _is_of(key, row, trainer)]
+            settings.ours[key], comments[key] = placeholder, f"NAME IT: {said[0]}" if said else NOT_NAMED
     _drop(rows, settings.ours, _misplaced(settings.ours))
     _drop(rows, settings.ours, _incomplete(settings.ours))
     _drop(rows, settings.ours, _contradictory(settings.ours), Outcome.MISSING)
@@ -113,6 +114,11 @@ def convert(source: Source) -> Conversion:
 
 def _line(row: Row) -> str:
     return f"{'the default ' if row.is_default else ''}{row.key} = {show(row.value)}: {row.note}"
+
+
+def _is_of(key: str, row: Row, trainer: Trainer) -> bool:
+    rule = rule_of(row.key, trainer)
+    return rule is not None and rule.keys[:1] == (key,)
 
 
 def rule_of(key: str, trainer: Trainer) -> Rule | None:

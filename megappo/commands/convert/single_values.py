@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -191,7 +192,16 @@ def run_name(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-.")[:64] or "run")
 
 
+def wandb_project(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Say how W&B learns its project, which is no key of ours."""
+    if value:
+        settings.lines.append(f"export WANDB_PROJECT={shlex.quote(str(value))}")
+    raise Otherwise(Outcome.UNNEEDED, "W&B reads WANDB_PROJECT")
+
+
 def project(rule: Rule, value: Any, settings: Settings) -> Values:
+    if any("wandb" in str(settings.foreign.get(key, "")) for key in ("trainer.logger", "log_with")):
+        settings.lines.append(f"export WANDB_PROJECT={shlex.quote(str(value))}")
     if any(key in settings.written for key in ("trainer.default_local_dir", "output_dir")):
         raise Otherwise(Outcome.UNNEEDED, "the folder of the runs is named")
     return same(rule.keys, "runs/" + run_name(rule, value, settings)[rule.keys[0]])

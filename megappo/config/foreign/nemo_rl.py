@@ -283,7 +283,7 @@ _RUN = {
     "logger.wandb_enabled": take("telemetry.trackers", by="tracker_flags"),
     "logger.mlflow_enabled": take("telemetry.trackers", by="tracker_flags"),
     "logger.swanlab_enabled": missing("TensorBoard, W&B and MLflow", "telemetry.trackers"),
-    "logger.wandb.project": unneeded("W&B reads WANDB_PROJECT", "telemetry.trackers"),
+    "logger.wandb.project": take("telemetry.trackers", by="wandb_project"),
     "logger.wandb.name": take("run.name", by="run_name"),
     "logger": unneeded("metrics.jsonl is always written", "telemetry.trackers"),
     "cluster.gpus_per_node": take("run.num_ranks", by="nemo_ranks", note="times cluster.num_nodes"),

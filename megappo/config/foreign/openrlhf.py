@@ -177,7 +177,7 @@ _RULES = {
     "use_wandb": take("telemetry.trackers", by="tracker_flags", note="the key of the account stays in the environment"),
     "wandb_org": unneeded("WANDB_ENTITY in the environment names it", "telemetry.trackers"),
     "wandb_group": unneeded("W&B reads WANDB_RUN_GROUP", "telemetry.trackers"),
-    "wandb_project": unneeded("W&B reads WANDB_PROJECT", "telemetry.trackers"),
+    "wandb_project": take("telemetry.trackers", by="wandb_project"),
     "wandb_run_name": take("run.name", by="run_name"),
     "perf": implied("every step has the times of its stages", "telemetry.trackers"),
     "use_ms": missing("a directory or a name of the Hugging Face hub", "policy.model"),

@@ -11,6 +11,7 @@ from megappo.commands.convert.report import configuration, report, unknown
 from megappo.commands.convert.sources import READ, Source, Unread, read_source
 from megappo.config.checks import problems
 from megappo.config.foreign.nemo_rl import NEMO_RL
+from megappo.config.foreign.openrlhf import OPENRLHF
 from megappo.config.foreign.rule import Outcome
 from megappo.config.foreign.trl import TRL
 from megappo.config.foreign.verl import VERL
@@ -318,6 +319,27 @@ def test_nonsense_in_every_key_is_a_row_and_never_an_error(trainer, value):
     data, _ = parse_yaml(configuration(conversion), "configuration")
     validated(data, TrainConfig)
     assert report(conversion).count("\n") > len(trainer.rules)
+
+
+@pytest.mark.parametrize(
+    "trainer, foreign",
+    [
+        (VERL, {"trainer.project_name": "my runs", "trainer.logger": ["console", "wandb"]}),
+        (OPENRLHF, {"logger.wandb.project": "my runs"}),
+        (NEMO_RL, {"logger.wandb.project": "my runs"}),
+    ],
+)
+def test_the_project_of_wandb_is_a_line_to_run(trainer, foreign):
+    assert "export WANDB_PROJECT='my runs'" in converted(foreign, trainer).todo
+    silent = {key: value for key, value in foreign.items() if key != "trainer.logger"} if trainer is VERL else {}
+    assert not [line for line in converted(silent, trainer).todo if "WANDB_PROJECT" in line]
+
+
+def test_data_that_is_named_and_not_taken_over_is_not_called_unnamed():
+    (line,) = (
+        line for line in converted({"data.train_files": ["a.parquet", "b.parquet"]}, VERL).todo if line.startswith("data.train")
+    )
+    assert line == 'data.train: NAME IT: data.train_files = ["a.parquet", "b.parquet"]: one file: join the 2'
 
 
 def test_keys_without_effect_are_left_out_with_the_reason():
