@@ -187,13 +187,14 @@ def _apply(rows: list[Row], trainer: Trainer, settings: Settings) -> None:
             unchanged = rule.by == "or_zero" and set(sets.values()) == {row.value}  # the note is of -1
             row.note = "" if unchanged else rule.note
             clash = {key for key, value in sets.items() if settings.ours.get(key, value) != value and rule.by not in JOINED}
-            if not row.is_default:  # what is written wins over a default
-                for other in (other for other in rows if other.is_default):
-                    clash -= {key for key in sets if other.sets.pop(key, None) is not None}
+            defaults = [other for other in rows if other.is_default and not row.is_default]
+            clash -= {key for other in defaults for key in other.sets}  # what is written wins over a default
             if clash and not row.is_default:
                 key = min(clash)
                 row.outcome, row.note = Outcome.MISSING, f"{key} is already {json.dumps(settings.ours[key])}, from another key"
                 continue
+            for other in defaults:
+                other.sets = {key: value for key, value in other.sets.items() if key not in sets}
             row.sets = {key: value for key, value in sets.items() if key not in clash}
             settings.ours |= row.sets
 
@@ -258,12 +259,14 @@ def _word_of(section: Written) -> str:
 
 
 def _misplaced(values: Values) -> dict[str, str]:
-    """Map the keys that the chosen section of a choice lacks to the reason."""
+    """Map the keys that the chosen section of a choice lacks, or whose section it lacks, to the reason."""
     return {
-        f"{section.key}.{name}": f"{section.key}.{section.choice.key} is {section.data[section.choice.key]}"
+        key: f"{section.key}.{section.choice.key} is {section.data[section.choice.key]}"
         for section in written_sections(nested(values), TrainConfig)
         if section.choice is not None
         for name in section.data.keys() - section.cls.model_fields.keys()
+        for key in values
+        if f"{key}.".startswith(f"{section.key}.{name}.")
     }
 
 

@@ -222,7 +222,7 @@ def _set_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
         for key, value in below.items()
         if key not in around and not any(key[: place.start()] in above for place in re.finditer(r"\.", key))
     }
-    return kept | above
+    return {**kept, **above}
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

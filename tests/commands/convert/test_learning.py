@@ -185,6 +185,19 @@ LEARNS = [
         TIS | {"algorithm.importance_sampling.high": 5.0},
         ["the lower bound 0.5"],
     ),
+    # Found by random keys: a controller without a place under a KL in the loss; both forms of one bound.
+    (
+        OPENRLHF,
+        {"algo.kl.use_loss": True, "algo.kl.horizon": 2, "actor.lr_warmup_ratio": 0},
+        {"algorithm.kl.placement": "loss", "algorithm.kl.controller.horizon": None, "algorithm.kl.estimator": None},
+        ["the default kl_estimator"],
+    ),
+    (
+        OPENRLHF,
+        {"data.max_len": 4096, "prompt_max_len": 7, "actor.lr_warmup_ratio": 0},
+        {"data.max_prompt_tokens": 7, "rollout.max_response_tokens": 1024},
+        [],
+    ),
     (TRL, {"num_ppo_epochs": 2}, {"policy.optimizer.lr": 3e-6, "critic.optimizer.lr": 3e-6}, []),
     (
         TRL,
