@@ -16,6 +16,12 @@ ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 UNDIVIDED = ("reinforce_plus_plus_baseline", "reinforce_baseline", "dr_grpo")
 WHITENED = ("reinforce_plus_plus_baseline", "reinforce_baseline")
 OFF = (None, False, "", "none", "null", -1)
+OVERLONG = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")  # verl's, before and after a move
+SHAPING = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length", "stop_properly_penalty_coef")  # NeMo-RL's
+SCALING = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}  # NeMo-RL's, with its defaults
+SAMPLED = {"do_sample": False, "temperature": 0, "n": 1, "top_p": 1.0, "top_k": -1}  # verl's validation, likewise
+GREEDY: dict[str, Any] = {}  # keys of a set of `evaluations` with its defaults
+ADAPTER = "verl_reward.py"
 
 
 def estimator(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -41,85 +47,20 @@ def loss(rule: Rule, value: Any, settings: Settings) -> Values:
     return {"algorithm.loss.type": ours} | ({"algorithm.loss_aggregation": "seq-mean-token-mean"} if ours == "gspo" else {})
 
 
-def use_reward_file(rule: Rule, value: Any, settings: Settings) -> Values:
-    """Take verl's function of a file of the user's own as a part behind an adapter, which the report prints."""
-    if not isinstance(value, str) or not value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
-    prefix = "custom_reward_function.reward_kwargs."
-    args = {key.removeprefix(prefix): one for key, one in settings.foreign.items() if key.startswith(prefix)}
-    whole = settings.foreign.get(prefix[:-1])
-    args |= whole if isinstance(whole, dict) else {}
-    name = str(settings.foreign.get("custom_reward_function.name", "compute_score"))
-    settings.lines += adapter(value, name)
-    return {"reward.parts": [{"path": ADAPTER, "function": "score"} | ({"args": args} if args else {})]}
-
-
-ADAPTER = "verl_reward.py"
-
-
-def adapter(path: str, name: str) -> list[str]:
-    """Lines of a file that calls verl's `NAME(data_source, solution_str, ground_truth, extra_info)` for a response of ours."""
-    found = "sample.record.get"
-    call = f'verl({found}("data_source"), sample.response, sample.answer, {found}("extra_info"), **args)'
-    return [
-        f"save these lines as {ADAPTER} in the working directory:",
-        f"    verl = __import__('runpy').run_path({path!r})[{name!r}]",
-        "    def score(sample, **args):",
-        f"        return (lambda found: found['score'] if isinstance(found, dict) else float(found))({call})",
-    ]
-
-
-def val_sampling(rule: Rule, value: Any, settings: Settings) -> Values:
-    """Make verl's validation a set of `evaluations` where it is not greedy with one answer a prompt, as `data.eval` is."""
-    sampling, data = _sampling(settings), settings.ours.get("data.eval")
-    if sampling == GREEDY:
-        raise implied("a validation is greedy, with one answer a prompt")
-    if "evaluations" in settings.ours:
-        return {"evaluations": settings.ours["evaluations"]}  # `validation_files` took it over
-    if not isinstance(data, str):
-        raise missing("no validation file to draw from: see evaluations")
-    return {"evaluations": {"validation": {"data": data, **sampling}}}
-
-
-def validation_files(rule: Rule, value: Any, settings: Settings) -> Values:
-    """Take one validation file as `data.eval`, and each of several as a set of its own, by the name of the file."""
-    files = value if isinstance(value, list) else [value]
-    if len(files) == 1:
-        return {"data.eval": files[0]}
-    names = [re.sub(r"\W+", "_", PurePosixPath(str(file)).stem).strip("_") or "set" for file in files]
-    named = [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
-    return {"evaluations": {name: {"data": file, **_sampling(settings)} for name, file in zip(named, files)}}
-
-
-def _sampling(settings: Settings) -> dict[str, Any]:
-    """Keys of a set of `evaluations` that draws as verl's validation does."""
-    of = {name: settings.foreign.get(f"{VALIDATION}.{name}", default) for name, default in SAMPLED.items()}
-    n = int(number(of["n"]))
-    if not of["do_sample"] or of["temperature"] == 0:
-        return GREEDY if n == 1 else {"n": n, "temperature": 0.0}
-    top_k = -1 if of["top_k"] in (None, 0) else int(number(of["top_k"]))
-    return {"n": n, "temperature": float(number(of["temperature"])), "top_p": float(number(of["top_p"])), "top_k": top_k}
-
-
-GREEDY: dict[str, Any] = {}  # the defaults of a set
-
-
-VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
-SAMPLED = {"do_sample": False, "temperature": 0, "n": 1, "top_p": 1.0, "top_k": -1}
-
-
 def _is_gspo(settings: Settings) -> bool:
     keys = (f"{ACTOR}.policy_loss.loss_mode", "policy_loss_type", "loss_fn.sequence_level_importance_ratios")
     return any(settings.foreign.get(key) in ("gspo", True) for key in keys)
 
 
 def aggregation(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Translate the reduction of token losses, which GSPO does not read."""
     if _is_gspo(settings):
         raise implied("gspo has its own")
     return same(rule.keys, translated(rule, value))
 
 
 def verl_dual_clip(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Take verl's dual clip, which its losses other than PPO's do not read."""
     mode = settings.foreign.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     if mode in ("gspo", "cispo"):
         raise implied(f"verl's {mode} does not read it")
@@ -146,6 +87,7 @@ def verl_correction(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def verl_rejection(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Say whether `verl_correction` takes verl's rejection over."""
     if value in OFF:
         raise Otherwise(Outcome.UNNEEDED, "off")
     level = settings.foreign.get(f"{CORRECTION}.rollout_is")
@@ -169,6 +111,7 @@ def _rejected(level: Any, high: float, settings: Settings) -> tuple[float, float
 
 
 def verl_bypass(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Take the sampler's log-probs as the old ones, as PPO's loss does in verl's bypass mode."""
     if value in OFF:
         raise Otherwise(Outcome.UNNEEDED, "off")
     if settings.foreign.get(f"{CORRECTION}.loss_type", "ppo_clip") != "ppo_clip":
@@ -177,6 +120,7 @@ def verl_bypass(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def tis_cap(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Take the bound of the weights of verl before it had a section for them."""
     if value in OFF or number(value) <= 0:
         raise Otherwise(Outcome.UNNEEDED, "off")
     return _correction("tis", level="token", high=value)
@@ -238,9 +182,6 @@ def verl_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
     return _overlong(settings.foreign.get(f"{section}.len"), settings.foreign.get(f"{section}.penalty_factor", 1.0), longest)
 
 
-OVERLONG = ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
-
-
 def nemo_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
     if not value:
         raise Otherwise(Outcome.UNNEEDED, "off")
@@ -248,9 +189,6 @@ def nemo_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
     if of["stop_properly_penalty_coef"] is not None:
         raise missing("scores of cut responses are not scaled: see reward.missing_eos_penalty")
     return _overlong(of["overlong_buffer_length"], of["overlong_buffer_penalty"], of["max_response_length"])
-
-
-SHAPING = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length", "stop_properly_penalty_coef")
 
 
 def openrlhf_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -278,4 +216,61 @@ def reward_scale(rule: Rule, value: Any, settings: Settings) -> Values:
     return {"reward.parts": [{**part, "weight": factor} for part in parts]}
 
 
-SCALING = {"source_min": 0.0, "source_max": 1.0, "target_min": 0.0, "target_max": 1.0}
+def use_reward_file(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Take verl's function of a file of the user's own as a part behind an adapter, which the report prints."""
+    if not isinstance(value, str) or not value:
+        raise Otherwise(Outcome.UNNEEDED, "off")
+    prefix = "custom_reward_function.reward_kwargs."
+    args = {key.removeprefix(prefix): one for key, one in settings.foreign.items() if key.startswith(prefix)}
+    whole = settings.foreign.get(prefix[:-1])
+    args |= whole if isinstance(whole, dict) else {}
+    name = str(settings.foreign.get("custom_reward_function.name", "compute_score"))
+    settings.lines += adapter(value, name)
+    return {"reward.parts": [{"path": ADAPTER, "function": "score"} | ({"args": args} if args else {})]}
+
+
+def adapter(path: str, name: str) -> list[str]:
+    """Lines of a file that calls verl's `NAME(data_source, solution_str, ground_truth, extra_info)` for a response of ours."""
+    found = "sample.record.get"
+    call = f'verl({found}("data_source"), sample.response, sample.answer, {found}("extra_info"), **args)'
+    return [
+        f"save these lines as {ADAPTER} in the working directory:",
+        f"    verl = __import__('runpy').run_path({path!r})[{name!r}]",
+        "    def score(sample, **args):",
+        f"        return (lambda found: found['score'] if isinstance(found, dict) else float(found))({call})",
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluations
+
+
+def val_sampling(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Make verl's validation a set of `evaluations` where it is not greedy with one answer a prompt, as `data.eval` is."""
+    sampling, data = _sampling(settings), settings.ours.get("data.eval")
+    if sampling == GREEDY:
+        raise implied("a validation is greedy, with one answer a prompt")
+    if "evaluations" in settings.ours:
+        return {"evaluations": settings.ours["evaluations"]}  # `validation_files` took it over
+    if not isinstance(data, str):
+        raise missing("no validation file to draw from: see evaluations")
+    return {"evaluations": {"validation": {"data": data, **sampling}}}
+
+
+def validation_files(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Take one validation file as `data.eval`, and each of several as a set of its own, by the name of the file."""
+    files = value if isinstance(value, list) else [value]
+    if len(files) == 1:
+        return {"data.eval": files[0]}
+    names = [re.sub(r"\W+", "_", PurePosixPath(str(file)).stem).strip("_") or "set" for file in files]
+    named = [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
+    return {"evaluations": {name: {"data": file, **_sampling(settings)} for name, file in zip(named, files)}}
+
+
+def _sampling(settings: Settings) -> dict[str, Any]:
+    """Keys of a set of `evaluations` that draws as verl's validation does."""
+    of = {name: settings.foreign.get(f"actor_rollout_ref.rollout.val_kwargs.{name}", default) for name, default in SAMPLED.items()}
+    n = int(number(of["n"]))
+    if not of["do_sample"] or of["temperature"] == 0:
+        return GREEDY if n == 1 else {"n": n, "temperature": 0.0}
+    top_k = -1 if of["top_k"] in (None, 0) else int(number(of["top_k"]))
+    return {"n": n, "temperature": float(number(of["temperature"])), "top_p": float(number(of["top_p"])), "top_k": top_k}
