@@ -6,6 +6,8 @@ reported and its value is not guessed.
 
 from __future__ import annotations
 
+import ast
+import operator
 import os
 import re
 import shlex
@@ -17,6 +19,7 @@ from megappo.config.errors import ConfigError
 # Private-use characters stand for what must survive shlex.
 LITERAL, QUOTED, COMPUTED, NEWLINE = "\ue000", "\ue001", "\ue002", "\ue003"  # $ in '', $ in "", $(...), end of a line
 UNREAD = "\ue004"
+SUM, END = "\ue005", "\ue006"  # around the inside of $((...)), without its blanks
 
 _PIECE = re.compile(
     r"""(?P<single>'[^']*')|(?P<double>"(?:\\.|[^"\\])*")|(?P<continued>\\\n)|(?P<escape>\\.)"""
@@ -25,6 +28,8 @@ _PIECE = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _COMPUTED = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
+_SUM = re.compile(r"\$\(\(([\w\s${}*/+-]+)\)\)")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 _NAME = re.compile(rf"[${QUOTED}](?P<name>\w+|[@*#?])")
 _BRACED = re.compile(r"(?P<name>\w+|[@*])(?P<rest>.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=(?P<value>.*)", re.DOTALL)
@@ -60,11 +65,16 @@ def _protect(match: re.Match[str]) -> str:
     if kind == "single":
         return piece.replace("$", LITERAL)
     if kind == "double":
-        inner = _COMPUTED.sub(COMPUTED, piece.replace("\\$", LITERAL).replace("\\\n", ""))
+        inner = _COMPUTED.sub(_computed, piece.replace("\\$", LITERAL).replace("\\\n", ""))
         return inner.replace("$", QUOTED)
     if kind == "escape":
         return LITERAL if piece == "\\$" else piece
-    return {"continued": " ", "comment": "", "computed": COMPUTED, "newline": f" {NEWLINE} "}[kind or ""]
+    return {"continued": " ", "comment": "", "computed": _computed(match), "newline": f" {NEWLINE} "}[kind or ""]
+
+
+def _computed(match: re.Match[str]) -> str:
+    found = _SUM.fullmatch(match[0])
+    return COMPUTED if found is None else SUM + "".join(found[1].split()) + END
 
 
 def _statements(tokens: list[str]) -> Iterator[list[str | list[str]]]:
@@ -129,10 +139,28 @@ def _expand(word: str, script: Script, environment: Mapping[str, str], *, split:
     whole = re.fullmatch(rf"[${QUOTED}]\{{(\w+)\[[@*]\]\}}", word)
     if whole is not None:
         return list(script.variables.get(whole[1], []))
-    text = _replaced(word, script, environment).replace(COMPUTED, f"{UNREAD}$(...)").replace(QUOTED, "$").replace(LITERAL, "$")
+    text = re.sub(f"{SUM}(.*?){END}", lambda found: _total(found[1], script, environment), _replaced(word, script, environment))
+    text = text.replace(COMPUTED, f"{UNREAD}$(...)").replace(QUOTED, "$").replace(LITERAL, "$")
     if "$" in word and split:
         return text.split()
     return [text] if text or not (split and QUOTED in word) else []
+
+
+def _total(text: str, script: Script, environment: Mapping[str, str]) -> str:
+    """Compute a sum or product of whole numbers and of variables that hold one; otherwise the mark of what only a run tells."""
+    named = re.sub(r"[A-Za-z_]\w*", lambda name: _value(name[0], "", script, environment) or "", text)
+    try:
+        return str(_number(ast.parse(named, mode="eval").body))
+    except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError):
+        return COMPUTED
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    raise ValueError("no sum of whole numbers")
 
 
 def _replaced(text: str, script: Script, environment: Mapping[str, str]) -> str:

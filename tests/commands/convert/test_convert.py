@@ -166,12 +166,13 @@ OTHERS = {
             "trainer.epochs": 30,
             "rollout.tp": 2,
             "critic.loss.clip": 0.2,
+            "data.prompts_per_step": 256,
             "algorithm.ptx.coef": 0.1,
             "algorithm.ptx.data": "/data/pile.jsonl",
             "data.system_prompt": "Think in <think></think>, then \\boxed{the answer}. It costs $5.",
         },
         [],
-        ["rollout_batch_size = ", "the default lr_warmup_ratio = 0.03"],
+        ["the default lr_warmup_ratio = 0.03"],
     ),
     "trl_config.py": (
         {

@@ -12,6 +12,7 @@ from megappo.config.foreign.nemo_rl import NEMO_RL
 from megappo.config.foreign.openrlhf import OPENRLHF
 from megappo.config.foreign.trl import TRL
 from megappo.config.foreign.verl import VERL
+from megappo.config.keys import value_at
 from megappo.config.loading import load_config
 from megappo.rewards.base import RewardInput
 
@@ -261,7 +262,7 @@ def test_the_dotted_flags_of_openrlhf_are_read(tmp_path, capsys):
     c = load_config(target)
     assert (c.policy.model, c.critic.model, c.reward_model.model, c.critic.value_head) == ("policy", "critic", "judge", "zero")
     assert (c.policy.optimizer.lr, c.critic.optimizer.lr, c.critic.optimizer.weight_decay) == (5e-7, 8e-6, 0.1)
-    assert (c.policy.optimizer.clip_grad, c.policy.optimizer.lr_schedule.min_ratio) == (0.5, 0.1)
+    assert c.policy.optimizer.clip_grad == 0.5 and value_at(c, "policy.optimizer.lr_schedule.min_ratio") == 0.1
     assert (c.data.prompts_per_step, c.rollout.samples_per_prompt, c.algorithm.mini_batch_size) == (128, 2, 64)
     assert (c.data.max_prompt_tokens, c.rollout.max_response_tokens, c.policy.micro_batch_tokens) == (2048, 1024, 9000)
     assert (c.algorithm.kl.placement, c.algorithm.kl.coef, c.algorithm.kl.estimator) == ("loss", 0.02, "k3")
@@ -271,8 +272,9 @@ def test_the_dotted_flags_of_openrlhf_are_read(tmp_path, capsys):
 
 def test_a_reward_function_of_verl_is_called_through_the_printed_adapter(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
+        "WANTED = ('d', 'r', 'a', 3)\n"
         "def judge(data_source, solution_str, ground_truth, extra_info, bonus=0):\n"
-        "    return {'score': (data_source, solution_str, ground_truth, extra_info['index']) == ('d', 'r', 'a', 3) and 1 + bonus}\n"
+        "    return {'score': (data_source, solution_str, ground_truth, extra_info['index']) == WANTED and 1 + bonus}\n"
     )
     monkeypatch.chdir(tmp_path)
     own = {"path": "mine.py", "name": "judge", "reward_kwargs.bonus": 0.5}

@@ -19,6 +19,10 @@ WORDS = [
     ("echo ${NOT_SET:-d} ${NOT_SET-e} k=${X:-${HOME}}", ["echo", "d", "e", "k=/home/u}"[:-1]]),
     ("echo ${NOT_SET:-x_${X_Y:-d}_y} ${HOME:-${NOT_SET}} ${NOT_SET:-{}}", ["echo", "x_d_y", "/home/u", "{}"]),
     ("X='$HOME'\necho $X ${X}", ["echo", "$HOME", "$HOME"]),
+    (
+        'X=1024\necho a=$((X * 3 + 8/2)) "$(( ${X} - 1 ))" $((Y)) $((1/0)) $((X ** 2))',
+        ["echo", "a=3076", "1023", *[f"{UNREAD}$(...)"] * 3],
+    ),
     ("A=(a=1 'b c' # why\n d)\necho \"${A[@]}\" z", ["echo", "a=1", "b c", "d", "z"]),
     ('A=(1)\nA+=(2)\necho "${A[@]}"', ["echo", "1", "2"]),
     ("export X=1 Y=2; echo $X$Y", ["echo", "12"]),
