@@ -30,6 +30,8 @@ _PIECE = re.compile(
 _COMPUTED = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
 _SUM = re.compile(r"\$\(\(([\w\s${}*/+-]+)\)\)")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
+_SIGN = re.compile(rf"[${QUOTED}]")
+LONGEST = 1000  # characters of one ${...}, and so a bound of the defaults inside defaults
 _NAME = re.compile(rf"[${QUOTED}](?P<name>\w+|[@*#?])")
 _BRACED = re.compile(r"(?P<name>\w+|[@*])(?P<rest>.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=(?P<value>.*)", re.DOTALL)
@@ -166,7 +168,8 @@ def _number(node: ast.expr) -> int:
 def _replaced(text: str, script: Script, environment: Mapping[str, str]) -> str:
     """Replace every variable in a text by its value; a default may hold further ones (`${NAME:-x_${OTHER}_y}`)."""
     parts, start = [], 0
-    while (at := min((place for sign in "$" + QUOTED if (place := text.find(sign, start)) >= 0), default=-1)) >= 0:
+    while (sign := _SIGN.search(text, start)) is not None:
+        at = sign.start()
         plain, end = _NAME.match(text, at), _closing(text, at + 1)
         braced = _BRACED.fullmatch(text, at + 2, end - 1) if end else None
         found = braced or plain
@@ -180,9 +183,9 @@ def _replaced(text: str, script: Script, environment: Mapping[str, str]) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the place behind the brace that closes the one at `start`; 0 if there is none."""
+    """Return the place behind the brace that closes the one at `start`; 0 if there is none nearby."""
     depth = 0
-    for place in range(start, len(text)):
+    for place in range(start, min(len(text), start + LONGEST)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
             return place + 1 if text[start] == "{" else 0

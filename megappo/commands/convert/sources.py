@@ -150,7 +150,8 @@ def _overrides(words: list[str], path: str) -> tuple[dict[str, Any], list[str]]:
         if word.startswith("-"):
             name, equals, value = word.partition("=")
             name = _OPTIONS.get(name, name)
-            found[name] = _value(value if equals else next(rest, ""), name, path)
+            follows = not equals and name in ("--config", *_OPTIONS.values())
+            found[name] = _value(value if equals else next(rest, ""), name, path) if equals or follows else True
         elif match is not None and (match["value"] is not None or word.startswith("~")):
             found[match["key"]] = None if match["value"] is None else _value(match["value"], match["key"], path)
         else:

@@ -42,6 +42,11 @@ def test_words_are_those_of_bash(text, words):
     assert commands[-1] == words
 
 
+@pytest.mark.parametrize("piece, copies", [("$", 30_000), ("${A:-", 1_000), ("${A:-x}", 5_000)])
+def test_a_hostile_word_ends(piece, copies):
+    assert parse_shell(f"echo {piece * copies}{'}' * (copies if piece.endswith('-') else 0)}", "here", {}).commands
+
+
 def test_a_variable_that_is_set_nowhere_is_not_guessed():
     (words,) = parse_shell("run a=$NOWHERE b=${NOWHERE}/x", "here", {}).commands
     assert words == ["run", f"a={UNREAD}$NOWHERE", f"b={UNREAD}${{NOWHERE}}/x"]
@@ -72,10 +77,13 @@ def test_hydra_overrides_are_read_as_yaml_values(tmp_path):
 
 
 def test_every_word_behind_a_command_of_hydra_has_a_fate(tmp_path):
-    words = "-cn ppo_trainer seed=1 +new=2 ~data.seed ~a.b=3 actor@actor_rollout_ref.actor=dp_actor data.train_batch_size=8"
+    words = (
+        "-cn ppo_trainer --multirun seed=1 +new=2 ~data.seed ~a.b=3 actor@actor_rollout_ref.actor=dp_actor data.train_batch_size=8"
+    )
     source = read_source(write(tmp_path, "run.sh", f"python -m verl.trainer.main_ppo {words} stray $UNSET_HERE\n"))
     assert source.values == {
         "--config-name": "ppo_trainer",
+        "--multirun": True,
         "seed": 1,
         "new": 2,
         "~data.seed": None,
@@ -87,6 +95,7 @@ def test_every_word_behind_a_command_of_hydra_has_a_fate(tmp_path):
     outcomes = {row.key: row.outcome for row in convert(source).rows if not row.is_default}
     assert outcomes == {
         "--config-name": Outcome.IMPLIED,
+        "--multirun": None,
         "seed": None,
         "new": None,
         "~data.seed": Outcome.MISSING,
