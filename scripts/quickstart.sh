@@ -51,6 +51,5 @@ say "3/3 PPO (policy tp=$ranks, critic pp=$ranks, vLLM, on the same ranks)"
   "${layout[@]}" "${critic_layout[@]}" "$@"
 
 say "done in $((SECONDS - started)) s ($((installed - started)) s of them set-up)"
-"$python" scripts/run_summary.py "$dir/ppo"
-echo "try it:              $python -m megappo generate $dir/ppo/export --tokenizer $dir/model/tokenizer.model \\
-                     --raw --dtype fp32 --prompt 347+8= --max-tokens 6"
+echo "try it:              $python -m megappo generate $dir/ppo --raw --prompt 347+8= --max-tokens 6"
+echo "                     (answers are written from the last digit on, as sums are worked out by hand: 355 is 553)"

@@ -615,7 +615,7 @@ def test_generate_needs_a_checkpoint_a_tokenizer_and_room(tmp_path, capsys):
     prompt = ("--prompt", "1+1=")
     assert_refused(capsys, tmp_path, ["absent", "is not a directory"], "generate", "absent", *prompt)
     assert_refused(capsys, tmp_path, ["bare holds no tokenizer"], "generate", bare, *prompt)
-    assert_refused(capsys, tmp_path, ["no chat template"], "generate", model, *prompt)
+    assert_refused(capsys, tmp_path, ["no chat template; prompts go as they are with --raw"], "generate", model, *prompt)
     half = ["prompt 1: the prompt holds \\udcff at character 0, half of a surrogate pair"]  # of a shell that is not in UTF-8
     assert_refused(capsys, tmp_path, half, "generate", model, "--raw", "--prompt", "\udcff")
     assert_refused(capsys, tmp_path, ["--max-tokens 400"], "generate", model, "--raw", "--max-tokens", "400", *prompt)

@@ -50,5 +50,12 @@ PathText = Annotated[str, AfterValidator(_check_path)]
 # Made absolute: a job script's copy of the configuration, and a resume from another directory, mean the same file.
 FilePath = Annotated[str, AfterValidator(_check_path), AfterValidator(os.path.abspath)]
 NAMES_MODEL = "names a model"
-# A directory, or a Hugging Face name that `trainer/prepare/hub.py` replaces by a local directory.
-ModelPath = Annotated[str, AfterValidator(_check_path), NAMES_MODEL]
+
+
+def _absolute_if_there(path: str) -> str:
+    return os.path.abspath(path) if os.path.exists(path) else path
+
+
+# A directory, or a Hugging Face name that `trainer/prepare/hub.py` replaces by a local directory. A directory is made absolute, as
+# a FilePath: `megappo export` and `eval` of a run read its configuration from another directory.
+ModelPath = Annotated[str, AfterValidator(_check_path), AfterValidator(_absolute_if_there), NAMES_MODEL]

@@ -11,6 +11,8 @@ from megappo.config.paths import ModelPath, PathText
 from megappo.config.rank_ranges import ALL, RankRanges
 from megappo.config.section import Decay, Fraction, LossAggregation, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
+AVERAGE = "ema"  # name of the policy's moving average among the models of a checkpoint, and of --role
+
 
 class ParallelConfig(Section):
     tp: Positive = 1

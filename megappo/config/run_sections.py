@@ -109,9 +109,9 @@ class TelemetryConfig(Section):
     """Metrics in the line that every step prints, by name (docs/telemetry.md), for example
     `[reward/score_mean, perf/mfu/update_policy]`; empty for score, evaluation, KL, entropy, length, value loss, explained variance,
     tokens/s and seconds."""
-    summary_every: NonNegative = 10
-    """Steps between blocks of statistics on the console, each over the steps since the last one (docs/telemetry.md); 0 prints
-    none."""
+    summary_every: NonNegative = 50
+    """Steps between blocks of statistics on the console, each over the steps since the last one, and one at the end
+    (docs/telemetry.md); 0 prints none."""
     peak_tflops: PositiveFloat | None = None
     """Peak TFLOP/s of one rank, which MFU is measured against. null takes it from the profile of the GPU, for the role's dtype
     (`megappo/telemetry/hardware.yaml`); a CPU and a GPU without a profile have no MFU then."""

@@ -86,9 +86,14 @@ def _encode_demonstration(
     require_text(response, "the response", name)
     prompt = encode_question(question, tokenizer, rules.format, name)
     # Encoded on its own: merged with the prompt, the border's tokens would differ from those that the policy samples.
-    tokens = [*prompt, *tokenizer.encode(response), tokenizer.eos_id]
+    tokens = [*prompt, *_ended(tokenizer.encode(response), tokenizer)]
     if len(tokens) <= rules.max_tokens:
         yield tokens, len(prompt)
+
+
+def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Append eos, unless the text ends with one already: a policy that learnt two would sample the second as the next response."""
+    return ids if ids and ids[-1] in tokenizer.eos_ids else [*ids, tokenizer.eos_id]
 
 
 def _checked_demonstrations(source: Source, rules: DemonstrationRules, rows: Rows, num_records: int) -> Mapping[str, Any]:
@@ -155,7 +160,7 @@ def _encode_text(tokenizer: Tokenizer, rules: TextRules, record: Record, name: s
     text = record_field(record, rules.text_key, "algorithm.ptx.text_key", name)
     if not isinstance(text, str):
         raise ValueError(f"algorithm.ptx.text_key={rules.text_key}: {name} holds a {type(text).__name__}, not a string")
-    tokens = [*tokenizer.encode_prompt(require_text(text, "the text", name)), tokenizer.eos_id]
+    tokens = _ended(tokenizer.encode_prompt(require_text(text, "the text", name)), tokenizer)
     for start in range(0, len(tokens), rules.max_tokens):
         if len(piece := tokens[start : start + rules.max_tokens]) >= _SHORTEST:
             yield piece, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ LEARNING = {
     "loss of supervised fine-tuning, nats per token": {_TRAINING: Metric.SFT_LOSS},
 }
 
+# Score of a set of `evaluations`, which the user names.
+NAMED_SCORE = re.compile(r"eval/(?P<name>.+)/score")
+
 
 def write_learning_curve(run_dir: Path) -> Path | None:
     """Draw run_dir/metrics.jsonl to run_dir/learning_curve.svg, without panels that lack data; None if all do."""
@@ -46,10 +50,12 @@ def write_learning_curve(run_dir: Path) -> Path | None:
 def learning_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
     """Return title -> lines for the panels of the learning curve in which a line has two points or more."""
     drawn = {}
-    for title, lines in LEARNING.items():
-        curves = {
-            name: {r["step"]: r[metric.value] for r in records if r.get(metric.value) is not None} for name, metric in lines.items()
-        }
+    sets = {name: found["name"] for r in records for name in r if (found := NAMED_SCORE.fullmatch(name))}
+    for title, metrics in LEARNING.items():
+        lines = {name: metric.value for name, metric in metrics.items()}
+        if title == "score":
+            lines |= {f"held-out {name}": metric for metric, name in sets.items()}
+        curves = {name: {r["step"]: r[metric] for r in records if r.get(metric) is not None} for name, metric in lines.items()}
         if any(len(curve) > 1 for curve in curves.values()):
             drawn[title] = {name: curve for name, curve in curves.items() if curve}
     return drawn

@@ -21,6 +21,7 @@ from megappo.telemetry.metrics import Metric
 from megappo.telemetry.plot import write_learning_curve
 from megappo.telemetry.side_work import SideWork
 from megappo.telemetry.statistics import StatisticsBlock
+from megappo.telemetry.summary import run_summary
 from megappo.telemetry.trackers.base import Histogram, Status, Tracker
 from megappo.telemetry.trackers.group import Trackers
 
@@ -117,7 +118,8 @@ class Progress:
 
 
 def _cell(value: float | None, spec: str) -> str:
-    return "-" if value is None or not math.isfinite(value) else format(value, spec)
+    # z: -0.0001 is 0.000 as 0.0001 is.
+    return "-" if value is None or not math.isfinite(value) else format(value, f"z{spec}")
 
 
 logger = logging.getLogger(__name__)
@@ -233,6 +235,11 @@ class RunLog:
         self._side_work.run("learning_curve.svg", lambda: write_learning_curve(self._root))
         if self._side_work.lost:
             logger.warning(self._side_work.summary())
+
+    def summary(self) -> None:
+        """Print the summary of the run, which is over (`telemetry/summary.py`)."""
+        if self._writes:
+            self._side_work.run("summary", lambda: print("", *run_summary(self._root), sep="\n", file=self._stream, flush=True))
 
     def wait(self) -> None:
         """Wait, within limits, for trackers that have records yet to write. The last call."""

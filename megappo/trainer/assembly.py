@@ -15,6 +15,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.evaluations import best_metric, best_mode
 from megappo.config.layout_checks import roles_in_use, trained_sections
+from megappo.config.role_sections import AVERAGE
 from megappo.config.schema import KLConfig, TrainConfig
 from megappo.engine.factory import EngineFactory
 from megappo.parallel.layout import layout_of
@@ -22,7 +23,7 @@ from megappo.rollout.types import RolloutEngine
 from megappo.runtime.ending import StopRequest
 from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.runlog import RunLog
-from megappo.trainer.average import AVERAGE, PolicyAverage, average_of
+from megappo.trainer.average import PolicyAverage, average_of
 from megappo.trainer.build_roles import Roles, build_roles
 from megappo.trainer.checkpoints import Checkpoints, Contents, PlacedModel, RunAround
 from megappo.trainer.evaluation import Evaluations, average_in_sampler

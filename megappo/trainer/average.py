@@ -16,9 +16,6 @@ from megappo.config.role_sections import EmaConfig
 from megappo.engine.base import Engine
 from megappo.parallel.layout import Placement
 
-AVERAGE = "ema"
-"""Name of the average among the models of a checkpoint."""
-
 
 class PolicyAverage:
     """Average of one engine's weights, a `checkpoint.state.StatefulModel` without optimizer. Methods are collective over its ranks.

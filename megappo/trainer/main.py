@@ -17,7 +17,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.dump import dump_yaml
 from megappo.config.layout_checks import roles_in_use
 from megappo.config.redaction import redacted_values
-from megappo.config.role_sections import section_of
+from megappo.config.role_sections import AVERAGE, section_of
 from megappo.config.run_directory import apply_permissions
 from megappo.config.schema import TrainConfig
 from megappo.engine.build import RoleEngines
@@ -33,7 +33,6 @@ from megappo.telemetry.runlog import RunLog, columns_without_critic
 from megappo.telemetry.trackers.group import make_trackers
 from megappo.trainer.advantages import HOST_OPS
 from megappo.trainer.assembly import Claimed, Models, build_models, build_ppo, build_pretraining, checkpoints_of, kl_controller
-from megappo.trainer.average import AVERAGE
 from megappo.trainer.build_roles import load_critics
 from megappo.trainer.instruments import Instruments
 from megappo.trainer.kernel_selection import select_kernels
@@ -130,6 +129,7 @@ def _train(
             rollout.close()
         if not loop.stopped:
             claimed.run_dir.record_finish(state.step)
+            log.summary()
         log.wait()  # at last: trackers may still be sending, and the end of the run is on record
         dist.barrier()
         claimed.store.finish_copies()

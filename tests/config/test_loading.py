@@ -180,6 +180,17 @@ def test_a_control_character_in_a_path_is_refused(tmp_path):
         assert kept.removeprefix(f"{Path.cwd()}/") == "a b; $(x) é", "what quotes can keep is allowed; code has its whole path"
 
 
+def test_a_model_that_is_a_directory_is_absolute_and_a_name_of_the_hub_stays_one(tmp_path, monkeypatch):
+    """`megappo export` reads the configuration of a run from another directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "a").mkdir(parents=True)
+    (tmp_path / "sums.model").touch()
+    overrides = ["policy.model=models/a", "critic.model=some/name", "data.tokenizer=sums.model"]
+    config = train_config(tmp_path, overrides)
+    assert config.policy.model == str(tmp_path / "models" / "a") and config.critic.model == "some/name"
+    assert config.data.tokenizer == str(tmp_path / "sums.model")
+
+
 def test_every_other_text_is_none_that_a_script_or_a_file_system_sees(tmp_path):
     """So that a new key is noticed: tried on all keys that take a text at all."""
 

@@ -45,6 +45,13 @@ def test_a_chat_demonstration_has_the_tokens_of_a_rollout(tmp_path: Path) -> Non
     assert demonstration.prompt_length == len(prompt)
 
 
+@pytest.mark.parametrize("end", ["</s>", "<|im_end|>"])
+def test_a_response_that_is_written_with_its_end_has_one(tmp_path: Path, end: str) -> None:
+    hf = load_tokenizer(write_hf_tokenizer(tmp_path / "t"))
+    tokens = build([{"prompt": "How many?", "answer": f" 46.{end}"}], hf, PromptFormat())[0].tokens
+    assert tokens[-len(hf.encode(" 46.")) - 1 :] == (*hf.encode(" 46."), *hf.encode(end)) and hf.encode(end)[0] in hf.eos_ids
+
+
 def test_longer_records_are_left_out_and_counted(char: Tokenizer) -> None:
     """bos, 4 characters, answer, eos: 7 and 8 tokens."""
     built = build([{"prompt": "1+1=", "answer": "2"}, {"prompt": "5*5=", "answer": "25"}], char, max_tokens=7)

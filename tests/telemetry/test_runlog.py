@@ -145,6 +145,13 @@ def test_the_console_has_a_header_and_one_line_per_step(tmp_path):
     assert "\r" not in "".join(rows) and "\x1b" not in "".join(rows)
 
 
+def test_a_small_negative_number_is_no_negative_zero(tmp_path):
+    stream = io.StringIO()
+    log = RunLog(tmp_path, stream=stream)
+    log.step({"kl/per_response": -1e-4, "critic/loss": -0.2}, 1, 2)
+    assert stream.getvalue().splitlines()[1].split()[3:7] == ["0.000", "-", "-", "-0.2000"]
+
+
 def test_an_evaluation_whose_step_never_came_is_kept(tmp_path):
     log = RunLog(tmp_path, stream=io.StringIO())
     log.evaluation(Result(0.9), 5)
@@ -177,6 +184,11 @@ def test_the_learning_curve_has_a_panel_for_everything_that_was_logged(tmp_path)
     assert len(panels) == 5 and all(title in text for title in panels) and "held-out, greedy" in text
     assert list(panels["score"]["held-out, greedy"]) == [0, 2, 4, 8]
     assert panels["score"]["training"] == {step: step / 10 for step in range(1, 9)}
+
+
+def test_the_scores_of_named_sets_are_drawn_beside_the_others():
+    rows = [{"step": 0, "eval/score": 0.1, "eval/hard/score": 0.0}, {"step": 2, "eval/hard/score": 0.5, "eval/hard/mean@8": 1.0}]
+    assert learning_curves(rows) == {"score": {"held-out, greedy": {0: 0.1}, "held-out hard": {0: 0.0, 2: 0.5}}}
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [5.0, 5.0], [-1e-9, 1e-9], [1e6, -1e6], [0.1, None]])

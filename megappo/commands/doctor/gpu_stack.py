@@ -43,7 +43,10 @@ class Stack:
     library_has_cuda: bool = False
 
     def lines(self) -> list[str]:
-        nvcc = f"{self.nvcc}, CUDA {self.nvcc_cuda}" if self.nvcc else "not found (needed only for compiling the CUDA kernels)"
+        unused = " (unused, as this torch has no CUDA)" if self.torch is not None and self.torch_cuda is None else ""
+        nvcc = "not found (needed only for compiling the CUDA kernels)"
+        if self.nvcc:
+            nvcc = f"{self.nvcc}, CUDA {self.nvcc_cuda}{unused}"
         driver = f"{self.driver}, for CUDA up to {self.driver_cuda or 'unknown'}" if self.driver else "not found (nvidia-smi)"
         lines = [
             f"  GPU {index}: {gpu.name}, {gpu.memory_gib:.0f} GiB, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
@@ -72,12 +75,12 @@ def _major(version: str | None) -> str:
 
 
 def faults(stack: Stack) -> list[Fault]:
-    """Find obstacles to using this machine's GPUs or compiling the CUDA kernels; none on a machine with neither GPU nor nvcc."""
+    """Find obstacles to using this machine's GPUs or compiling the CUDA kernels; none on a machine without GPU and with a CPU's
+    torch, whether or not it has nvcc."""
     found = []
-    if stack.torch is not None and stack.torch_cuda is None and (stack.gpus or stack.nvcc):
-        has = f"{len(stack.gpus)} GPUs" if stack.gpus else f"nvcc ({stack.nvcc})"
+    if stack.torch is not None and stack.torch_cuda is None and stack.gpus:
         fix = f"pip install --force-reinstall {cuda_torch()}, then {BUILD}"
-        found.append(Fault(f"torch {stack.torch} has no CUDA, and this machine has {has}: {fix}", bool(stack.gpus)))
+        found.append(Fault(f"torch {stack.torch} has no CUDA, and this machine has {len(stack.gpus)} GPUs: {fix}", True))
     if stack.torch_cuda is not None:
         found += _driver_faults(stack)
         found += _toolkit_faults(stack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from megappo.commands.parser import AddCommand, step_or_best
 
@@ -23,6 +24,9 @@ def add_command(command: AddCommand) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    from megappo.commands.export.inputs import check_export
+
+    check_export(Path(args.run_dir), Path(args.output), args.role, args.step)  # before the next import, which brings torch
     from megappo.commands.export.export import export_checkpoint
 
     step = export_checkpoint(args.run_dir, args.output, role=args.role, step=args.step)

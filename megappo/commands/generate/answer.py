@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from megappo.commands.generate.inputs import dtype_of_weights
 from megappo.config.role_sections import ModelConfig, PolicyConfig, RoleConfig
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import RolloutConfig
@@ -25,6 +26,8 @@ from megappo.rollout.types import SamplingParams
 from megappo.runtime.ending import input_accepted
 from megappo.trainer.experience.collect import make_requests
 
+DEFAULT_TOKENS = 256
+
 
 def answer(
     model: str,
@@ -32,25 +35,29 @@ def answer(
     *,
     tokenizer_path: str | None,
     engine: Literal["vllm", "megatron"],
-    max_tokens: int,
+    max_tokens: int | None,
     temperature: float,
     chat_template: bool,
-    dtype: Literal["bf16", "fp32"],
+    dtype: Literal["bf16", "fp32"] | None,
     engines: EngineBackend = RoleEngines,
 ) -> list[str]:
     """Generate one response text per prompt, in one process. `engine` samples; `engines` build the model that it samples from.
-    Raises ValueError for a missing checkpoint, tokenizer or engine, no prompts, or a temperature below 0."""
+    max_tokens: None for DEFAULT_TOKENS, or fewer if the model takes no more. dtype: None for that of the checkpoint. Raises
+    ValueError for a missing checkpoint, tokenizer or engine, no prompts, or a temperature below 0."""
     if not prompts:
         raise ValueError("generate: no prompts; give --prompt TEXT or lines on standard input")
     if not 0.0 <= temperature < math.inf:
         raise ValueError(f"--temperature {temperature}: must be 0 (greedy) or a positive number")
     if engine == "vllm" and (message := temperature_problem("--temperature", temperature)) is not None:
         raise ValueError(message)
-    arch = read_arch(model)
+    arch, dtype = read_arch(model), dtype or dtype_of_weights(model)
     tokenizer = load_tokenizer(tokenizer_path or model, model)
+    if chat_template and not tokenizer.has_chat_template:
+        raise ValueError(f"the tokenizer {tokenizer_path or model} has no chat template; prompts go as they are with --raw")
     prompt_format = PromptFormat(chat_template, None, "")
     tokens = [encode_question(prompt, tokenizer, prompt_format, f"prompt {i + 1}") for i, prompt in enumerate(prompts)]
     longest = max(len(prompt) for prompt in tokens)
+    max_tokens = max_tokens or max(1, min(DEFAULT_TOKENS, arch.max_positions - longest))
     if longest + max_tokens > arch.max_positions:
         raise ValueError(
             f"--max-tokens {max_tokens}: {model} takes {arch.max_positions} tokens in all and the longest prompt has {longest}; "

@@ -102,7 +102,7 @@ def start_here(
         folder = record(config, run_dir)  # before the lease, which it refuses
         command = ["train", str(folder / "config.yaml")]
     with held_lease(run_dir, holder):
-        print(planned.report(), flush=True)
+        print(planned.brief(f"megappo plan {args.config}"), flush=True)
         if folder is not None:
             print(f"record:  {folder}", flush=True)
         return train_here(ranks, command, run_dir, resume=args.resume, max_restarts=args.max_restarts, record=folder)

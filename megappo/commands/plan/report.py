@@ -43,6 +43,28 @@ def report(plan: Plan, data: RunData | RecordedData | None = None, notes: Sequen
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
 
+def brief(plan: Plan, data: RunData | RecordedData, notes: Sequence[str], command: str) -> str:
+    """Plan of a run that starts: ranks, the fullest rank's memory, batches and data. command: prints the whole one."""
+    layouts = ", ".join(f"{role} {layout}" for role, layout in plan.layouts.items())
+    batch = _batch_lines(plan)[: 1 + len({update_schedule(plan.config, role) for role in trained_sections(plan.config)})]
+    lines = [
+        f"plan (all of it: {command})",
+        f"  {plan.world_size} ranks on {plan.device}: {layouts}",
+        f"  {_rollout_ranks(plan)}",
+        f"  memory of the fullest rank: {_fullest(plan)}",
+        *batch,
+        *_data_lines(plan, data),
+    ]
+    return "\n".join([*lines, *remark_lines(plan, notes)]) + "\n"
+
+
+def _fullest(plan: Plan) -> str:
+    rank = plan.fullest_rank()
+    unit, name = (GIB, "GiB") if plan.peak(rank) >= GIB else (MIB, "MiB")
+    have = f" of {plan.device_memory / unit:,.2f}" if plan.device_memory is not None else ""
+    return f"about {plan.peak(rank) / unit:,.2f}{have} {name} at its peak (rank {rank})"
+
+
 def remark_lines(plan: Plan, notes: Sequence[str]) -> list[str]:
     """The notes and warnings below a heading; empty if there are none."""
     remarks = [f"  note: {note}" for note in notes] + [f"  WARNING: {warning}" for warning in plan.warnings]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megappo.commands.plan.estimate import Plan, bytes_of_gib, make_plan, samples_of_pass
-from megappo.commands.plan.report import report
+from megappo.commands.plan.report import brief, report
 from megappo.commands.prepared import device_of
 from megappo.config.batch import mini_batch_key
 from megappo.config.checks import Device
@@ -30,6 +30,11 @@ class PlannedRun:
 
     def report(self) -> str:
         return report(self.plan, self.data, self.notes)
+
+    def brief(self, command: str) -> str:
+        """The lines that a training prints at its start. command: prints the whole report."""
+        assert self.data is not None, "a run that starts has its data"
+        return brief(self.plan, self.data, self.notes, command)
 
 
 def plan_run(

@@ -93,8 +93,6 @@ def _facts(sample: Sample, reasons: Sequence[str]) -> dict[str, Any]:
         "prompt",
         "answer",
         "response",
-        "score",
-        "parts",
         "recipe",
         "finish",
         "version",
@@ -102,6 +100,8 @@ def _facts(sample: Sample, reasons: Sequence[str]) -> dict[str, Any]:
     )
     return {
         **{key: getattr(trajectory, key) for key in shown},
+        "score": _short(trajectory.score),
+        "parts": {name: _short(score) for name, score in trajectory.parts.items()},
         "prompt_texts": trajectory.prompt_texts,
         "texts": trajectory.texts,
         "tokens": trajectory.tokens.tolist(),
@@ -111,10 +111,15 @@ def _facts(sample: Sample, reasons: Sequence[str]) -> dict[str, Any]:
         "length": sample.length,
         "repetition": round(sample.repetition, 4),
         "loop": None if sample.loop is None else asdict(sample.loop),
-        "kl": None if math.isnan(sample.kl) else rounded([sample.kl])[0],
-        "entropy": rounded([sample.entropy])[0],
+        "kl": None if math.isnan(sample.kl) else _short(sample.kl),
+        "entropy": _short(sample.entropy),
         "worst": list(reasons),
     }
+
+
+def _short(number: Any) -> Any:
+    # 0.1 + 0.2 is 0.3 on the page; a part may be a text, or nothing.
+    return rounded([number])[0] if isinstance(number, float) else number
 
 
 def _numbers(trajectory: Trajectory) -> dict[str, np.ndarray]:

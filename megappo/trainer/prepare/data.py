@@ -90,6 +90,24 @@ def check_vocabularies(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[st
                 raise ConfigError(problem(key, path, f"id {number} of its tokenizer is {theirs!r}, of the policy's {own!r}: {fix}"))
 
 
+def turn_notes(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a note if the chat template closes a turn of the assistant with a text at which no response ends, as ChatML's
+    <|im_end|> beside another eos: the policy would go on with the next turn."""
+    if not (config.data.chat_template and tokenizer.has_chat_template):
+        return
+    try:
+        ids = tokenizer.conversation([{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}])
+    except ValueError:  # it refuses such messages; the prompts will show that
+        return
+    closing = tokenizer.decode_all(ids).rpartition("yes")[2].strip()
+    ends = [*(tokenizer.decode_all([one]) for one in tokenizer.eos_ids), *config.rollout.stop]
+    if closing and not any(end in closing for end in ends):
+        yield (
+            f"the chat template closes a turn with {closing!r}, and responses end with {' or '.join(map(repr, ends))}: "
+            "add its id to eos_token_id in the model's generation_config.json, or the text to rollout.stop"
+        )
+
+
 def _same_place(one: str, other: str) -> bool:
     return Path(one).resolve() == Path(other).resolve()
 
@@ -162,7 +180,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     """
     reward_parts = load_parts(config.reward)
     tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
-    notes = list(check_vocabularies(config, tokenizer))
+    notes = [*check_vocabularies(config, tokenizer), *turn_notes(config, tokenizer)]
     if train is None:
         train = load_prompts(config.data, config.data.train, tokenizer, cache)
     evaluations = load_evaluations(config, tokenizer, cache)

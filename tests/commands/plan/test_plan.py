@@ -368,6 +368,19 @@ def test_planning_writes_nothing(tmp_path):
     assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
 
 
+def test_a_training_prints_ranks_memory_batches_and_data_in_a_dozen_lines(tmp_path):
+    held_out = write_prompts(tmp_path / "eval.jsonl", 30)
+    planned = plan_run(load_config(write_run(tmp_path), [f"data.eval={held_out}", "trainer.steps=5"]), 2, "cpu")
+    whole, lines = planned.report(), planned.brief("megappo plan x.yaml").splitlines()
+    assert lines[0] == "plan (all of it: megappo plan x.yaml)" and len(lines) < 14 < len(whole.splitlines())
+    assert lines[1] == "  2 ranks on cpu: policy tp2 pp1 dp1, critic tp1 pp2 dp1, reference tp1 pp1 dp2"
+    peak = re.search(r"fullest rank: (\d), about ([\d.]+)", whole)
+    assert f"memory of the fullest rank: about {peak[2]} MiB at its peak (rank {peak[1]})" in lines[3]
+    assert all(line in whole.splitlines() for line in lines[4:]), "the rest is as the whole plan has it"
+    said = "\n".join(lines)
+    assert all(word in said for word in ("step: 32 prompts", "updates of policy, critic", "run: 5 steps", "eval: kept 30"))
+
+
 def test_evaluation_prompts_are_counted_with_their_limit(tmp_path):
     held_out = write_prompts(tmp_path / "eval.jsonl", 30)
     planned = plan_run(load_config(write_run(tmp_path), [f"data.eval={held_out}", "data.eval_prompts=20"]), 2, "cpu")

@@ -52,6 +52,13 @@ def test_a_small_page_has_the_worst_of_each_kind_and_others_of_all_steps(tmp_pat
         assert {one.trajectory.step for one in on_page} == {10, 20, 30, 40, 50, 60}
 
 
+def test_no_number_on_the_page_is_longer_than_in_the_file(tmp_path):
+    run = write_run(tmp_path / "run", {1: [record(score=0.1 + 0.2, parts={"a": 1 / 3, "b": None})]})
+    block = page_of(run, tmp_path / "page.html").read_text().partition('id="data">')[2].partition("</script>")[0]
+    (sample,) = json.loads(block)["samples"]
+    assert sample["score"] == 0.3 and sample["parts"] == {"a": 0.33333, "b": None}
+
+
 def test_the_cap_is_told_on_the_page_and_on_the_terminal(tmp_path, capsys):
     html = page_of(long_run(tmp_path / "run"), tmp_path / "page.html", "--max-samples", "5").read_text()
     said = "the page holds 5 of 96 samples: the worst of each kind"

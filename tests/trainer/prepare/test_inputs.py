@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megappo.checkpoint.manifest import Manifest, write_manifest
 from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -60,6 +61,32 @@ OF_EVAL = [
     ("{}/model", ["data.tokenizer=absent"], "tokenizer absent does not exist; set data.tokenizer"),
 ]
 
+# Arguments of the commands on checkpoints. {0}/done is a run with an export, {0}/cut one without, whose step-4 is its only one.
+OF_CHECKPOINTS = [
+    (["generate", "absent", "--prompt", "x"], "absent is not a directory"),
+    (["generate", "{0}/empty", "--prompt", "x"], "has no config.json"),
+    (["generate", "{0}/cut", "--prompt", "x"], "`megappo export {0}/cut OUTPUT` writes the model of its newest checkpoint"),
+    (["generate", "{0}/cut/checkpoints/step-4", "--prompt", "x"], "`megappo export {0}/cut OUTPUT --step 4` makes it a model"),
+    (["generate", "{0}/model", "--prompt", "x", "--tokenizer", "absent"], "tokenizer absent does not exist; set --tokenizer"),
+    (["export", "absent", "{0}/out"], "absent holds no run: absent/config.yaml does not exist"),
+    (["export", "{0}/empty", "{0}/out"], "holds no run"),
+    (["export", "{0}/cut", "{0}"], "exists; export to another directory"),
+    (["export", "{0}/cut", "{0}/out", "--role", "ema"], "--role ema: checkpoints hold policy, critic"),
+    (["export", "{0}/cut", "{0}/out", "--step", "best"], "step-4 knows of none"),
+    (["export", "{0}/cut", "{0}/out", "--step", "5"], "has no such checkpoint; steps there: [4]"),
+]
+# The controls.
+FOUND = [["generate", "{0}/done", "--prompt", "x"], ["generate", "{0}/model", "--prompt", "x"], ["export", "{0}/cut", "{0}/out"]]
+
+
+def write_ended_runs(folder: Path) -> None:
+    """The runs of OF_CHECKPOINTS."""
+    for name in ("done", "cut"):
+        (folder / name / "checkpoints" / "step-4").mkdir(parents=True)
+        (folder / name / "config.yaml").write_text(f"policy: {{model: {folder / 'model'}}}\ndata: {{train: t}}\n")
+        write_manifest(folder / name / "checkpoints" / "step-4", Manifest(4, 1, False, {}, {}))
+    write_checkpoint(folder / "done" / "export", TINY)
+
 
 def answers(calls: list[list[str]]) -> list[str]:
     """Lines on stderr of these calls of `megappo` in a process that has no torch."""
@@ -96,6 +123,9 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
         calls["eval", f"{checkpoint} {more}"] = ["eval", checkpoint.format(folder), run, sums, *more]
     for command in (["verify"], ["tune", "--gpu", "h100"]):
         calls[command[0], "policy.model=absent"] = [command[0], run, "policy.model=absent", *command[1:]]
+    write_ended_runs(folder)
+    for arguments in (*FOUND, *(call for call, _ in OF_CHECKPOINTS)):
+        calls[arguments[0], str(arguments)] = [text.format(folder) for text in arguments]
     lines = answers(list(calls.values()))
     # A call that needs torch says one line alone.
     found = iter(lines)
@@ -133,6 +163,18 @@ def test_an_evaluation_looks_for_its_checkpoint_sets_and_data_first(refusals, ch
     line, code = refusals["eval", f"{checkpoint} {more}"]
     assert line.startswith("megappo: ") and fragment in line
     assert code == "exit code 2"
+
+
+@pytest.mark.parametrize("arguments, fragment", OF_CHECKPOINTS, ids=[fragment for _, fragment in OF_CHECKPOINTS])
+def test_commands_on_checkpoints_look_for_them_first(refusals, arguments: list[str], fragment: str) -> None:
+    line, code = refusals[arguments[0], str(arguments)]
+    folder = next((word.partition("/cut")[0] for word in line.split('"') if "/cut" in word), "")
+    assert line.startswith("megappo: ") and fragment.format(folder) in line, line
+    assert code == "exit code 2"
+
+
+def test_a_checkpoint_that_is_there_needs_torch(refusals) -> None:
+    assert all(refusals[arguments[0], str(arguments)] == ["torch was needed"] for arguments in FOUND)
 
 
 def test_a_run_without_mistake_needs_torch(refusals) -> None:

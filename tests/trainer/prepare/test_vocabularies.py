@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from megappo.config.loading import validated
 from megappo.config.schema import TrainConfig
 from megappo.data.tokenizers import load_tokenizer
-from megappo.trainer.prepare.data import check_vocabularies
+from megappo.trainer.prepare.data import check_vocabularies, turn_notes
 from scripts.arithmetic import train_tokenizer
+from tests.config.examples import train_config
 from tests.data.tokenizer_files import write_hf_tokenizer
 from tests.trainer.small_run import set_keys
 
@@ -59,3 +61,16 @@ def test_pieces_of_both_kinds_of_tokenizers(models: Path, tmp_path: Path) -> Non
     hugging_face = load_tokenizer(write_hf_tokenizer(tmp_path / "t"))
     found = hugging_face.pieces()
     assert len(found) == hugging_face.vocab_size and found[hugging_face.eos_id] == "</s>"
+
+
+@pytest.mark.parametrize(
+    "ids, overrides, notes",
+    [([4, 2], [], 0), ([2], [], 1), ([2], ['rollout.stop=["<|im_end|>"]'], 0), ([2], ["data.chat_template=false"], 0)],
+)
+def test_a_template_that_closes_turns_with_what_ends_no_response_is_noted(tmp_path: Path, ids: list, overrides: list, notes: int):
+    """ChatML's <|im_end|> (id 4) beside the eos </s> (id 2)."""
+    directory = write_hf_tokenizer(tmp_path / "t")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    found = list(turn_notes(train_config(tmp_path, overrides), load_tokenizer(directory)))
+    assert len(found) == notes
+    assert all("closes a turn with '<|im_end|>', and responses end with '</s>': add its id" in note for note in found), found
