@@ -20,7 +20,7 @@ MEASURED = (
     "timing/",
     "throughput/",
     "memory/",
-    "perf/tflops/",  # not perf/tflop/, which counts
+    "perf/tflops/",  # not perf/work_tflop/, which counts
     "perf/mfu/",
     "perf/hfu/",
     "perf/tokens_per_s/",

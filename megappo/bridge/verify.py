@@ -92,7 +92,7 @@ class Checksums:
     def inspect(self, name: str, tensor: Tensor) -> None:
         """Record the checksum of a finished parameter of this rank, in loader format."""
         _, shape, block = self._parameters[name]
-        self._arrived[name] = rectangle_sum(tensor.detach().reshape(-1, shape.cols), block)
+        self._arrived[name] = rectangle_sum(tensor.detach().reshape(-1, shape.cols), block, dtype=self._dtype)
 
     def mismatches(self, sums: Tensor) -> list[str]:
         """Return one line per parameter of this rank that differs from the senders'. sums: from `read_sources` at this push.

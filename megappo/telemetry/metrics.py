@@ -250,7 +250,7 @@ class Metric(_Named):
     DEVICE_PEAK = "memory/device_peak_gib", "peak memory that torch allocated on the GPU of any rank since this start, GiB"
     STAGE_MEMORY = "memory/*", "largest over ranks in one stage: STAGE_peak_gib, or STAGE_end_gib where no peak can be reset, GiB"
 
-    TFLOP = "perf/tflop/*", "model FLOPs of a role in a stage, over all ranks, 1e12"
+    TFLOP = "perf/work_tflop/*", "model FLOPs of a role in a stage, over all ranks, 1e12"
     TFLOPS = "perf/tflops/*", "model TFLOP/s per rank in a stage, and in the whole step"
     MFU = "perf/mfu/*", "model FLOPs of a stage over what the ranks' peak allows in its time, 0 to 1"
     HFU = "perf/hfu/*", "the same with the FLOPs of recomputed activations"

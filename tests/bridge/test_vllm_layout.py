@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -117,6 +118,15 @@ def test_a_parameter_of_another_dtype_is_refused():
     model.layer.norm = nn.Parameter(torch.empty(6, device="meta", dtype=torch.bfloat16), requires_grad=False)
     with pytest.raises(ValueError, match="layer.norm in torch.bfloat16"):
         record_destination(model, API, SHAPES, torch.float32)
+
+
+@pytest.mark.parametrize("dtype, fits", [(torch.float32, True), (torch.float16, False)])
+def test_a_parameter_that_holds_what_is_sent_is_taken_and_one_that_rounds_is_refused(dtype, fits):
+    """vLLM's kernels for AMX make the biases of bf16 layers fp32."""
+    model = Model(good).to(torch.bfloat16)
+    model.layer.norm = nn.Parameter(torch.empty(6, device="meta", dtype=dtype), requires_grad=False)
+    with nullcontext() if fits else pytest.raises(ValueError, match="layer.norm in torch.float16, which does not hold"):
+        assert record_destination(model, API, SHAPES, torch.bfloat16).dtype == torch.bfloat16
 
 
 LAYERS, WIDE = 7, 3  # layer WIDE has another shape

@@ -65,7 +65,7 @@ def a_row(**changes: float) -> dict[str, float]:
     row |= {"timing/generate_s": 1.0, "timing/update_policy_s": 0.5, "timing/step_s": 2.0}
     row |= {"perf/tflops/generate": 10.0, "perf/tokens_per_s/generate": 1500.0, "memory/generate_peak_gib": 7.5}
     row |= {"perf/tflops/update_policy": 200.0, "perf/mfu/update_policy": 0.2, "perf/hfu/update_policy": 0.25}
-    row |= {"perf/tflop/generate/policy": 20.0, "perf/tflop/update_policy/policy": 200.0, "perf/tflops/step": 55.0}
+    row |= {"perf/work_tflop/generate/policy": 20.0, "perf/work_tflop/update_policy/policy": 200.0, "perf/tflops/step": 55.0}
     return row | changes
 
 
@@ -99,7 +99,9 @@ def test_resident_memory_is_not_called_a_peak() -> None:
 
 @pytest.mark.parametrize("factor, unit", [(1e3, "PFLOP"), (1.0, "TFLOP"), (1e-3, "GFLOP"), (1e-9, "MFLOP")])
 def test_the_unit_fits_the_numbers(factor: float, unit: str) -> None:
-    row = {name: value * (factor if name.startswith("perf/tflop") else 1.0) for name, value in a_row().items()}
+    row = {
+        name: value * (factor if name.startswith(("perf/tflops/", "perf/work_tflop/")) else 1.0) for name, value in a_row().items()
+    }
     lines = "\n".join(block([row], 1, 1))
     assert f"{unit}/s/rank" in lines and f"{unit}/step" in lines
 

@@ -315,7 +315,7 @@ def test_texts_are_learnt_beside_the_responses_and_counted(runs: tuple[Path, str
     assert losses[-1] < losses[0] and "policy/ptx_loss" not in without[0]
     first, plain = with_texts[0], without[0]
     assert first["lengths/response_mean"] == plain["lengths/response_mean"]
-    assert first["perf/tflop/update_policy/policy"] > plain["perf/tflop/update_policy/policy"]
+    assert first["perf/work_tflop/update_policy/policy"] > plain["perf/work_tflop/update_policy/policy"]
 
 
 def test_a_step_without_a_reward_updates_nothing_and_the_run_goes_on(runs: tuple[Path, str]) -> None:

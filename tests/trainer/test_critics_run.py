@@ -104,7 +104,7 @@ def test_both_critics_learn_and_say_where_they_disagree(task: tuple[Path, list])
         assert row["critic/updates"] == row["critic_b/updates"] == row["policy/updates"] == 2
         assert row["critic/grad_norm"] > 1e-3 and row["critic_b/grad_norm"] > 1e-3 and row["critics/disagreement"] > 1e-3
         assert 0.15 < row["critics/masked_advantages"] <= 0.2 and 0.15 < row["critics/filtered_entropy"] <= 0.2
-        assert {"perf/tflop/update_critic/critic_b", "perf/tflop/logprobs/critic_b"} <= row.keys()
+        assert {"perf/work_tflop/update_critic/critic_b", "perf/work_tflop/logprobs/critic_b"} <= row.keys()
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(task: tuple[Path, list]) -> None:

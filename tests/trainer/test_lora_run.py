@@ -140,7 +140,7 @@ def test_the_reference_in_the_policy_gives_the_numbers_of_one_of_its_own(task) -
     folder, _ = task
     for ours, theirs in zip(rows(folder, "shared"), rows(folder, "copied"), strict=True):
         assert {k: ours[k] for k in NUMBERS} == {k: theirs[k] for k in NUMBERS}
-        assert ours["perf/tflop/logprobs/reference"] == theirs["perf/tflop/logprobs/reference"] > 0
+        assert ours["perf/work_tflop/logprobs/reference"] == theirs["perf/work_tflop/logprobs/reference"] > 0
     last = rows(folder, "shared")[-1]
     assert abs(last["kl/per_token"]) > 1e-4, "the policy has moved"
 

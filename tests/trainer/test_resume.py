@@ -87,7 +87,7 @@ def test_statistics_of_a_run_are_logged_under_names_that_a_configuration_may_sho
     logged = {name for row in rows for name in row if not name.startswith(open_beginnings([]))}
     assert logged - {"step", "time"} <= set(names)
     last = rows[-1]
-    assert last["perf/tflop/update_policy/policy"] == pytest.approx(3 * last["perf/tflop/logprobs/policy"])
+    assert last["perf/work_tflop/update_policy/policy"] == pytest.approx(3 * last["perf/work_tflop/logprobs/policy"])
     assert 0 < last["perf/tflops/step"] < max(last[f"perf/tflops/{stage}"] for stage in MODEL_STAGES)
     # Its ranks are forked from the tests' server, whose pages are theirs too.
     assert 0 < last["memory/update_policy_peak_gib"] <= last["memory/host_peak_gib"] < 16

@@ -130,7 +130,7 @@ def test_its_operations_are_those_of_the_texts_that_all_ranks_read(task: Path) -
         lengths = torch.tensor([length for _, _, call, length, *_ in asked(task) if call == row["step"]])  # call 0: an evaluation
         assert len(lengths) == 16
         expected = forward_flops(arch, lengths, value_head=True).total / 1e12
-        assert row["perf/tflop/score/reward_model"] == pytest.approx(expected)
+        assert row["perf/work_tflop/score/reward_model"] == pytest.approx(expected)
         seconds = 2 * row["timing/score_s"]  # of both ranks
         assert row["perf/tflops/score"] == pytest.approx(expected / seconds)
         assert row["perf/tokens_per_s/score"] == pytest.approx(int(lengths.sum()) / seconds)

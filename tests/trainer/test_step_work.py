@@ -44,8 +44,8 @@ def test_a_policy_that_trains_adapters_has_no_products_for_the_gradients_of_its_
         forward_flops(LLAMA_7B, LENGTHS, value_head=False),
         figures({**MODELS, "policy": replace(MODELS["policy"], frozen=True)}),
     )
-    assert found["perf/tflop/update_policy/policy"] == (2 * one.total + one.attention) / 1e12
-    assert found["perf/tflop/logprobs/policy"] == one.total / 1e12
+    assert found["perf/work_tflop/update_policy/policy"] == (2 * one.total + one.attention) / 1e12
+    assert found["perf/work_tflop/logprobs/policy"] == one.total / 1e12
 
 
 def test_every_role_has_its_own_operations_in_every_stage() -> None:
@@ -53,14 +53,14 @@ def test_every_role_has_its_own_operations_in_every_stage() -> None:
     value = forward_flops(CRITIC, LENGTHS, value_head=True)
     found = figures()
     want = {
-        "perf/tflop/generate/policy": generation_flops(LLAMA_7B, LENGTHS - RESPONSES, RESPONSES).total,
-        "perf/tflop/logprobs/policy": one.total,
-        "perf/tflop/logprobs/critic": value.total,
-        "perf/tflop/logprobs/reference": one.total,
-        "perf/tflop/update_critic/critic": 3 * value.total,
-        "perf/tflop/update_policy/policy": 3 * one.total,
+        "perf/work_tflop/generate/policy": generation_flops(LLAMA_7B, LENGTHS - RESPONSES, RESPONSES).total,
+        "perf/work_tflop/logprobs/policy": one.total,
+        "perf/work_tflop/logprobs/critic": value.total,
+        "perf/work_tflop/logprobs/reference": one.total,
+        "perf/work_tflop/update_critic/critic": 3 * value.total,
+        "perf/work_tflop/update_policy/policy": 3 * one.total,
     }
-    assert {name: value for name, value in found.items() if name.startswith("perf/tflop/")} == {
+    assert {name: value for name, value in found.items() if name.startswith("perf/work_tflop/")} == {
         name: flops / 1e12 for name, flops in want.items()
     }
     assert found["perf/tflops/update_policy"] == pytest.approx(3 * one.total / 1e12 / (2.0 * RANKS))
@@ -87,12 +87,12 @@ def test_a_reward_model_works_in_the_stage_of_the_scores() -> None:
         model.forward(texts),
     )
     found, without = work.metrics({**SECONDS, "score": 0.5}, step_s=10.0), figures()
-    assert found["perf/tflop/score/reward_model"] == by_hand / 1e12
+    assert found["perf/work_tflop/score/reward_model"] == by_hand / 1e12
     assert found["perf/tflops/score"] == pytest.approx(by_hand / 1e12 / 0.5), "of the one rank where it lives"
     assert found["perf/mfu/score"] == pytest.approx(by_hand / 50e12 / 0.5)
     assert found["perf/tokens_per_s/score"] == 11 / 0.5
     assert found["perf/tflops/step"] == pytest.approx(without["perf/tflops/step"] + by_hand / 1e12 / (10.0 * RANKS))
-    assert "perf/tflop/logprobs/reward_model" not in found and "perf/tflops/score" not in without
+    assert "perf/work_tflop/logprobs/reward_model" not in found and "perf/tflops/score" not in without
 
 
 def test_tokens_are_those_that_a_stage_passes_per_second_and_rank() -> None:
