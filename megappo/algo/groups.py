@@ -56,9 +56,11 @@ def equal_groups(reward: Tensor, group: Tensor) -> float:
 
 
 def are_equal(reward: Tensor, group: Tensor) -> Tensor:
-    """True for each group whose rewards are all equal, [G] bool in ascending order of group. Arguments as `group_moments`."""
+    """True for each group whose rewards are all equal, [G] bool in ascending order of group. Arguments as `group_moments`; NaN is
+    no reward, and a group of fewer than two others is equal."""
     names, member = torch.unique(group, return_inverse=True)
-    exact = reward.double()
+    there = ~reward.isnan()
+    member, exact = member[there], reward[there].double()
     largest = torch.full((len(names),), -torch.inf, dtype=torch.float64).scatter_reduce_(0, member, exact, "amax")
     smallest = torch.full((len(names),), torch.inf, dtype=torch.float64).scatter_reduce_(0, member, exact, "amin")
-    return largest == smallest
+    return largest <= smallest

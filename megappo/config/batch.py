@@ -33,8 +33,9 @@ class UpdateSchedule:
     part: Part = WHOLE
 
     def mini_batches(self, samples: int) -> int:
-        """Count the mini-batches of an epoch, given the samples of the whole step."""
-        return samples // self.part.count // self.mini_batch_size  # exact: `checks.py` refuses a remainder
+        """Count the mini-batches of an epoch, given the samples of the whole step. The last is smaller if samples were left out;
+        `checks.py` refuses a remainder of whole steps."""
+        return -(-len(range(self.part.index, samples, self.part.count)) // self.mini_batch_size)
 
     def optimizer_steps(self, samples: int) -> int:
         """Count the optimizer steps of a PPO step; the policy makes fewer if `target_kl` stops it."""

@@ -17,11 +17,11 @@ from megappo.config.schema import TrainConfig
 
 DEFAULT = ""  # name of the set that `data.eval` makes
 SCORE, LENGTH, TRUNCATED = "score", "length", "truncated"
-STDERR, UNDECIDED, UNUSABLE = "stderr", "undecided", "unusable_answers"
+STDERR, NO_VERDICT = "stderr", "no_verdict"
 # Figures of a set that is played in an environment.
 TURNS = ("turns_mean", "turns_max", "turns_limited", "turns_late")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-_RESERVED = (SCORE, LENGTH, TRUNCATED, *TURNS)  # eval/score is a metric of data.eval
+_RESERVED = (SCORE, LENGTH, TRUNCATED, NO_VERDICT, *TURNS)  # eval/score is a metric of data.eval
 
 
 def evaluation_sets(config: TrainConfig) -> dict[str, EvaluationConfig]:
@@ -136,8 +136,9 @@ def evaluation_problem(config: TrainConfig) -> str | None:
     """First problem of the sets and of `trainer.keep_best`; None without one."""
     sets = evaluation_sets(config)
     for name, one in config.evaluations.items():
-        if (message := _name_problem(name, config) or _sampling_problem(name, one, sets[name])) is not None:
-            return message
+        found = _name_problem(name, config) or _sampling_problem(name, one, sets[name]) or _verdict_problem(name, one)
+        if found is not None:
+            return found
     return _best_problem(config)
 
 
@@ -168,6 +169,15 @@ def _sampling_problem(name: str, one: EvaluationConfig, filled: EvaluationConfig
     if filled.every == 0 and not filled.before:
         unset = f"{key}.every is 0 and before is false" if one.every == 0 else "trainer.eval_every is 0 and before is false"
         return problem(f"{key}.data", one.data, f"{unset}, so nothing is evaluated; remove the set, or set {key}.every")
+    return None
+
+
+def _verdict_problem(name: str, one: EvaluationConfig) -> str | None:
+    usual = RewardConfig()
+    for key in ("max_without_verdict", "above_max"):
+        if one.reward is not None and (value := getattr(one.reward, key)) != getattr(usual, key):
+            fix = "has no effect: it is of training steps, and an evaluation leaves out what has no score; remove it"
+            return problem(f"evaluations.{name}.reward.{key}", value, fix)
     return None
 
 

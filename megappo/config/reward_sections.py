@@ -26,7 +26,7 @@ class RemoteConfig(Section):
     """Limit for one request, from its connection to the last byte of its answer."""
     retry_budget_s: NonNegativeFloat = 60.0
     """Seconds after its first failure in which a request is tried again: after a refused or broken connection, a timeout, and the
-    answers 408, 429 and 5xx. Then the run ends. 0 tries once."""
+    answers 408, 429 and 5xx. Then its samples have no score. 0 tries once."""
     token_env: SecretVariable | None = None
     """Environment variable with the token that every request carries (`Authorization: Bearer ...`). The token itself is never
     written down, so the name has to say that it is one: REWARD_TOKEN, RM_API_KEY."""
@@ -95,7 +95,7 @@ class RewardPart(Section):
     """Processes per rank that call your own reward, or math_verify, for several responses at once; each imports your code itself.
     0: the rank calls it, for one response after another."""
     timeout_s: PositiveFloat | None = None
-    """Seconds that one call of your own reward may take; then its process is ended, the response is undecided. Needs `workers`."""
+    """Seconds that one call of your own reward may take; then its process is ended, the response has no score. Needs `workers`."""
     code: CodeRewardConfig | None = None
     """Run the program in a response against the tests of its record, in a sandbox. Logged as `code`, or under `name`."""
     url: ServerUrl | None = None
@@ -153,6 +153,12 @@ class RewardConfig(Section):
     """Subtracted from the score of a response cut by the length limit."""
     length_penalty: LengthPenaltyConfig | None = None
     """Penalty for long responses, subtracted from the score; null: none."""
+    max_without_verdict: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Largest share of a step's responses that may have no score (docs/rewards.md), reference answers that cannot be read not
+    counted. They are left out; above it, `above_max`."""
+    above_max: Literal["stop", "redraw"] = "stop"
+    """stop: the run ends with a checkpoint of the last step. redraw: the step is drawn again with other prompts, 3 times, then it
+    ends."""
 
     @property
     def recipes(self) -> dict[str, tuple[RewardPart, ...]]:

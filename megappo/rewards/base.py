@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,8 +32,30 @@ class RewardInput:
     """Text of each turn of the policy, cut as `response` is; one entry if there is one turn."""
 
 
-class UnusableAnswer(ValueError):
-    """A part cannot read the reference answer of a sample: a fault of the data. The sample scores 0 and is counted."""
+_REASON = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+UNDECIDED, UNUSABLE, UNREACHABLE, DIED = "undecided", "unusable", "unreachable", "died"
+"""Reasons of megappo's own: a part ran out of time or returned None; it cannot read the reference answer; its server was down for
+the whole retry budget; its process or sandbox died."""
+
+
+class NoVerdict(Exception):
+    """A part cannot judge a sample, which says nothing about the response. A sample without a verdict on one of its weighted parts
+    has no score: it is trained on by no model and counted in `reward/no_verdict/REASON`. Raise it in a reward of your own."""
+
+    def __init__(self, reason: str = UNDECIDED) -> None:
+        """reason: a word under which such samples are counted. ValueError, one line, for a text that is no name of a metric."""
+        if not isinstance(reason, str) or not _REASON.fullmatch(reason):
+            raise ValueError(f"NoVerdict({reason!r}): its reason names a metric; use letters, digits and . _ - (64 at most)")
+        super().__init__(reason)
+        self.reason = reason
+
+
+class UnusableAnswer(NoVerdict, ValueError):
+    """A part cannot read the reference answer of a sample, a fault of the data. The text says what is wrong with it."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(UNUSABLE)
+        self.args = (text,)
 
 
 class RewardError(RuntimeError):
@@ -40,14 +63,14 @@ class RewardError(RuntimeError):
 
 
 Result = float | Mapping[str, Any] | None
-"""A finite number, or {"score": number, "parts": {name: number}, "per_token": num_tokens numbers}, or None for undecided: scored
-0 and counted. Numbers and arrays of NumPy and torch are accepted."""
+"""A finite number, or {"score": number, "parts": {name: number}, "per_token": num_tokens numbers}, or None for no verdict
+(undecided), or a `NoVerdict`. Numbers and arrays of NumPy and torch are accepted."""
 
 
 class Part(Protocol):
     """One part of a reward on this rank.
-    `UnusableAnswer` in a future scores 0 and is counted; any other exception stops all ranks. A `RewardError` names the part and
-    the sample itself, for others the scorer adds them."""
+    `NoVerdict` in a future leaves the sample without a score; any other exception stops all ranks. A `RewardError` names the part
+    and the sample itself, for others the scorer adds them."""
 
     streams: bool
     """True if values are computed in other threads or processes and do not depend on which samples start together or before.

@@ -4,7 +4,6 @@ Each rank composes the verdicts of its own samples."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -41,13 +40,12 @@ class Scored:
 
     texts: list[str]
     total: list[float]
-    """Weighted sums of the parts minus penalties, [B]."""
+    """Weighted sums of the parts minus penalties, [B]; NaN for a sample without a score."""
     parts: dict[str, list[float]]
-    """Name -> [B]: a part's unweighted value, NaN if the sample's recipe lacks it; a penalty as it enters the total (<= 0)."""
-    num_undecided: int
-    """Scores of 0 because a part was undecided, such as math_verify out of time."""
-    num_unusable: int = 0
-    """Scores of 0 because a part could not read the reference answer."""
+    """Name -> [B]: a part's unweighted value, NaN if it has no verdict or the sample's recipe lacks it; a penalty as it enters the
+    total (<= 0)."""
+    no_verdict: list[str] = field(default_factory=list)
+    """[B] reasons why a sample has no score, "" for one that has; empty if all have."""
     labels: list[str] = field(default_factory=list)
     """[B] labels of recipes; empty without a route."""
     per_token: list[list[float] | None] | None = None
@@ -70,7 +68,7 @@ class Scored:
         return replace(self, parts={name: self.parts.get(name) or self._without(name) for name in names})
 
     def select(self, chosen: Sequence[int]) -> Scored:
-        """Select samples in this order. Counts, seconds, lengths and retries stay those of all that were scored."""
+        """Select samples in this order. Seconds, lengths and retries stay those of all that were scored."""
 
         def rows(values: list[Row] | None) -> list[Row] | None:
             return None if values is None else [values[i] for i in chosen]
@@ -80,6 +78,7 @@ class Scored:
             texts=[self.texts[i] for i in chosen],
             total=[self.total[i] for i in chosen],
             parts={name: [values[i] for i in chosen] for name, values in self.parts.items()},
+            no_verdict=_of_any([self.no_verdict[i] for i in chosen]) if self.no_verdict else [],
             labels=[self.labels[i] for i in chosen] if self.labels else [],
             per_token=rows(self.per_token),
             model_total=rows(self.model_total),
@@ -100,9 +99,22 @@ class Scored:
             texts=rows(self.texts, ""),
             total=rows(self.total, 0.0),
             parts={name: rows(values, math.nan) for name, values in self.parts.items()},
+            no_verdict=rows(self.no_verdict, "") if self.no_verdict else [],
             labels=rows(self.labels, "") if self.labels else [],
             per_token=None if self.per_token is None else rows(self.per_token, None),
             model_total=None if self.model_total is None else rows(self.model_total, 0.0),
+        )
+
+    def without(self, reasons: Mapping[int, str]) -> Scored:
+        """Take their scores from some samples. reasons: place of the sample -> why it has none."""
+        if not reasons:
+            return self
+        known = self.no_verdict or [""] * len(self.total)
+        return replace(
+            self,
+            total=[math.nan if i in reasons else value for i, value in enumerate(self.total)],
+            parts={name: [math.nan if i in reasons else x for i, x in enumerate(values)] for name, values in self.parts.items()},
+            no_verdict=[reasons.get(i, reason) for i, reason in enumerate(known)],
         )
 
     def _without(self, name: str) -> list[float]:
@@ -122,8 +134,7 @@ def joined(scores: Sequence[Scored]) -> Scored:
         texts=[text for one in scores for text in one.texts],
         total=[value for one in scores for value in one.total],
         parts={name: [value for one in scores for value in one.parts[name]] for name in names},
-        num_undecided=sum(one.num_undecided for one in scores),
-        num_unusable=sum(one.num_unusable for one in scores),
+        no_verdict=_of_any([reason for one in scores for reason in one.no_verdict or [""] * len(one.total)]),
         labels=[label for one in scores for label in one.labels],
         per_token=_per_token_of_all(scores),
         seconds={name: [s for one in scores for s in one.seconds.get(name, [])] for name in seconds},
@@ -133,6 +144,10 @@ def joined(scores: Sequence[Scored]) -> Scored:
         model_lengths=[length for one in scores for length in one.model_lengths],
         retries={name: sum(one.retries[name] for one in scores) for name in scores[0].retries},
     )
+
+
+def _of_any(reasons: list[str]) -> list[str]:
+    return reasons if any(reasons) else []
 
 
 def _per_token_of_all(scores: Sequence[Scored]) -> list[list[float] | None] | None:
@@ -157,25 +172,25 @@ class Composition:
         return list(dict.fromkeys(name for recipe in self.recipes.values() for name in recipe))
 
     def compose(self, judged: Sequence[Judged], model_parts: Mapping[str, Mapping[int, Verdict]] | None = None) -> Scored:
-        """Score [B] responses. Raises RewardError for a value or a sum that is not finite in fp32.
+        """Score [B] responses. Raises RewardError for a value or a sum that is not finite in fp32, unless a part of the sample has
+        no verdict: such a sample has no score, for the first reason in the order of its recipe; a part of weight 0 takes none.
         model_parts: name -> response -> verdict of the parts that all ranks computed together, where the recipe has them."""
         verdicts = [self._verdicts(one, i, model_parts or {}) for i, one in enumerate(judged)]
         penalties = self._penalties(judged)
+        reasons = [self._reason(one, found) for one, found in zip(judged, verdicts)]
         totals = []
         for i, (one, found) in enumerate(zip(judged, verdicts)):
-            weights = self.recipes[one.label]
+            weights = {name: weight for name, weight in self.recipes[one.label].items() if weight or not found[name].reason}
             total = sum(weights[name] * found[name].score for name in weights) + sum(values[i] for values in penalties.values())
-            if not abs(total) <= LARGEST:
+            if not reasons[i] and not abs(total) <= LARGEST:
                 raise RewardError(f"the weighted rules add up to {total:g}, which fp32 does not hold; {_describe(one)}")
             totals.append(total)
         rules = {name: [found[name].score if name in found else math.nan for found in verdicts] for name in self.names}
-        reasons = Counter(verdict.reason for found in verdicts for verdict in found.values())
         return Scored(
             texts=[one.text for one in judged],
             total=_fp32(totals),
             parts={name: _fp32(values) for name, values in {**rules, **self._inner_parts(verdicts), **penalties}.items()},
-            num_undecided=reasons["undecided"],
-            num_unusable=reasons["unusable"],
+            no_verdict=_of_any(reasons),
             labels=[one.label for one in judged] if self.is_routed else [],
             per_token=self._per_token(judged, verdicts),
             seconds=_seconds(self.names, verdicts),
@@ -189,6 +204,10 @@ class Composition:
     @property
     def is_routed(self) -> bool:
         return list(self.recipes) != [WHOLE]
+
+    def _reason(self, one: Judged, found: Mapping[str, Verdict]) -> str:
+        weights = self.recipes[one.label]
+        return next((reason for name, weight in weights.items() if weight and (reason := found[name].reason)), "")
 
     def _weighted(self, one: Judged, found: Mapping[str, Verdict], names: Collection[str]) -> float:
         return sum(weight * found[name].score for name, weight in self.recipes[one.label].items() if name in names)
@@ -214,11 +233,11 @@ class Composition:
         return penalties
 
     def _inner_parts(self, verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, list[float]]:
-        # 0 for a sample without that number, NaN for one without the part.
+        # 0 for a sample without that number, NaN for one without the part or its verdict.
         values: dict[str, list[float]] = {}
         for name in self.names:
             for inner in sorted({inner for found in verdicts if name in found for inner in found[name].parts}):
-                values[f"{name}.{inner}"] = [found[name].parts.get(inner, 0.0) if name in found else math.nan for found in verdicts]
+                values[f"{name}.{inner}"] = [_inner(found.get(name), inner) for found in verdicts]
         return values
 
     def _per_token(self, judged: Sequence[Judged], verdicts: Sequence[Mapping[str, Verdict]]) -> list[list[float] | None] | None:
@@ -234,6 +253,10 @@ class Composition:
             if not all(abs(value) <= LARGEST for value in rewards[-1] or ()):
                 raise RewardError(f"the weighted rewards of a token are beyond fp32; {_describe(one)}")
         return rewards if any(values is not None for values in rewards) else None
+
+
+def _inner(verdict: Verdict | None, name: str) -> float:
+    return math.nan if verdict is None or verdict.reason else verdict.parts.get(name, 0.0)
 
 
 def _seconds(names: Sequence[str], verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, list[float]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from megappo.rewards.base import RewardError, RewardInput, UnusableAnswer, describe
+from megappo.rewards.base import NoVerdict, RewardError, RewardInput, describe
 from megappo.rewards.verdict import plain
 from megappo.runtime.worker_pool import Timed
 
@@ -69,7 +69,7 @@ class InlinePart:
     def _one(self, sample: RewardInput) -> Any:
         try:
             return self._function(sample)
-        except UnusableAnswer:
+        except NoVerdict:
             raise
         except (Exception, SystemExit) as error:  # any fault of a rule: named here, then it stops the run
             raise RewardError(f"{self._raised(error)}; {describe(sample)}") from error

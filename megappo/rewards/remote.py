@@ -10,18 +10,20 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from megappo.rewards.base import RewardError, RewardInput
-from megappo.rewards.server import Asker, Server
+from megappo.rewards.base import UNREACHABLE, NoVerdict, RewardError, RewardInput
+from megappo.rewards.server import Asker, Server, ServerDown
 from megappo.rewards.wire import Result
 
 _CLOSING_S = 5.0
+Outcome = Result | NoVerdict
 
 logger = logging.getLogger(__name__)
 
 
 class RemotePart:
     """Part of a reward whose samples a server scores.
-    One failed request fails everything that waits: it ends the run, so there is no reason to wait for the others."""
+    A server that is down for the retry budget leaves the samples of the request without a verdict. Any other fault fails everything
+    that waits: it ends the run, so there is no reason to wait for the others."""
 
     streams = True
 
@@ -33,15 +35,17 @@ class RemotePart:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         # The rest is the thread's alone.
-        self._waiting: deque[tuple[RewardInput, Future[Result]]] = deque()
-        self._open: set[Future[Result]] = set()
+        self._waiting: deque[tuple[RewardInput, Future[Outcome]]] = deque()
+        self._open: set[Future[Outcome]] = set()
         self._workers: set[asyncio.Task[None]] = set()
+        self._is_down = False
+        """A request used up its budget and none has been answered since: those that wait are tried once each."""
         self._retries_before = 0
         """Retries when nothing waited last: the first after that is told, and their number when nothing waits again."""
 
-    def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Result]]:
+    def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Outcome]]:
         """Begin to score the samples; returns a future for each, in order. A failed one holds a RewardError."""
-        futures: list[Future[Result]] = [Future() for _ in samples]
+        futures: list[Future[Outcome]] = [Future() for _ in samples]
         if futures:
             self._running_loop().call_soon_threadsafe(self._take_in, list(zip(samples, futures)))
         return futures
@@ -68,7 +72,7 @@ class RemotePart:
 
     # ------------------------------------------------------------------------------------------------------- in the thread
 
-    def _take_in(self, entries: Sequence[tuple[RewardInput, Future[Result]]]) -> None:
+    def _take_in(self, entries: Sequence[tuple[RewardInput, Future[Outcome]]]) -> None:
         self._waiting.extend(entries)
         self._open.update(future for _, future in entries)
         self._start_workers()
@@ -85,7 +89,12 @@ class RemotePart:
         settings = self.server.settings
         while batch := self._next_batch(settings.batch_size):
             try:
-                results = await self._asker.results([sample for sample, _ in batch], settings.retry_budget_s)
+                budget_s = 0.0 if self._is_down else settings.retry_budget_s
+                results: Sequence[Outcome] = await self._asker.results([sample for sample, _ in batch], budget_s)
+                self._is_down = False
+            except ServerDown as down:
+                self._told_down(down)
+                results = [NoVerdict(UNREACHABLE)] * len(batch)
             except Exception as error:  # whatever it is, these samples have no score: their futures say why, and the run ends
                 self._fail(error)
                 return
@@ -93,8 +102,14 @@ class RemotePart:
                 self._open.discard(future)
                 future.set_result(result)
 
-    def _next_batch(self, size: int) -> list[tuple[RewardInput, Future[Result]]]:
-        batch: list[tuple[RewardInput, Future[Result]]] = []
+    def _told_down(self, down: ServerDown) -> None:
+        if not self._is_down:  # once for all that waits
+            logger.warning("%s; what it does not answer has no verdict", down)
+        self._is_down = True
+        self._retries_before = self.num_retries  # the warning says how often
+
+    def _next_batch(self, size: int) -> list[tuple[RewardInput, Future[Outcome]]]:
+        batch: list[tuple[RewardInput, Future[Outcome]]] = []
         while self._waiting and len(batch) < size:
             sample, future = self._waiting.popleft()
             # From here on the sample cannot be cancelled.
@@ -117,6 +132,8 @@ class RemotePart:
     def _ended(self, worker: asyncio.Task[None]) -> None:
         self._workers.discard(worker)
         self._start_workers()  # samples may have come in after a failure
+        if not self._workers:
+            self._is_down = False  # the next samples, of another step, are worth the whole budget
         if not self._workers and (count := self.num_retries - self._retries_before):
             logger.warning("reward %s: %d requests were sent again, then all was scored", self.server.name, count)
             self._retries_before = self.num_retries

@@ -12,10 +12,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from megappo.rewards.base import Part, RetryingPart, RewardError, RewardInput, UnusableAnswer, describe
+from megappo.rewards.base import NoVerdict, Part, RetryingPart, RewardError, RewardInput, describe
 from megappo.rewards.compose import Composition, Judged
 from megappo.rewards.inline import Deferred
-from megappo.rewards.verdict import Verdict, verdict_of
+from megappo.rewards.verdict import Verdict, no_verdict, verdict_of
 from megappo.runtime.worker_pool import Timed
 
 ROUND_S = 2.0  # between two looks at the other parts, and of the trainer at the other ranks
@@ -242,14 +242,14 @@ def _clock(seconds: dict[str, float], name: str, begun: float) -> Callable[[Futu
 
 
 def _has_failed(future: Future[Any]) -> bool:
-    return future.done() and (future.cancelled() or not isinstance(future.exception(), UnusableAnswer | None))
+    return future.done() and (future.cancelled() or not isinstance(future.exception(), NoVerdict | None))
 
 
 def _verdict(one: _Started, name: str, future: Future[Any]) -> Verdict:
     try:
         result = future.result()
-    except UnusableAnswer:  # told before the run started (`trainer/prepare/reward_notes.py`)
-        return Verdict(0.0, {}, reason="unusable")
+    except NoVerdict as none:
+        return no_verdict(none.reason, one.seconds.get(name))
     except RewardError:
         raise
     except (Exception, SystemExit) as error:

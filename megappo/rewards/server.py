@@ -29,6 +29,10 @@ class Server:
     """Sent with every request, and kept out of reprs and records; None for none."""
 
 
+class ServerDown(RewardError):
+    """A server that gave no answer within the retry budget."""
+
+
 class Asker:
     """Client of a server, for one event loop. retried: called with the reason before a request is sent again."""
 
@@ -39,7 +43,8 @@ class Asker:
         self._random = random.Random()  # of its own: the run's is seeded, and the same on every rank
 
     async def results(self, samples: Sequence[RewardInput], retry_budget_s: float) -> list[Result]:
-        """Score the samples in one request; results in order. Raises RewardError with server, tries, reason and sample."""
+        """Score the samples in one request; results in order. Raises RewardError with server, tries, reason and sample; ServerDown
+        at the end of the budget."""
         settings, began = self._server.settings, time.monotonic()
         try:
             body = request_body(samples, settings.send)
@@ -54,16 +59,16 @@ class Asker:
                 return results_of(answer, len(samples))
             except (Refused, ValueError) as error:
                 one = samples[error.index : error.index + 1] if isinstance(error, BadScore) else samples
-                raise self._failed(str(error), tries, began, one) from error
+                raise RewardError(self._said(str(error), tries, began, one)) from error
             except TryAgain as error:
                 now = time.monotonic()
                 give_up = min(give_up, now + retry_budget_s)
                 left_s = give_up - now
                 if left_s <= 0:
-                    raise self._failed(str(error), tries, began, samples) from error
+                    raise ServerDown(self._said(str(error), tries, began, samples)) from error
                 if error.after_s > left_s:
                     reason = f"{error}; it asks to wait {error.after_s:.0f} s, and {left_s:.0f} s of remote.retry_budget_s are left"
-                    raise self._failed(reason, tries, began, samples) from error
+                    raise ServerDown(self._said(reason, tries, began, samples)) from error
                 self._retried(str(error))
                 await asyncio.sleep(min(left_s, max(error.after_s, wait_s * self._random.uniform(0.5, 1.0))))
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
@@ -71,9 +76,9 @@ class Asker:
     async def close(self) -> None:
         await self._client.aclose()
 
-    def _failed(self, reason: str, tries: int, began: float, samples: Sequence[RewardInput]) -> RewardError:
+    def _said(self, reason: str, tries: int, began: float, samples: Sequence[RewardInput]) -> str:
         often = f" after {tries} tries in {time.monotonic() - began:.1f} s" if tries > 1 else ""
-        return RewardError(f"reward {self._server.name}: {self._server.url}{often}: {reason}{_described(samples)}")
+        return f"reward {self._server.name}: {self._server.url}{often}: {reason}{_described(samples)}"
 
 
 def _described(samples: Sequence[RewardInput]) -> str:

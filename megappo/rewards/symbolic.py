@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from megappo.rewards.base import RewardInput, UnusableAnswer
+from megappo.rewards.base import DIED, NoVerdict, RewardInput, UnusableAnswer
 from megappo.rewards.gsm8k import gold_number
 from megappo.rewards.math_forms import final_answer
 from megappo.runtime.helper_process import Answerer, HelperDied, HelperProcess, parent_to_follow
@@ -25,7 +25,7 @@ class MathVerify:
     The final answer is the last \\boxed{} or <answer> that is not empty, else the rest of the line after the last `####` that a
     number follows (GSM8K), else the one that math-verify finds: "the answer is", LaTeX, the last expression. The reference answer
     is the text after its last `####`, or all of it. Undecided comparisons are logged as warnings and counted in `undecided`. Raises
-    UnusableAnswer for a reference answer that is no mathematical expression, RuntimeError if the worker died of anything but its
+    UnusableAnswer for a reference answer that is no mathematical expression, NoVerdict if the worker died of anything but its
     limit. Threads may share a rule; their calls run one at a time.
     """
 
@@ -42,11 +42,15 @@ class MathVerify:
 
     def __call__(self, sample: RewardInput) -> float | None:
         with self._lock:
-            reply = self._ask({"answer": _reference(sample.answer), "response": final_answer(sample.response)})
+            try:
+                reply = self._ask({"answer": _reference(sample.answer), "response": final_answer(sample.response)})
+            except RuntimeError as died:
+                logger.warning("%s; no verdict on %s", died, sample.sample_id)
+                raise NoVerdict(DIED) from died
             if reply is None:
                 self.undecided += 1
                 logger.warning(
-                    "math_verify: no decision on %s within %g s, scored 0 (%d so far)",
+                    "math_verify: no verdict on %s within %g s (%d so far)",
                     sample.sample_id,
                     self.cpu_limit_s,
                     self.undecided,

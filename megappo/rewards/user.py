@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megappo.rewards.base import RewardError, RewardInput, UnusableAnswer, describe
+from megappo.rewards.base import DIED, NoVerdict, RewardError, RewardInput, describe
 from megappo.rewards.inline import InlinePart
 from megappo.runtime.helper_process import FAILED, Answerer, HelperDied, HelperProcess
 from megappo.runtime.user_code import OwnCode, OwnFunction, Use
 
 GROUP = "megappo.rewards"
-_SCORED, _UNUSABLE = "scored", "unusable"
+_SCORED, _NO_VERDICT = "scored", "no verdict"
 
 logger = logging.getLogger(__name__)
 
@@ -43,28 +43,32 @@ def load_rule(name: str, code: OwnCode, *, batch: bool) -> OwnRule:
 
 class OwnProcess:
     """Worker of a pool that runs one rule in a process; the process ends with the calling thread and with this object.
-    timeout_s: wall-clock limit of one call; after it the process is ended and the sample is undecided (None). Raises RewardError
-    if the function raised or its process died."""
+    timeout_s: wall-clock limit of one call; after it the process is ended and the sample is undecided (None). Raises NoVerdict if
+    the function did or its process died, RewardError if the function raised anything else."""
 
     def __init__(self, name: str, code: OwnCode, timeout_s: float | None) -> None:
-        self._name, self._timeout_s, self._undecided = name, timeout_s, 0
+        self._name, self._timeout_s, self._without = name, timeout_s, 0
         self._process = HelperProcess(f"reward {name}", partial(_scoring, name, code), timeout_s)
 
     def __call__(self, sample: RewardInput) -> Any:
         try:
             word, value = self._process(sample)
         except TimeoutError:
-            self._undecided += 1
-            text = "%s: no result for %s within %g s, scored 0 (%d so far in this worker)"
-            logger.warning(text, self._name, sample.sample_id, self._timeout_s, self._undecided)
+            self._warn(f"gave no result within {self._timeout_s:g} s", sample)
             return None
         except HelperDied as died:
-            raise RewardError(f"the worker of reward rule {self._name} {died}; {describe(sample)}") from None
-        if word == _UNUSABLE:
-            raise UnusableAnswer(value)
+            self._warn(f"lost its process, which {died}", sample)
+            raise NoVerdict(DIED) from None
+        if word == _NO_VERDICT:
+            raise NoVerdict(value)
         if word != _SCORED:
             raise RewardError(f"reward rule {self._name} {value}; {describe(sample)}")
         return value
+
+    def _warn(self, what: str, sample: RewardInput) -> None:
+        self._without += 1
+        text = "reward rule %s %s: no verdict on %s (%d so far in this worker)"
+        logger.warning(text, self._name, what, describe(sample), self._without)
 
     def close(self) -> None:
         """End the process, even while it works for another thread."""
@@ -78,7 +82,7 @@ def _scoring(name: str, code: OwnCode) -> Answerer:
 def _answer(rule: OwnRule, sample: RewardInput) -> tuple[str, Any]:
     try:
         return _SCORED, rule.call(sample)
-    except UnusableAnswer as error:
-        return _UNUSABLE, str(error)
+    except NoVerdict as none:
+        return _NO_VERDICT, none.reason
     except (Exception, SystemExit) as error:  # the rank names the sample, and stops the run
         return FAILED, f"raised {type(error).__name__}: {error}{rule.place(error)}"

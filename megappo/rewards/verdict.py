@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from megappo.rewards.base import RewardError, RewardInput, describe
+from megappo.rewards.base import UNDECIDED, NoVerdict, RewardError, RewardInput, describe
 
 # Of fp32, as scores are from here on; more would become infinite, and the batch's advantages NaN.
 LARGEST = (2 - 2.0**-23) * 2.0**127
@@ -21,23 +22,29 @@ class Verdict:
     """Result of a part for a sample."""
 
     score: float
+    """NaN without a verdict."""
     parts: Mapping[str, float]
     """Numbers inside it; the sum of per_token has that name."""
     per_token: tuple[float, ...] | None = None
     """[num_tokens] rewards of the sampled tokens; None if the part has none."""
-    reason: Literal["undecided", "unusable"] | None = None
-    """Why the score is 0 although the part gave none."""
+    reason: str | None = None
+    """Why there is no verdict; None if there is one."""
     seconds: float | None = None
     """Time that it took; None if unknown."""
     num_tokens: int | None = None
     """Tokens that a reward model read for it; None for other parts."""
 
 
+def no_verdict(reason: str, seconds: float | None = None) -> Verdict:
+    """Return the result of a part that could not judge a sample."""
+    return Verdict(math.nan, {}, reason=reason, seconds=seconds)
+
+
 def verdict_of(result: Any, name: str, sample: RewardInput, seconds: float | None = None) -> Verdict:
     """Check the result of part `name`. Raises RewardError, naming the sample, for anything but a `rewards.base.Result`."""
     result = plain(result)
-    if result is None:
-        return Verdict(0.0, {}, reason="undecided", seconds=seconds)
+    if result is None or isinstance(result, NoVerdict):  # a function of many samples cannot raise it for one
+        return no_verdict(UNDECIDED if result is None else result.reason, seconds)
     if not isinstance(result, Mapping):
         return Verdict(_number(result, f"reward rule {name} returned", sample), {}, seconds=seconds)
     parts = result.get("parts", {})

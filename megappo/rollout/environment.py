@@ -134,8 +134,8 @@ class WorkersEnvironment:
 
     def __init__(self, questions: _Questions) -> None:
         self._questions, settings = questions, questions.settings
-        # Counts the answers over the time limit of all workers of the rank.
-        self._num_late = itertools.count(1)
+        # Count the answers over the time limit, and the deaths, of all workers of the rank.
+        self._num_late, self._num_died = itertools.count(1), itertools.count(1)
         make = functools.partial(answering, questions.prepared.code)
         process = functools.partial(HelperProcess, "environment", make, settings.timeout_s)
         self._pool = WorkerPool("environment", process, settings.workers)
@@ -158,7 +158,9 @@ class WorkersEnvironment:
             logger.warning("%s; its trajectory ends, cut (%d so far on this rank)", late, next(self._num_late))
             return Answer(None, limit_s, is_late=True)
         except HelperDied as died:
-            raise EnvironmentFault(question.named(f"lost its process, which {died}")) from None
+            lost = question.named(f"lost its process, which {died}")
+            logger.warning("%s; its trajectory has no score (%d so far on this rank)", lost, next(self._num_died))
+            return Answer(None, has_died=True)
         except CannotSend as error:
             raise EnvironmentFault(question.named(f"cannot be asked in a process: {error}")) from error
         word, value = found.result

@@ -48,6 +48,8 @@ class Answer:
     seconds: float = 0.0
     is_late: bool = False
     """The answer took too long; the trajectory ends as one that was cut."""
+    has_died: bool = False
+    """The process that should answer died; the trajectory ends, and nothing can be said of it."""
 
 
 class Asked(NamedTuple):
@@ -119,6 +121,7 @@ class _Trajectory:
     seconds: list[float] = field(default_factory=list)
     """One per call of the environment; like memo and fault, on the rank that asks it."""
     is_late: bool = False
+    has_died: bool = False
     fault: str | None = None
 
     @property
@@ -305,7 +308,7 @@ class TurnsRollout:
             trajectory.observation = None
             return None
         trajectory.turns += 1
-        trajectory.is_late = answer.is_late
+        trajectory.is_late, trajectory.has_died = answer.is_late, answer.has_died
         if answer.observation is None:
             return "length" if answer.is_late else response.finish
         observation, compaction = numpy.asarray(answer.observation, numpy.int32), self._compaction
@@ -356,5 +359,5 @@ class TurnsRollout:
             contexts=tuple(trajectory.contexts),
             prompt=trajectory.prompt if trajectory.contexts else None,
             fault=trajectory.fault,
-            played=Played(trajectory.turns, tuple(trajectory.seconds), reached_limit, trajectory.is_late),
+            played=Played(trajectory.turns, tuple(trajectory.seconds), reached_limit, trajectory.is_late, trajectory.has_died),
         )

@@ -144,6 +144,8 @@ class Played:
     """The limit on turns ended the trajectory."""
     is_late: bool
     """An answer over the time limit ended the trajectory."""
+    has_died: bool = False
+    """A process of the environment died and ended the trajectory, which therefore has no score."""
 
 
 @dataclass(frozen=True, eq=False)

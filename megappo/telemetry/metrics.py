@@ -90,8 +90,12 @@ class Metric(_Named):
         "reward/shaped_*",
         "mean, std, min, max over responses of the summed per-token reward (score and per_token minus KL penalty)",
     )
-    UNDECIDED = "reward/undecided", "scores of 0 because a rule was undecided, as math_verify out of time"
-    UNUSABLE = "reward/unusable_answers", "scores of 0 because a rule could not read the reference answer"
+    WITHOUT_VERDICT = "reward/without_verdict", "share of the step's responses without a score, which are left out"
+    NO_VERDICT = (
+        "reward/no_verdict/*",
+        "responses left out, by reason: undecided (out of time, None), unusable (reference answer), unreachable (server), died, "
+        "a reason of your own, baseline (remax), group (fewer than two others), redrawn (above_max)",
+    )
     REWARD_PART = (
         "reward/*",
         "mean of one part of the reward over the samples that have it, before its weight; PART/std, /min, /max, /share; "

@@ -37,6 +37,7 @@ from megappo.trainer.extras import (
     ReplicaChecks,
     Trajectories,
 )
+from megappo.trainer.left_out import VerdictRules
 from megappo.trainer.partial_rollouts import prompt_source_of
 from megappo.trainer.ppo import PPO
 from megappo.trainer.prepare.data import RunData
@@ -163,7 +164,8 @@ def build_ppo(
     source = prompt_source_of(config, data.train.prompts, data.loader, run.state)
     greedy = [GreedyBaseline(rollout, sampling, data.tokenizer, scorer)] if config.algorithm.estimator.type == "remax" else []
     sampled_by = {"sampling": sampling, "tokenizer": data.tokenizer, "scorer": scorer}
-    rollout_side = RolloutSide(config.rollout, rollout, roles.policy, source, **sampled_by, extras=greedy)
+    rules = VerdictRules(config.reward.max_without_verdict, config.reward.above_max, config.algorithm.compares_groups)
+    rollout_side = RolloutSide(config.rollout, rollout, roles.policy, source, **sampled_by, extras=greedy, rules=rules)
     extras = extras_of_updates(config, models, refresh, run)
     if config.telemetry.trajectories_every:
         extras.append(Trajectories(config, source.samples_per_row, data.tokenizer, log))

@@ -3,7 +3,8 @@ It does not disturb training: seeds depend only on the run's seed, the set, the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from megappo.config.reward_sections import EvaluationConfig
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.consensus import on_every_rank
-from megappo.parallel.totals import place_in_world, total, totals
+from megappo.parallel.totals import place_in_world, totals
 from megappo.rewards.compose import Scored
 from megappo.rewards.scorer import Scorer
 from megappo.rewards.votes import answers_of
@@ -29,6 +30,7 @@ from megappo.trainer.average import PolicyAverage
 from megappo.trainer.experience.collect import collect, evaluation_requests
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.table import Owners
+from megappo.trainer.left_out import left_out_of
 from megappo.trainer.sampler_check import average_version
 from megappo.trainer.scoring import begin_rewards, score_responses
 from megappo.trainer.step_totals import Totals, Turns, moments_of_turns
@@ -76,13 +78,13 @@ class Evaluation:
         """Return one line for the console."""
         f = dict(self.figures)
         length, cut = f.pop(names.LENGTH), f.pop(names.TRUNCATED)
-        unscored = {figure: value for figure in (names.UNDECIDED, names.UNUSABLE) if (value := f.pop(figure, 0.0))}
+        unscored = {figure: f.pop(figure) for figure in list(f) if figure.startswith(names.NO_VERDICT)}
         shown = ", ".join(f"{figure} {value:.3f}" for figure, value in f.items())
         parts = "".join(f", {name} {value:.3f}" for name, value in self.parts.items())
         turns = "" if self.turns is None else f", {self.turns.mean:.2f} turns"
         if self.turns is not None and self.turns.late:
             turns += f", {self.turns.late:.1%} ended by a late answer"
-        counted = "".join(f", {figure.replace('_', ' ')} {value:.0f}" for figure, value in unscored.items())
+        counted = "".join(f", {value:.0f} without a score ({figure.rpartition('/')[2]})" for figure, value in unscored.items())
         samples = f" x {self.n} samples" if self.n > 1 else ""
         what = f"{shown} on {self.num_prompts} held-out prompts{samples}{parts}, mean length {length:.1f} tokens, {cut:.1%} cut"
         return f"{self.name + ': ' if self.name else ''}{what}{turns}{counted}"
@@ -125,26 +127,32 @@ class Evaluator:
             names.LENGTH: float(table.sampled.sum()) / table.num_samples,
             names.TRUNCATED: float(table.truncated.sum()) / table.num_samples,
         }
-        if self.name:
-            unscored = total(torch.tensor([scored.num_undecided, scored.num_unusable], dtype=torch.float64)).tolist()
-            figures |= dict(zip((names.UNDECIDED, names.UNUSABLE), unscored))
         played = moments_of_turns([one.played for one in responses if one.played is not None])
         return Evaluation(self.name, len(self.prompts), n, figures, parts, Turns.of(Totals(played)))
 
     def _scores(self, experience: Experience, scored: Scored) -> dict[str, float]:
+        """Return the figures over the responses that have a score, NaN if none has, and the counts of the others by reason."""
         scores = experience.column(torch.tensor(scored.total, dtype=torch.float64)).tolist()
-        mean = sum(scores) / len(scores)
+        left_out = left_out_of(experience, scored, compares_groups=False) if any(map(math.isnan, scores)) else None
+        counts = {} if left_out is None else left_out.counts
+        unscored = {f"{names.NO_VERDICT}/{reason}": float(count) for reason, count in sorted(counts.items())}
+        mean = _mean([score for score in scores if not math.isnan(score)])
         if not self.name:
-            return {names.SCORE: mean}
+            return {names.SCORE: mean, **unscored}
         n = self.settings.n
-        groups = _grouped(scores, n)
+        groups = [[score for score in one if not math.isnan(score)] for one in _grouped(scores, n)]
         right = [[score >= self.settings.correct_score for score in one] for one in groups]
-        figures = {names.mean_at(n): mean, names.STDERR: standard_error([sum(one) / n for one in groups])}
-        for k in self.settings.pass_at or ():
-            figures[names.pass_at(k)] = sum(pass_at_k(n, sum(one), k) for one in right) / len(right)
+        figures = {names.mean_at(n): mean, names.STDERR: standard_error([_mean(one) for one in groups if one])}
+        for k in self.settings.pass_at or ():  # of a prompt with fewer scores than k it cannot be estimated
+            figures[names.pass_at(k)] = _mean([pass_at_k(len(one), sum(one), k) for one in right if len(one) >= k])
         if self.votes is not None:
-            figures[names.majority_at(n)] = sum(_majorities(self.votes, experience, scored.texts, right)) / len(right)
-        return figures
+            found = _majorities(self.votes, experience, scored.texts, _grouped(scores, n), self.settings.correct_score)
+            figures[names.majority_at(n)] = _mean(found)
+        return figures | unscored
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
 
 
 def _part_means(scored: Scored) -> dict[str, float]:
@@ -158,20 +166,27 @@ def _grouped(values: Sequence, n: int) -> list:
     return [values[start : start + n] for start in range(0, len(values), n)]
 
 
-def _majorities(rule: str, experience: Experience, texts: Sequence[str], right: Sequence[Sequence[bool]]) -> list[float]:
-    """Return `majority` of each prompt. right: per prompt, whether each of its n samples is correct. Collective over the world."""
-    n, (rank, world_size) = len(right[0]), place_in_world()
+def _majorities(
+    rule: str, experience: Experience, texts: Sequence[str], scores: Sequence[Sequence[float]], correct_score: float
+) -> list[float]:
+    """Return `majority` of each prompt with a score. scores: per prompt, of its n samples, NaN without one; such a sample has no
+    vote. Collective over the world."""
+    n, (rank, world_size) = len(scores[0]), place_in_world()
     # The rule compares all answers of a prompt, so its texts go to one rank, which counts its votes.
     owners = Owners.of_prompts(experience.table, n, world_size)
     groups = _grouped(experience.texts(texts, owners), n)
     mine = (owners.numbers(rank)[::n] // n).tolist()
 
+    def of_prompt(prompt: int, answers: Sequence[Hashable | None]) -> float:
+        scored = [(score, one) for score, one in zip(scores[prompt], answers, strict=True) if not math.isnan(score)]
+        return majority([score >= correct_score for score, _ in scored], [one for _, one in scored]) if scored else math.nan
+
     def count() -> dict[int, float]:
-        return {prompt: majority(right[prompt], answers) for prompt, answers in zip(mine, answers_of(rule, groups), strict=True)}
+        return {prompt: of_prompt(prompt, answers) for prompt, answers in zip(mine, answers_of(rule, groups), strict=True)}
 
     found = on_every_rank(f"counting the votes of {rule}", count)
-    of_prompt = {prompt: value for part in found for prompt, value in part.items()}
-    return [of_prompt[prompt] for prompt in range(len(right))]
+    by_prompt = {prompt: value for part in found for prompt, value in part.items()}
+    return [by_prompt[prompt] for prompt in range(len(scores)) if not math.isnan(by_prompt[prompt])]
 
 
 class Evaluations:

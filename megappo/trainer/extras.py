@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from megappo.data.token_texts import response_text, special_ids, token_texts
 from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.consensus import gathered_at
 from megappo.parallel.totals import maxima, place_in_world, total, totals
+from megappo.rewards.compose import Scored
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
@@ -60,35 +61,59 @@ def trajectories_of(
     record: StepRecord, prompt_of: Callable[[int], Prompt], drawn: Sequence[int], tokenizer: Tokenizer
 ) -> list[dict[str, Any]]:
     """Return the records of the drawn samples by number on rank 0, nothing elsewhere. Collective over the world.
-    prompt_of: sample number -> prompt."""
-    places = {number: place for place, number in enumerate(record.experience.numbers.tolist())}
-    rows = [_row(record, prompt_of(number), number, places[number], tokenizer) for number in drawn if number in places]
+    prompt_of, drawn: by the sample's number in the step, before any were left out."""
+    places = _places_of(record)
+    rows = [_row(record, places[number], prompt_of(number), number, tokenizer) for number in drawn if number in places]
     if place_in_world()[1] == 1:
         return rows
     return sorted((row for theirs in gathered_at(0, rows) for row in theirs), key=lambda row: row["sample"])
 
 
-def _row(record: StepRecord, prompt: Prompt, number: int, index: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the record of a sample. index: its position in this rank's batch."""
-    batch = record.batch
+class _Place(NamedTuple):
+    """A sample on this rank. index: in the batch of `experience`. reason: why it has no score, else empty."""
+
+    experience: Experience
+    scored: Scored
+    index: int
+    reason: str
+
+
+def _places_of(record: StepRecord) -> dict[int, _Place]:
+    """Map this rank's samples by their numbers in the step; those left out lack what the training side computed."""
+    left_out, experience, kept = record.rollout.left_out, record.experience, record.experience.numbers
+    if left_out is None:
+        return {number: _Place(experience, record.scored, i, "") for i, number in enumerate(kept.tolist())}
+    kept = left_out.numbers[kept] if len(left_out.numbers) else kept
+    held = [(left_out.experience, left_out.scored, left_out.experience.numbers), (experience, record.scored, kept)]
+    return {
+        number: _Place(samples, scored, i, left_out.reasons.get(number, ""))
+        for samples, scored, numbers in held
+        for i, number in enumerate(numbers.tolist())
+    }
+
+
+def _row(record: StepRecord, place: _Place, prompt: Prompt, number: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the record of a sample."""
+    experience, scored, index, reason = place
+    batch, table, row = experience.batch, experience.table, int(experience.numbers[index])
     begin, end = batch.cu_seqlens[index].item(), batch.cu_seqlens[index + 1].item()
     tokens, mask = batch.tokens[begin:end].tolist(), batch["response_mask"][begin:end]
-    table = record.experience.table
-    start, goes_on = int(table.prompt[number] - table.earlier[number]), bool(table.unfinished[number])
+    start, goes_on = int(table.prompt[row] - table.earlier[row]), bool(table.unfinished[row])
     texts = token_texts(tokens, tokenizer)
     return {
         "format": FORMAT,
         "sample": number,
         "id": prompt.id,
         "prompt": prompt.text,
-        "response": response_text(tokens[start:], tokenizer) if goes_on else record.scored.texts[index],
+        "response": response_text(tokens[start:], tokenizer) if goes_on else scored.texts[index],
         "answer": prompt.answer,
-        "score": record.scored.total[index],
-        # NaN: another recipe's part, or a response that goes on
-        "parts": {name: values[index] for name, values in record.scored.parts.items() if not math.isnan(values[index])},
-        "recipe": record.scored.labels[index] if record.scored.labels else "",
+        "score": None if reason else scored.total[index],
+        **({"reason": reason} if reason else {}),
+        # NaN: another recipe's part, or one without a verdict, or a response that goes on
+        "parts": {name: values[index] for name, values in scored.parts.items() if not math.isnan(values[index])},
+        "recipe": scored.labels[index] if scored.labels else "",
         "finish": "window" if goes_on else "length" if batch["truncated"][index] else "stop",
-        "version": int(table.oldest[number]),
+        "version": int(table.oldest[row]),
         "kl_coef": record.kl_coef,
         "prompt_tokens": tokens[:start],
         "prompt_texts": texts[:start],
@@ -286,8 +311,9 @@ class Trajectories(Extra):
         """Log the drawn samples if due. Collective over the world."""
         step, settings = record.step, self._settings
         if step % settings.trajectories_every == 0:
-            num_samples = record.experience.table.num_trajectories
-            drawn = draw_samples(num_samples, self._n, settings.trajectories_per_step, self._seed, step)
+            left_out = record.rollout.left_out
+            table = record.experience.table if left_out is None else left_out.experience.table
+            drawn = draw_samples(table.num_trajectories, self._n, settings.trajectories_per_step, self._seed, step)
             self._log.trajectories(step, trajectories_of(record, record.rollout.prompt_of, drawn, self._tokenizer))
 
 

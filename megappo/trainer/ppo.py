@@ -60,7 +60,7 @@ class PPO:
         timers = self.instruments.timers(step)
 
         samples = rollout.begin()
-        while samples.num_open:  # again only for what dynamic sampling replaces
+        while samples.num_open:  # again only for what dynamic sampling replaces, or without enough verdicts
             with timers.stage("prompts"):  # 1
                 asked = rollout.draw_prompts(step, samples)
             with timers.stage("generate"):  # 2

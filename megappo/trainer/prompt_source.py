@@ -55,7 +55,7 @@ class PromptSource:
             count = experience.table.num_trajectories  # behind them come the sequences that trajectories went on from
             scores = experience.column(torch.tensor(scored.total, dtype=torch.float64))[:count].view(len(rows), -1)
             ends = experience.table.ends[:count].view(len(rows), -1)  # those that go on are counted when they end
-            self.loader.pass_rates.observe(rows, [found[ended].tolist() for found, ended in zip(scores, ends)])
+            self.loader.pass_rates.observe(rows, [found[ended & ~found.isnan()].tolist() for found, ended in zip(scores, ends)])
 
     def end(self, experience: Experience) -> dict[str, float]:
         """Process the samples of a whole step; return metric -> value. Collective over the world."""

@@ -17,6 +17,7 @@ from megappo.telemetry.metrics import Metric
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.critic_report import critic_metrics, expert_metrics, least_explained_variance, targets_in
 from megappo.trainer.experience.table import SampleTable
+from megappo.trainer.left_out import REDRAWN
 from megappo.trainer.rounds import Rollout
 from megappo.trainer.sampler_check import Agreement
 from megappo.trainer.step_totals import Totals, Turns, moments_of_tokens, moments_of_turns
@@ -73,7 +74,6 @@ class StepRecord:
             moments = {**self._of_tokens(), **of_samples, **moments_of_turns(self.rollout.played)}
             further = {
                 "retries": torch.tensor(list(self.scored.retries.values()), dtype=torch.float64),
-                "unscored": torch.tensor([self.scored.num_undecided, self.scored.num_unusable], dtype=torch.float64),
             }
             return Totals(moments, further)
 
@@ -84,6 +84,8 @@ class StepRecord:
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return name -> (values [B], mask [B])."""
         scored, ends = self.scored, self.experience.table.ends[self.experience.numbers]
+        if scored.no_verdict:  # a step with no score at all, of which nothing is left out
+            ends = ends & torch.tensor([not reason for reason in scored.no_verdict])
         values = {"score": self.score, "shaped": sums_per_sequence(self.batch["reward"], self.batch.cu_seqlens, torch.float64)}
         if scored.model_total is not None:
             values["models"] = torch.tensor(scored.model_total, dtype=torch.float32)
@@ -93,7 +95,7 @@ class StepRecord:
             x = torch.tensor(part, dtype=torch.float32)
             found[f"part {name}"] = (x, ~x.isnan())  # NaN: another recipe's, or the response goes on
         for label in scored.recipe_labels:
-            found[f"route {label}"] = (self.score, torch.tensor([one == label for one in scored.labels], dtype=torch.bool))
+            found[f"route {label}"] = (self.score, ends & torch.tensor([one == label for one in scored.labels], dtype=torch.bool))
         if scored.early_s is not None:
             found["early"] = (torch.tensor([scored.early_s], dtype=torch.float64), torch.ones(1, dtype=torch.bool))
         for name, part in scored.seconds.items():
@@ -123,15 +125,20 @@ class StepRecord:
         }
 
     def _reward(self) -> dict[str, float]:
-        undecided, unusable = self.totals["unscored"].tolist()
         return {
             **score_metrics(self.totals),
             **{Metric.SHAPED.of(key): value for key, value in self.totals.summary("shaped")._asdict().items()},
-            Metric.UNDECIDED.value: int(undecided),
-            Metric.UNUSABLE.value: int(unusable),
+            **self._without_verdict(),
             **self._reward_parts(),
             **self._routes(),
         }
+
+    def _without_verdict(self) -> dict[str, float]:
+        left_out, redrawn = self.rollout.left_out, self.rollout.redrawn
+        counts = {} if left_out is None else dict(sorted(left_out.counts.items()))
+        counts |= {REDRAWN: redrawn} if redrawn else {}
+        by_reason = {Metric.NO_VERDICT.of(reason): count for reason, count in counts.items()}
+        return {Metric.WITHOUT_VERDICT.value: 0.0 if left_out is None else left_out.share, **by_reason}
 
     def _reward_parts(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -251,8 +258,9 @@ class StepRecord:
 
     @property
     def generated(self) -> tuple[Tensor, Tensor]:
-        """Tokens of every generated sample of all ranks, replaced ones included, and of its response, [M] int32 each."""
-        table, rounds = self.experience.table, self.rollout.rounds
+        """Tokens of every generated sample of all ranks, also replaced and left-out ones, and of its response, [M] int32 each."""
+        left_out, rounds = self.rollout.left_out, self.rollout.rounds
+        table = self.experience.table if left_out is None else left_out.experience.table
         if rounds is None:
             return table.length, table.sampled
         return torch.cat([table.length, rounds.length]), torch.cat([table.sampled, rounds.sampled])

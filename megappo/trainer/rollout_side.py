@@ -3,23 +3,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 from megappo.config.schema import RolloutConfig
 from megappo.data.tokenizers import Tokenizer
+from megappo.parallel.consensus import warn_once
+from megappo.rewards.base import RewardError
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
-from megappo.trainer.experience.collect import collect, prompt_of_sample
+from megappo.trainer.experience.collect import LOST, collect, prompt_of_sample
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.extras import Extra
+from megappo.trainer.left_out import LeftOut, VerdictRules, left_out_of
 from megappo.trainer.prompt_source import PromptSource
 from megappo.trainer.roles import Policy
 from megappo.trainer.rounds import Rollout, Round, StepSamples, nothing_to_learn
 from megappo.trainer.sampler_check import require_version
 from megappo.trainer.scoring import begin_rewards, score_responses
+
+logger = logging.getLogger(__name__)
+
+MAX_REDRAWS = 3
+"""Draws of one step after the first, with `reward.above_max: redraw`: more would hide that the reward is down."""
 
 
 class RolloutSide:
@@ -37,9 +47,12 @@ class RolloutSide:
         tokenizer: Tokenizer,
         scorer: Scorer,
         extras: Sequence[Extra] = (),
+        rules: VerdictRules,
     ) -> None:
         self.engine, self.policy, self.source, self.scorer = engine, policy, source, scorer
         self._settings, self._sampling, self._tokenizer, self._extras = settings, sampling, tokenizer, extras
+        self._rules = rules
+        self._left_out: LeftOut | None = None  # of the step
 
     def begin(self) -> StepSamples:
         """Start the samples of a new step, with none drawn yet."""
@@ -66,27 +79,46 @@ class RolloutSide:
         return drawn
 
     def score(self, asked: Round, drawn: Experience, samples: StepSamples) -> None:
-        """Stage 3: score the responses and add the round to the samples of the step."""
+        """Stage 3: score the responses and add the round to the samples of the step. RewardError on every rank if more of them than
+        `reward.max_without_verdict` have no score; with `above_max: redraw` all places are open again, MAX_REDRAWS times."""
         scored = score_responses(drawn, asked.prompt_of, self._tokenizer, self.scorer, self._sampling.stop)
+        fields = {name: x for name, x in drawn.batch.sequence_fields.items() if name != LOST}  # no field of one round alone
+        drawn = drawn.with_batch(replace(drawn.batch, sequence_fields=fields))
         for extra in self._extras:
             drawn = extra.after_score(asked, drawn)
         samples.add(asked.rows, drawn, scored)
         self.source.observe(asked.rows, drawn, scored)
+        if not samples.num_open:
+            self._left_out = left_out_of(*samples.result(), compares_groups=self._rules.compares_groups)
+            if self._left_out is not None and self._left_out.exceeds(self._rules.max_share):
+                self._draw_again(asked.step, samples, self._left_out)
+
+    def _draw_again(self, step: int, samples: StepSamples, left_out: LeftOut) -> None:
+        said = f"step {step}: {left_out.describe()}; reward.max_without_verdict is {self._rules.max_share:g}"
+        if self._rules.above == "stop" or samples.times_redrawn == MAX_REDRAWS:
+            often = f" at the {samples.times_redrawn + 1}th draw" if samples.times_redrawn else ""
+            raise RewardError(f"{said}{often}")
+        warn_once(logger, "%s; the step is drawn again", said)
+        samples.draw_again()
 
     def end(self, step: int, samples: StepSamples) -> Rollout:
         """Return the rollout that the training side learns from."""
         experience, scored = samples.result()
-        figures = self.source.end(experience)
+        figures, left_out = self.source.end(experience), self._left_out
+        if left_out is not None:
+            experience, scored = left_out.rest()
         return Rollout(
             step=step,
             experience=experience,
             scored=scored,
             prompt_of=partial(prompt_of_sample, self.source.prompts, samples.rows, self.source.samples_per_row),
             sampler=self.engine.name,
-            nothing_to_learn=nothing_to_learn(experience.table, scored, samples.num_scored),
+            nothing_to_learn=nothing_to_learn(experience.table, left_out),
             figures=figures,
             rounds=samples.rounds(),
             played=samples.played,
+            left_out=left_out,
+            redrawn=samples.num_redrawn,
         )
 
     def push_weights(self, version: int) -> dict[str, float]:

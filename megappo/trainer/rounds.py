@@ -12,7 +12,6 @@ from megappo.algo.groups import are_equal
 from megappo.config.prompt_sections import DynamicSamplingConfig
 from megappo.data.packing import PackedBatch, joined
 from megappo.data.prompts import Prompt
-from megappo.parallel.totals import total
 from megappo.rewards import compose
 from megappo.rewards.compose import Scored
 from megappo.rollout.types import Played, Request
@@ -20,6 +19,7 @@ from megappo.telemetry.metrics import Metric
 from megappo.trainer.experience.collect import prompt_of_sample
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.table import Owners, SampleTable
+from megappo.trainer.left_out import LeftOut
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,10 @@ class Round:
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """Scored samples of a step for the training side.
-    experience, scored: of this rank's samples. prompt_of: sample number -> prompt. sampler: name of the engine that drew them.
-    nothing_to_learn: reason why no model can be updated, or empty. figures: by metric. rounds: None without dynamic sampling.
-    played: trajectories that this rank drew in an environment."""
+    experience, scored: of this rank's samples. prompt_of: number of a sample in the step, before any were left out -> prompt.
+    sampler: name of the engine that drew them. nothing_to_learn: reason why no model can be updated, or empty. figures: by metric.
+    rounds: None without dynamic sampling. played: trajectories that this rank drew in an environment. left_out: samples without a
+    score; None if all have one. redrawn: trajectories that were drawn before because too many of them had none."""
 
     step: int
     experience: Experience
@@ -54,6 +55,8 @@ class Rollout:
     figures: Mapping[str, float] = field(default_factory=dict)
     rounds: Rounds | None = None
     played: Sequence[Played] = ()
+    left_out: LeftOut | None = None
+    redrawn: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class _Kept:
 
 class StepSamples:
     """Samples of one step, collected over its rounds. rows: prompt of each place. played: of all rounds, as in a `Rollout`.
+    times_redrawn: how often all places were opened again.
     open: int64, places to draw a prompt for in the next round; empty once the step is complete.
 
     With `algorithm.dynamic_sampling`, prompts whose responses all score the same are replaced (DAPO, Yu et al. 2025,
@@ -105,7 +109,7 @@ class StepSamples:
         self.rows = [-1] * num_prompts
         self.played: list[Played] = []
         self.open = torch.arange(num_prompts)
-        self._rounds = self._prompts = self._equal_left = 0
+        self._rounds = self._prompts = self._equal_left = self.times_redrawn = 0
         self._like: Experience
         self._whole: tuple[Experience, Scored] | None = None
         self._kept: list[_Kept] = []
@@ -120,10 +124,16 @@ class StepSamples:
         """Samples of the rounds so far; the next sample has this number, for its seed."""
         return self._prompts * self._n
 
+    def draw_again(self) -> None:
+        """Forget what was drawn and open all places for other prompts."""
+        self.open, self._whole, self._rounds = torch.arange(len(self.rows)), None, 0
+        self._replaced += [one.table for one in self._kept]
+        self._kept, self.times_redrawn = [], self.times_redrawn + 1
+
     @property
-    def num_scored(self) -> int | None:
-        """Scored samples, replaced ones included; None without dynamic sampling."""
-        return None if self._settings is None else self.num_drawn
+    def num_redrawn(self) -> int:
+        """Samples that were drawn in vain."""
+        return self.times_redrawn * len(self.rows) * self._n
 
     def add(self, rows: Sequence[int], experience: Experience, scored: Scored) -> None:
         """Add a round: one row per open place, and the samples of these prompts in order. Collective over the world.
@@ -148,7 +158,9 @@ class StepSamples:
     def result(self) -> tuple[Experience, Scored]:
         """Return the experience of the whole step, and the scores of this rank's samples in the order of its batch."""
         assert not self.num_open, f"{self.num_open} prompts are missing"
-        return self._merged() if self._whole is None else self._whole
+        if self._whole is None:
+            self._whole = self._merged()
+        return self._whole
 
     def _finish(self, experience: Experience, scored: Scored) -> None:
         self.open, self._whole = self.open[:0], (experience, scored)
@@ -177,7 +189,8 @@ class StepSamples:
             torch.cat([torch.empty(0, dtype=torch.int32), *(getattr(one, name) for one in self._replaced)])
             for name in ("length", "sampled")
         )
-        return Rounds(self._rounds, self._prompts, self._prompts - len(self.rows), self._equal_left, length, sampled)
+        replaced = self._prompts - len(self.rows) * (1 + self.times_redrawn)
+        return Rounds(self._rounds, self._prompts, replaced, self._equal_left, length, sampled)
 
     def _compared(self, scored: Scored) -> Tensor:
         """Return [B] fp64, the part of the reward that is compared, or the score of a sample without it."""
@@ -205,20 +218,8 @@ class StepSamples:
         self._kept.append(_Kept(number_in_step(kept), table, share, own, batch, scored.select(mine.tolist())))
 
 
-def nothing_to_learn(table: SampleTable, scored: Scored, num_scored: int | None = None) -> str:
-    """Return why no model can be updated on a step's responses, equal on all ranks; empty if one can. Collective over the world.
-    table: of all samples. scored: this rank's. num_scored: samples its counts cover on all ranks, by default the table's ended
-    ones.
-    """
-    undecided, unusable = total(torch.tensor([scored.num_undecided, scored.num_unusable])).tolist()
-    if not int(table.sampled.sum()):
-        return f"none of the {table.num_samples} responses has a sampled token"
-    scored_in_all = int(table.ends.sum()) if num_scored is None else num_scored
-    if not scored_in_all:  # what goes on has its advantages from the critic
-        return ""
-    if undecided + unusable >= scored_in_all:
-        return (
-            f"none of the {scored_in_all} responses has a reward: {undecided} undecided, {unusable} with a reference answer "
-            "that a rule cannot read"
-        )
-    return ""
+def nothing_to_learn(table: SampleTable, left_out: LeftOut | None) -> str:
+    """Return why no model can be updated on a step's responses, equal on all ranks; empty if one can. table: of all samples."""
+    if left_out is not None and not len(left_out.numbers):
+        return left_out.describe()
+    return "" if int(table.sampled.sum()) else f"none of the {table.num_samples} responses has a sampled token"

@@ -35,6 +35,12 @@ CASES = [
         ["trainer.eval_every is 0 and before is false", "set evaluations.a.every"],
         "trainer.eval_every=5",
     ),
+    (
+        RULE,
+        [SETS, "evaluations.a.reward={above_max: redraw}"],
+        ['evaluations.a.reward.above_max = "redraw": has no effect'],
+        "evaluations.a.reward=null",
+    ),
     (RULE, ["trainer.keep_best=eval/score"], ['keep_best = "eval/score": nothing is evaluated'], "data.eval=e.jsonl"),
     (
         RULE,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from megappo.config.reward_sections import LengthPenaltyConfig
-from megappo.rewards.base import RewardError, RewardInput
+from megappo.rewards.base import NoVerdict, RewardError, RewardInput
+from megappo.rewards.compose import Scored, joined
 from megappo.rewards.inline import InlinePart
 from megappo.rewards.symbolic import MathVerify
 from megappo.rewards.verdict import Verdict
@@ -32,7 +34,7 @@ def test_the_total_is_the_weighted_sum_less_the_penalties() -> None:
         "exact_match": [1, 0, 1],
         "missing_eos_penalty": [0, 0, -0.5],
         "length_penalty": [0, -0.25, -0.75],
-    } and (found.num_undecided, found.labels, found.per_token) == (0, [], None)
+    } and (found.no_verdict, found.labels, found.per_token) == ([], [], None)
     assert part_means(found)["length_penalty"] == pytest.approx(-1 / 3)
 
 
@@ -50,12 +52,18 @@ def test_an_empty_batch_has_empty_scores() -> None:
     assert found.total == [] and found.parts["has_eos"] == [] and part_means(found) == {}
 
 
-def test_undecided_samples_are_counted_per_call() -> None:
+def without_score(found: Scored) -> list[str]:
+    """Reasons, by which total and parts of such samples are NaN and no others."""
+    assert [math.isnan(total) for total in found.total] == [bool(reason) for reason in found.no_verdict]
+    return found.no_verdict
+
+
+def test_undecided_samples_have_no_score_per_call() -> None:
     rule = MathVerify(cpu_limit_s=0.8)
     scorer = scorer_with({"math_verify": 1.0}, {"math_verify": InlinePart("math_verify", rule, close=rule.close)})
     found = scores(scorer, [sample("$10^{10^{10}}$", "5"), sample("5", "5")])
-    assert (found.total, found.num_undecided) == ([0.0, 1.0], 1)
-    assert scores(scorer, [sample("5", "5")]).num_undecided == 0
+    assert without_score(found) == ["undecided", ""] and found.total[1] == 1.0
+    assert scores(scorer, [sample("5", "5")]).no_verdict == []
     assert rule._worker.pid is not None
     scorer.close()
     assert rule._worker.pid is None
@@ -91,19 +99,44 @@ def test_a_sum_that_overflows_names_the_sample() -> None:
         scores(scorer_with({"a": 1.0, "b": 1.0}, {"a": lambda s: 3e38, "b": lambda s: 3e38}), [sample("x", sample_id="t#41")])
 
 
-def test_an_answer_that_a_rule_cannot_read_scores_0_and_is_counted() -> None:
+def test_an_answer_that_a_rule_cannot_read_gives_no_score() -> None:
     """It may come after hours, and again after every resume: it must not end the run."""
     samples = [sample("#### 70", "seventy"), sample("#### 70", "70"), sample("#### 70", "")]
     scorer = scorer_with({"gsm8k_strict": 1.0, "math_verify": 1.0, "has_eos": 0.5})
     found = scores(scorer, samples)
     scorer.close()
-    assert found.total == [0.5, 2.5, 0.5]
-    assert (found.num_unusable, found.num_undecided) == (3, 0)  # math_verify reads `seventy` as a text
+    assert without_score(found) == ["unusable", "", "unusable"] and found.total[1] == 2.5
+    assert found.parts["math_verify"][0] == 0.0 and math.isnan(found.parts["math_verify"][2])  # it reads `seventy` as a text
+    assert found.parts["has_eos"] == [1, 1, 1], "other parts judge as ever"
 
 
-def test_an_undecided_rule_scores_0_and_is_counted() -> None:
-    found = scores(scorer_with({"mine": 1.0}, {"mine": lambda s: None}), [sample("a", "a")])
-    assert (found.total, found.num_undecided, found.num_unusable) == ([0.0], 1, 0)
+def test_the_first_reason_of_the_recipe_counts_and_a_part_that_is_only_logged_has_none() -> None:
+    """And a sample that all parts judge has the bits that it has alone."""
+
+    def broken(given: RewardInput) -> float:
+        raise NoVerdict("judge_down")
+
+    parts = {"logged": broken, "tenth": lambda s: 0.1, "mine": lambda s: None if s.response == "a" else 0.2, "last": broken}
+    samples = [sample("a"), sample("b")]
+    assert without_score(scores(scorer_with({"mine": 1.0, "last": 1.0}, parts), samples)) == ["undecided", "judge_down"]
+    found = scores(scorer_with({"logged": 0.0, "tenth": 0.3, "mine": 1.0}, parts), samples)
+    assert without_score(found) == ["undecided", ""]
+    assert found.total[1] == scores(scorer_with({"tenth": 0.3, "mine": 1.0}, parts), samples[1:]).total[0]
+
+
+@pytest.mark.parametrize("reason", ["", "a b", "x" * 65, "a/b", None])
+def test_a_reason_is_the_name_of_a_metric(reason: Any) -> None:
+    with pytest.raises(ValueError, match="its reason names a metric; use letters, digits and"):
+        NoVerdict(reason)
+
+
+def test_samples_without_a_score_keep_it_through_selections_and_rounds() -> None:
+    scorer = scorer_with({"mine": 1.0}, {"mine": lambda s: None if s.response == "a" else 1})
+    one, other = (scores(scorer, [sample(text) for text in texts]) for texts in ("ab", "bb"))
+    assert joined([one, other]).no_verdict == ["undecided", "", "", ""] and joined([other, other]).no_verdict == []
+    assert one.select([1]).no_verdict == [] and one.select([1, 0]).no_verdict == ["", "undecided"]
+    assert one.among([True, False, True]).no_verdict == ["undecided", "", ""]
+    assert without_score(one.without({1: "died"})) == ["undecided", "died"]
 
 
 def test_values_of_models_are_weighed_beside_the_rules() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import shutil
 import subprocess
 import threading
@@ -59,6 +60,15 @@ def failure(server: FaultyServer, behaviours: Sequence[Behaviour], **settings: A
         results(server, behaviours, **settings)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 800
     return str(caught.value)
+
+
+def given_up(caplog: pytest.LogCaptureFixture, server: FaultyServer, behaviours: Sequence[Behaviour], **settings: Any) -> str:
+    """What the log says, once, of a server that answers none of the samples within the budget."""
+    found = results(server, behaviours, **settings)
+    assert [none.reason for none in found] == ["unreachable"] * len(SAMPLES)
+    (said,) = [record.getMessage() for record in caplog.records if "has no verdict" in record.getMessage()]
+    assert "\n" not in said and len(said) < 800
+    return said
 
 
 # ---------------------------------------------------------------------------------------------------------------- requests
@@ -169,11 +179,11 @@ def test_a_passing_fault_costs_a_retry_and_no_score(server: FaultyServer, fault:
     assert len(server.requests) >= 4, "three batches, and one of them twice (or more: a busy machine may be late by itself)"
 
 
-def test_retry_after_is_a_least_wait(server: FaultyServer) -> None:
+def test_retry_after_is_a_least_wait(server: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
     start = time.monotonic()
     results(server, [saying("", 429, Retry_After="1")], SAMPLES[:1])
     assert time.monotonic() - start >= 1.0
-    said = failure(server, [saying("", 429, Retry_After="100")])
+    said = given_up(caplog, server, [saying("", 429, Retry_After="100")] * 3)
     assert "it asks to wait 100 s, and 10 s of remote.retry_budget_s are left" in said
 
 
@@ -200,27 +210,43 @@ LASTING: list[tuple[Behaviour, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("fault, settings, says", LASTING)
-def test_a_lasting_fault_ends_at_the_budget(server: FaultyServer, fault: Behaviour, settings: dict, says: str) -> None:
+def test_a_lasting_fault_leaves_no_verdict_at_the_budget(
+    server: FaultyServer, caplog: pytest.LogCaptureFixture, fault: Behaviour, settings: dict, says: str
+) -> None:
     start = time.monotonic()
-    said = failure(server, [fault] * 100, retry_budget_s=1.0, **settings)
+    said = given_up(caplog, server, [fault] * 100, retry_budget_s=1.0, **settings)
     assert 1.0 <= time.monotonic() - start < 1.0 + 5.0
     assert f"reward rm: {server.url_of_now} after " in said and " tries in " in said and says in said
     assert "; 2 samples, the first: sample t#" in said or "; sample t#4, response 'xxxx'" in said
     assert len(server.requests) >= 3
 
 
-def test_a_server_that_is_down_ends_the_run_at_the_budget() -> None:
+def test_a_server_that_is_down_costs_one_budget_for_all_that_wait(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that come later are worth a budget of their own: the server may be back."""
     with serving() as gone:
-        remote = part(gone, retry_budget_s=1.0)
-    start = time.monotonic()
-    with closing(remote), pytest.raises(RewardError, match=r"after \d+ tries in \d\.\d s: ConnectError: Connection refused; "):
-        remote.start(SAMPLES)[0].result(60)
-    assert 1.0 <= time.monotonic() - start < 1.0 + 5.0
+        remote = part(gone, retry_budget_s=1.0, batch_size=1, concurrency=1)
+    with closing(remote):
+        for _ in range(2):
+            start = time.monotonic()
+            assert [future.result(60).reason for future in remote.start(SAMPLES)] == ["unreachable"] * len(SAMPLES)
+            assert 1.0 <= time.monotonic() - start < 2 * 1.0 < len(SAMPLES) * 1.0, "one after the other they take 5 s"
+    said = [record.getMessage() for record in caplog.records if "has no verdict" in record.getMessage()]
+    assert len(said) == 2 and re.search(r"after \d+ tries in \d\.\d s: ConnectError: Connection refused; ", said[0])
 
 
-def test_no_budget_is_one_try(server: FaultyServer) -> None:
-    assert " after " not in failure(server, [saying("", 500)] * 9, retry_budget_s=0.0, concurrency=1)
-    assert len(server.requests) == 1
+def test_samples_that_a_server_cannot_take_cost_the_others_nothing(server: FaultyServer) -> None:
+    def sometimes(handler: Handler) -> None:
+        if "t#1" in str(server.requests[-1][1]):
+            return handler.answer(500, b"that one")
+        return faulty.fine(handler)
+
+    found = results(server, [sometimes] * 50, retry_budget_s=1.0, batch_size=1, concurrency=1)
+    assert [getattr(one, "reason", one) for one in found] == [0.0, "unreachable", 2.0, 3.0, 4.0]
+
+
+def test_no_budget_is_one_try(server: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
+    said = given_up(caplog, server, [saying("", 500)] * 9, retry_budget_s=0.0, concurrency=1)
+    assert " after " not in said and len(server.requests) == 3
 
 
 def test_one_failure_is_that_of_all_that_wait_and_the_part_can_be_asked_again(server: FaultyServer) -> None:

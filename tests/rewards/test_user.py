@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_a_batch_is_scored_at_once_and_may_be_numpy(tmp_path: Path) -> None:
     assert scores(rule, []).total == [], "a rank without a share calls nothing"
 
 
-def test_parts_are_logged_and_undecided_and_unusable_samples_counted(tmp_path: Path) -> None:
+def test_parts_are_logged_and_undecided_and_unusable_samples_have_no_score(tmp_path: Path) -> None:
     code = (
         "from megappo.rewards.base import UnusableAnswer\n"
         "def score(sample):\n"
@@ -77,8 +78,29 @@ def test_parts_are_logged_and_undecided_and_unusable_samples_counted(tmp_path: P
         "    return {'score': 1, 'parts': {'length': len(sample.response), 'spaces': True}}\n"
     )
     found = score(tmp_path, code)
-    assert found.parts == {"mine.score": [1, 0, 0], "mine.score.length": [3, 0, 0], "mine.score.spaces": [1, 0, 0]}
-    assert found.total == [2, 0, 0] and (found.num_undecided, found.num_unusable) == (1, 1)
+    names = ["mine.score", "mine.score.length", "mine.score.spaces"]
+    assert str(found.parts) == str({name: [value, nan, nan] for name, value in zip(names, (1.0, 3.0, 1.0))})
+    assert str(found.total) == "[2.0, nan, nan]" and found.no_verdict == ["", "unusable", "undecided"]
+
+
+@pytest.mark.parametrize("keys", [{}, {"workers": 1}])
+def test_own_code_says_that_it_has_no_verdict_and_why(tmp_path: Path, keys: dict) -> None:
+    """Any other exception, also of a reason that is no name, is a fault of the code."""
+    code = (
+        "from megappo.rewards.base import NoVerdict\ndef score(s):\n    if s.response == 'c': raise NoVerdict({!r})\n    return 1\n"
+    )
+    mine = scorer(tmp_path, code.format("judge.down"), **keys)
+    assert scores(mine, SAMPLES).no_verdict == ["", "judge.down", ""]
+    mine.close()
+    broken = scorer(tmp_path, code.format("judge is down"), **keys)
+    with pytest.raises(RewardError, match=r"raised ValueError: NoVerdict\('judge is down'\): .*\(mine.py:3\); sample t#1"):
+        scores(broken, SAMPLES)
+    broken.close()
+
+
+def test_a_batch_returns_what_it_has_no_verdict_on(tmp_path: Path) -> None:
+    code = "from megappo.rewards.base import NoVerdict\ndef score(samples):\n    return [1, NoVerdict('no_judge'), None]\n"
+    assert score(tmp_path, code, batch=True).no_verdict == ["", "no_judge", "undecided"]
 
 
 def rule_of(part: PreparedPart) -> OwnRule:

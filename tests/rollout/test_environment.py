@@ -137,7 +137,6 @@ def test_a_fault_names_file_line_turn_and_sample(tmp_path, tokenizer, code, keys
 # of a function in a process
 LOST = [
     ("1 / 0", "mine.py: play raised ZeroDivisionError: division by zero (mine.py:2); turn 0 of sample sums.jsonl#3 (sample 7)"),
-    ("os.kill(os.getpid(), 11)", "mine.py: play lost its process, which was ended by SIGSEGV; turn 0 of sample sums.jsonl#3"),
     ("lambda: 1", "mine.py: play returned function, which cannot be sent to the rank: "),
     ("turn.state.update(x=lambda: 1)", "mine.py: play left a state, which cannot be sent to the rank: "),
     ("7", "returned 7: no text"),
@@ -149,6 +148,14 @@ def test_a_fault_in_a_process_names_file_line_turn_and_sample(tmp_path, tokenize
     with pytest.raises(EnvironmentFault, match=re.escape(said)) as caught:
         ask(tmp_path, tokenizer, f"import os\ndef play(turn): return {code}\n", ["9"], workers=1)
     assert "\n" not in str(caught.value)
+
+
+def test_a_process_that_dies_ends_its_trajectory_alone(tmp_path, tokenizer, caplog):
+    code = "import os\ndef play(turn): return os.kill(os.getpid(), 11) if turn.response == 'die' else 'more'\n"
+    first, second = ask(tmp_path, tokenizer, code, ["die", "9"], workers=1)
+    assert first is None and tokenizer.decode_all(second).count("more") == 1, "another process answers the next turn"
+    said = "mine.py: play lost its process, which was ended by SIGSEGV; turn 0 of sample sums.jsonl#3 (sample 7), 'die'"
+    assert f"{said}; its trajectory has no score (1 so far on this rank)" in caplog.text
 
 
 @pytest.mark.parametrize(

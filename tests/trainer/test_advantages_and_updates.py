@@ -573,7 +573,7 @@ def test_scores_come_in_the_order_of_the_responses(alone):
     ends = (((2, 0), "stop"), ((3,), "length"), ((4, 0), "stop"))
     responses = [answered(tokens, finish=finish) for tokens, finish in ends]
     scored = score(asked("bcx"), responses, LETTERS, scorer_with({"exact_match": 2.0}, {}, 0.5))
-    assert scored.texts == ["b", "c", "d"] and scored.total == [2.0, 1.5, 0.0] and scored.num_undecided == 0
+    assert scored.texts == ["b", "c", "d"] and scored.total == [2.0, 1.5, 0.0] and scored.no_verdict == []
     assert scored.parts == {"exact_match": [1.0, 1.0, 0.0], "missing_eos_penalty": [0.0, -0.5, 0.0]}
 
 

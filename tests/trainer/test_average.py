@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,7 +24,6 @@ from megappo.models.hf_config import read_arch
 from megappo.parallel.layout import ParallelLayout
 from megappo.rewards.compose import Scored
 from megappo.trainer import extras, rollout_side
-from megappo.trainer.rounds import nothing_to_learn
 from tests.trainer.averages import POLICIES, REFERENCES, Found, averages, write_models
 from tests.trainer.small_run import run_many, set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
@@ -154,7 +151,7 @@ def unscored_step(step: int) -> Iterator[None]:
     def scored(*arguments: Any) -> Scored:
         found = plain(*arguments)
         calls.append(None)
-        return replace(found, num_undecided=len(found.total)) if len(calls) == step else found
+        return found.without(dict.fromkeys(range(len(found.total)), "undecided")) if len(calls) == step else found
 
     with mock.patch.object(rollout_side, "score_responses", scored):
         yield
@@ -177,7 +174,7 @@ def run_all(rank: int, folder: Path) -> str:
     for steps, resume in ((STEPS - 1, False), (STEPS, True)):  # the policy's engine is not the reference's
         run_many(rank, [(config_of(folder, "from-ema", "megatron", steps, **FROM_EMA), resume)])
     with unscored_step(2):
-        run_many(rank, [(config_of(folder, "unscored", "megatron", **WITHOUT), False)])
+        run_many(rank, [(config_of(folder, "unscored", "megatron", **WITHOUT, **{"reward.max_without_verdict": 1.0}), False)])
     # A checkpoint without an average, and under the other engine.
     run_many(rank, [(config_of(folder, "late", "megatron", 1, **WITHOUT), False)])
     run_many(rank, [(config_of(folder, "late", "fsdp2", 2), True)])
@@ -324,27 +321,3 @@ def test_a_step_without_a_reward_updates_nothing_and_the_run_goes_on(runs: tuple
     first, second, third = (stored(folder, "unscored", step, "policy") for step in range(1, STEPS + 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(not torch.equal(second[name], third[name]) for name in first)
-
-
-@pytest.mark.parametrize(
-    ("sampled", "num_drawn", "undecided", "unusable", "says"),
-    [
-        ([0, 0], None, 0, 0, "none of the 2 responses has a sampled token"),
-        (
-            [3, 4],
-            None,
-            1,
-            1,
-            "none of the 2 responses has a reward: 1 undecided, 1 with a reference answer that a rule cannot read",
-        ),
-        ([0, 4], None, 1, 0, ""),
-        ([3, 4], 6, 2, 0, ""),
-        ([3, 4], 6, 5, 1, "none of the 6 responses has a reward: 5 undecided, 1 with a reference answer that a rule cannot read"),
-    ],
-)
-def test_what_cannot_be_trained_on_has_a_reason(
-    sampled: list[int], num_drawn: int | None, undecided: int, unusable: int, says: str
-) -> None:
-    table = SimpleNamespace(num_samples=2, sampled=torch.tensor(sampled), ends=torch.ones(2))
-    scored = Scored(["", ""], [0.0, 0.0], {}, undecided, unusable)
-    assert nothing_to_learn(table, scored, num_drawn) == says  # type: ignore[arg-type]

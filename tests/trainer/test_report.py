@@ -48,9 +48,7 @@ def record(policy_sums=None, fields=FIELDS, kl_estimator="k1"):
         token_fields={"response_mask": torch.tensor(MASK), **{name: torch.tensor(x) for name, x in fields.items()}},
         sequence_fields={"truncated": torch.tensor([False, True])},
     )
-    scored = Scored(
-        ["r0", "r1"], [1.0, 0.5], {"exact_match": [1.0, 0.0]}, num_undecided=1, num_unusable=2, retries={"rm": 3, "other": 0}
-    )
+    scored = Scored(["r0", "r1"], [1.0, 0.5], {"exact_match": [1.0, 0.0]}, retries={"rm": 3, "other": 0})
     policy = UpdateSummary() if policy_sums is None else updates(policy_sums)
     critic = updates({"tokens_sum": 5.0, "loss_sum": 4.0})
     return StepRecord(
@@ -95,8 +93,7 @@ WANT = {
     "reward/exact_match/std": 0.5,
     "reward/exact_match/min": 0.0,
     "reward/exact_match/max": 1.0,
-    "reward/undecided": 1,
-    "reward/unusable_answers": 2,
+    "reward/without_verdict": 0.0,
     "policy/entropy": 3.0,
     "policy/loss": 1.5,
     "policy/clip_low": 0.2,

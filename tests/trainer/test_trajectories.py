@@ -70,7 +70,7 @@ def test_texts_join_to_the_text(tokenizer):
         {"response_mask": torch.arange(len(ids)) > 5, "logprob": torch.full((len(ids),), -1 / 3)},
         {"truncated": torch.tensor([False])},
     )
-    one = changed(one, experience=dealt(batch), scored=Scored(["né 😀\n"], [1.0], {}, 0))
+    one = changed(one, experience=dealt(batch), scored=Scored(["né 😀\n"], [1.0], {}))
     (row,) = trajectories_of(one, PROMPTS.__getitem__, [0], tokenizer)
     assert "".join(row["prompt_texts"] + row["response_texts"]) == "<s>2+2 = né 😀\n</s>"
     assert len(row["response_texts"]) == len(row["response_tokens"]) and row["response_texts"][-1] == "</s>"
@@ -90,7 +90,7 @@ def test_tokens_that_the_policy_did_not_sample_have_no_numbers(tokenizer):
 
 
 def test_a_record_has_the_parts_of_its_recipe_alone(tokenizer):
-    scored = Scored(["r0", "r1"], [1.0, 0.5], {"math": [1.0, math.nan], "code": [math.nan, 0.5]}, 0, labels=["gsm8k", "apps"])
+    scored = Scored(["r0", "r1"], [1.0, 0.5], {"math": [1.0, math.nan], "code": [math.nan, 0.5]}, labels=["gsm8k", "apps"])
     first, second = trajectories_of(changed(record(), scored=scored), PROMPTS.__getitem__, [0, 1], tokenizer)
     assert (first["recipe"], first["parts"], second["recipe"], second["parts"]) == ("gsm8k", {"math": 1.0}, "apps", {"code": 0.5})
 

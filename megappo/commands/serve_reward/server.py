@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 
 from megappo.config.errors import ConfigError
 from megappo.config.urls import is_loopback
-from megappo.rewards.base import RewardInput, UnusableAnswer
+from megappo.rewards.base import NoVerdict, RewardInput
 from megappo.rewards.user import GROUP, load_rule
 from megappo.rewards.wire import answer_body, samples_of
 from megappo.runtime.user_code import OwnCode
@@ -55,17 +55,20 @@ class Function:
             if "answer" in self._rule.requires and not sample.answer:
                 raise Unscorable(f"{self._rule.name} requires an answer, which sample {sample.sample_id} lacks")
         if self._rule.batch:
-            return list(self._called(list(samples), f"{len(samples)} samples")) if samples else []
+            found = self._called(list(samples), f"{len(samples)} samples") if samples else []
+            return [None if isinstance(one, NoVerdict) else one for one in found]
         return [self._called(sample, f"sample {sample.sample_id}") for sample in samples]
 
     def _called(self, argument: Any, what: str) -> Any:
         try:
             value = self._rule.call(argument)
-        except UnusableAnswer:
+        except NoVerdict:
             return None
         except Exception as error:  # any fault of the user's code
             where = self._rule.place(error)
             raise Unscorable(f"{self._rule.name} raised {type(error).__name__}: {error}{where}; {what}") from error
+        if isinstance(value, NoVerdict):
+            return None
         return value.tolist() if hasattr(value, "tolist") else value  # NumPy and torch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -10,11 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megappo.rewards.base import RewardInput, UnusableAnswer
+from megappo.rewards.base import DIED, NoVerdict, RewardInput, UnusableAnswer
 from megappo.rewards.code.response import program_of
 from megappo.rewards.code.tests_of_record import CodeTest, read_tests
-from megappo.rewards.sandbox.box import Limits, Sandbox
+from megappo.rewards.sandbox.box import Limits, Sandbox, SandboxError
 from megappo.runtime.worker_pool import Timed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class CodePart:
         self._closed = False
 
     def start(self, samples: Sequence[RewardInput]) -> Sequence[Future[Timed]]:
-        """Return one future per sample, in order. It may raise UnusableAnswer for tests that cannot be read, or SandboxError."""
+        """Return one future per sample, in order. It may raise UnusableAnswer for tests that cannot be read, or NoVerdict for a
+        sandbox that cannot be started."""
         return [self._pool.submit(self._timed, sample) for sample in samples]
 
     def close(self) -> None:
@@ -66,7 +70,11 @@ class CodePart:
         program = program_of(sample.response)
         if program is None:
             return {"score": 0.0, "parts": {"has_code": 0.0, "passed": 0.0, "timeout": 0.0, "error": 0.0}}
-        ended = self._run(tests, {"setup": setup, "source": program})
+        try:
+            ended = self._run(tests, {"setup": setup, "source": program})
+        except SandboxError as error:  # of the machine, as one without memory for another process
+            logger.warning("reward code: no verdict on sample %s: %s", sample.sample_id, error)
+            raise NoVerdict(DIED) from error
         passed = ended["passed"] / len(tests)
         score = passed if self._settings.score == "fraction" else float(ended["passed"] == len(tests))
         others = {name: float(ended[name] > 0) for name in ("timeout", "error")}
@@ -90,7 +98,9 @@ class CodePart:
                     outcome = sandbox.run(test.stdin, {**test.task, **program}, left)
                     verdict = "passed" if test.passed(outcome) else _END.get(outcome.status, "error")
                     ended[verdict] += 1
-                    if outcome.status == "lost" or (verdict != "passed" and self._settings.score == "all"):
+                    if outcome.status == "lost":
+                        raise NoVerdict(DIED)
+                    if verdict != "passed" and self._settings.score == "all":
                         break
             finally:
                 with self._lock:

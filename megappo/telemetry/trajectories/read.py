@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ class Trajectory:
     answer: str
     response: str
     score: float
-    """NaN if it was not finite."""
+    """NaN without a score, or if it was not finite."""
+    reason: str
+    """Why it has no score, else empty."""
     parts: dict[str, float]
     recipe: str
     finish: str
@@ -119,7 +122,17 @@ def read_run(run: Path, steps: tuple[int, int | None] = (0, None)) -> Sampled:
         raise ConfigError(f"{run}: all {len(trajectories)} responses go on in a later step; name later ones (--steps)")
     if len(ended) < len(trajectories):
         notes.append(f"{len(trajectories) - len(ended)} responses go on in a later step, without a score yet; they are left out")
-    return Sampled(ended, notes, mode)
+    scored = [one for one in ended if not one.reason]
+    if not scored:
+        raise ConfigError(f"{run}: none of {len(ended)} responses has a score ({_reasons(ended)}); name other steps (--steps)")
+    if len(scored) < len(ended):
+        notes.append(f"{len(ended) - len(scored)} responses have no score ({_reasons(ended)}); they are left out")
+    return Sampled(scored, notes, mode)
+
+
+def _reasons(trajectories: Sequence[Trajectory]) -> str:
+    counts = Counter(one.reason for one in trajectories if one.reason)
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
 
 
 def _records(file: Path) -> tuple[list[dict[str, Any]], bool]:
@@ -169,6 +182,7 @@ def _of_record(record: Mapping[str, Any], step: int) -> Trajectory:
         answer=_text(record, "answer"),
         response=_text(record, "response"),
         score=_number(record, "score"),
+        reason=_text(record, "reason"),
         recipe=_text(record, "recipe"),
         parts={name: _number(parts, name) for name in parts},
         finish=_finish(record),

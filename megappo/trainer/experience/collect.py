@@ -20,6 +20,9 @@ from megappo.parallel.totals import place_in_world, total
 from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response
 from megappo.trainer.experience.experience import Experience
 
+LOST = "lost"
+"""Batch field of a round in which an environment's process died."""
+
 
 def sample_seed(run_seed: int, step: int, sample: int) -> int:
     """Return a 63-bit seed for one sample, the same on every rank and after a resume."""
@@ -87,12 +90,16 @@ def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_
     """Turn the responses of all ranks into experience spread over all ranks. Collective over the world.
     requests: of the whole batch, the same on every rank. responses: those drawn on this rank, by number. with_top_k_ids: as in
     `pack_experience`. A trajectory's last sequence has the number of its request; the earlier sequences of all trajectories, in
-    order, are numbered from len(requests). EnvironmentFault on all ranks if an environment failed."""
-    asked, responses, previous, num_samples = _sequences(requests, responses)
+    order, are numbered from len(requests). EnvironmentFault on all ranks if an environment failed. Field LOST [B] bool marks the
+    trajectories whose environment died, if any did."""
+    asked, responses, previous, num_samples, any_lost = _sequences(requests, responses)
     numbers = [response.number for response in responses]
     # With partial rollouts every request has a limit. Read it there, so ranks that drew nothing have the same fields.
     is_partial = len(requests) > 0 and requests[0].max_tokens is not None
     drawn = pack_experience(asked, responses, with_top_k_ids=with_top_k_ids, is_partial=is_partial)
+    if any_lost:  # of any rank, so that all have the field
+        lost = [one.played is not None and one.played.has_died for one in responses]
+        drawn = drawn.with_fields({}, {LOST: torch.tensor(lost, dtype=torch.bool)})
     oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
     versions = torch.tensor([oldest, newest], dtype=torch.int32)
     groups = torch.tensor([request.group for request in asked], dtype=torch.int32)
@@ -100,19 +107,22 @@ def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_
     return Experience.of_drawn(*of_drawn)
 
 
-def _sequences(requests: Sequence[Request], responses: Sequence[Response]) -> tuple[list[Request], list[Response], Tensor, int]:
-    """Return this rank's sequences as requests and responses by number, their predecessors [M] int32, and the number of all
-    sequences. Collective over the world."""
+def _sequences(
+    requests: Sequence[Request], responses: Sequence[Response]
+) -> tuple[list[Request], list[Response], Tensor, int, bool]:
+    """Return this rank's sequences as requests and responses by number, their predecessors [M] int32, the number of all sequences,
+    and whether an environment of any rank died. Collective over the world."""
     faults = [response.fault for response in responses if response.fault is not None]
-    counts = torch.zeros(len(requests) + 1, dtype=torch.long)  # the last one of faults
+    counts = torch.zeros(len(requests) + 2, dtype=torch.long)  # the last two of deaths and faults
     for response in responses:
         counts[response.number] = len(response.contexts)
+    counts[-2] = sum(one.played is not None and one.played.has_died for one in responses)
     counts[-1] = len(faults)
     counts = total(counts)
     if int(counts[-1]):
         fault = EnvironmentFault(f"rank {place_in_world()[0]}: {faults[0]}") if faults else None
         raise_together(fault, EnvironmentFault)
-    counts = counts[:-1]
+    counts, any_lost = counts[:-2], bool(counts[-2])
     firsts = len(requests) + counts.cumsum(0) - counts
     found: list[tuple[Request, Response, int]] = []
     for response in responses:
@@ -124,7 +134,7 @@ def _sequences(requests: Sequence[Request], responses: Sequence[Response]) -> tu
         found.append((last, response, first + len(response.contexts) - 1 if response.contexts else -1))
     found.sort(key=lambda one: one[1].number)
     previous = torch.tensor([one[2] for one in found], dtype=torch.int32)
-    return [one[0] for one in found], [one[1] for one in found], previous, len(requests) + int(counts.sum())
+    return [one[0] for one in found], [one[1] for one in found], previous, len(requests) + int(counts.sum()), any_lost
 
 
 def pack_experience(

@@ -68,7 +68,7 @@ def code_notes(reward: RewardConfig, sets: Mapping[str, PromptSet]) -> Iterator[
                 raise ConfigError(problem(f"{key}.code.tests_key", settings.tests_key, fix))
             if found:
                 count = f"the tests of {len(found):,} of {len(scored):,} records"
-                yield f"{name}: {label} cannot read {count} and scores them 0: {places(found)}; {reason}"
+                yield f"{name}: {label} cannot read {count} and gives them no score: {places(found)}; {reason}"
 
 
 def _hash_of_judges() -> str:

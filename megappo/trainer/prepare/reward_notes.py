@@ -1,5 +1,5 @@
 """Checks the reward of a configuration against the prompts that it scores; the result is cached with the prepared data. A sample
-whose reference answer a rule cannot read scores 0; if a rule can read none of a set, the rule or `data.answer_key` is wrong and
+whose reference answer a rule cannot read has no score; if a rule can read none of a set, the rule or `data.answer_key` is wrong and
 the run is refused."""
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def _notes_of_rule(name: str, check: Callable[[str], object], sets: Mapping[str,
             fix = f"{found[0][1]} ({found[0][0].place}), and so for all {len(found):,} records of {key}; "
             raise ConfigError(problem("reward.parts", name, f"{fix}check data.answer_key, or name another rule"))
         first = places([prompt for prompt, _ in found])
-        yield f"{key}: {name} cannot read {len(found):,} of {len(prompts):,} answers and scores them 0: {first}; {found[0][1]}"
+        of = f"{len(found):,} of {len(prompts):,} answers"
+        yield f"{key}: {name} cannot read {of} and gives them no score: {first}; {found[0][1]}"
 
 
 def reward_notes(reward: RewardConfig, parts: Mapping[str, PreparedPart], sets: Mapping[str, PromptSet], cache: Cache) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from megappo.config.errors import ConfigError, problem
-from megappo.config.evaluations import STDERR, TURNS, UNDECIDED, UNUSABLE
+from megappo.config.evaluations import STDERR, TURNS
 from megappo.config.reward_sections import RemoteConfig, RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet, record_field
 from megappo.rewards.base import PreparedPart, RewardError
@@ -96,7 +96,7 @@ def load_own(part: RewardPart) -> PreparedPart:
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 # A part is logged as reward/LABEL and eval/LABEL.
 _TAKEN = {metric.value.split("/")[1] for metric in Metric if metric.value.startswith(("reward/", "eval/"))} | {MISSING_EOS, LENGTH}
-_TAKEN |= {STDERR, UNDECIDED, UNUSABLE, *TURNS}  # of evaluations
+_TAKEN |= {STDERR, *TURNS}  # of evaluations
 
 
 def load_parts(reward: RewardConfig) -> dict[str, PreparedPart]:

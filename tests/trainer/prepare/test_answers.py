@@ -26,9 +26,11 @@ def notes(*answers: str, rule: str = "math_verify", evaluated: tuple[str, ...] =
 def test_answers_without_mathematics_are_counted_with_their_lines() -> None:
     answers = (r"\$18.90", r"\$32,\!348", "", "7", "", "$$", r"\text{ }")
     assert notes(*answers, evaluated=("5", r"\frac{1}{2}", "")) == [
-        "data.train: math_verify cannot read 4 of 7 answers and scores them 0: math.jsonl#2 (line 6), math.jsonl#4 (line 10), "
+        "data.train: math_verify cannot read 4 of 7 answers and gives them no score: math.jsonl#2 (line 6), "
+        "math.jsonl#4 (line 10), "
         "math.jsonl#5 (line 12), ...; the reference answer '' is no mathematical expression",
-        "data.eval: math_verify cannot read 1 of 3 answers and scores them 0: eval.jsonl#2 (line 6); the reference answer '' is no "
+        "data.eval: math_verify cannot read 1 of 3 answers and gives them no score: eval.jsonl#2 (line 6); "
+        "the reference answer '' is no "
         "mathematical expression",
     ]
 

@@ -15,7 +15,7 @@ from megappo.config.loading import load_config, validated
 from megappo.config.reward_checks import reward_problem
 from megappo.config.reward_sections import RewardConfig
 from megappo.data.prompts import Prompt, PromptSet
-from megappo.rewards.base import RewardError, RewardInput
+from megappo.rewards.base import RewardInput
 from megappo.rewards.sandbox.bubblewrap import PACKAGE, SandboxError
 from megappo.trainer.prepare import code_rewards
 from megappo.trainer.prepare.code_rewards import code_notes, require_isolation
@@ -49,7 +49,7 @@ def test_unreadable_tests_are_counted_with_places_and_a_set_without_any_is_refus
     reward = reward_of(CODE)
     [note] = code_notes(reward, {"data.train": prompts(GOOD, BAD, json.dumps(GOOD), "x ="), "data.eval": prompts(GOOD)})
     assert note == (
-        "data.train: code cannot read the tests of 2 of 4 records and scores them 0: d.jsonl#1 (line 2), d.jsonl#3 (line 4); "
+        "data.train: code cannot read the tests of 2 of 4 records and gives them no score: d.jsonl#1 (line 2), d.jsonl#3 (line 4); "
         "the tests have 1 inputs and 0 outputs"
     )
     with pytest.raises(ConfigError) as caught:
@@ -133,12 +133,14 @@ def test_the_configured_part_scores_beside_rules() -> None:
         scored = scorer.composition.compose(scorer.finish())
     finally:
         scorer.close()
-    assert scored.total == [2.5, 0.5, 0.5] and scored.num_unusable == 1
-    assert scored.parts["code"] == scored.parts["code.passed"] == [1.0, 0.0, 0.0]
-    assert scored.parts["code.has_code"] == [1.0, 0.0, 0.0]
+    assert str(scored.total) == "[2.5, nan, 0.5]" and scored.no_verdict == ["", "unusable", ""]
+    assert str(scored.parts["code"]) == str(scored.parts["code.passed"]) == "[1.0, nan, 0.0]"
+    assert str(scored.parts["code.has_code"]) == "[1.0, nan, 0.0]"
 
 
-def test_a_sandbox_that_fails_during_the_run_stops_it_and_names_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_that_fails_during_the_run_has_no_verdict_on_the_sample(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: object) -> None:
         raise SandboxError("bwrap: No space left on device")
 
@@ -147,7 +149,7 @@ def test_a_sandbox_that_fails_during_the_run_stops_it_and_names_the_sample(monke
     scorer = scorer_of(reward, load_parts(reward))
     try:
         scorer.submit([response(FENCED, GOOD, "t#7")])
-        with pytest.raises(RewardError, match="(?s)code.*No space left on device.*t#7"):
-            scorer.finish()
+        scored = scorer.composition.compose(scorer.finish())
     finally:
         scorer.close()
+    assert scored.no_verdict == ["died"] and "No space left on device" in caplog.text and "t#7" in caplog.text

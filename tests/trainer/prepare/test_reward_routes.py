@@ -65,7 +65,7 @@ def test_a_recipe_that_no_record_has_is_told() -> None:
 def test_answers_and_fields_are_asked_of_the_records_that_a_part_scores(tmp_path: Path) -> None:
     sets = {"data.train": prompts(("gsm8k", "7"), ("gsm8k", "seven"), ("code", "def f"), ("code", " "))}
     [note] = answer_notes(routed(), sets)
-    assert note.startswith("data.train: gsm8k_strict cannot read 1 of 2 answers and scores them 0: d.jsonl#1 (line 2);")
+    assert note.startswith("data.train: gsm8k_strict cannot read 1 of 2 answers and gives them no score: d.jsonl#1 (line 2);")
     (tmp_path / "mine.py").write_text("def score(s): return 0\nscore.requires = ('answer',)\n")
     own = {"path": str(tmp_path / "mine.py"), "function": "score"}
 
