@@ -28,8 +28,7 @@ FUSED = "Megatron-core and TransformerEngine choose their fusions"
 
 
 def _role(prefix: str, role: str) -> dict[str, Rule]:
-    megatron, dtensor, ours = f"{prefix}.megatron_cfg", f"{prefix}.dtensor_cfg", f"{role}.optimizer"
-    optimizer, parallel = f"{megatron}.optimizer", f"{role}.parallel"
+    parallel, ours = f"{role}.parallel", f"{role}.optimizer"
     rules = {
         f"{prefix}.model_name": take(f"{role}.model"),
         f"{prefix}.train_global_batch_size": take("algorithm.mini_batch_size"),
@@ -50,6 +49,27 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
             "sequence_packing.train_mb_tokens says it", f"{role}.micro_batch_tokens"
         ),
         f"{prefix}.dynamic_batching.logprob_mb_tokens": unneeded("log-probs use the micro-batches of training"),
+        f"{prefix}.optimizer": unneeded("null with Megatron, whose optimizer has keys of its own", f"{ours}.lr"),
+        f"{prefix}.sequence_packing": implied(ALWAYS_PACKED, f"{role}.micro_batch_tokens"),
+        f"{prefix}.dynamic_batching": implied(ALWAYS_PACKED, f"{role}.micro_batch_tokens"),
+        f"{prefix}.optimizer.name": implied("AdamW", expects=("torch.optim.AdamW",), otherwise="AdamW is the only optimizer"),
+        f"{prefix}.optimizer.kwargs.lr": take(f"{ours}.lr", by="if_dtensor"),
+        f"{prefix}.optimizer.kwargs.weight_decay": take(f"{ours}.weight_decay", by="if_dtensor"),
+        f"{prefix}.optimizer.kwargs.betas": take(f"{ours}.betas", by="if_dtensor"),
+        f"{prefix}.optimizer.kwargs.eps": take(f"{ours}.eps", by="if_dtensor"),
+        f"{prefix}.optimizer.kwargs.foreach": unneeded(FUSED),
+        f"{prefix}.optimizer.kwargs.fused": unneeded(FUSED),
+        f"{prefix}.scheduler": missing(ONE_SCHEDULE + "; torch's own objects are not read", f"{ours}.lr_schedule.type"),
+        f"{prefix}.hf_config_overrides": missing("the checkpoint's config.json holds", f"{role}.model", off=(None, {})),
+        f"{prefix}.tokenizer": unneeded("the tokenizer of the policy's checkpoint is used", "data.tokenizer"),
+        f"{prefix}.reward_model_cfg": unneeded("the critic has a value head", "critic.value_head"),
+    }
+    return rules | _megatron(f"{prefix}.megatron_cfg", role) | _dtensor(f"{prefix}.dtensor_cfg", role)
+
+
+def _megatron(megatron: str, role: str) -> dict[str, Rule]:
+    optimizer, parallel, ours = f"{megatron}.optimizer", f"{role}.parallel", f"{role}.optimizer"
+    return {
         f"{megatron}.enabled": implied("Megatron-core is the engine", f"{parallel}.tp"),
         f"{megatron}.tensor_model_parallel_size": take(f"{parallel}.tp", by="if_megatron"),
         f"{megatron}.pipeline_model_parallel_size": take(f"{parallel}.pp", by="if_megatron"),
@@ -106,9 +126,6 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
         f"{megatron}.use_gloo_process_groups": unneeded("megappo makes its own groups", "run.num_ranks"),
         f"{megatron}.checkpoint": unneeded("checkpoints are megappo's own", "checkpoint.asynchronous"),
         f"{megatron}.fp8_cfg": unneeded("see fp8_cfg.enabled", f"{role}.dtype"),
-        f"{prefix}.optimizer": unneeded("null with Megatron, whose optimizer has keys of its own", f"{ours}.lr"),
-        f"{prefix}.sequence_packing": implied(ALWAYS_PACKED, f"{role}.micro_batch_tokens"),
-        f"{prefix}.dynamic_batching": implied(ALWAYS_PACKED, f"{role}.micro_batch_tokens"),
         f"{megatron}.scheduler.lr_decay_style": take(
             f"{ours}.lr_schedule.type", values=SCHEDULES, by="if_megatron", otherwise=ONE_SCHEDULE
         ),
@@ -117,8 +134,16 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
         f"{megatron}.scheduler.lr_decay_iters": unneeded("schedules end with the run", f"{ours}.lr_schedule.type"),
         f"{megatron}.scheduler.weight_decay_incr_style": implied("weight decay is constant", expects=("constant",)),
         f"{megatron}.fp8_cfg.enabled": missing("bf16 or fp32", f"{role}.dtype"),
-        # The reference is the policy's model with its first weights.
-        f"{dtensor}.enabled": take(f"{role}.engine", *(["reference.engine"] if role == "policy" else []), by="fsdp2_if_on"),
+        f"{megatron}.distributed_data_parallel_config": unneeded("gradients are reduced in fp32, and overlap where they can"),
+        f"{megatron}.env_vars": unneeded("set them in the environment"),
+    }
+
+
+def _dtensor(dtensor: str, role: str) -> dict[str, Rule]:
+    # The reference is the policy's model with its first weights.
+    parallel, engines = f"{role}.parallel", [f"{role}.engine", *(["reference.engine"] if role == "policy" else [])]
+    return {
+        f"{dtensor}.enabled": take(*engines, by="fsdp2_if_on"),
         f"{dtensor}._v2": unneeded("one implementation", f"{role}.engine"),
         f"{dtensor}.custom_parallel_plan": missing("the plan of the model's family is used", f"{parallel}.tp"),
         f"{dtensor}.clear_cache_every_n_steps": unneeded("memory is returned where another role needs it"),
@@ -133,24 +158,7 @@ def _role(prefix: str, role: str) -> dict[str, Rule]:
         ),
         f"{dtensor}.lora_cfg.enabled": missing("set the rank by hand", f"{role}.lora.rank"),
         f"{dtensor}.lora_cfg": unneeded("see lora_cfg.enabled", f"{role}.lora.rank"),
-        f"{prefix}.optimizer.name": implied("AdamW", expects=("torch.optim.AdamW",), otherwise="AdamW is the only optimizer"),
-        f"{prefix}.optimizer.kwargs.lr": take(f"{ours}.lr", by="if_dtensor"),
-        f"{prefix}.optimizer.kwargs.weight_decay": take(f"{ours}.weight_decay", by="if_dtensor"),
-        f"{prefix}.optimizer.kwargs.betas": take(f"{ours}.betas", by="if_dtensor"),
-        f"{prefix}.optimizer.kwargs.eps": take(f"{ours}.eps", by="if_dtensor"),
-        f"{prefix}.optimizer.kwargs.foreach": unneeded(FUSED),
-        f"{prefix}.optimizer.kwargs.fused": unneeded(FUSED),
-        f"{prefix}.scheduler": missing(ONE_SCHEDULE + "; torch's own objects are not read", f"{ours}.lr_schedule.type"),
-        f"{prefix}.hf_config_overrides": missing("the checkpoint's config.json holds", f"{role}.model", off=(None, {})),
     }
-    # Sections without any PPO setting: one rule covers all their keys.
-    rules |= {
-        f"{prefix}.tokenizer": unneeded("the tokenizer of the policy's checkpoint is used", "data.tokenizer"),
-        f"{megatron}.distributed_data_parallel_config": unneeded("gradients are reduced in fp32, and overlap where they can"),
-        f"{megatron}.env_vars": unneeded("set them in the environment"),
-        f"{prefix}.reward_model_cfg": unneeded("the critic has a value head", "critic.value_head"),
-    }
-    return rules
 
 
 _GENERATION = {
