@@ -41,7 +41,11 @@ def main() -> None:
     sample = read_lines(files[-1])[args.sample]
     algorithm = load_config(str(args.run / "config.yaml"), []).algorithm
 
-    print(f"step {sample['step']}, {sample['id']}: {sample['prompt']!r} -> {sample['response']!r}, score {sample['score']:g}")
+    what = f"step {sample['step']}, {sample['id']}: {sample['prompt']!r} -> {sample['response']!r}"
+    if sample["score"] is None:  # it was not trained on: no values, no returns
+        print(f"{what}, no score ({sample['reason']})")
+        return
+    print(f"{what}, score {sample['score']:g}")
     columns = [name for name in COLUMNS if name in sample]
     print("  token" + "".join(f"{name:>13}" for name in columns))
     for index, text in enumerate(sample["response_texts"]):
