@@ -99,7 +99,7 @@ BAD = [
     (["policy.parallel.tp=4"], ["policy.parallel.tp = 4", "2 KV heads", "largest tp that works is 2"]),
     (["critic.parallel.pp=5"], ["critic.parallel.pp = 5", "does not divide the 24 layers", "4 or 6"]),
     (["critic.parallel.ep=2"], ["critic.parallel.ep = 2", "has none; set ep to 1"]),
-    (["run.num_ranks=3", "critic.parallel={}"], ["tp 2 x pp 1 = 2 does not divide the 3 ranks"]),
+    (["run.num_ranks=3", "critic.parallel.pp=1"], ["tp 2 x pp 1 = 2 does not divide the 3 ranks"]),
     (["run.num_ranks=4", "policy.ranks=0-1", "critic.ranks=2-4"], ['critic.ranks = "2-4"', "outside the world", "below 4"]),
     (["policy.ranks=0-1", "critic.ranks=3-4", "reference.ranks=0-1", "rollout.ranks=0-1"], ["rank 2 of the world would have no"]),
     (["policy.ranks=0-1", "critic.ranks=2-4"], ["critic.parallel", "does not divide the 3 ranks of critic.ranks = 2-4"]),
