@@ -64,9 +64,6 @@ class Shape(NamedTuple):
         rows, cols = (*size, 1)[:2]  # [n] is a column
         return cls(1, rows, cols)
 
-    def flat_index(self, slot: int, row: int, col: int) -> int:
-        return (slot * self.rows + row) * self.cols + col
-
 
 class Fill(NamedTuple):
     """Box of a parameter that the loader sets to a constant, without a checkpoint tensor (padding of the vocabulary)."""

@@ -4,9 +4,11 @@ copy is a warning; a store slower than the saves skips some. Imports no torch.""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +47,29 @@ def url_of_run(remote: str, name: str) -> str:
     return f"{remote.rstrip('/')}/{name}"
 
 
+@contextlib.contextmanager
+def _said_in_one_line(what: str) -> Iterator[None]:
+    """Make a ValueError `WHAT: reason` of whatever a storage raises (botocore's, gcsfs's own exceptions)."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{what}: {first_line(error)}") from error
+
+
 def storage_of(url: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL and the path in it, which may be missing. ValueError, one line, if it cannot be used."""
     import fsspec
 
-    try:
+    with _said_in_one_line("cannot be used"):
         storage, root = fsspec.core.url_to_fs(url)
-    # Every storage raises exceptions of its own (botocore's, gcsfs's); all mean that it cannot be used.
-    except Exception as error:
-        raise ValueError(f"cannot be used: {first_line(error)}") from error
     return storage, root.rstrip("/")
 
 
 def open_storage(url: str) -> tuple[Any, str]:
     """Call `storage_of` and make the directory. ValueError, one line: unknown protocol, missing package, no access."""
     storage, root = storage_of(url)
-    try:
+    with _said_in_one_line("cannot be used"):
         storage.makedirs(root, exist_ok=True)
-    except Exception as error:  # as above
-        raise ValueError(f"cannot be used: {first_line(error)}") from error
     return storage, root
 
 
@@ -119,7 +125,7 @@ class RemoteCopies:
             try:
                 copy_checkpoint(checkpoint, self._url)
                 logger.info("copied %s to %s", checkpoint.name, self._url)
-            # Any exception, as above. The next checkpoint is tried again.
+            # Whatever the storage raises: the next checkpoint is tried again.
             except Exception as error:
                 self.failed += 1
                 logger.warning("%s was not copied to %s: %s; training goes on", checkpoint.name, self._url, first_line(error))
@@ -148,14 +154,12 @@ _STEP = re.compile(r"step-(\d+)")
 def list_copies(url: str) -> list[int]:
     """List the steps of the complete copies below a URL, newest first. ValueError, one line, if the storage cannot be read."""
     storage, root = storage_of(url)
-    try:
+    with _said_in_one_line("cannot be read"):
         names = (
             [str(path).rstrip("/").rpartition("/")[2] for path in storage.ls(root, detail=False)] if storage.exists(root) else []
         )
         steps = [int(found[1]) for name in names if (found := _STEP.fullmatch(name))]
         return sorted((step for step in steps if storage.exists(f"{root}/step-{step}/{MANIFEST}")), reverse=True)
-    except Exception as error:  # the storage's own exceptions, as in `remote.py`
-        raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 
 def fetch_manifest(url: str, step: int, place: Path) -> Manifest:
@@ -185,5 +189,5 @@ def _get(storage: Any, there: str, name: str, place: Path) -> None:
         storage.get_file(f"{there}/{name}", str(place / name))
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{name} is missing") from None
-    except Exception as error:  # as above
+    except Exception as error:  # the storage's own
         raise ValueError(f"{there}/{name} cannot be read: {first_line(error)}") from error

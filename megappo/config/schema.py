@@ -472,12 +472,6 @@ class AlgorithmConfig(Section):
         return "rollout_logprob" if self.loss.type == "dis" or self.loss.proximal == "behaviour" else "logprob"
 
     @property
-    def reweights(self) -> bool:
-        """True if the tokens of a response have different weights, or their advantages are averaged."""
-        chosen = self.high_entropy_token_ratio is not None or self.disagreement_mask_ratio is not None
-        return chosen or self.sequence_advantages or self.importance_sampling.type != "none"
-
-    @property
     def sequence_advantages(self) -> bool:
         """True if every token of a response gets the mean of the response's advantages."""
         return self.loss.type == "gspo" and self.loss.sequence_advantages

@@ -9,8 +9,8 @@ from types import FunctionType
 from typing import Any
 
 from megappo.commands.convert import learning, single_values
-from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
-from megappo.config.foreign.rule import Outcome, Rule
+from megappo.commands.convert.settings import Settings, Values, implied, missing, number, same, translated, unneeded
+from megappo.config.foreign.rule import Rule
 from megappo.config.role_sections import OptimizerConfig
 
 # ---------------------------------------------------------------------------------------------------------------- batches
@@ -26,7 +26,7 @@ def unless_shared(rule: Rule, value: Any, settings: Settings) -> Values:
     found = samples(rule, value, settings)[key] if key == "critic.mini_batch_size" else translated(rule, value)
     shared = key.replace("critic.", "algorithm.")
     if found == settings.ours.get(shared):
-        raise Otherwise(Outcome.UNNEEDED, f"{shared} says it")
+        raise unneeded(f"{shared} says it")
     return same(rule.keys, found)
 
 
@@ -44,7 +44,7 @@ def sequences_of_total_length(rule: Rule, value: Any, settings: Settings) -> Val
 def token_budget(rule: Rule, value: Any, settings: Settings) -> Values:
     role = "critic" if rule.keys[0].startswith("critic") else "actor_rollout_ref.actor"
     if not settings.foreign.get(f"{role}.use_dynamic_bsz", settings.foreign.get("actor_rollout_ref.actor.use_dynamic_bsz")):
-        raise Otherwise(Outcome.UNNEEDED, "use_dynamic_bsz is off, so the number of sequences counts")
+        raise unneeded("use_dynamic_bsz is off, so the number of sequences counts")
     return same(rule.keys, int(number(value)) * int(settings.ours.get(f"{rule.keys[0].split('.')[0]}.parallel.cp", 1)))
 
 
@@ -191,13 +191,13 @@ def _trl_batch(settings: Settings) -> int:
 
 def trl_batch(rule: Rule, value: Any, settings: Settings) -> Values:
     if "batch_size" in settings.written or "spec.training.batch_size" in settings.written:
-        raise Otherwise(Outcome.UNNEEDED, "batch_size says it")
+        raise unneeded("batch_size says it")
     return same(rule.keys, _trl_batch(settings))
 
 
 def trl_mini_batch(rule: Rule, value: Any, settings: Settings) -> Values:
     if "mini_batch_size" in settings.written or "spec.training.mini_batch_size" in settings.written:
-        raise Otherwise(Outcome.UNNEEDED, "mini_batch_size says it")
+        raise unneeded("mini_batch_size says it")
     return same(rule.keys, max(1, _trl_batch(settings) // max(1, int(number(value)))))
 
 
@@ -221,7 +221,7 @@ def trl_tokenizer(rule: Rule, value: Any, settings: Settings) -> Values:
     if "sft_model_path" not in settings.written:
         return {model: value}
     if value == settings.foreign.get("sft_model_path"):
-        raise Otherwise(Outcome.UNNEEDED, "sft_model_path says it")
+        raise unneeded("sft_model_path says it")
     return {tokenizer: value}
 
 
@@ -235,7 +235,7 @@ def total_length(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def save_steps(rule: Rule, value: Any, settings: Settings) -> Values:
     if _trl(settings, "save_strategy", "steps") != "steps":
-        raise Otherwise(Outcome.UNNEEDED, "save_strategy says it")
+        raise unneeded("save_strategy says it")
     if 0 < number(value) < 1:
         raise missing("a share of the run; name the steps")
     return same(rule.keys, max(0, int(value)))
@@ -243,7 +243,7 @@ def save_steps(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def save_strategy(rule: Rule, value: Any, settings: Settings) -> Values:
     if value == "steps":
-        raise Otherwise(Outcome.UNNEEDED, "checkpoint.save_every counts steps")
+        raise unneeded("checkpoint.save_every counts steps")
     if value not in ("no", False, "epoch"):  # False: as YAML 1.1 reads a bare `no`
         raise missing("checkpoints are made after steps or epochs")
     return same(rule.keys, "epoch" if value == "epoch" else "never")

@@ -7,9 +7,9 @@ import re
 from pathlib import PurePosixPath
 from typing import Any
 
-from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
+from megappo.commands.convert.settings import Settings, Values, implied, missing, number, same, translated, unneeded
 from megappo.commands.convert.single_values import rules_of_data
-from megappo.config.foreign.rule import Outcome, Rule
+from megappo.config.foreign.rule import Rule
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
 # Group means without a division by the standard deviation; those that whiten the whole batch after that.
@@ -73,7 +73,7 @@ def verl_dual_clip(rule: Rule, value: Any, settings: Settings) -> Values:
 def verl_correction(rule: Rule, value: Any, settings: Settings) -> Values:
     """Translate verl's weights by the ratio to the sampler, with the bounds outside of which it leaves samples out."""
     if value in OFF:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     if settings.foreign.get(f"{CORRECTION}.bypass_mode"):
         raise implied("with bypass_mode the ratio of the loss is to the sampler already")
     if value not in ("token", "sequence"):
@@ -89,7 +89,7 @@ def verl_correction(rule: Rule, value: Any, settings: Settings) -> Values:
 def verl_rejection(rule: Rule, value: Any, settings: Settings) -> Values:
     """Say whether `verl_correction` takes verl's rejection over."""
     if value in OFF:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     level = settings.foreign.get(f"{CORRECTION}.rollout_is")
     if _rejected(level, number(settings.foreign.get(f"{CORRECTION}.rollout_is_threshold", 2.0)), settings) is None:
         raise missing("samples are left out by the ratio that weighs them, alone: see icepop and mis")
@@ -113,7 +113,7 @@ def _rejected(level: Any, high: float, settings: Settings) -> tuple[float, float
 def verl_bypass(rule: Rule, value: Any, settings: Settings) -> Values:
     """Take the sampler's log-probs as the old ones, as PPO's loss does in verl's bypass mode."""
     if value in OFF:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     if settings.foreign.get(f"{CORRECTION}.loss_type", "ppo_clip") != "ppo_clip":
         raise missing("REINFORCE with the ratio to the sampler is not there; dis is the nearest")
     return same(rule.keys, "behaviour")
@@ -122,14 +122,14 @@ def verl_bypass(rule: Rule, value: Any, settings: Settings) -> Values:
 def tis_cap(rule: Rule, value: Any, settings: Settings) -> Values:
     """Take the bound of the weights of verl before it had a section for them."""
     if value in OFF or number(value) <= 0:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     return _correction("tis", level="token", high=value)
 
 
 def openrlhf_correction(rule: Rule, value: Any, settings: Settings) -> Values:
     """Translate OpenRLHF's weights: today a pair of bounds, before that an upper bound alone."""
     if not value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     kind = settings.foreign.get("algo.advantage.is_correction_type", "tis")
     bounds = settings.foreign.get("vllm_is_truncated_threshold", [0.5, 5.0])
     low, high = bounds if isinstance(bounds, list) and len(bounds) == 2 else (None, bounds)
@@ -145,7 +145,7 @@ def openrlhf_correction(rule: Rule, value: Any, settings: Settings) -> Values:
 def nemo_correction(rule: Rule, value: Any, settings: Settings) -> Values:
     """Translate NeMo-RL's weights, which have a bound only if their kind is named."""
     if not value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     names = ("type", "ratio", "ratio_min")
     kind, high, low = (settings.foreign.get(f"loss_fn.truncated_importance_sampling_{name}") for name in names)
     level = "sequence" if settings.foreign.get("loss_fn.sequence_level_importance_ratios") else "token"
@@ -169,14 +169,14 @@ def _correction(kind: str, **settings: Any) -> Values:
 def _overlong(buffer: Any, penalty: Any, longest: Any) -> Values:
     """DAPO's penalty: from 0 at `longest - buffer` response tokens to `penalty` at `longest`."""
     if number(buffer) <= 0 or number(penalty) <= 0:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     start = int(number(longest)) - int(buffer)
     return {"reward.length_penalty.per_token": penalty / buffer, "reward.length_penalty.start": max(0, start)}
 
 
 def verl_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
     if not value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     section = next((name for name in OVERLONG if f"{name}.enable" in settings.written), OVERLONG[0])
     longest = settings.ours.get("rollout.max_response_tokens", 512)
     return _overlong(settings.foreign.get(f"{section}.len"), settings.foreign.get(f"{section}.penalty_factor", 1.0), longest)
@@ -184,7 +184,7 @@ def verl_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def nemo_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
     if not value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     of = {name: settings.foreign.get(f"ppo.reward_shaping.{name}") for name in SHAPING}
     if of["stop_properly_penalty_coef"] is not None:
         raise missing("scores of cut responses are not scaled: see reward.missing_eos_penalty")
@@ -193,7 +193,7 @@ def nemo_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def openrlhf_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
     if not value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     longest = settings.ours.get("rollout.max_response_tokens", 1024)
     return _overlong(value, settings.foreign.get("overlong_penalty_factor", 1.0), longest)
 
@@ -201,7 +201,7 @@ def openrlhf_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
 def reward_scale(rule: Rule, value: Any, settings: Settings) -> Values:
     """Give the parts of the reward the weight by which NeMo-RL's linear map stretches them. Parts have no constant."""
     if not value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     of = {name: number(settings.foreign.get(f"ppo.reward_scaling.{name}", end)) for name, end in SCALING.items()}
     if of["source_max"] <= of["source_min"]:
         raise missing("the source's range is empty")
@@ -219,7 +219,7 @@ def reward_scale(rule: Rule, value: Any, settings: Settings) -> Values:
 def use_reward_file(rule: Rule, value: Any, settings: Settings) -> Values:
     """Take verl's function of a file of the user's own as a part behind an adapter, which the report prints."""
     if not isinstance(value, str) or not value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     prefix = "custom_reward_function.reward_kwargs."
     args = {key.removeprefix(prefix): one for key, one in settings.foreign.items() if key.startswith(prefix)}
     whole = settings.foreign.get(prefix[:-1])

@@ -75,3 +75,7 @@ def missing(reason: str) -> Otherwise:
 
 def implied(reason: str) -> Otherwise:
     return Otherwise(Outcome.IMPLIED, reason)
+
+
+def unneeded(reason: str = "off") -> Otherwise:
+    return Otherwise(Outcome.UNNEEDED, reason)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated
+from megappo.commands.convert.settings import Otherwise, Settings, Values, implied, missing, number, same, translated, unneeded
 from megappo.config.foreign.rule import Outcome, Rule
 from megappo.config.role_sections import Offload
 
@@ -29,14 +29,14 @@ def _of_backend(rule: Rule, value: Any, settings: Settings, backend: str) -> Val
     other = {"megatron_cfg": "dtensor_cfg", "dtensor_cfg": "megatron_cfg"}[backend]
     enabled = settings.foreign.get(f"{role}.{backend}.enabled", not settings.foreign.get(f"{role}.{other}.enabled", False))
     if not enabled:
-        raise Otherwise(Outcome.UNNEEDED, f"{backend} is not enabled")
+        raise unneeded(f"{backend} is not enabled")
     return same(rule.keys, translated(rule, value))
 
 
 def fsdp2_if_on(rule: Rule, value: Any, settings: Settings) -> Values:
     """Choose fsdp2 for NeMo-RL's DTensor backend: transformers' classes under FSDP2."""
     if not value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     return _of_backend(replace(rule, values={True: "fsdp2"}), value, settings, "dtensor_cfg")
 
 
@@ -48,7 +48,7 @@ def offload_if_dtensor(rule: Rule, value: Any, settings: Settings) -> Values:
 def offload_if_on(rule: Rule, value: Any, settings: Settings) -> Values:
     """Offload all of a role for one switch; the parts also have switches of their own in the source."""
     if not value:
-        raise Otherwise(Outcome.UNNEEDED, "off")
+        raise unneeded()
     (key,) = rule.keys
     return {key: _words(("parameters",) if key.startswith("reference.") else PARTS)}
 
@@ -196,14 +196,14 @@ def wandb_project(rule: Rule, value: Any, settings: Settings) -> Values:
     """Say how W&B learns its project, which is no key of ours."""
     if value:
         settings.lines.append(f"export WANDB_PROJECT={shlex.quote(str(value))}")
-    raise Otherwise(Outcome.UNNEEDED, "W&B reads WANDB_PROJECT")
+    raise unneeded("W&B reads WANDB_PROJECT")
 
 
 def project(rule: Rule, value: Any, settings: Settings) -> Values:
     if any("wandb" in str(settings.foreign.get(key, "")) for key in ("trainer.logger", "log_with")):
         settings.lines.append(f"export WANDB_PROJECT={shlex.quote(str(value))}")
     if any(key in settings.written for key in ("trainer.default_local_dir", "output_dir")):
-        raise Otherwise(Outcome.UNNEEDED, "the folder of the runs is named")
+        raise unneeded("the folder of the runs is named")
     return same(rule.keys, "runs/" + run_name(rule, value, settings)[rule.keys[0]])
 
 
@@ -226,7 +226,7 @@ def reward_model(rule: Rule, value: Any, settings: Settings) -> Values:
     if not isinstance(value, str) or "," in value:
         raise Otherwise(Outcome.MISSING, "one reward model; the others may be parts of the user's own")
     if settings.foreign.get("reward_model.enable") is False:  # verl's
-        raise Otherwise(Outcome.UNNEEDED, "reward_model.enable is false")
+        raise unneeded("reward_model.enable is false")
     return {"reward_model.model": value, "reward.parts": [{"model": "reward_model"}]}
 
 
