@@ -95,16 +95,6 @@ class Compaction:
     """Ids that ask the policy for a summary, which is trained as any other turn; empty asks for none."""
 
 
-def keep_ends(first: int, last: int) -> Callable[[Left], list[int]]:
-    """Return a `Compaction.prompt` that keeps the first and the last ids of the context with its observation."""
-
-    def prompt(left: Left) -> list[int]:
-        ids = [*left.context.tolist(), *left.observation.tolist()]
-        return ids if len(ids) <= first + last else [*ids[:first], *ids[len(ids) - last :]]
-
-    return prompt
-
-
 @dataclass
 class _Trajectory:
     """A request and its trajectory so far; prompt, segments and kept belong to the current sequence."""

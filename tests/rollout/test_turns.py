@@ -16,8 +16,9 @@ import torch.distributed as dist
 from megappo.rollout import turns
 from megappo.rollout.generation import generate
 from megappo.rollout.turn import Turn
-from megappo.rollout.turns import Answer, Asked, Compaction, Environment, Left, TurnsRollout, keep_ends
+from megappo.rollout.turns import Answer, Asked, Compaction, Environment, Left, TurnsRollout
 from megappo.rollout.types import EnvironmentFault, KeptIds, Replica, Request, Response, SamplingParams, Segment
+from tests.rollout.compaction import keep_ends
 
 END = 2
 SAMPLING = SamplingParams(max_tokens=40, stop_token_ids=(END,))

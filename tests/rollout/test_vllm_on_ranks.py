@@ -26,11 +26,12 @@ from megappo.parallel.layout import ParallelLayout
 from megappo.rollout.generation import generate
 from megappo.rollout.subworld import SubWorld, prepare_rollout_world
 from megappo.rollout.turn import Turn
-from megappo.rollout.turns import Compaction, TurnsRollout, keep_ends
+from megappo.rollout.turns import Compaction, TurnsRollout
 from megappo.rollout.types import Request, Response, SamplingParams
 from megappo.rollout.vllm_engine import VllmEngine
 from tests.bridge.engines import HeldPolicy, policy_tensors, read_checkpoint
 from tests.models.checkpoints import write_checkpoint
+from tests.rollout.compaction import keep_ends
 from tests.rollout.engines import make_engine
 from tests.rollout.responses import generate_all
 from tests.rollout.test_turns import Beside

@@ -29,7 +29,7 @@ from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.tokenizers import load_tokenizer
 from megappo.parallel.totals import place_in_world
 from megappo.rollout.turn import Turn
-from megappo.rollout.turns import Compaction, TurnsRollout, keep_ends
+from megappo.rollout.turns import Compaction, TurnsRollout
 from megappo.rollout.types import Context, EnvironmentFault, Request, Response, RolloutEngine, SamplingParams, Segment
 from megappo.trainer import assembly, evaluation, main, training_side
 from megappo.trainer.advantages import add_advantages
@@ -37,6 +37,7 @@ from megappo.trainer.evaluation import metrics_of
 from megappo.trainer.experience.collect import collect
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.prepare.evaluate import plan_evaluation
+from tests.rollout.compaction import keep_ends
 from tests.rollout.test_turns import asked_of_replica
 from tests.trainer.small_run import set_keys, small_config, write_small_task
 from tests.worlds import spawn_world
