@@ -88,7 +88,8 @@ def _union(text: str) -> Any:
     if len(parts) < 2 or not all(_INEQUALITY.search(part) for part in parts):
         return None
     try:
-        return sympy.Union(*(unwrap_fcs(parse(f"\\boxed{{{part}}}", parsing_timeout=_NO_TIMEOUT)[0]).as_set() for part in parts))
+        conditions: list[Any] = [unwrap_fcs(parse(f"\\boxed{{{part}}}", parsing_timeout=_NO_TIMEOUT)[0]) for part in parts]
+        return sympy.Union(*(condition.as_set() for condition in conditions))
     except Exception:  # whatever sympy says of conditions that are none
         return None
 
@@ -137,7 +138,7 @@ def _complex(values: list[Any]) -> list[Any]:
 
 def _differ_below_rounding(gold: Any, found: Any) -> bool:
     """True for small numbers that only math-verify's rounding to six decimals makes equal, as 3e-7 and 4e-7."""
-    numbers = [value.evalf() if isinstance(value, sympy.Expr) and value.is_number else None for value in (gold, found)]
+    numbers: list[Any] = [value.evalf() if isinstance(value, sympy.Expr) and value.is_number else None for value in (gold, found)]
     if not all(isinstance(number, sympy.Float | sympy.Integer) for number in numbers):
         return False
     one, other = numbers
@@ -148,9 +149,13 @@ def _differ_below_rounding(gold: Any, found: Any) -> bool:
 def _solved_alike(gold: Any, found: Any, *precision: int) -> bool:
     """In place of math-verify's: two equations without a real solution have the same ones there, none."""
     if isinstance(gold, sympy.Eq) and isinstance(found, sympy.Eq) and not sympy.solve(gold, gold.free_symbols):
-        ratio = sympy.simplify((gold.lhs - gold.rhs) / (found.lhs - found.rhs))
+        ratio = sympy.simplify(_difference(gold) / _difference(found))
         return bool(ratio.is_number and ratio.is_nonzero)
     return _by_solutions(gold, found, *precision)
+
+
+def _difference(equation: Any) -> Any:
+    return equation.lhs - equation.rhs
 
 
 def _limit_memory() -> None:
