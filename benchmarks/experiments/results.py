@@ -78,8 +78,8 @@ class Spread:
             return "never"
         low, high = (f"{value:.{digits}f}" for value in (min(reached), max(reached)))
         if len(reached) < len(self.values):
-            return f"{len(reached)} of {len(self.values)}: {low}" + (f" to {high}" if len(reached) > 1 else "")
-        return f"{self.mean:.{digits}f} ({low} to {high})"
+            return f"{len(reached)} of {len(self.values)}: {low}" + (f"..{high}" if len(reached) > 1 else "")
+        return f"{self.mean:.{digits}f} ({low}..{high})"
 
 
 @dataclass(frozen=True)

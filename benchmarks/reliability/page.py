@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,15 +63,9 @@ def _table(letters: Sequence[str], figures: Figures) -> str:
 def _cells(promise: Promise, figures: Figures) -> Iterator[str]:
     yield promise.key
     yield promise.text
-    yield "<br>".join(_files(promise.tests)) or "-"
+    yield str(len(promise.tests)) if promise.tests else "-"
     not_covered = f"not covered: {promise.not_covered}" if promise.not_covered else ""
     yield "; ".join(filter(None, (promise.figure.format(**sentences(figures)), not_covered))) or "-"
-
-
-def _files(tests: Sequence[str]) -> Iterator[str]:
-    """Test files of a promise, each with the number of its tests: the names are in promises.py."""
-    for file, count in Counter(name.partition("::")[0] for name in tests).items():
-        yield f"`{file.removeprefix('tests/')}`" + (f" ({count})" if count > 1 else "")
 
 
 # --------------------------------------------------------------------------------------------------------------- sentences

@@ -21,8 +21,6 @@ class CurriculumConfig(Section):
 
 class DynamicSamplingConfig(Section):
     metric: str | None = None
-    """Label of the part of the reward that is compared, for example an accuracy beside a penalty for length; null compares the
-    scores."""
+    """Label of the reward's part that is compared, such as an accuracy beside a length penalty; null compares the scores."""
     max_rounds: Annotated[int, Field(ge=2)] = 10
-    """Rounds of a step, the first one included. What the last one draws is trained on as it is, with its prompts of equal scores;
-    `rollout/equal_left` counts them."""
+    """Rounds of a step, the first included; what the last one draws is trained on as it is (`rollout/equal_left`)."""

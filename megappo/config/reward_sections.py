@@ -21,22 +21,22 @@ class RemoteConfig(Section):
     batch_size: Positive = 32
     """Most samples of one request."""
     concurrency: Positive = 8
-    """Most requests that one rank has under way."""
+    """Most requests of a rank at one time."""
     timeout_s: PositiveFloat = 30.0
-    """Limit for one request, from its connection to the last byte of its answer."""
+    """Seconds for one request, from its connection to the last byte of the answer."""
     retry_budget_s: NonNegativeFloat = 60.0
-    """Seconds after its first failure in which a request is tried again: after a refused or broken connection, a timeout, and the
-    answers 408, 429 and 5xx. Then its samples have no score. 0 tries once."""
+    """Seconds after its first failure in which a request is repeated (broken connection, timeout, answers 408, 429, 5xx);
+    then its samples have no score. 0 tries once."""
     token_env: SecretVariable | None = None
-    """Environment variable with the token that every request carries (`Authorization: Bearer ...`). The token itself is never
-    written down, so the name has to say that it is one: REWARD_TOKEN, RM_API_KEY."""
+    """Environment variable with the token of `Authorization: Bearer ...`, which is written nowhere; its name has to say that
+    it is one: REWARD_TOKEN, RM_API_KEY."""
     send: tuple[SampleField, ...] = ("id", "prompt", "response", "answer", "truncated", "num_tokens")
-    """Fields of a sample that the server is sent. record is the whole record of the data, full_response the text with the stop
-    string and special tokens, tokens the sampled ids, turns the text of each turn of the policy (with `rollout.environment`)."""
+    """Fields of a sample to send: record is the whole record, full_response the text with stop string and special tokens,
+    tokens the sampled ids, turns the text of each turn (with `rollout.environment`)."""
     max_response_mib: PositiveFloat = 1.0
-    """Largest answer; a larger one ends the run. A score takes some 25 bytes, and so does each further part of it."""
+    """Largest answer; a larger one ends the run. A score takes some 25 bytes."""
     ca_file: FilePath | None = None
-    """Certificates (PEM) by which to verify the server, in place of the system's."""
+    """Certificates (PEM) that verify the server, in place of the system's."""
 
 
 PART_KINDS: Mapping[str, tuple[str, ...]] = {
@@ -52,54 +52,53 @@ built-in rule."""
 
 class CodeRewardConfig(Section):
     tests_key: str = "tests"
-    """Field of the record (`a.b` reaches inside) with the tests: inputs and outputs, or test code (docs/code_rewards.md)."""
+    """Field of the record (`a.b` reaches inside) with the tests (docs/code_rewards.md)."""
     entry_point_key: str | None = None
-    """Field with the name of the function that test code's `check` is called with, as HumanEval has it; null: it calls itself."""
+    """Field with the name of the function that test code's `check` is called with (HumanEval); null: it calls itself."""
     setup_key: str | None = None
-    """Field with code that comes before the program, text or a list of lines, as MBPP's imports; null: none."""
+    """Field with code before the program, text or a list of lines (MBPP's imports); null: none."""
     score: Literal["all", "fraction"] = "all"
-    """all: 1 if every test passes, else 0, and the first that fails is the last that runs. fraction: the share that passes."""
+    """all: 1 if every test passes, else 0, and the first failure ends the tests. fraction: the share that passes."""
     timeout_s: PositiveFloat = 10.0
-    """Seconds for all tests of a response together, on the clock."""
+    """Seconds on the clock for all tests of a response."""
     memory_mib: Positive = 512
-    """Address space of each process of a program, in MiB."""
+    """Address space of each process, in MiB."""
     max_processes: Positive = 8
     """Processes and threads of a program at one time."""
     packages: bool = False
-    """Let programs import the packages of the run's environment, beside the standard library."""
+    """Let programs import the packages of the run's environment."""
     workers: Positive = 4
     """Responses that a rank runs at one time."""
     i_accept_no_isolation: bool = False
-    """Run programs without a sandbox, with your rights: they can read your files and use the network. Without it a machine that
-    cannot isolate them refuses the run."""
+    """Run programs without a sandbox, with your rights; without this a machine that cannot isolate them refuses the run."""
 
 
 class RewardPart(Section):
     name: str | None = None
-    """Name of a built-in rule; `megappo doctor` lists them. Beside another kind of part: the name under which that is logged."""
+    """Built-in rule (`megappo doctor` lists them); beside another kind of part, the name under which that is logged."""
     weight: float = 1.0
     """Factor of this part in the score."""
     model: Literal["reward_model"] | None = None
-    """Section of the reward model that scores (docs/rewards.md)."""
+    """Scores by the section `reward_model`."""
     path: FilePath | None = None
-    """Python file with a reward of your own, relative to the working directory (docs/rewards.md). It runs with your rights."""
+    """Python file with your own reward, relative to the working directory; it runs with your rights (docs/rewards.md)."""
     function: str | None = None
     """Function of that file."""
     entry_point: str | None = None
     """Reward of an installed package: its entry point in the group `megappo.rewards`."""
     batch: bool = False
-    """Call your own reward with the list of a rank's samples and take a list, instead of one by one."""
+    """Call it with the list of a rank's samples and take a list of scores."""
     args: dict[str, Any] = {}
-    """Keyword arguments for your own reward."""
+    """Keyword arguments for it."""
     workers: NonNegative = 0
-    """Processes per rank that call your own reward, or math_verify, for several responses at once; each imports your code itself.
-    0: the rank calls it, for one response after another."""
+    """Processes per rank that call it (or math_verify) for several responses at once, each with its own import; 0: the rank
+    calls it for one after another."""
     timeout_s: PositiveFloat | None = None
-    """Seconds that one call of your own reward may take; then its process is ended, the response has no score. Needs `workers`."""
+    """Seconds for one call, after which its process is ended and the response has no score. Needs `workers`."""
     code: CodeRewardConfig | None = None
-    """Run the program in a response against the tests of its record, in a sandbox. Logged as `code`, or under `name`."""
+    """Run the program in a response against the tests of its record, in a sandbox (docs/code_rewards.md)."""
     url: ServerUrl | None = None
-    """Address of a server that scores samples: https, or http to an address of this machine, as `http://127.0.0.1:8000/score`."""
+    """Address of a server that scores samples: https, or http to this machine, as `http://127.0.0.1:8000/score`."""
     remote: RemoteConfig = RemoteConfig()
     """Requests to `url`."""
 
@@ -129,10 +128,10 @@ DEFAULT_RECIPE = "default"  # word of `reward.route.map` for all records that no
 
 class RewardRoute(Section):
     key: str
-    """Field of the record (`a.b` reaches inside) whose value chooses the recipe of its responses."""
+    """Field of the record (`a.b` reaches inside) whose value chooses the recipe."""
     map: Annotated[dict[str, tuple[RewardPart, ...]], Field(min_length=1)]
-    """Value of that field -> parts of the recipe, written as `reward.parts`. The word default is for all other records;
-    without it such records are refused. A part of two recipes with the same settings is one part."""
+    """Value -> parts, written as `reward.parts`; the word default is for all other records, which are refused without it.
+    Equal parts of two recipes are one part."""
 
 
 class LengthPenaltyConfig(Section):
@@ -144,21 +143,22 @@ class LengthPenaltyConfig(Section):
 
 class RewardConfig(Section):
     parts: tuple[RewardPart, ...] = (RewardPart(name="exact_match"),)
-    """Rules whose weighted sum is the score of a response; each is logged under its name."""
+    """Rules whose weighted sum is the score; each is logged under its name."""
     route: RewardRoute | None = None
-    """Several recipes in one run, in place of `parts`: a label in the data chooses among them. null: all have `parts`."""
+    """In place of `parts`, several recipes, of which a label in the data chooses; null: all have `parts`."""
     allow_hosts: tuple[str, ...] | None = None
-    """Hosts of other machines that a part's `url` may name: responses go there. null allows any, over https; an empty list none."""
+    """Other machines that a part's `url` may name, since responses go there; null allows any over https, an empty list
+    none."""
     missing_eos_penalty: NonNegativeFloat = 0.0
-    """Subtracted from the score of a response cut by the length limit."""
+    """Subtracted from the score of a cut response."""
     length_penalty: LengthPenaltyConfig | None = None
-    """Penalty for long responses, subtracted from the score; null: none."""
+    """Penalty for long responses; null: none."""
     max_without_verdict: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Largest share of a step's responses that may have no score (docs/rewards.md), reference answers that cannot be read not
-    counted. They are left out; above it, `above_max`."""
+    """Largest share of a step's responses without a score, which are left out (docs/rewards.md); unreadable reference answers
+    do not count."""
     above_max: Literal["stop", "redraw"] = "stop"
-    """stop: the run ends with a checkpoint of the last step. redraw: the step is drawn again with other prompts, 3 times, then it
-    ends."""
+    """Above that share: end with a checkpoint of the last step, or draw the step again with other prompts, 3 times, then
+    end."""
 
     @property
     def recipes(self) -> dict[str, tuple[RewardPart, ...]]:
@@ -184,30 +184,30 @@ class EvaluationConfig(Section):
     data: PathText
     """Held-out prompts, same forms as `data.train`, formatted and filtered by the keys of `data`."""
     prompt_key: str | None = None
-    """Field of a record that holds the question; null means `data.prompt_key`."""
+    """Field of the question; null means `data.prompt_key`."""
     answer_key: str | None = None
-    """Field of a record that holds the reference answer; null means `data.answer_key`."""
+    """Field of the reference answer; null means `data.answer_key`."""
     prompt_suffix: str | None = None
     """Text appended to every question; null means `data.prompt_suffix`."""
     prompts: Positive | None = None
-    """Number of prompts to evaluate on, from the first; null means all."""
+    """Number of prompts, from the first; null means all."""
     reward: RewardConfig | None = None
-    """Score of a response, with the keys of the section `reward`; null means the reward of the training."""
+    """Score of a response; null means the reward of the training."""
     n: Positive = 1
-    """Responses drawn for every prompt."""
+    """Responses to every prompt."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling: smallest set of tokens with this much probability."""
+    """Sample from the smallest set of tokens with this much probability."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among this many best tokens; -1 means all."""
     max_response_tokens: Positive | None = None
-    """Responses are cut here; null means `rollout.max_response_tokens`."""
+    """A longer response is cut; null means `rollout.max_response_tokens`."""
     every: NonNegative | None = None
-    """Steps between evaluations; the last step evaluates too, 0 turns them off. null means `trainer.eval_every`."""
+    """Steps between evaluations, the last step too; 0: none, null means `trainer.eval_every`."""
     before: bool | None = None
     """Evaluate before the first step; null means `trainer.eval_before`."""
     correct_score: float = 1.0
-    """A response counts as correct, for pass@K and maj@N, if its score is at least this."""
+    """Least score of a correct response, for pass@K and maj@N."""
     pass_at: tuple[Positive, ...] | None = None
     """K of pass@K; null means the powers of two up to n, and n."""

@@ -20,21 +20,21 @@ class ParallelConfig(Section):
     pp: Positive = 1
     """Pipeline-parallel size: the layers are cut into this many stages (1F1B schedule)."""
     vpp: Positive = 1
-    """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble for more communication). Needs pp > 1. The
-    number of micro-batches is raised to a multiple of pp; with fewer sequences than that, some are empty."""
+    """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble, more communication). Needs pp > 1; the number
+    of micro-batches is raised to a multiple of pp."""
     cp: Positive = 1
-    """Context-parallel size: the tokens of every sequence are cut over this many ranks, in zig-zag order. Sequences are padded
-    to a multiple of 2 * cp tokens inside the model."""
+    """Context-parallel size: the tokens of every sequence are cut over this many ranks, in zig-zag order, padded to a
+    multiple of 2 * cp."""
     ep: Positive = 1
-    """Expert-parallel size: the experts of a layer are distributed over this many of the tp * cp * dp ranks of a stage."""
+    """Expert-parallel size: the experts of a layer are spread over this many of a stage's tp * cp * dp ranks."""
     etp: Positive = 1
-    """Tensor-parallel size of each expert; independent of tp (Megatron-core's own default is tp)."""
+    """Tensor-parallel size of each expert, independent of tp (Megatron-core's own default is tp)."""
     sequence_parallel: bool = False
-    """Shard the activations outside the matrix products over the tp ranks as well. Needs tp > 1; models with experts
-    need it then."""
+    """Shard the activations between the matrix products over the tp ranks too. Needs tp > 1; models with experts then need
+    it."""
     layers_per_stage: tuple[Positive, ...] = ()
-    """Layers of each of the pp * vpp (virtual) stages in the order of the model: chunk 0 of every stage, then chunk 1. Empty
-    means an even split."""
+    """Layers of each of the pp * vpp stages in the order of the model (chunk 0 of every stage, then chunk 1); empty splits
+    evenly."""
 
 
 class ConstantLRConfig(Section):
@@ -53,11 +53,11 @@ class OptimizerConfig(Section):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW's decays of the first and the second moment."""
     eps: PositiveFloat = 1e-8
-    """AdamW's epsilon, added to the root of the second moment."""
+    """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, applied to matrices only (never to norms and biases)."""
+    """Decoupled weight decay of matrices (never of norms and biases)."""
     clip_grad: NonNegativeFloat = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 turns clipping off."""
+    """Global gradient norm above which gradients are scaled down; 0: no clipping."""
     lr_schedule: Annotated[ConstantLRConfig | DecayingLRConfig, Field(discriminator="type")] = ConstantLRConfig()
     """Shape of the learning rate after the warm-up."""
     warmup_steps: NonNegative = 0
@@ -76,20 +76,18 @@ Offload = Literal["parameters", "gradients", "optimizer"]
 
 class RoleConfig(Section):
     engine: Literal["megatron", "fsdp2"] = "megatron"
-    """Builds and trains the model: Megatron-core (every layout), or transformers' own classes under FSDP2 (data, tensor and context
-    parallel, weights, gradients and optimizer sharded over all ranks of the role; docs/engines.md). Roles may differ."""
+    """Megatron-core (every layout), or transformers' classes under FSDP2 (dp, tp, cp; docs/engines.md). Roles may differ."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    """Type of weights and activations. With bf16, main parameters and gradient sums stay fp32."""
+    """Type of weights and activations; main parameters and gradient sums are fp32 either way."""
     parallel: ParallelConfig = ParallelConfig()
     """Layout of the role over its ranks; what tp, cp and pp leave is data parallel."""
     ranks: RankRanges = ALL
-    """Ranks of the world that the role lives on: `all`, or increasing ranges such as `0-47`, `0-15,32-47` or `3`. Roles on
-    different ranks work at the same time."""
+    """Ranks of the role: `all`, or increasing ranges such as `0-47`, `0-15,32-47` or `3`. Roles on different ranks work at
+    the same time (docs/layouts.md)."""
     compile: bool = False
-    """Compile every layer with torch.compile at its first passes, which take a minute or more: fewer and larger kernels between the
-    products. For engine fsdp2 without tp (docs/engines.md)."""
+    """torch.compile every layer at its first passes, which takes a minute or more; engine fsdp2 without tp."""
     micro_batch_tokens: Positive = 16384
-    """Token budget of one packed micro-batch of a data-parallel rank (its cp ranks share it); a longer sequence gets a
+    """Token budget of a packed micro-batch of a data-parallel rank (shared by its cp ranks); a longer sequence is a
     micro-batch of its own."""
 
     @property
@@ -107,44 +105,41 @@ class LoraConfig(Section):
     """Low-rank adapters (arXiv:2106.09685): the model is frozen, and each adapted layer trains two small matrices A and B."""
 
     rank: Positive = 16
-    """Rows of A and columns of B: the rank of the change that an adapted layer can learn."""
+    """Rank of the change that an adapted layer can learn."""
     alpha: PositiveFloat = 32.0
-    """The change is alpha / rank * B A. Twice the rank is the usual choice. rsLoRA's a / sqrt(rank), which keeps high ranks from
-    learning more slowly (arXiv:2312.03732), is alpha = a * sqrt(rank)."""
+    """The change is alpha / rank * B A; twice the rank is usual. rsLoRA's a / sqrt(rank) (arXiv:2312.03732) is alpha = a *
+    sqrt(rank)."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Probability of dropping an input of A in training passes. With it PPO's ratios differ from 1 before the first update."""
+    """Probability of dropping an input of A in training; PPO's ratios then differ from 1 before the first update."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Layers to adapt: endings of their names in the checkpoint (`[q_proj, v_proj]`), or all-linear, every linear layer of the
-    decoder's layers. Embeddings, output projection, norms and experts have no adapters."""
+    """Endings of layer names in the checkpoint (`[q_proj, v_proj]`), or all-linear: every linear layer of the decoder's
+    layers. Embeddings, output projection, norms and experts have no adapters."""
     base_bits: Literal[8] | None = None
-    """8 keeps the frozen weights of the layers' linear layers in 8 bits, rounded in blocks of 64 (docs/engines.md); null keeps them
-    in `dtype`. For dense models of a family."""
+    """8 keeps the frozen linear layers in 8 bits, rounded in blocks of 64 (docs/engines.md; dense models of a family); null
+    keeps them in `dtype`."""
 
 
 class TrainableConfig(RoleConfig):
     lora: LoraConfig | None = None
-    """Train low-rank adapters on a frozen model instead of all weights (docs/engines.md); null trains all. A critic's value head is
-    trained in full. `{}` takes the defaults."""
+    """Train low-rank adapters on a frozen model, and a critic's value head in full (docs/engines.md). `{}` takes the
+    defaults, null trains all weights."""
     freeze: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Weights that do not train: parts of their names in the checkpoint, such as `[embed_tokens, layers.0-15, mlp.down_proj]`; a
-    range of layers counts over the whole model. They have no gradient and no optimizer state. A value head always trains
+    """Weights that do not train: parts of their names in the checkpoint, such as `[embed_tokens, layers.0-15, mlp.down_proj]`
     (docs/algorithms.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     recompute: Literal["none", "selective", "full", "offload"] = "none"
-    """Recompute activations in the backward pass: selective = core attention, full = every layer, offload = every layer, with its
-    input in host memory between forward and backward (engine fsdp2, docs/engines.md)."""
+    """Recompute in the backward pass: selective = core attention, full = every layer, offload = every layer with its input in
+    host memory (fsdp2 only)."""
     reduce_once: bool = False
-    """Reduce gradients over ranks once a pass, after its last micro-batch, instead of after each: less communication, for fp32
-    gradients of a tp rank's whole model in memory between micro-batches. For engine fsdp2; megatron always does so
-    (docs/engines.md)."""
+    """Reduce gradients once a pass instead of after each micro-batch: less communication, more memory (docs/engines.md). For
+    fsdp2; megatron always does so."""
     router_aux_coef: NonNegativeFloat = 0.0
-    """Weight of the routers' balancing loss, per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20); 0 leaves it out.
-    For models with experts."""
+    """Weight of the routers' balancing loss per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20), for models with experts;
+    0 leaves it out."""
     offload: tuple[Offload, ...] = ()
-    """State that leaves the GPU while other roles work: parameters (weights in host memory), gradients (buffers freed),
-    optimizer (fp32 main parameters and moments in host memory, but not from the first optimizer step of a role's
-    updates to their end)."""
+    """State that leaves the GPU while other roles work: parameters and optimizer (fp32 main parameters, moments) go to host
+    memory, gradients are freed. The optimizer stays during a role's updates."""
 
     @property
     def in_8_bits(self) -> bool:
@@ -164,21 +159,20 @@ class EmaConfig(Section):
     """Exponential moving average of the policy's weights, in fp32, in checkpoints too (docs/algorithms.md)."""
 
     decay: Decay = 0.992
-    """After the updates of every PPO step: average = decay * average + (1 - decay) * weights."""
+    """After every PPO step: average = decay * average + (1 - decay) * weights."""
     keep_on: Literal["host", "device"] = "host"
-    """Memory that holds the average between its uses: 4 bytes of each parameter of a rank's tp and pp part (under fsdp2: shard)."""
+    """Memory of the average between its uses: 4 bytes for each of a rank's parameters."""
 
 
 class PolicyConfig(TrainableConfig):
     model: ModelPath
-    """Directory of a Hugging Face checkpoint (config.json and safetensors), or its name on the hub (`owner/name`, or
-    `owner/name@revision`), which is downloaded once."""
+    """Directory of a Hugging Face checkpoint (config.json, safetensors), or a name on the hub (`owner/name`,
+    `owner/name@revision`), downloaded once."""
     logits_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Rounding of the logits behind the log-probs of policy and reference: fp32 does not round; bf16 rounds as a sampler in bf16
-    does (docs/agreement.md)."""
+    """Rounding of the logits behind the log-probs of policy and reference: none, or as a sampler in bf16 rounds
+    (docs/agreement.md)."""
     ema: EmaConfig | None = None
-    """Keep a moving average of the weights, to evaluate (`trainer.evaluate_with`), to export (`megappo export --role ema`) and as
-    the reference (`reference.refresh.source`); null keeps none. `{}` takes the defaults."""
+    """Keep a moving average of the weights (docs/algorithms.md); `{}` takes the defaults, null keeps none."""
 
 
 class MSELossConfig(Section):
@@ -186,7 +180,7 @@ class MSELossConfig(Section):
 
     type: Literal["mse"] = "mse"
     clip: PositiveFloat | None = 0.2
-    """Clip new values to this distance from the old ones; null turns it off."""
+    """Clip new values to this distance from the old ones; null: no clipping."""
 
 
 class HuberLossConfig(Section):
@@ -196,18 +190,18 @@ class HuberLossConfig(Section):
     delta: PositiveFloat = 1.0
     """Error from which on the loss is linear."""
     clip: PositiveFloat | None = 0.2
-    """Clip new values to this distance from the old ones; null turns it off."""
+    """Clip new values to this distance from the old ones; null: no clipping."""
 
 
 class CategoricalLossConfig(Section):
-    """Cross-entropy of a head that gives probabilities of bins, with returns as a normal distribution over them (hl_gauss,
-    arXiv:2403.03950) or shared by the two nearest (two_hot)."""
+    """Cross-entropy of probabilities of bins, with the return as a normal distribution (hl_gauss, arXiv:2403.03950) or shared
+    by the two nearest bins (two_hot)."""
 
     type: Literal["hl_gauss", "two_hot"]
     bins: Annotated[int, Field(ge=2)] = 51
     """Number of bins; the value is the mean of their centres."""
     low: float
-    """Low end of the bins. A lower return counts as this one (`critic/return_outside`)."""
+    """Low end of the bins; a lower return counts as this (`critic/return_outside`)."""
     high: float
     """High end of the bins."""
 
@@ -219,21 +213,19 @@ class AnyCriticConfig(TrainableConfig):
     """A critic. The warm-up is in `CriticConfig`: all critics share it."""
 
     model: ModelPath | None = None
-    """Checkpoint that initialises the critic; null means `policy.model`. A reward or critic checkpoint may carry its head."""
+    """Checkpoint that initialises the critic, a reward or critic model's head included; null means `policy.model`."""
     value_head: Literal["zero", "normal", "checkpoint"] = "zero"
-    """Initial value head: zeros, normal(0, 1/(hidden+1)), or read from `model` (`score.weight` or `v_head.weight`)."""
+    """Initial value head: zeros, normal(0, 1/(hidden+1)), or that of `model` (`score.weight` or `v_head.weight`)."""
     checkpoint: PathText | None = None
-    """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights initialise
-    the critic instead of those of `model`; layouts and engines may differ. `model` still names the architecture. A resumed run
-    takes its own weights."""
+    """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights start the
+    critic, of any layout and engine; `model` still names the architecture. A resumed run takes its own."""
     checkpoint_role: Annotated[str, Field(pattern=r"^(policy|critic(_[A-Za-z0-9]+)?)$")] = "critic"
-    """Role of `checkpoint` to load: a critic with its value head (`critic`, or `critic_NAME` of `critics.NAME`), or the policy,
-    under a new head (`value_head`)."""
+    """Role of `checkpoint` to load: `critic`, `critic_NAME` of `critics.NAME`, or the policy under a new head
+    (`value_head`)."""
     ppo_epochs: Positive | None = None
-    """The critic's passes over the responses of a step, for example 2 for two critic updates to one of the policy; null means
-    `algorithm.ppo_epochs`."""
+    """The critic's passes over the responses of a step; null means `algorithm.ppo_epochs`."""
     mini_batch_size: Positive | None = None
-    """Samples per optimizer step of the critic; null means `algorithm.mini_batch_size`, divided by the number of critics."""
+    """Samples per optimizer step of the critic; null means `algorithm.mini_batch_size` / number of critics."""
     loss_aggregation: LossAggregation | None = None
     """Reduction of the critic's token losses; null means `algorithm.loss_aggregation`."""
     loss: Annotated[ValueLossConfig, Field(discriminator="type")] = MSELossConfig()
@@ -254,19 +246,16 @@ class WarmupConfig(Section):
     """PPO steps at the start of a run that train only the critic."""
 
     steps: Positive
-    """Number of these steps. As many as `trainer.steps`: the run pretrains the critic, and the policy has no optimizer
-    (`megappo pretrain-critic`). Of several critics all train."""
+    """Number of these steps. As many as `trainer.steps` only pretrain the critic (`megappo pretrain-critic`)."""
     lam: Fraction | None = None
-    """GAE lambda of the critic's returns in these steps; 1 means Monte Carlo returns (value pretraining, arXiv:2503.01491). null
-    means `algorithm.lam_value`."""
+    """GAE lambda of the critic's returns in these steps; 1: Monte Carlo (value pretraining, arXiv:2503.01491). null means
+    `algorithm.lam_value`."""
     explained_variance: Annotated[float, Field(lt=1.0)] | None = None
-    """End these steps early, after the first whose values explain this share of the variance of their returns
-    (`critic/explained_variance`, the least of several critics). The policy's schedule of learning rates then counts all steps of
-    the run."""
+    """End these steps after the first whose `critic/explained_variance` (the least of several critics) reaches this. The
+    policy's learning-rate schedule then counts all steps of the run."""
     trajectories: PathText | None = None
-    """Run (`runs/NAME`) whose trajectories (`telemetry.trajectories_every`) the warm-up reads in place of samples; null: the
-    policy samples. These steps are the whole run then (`megappo pretrain-critic --trajectories`): keys of other roles
-    and of the rollout are not read."""
+    """Run (`runs/NAME`) whose trajectories are read in place of sampling (`megappo pretrain-critic --trajectories`,
+    docs/algorithms.md); null: the policy samples."""
 
 
 class CriticConfig(AnyCriticConfig):
@@ -286,48 +275,46 @@ class ModelConfig(Section):
     """Implementation of the layers of all roles."""
 
     impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """TransformerEngine's layers, or Megatron-core's own (local) with torch attention; auto takes TransformerEngine on a GPU if it
-    is installed."""
+    """TransformerEngine's layers, or Megatron-core's own (local) with torch attention; auto takes TransformerEngine on a GPU
+    if it is installed."""
 
 
 class FrozenConfig(RoleConfig):
     offload: tuple[Literal["parameters"], ...] = ()
-    """State that leaves the GPU while other roles work: parameters (weights go to host memory)."""
+    """`[parameters]` moves the weights to host memory while other roles work."""
 
 
 class RefreshConfig(Section):
     every: Positive | None = None
     """PPO steps between copies."""
     above_kl: PositiveFloat | None = None
-    """Copy after a step whose KL per response (`kl/per_response`), in nats, exceeds this."""
+    """Copy after a step whose `kl/per_response`, in nats, exceeds this."""
     source: Literal["policy", "ema"] = "policy"
-    """Weights that are copied: the policy's, or their moving average (`policy.ema`)."""
+    """Weights to copy: the policy's, or their moving average (`policy.ema`)."""
 
 
 class ReferenceConfig(FrozenConfig):
     model: ModelPath | None = None
-    """Checkpoint of the reference model; null means `policy.model`, and with `policy.lora` the policy itself without its adapters:
-    no second model is built, and the other keys of this section have no effect."""
+    """Checkpoint of the reference; null means `policy.model`, and with `policy.lora` the policy without its adapters: no
+    second model is built, and the other keys of this section have no effect."""
     refresh: RefreshConfig | None = None
-    """Copy the policy into the reference during the run (ProRL, arXiv:2505.24864), which then belongs to the run's checkpoints;
-    null leaves it as it is."""
+    """Copy the policy into the reference during the run (ProRL, arXiv:2505.24864); null leaves it as it is."""
 
 
 class RewardModelConfig(FrozenConfig):
     model: ModelPath | None = None
-    """Sequence classifier with one label (`LlamaForSequenceClassification` and its like): a directory or a name on the hub; null:
-    no reward model. It scores if a part of `reward.parts` is `{model: reward_model}`."""
+    """Sequence classifier with one label (`LlamaForSequenceClassification` and its like), a directory or a name on the hub,
+    for a part `{model: reward_model}`; null: none."""
     tokenizer: ModelPath | None = None
-    """Its Hugging Face tokenizer, a directory or a name on the hub, or a SentencePiece .model file; null means `model`."""
+    """Its tokenizer: a directory, a name on the hub, or a SentencePiece .model file; null means `model`."""
     chat_template: bool = True
-    """Show it the prompt's messages and the response as the assistant's by the chat template of its own tokenizer; false: the text
-    of the prompt, and the response behind it."""
+    """Show it prompt and response by its own tokenizer's chat template; false: their texts one after the other."""
     center: float = 0.0
-    """Subtracted from the model's number, for example its mean over the responses of the first policy."""
+    """Subtracted from the model's number, such as its mean over the first policy's responses."""
     scale: PositiveFloat = 1.0
-    """Divides the centred number, for example its standard deviation over the same responses."""
+    """Divides the centred number, such as its standard deviation."""
     clip: PositiveFloat | None = None
-    """Bound of the scaled number, on both sides; null turns it off."""
+    """Bound of the scaled number on both sides; null: none."""
 
 
 # --------------------------------------------------------------------------------------------------- sections by role

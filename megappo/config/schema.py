@@ -32,15 +32,14 @@ from megappo.config.section import Fraction, LossAggregation, NonNegativeFloat, 
 
 class SamplingConfig(Section):
     temperature: NonNegativeFloat = 1.0
-    """Divides the logits, of the sampler and of recomputed log-probs alike; 0 (greedy) is for evaluation only."""
+    """Divides the logits of the sampler and of recomputed log-probs; 0 (greedy) is for evaluation only."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling: smallest set of tokens with this much probability."""
+    """Sample from the smallest set of tokens with this much probability."""
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among this many best tokens; -1 means all."""
     replay_top_k_ids: bool = True
-    """With top_k (and top_p): record the ids that every token was sampled from, and compute the log-probs of policy and
-    reference over the same ids. If false, PPO's ratios belong to another distribution than the sampled one
-    (docs/agreement.md). Needs top_k."""
+    """Record the ids that every token was sampled from, and compute the log-probs of policy and reference over them
+    (docs/agreement.md). false: PPO's ratios are of another distribution than the sampled one. Needs `top_k`."""
 
     @property
     def truncates(self) -> bool:
@@ -50,48 +49,46 @@ class SamplingConfig(Section):
 
 class RolloutConfig(Section):
     engine: Literal["vllm", "megatron"] = "vllm"
-    """vllm, or megatron: generation by the policy's own Megatron model, for platforms without vLLM and as a cross-check."""
+    """vllm, or megatron: the policy's own Megatron model generates, where there is no vLLM or as a cross-check."""
     tp: Positive = 1
-    """Tensor-parallel size of one vLLM replica; the ranks of the rollout divided by tp is the number of replicas."""
+    """Tensor-parallel size of a vLLM replica; there are (ranks of the rollout) / tp replicas."""
     ranks: RankRanges = ALL
-    """Ranks of the world that generate: `all`, or ranges as of a role. Other ranks hold nothing of vLLM; ranks without a role only
+    """Ranks that generate: `all`, or ranges as of a role. Other ranks hold nothing of vLLM; ranks without a role only
     generate."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the vLLM weights; auto means `policy.dtype`."""
     samples_per_prompt: Positive = 1
-    """Responses drawn for every prompt of a training step."""
+    """Responses to every prompt of a training step."""
     max_response_tokens: Positive = 512
-    """Responses are cut here; a cut response has no end-of-sequence token."""
+    """A longer response is cut, and has no end-of-sequence token."""
     partial_rollout_tokens: Positive | None = None
-    """Most tokens of a response that a step draws (T-PPO, arXiv:2506.15050; docs/algorithms.md). A longer response goes on in
-    the next steps, in the place of a new one; the critic learns from it, and it is scored, once it has ended. null
-    draws whole responses."""
+    """Most tokens of a response that one step draws (T-PPO, arXiv:2506.15050); a longer one goes on in the next steps and is
+    scored once it has ended (docs/algorithms.md). null draws whole responses."""
     environment: EnvironmentConfig | None = None
-    """Environment that answers the policy's turns; null: a response is one turn."""
+    """Environment that answers the policy's turns (docs/environments.md); null: a response is one turn."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training responses."""
     stop: tuple[str, ...] = ()
     """Strings that end a response, besides the end-of-sequence token."""
     max_num_seqs: Positive = 256
-    """Sequences that one vLLM replica decodes at once."""
+    """Sequences that a vLLM replica decodes at once."""
     memory_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.4
-    """Share of GPU memory that vLLM may take for weights and KV cache while it generates."""
+    """Share of GPU memory for vLLM's weights and KV cache while it generates."""
     kv_cache_gib: PositiveFloat | None = None
-    """KV cache of one vLLM rank in GiB; null means the rest of `memory_share` on a GPU and 0.25 on the CPU."""
+    """KV cache of a vLLM rank in GiB; null: the rest of `memory_share` on a GPU, 0.25 on the CPU."""
     sleep: Literal["none", "cache", "all"] = "none"
-    """Memory that vLLM releases between generations: nothing, its KV cache, or also its weights while the models train."""
+    """Memory that vLLM frees while the models train: nothing, its KV cache, or its weights too."""
     vllm_args: dict[str, Any] = {}
-    """Further arguments of vLLM's engine (`vllm.EngineArgs`) by their names there, for example
-    `{enforce_eager: true, async_scheduling: false}`."""
+    """Further arguments of `vllm.EngineArgs` by their names there: `{enforce_eager: true, async_scheduling: false}`."""
     adapter: Literal["merged", "separate"] = "merged"
-    """How a policy with `policy.lora` reaches vLLM: merged into its weights at every push; or separate, its frozen weights once and
-    then its adapter alone, which vLLM's own LoRA layers apply at every token."""
+    """How `policy.lora` reaches vLLM: merged into the weights at every push, or separate, the adapter alone for vLLM's own
+    LoRA layers."""
     push_every: Positive = 1
-    """Steps between pushes of the policy's weights into the sampler; the last step pushes too. Responses are then drawn by weights
-    that are up to `push_every` - 1 steps old, as in asynchronous training (docs/algorithms.md)."""
+    """Steps between pushes of weights into the sampler; responses are up to `push_every` - 1 steps old (docs/algorithms.md).
+    The last step pushes too."""
     max_prob_diff: PositiveFloat = 0.01
-    """Stop the run if the mean |probability difference| between sampler and trainer on sampled tokens exceeds this. Steps whose
-    responses are of older weights (`push_every`) are not judged."""
+    """Stop the run if the mean |probability difference| between sampler and trainer on sampled tokens exceeds this; steps
+    with responses of older weights are not judged."""
 
     @property
     def drawn_tokens(self) -> int:
@@ -111,40 +108,39 @@ class DataConfig(Section):
     train: PathText
     """Training prompts: a .jsonl or .parquet file, or the name of a Hugging Face dataset (`name`, or `name:subset:split`)."""
     eval: PathText | None = None
-    """Held-out prompts for validation, same forms as `train`: one greedy answer each, scored by `reward`. `evaluations` names
-    further sets."""
+    """Held-out prompts, same forms as `train`: one greedy answer each, scored by `reward`."""
     tokenizer: ModelPath | None = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`. A response ends at
     its eos_token, and at `eos_token_id` of generation_config.json, else config.json, beside it and of the model."""
     prompt_key: str = "prompt"
     """Field of a record that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""
     answer_key: str = "answer"
-    """Field of a record that holds the reference answer handed to the rewards (a string, or a number, which is read as its text);
-    `a.b` reaches into a nested object."""
+    """Field of a record that holds the reference answer for the rewards (a string, or a number, read as text); `a.b` reaches
+    into a nested object."""
     chat_template: bool = True
     """Wrap the question with the tokenizer's chat template."""
     system_prompt: str | None = None
-    """System message before the question (needs `chat_template`)."""
+    """System message before the question; needs `chat_template`."""
     prompt_suffix: str = ""
-    """Text appended to every question, for example an instruction on the answer's format."""
+    """Text appended to every question, such as an instruction on the answer's format."""
     max_prompt_tokens: Positive = 512
     """Longest prompt in tokens."""
     overlong: Literal["filter", "error"] = "filter"
-    """Handling of longer prompts: leave them out (the count is printed), or refuse the run. They are never truncated."""
+    """Longer prompts are left out and counted, or refuse the run; never truncated."""
     shuffle: bool = True
-    """Visit the prompts in a new random order every epoch, seeded by `run.seed`."""
+    """Visit the prompts in a new order every epoch, seeded by `run.seed`."""
     weight_key: str | None = None
-    """Field of a record with its weight, a number of 0 or more (`a.b` reaches into a nested object): in each epoch a prompt is
-    visited floor or ceil of prompts * weight / sum of weights times. null visits each once."""
+    """Field of a record with its weight w >= 0: an epoch visits the prompt floor or ceil of prompts * w / sum of weights
+    times. null visits each once."""
     curriculum: CurriculumConfig | None = None
-    """Choice of prompts by their pass rates in the run so far; `{}` takes the defaults. null visits all."""
+    """Choice of prompts by their pass rates so far (docs/algorithms.md); null visits all."""
     prompts_per_step: Positive = 256
-    """Prompts per PPO step (the train batch, before `rollout.samples_per_prompt`)."""
+    """Prompts per PPO step, before `rollout.samples_per_prompt`."""
     fit_batch: bool = False
-    """Lower `prompts_per_step` and the mini-batch sizes to what data and data-parallel ranks can fill, and say so, instead
-    of refusing a run that they do not fit."""
+    """Lower `prompts_per_step` and the mini-batch sizes to what data and data-parallel ranks can fill, and say so, instead of
+    refusing the run."""
     eval_prompts: Positive | None = None
-    """Number of held-out prompts to evaluate on, from the first; null means all."""
+    """Number of held-out prompts, from the first; null means all."""
 
 
 # -------------------------------------------------------------------------------------------------------------- algorithm
@@ -157,7 +153,7 @@ class FixedKLConfig(Section):
 
 
 class AdaptiveKLConfig(Section):
-    """Steers the factor towards `target` (Ziegler et al. 2019, section 2.2), with the KL in the reward."""
+    """Steers the factor towards `target` (Ziegler et al. 2019, section 2.2)."""
 
     type: Literal["adaptive"] = "adaptive"
     target: PositiveFloat = 6.0
@@ -167,23 +163,23 @@ class AdaptiveKLConfig(Section):
 
 
 class RewardKLConfig(Section):
-    """The KL to the reference is in the reward of every token."""
+    """In the reward of every token."""
 
     placement: Literal["reward"] = "reward"
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """k1 = log-ratio, k2 = half its square, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
+    """Of the log-ratio d: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, "Approximating KL divergence")."""
     coef: NonNegativeFloat = 0.001
-    """Factor of the KL (start value of the adaptive controller)."""
+    """Factor of the KL; the adaptive controller's start value."""
     controller: Annotated[FixedKLConfig | AdaptiveKLConfig, Field(discriminator="type")] = FixedKLConfig()
     """Change of the factor over the run."""
 
 
 class LossKLConfig(Section):
-    """The KL to the reference is a term of the policy's loss."""
+    """A term of the policy's loss."""
 
     placement: Literal["loss"] = "loss"
     estimator: Literal["k2", "k3"] = "k3"
-    """As in the reward; k1 is left out: its gradient does not depend on the reference, so it does nothing in a loss."""
+    """As in the reward; the gradient of k1 does not depend on the reference, so it is left out."""
     coef: NonNegativeFloat = 0.001
     """Factor of the KL."""
 
@@ -207,9 +203,8 @@ class RatioLossConfig(Section):
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     proximal: Literal["recomputed", "behaviour"] = "recomputed"
-    """Policy that the ratio of the update is against, and clipped around: recomputed is the policy before the step's updates, by
-    log-probs computed then (the decoupled objective, arXiv:2110.00641, arXiv:2505.24298); behaviour is the sampler's, by the
-    log-probs that it recorded (docs/algorithms.md)."""
+    """Policy that the ratio is against: recomputed is the policy before the step's updates (the decoupled objective,
+    arXiv:2110.00641), behaviour the sampler by its recorded log-probs (docs/algorithms.md)."""
 
 
 class PPOLossConfig(RatioLossConfig):
@@ -221,32 +216,31 @@ class PPOLossConfig(RatioLossConfig):
 
 
 class GSPOLossConfig(RatioLossConfig):
-    """Clips the ratio of the response (arXiv:2507.18071). Needs `loss_aggregation: seq-mean-token-mean` and far smaller clip
-    ranges, 3e-4 and 4e-4 in the paper."""
+    """Clips the ratio of the response (arXiv:2507.18071). Needs `loss_aggregation: seq-mean-token-mean` and clip ranges such
+    as the paper's 3e-4 and 4e-4."""
 
     type: Literal["gspo"] = "gspo"
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
     """As of ppo."""
     sequence_advantages: bool = False
-    """Give every token of a response the mean of its advantages, one number as GSPO's objective has it; for estimators whose
-    advantages differ between the tokens of a response. false is GSPO-token (arXiv:2507.18071, eq. 13)."""
+    """Give every token the mean advantage of its response, as GSPO's objective has it; false is GSPO-token (eq. 13)."""
 
 
 class CISPOLossConfig(RatioLossConfig):
-    """Clips the importance weight of REINFORCE (arXiv:2506.13585); `clip_low` of 1 or more leaves the weight unbounded below."""
+    """Clips the importance weight of REINFORCE (arXiv:2506.13585); `clip_low` of 1 or more sets no lower bound."""
 
     type: Literal["cispo"] = "cispo"
 
 
 class DISLossConfig(Section):
-    """REINFORCE weighed by the ratio of the updated policy to the sampler's, without the tokens whose ratio is not between `low`
-    and `high` (SAO, arXiv:2607.07508; docs/algorithms.md)."""
+    """REINFORCE weighed by the ratio of the updated policy to the sampler's, without tokens whose ratio is outside `low` to
+    `high` (SAO, arXiv:2607.07508)."""
 
     type: Literal["dis"] = "dis"
     low: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Lower bound (0.7 or 0.2 in SAO's paper)."""
+    """Lower bound; SAO has 0.7 or 0.2."""
     high: Annotated[float, Field(gt=1.0)] = 2.0
-    """Upper bound (6 or 4 there)."""
+    """Upper bound; SAO has 6 or 4."""
 
 
 LossConfig = PPOLossConfig | GSPOLossConfig | CISPOLossConfig | DISLossConfig
@@ -263,13 +257,13 @@ class TISConfig(Section):
 
     type: Literal["tis"] = "tis"
     level: Literal["token", "sequence", "geometric"] = "token"
-    """The ratio is of each token, of the whole response, or the geometric mean over the response's tokens."""
+    """The ratio of each token, of the whole response, or the geometric mean over its tokens."""
     high: PositiveFloat = 2.0
     """Upper bound of the ratio."""
 
 
 class MISConfig(Section):
-    """Masked importance sampling: leaves out what is above `high`."""
+    """Masked importance sampling: weight 0 above `high`."""
 
     type: Literal["mis"] = "mis"
     level: Literal["token", "sequence", "geometric"] = "token"
@@ -277,20 +271,20 @@ class MISConfig(Section):
     high: PositiveFloat = 2.0
     """Upper bound of the ratio."""
     count_rejected: bool = True
-    """Count the tokens that are left out in the denominator of the policy's loss. false takes them out of the loss altogether, of
-    its entropy bonus and KL too."""
+    """Count tokens of weight 0 in the denominator of the policy's loss; false takes them out of the whole loss, entropy bonus
+    and KL too."""
 
 
 class IcePopConfig(Section):
-    """Leaves out what is above `high` or below `low`."""
+    """Weight 0 above `high` or below `low`."""
 
     type: Literal["icepop"] = "icepop"
     level: Literal["token", "sequence", "geometric"] = "token"
     """As of tis."""
     low: PositiveFloat
-    """Lower bound of the ratio (0.5 in its paper)."""
+    """Lower bound of the ratio; the paper has 0.5."""
     high: PositiveFloat = 2.0
-    """Upper bound (5 there)."""
+    """Upper bound; the paper has 5."""
     count_rejected: bool = True
     """As of mis."""
 
@@ -307,12 +301,12 @@ class EntropyBonusConfig(Section):
 
 
 class EntropyTargetConfig(Section):
-    """The bonus acts while a step's entropy is at most `target`, and its factor rises by 0.005 in each step below it and falls in
-    each other (Skywork-OR1, arXiv:2505.22312)."""
+    """The bonus acts while a step's entropy is at most `target`; its factor rises by 0.005 in a step below it and falls in
+    any other (Skywork-OR1, arXiv:2505.22312)."""
 
     type: Literal["target"] = "target"
     target: PositiveFloat
-    """Entropy per sampled token, in nats, that the bonus aims at."""
+    """Entropy per sampled token to aim at, in nats."""
     coef: NonNegativeFloat = 0.0
     """Factor of the first step."""
 
@@ -321,7 +315,7 @@ class PositiveNLLConfig(Section):
     """Likelihood of the sampled tokens of correct responses, beside the policy's loss (VAPO, arXiv:2504.05118)."""
 
     coef: PositiveFloat = 0.1
-    """Factor of their mean negative log-likelihood (the paper's is 0.1)."""
+    """Factor of their mean negative log-likelihood; the paper's is 0.1."""
     score: float = 1.0
     """Least score of a correct response."""
 
@@ -331,28 +325,26 @@ class GAEConfig(Section):
 
     type: Literal["gae"] = "gae"
     level: Literal["token", "turn"] = "token"
-    """Time step: a sampled token, or a turn between observations (Turn-PPO, arXiv:2512.17008; docs/algorithms.md). With turn,
-    `gamma`, `lam` and lengths count turns, all tokens of a turn have its advantage, and the critic learns at its first
-    token alone."""
+    """Time step: a sampled token, or a turn between observations (Turn-PPO, arXiv:2512.17008; docs/algorithms.md), so that
+    `gamma`, `lam` and lengths count turns."""
 
 
 class VTraceConfig(Section):
-    """The critic's values with the ratios of the trainer's policy to the sampler's (arXiv:1802.01561)."""
+    """The critic's values with ratios of the trainer's policy to the sampler's (arXiv:1802.01561)."""
 
     type: Literal["vtrace"] = "vtrace"
     rho_bar: PositiveFloat = 1.0
-    """Upper bound of the ratio that weighs a token's TD error and its advantage: with it values are those of a policy between the
-    sampler's (small) and the trainer's (large)."""
+    """Upper bound of the ratio that weighs a token's TD error and advantage."""
     c_bar: PositiveFloat = 1.0
-    """Upper bound of the ratio by which later TD errors reach back over a token; at most `rho_bar`."""
+    """Upper bound of the ratio by which later TD errors reach back; at most `rho_bar`."""
 
 
 class GRPOConfig(Section):
-    """Compares the responses to a prompt with each other."""
+    """Compares the responses to a prompt."""
 
     type: Literal["grpo"] = "grpo"
     divide_by_group_std: bool = True
-    """Divide by the standard deviation of the rewards of the prompt's responses; false is Dr. GRPO (arXiv:2503.20783)."""
+    """Divide by the standard deviation of the group's rewards; false is Dr. GRPO (arXiv:2503.20783)."""
 
 
 class RLOOConfig(Section):
@@ -368,7 +360,7 @@ class ReinforcePlusPlusConfig(Section):
 
 
 class ReMaxConfig(Section):
-    """Compares a response with a greedy one to its prompt."""
+    """Compares a response with a greedy one."""
 
     type: Literal["remax"] = "remax"
 
@@ -380,21 +372,20 @@ class PtxConfig(Section):
     """Language-modelling loss of the policy on a second data set (InstructGPT, arXiv:2203.02155, eq. 2)."""
 
     data: PathText
-    """Texts, for example a sample of the pretraining data: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
+    """Texts, such as a sample of the pretraining data: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
     coef: PositiveFloat = 0.05
-    """Factor of the mean negative log-likelihood of the texts of `data`, added to the policy's loss in each of its updates."""
+    """Factor of the texts' mean negative log-likelihood, added to every update of the policy."""
     text_key: str = "text"
-    """Field of a record that holds the text; `a.b` reaches into a nested object. The loss covers all its tokens but the first, and
-    the end-of-sequence token."""
+    """Field of a record that holds the text; `a.b` reaches into a nested object."""
     max_tokens: Annotated[int, Field(ge=2)] = 1024
     """Longest sequence; a longer text is cut into several."""
     batch_size: Positive = 64
-    """Sequences in each update of the policy, over all data-parallel ranks."""
+    """Sequences in each update, over all data-parallel ranks."""
 
 
 class AlgorithmConfig(Section):
     estimator: Annotated[EstimatorConfig, Field(discriminator="type")] = GAEConfig()
-    """Estimator of the advantages (docs/algorithms.md). All but gae and vtrace need no critic, and then none is built."""
+    """Estimator of the advantages (docs/algorithms.md); all but gae and vtrace build no critic."""
     gamma: Fraction = 1.0
     """Discount per token, or per turn (`estimator.level`)."""
     lam: Fraction = 0.95
@@ -402,39 +393,38 @@ class AlgorithmConfig(Section):
     lam_value: Fraction | None = None
     """GAE lambda of the critic's returns; null means `lam`."""
     lam_length_alpha: PositiveFloat | None = None
-    """Length-adaptive policy lambda 1 - 1/(alpha * length) (VAPO, 2025); replaces `lam`."""
+    """Length-adaptive policy lambda 1 - 1 / (alpha * length) (VAPO, arXiv:2504.05118) in place of `lam`."""
     loss: Annotated[LossConfig, Field(discriminator="type")] = PPOLossConfig()
     """Surrogate of the policy's loss (docs/algorithms.md)."""
     importance_sampling: Annotated[ImportanceSamplingConfig, Field(discriminator="type")] = NoImportanceSamplingConfig()
-    """Weight of the policy gradient by the ratio of the trainer's probability before the update to the sampler's recorded one
+    """Weight of the policy gradient by trainer's probability before the update / sampler's recorded one
     (docs/algorithms.md)."""
     high_entropy_token_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Train on this share of the sampled tokens of a step, those with the highest entropy (arXiv:2506.01939 has 0.2): the others
-    have advantage 0. null trains on all."""
+    """Train on this share of a step's sampled tokens, those of highest entropy (0.2 in arXiv:2506.01939); the others have
+    advantage 0. null trains on all."""
     value_of_critics: Literal["mean", "min"] = "mean"
-    """With several critics (`critics`): value of a prefix in the advantages, the mean of theirs or the least."""
+    """Value of a prefix with several `critics`: mean or least of theirs."""
     disagreement_mask_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """With several critics: give advantage 0 to this share of the sampled tokens of a step, those whose values deviate least from
-    each other (AsyPPO, arXiv:2510.01656, has 0.2). Tokens tied with the first that counts keep theirs. null masks none."""
+    """Give advantage 0 to this share of a step's sampled tokens, those on which `critics` deviate least (0.2 in AsyPPO,
+    arXiv:2510.01656). null masks none."""
     disagreement_entropy_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """With several critics and an entropy bonus: leave this share of the sampled tokens out of the bonus, those whose values
-    deviate most from each other (0.2 in AsyPPO). null leaves out none."""
+    """Leave this share of the sampled tokens out of the entropy bonus, those on which `critics` deviate most (0.2 in AsyPPO).
+    null leaves out none."""
     mask_truncated: bool = False
-    """Leave responses cut by the length limit out of the policy's loss (DAPO, arXiv:2503.14476, overlong filtering). Their rewards
-    still count in the advantages of others, and the critic learns from them."""
+    """Leave cut responses out of the policy's loss (DAPO, arXiv:2503.14476, overlong filtering); they still count in their
+    group's mean and for the critic."""
     dynamic_sampling: DynamicSamplingConfig | None = None
-    """Replace prompts whose responses all have the same score by others, in further rounds of generation and scoring (DAPO,
-    arXiv:2503.14476, section 3.2). A step keeps its size, and uses more prompts of an epoch. `{}` takes the defaults, null draws
-    one round."""
+    """Replace prompts whose responses all score the same by the next ones, in further rounds (DAPO, arXiv:2503.14476, 3.2).
+    `{}` takes the defaults, null draws one round."""
     entropy: Annotated[EntropyBonusConfig | EntropyTargetConfig, Field(discriminator="type")] = EntropyBonusConfig()
     """Bonus of the policy's entropy."""
     positive_nll: PositiveNLLConfig | None = None
-    """Likelihood of correct responses, added to the policy's loss. `{}` takes the defaults, null leaves it out."""
+    """Likelihood of correct responses in the policy's loss (VAPO); `{}` takes the defaults, null leaves it out."""
     ptx: PtxConfig | None = None
-    """Language-modelling loss of the policy on a second data set; null leaves it out."""
+    """Language-modelling loss on a second data set (InstructGPT); null leaves it out."""
     whiten_advantages: bool | None = None
-    """Normalise advantages by mean and standard deviation of the global batch; null means true for the estimators gae, vtrace
-    and reinforce_plus_plus, false for the others, whose advantages have mean 0 or a baseline already."""
+    """Normalise advantages by mean and standard deviation of the global batch; null: true for gae, vtrace and
+    reinforce_plus_plus, false for the others, which have a baseline already."""
     kl: Annotated[KLConfig, Field(discriminator="placement")] = RewardKLConfig()
     """Place of the KL to the reference model."""
     ppo_epochs: Positive = 1
@@ -442,14 +432,14 @@ class AlgorithmConfig(Section):
     mini_batch_size: Positive = 256
     """Samples (responses) per optimizer step, over all data-parallel ranks."""
     target_kl: PositiveFloat | None = None
-    """Stop the policy's updates of this step once the approximate KL to the sampling policy is above 1.5 times this.
-    Skipped updates do not advance the learning-rate schedule."""
+    """Stop a step's policy updates once the approximate KL is above 1.5 times this; skipped updates do not advance the
+    learning-rate schedule."""
     loss_aggregation: LossAggregation = "token-mean"
-    """Reduction of token losses to one number; fixed-length divides by samples * `rollout.max_response_tokens`."""
+    """Reduction of token losses; fixed-length divides by samples * `rollout.max_response_tokens`."""
     bootstrap_truncated: bool | Literal["last"] = False
-    """Bootstrap of responses that the length limit cut, in place of 0: true by the critic's value after the last token, last
-    by that of the last token or turn itself (EGAE of T-PPO, arXiv:2506.15050). Responses that go on in a later step
-    have last, unless this is true."""
+    """Value after a response that the length limit cut: false 0, true the critic's after the last token, last that of the
+    last token or turn itself (EGAE of T-PPO, arXiv:2506.15050). Unfinished partial rollouts have last, unless this is
+    true."""
 
     @property
     def has_critic(self) -> bool:
@@ -501,22 +491,19 @@ class TrainConfig(Section):
     model: ModelConfig = ModelConfig()
     """Build of the layers of all roles."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
-    """Implementation of the ops (docs/kernels.md): auto takes cuda, triton, reference on a GPU and cpp, reference on the CPU;
-    a named one that is missing or fails its check is an error. Advantages are computed on the host, where a GPU's name
-    does not count."""
+    """Implementation of the ops: auto tries cuda, triton, reference on a GPU and cpp, reference on the CPU; a named one that
+    is missing or fails its check is an error. Advantages are computed on the host, where a GPU's name does not count
+    (docs/kernels.md)."""
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
-    """The model that learns the value of a prefix, with its own layout and optimizer; built if `algorithm.estimator` is gae
-    or vtrace."""
+    """The model that learns the value of a prefix; built if `algorithm.estimator` is gae or vtrace."""
     critics: dict[CriticName, AnyCriticConfig] = {}
-    """Further critics by name, each with its own model, layout, ranks and optimizer; `b: {}` takes the defaults and makes the role
-    `critic_b`. Each critic learns from its own part of the responses to every prompt, and all value all responses
-    (docs/algorithms.md)."""
+    """Further critics by name; `b: {}` makes the role `critic_b` with the defaults (docs/algorithms.md)."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL; built unless `algorithm.kl.placement` is none."""
     reward_model: RewardModelConfig = RewardModelConfig()
-    """A frozen model whose score of the whole response is a part of the reward."""
+    """A frozen model that scores whole responses."""
     rollout: RolloutConfig = RolloutConfig()
     """Generation of responses."""
     data: DataConfig
@@ -524,7 +511,8 @@ class TrainConfig(Section):
     reward: RewardConfig = RewardConfig()
     """Score of a response."""
     evaluations: dict[str, EvaluationConfig] = {}
-    """Named sets of held-out prompts beside `data.eval`, each with its own sampling, reward and interval (docs/evaluation.md)."""
+    """Named sets of held-out prompts beside `data.eval`, each with its own sampling, reward and interval
+    (docs/evaluation.md)."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """PPO."""
     trainer: TrainerConfig = TrainerConfig()
@@ -578,9 +566,9 @@ class SftConfig(Section):
     model: ModelConfig = ModelConfig()
     """Build of the layers of all roles."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
-    """Implementation of the ops (docs/kernels.md): auto takes cuda, triton, reference on a GPU and cpp, reference on the CPU;
-    a named one that is missing or fails its check is an error. Advantages are computed on the host, where a GPU's name
-    does not count."""
+    """Implementation of the ops: auto tries cuda, triton, reference on a GPU and cpp, reference on the CPU; a named one that
+    is missing or fails its check is an error. Advantages are computed on the host, where a GPU's name does not count
+    (docs/kernels.md)."""
     policy: PolicyConfig
     """The model that is fine-tuned."""
     data: SftDataConfig

@@ -140,12 +140,12 @@ def test_tables_say_what_the_runs_were(made_up):
         "sums",
         "baseline",
         "1 of 2: 4",
-        "0.715 (0.500 to 0.930)",
-        "0.735 (0.510 to 0.960)",
-        "0.36 (0.25 to 0.47)",
+        "0.715 (0.500..0.930)",
+        "0.735 (0.510..0.960)",
+        "0.36 (0.25..0.47)",
     ]
-    assert rows["K = 2"][2:4] == ["3 (3 to 3) <", "0.970 (0.960 to 0.980) >"]
-    assert rows["GRPO, n = 4"][3:] == ["0.930 (0.930 to 0.930)", "0.960 (0.960 to 0.960)", "-"]
+    assert rows["K = 2"][2:4] == ["3 (3..3) <", "0.970 (0.960..0.980) >"]
+    assert rows["GRPO, n = 4"][3:] == ["0.930 (0.930..0.930)", "0.960 (0.960..0.960)", "-"]
     assert "long" not in made_up, "a run that was stopped is no result"
     left = results.missing(made_up, [1, 2])
     assert left["sums"]["grpo"] == [2] and left["long"]["grpo"] == [1, 2] and "k2" not in left["sums"]
@@ -156,7 +156,7 @@ def test_ranges_that_overlap_say_nothing():
     low, high, both = results.Spread((1, 2)), results.Spread((3, math.inf)), results.Spread((2, 3))
     assert (low.against(high), high.against(low), both.against(low), both.against(high)) == ("lower", "higher", "within", "within")
     assert results.Spread((math.inf, math.inf)).text(0) == "never"
-    assert page.marked(low, both, 0) == "2 (1 to 2)" and page.marked(low, high, 0).endswith(" <")
+    assert page.marked(low, both, 0) == "2 (1..2)" and page.marked(low, high, 0).endswith(" <")
 
 
 def test_a_picture_has_a_column_for_each_task(made_up, tmp_path):
