@@ -31,7 +31,7 @@ A configuration is one YAML file; `key=value` on the command line sets one key o
     megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second
     megappo config recipe.yaml                                            # prints every key as the run would have it
 
-- A mistake is refused before a model is built: an unknown key, a wrong type (`"2"` is not 2), a key without effect under the others.
+- A mistake is refused before a model is built: an unknown key, a wrong type (`"2"` is not 2), a key that has no effect.
 - A **choice** is its word, or a section with the word and its keys: `kl: none`, `kl: {placement: loss, coef: 0.04}`,
   `algorithm.kl.controller=adaptive algorithm.kl.controller.target=0.1`.
 - A **text** is taken as it is, blanks, `#` and brackets included: `'data.prompt_suffix= Put it after ####.'` in a shell. YAML reads
