@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 OUTPUT = ROOT / "docs" / "parity.md"
 # Columns of the matrix, each of several quantities of `megappo.commands.verify.compare`.
-COLUMNS = ("tokens", "losses", "gradient norm", "gradients", "parameters")
-_LOSSES = ("loss", "metrics")
+COLUMNS = ("tokens", "losses", "gradients", "parameters")
+_LOSSES = ("loss", "metrics", "gradient norm")
 Row = Sequence[str]
 
 
@@ -49,10 +49,10 @@ def main() -> None:
     tables = {
         "machine": f"{platform.machine()}, CPU, fp32, gloo",
         "oracle": markdown(("quantity", *expected), list(oracle_rows(measured, expected))),
-        "matrix": markdown(("model", "ranks", "layout", *COLUMNS), list(matrix_rows(measured))),
-        "variants": markdown(("model", "ranks", "layout", "change", *COLUMNS), list(variant_rows(measured))),
-        "replay": markdown(("model", "ranks", "layout", "policy", "critic", "curves"), list(replay_rows(replayed))),
-        "faults": markdown(("mistake", "noticed in", "difference", "against"), list(fault_rows(faulty, measured, expected))),
+        "matrix": matrix_text(dict(matrix_rows(measured))),
+        "variants": variants_text(dict(variant_rows(measured))),
+        "replay": markdown(("model", "layout", "policy", "critic", "curves"), list(replay_rows(replayed))),
+        "faults": markdown(("mistake", "noticed in", "difference", "layout"), list(fault_rows(faulty, measured, expected))),
     }
     for name, text in tables.items():
         template = template.replace("{{" + name + "}}", text)
@@ -63,6 +63,31 @@ def main() -> None:
 def markdown(head: Row, rows: Sequence[Row]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def short(title: str) -> str:
+    """A layout without its sizes of 1: `tp2 sp` for `tp2 pp1 dp1 sp`."""
+    roles = (" ".join(word for word in role.split() if word not in ("tp1", "pp1", "dp1")) for role in title.split(" / critic "))
+    return " / critic ".join(role or "one rank" for role in roles)
+
+
+def matrix_text(rows: dict[tuple[str, str], Row]) -> str:
+    """A table for each model."""
+    models = list(dict.fromkeys(model for model, _ in rows))
+    tables = (
+        markdown(("layout", *COLUMNS), [(layout, *row) for (of, layout), row in rows.items() if of == model]) for model in models
+    )
+    return "\n\n".join(f"### {model}\n\n{table}" for model, table in zip(models, tables, strict=True))
+
+
+def variants_text(rows: dict[tuple[str, str, str], Row]) -> str:
+    """A table of the largest differences, and one of bf16, which differs by more than rounding in fp32."""
+    layouts = list(dict.fromkeys((model, layout) for model, layout, _ in rows))
+    exact = [name for name in dict.fromkeys(variant for _, _, variant in rows) if name != "bf16"]
+    largest_of: list[Row] = [(*of, *(max(rows[*of, name], key=float) for name in exact)) for of in layouts]
+    of_bf16: list[Row] = [(*of, *rows[*of, "bf16"]) for of in layouts]
+    heads = (("model", "layout", *exact), ("model", "layout", *(f"bf16: {column}" for column in COLUMNS)))
+    return "\n\n".join(markdown(head, table) for head, table in zip(heads, (largest_of, of_bf16), strict=True))
 
 
 def oracle_rows(measured: Any, expected: Any) -> Iterator[Row]:
@@ -85,25 +110,26 @@ def largest(found: Any, baseline: Any) -> Row:
     return [f"{value:.1e}" if value else "0" for value in by_column.values()]
 
 
-def matrix_rows(measured: Any) -> Iterator[Row]:
+def matrix_rows(measured: Any) -> Iterator[tuple[tuple[str, str], Row]]:
     from tests.parity.matrix import MODELS, title
 
     for model, sizes in MODELS.items():
         for size, cases in sizes.items():
             for case in cases:
                 name = title(case, size)
-                yield (model, str(size), name, *largest(measured[size][model][name], measured[1][model]["tp1 pp1 dp1"]))
+                yield (model, short(name)), largest(measured[size][model][name], measured[1][model]["tp1 pp1 dp1"])
 
 
-def variant_rows(measured: Any) -> Iterator[Row]:
+def variant_rows(measured: Any) -> Iterator[tuple[tuple[str, str, str], Row]]:
     from tests.parity.matrix import VARIANTS, VARIED, title
 
     for model, sizes in VARIED.items():
         for size, cases in sizes.items():
             for case in cases:
                 for variant in VARIANTS:
-                    found = measured[size][model][f"{title(case, size)}, {variant}"]
-                    yield (model, str(size), title(case, size), variant, *largest(found, measured[1][model]["tp1 pp1 dp1"]))
+                    name = title(case, size)
+                    found = largest(measured[size][model][f"{name}, {variant}"], measured[1][model]["tp1 pp1 dp1"])
+                    yield (model, short(name), variant), found
 
 
 def replay_rows(replayed: Any) -> Iterator[Row]:
@@ -114,7 +140,7 @@ def replay_rows(replayed: Any) -> Iterator[Row]:
         expected = replayed[1][model]["tp1 pp1 dp1"]
         for size, cases in sizes.items():
             for case in cases if size > 1 else ():
-                yield model, str(size), title(case, size), *after_all_steps(replayed[size][model][title(case, size)], expected)
+                yield model, short(title(case, size)), *after_all_steps(replayed[size][model][title(case, size)], expected)
 
 
 def after_all_steps(found: Any, expected: Any) -> Row:
@@ -136,10 +162,10 @@ def fault_rows(faulty: Any, measured: Any, expected: Any) -> Iterator[Row]:
 
     for fault, quantity in SHARED.items():
         size = dict(differences(faulty[fault], expected["llama"]))[quantity]
-        yield fault, quantity, f"{size:.1e}", "the step written out"
+        yield fault, quantity, f"{size:.1e}", "one rank"
     for fault, (model, case, (role, quantity)) in BETWEEN.items():
         found = {(d.role, d.quantity): d for d in compare(faulty[fault], measured[1][model]["tp1 pp1 dp1"])}
-        where = f"one rank ({model}, {title(case, 2)})"
+        where = f"{model}, {short(title(case, 2))}"
         yield fault, f"{role} {quantity}", f"{found[role, quantity].relative:.1e}", where
 
 

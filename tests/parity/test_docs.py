@@ -2,47 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.parity.faults import FAULTS
 from tests.parity.matrix import MODELS, VARIANTS, VARIED, title
+from tests.parity.page import short
 from tests.parity.replay import REPLAYED
 
-ROOT = Path(__file__).resolve().parents[2]
-# Sections of the page -> how many leading cells identify a row.
-SECTIONS = {"The matrix": 3, "Micro-batches, recompute, offload, bf16": 4, "Twenty steps": 3, "What would be noticed": 1}
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 
 
-def rows(section: str) -> set[tuple[str, ...]]:
-    """Leading cells of the table under a heading, without its head."""
-    text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
-    table = [line for line in text.splitlines() if line.startswith("| ")][2:]
-    return {tuple(cell.strip() for cell in line.strip("|").split("|"))[: SECTIONS[section]] for line in table}
+def section(heading: str) -> str:
+    return PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
-def of(table: dict, smallest: int = 1) -> set[tuple[str, ...]]:
-    return {
-        (model, str(size), title(case, size))
+def tables(text: str) -> list[list[list[str]]]:
+    """Cells of each table, the head first, without the rule."""
+    blocks = (block.splitlines() for block in text.split("\n\n") if block.strip().startswith("| "))
+    cells = [[[cell.strip() for cell in line.strip("|").split("|")] for line in block if line.startswith("| ")] for block in blocks]
+    return [[head, *rows] for head, _, *rows in cells]
+
+
+def keys(rows: Sequence[Sequence[str]], count: int) -> list[tuple[str, ...]]:
+    return [tuple(row[:count]) for row in rows]
+
+
+def of(table: dict, smallest: int = 1) -> list[tuple[str, str]]:
+    return [
+        (model, short(title(case, size)))
         for model, sizes in table.items()
         for size, cases in sizes.items()
         for case in cases
         if size >= smallest
-    }
+    ]
 
 
 def test_the_page_shows_every_layout_of_the_matrix() -> None:
-    assert rows("The matrix") == of(MODELS)
+    by_model = section("The matrix").split("### ")[1:]
+    shown = [(text.splitlines()[0], layout) for text in by_model for (layout,) in keys(tables(text)[0][1:], 1)]
+    assert shown == of(MODELS) and len(set(shown)) == len(shown), "a short name is of one layout"
 
 
 def test_the_page_shows_every_variant_replay_and_mistake() -> None:
-    assert rows("Micro-batches, recompute, offload, bf16") == {(*row, v) for row in of(VARIED) for v in VARIANTS}
-    assert rows("Twenty steps") == of(REPLAYED, smallest=2)
-    assert rows("What would be noticed") == {(fault,) for fault in FAULTS}
+    (head, *rows), (head_of_bf16, *rows_of_bf16) = tables(section("Micro-batches, recompute, offload, bf16"))
+    assert {*head[2:], "bf16"} == set(VARIANTS) and all(name.startswith("bf16: ") for name in head_of_bf16[2:])
+    assert keys(rows, 2) == keys(rows_of_bf16, 2) == of(VARIED)
+    assert all(len(row) == len(head) and all(row) for row in rows)
+    assert keys(tables(section("Twenty steps"))[0][1:], 2) == of(REPLAYED, smallest=2)
+    assert keys(tables(section("What would be noticed"))[0][1:], 1) == [(fault,) for fault in FAULTS]
 
 
 def test_the_page_is_the_filled_template() -> None:
-    template = (ROOT / "tests" / "parity" / "parity.md.in").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    template = (Path(__file__).parent / "parity.md.in").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     prose = [line for line in template.splitlines() if line.strip() and "{{" not in line]
     assert [line for line in prose if line not in page] == []
     assert "{{" not in page
