@@ -25,7 +25,7 @@ Row = Sequence[str]
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()  # there is nothing to choose
+    argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0]).parse_args()  # there is nothing to choose
     from tests.parity import conftest, matrix, replay, test_faults
     from tests.parity.oracle import ppo_step
     from tests.worlds import spawn_world
