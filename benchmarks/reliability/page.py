@@ -56,8 +56,9 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _table(letters: Sequence[str], figures: Figures) -> str:
-    chosen = [promise for promise in PROMISES if promise.key[0] in letters]
-    return markdown(("", "promise", "tests", "measured, or not covered"), [list(_cells(promise, figures)) for promise in chosen])
+    rows = [list(_cells(promise, figures)) for promise in PROMISES if promise.key[0] in letters]
+    width = 4 if any(row[3] != "-" for row in rows) else 3
+    return markdown(("", "promise", "tests", "measured, or not covered")[:width], [row[:width] for row in rows])
 
 
 def _cells(promise: Promise, figures: Figures) -> Iterator[str]:
@@ -84,8 +85,8 @@ def sentences(figures: Figures) -> dict[str, str]:
         "in_place_s": f"{_first_step_s(figures['goodput']):.1f} s",
         "by_hand_s": f"{_first_step_s(figures['baseline']):.1f} s",
         "save_size": f"{saves['bytes'] / 1e6:.0f} MB with its optimizer",
-        "save_stall": f"{_stall_times(saves['median'])}, median for {saves['bytes'] / 1e6:.0f} MB. The fastest: "
-        f"{_stall_times(saves['fastest'])}. Processor time: {saves['median']['processor'] * 1000:.1f} ms",
+        "save_stall": f"{_stall_times(saves['median'])}; {saves['median']['processor'] * 1000:.1f} ms of processor time "
+        f"(median, {saves['bytes'] / 1e6:.0f} MB)",
         "verify": f"building a model and loading {saves['bytes'] / 1e6:.0f} MB: {_resume_times(saves, 'page cache')}; "
         f"{_resume_times(saves, 'disk')}",
         "save_machine": saves["machine"],
@@ -128,12 +129,8 @@ def _times(faults: Sequence[Outcome]) -> str:
     most = "at most " if len(faults) > 1 else ""
     detected = [fault.detected_s for fault in faults if fault.detected_s is not None]
     recovered = [fault.recovered_s for fault in faults if fault.recovered_s is not None]
-    step = f"step {most}{max(recovered):.1f} s after"
-    return (
-        f"restart announced {most}{max(detected):.1f} s after the fault, first new {step} it"
-        if detected
-        else f"next {step} the fault"
-    )
+    restart = f"restart after {most}{max(detected):.1f} s, " if detected else ""
+    return f"{restart}next step after {most}{max(recovered):.1f} s"
 
 
 def _first_step_s(soak: Figures) -> float:

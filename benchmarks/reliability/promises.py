@@ -228,7 +228,7 @@ PROMISES = (
             "tests/trainer/test_replicas.py::test_one_bit_is_found_and_named_alike_on_every_rank",
             "tests/trainer/test_replicas.py::test_weights_that_have_no_other_copy_are_not_compared",
         ),
-        "[what it costs](gpu.md)",
+        "[what it costs](#how-it-was-measured)",
     ),
     Promise(
         "F15",
