@@ -30,6 +30,7 @@ def render(template: str, figures: Mapping[str, Any]) -> str:
         "updates": str(UPDATES),
         "tasks": markdown(("task", "", "responses of a step", "goal", "keys"), list(task_rows())),
         "arms": markdown(("arm", "keys over the baseline's"), list(arm_rows())),
+        "baseline": markdown(HEAD, list(result_rows(results, [BASELINE]))),
         **{name: section(results, experiment.arms) for name, experiment in EXPERIMENTS.items()},
     }
     for name, text in texts.items():
@@ -55,7 +56,8 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def section(results: Results, arms: Sequence[str]) -> str:
-    return markdown(HEAD, list(result_rows(results, arms)))
+    """The arms but the baseline, which has a table of its own."""
+    return markdown(HEAD, [row for row in result_rows(results, arms) if row[1] != ARMS[BASELINE].title])
 
 
 def result_rows(results: Results, arms: Sequence[str]) -> Iterator[list[str]]:
