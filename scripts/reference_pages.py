@@ -31,6 +31,7 @@ A configuration is one YAML file; `key=value` on the command line sets one key o
     megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second
     megappo config recipe.yaml                                            # prints every key as the run would have it
 
+- **Bold is the default**; required keys say so.
 - A mistake is refused before a model is built: an unknown key, a wrong type (`"2"` is not 2), a key that has no effect.
 - A **choice** is its word, or a section with the word and its keys: `kl: none`, `kl: {placement: loss, coef: 0.04}`,
   `algorithm.kl.controller=adaptive algorithm.kl.controller.target=0.1`.
@@ -77,13 +78,20 @@ def type_text(schema: Mapping[str, Any]) -> str:
     return f"{text} {bounds}".rstrip()
 
 
-def default_text(field: FieldInfo) -> str:
+def value_text(field: FieldInfo, schema: Mapping[str, Any]) -> str:
+    """What a key takes, with its default in bold: `**`auto`**, `cpu`, `cuda``, `integer >= 1 or **null**`, `number > 0, **0.4**`."""
+    kind = type_text(schema)
     if field.is_required():
-        return "**required**"
+        return f"{kind}, **required**"
     value = field.default
     if isinstance(value, tuple):
         value = [item.model_dump() if isinstance(item, BaseModel) else item for item in value]
-    return f"`{json.dumps(value)}`"
+    if value is None:
+        return f"{kind.removesuffix(' or null')} or **null**"
+    if isinstance(value, bool):
+        return kind.replace(json.dumps(value), f"**{json.dumps(value)}**")
+    quoted = f"`{value}`" if isinstance(value, str) and value else f"`{json.dumps(value)}`"
+    return kind.replace(quoted, f"**{quoted}**", 1) if quoted in kind else f"{kind}, **{quoted}**"
 
 
 class Listed:
@@ -152,7 +160,7 @@ def table_lines(name: str, values: Sequence[tuple[str, FieldInfo]], properties: 
             elsewhere.setdefault(place, []).append(key)
     shared = {key for keys in elsewhere.values() for key in keys}
     if new := [row for key, row in rows.items() if key not in shared]:
-        yield from ("| key | type | default | meaning |", "|---|---|---|---|", *new, "")
+        yield from ("| key | value | meaning |", "|---|---|---|", *new, "")
     for place, keys in elsewhere.items():
         yield from (f"As `{place}`." if len(keys) == len(rows) else f"As in `{place}`: {_code(keys)}.", "")
 
@@ -162,7 +170,7 @@ def _code(names: Sequence[str]) -> str:
 
 
 def _row(key: str, field: FieldInfo, schema: Mapping[str, Any]) -> str:
-    cells = (f"`{key}`", type_text(schema), default_text(field), field.description or "")
+    cells = (f"`{key}`", value_text(field, schema), field.description or "")
     # A bar would end the cell, a line break the table.
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
