@@ -79,7 +79,7 @@ def type_text(schema: Mapping[str, Any]) -> str:
 
 
 def value_text(field: FieldInfo, schema: Mapping[str, Any]) -> str:
-    """What a key takes, with its default in bold: `**`auto`**, `cpu`, `cuda``, `integer >= 1 or **null**`, `number > 0, **0.4**`."""
+    """Say what a key takes, with its default in bold: `integer >= 1 or **null**`, `true or **false**`."""
     kind = type_text(schema)
     if field.is_required():
         return f"{kind}, **required**"
@@ -201,17 +201,14 @@ METRICS_HEAD = """# Metrics
 
 Generated from `megappo/telemetry/metrics.py` by `python scripts/reference_pages.py`; change the text there.
 
-Every name that a run can log. `metrics.jsonl` has one JSON object for each step: `step`, `time` (seconds since 1970) and the
-metrics of that step. TensorBoard, W&B and MLflow show the same names.
+`metrics.jsonl` has one JSON object for each step: `step`, `time` (seconds since 1970) and the step's metrics; a number that is not
+finite is `null`. TensorBoard, W&B and MLflow show the same names. What to watch first, and what a bad value means:
+[troubleshooting](troubleshooting.md#the-curve-looks-wrong). The console, rates and histograms: [telemetry](telemetry.md).
 
-- A run logs what its configuration has. Without a critic there are no `critic/...`, without experts no `.../expert_max_violation`.
-- A `*` stands for several names; the text says which. STAGE is one of STAGES_OF_A_STEP.
-- Metrics of the critic `b` of `critics` are those of `critic` with another beginning: `critic_b/loss`.
-- All numbers are of the whole step over all ranks, so they do not depend on the layout. Times and rates are rank 0's.
-- A number that is not finite is `null` in `metrics.jsonl`.
-
-What to watch first, and what a bad value means: [troubleshooting](troubleshooting.md#the-curve-looks-wrong). Console and rates:
-[statistics](telemetry.md). Histograms: [telemetry](telemetry.md#histograms). In Python:
+- A run logs what its configuration has: without a critic there are no `critic/...`.
+- A `*` stands for several names. STAGE is one of STAGES_OF_A_STEP.
+- Metrics of the critic `b` of `critics` begin with `critic_b/`.
+- Numbers are of the whole step over all ranks, so no layout changes them. Times and rates are rank 0's.
 
 ```python
 import json

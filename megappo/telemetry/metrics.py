@@ -88,25 +88,25 @@ class Metric(_Named):
     SCORE_MAX = "reward/score_max", "largest score"
     SHAPED = (
         "reward/shaped_*",
-        "mean, std, min, max over responses of the summed per-token reward (score and per_token minus KL penalty)",
+        "mean, std, min, max of a response's summed per-token rewards: score and per_token minus KL penalty",
     )
     WITHOUT_VERDICT = "reward/without_verdict", "share of the step's responses without a score, which are left out"
     NO_VERDICT = (
         "reward/no_verdict/*",
-        "responses left out, by reason: undecided (out of time, None), unusable (reference answer), unreachable (server), died, "
+        "responses left out: undecided (out of time, None), unusable (reference answer), unreachable (server), died, "
         "a reason of your own, baseline (remax), group (fewer than two others), redrawn (above_max)",
     )
     REWARD_PART = (
         "reward/*",
-        "mean of one part of the reward over the samples that have it, before its weight; PART/std, /min, /max, /share; "
-        "/retries: requests that all ranks sent again to its server in this step",
+        "mean of a part of the reward over the samples that have it, before its weight; PART/std, /min, /max, /share; "
+        "/retries: requests sent again to its server",
     )
-    RULES = "reward/rules_*", "mean, std, min, max of the score without its reward models; logged beside these"
+    RULES = "reward/rules_*", "mean, std, min, max of the score without reward models, if there are any"
     MODELS = "reward/models_*", "mean, std, min, max of the weighted sum of the reward models"
-    REWARD_ROUTE = "reward/route/*", "mean score of the responses of one recipe (LABEL/mean), and their number (LABEL/count)"
+    REWARD_ROUTE = "reward/route/*", "mean score of the responses of a recipe (LABEL/mean), and their number (LABEL/count)"
 
-    EQUAL_GROUPS = "reward/equal_groups", "share of the prompts whose responses all have the same score (estimators grpo, rloo)"
-    GREEDY_SCORE = "reward/greedy_score", "mean score of the greedy responses that the estimator remax compares with"
+    EQUAL_GROUPS = "reward/equal_groups", "share of the prompts whose responses all score the same (grpo, rloo)"
+    GREEDY_SCORE = "reward/greedy_score", "mean score of the greedy responses of remax"
 
     EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"
     EVAL_LENGTH = "eval/length", "mean response length of the evaluation, tokens"
@@ -117,7 +117,7 @@ class Metric(_Named):
     )
 
     POLICY_LOSS = "policy/loss", "clipped surrogate loss, mean over the step's updates"
-    POLICY_KL_LOSS = "policy/kl_loss", "KL to the reference in the loss per token, before its factor (kl.placement: loss), nats"
+    POLICY_KL_LOSS = "policy/kl_loss", "KL in the loss per token, before its factor (kl.placement: loss), nats"
     POLICY_ENTROPY = "policy/entropy", "mean entropy of the next-token distribution at sampled tokens, nats"
     POLICY_ENTROPY_COEF = (
         "policy/entropy_coef",
@@ -166,21 +166,21 @@ class Metric(_Named):
     VALUE = "critic/value_*", "mean, std, min, max of the values"
     RETURN = "critic/return_*", "mean, std, min, max of the returns"
 
-    DISAGREEMENT = "critics/disagreement", "mean over the sampled tokens of the standard deviation of the critics' values"
+    DISAGREEMENT = "critics/disagreement", "standard deviation of the critics' values, mean over sampled tokens"
     DISAGREEMENT_MASKED = (
         "critics/masked_advantages",
-        "share of the sampled tokens whose advantage is 0 as the critics agree (algorithm.disagreement_mask_ratio)",
+        "share of the sampled tokens of advantage 0 (algorithm.disagreement_mask_ratio)",
     )
     DISAGREEMENT_FILTERED = (
         "critics/filtered_entropy",
-        "share of the sampled tokens without entropy bonus as the critics disagree (algorithm.disagreement_entropy_ratio)",
+        "share of the sampled tokens without entropy bonus (algorithm.disagreement_entropy_ratio)",
     )
 
     KL_TOKEN = "kl/per_token", "mean KL to the reference per sampled token, by the estimator of algorithm.kl, nats"
     KL_TOKEN_K3 = "kl/per_token_k3", "the same by the k3 estimator, nats"
     KL_RESPONSE = (
         "kl/per_response",
-        "mean over responses of the summed log-ratio (k1 under every estimator), nats; what the controller sees",
+        "summed log-ratio of a response (k1), mean, nats; what the controller sees",
     )
     KL_COEF = "kl/coef", "factor of the KL penalty used in this step"
 
@@ -195,76 +195,76 @@ class Metric(_Named):
 
     PROB_DIFF_MEAN = "rollout/prob_diff_mean", "mean |probability difference| of sampler and trainer on sampled tokens"
     PROB_DIFF_MAX = "rollout/prob_diff_max", "largest such difference"
-    AGE_MEAN = "rollout/age_mean", "mean age of the weights that drew a response: steps since they were the policy's"
-    AGE_MAX = "rollout/age_max", "age of the oldest such weights, steps"
+    AGE_MEAN = "rollout/age_mean", "mean age of the weights that drew a response, in steps"
+    AGE_MAX = "rollout/age_max", "oldest such weights, steps"
     KEPT_IDS = "rollout/top_k_ids", "mean number of ids that top-k and top-p left to draw a token from"
-    KEPT_OVERFLOW = "rollout/top_k_overflow", "share of tokens with more such ids, all tied with the last, than are recorded"
+    KEPT_OVERFLOW = "rollout/top_k_overflow", "share of tokens with more such ids, tied with the last, than are recorded"
     ROUNDS = "rollout/rounds", "rounds of generation and scoring of the step (algorithm.dynamic_sampling)"
-    PROMPTS_DRAWN = "rollout/prompts_drawn", "prompts that the rounds generated responses to"
-    PROMPTS_REPLACED = "rollout/prompts_replaced", "those of them whose responses scored alike, and were not trained on"
-    EQUAL_LEFT = "rollout/equal_left", "prompts of equal scores that were trained on, as max_rounds was reached"
-    TOKENS_REPLACED = "rollout/tokens_replaced", "response tokens that were generated and not trained on"
+    PROMPTS_DRAWN = "rollout/prompts_drawn", "prompts of all rounds"
+    PROMPTS_REPLACED = "rollout/prompts_replaced", "those whose responses scored alike, not trained on"
+    EQUAL_LEFT = "rollout/equal_left", "prompts of equal scores that were trained on (max_rounds)"
+    TOKENS_REPLACED = "rollout/tokens_replaced", "response tokens generated and not trained on"
     PROMPTS_SEEN = "rollout/prompts_seen", "prompts of the data with a pass rate so far (data.curriculum)"
     PROMPTS_SKIPPED = "rollout/prompts_skipped", "prompts passed over at their turn so far, by their pass rate"
-    GOING_ON = "rollout/going_on", "share of the step's responses that were begun in earlier steps (rollout.partial_rollout_tokens)"
-    UNFINISHED = "rollout/unfinished", "share of the step's responses that the next step goes on with"
+    GOING_ON = "rollout/going_on", "share of responses begun in earlier steps (rollout.partial_rollout_tokens)"
+    UNFINISHED = "rollout/unfinished", "share of responses that the next step goes on with"
     PROMPTS_BEGUN = "rollout/prompts_begun", "prompts whose first response began in the step"
-    WINDOWS_MEAN = "rollout/windows_mean", "mean number of steps that drew a response that ended in the step; null if none did"
-    WINDOWS_MAX = "rollout/windows_max", "most steps that drew such a response"
+    WINDOWS_MEAN = "rollout/windows_mean", "mean number of steps of a response that ended in this one; null if none did"
+    WINDOWS_MAX = "rollout/windows_max", "most steps of such a response"
     TOKEN_AGE_MEAN = (
         "rollout/token_age_mean",
-        "mean age of the weights that drew a token, those of earlier steps included: steps since they were the policy's",
+        "mean age of the weights that drew a token, those of earlier steps included, in steps",
     )
-    TOKEN_AGE_MAX = "rollout/token_age_max", "age of the oldest such weights, steps"
-    SEQUENCES = "rollout/sequences", "mean number of sequences of a trajectory, where contexts were compacted"
+    TOKEN_AGE_MAX = "rollout/token_age_max", "oldest such weights, steps"
+    SEQUENCES = "rollout/sequences", "mean number of sequences of a trajectory (compaction)"
     TURNS_MEAN = "rollout/turns_mean", "mean number of turns of a trajectory (rollout.environment)"
     TURNS_MAX = "rollout/turns_max", "most turns of a trajectory"
     TURNS_LIMITED = (
         "rollout/turns_limited",
-        "share of trajectories that ended after max_turns, without asking the environment again",
+        "share of trajectories that max_turns ended",
     )
-    TURNS_LATE = "rollout/turns_late", "share of trajectories that ended, cut, as the environment did not answer within timeout_s"
+    TURNS_LATE = "rollout/turns_late", "share of trajectories cut, as the environment did not answer within timeout_s"
     PUSH = "rollout/push_*", "figures of the weight push: bytes, seconds, checks"
 
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"
     STAGE_SECONDS = "timing/*", "wall time of one stage of the step, s"
-    REWARD_SECONDS = "timing/reward/*", "seconds of one part of the reward for a response: PART/mean_s, and the slowest, PART/max_s"
+    REWARD_SECONDS = "timing/reward/*", "seconds of a part of the reward for a response: PART/mean_s, PART/max_s"
     REWARD_EARLY = (
         "timing/reward/during_generation_s",
-        "seconds of generate in which rewards were computed too, on the rank with most; score_s is what was left of them",
+        "seconds of generate with rewards beside, on the rank with most; score_s is what was left",
     )
     ENVIRONMENT_MEAN = (
         "timing/environment/mean_s",
-        "seconds in which the environment answered a turn, without the wait for a free worker",
+        "mean seconds of an environment's answer, without the wait for a free worker",
     )
-    ENVIRONMENT_MAX = "timing/environment/max_s", "such seconds of the slowest answer"
-    ENVIRONMENT_SECONDS = "timing/environment/total_s", "such seconds of all answers of the step, over all ranks and workers"
+    ENVIRONMENT_MAX = "timing/environment/max_s", "seconds of the slowest answer"
+    ENVIRONMENT_SECONDS = "timing/environment/total_s", "seconds of all answers of the step, over ranks and workers"
     ENVIRONMENT_OF_SET = (
         "timing/environment/*",
-        "the same of an evaluation in an environment: eval/mean_s of data.eval, eval/SET/mean_s of a set of evaluations",
+        "the same of an evaluation: eval/mean_s of data.eval, eval/SET/mean_s of a set",
     )
-    SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, no part of step_s, s"
+    SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, not in step_s, s"
     TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens of the step per second of the whole step"
     GENERATED_PER_S = (
         "throughput/generated_tokens_per_s",
-        "response tokens per second of generation, those that were replaced included",
+        "response tokens per second of generation, replaced ones included",
     )
     SAMPLES_PER_S = "throughput/samples_per_s", "responses per second of the whole step"
-    HOST_PEAK = "memory/host_peak_gib", "peak resident memory of any rank since this start, GiB"
-    DEVICE_PEAK = "memory/device_peak_gib", "peak memory that torch allocated on the GPU of any rank since this start, GiB"
-    STAGE_MEMORY = "memory/*", "largest over ranks in one stage: STAGE_peak_gib, or STAGE_end_gib where no peak can be reset, GiB"
+    HOST_PEAK = "memory/host_peak_gib", "largest resident memory of a rank since this start, GiB"
+    DEVICE_PEAK = "memory/device_peak_gib", "largest memory that torch allocated on a rank's GPU since this start, GiB"
+    STAGE_MEMORY = "memory/*", "in one stage: STAGE_peak_gib, or STAGE_end_gib where no peak can be reset, GiB"
 
     TFLOP = "perf/work_tflop/*", "model FLOPs of a role in a stage, over all ranks, 1e12"
     TFLOPS = "perf/tflops/*", "model TFLOP/s per rank in a stage, and in the whole step"
-    MFU = "perf/mfu/*", "model FLOPs of a stage over what the ranks' peak allows in its time, 0 to 1"
+    MFU = "perf/mfu/*", "model FLOPs of a stage over the ranks' peak in its time, 0 to 1"
     HFU = "perf/hfu/*", "the same with the FLOPs of recomputed activations"
     STAGE_TOKENS = "perf/tokens_per_s/*", "tokens that a stage passes, prompts included, per second and rank"
 
-    FAILED_SAVES = "checkpoint/failed_saves", "checkpoints that could not be written since this process started"
+    FAILED_SAVES = "checkpoint/failed_saves", "checkpoints not written since this start"
 
     LOST_RECORDS = (
         "telemetry/lost_records",
-        "records of files, trackers and console lost since this start (a full disk, no network)",
+        "records of files, trackers and console lost since this start",
     )
 
     SFT_LOSS = "sft/loss", "mean negative log-prob of response tokens, nats"
