@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -115,7 +115,9 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
         fix = "write UTF-8" if codec == "utf-8" else UTF_8_LOCALE
         raise ConfigError(f"{COMMAND_LINE}: {key}: byte {ord(half) - 0xDC00:#x} is no character in this locale ({codec}); {fix}")
     # YAML would cut a text at ` #`, drop its leading blank, and read `[INST]` as a list.
-    is_text = _is_text(key, cls) and not _YAML_OF_A_TEXT.fullmatch(value.strip())
+    kind = _text_kind(key, cls)
+    is_yaml = _YAML_OF_A_TEXT.fullmatch(value.strip()) or kind == "texts" and value.lstrip().startswith("[")
+    is_text = kind is not None and not is_yaml
     data = value if is_text else parse_yaml(value, f"{COMMAND_LINE}: {key}")[0]
     for name in values:
         if name.startswith(key + ".") and data is not None and not _is_whole(key, data, cls):  # `policy=null` resets the section
@@ -127,16 +129,21 @@ def parse_override(text: str, cls: type[BaseModel]) -> tuple[str, Any]:
     return key, data
 
 
-def _is_text(key: str, cls: type[BaseModel]) -> bool:
-    """True if the value of this key is a text, or a text or null; keys of a mapping's sections (`evaluations.NAME.data`) too."""
+def _text_kind(key: str, cls: type[BaseModel]) -> Literal["text", "texts"] | None:
+    """text: the value of this key is a text, or a text or null. texts: or a list of them. None for all others. Keys of a mapping's
+    sections (`evaluations.NAME.data`) too."""
     for name, field in value_keys(cls):
         kinds = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in get_args(field.annotation)}
         if name == key:
-            return field.annotation is str or kinds == {str, NoneType}
+            if field.annotation is str or kinds == {str, NoneType}:
+                return "text"
+            lists = {kind for kind in kinds if get_origin(kind) is tuple}
+            is_union = get_origin(field.annotation) is not dict and str in kinds
+            return "texts" if is_union and lists and not kinds - lists - {str, NoneType} else None
         item = item_class(field)
         if item is not None and is_mapping(field) and key.startswith(name + "."):
-            return _is_text(key.removeprefix(name + ".").partition(".")[2], item)
-    return False
+            return _text_kind(key.removeprefix(name + ".").partition(".")[2], item)
+    return None
 
 
 def _is_inside_mapping(key: str, name: str, cls: type[BaseModel]) -> bool:
@@ -245,12 +252,24 @@ def _first_line(error: ValidationError, cls: type[BaseModel], origins: Mapping[s
         key, first = f"{key}.{word}", {**first, "input": first["input"][word]}
     field = dict(value_keys(cls)).get(union := _key_of(parent, cls))
     if field is not None and item_class(field) is None and isinstance(first["loc"][-1], str):
-        # A key of several types gets one error per type, each below the key; join them.
-        key, fix = union, ", or ".join(_fix(one) for one in errors if one["loc"][:-1] == parent)
+        # A key of several types gets one error per type, each below the key; join those of the type that the value is nearest to.
+        nearest = _nearest([one for one in errors if one["loc"][: len(parent)] == parent])
+        first, inside = nearest[0], nearest[0]["loc"][len(parent) + 1 :]
+        key, fix = ".".join((union, *map(str, inside))), ", or ".join(map(_fix, nearest))
     place = _place(key, origins, name)
     if first["type"] == "missing":
         return f"{place}: {_missing(key, cls)}"
     return f"{place}: {problem(key, first['input'], fix)}"
+
+
+def _nearest(errors: Sequence[ErrorDetails]) -> Sequence[ErrorDetails]:
+    """Choose among the errors of alternative types: the first one inside a list, else all but those that say only that a path is
+    no list, or a list no path."""
+    depth = max(len(one["loc"]) for one in errors)
+    if depth > min(len(one["loc"]) for one in errors):
+        return [next(one for one in errors if len(one["loc"]) == depth)]
+    kinds = {one["type"] for one in errors}
+    return [one for one in errors if one["type"] not in ("string_type", "tuple_type")] if kinds & {"path", "too_short"} else errors
 
 
 def _missing(key: str, cls: type[BaseModel]) -> str:

@@ -7,7 +7,7 @@ import re
 import unicodedata
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from megappo.config.redaction import hide_secrets
@@ -58,4 +58,7 @@ def _absolute_if_there(path: str) -> str:
 
 # A directory, or a Hugging Face name that `trainer/prepare/hub.py` replaces by a local directory. A directory is made absolute, as
 # a FilePath: `megappo export` and `eval` of a run read its configuration from another directory.
-ModelPath = Annotated[str, AfterValidator(_check_path), AfterValidator(_absolute_if_there), NAMES_MODEL]
+_PathIfThere = Annotated[str, AfterValidator(_check_path), AfterValidator(_absolute_if_there)]
+ModelPath = Annotated[_PathIfThere, NAMES_MODEL]
+# Records: a file or the name of a Hugging Face dataset, or a list of them. Files are made absolute, for the same reason.
+DataPaths = _PathIfThere | Annotated[tuple[_PathIfThere, ...], Field(min_length=1)]

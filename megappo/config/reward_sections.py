@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from megappo.config.paths import FilePath, PathText
+from megappo.config.paths import DataPaths, FilePath
 from megappo.config.section import NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 from megappo.config.urls import SecretVariable, ServerUrl
 
@@ -181,7 +181,7 @@ class RewardConfig(Section):
 class EvaluationConfig(Section):
     """A named set of `evaluations`."""
 
-    data: PathText
+    data: DataPaths
     """Held-out prompts, same forms as `data.train`, formatted and filtered by the keys of `data`."""
     prompt_key: str | None = None
     """Field of the question; null means `data.prompt_key`."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from megappo.config.environment_sections import EnvironmentConfig
-from megappo.config.paths import ModelPath, PathText
+from megappo.config.paths import DataPaths, ModelPath
 from megappo.config.prompt_sections import CurriculumConfig, DynamicSamplingConfig
 from megappo.config.rank_ranges import ALL, RankRanges
 from megappo.config.reward_sections import EvaluationConfig, RewardConfig
@@ -105,9 +105,10 @@ class RolloutConfig(Section):
 
 
 class DataConfig(Section):
-    train: PathText
-    """Training prompts: a .jsonl or .parquet file, or the name of a Hugging Face dataset (`name`, or `name:subset:split`)."""
-    eval: PathText | None = None
+    train: DataPaths
+    """Training prompts: a .jsonl or .parquet file, or the name of a Hugging Face dataset (`name`, or `name:subset:split`); or a
+    list of them, read as one file."""
+    eval: DataPaths | None = None
     """Held-out prompts, same forms as `train`: one greedy answer each, scored by `reward`."""
     tokenizer: ModelPath | None = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`. A response ends at
@@ -371,8 +372,8 @@ EstimatorConfig = GAEConfig | VTraceConfig | GRPOConfig | RLOOConfig | Reinforce
 class PtxConfig(Section):
     """Language-modelling loss of the policy on a second data set (InstructGPT, arXiv:2203.02155, eq. 2)."""
 
-    data: PathText
-    """Texts, such as a sample of the pretraining data: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
+    data: DataPaths
+    """Texts, such as a sample of the pretraining data; same forms as `data.train`."""
     coef: PositiveFloat = 0.05
     """Factor of the texts' mean negative log-likelihood, added to every update of the policy."""
     text_key: str = "text"
@@ -533,8 +534,8 @@ class TrainConfig(Section):
 
 
 class SftDataConfig(Section):
-    train: PathText
-    """Demonstrations: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
+    train: DataPaths
+    """Demonstrations: a .jsonl or .parquet file, or the name of a Hugging Face dataset, or a list of them."""
     tokenizer: ModelPath | None = None
     """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"

@@ -23,7 +23,7 @@ from megappo.data.prompts import (
     record_name,
 )
 from megappo.data.rows import Recipe, Row, Rows, rows_of
-from megappo.data.sources import Source, open_source
+from megappo.data.sources import Joined, Source, open_sources
 from megappo.data.tokenizers import Tokenizer
 
 
@@ -40,7 +40,7 @@ class PromptRules:
     """Most prompts to take."""
 
 
-def prompts_of(source: Source, tokenizer: Tokenizer, rules: PromptRules, cache: Cache) -> PromptSet:
+def prompts_of(source: Source | Joined, tokenizer: Tokenizer, rules: PromptRules, cache: Cache) -> PromptSet:
     """Tokenise the prompts of a source by these rules, or take them from the cache.
     Raises ValueError, one line: a key that a record lacks (its keys are listed), a question or an answer of the wrong type, a
     prompt without tokens, a prompt longer than max_prompt_tokens with overlong="error", or nothing left."""
@@ -48,7 +48,7 @@ def prompts_of(source: Source, tokenizer: Tokenizer, rules: PromptRules, cache: 
     rows, fingerprint = rows_of(source, tokenizer, {"prompts": asdict(rules)}, cache, recipe)
     facts = rows.facts
     return PromptSet(
-        StoredPrompts(rows, source.spec, rules),
+        StoredPrompts(rows, rules),
         facts["num_records"],
         facts["num_overlong"],
         rules.max_prompt_tokens,
@@ -67,14 +67,14 @@ def _encode(tokenizer: Tokenizer, rules: PromptRules, record: Record, name: str)
         yield tokens, answer
 
 
-def _checked(source: Source, rules: PromptRules, rows: Rows, num_records: int) -> Mapping[str, Any]:
+def _checked(source: Source | Joined, rules: PromptRules, rows: Rows, num_records: int) -> Mapping[str, Any]:
     # Records beyond the limit are not counted.
     if rules.limit is not None and len(rows) == rules.limit:
         num_records = rows[len(rows) - 1].record + 1
     num_overlong = num_records - len(rows)
     if rules.overlong == "error" and (num_overlong := int((rows.lengths > rules.max_prompt_tokens).sum())):
         longest = rows[int(rows.lengths.argmax())]
-        name = record_name(source.spec, longest.record, rows.record_of(longest)[1])
+        name = record_name(*rows.place_of(longest), rows.record_of(longest)[1])
         raise ValueError(
             f"{num_overlong:,} of {num_records:,} prompts are longer than data.max_prompt_tokens={rules.max_prompt_tokens} "
             f"(longest: {name}, {len(longest.tokens)} tokens): raise it, or set data.overlong=filter to leave them out"
@@ -91,8 +91,8 @@ def _checked(source: Source, rules: PromptRules, rows: Rows, num_records: int) -
 class StoredPrompts(Sequence[Prompt]):
     """Prompts of mapped rows. Each access makes a new one."""
 
-    def __init__(self, rows: Rows, spec: str, rules: PromptRules) -> None:
-        self._rows, self._spec, self._rules = rows, spec, rules
+    def __init__(self, rows: Rows, rules: PromptRules) -> None:
+        self._rows, self._rules = rows, rules
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -112,7 +112,7 @@ class StoredPrompts(Sequence[Prompt]):
         record, line = self._rows.record_of(row)
         question = question_field(record, self._rules.prompt_key, "data.prompt_key", "")
         text = question if isinstance(question, str) else question[-1]["content"]
-        return Prompt(f"{self._spec}#{row.record}", tuple(row.tokens), text, row.value, record, line)
+        return Prompt(record_name(*self._rows.place_of(row), None), tuple(row.tokens), text, row.value, record, line)
 
 
 def open_cache(run: RunConfig) -> Cache:
@@ -121,8 +121,10 @@ def open_cache(run: RunConfig) -> Cache:
     return Cache()
 
 
-def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, cache: Cache, limit: int | None = None) -> PromptSet:
-    """Load the prompts of one source, formatted and filtered by the keys of `data`. ValueError as `prompts_of`."""
+def load_prompts(
+    data: DataConfig, source: str | Sequence[str], tokenizer: Tokenizer, cache: Cache, limit: int | None = None
+) -> PromptSet:
+    """Load the prompts of a source or of several, formatted and filtered by the keys of `data`. ValueError as `prompts_of`."""
     rules = PromptRules(
         data.prompt_key,
         data.answer_key,
@@ -131,4 +133,4 @@ def load_prompts(data: DataConfig, source: str, tokenizer: Tokenizer, cache: Cac
         data.overlong,
         limit,
     )
-    return prompts_of(open_source(source), tokenizer, rules, cache)
+    return prompts_of(open_sources(source), tokenizer, rules, cache)

@@ -1,6 +1,6 @@
 """Rows of token ids in Arrow files that any number of processes map: made once of the records of a source, then read by number.
-A folder holds `records.arrow` (the records, in blocks), `tokens*.arrow` (the rows) and `facts.json`. `prompt_rows.py`,
-`demonstrations.py` and `texts.py` define the rows; `Dataset.map` of `datasets` tokenises many records on several cores."""
+A folder holds `records-N.arrow` (the records of part N of the source, in blocks), `tokens*.arrow` (the rows) and `facts.json`.
+`prompt_rows.py` and `texts.py` define the rows; `Dataset.map` of `datasets` tokenises many records on several cores."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -23,11 +24,11 @@ import psutil
 import megappo.data
 from megappo.data.cache import Cache, Key, content_of, digest, hash_of_modules, signature
 from megappo.data.prompts import Record, record_name
-from megappo.data.sources import Source
+from megappo.data.sources import Joined, Source, parts_of
 from megappo.data.tokenizers import Tokenizer
 from megappo.runtime.helper_process import FAILED, HelperDied, HelperProcess, end_with
 
-RECORDS, FACTS = "records.arrow", "facts.json"
+RECORDS, FACTS = "records-{}.arrow", "facts.json"
 ALONE = 200_000  # records that are tokenised in this process: a few times as long as others take to load a tokenizer
 BATCH = 4096  # rows of an Arrow batch
 REAPED_S = 5.0  # a pool that works reaps its processes within a tenth of a second
@@ -38,7 +39,8 @@ Encode = Callable[[Record, str], Iterable[tuple[Sequence[int], Any]]]
 
 
 class Row(NamedTuple):
-    """Tokens of a row, its further value, and its record: number in the source from 0, block, position in the block."""
+    """Tokens of a row, its further value, and its record: number in the source from 0, block, position in the block. Records and
+    blocks are counted through all parts of the source."""
 
     tokens: Sequence[int]
     value: Any
@@ -47,21 +49,53 @@ class Row(NamedTuple):
     position: int
 
 
+class _Part(NamedTuple):
+    """One file or dataset of a source; it is pickled. record, block: numbers of its first ones in the source."""
+
+    spec: str
+    read: Callable[[str, Any], Iterable[tuple[Record, int | None]]]
+    record: int
+    block: int
+
+
+class _Records:
+    """Records of a folder, mapped. A part has its own file, since a file of Arrow has one schema."""
+
+    def __init__(self, folder: Path, parts: Sequence[_Part]) -> None:
+        self._folder, self._parts = folder, parts
+        self._reader = lru_cache(None)(self._open)
+        self._batch = lru_cache(1)(lambda block: self._reader(index := self._index(block)).get_batch(block - parts[index].block))
+
+    def part(self, block: int) -> _Part:
+        """Part that has this block."""
+        return self._parts[self._index(block)]
+
+    def read(self, block: int, position: int = 0, count: int | None = None) -> Iterable[tuple[Record, int | None]]:
+        """Records of a block, each with its line in the file if it has one; of `count` from `position` on."""
+        part = self.part(block)
+        return part.read(part.spec, self._batch(block).slice(position, count))
+
+    def _index(self, block: int) -> int:
+        # The last one that starts there: those before it are empty.
+        return bisect_right(self._parts, block, key=lambda part: part.block) - 1
+
+    def _open(self, index: int) -> Any:
+        import pyarrow
+
+        return pyarrow.ipc.open_file(pyarrow.memory_map(str(self._folder / RECORDS.format(index))))
+
+
 class Rows:
     """Rows of a folder, mapped: they take no memory of the process. `facts` are those written with them."""
 
-    def __init__(self, folder: Path, source: Source) -> None:
+    def __init__(self, folder: Path, source: Source | Joined) -> None:
         import pyarrow
 
-        self._source = source
-        records = folder / RECORDS
-        self._block = lru_cache(1)(pyarrow.ipc.open_file(pyarrow.memory_map(str(records))).get_batch) if records.exists() else None
+        self.facts: Mapping[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        self._records = _Records(folder, _parts(source, self.facts["parts"]))
         streams = (pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))) for file in sorted(folder.glob("tokens*.arrow")))
         self._batches = [batch for stream in streams for batch in stream if batch.num_rows]
         self._ends = numpy.cumsum([batch.num_rows for batch in self._batches])
-        self.facts: Mapping[str, Any] = (
-            json.loads((folder / FACTS).read_text(encoding="utf-8")) if (folder / FACTS).exists() else {}
-        )
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._batches else 0
@@ -84,9 +118,13 @@ class Rows:
 
     def record_of(self, row: Row) -> tuple[Record, int | None]:
         """Record of a row, and its line in the file if it has one."""
-        assert self._block is not None, "a row has a record"
-        [found] = self._source.records(self._source.spec, self._block(row.block).slice(row.position, 1))
+        [found] = self._records.read(row.block, row.position, 1)
         return found
+
+    def place_of(self, row: Row) -> tuple[str, int]:
+        """File or dataset of a row's record, and the record's number there from 0."""
+        part = self._records.part(row.block)
+        return part.spec, row.record - part.record
 
 
 @dataclass(frozen=True)
@@ -102,14 +140,12 @@ class Recipe:
     """Most rows; records beyond are not read."""
 
 
-def rows_of(source: Source, tokenizer: Tokenizer, rules: Key, cache: Cache, recipe: Recipe) -> tuple[Rows, str]:
+def rows_of(source: Source | Joined, tokenizer: Tokenizer, rules: Key, cache: Cache, recipe: Recipe) -> tuple[Rows, str]:
     """Return (rows of a source by these rules, fingerprint of all that decides them and their names), made if the cache has none.
     Raises ValueError as `recipe` does, or if the files change meanwhile; RuntimeError, one line, if a process is killed."""
     before = signature(source.files)
     key = {
-        "content": content_of(source.files) if source.files else _content_in_memory(source),
-        "kind": type(source).__name__,
-        "choice": source.choice,
+        "parts": [[type(part).__name__, part.choice, _content_of(part)] for part in parts_of(source)],
         "tokenizer": tokenizer.identity(),
         "code": hash_of_modules(megappo.data),
         **rules,
@@ -123,32 +159,42 @@ def rows_of(source: Source, tokenizer: Tokenizer, rules: Key, cache: Cache, reci
     return Rows(cache.folder(key, build), source), digest({"rows": key, "spec": source.spec})
 
 
-def _content_in_memory(source: Source) -> str:
-    for _ in source.batches():  # its records are its only identity
+def _content_of(part: Source) -> str:
+    if part.files:
+        return content_of(part.files)
+    for _ in part.batches():  # its records are its only identity
         pass
-    return source.sha256
+    return part.sha256
 
 
-def _make(folder: Path, source: Source, recipe: Recipe) -> None:
-    starts = _write_records(folder / RECORDS, source)
+def _parts(source: Source | Joined, firsts: Sequence[Sequence[int]]) -> list[_Part]:
+    return [_Part(part.spec, part.records, *first) for part, first in zip(parts_of(source), firsts, strict=True)]
+
+
+def _make(folder: Path, source: Source | Joined, recipe: Recipe) -> None:
+    starts, firsts = [0], []
+    for number, part in enumerate(parts_of(source)):
+        firsts.append((starts[-1], len(starts) - 1))
+        _write_records(folder / RECORDS.format(number), part, starts)
     num_records = starts.pop()
-    job = _Job(folder, source.spec, source.records, recipe.encode, recipe.kind)
+    job = _Job(folder, _parts(source, firsts), recipe.encode, recipe.kind)
     if recipe.limit is None and num_records > ALONE:
         _encode_elsewhere(job, starts)
     else:
         _encode_here(job, starts, recipe.limit)
-    facts = {"num_records": num_records, "source_sha256": source.sha256}
+    facts = {"num_records": num_records, "source_sha256": source.sha256, "parts": firsts}
+    (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
     facts |= recipe.finish(Rows(folder, source), num_records)
     (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _write_records(file: Path, source: Source) -> list[int]:
-    """Write the blocks; returns the number of the first record of each, and of all records."""
+def _write_records(file: Path, part: Source, starts: list[int]) -> None:
+    """Write the blocks of a part. Appends the number of the record after each block, where the next one starts."""
     import pyarrow
 
-    starts, writer = [0], None
+    writer = None
     with file.open("wb") as sink:
-        for batch in source.batches():
+        for batch in part.batches():
             writer = writer or pyarrow.ipc.new_file(sink, batch.schema)
             writer.write_batch(batch)
             starts.append(starts[-1] + batch.num_rows)
@@ -156,28 +202,23 @@ def _write_records(file: Path, source: Source) -> list[int]:
             writer.close()
     if writer is None:
         file.unlink()
-    return starts
 
 
 class _Job(NamedTuple):
     """Arguments of a process that makes rows of blocks; it is pickled."""
 
     folder: Path
-    spec: str
-    records: Callable[[str, Any], Iterable[tuple[Record, int | None]]]
+    parts: Sequence[_Part]
     encode: Encode
     kind: str
 
     def rows(self, blocks: Iterable[tuple[int, int]]) -> Iterator[Row]:
         """Rows of blocks (number, first record). Raises ValueError for the first bad record."""
-        import pyarrow
-
-        blocks = list(blocks)
-        reader = pyarrow.ipc.open_file(pyarrow.memory_map(str(self.folder / RECORDS))) if blocks else None
+        records = _Records(self.folder, self.parts)
         for block, start in blocks:
-            assert reader is not None
-            for position, (record, line) in enumerate(self.records(self.spec, reader.get_batch(block))):
-                name = record_name(self.spec, start + position, line)
+            part = records.part(block)
+            for position, (record, line) in enumerate(records.read(block)):
+                name = record_name(part.spec, start + position - part.record, line)
                 for tokens, value in self.encode(record, name):
                     yield Row(tokens, value, start + position, block, position)
 

@@ -56,6 +56,35 @@ class Source(Protocol):
         ...
 
 
+class Joined:
+    """Several sources, one after the other. Their records are read part by part, since each has a schema of its own."""
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        self.parts = parts
+        self.spec = joined_spec([part.spec for part in parts])
+        self.files: Sequence[Path] = [file for part in parts for file in part.files]
+
+    @property
+    def sha256(self) -> str:
+        """Of the digests of the parts; as `Source.sha256`, once all have been read."""
+        return hashlib.sha256("".join(part.sha256 for part in self.parts).encode()).hexdigest()
+
+
+def parts_of(source: Source | Joined) -> Sequence[Source]:
+    return source.parts if isinstance(source, Joined) else (source,)
+
+
+def joined_spec(spec: str | Sequence[str]) -> str:
+    """Value of `data.train` and its like in messages and records of a run."""
+    return spec if isinstance(spec, str) else ", ".join(spec)
+
+
+def open_sources(spec: str | Sequence[str]) -> Source | Joined:
+    """Open one source, or several whose records follow each other. ValueError as `open_source`."""
+    parts = [open_source(one) for one in ((spec,) if isinstance(spec, str) else spec)]
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
 def open_source(spec: str) -> Source:
     """Open a `.jsonl` file, a `.parquet` file or a Hugging Face dataset. Nothing is read of files.
     A dataset is `name` (its "train" split) or `name:subset:split` (an empty subset means the default one). Raises ValueError,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megappo.data.cache import Cache
 from megappo.data.packing import PackedBatch, pack
-from megappo.data.prompts import PromptFormat, Record, encode_question, question_field, record_field, require_text
+from megappo.data.prompts import PromptFormat, Record, encode_question, question_field, record_field, record_name, require_text
 from megappo.data.rows import Recipe, Rows, rows_of
-from megappo.data.sources import Source
+from megappo.data.sources import Joined, Source
 from megappo.data.tokenizers import Tokenizer
 
 
@@ -45,7 +45,6 @@ class DemonstrationSet:
     """Demonstrations of at most max_tokens tokens, in the order of the records; made on access."""
 
     rows: Rows
-    source: str
     num_records: int
     max_tokens: int
 
@@ -54,7 +53,7 @@ class DemonstrationSet:
 
     def __getitem__(self, index: int) -> Demonstration:
         row = self.rows[range(len(self))[index]]
-        return Demonstration(f"{self.source}#{row.record}", tuple(row.tokens), row.value)
+        return Demonstration(record_name(*self.rows.place_of(row), None), tuple(row.tokens), row.value)
 
     def summary(self) -> str:
         return _summary(len(self), self.num_records, self.max_tokens)
@@ -67,13 +66,13 @@ class DemonstrationSet:
         return batch.with_fields(token_fields={"response_mask": mask})
 
 
-def demonstrations_of(source: Source, tokenizer: Tokenizer, rules: DemonstrationRules, cache: Cache) -> DemonstrationSet:
+def demonstrations_of(source: Source | Joined, tokenizer: Tokenizer, rules: DemonstrationRules, cache: Cache) -> DemonstrationSet:
     """Tokenise demonstrations of a source, or take them from the cache. Those beyond max_tokens are left out and counted, never
     cut.
     Raises ValueError, one line: a key that a record lacks (its keys are listed), a value of the wrong type, or nothing left."""
     recipe = Recipe(partial(_encode_demonstration, tokenizer, rules), "int32", partial(_checked_demonstrations, source, rules))
     rows, _ = rows_of(source, tokenizer, {"demonstrations": asdict(rules)}, cache, recipe)
-    return DemonstrationSet(rows, source.spec, rows.facts["num_records"], rules.max_tokens)
+    return DemonstrationSet(rows, rows.facts["num_records"], rules.max_tokens)
 
 
 def _encode_demonstration(
@@ -96,7 +95,7 @@ def _ended(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     return ids if ids and ids[-1] in tokenizer.eos_ids else [*ids, tokenizer.eos_id]
 
 
-def _checked_demonstrations(source: Source, rules: DemonstrationRules, rows: Rows, num_records: int) -> Mapping[str, Any]:
+def _checked_demonstrations(source: Source | Joined, rules: DemonstrationRules, rows: Rows, num_records: int) -> Mapping[str, Any]:
     if not len(rows):
         raise ValueError(f"no demonstrations are left of {source.spec}: {_summary(0, num_records, rules.max_tokens)}")
     return {}
@@ -123,7 +122,6 @@ class TextSet:
     """Sequences of 2 to `max_tokens` tokens, in the order of the records and of their text; made on access."""
 
     rows: Rows
-    source: str
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -147,13 +145,13 @@ class TextSet:
         return pack([self.rows[i].tokens for i in indices])
 
 
-def texts_of(source: Source, tokenizer: Tokenizer, rules: TextRules, cache: Cache) -> TextSet:
+def texts_of(source: Source | Joined, tokenizer: Tokenizer, rules: TextRules, cache: Cache) -> TextSet:
     """Tokenise the texts of a source by these rules, or take them from the cache.
     A longer text becomes several sequences, each without the tokens before it. Raises ValueError, one line: a key that a record
     lacks (its keys are listed), a value of the wrong type, or no text at all."""
     recipe = Recipe(partial(_encode_text, tokenizer, rules), "null", partial(_checked_texts, source))
     rows, _ = rows_of(source, tokenizer, {"texts": asdict(rules)}, cache, recipe)
-    return TextSet(rows, source.spec)
+    return TextSet(rows)
 
 
 def _encode_text(tokenizer: Tokenizer, rules: TextRules, record: Record, name: str) -> Iterator[tuple[list[int], None]]:
@@ -166,7 +164,7 @@ def _encode_text(tokenizer: Tokenizer, rules: TextRules, record: Record, name: s
             yield piece, None
 
 
-def _checked_texts(source: Source, rows: Rows, num_records: int) -> Mapping[str, Any]:
+def _checked_texts(source: Source | Joined, rows: Rows, num_records: int) -> Mapping[str, Any]:
     if not len(rows):
         raise ValueError(f"{source.spec} has no text: {num_records:,} records")
     return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -21,6 +21,7 @@ from megappo.config.role_sections import key_of_role, section_of
 from megappo.config.schema import TrainConfig
 from megappo.config.yaml_reader import parse_yaml
 from megappo.data.prompts import PromptSet
+from megappo.data.sources import joined_spec
 from megappo.parallel.consensus import gathered, warn_once
 from megappo.trainer.prepare.data import RunData
 from megappo.trainer.prepare.evaluations import EvaluationSet
@@ -107,8 +108,8 @@ def _environment_facts(data: RunData | RecordedData) -> dict[str, Any] | None:
 
 
 def _data_facts(config: TrainConfig, data: RunData) -> dict[str, Any]:
-    def source(path: str | None, prompts: PromptSet | None) -> dict[str, str] | None:
-        return {"path": path, "sha256": prompts.source_sha256} if path is not None and prompts is not None else None
+    def source(spec: str | Sequence[str] | None, prompts: PromptSet | None) -> dict[str, str] | None:
+        return {"path": joined_spec(spec), "sha256": prompts.source_sha256} if spec is not None and prompts is not None else None
 
     keys = ("prompt_key", "answer_key", "chat_template", "system_prompt", "prompt_suffix")
     return {
@@ -138,7 +139,8 @@ def _text_facts(config: TrainConfig, data: RunData) -> dict[str, Any] | None:
     ptx = config.algorithm.ptx
     if data.ptx is None or ptx is None:
         return None
-    return {"path": ptx.data, "sha256": data.ptx.texts.source_sha256, "text_key": ptx.text_key, "max_tokens": ptx.max_tokens}
+    path, sha256 = joined_spec(ptx.data), data.ptx.texts.source_sha256
+    return {"path": path, "sha256": sha256, "text_key": ptx.text_key, "max_tokens": ptx.max_tokens}
 
 
 def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def _evaluation_facts(one: EvaluationSet) -> dict[str, Any]:
             **_recipe_facts(one.reward),
             "code": {name: part.sha256 for name, part in one.reward_parts.items()},
         }
-    return {"path": one.settings.data, "sha256": one.prompts.source_sha256, "settings": settings, "reward": reward}
+    return {"path": joined_spec(one.settings.data), "sha256": one.prompts.source_sha256, "settings": settings, "reward": reward}
 
 
 def require_equal_data(facts: Mapping[str, Any]) -> None:

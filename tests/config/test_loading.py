@@ -434,7 +434,10 @@ def test_every_known_key_is_accepted_as_an_override():
         for key, field in value_keys(cls):
             schema = TypeAdapter(field.annotation).json_schema()
             kinds = [kind for kind in schema.get("anyOf", [schema]) if kind != {"type": "null"}]
-            is_text = all(kind.get("type") == "string" and not {"enum", "const"} & set(kind) for kind in kinds)
+            # A list of texts is written in brackets.
+            lists = [kind for kind in kinds if len(kinds) > 1 and kind.get("items", {}).get("type") == "string"]
+            texts = [kind for kind in kinds if kind.get("type") == "string" and not {"enum", "const"} & set(kind)]
+            is_text = bool(texts) and len(texts) + len(lists) == len(kinds)
             assert parse_override(f"{key}=1", cls) == (key, "1" if is_text else 1)
         for key, _ in sections(cls):
             assert parse_override(f"{key}=null", cls) == (key, None)

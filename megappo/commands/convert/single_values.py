@@ -155,11 +155,13 @@ def tracker_flags(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, [TRACKER_FLAGS[key] for key in on])
 
 
-def one_file(rule: Rule, value: Any, settings: Settings) -> Values:
-    files = value if isinstance(value, list) else [value]
-    if len(files) != 1:
-        raise missing(f"one file: join the {len(files)}")
-    return same(rule.keys, files[0])
+def files(rule: Rule, value: Any, settings: Settings) -> Values:
+    return same(rule.keys, value[0] if isinstance(value, list) and len(value) == 1 else value)
+
+
+def files_of_text(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Take files with commas between them, which follow each other where no probabilities are given."""
+    return files(rule, [one.strip() for one in value.split(",")] if isinstance(value, str) else value, settings)
 
 
 def overlong(rule: Rule, value: Any, settings: Settings) -> Values:

@@ -192,7 +192,7 @@ def _checkpoint(prefix: str) -> dict[str, Rule]:
 
 
 DATA = {
-    "data.train_files": take("data.train", by="one_file"),
+    "data.train_files": take("data.train", by="files"),
     "data.val_files": take("data.eval", "evaluations", by="validation_files"),
     "data.train_batch_size": take("data.prompts_per_step"),
     "data.val_batch_size": unneeded("the sampler schedules the validation prompts", "rollout.max_num_seqs"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import configparser
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -140,11 +140,12 @@ def _check_files(config: TrainConfig, trains: bool) -> None:
                 _require_code(f"{prefix}{key}.path", part.path)
 
 
-def _find(key: str, source: str) -> None:
-    try:
-        find_file(source)
-    except ValueError as error:
-        raise ConfigError(f"{key}: {error}") from None
+def _find(key: str, sources: str | Sequence[str]) -> None:
+    for source in (sources,) if isinstance(sources, str) else sources:
+        try:
+            find_file(source)
+        except ValueError as error:
+            raise ConfigError(f"{key}: {error}") from None
 
 
 def _require_code(key: str, path: str) -> None:

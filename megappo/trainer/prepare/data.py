@@ -19,7 +19,7 @@ from megappo.data.loader import PassRates, PromptLoader, weights_of
 from megappo.data.prompt_rows import load_prompts, open_cache
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
-from megappo.data.sources import open_source
+from megappo.data.sources import open_sources
 from megappo.data.texts import DemonstrationRules, DemonstrationSet, TextRules, TextSet, demonstrations_of, texts_of
 from megappo.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from megappo.models.arch import ModelArch
@@ -239,7 +239,7 @@ def _text_data(config: TrainConfig, tokenizer: Tokenizer, cache: Cache) -> TextD
     if ptx is None:
         return None
     try:
-        texts = texts_of(open_source(ptx.data), tokenizer, TextRules(ptx.text_key, ptx.max_tokens), cache)
+        texts = texts_of(open_sources(ptx.data), tokenizer, TextRules(ptx.text_key, ptx.max_tokens), cache)
     except ValueError as error:
         raise ConfigError(f"algorithm.ptx.data: {error}") from error
     if ptx.batch_size > len(texts):
@@ -286,7 +286,7 @@ def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
     tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
     prompt_format = PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix)
     rules = DemonstrationRules(data.prompt_key, data.response_key, prompt_format, data.max_tokens)
-    demonstrations = demonstrations_of(open_source(data.train), tokenizer, rules, cache)
+    demonstrations = demonstrations_of(open_sources(data.train), tokenizer, rules, cache)
     if config.trainer.batch_size > len(demonstrations):
         fix = f"more than the {len(demonstrations):,} demonstrations ({demonstrations.summary()}); lower it or add data"
         raise ConfigError(problem("trainer.batch_size", config.trainer.batch_size, fix))

@@ -296,7 +296,6 @@ NO_EQUIVALENT = [
     ({f"{AOR}.actor.use_kl_loss": True, f"{AOR}.actor.kl_loss_type": "kl"}, "algorithm.kl.estimator cannot be that here"),
     ({f"{AOR}.rollout.name": "sglang"}, "vLLM generates"),
     ({"data.truncation": "left"}, "never truncated"),
-    ({"data.train_files": ["a", "b"]}, "one file: join the 2"),
     ({"critic.ulysses_sequence_parallel_size": 2, "critic.megatron.context_parallel_size": 4}, "critic.parallel.cp is already 2"),
     ({f"{AOR}.actor.optim.lr": "fast"}, "policy.optimizer.lr"),
     ({f"{AOR}.actor.ppo_mini_batch_size": "many"}, "not a number that can be counted with"),
@@ -337,10 +336,24 @@ def test_the_project_of_wandb_is_a_line_to_run(trainer, foreign):
 
 
 def test_data_that_is_named_and_not_taken_over_is_not_called_unnamed():
-    (line,) = (
-        line for line in converted({"data.train_files": ["a.parquet", "b.parquet"]}, VERL).todo if line.startswith("data.train")
-    )
-    assert line == 'data.train: NAME IT: data.train_files = ["a.parquet", "b.parquet"]: one file: join the 2'
+    (line,) = (line for line in converted({"data.train_files": ["a.parquet", 7]}, VERL).todo if line.startswith("data.train"))
+    assert line.startswith('data.train: NAME IT: data.train_files = ["a.parquet", 7]: data.train')
+
+
+@pytest.mark.parametrize(
+    "trainer, key, value, train",
+    [
+        (VERL, "data.train_files", ["a.parquet", "b.parquet"], ["a.parquet", "b.parquet"]),
+        (VERL, "data.train_files", ["a.parquet"], "a.parquet"),
+        (OPENRLHF, "prompt_data", "owner/name, b.jsonl", ["owner/name", "b.jsonl"]),
+        (OPENRLHF, "data.prompt_dataset", "b.jsonl", "b.jsonl"),
+    ],
+)
+def test_several_train_files_are_taken_over(trainer, key, value, train):
+    conversion = converted({key: value}, trainer)
+    assert conversion.values["data.train"] == train
+    data, _ = parse_yaml(configuration(conversion), "configuration")
+    assert data["data"]["train"] == train and not [line for line in conversion.todo if line.startswith("data.train")]
 
 
 def test_keys_without_effect_are_left_out_with_the_reason():
