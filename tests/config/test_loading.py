@@ -432,6 +432,7 @@ def test_other_trainers_names_lead_to_keys_that_exist():
 def test_every_known_key_is_accepted_as_an_override():
     for cls in (TrainConfig, SftConfig):
         for key, field in value_keys(cls):
+            assert field.annotation is not None
             schema = TypeAdapter(field.annotation).json_schema()
             kinds = [kind for kind in schema.get("anyOf", [schema]) if kind != {"type": "null"}]
             # A list of texts is written in brackets.
