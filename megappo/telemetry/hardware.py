@@ -3,12 +3,15 @@ times a stated share give the rates reached, in bytes, FLOPs and seconds; the tu
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.yaml_reader import read_yaml
@@ -16,31 +19,35 @@ from megappo.telemetry.tables import GIB
 
 PROFILES = Path(__file__).with_name("hardware.yaml")
 Dtype = Literal["bf16", "fp32"]
+Count = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+"""Part of what the hardware could do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Hardware:
     """One rank's share of a machine. Fields are those of `hardware.yaml`, which documents their meaning and sources."""
 
     name: str
-    memory_gib: float
-    headroom_gib: float
-    bf16_tflops: float
-    fp32_tflops: float
-    processors: int
-    memory_tb_s: float
-    node_link_gb_s: float
-    network_gb_s: float
-    host_link_gb_s: float
-    gpus_per_node: int
-    matmul_share: float
-    memory_share: float
-    link_share: float
-    host_share: float
-    node_latency_us: float
-    network_latency_us: float
-    layer_overhead_us: float
-    decode_overhead_us: float
+    memory_gib: Rate
+    headroom_gib: Annotated[float, Field(ge=0)]
+    bf16_tflops: Rate
+    fp32_tflops: Rate
+    processors: Count
+    memory_tb_s: Rate
+    node_link_gb_s: Rate
+    network_gb_s: Rate
+    host_link_gb_s: Rate
+    gpus_per_node: Count
+    matmul_share: Share
+    memory_share: Share
+    link_share: Share
+    host_share: Share
+    node_latency_us: Rate
+    network_latency_us: Rate
+    layer_overhead_us: Rate
+    decode_overhead_us: Rate
     source: str
 
     @property
@@ -104,11 +111,9 @@ def hardware_of_gpu(device_name: str) -> Hardware | None:
 
 def dump_hardware(hardware: Hardware) -> str:
     """Write the profile as YAML, to be saved and given to --gpu."""
-    lines = [f"{hardware.name}:"]
-    for key, value in asdict(hardware).items():
-        if key != "name":
-            lines.append(f"  {key}: {value:.6g}" if isinstance(value, float) else f"  {key}: {value}")
-    return "\n".join(lines) + "\n"
+    return yaml.safe_dump(
+        {hardware.name: {key: value for key, value in asdict(hardware).items() if key != "name"}}, sort_keys=False
+    )
 
 
 def profiles(path: Path) -> dict[str, Hardware]:
@@ -116,28 +121,15 @@ def profiles(path: Path) -> dict[str, Hardware]:
 
 
 def hardware_of(name: str, values: Any, where: str) -> Hardware:
-    """Make a profile from plain data. ConfigError names missing and unknown keys and values that are not positive numbers."""
-    wanted = {field.name: field.type for field in fields(Hardware) if field.name != "name"}
-    if not isinstance(values, Mapping) or set(values) != set(wanted):
-        given = set(values) if isinstance(values, Mapping) else set()
-        wrong = sorted(set(wanted) ^ given)
-        what = "missing" if wrong[0] in wanted else "not a key of a profile"
-        raise ConfigError(f"{where}: profile {name}: {wrong[0]} is {what}")
-    numbers: dict[str, Any] = {}
-    for key, kind in wanted.items():
-        value = values[key]
-        if kind == "str":
-            numbers[key] = str(value)
-            continue
-        least, bound = (0.0, ">= 0") if key == "headroom_gib" else (math.ulp(0.0), "> 0")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
-            raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, f'must be a number {bound}')}")
-        if key.endswith("_share") and value > 1:
-            fix = "is a share of what the hardware could do; must be <= 1"
-            raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, fix)}")
-        if kind == "int" and value != int(value):
-            raise ConfigError(f"{where}: {problem(f'{name}.{key}', value, 'must be an integer')}")
-        numbers[key] = int(value) if kind == "int" else float(value)
-    if numbers["headroom_gib"] >= numbers["memory_gib"]:
-        raise ConfigError(f"{where}: {problem(f'{name}.headroom_gib', numbers['headroom_gib'], 'must be less than memory_gib')}")
-    return Hardware(name, **numbers)
+    """Make a profile from plain data. ConfigError names a key that is missing, unknown or of a wrong value."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: profile {name} is no mapping of keys to values")
+    try:
+        found = Hardware(**{**values, "name": name})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = first["loc"][0]
+        raise ConfigError(f"{where}: {problem(f'{name}.{key}', values.get(key), first['msg'])}") from None
+    if found.headroom_gib >= found.memory_gib:
+        raise ConfigError(f"{where}: {problem(f'{name}.headroom_gib', found.headroom_gib, 'must be less than memory_gib')}")
+    return found

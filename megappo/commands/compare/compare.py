@@ -13,22 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.commands.compare.curves import (
-    Curve,
-    Difference,
-    curve_of,
-    difference,
-    find_metrics,
-    steps_to_show,
-    usual_metrics,
-)
-from megappo.commands.runs.read import BROKEN, Rows, Run, read_rows, read_run, value_text
+from megappo.commands.compare.curves import Curve, Difference, curve_of, difference, find_metrics, steps_to_show, usual_metrics
+from megappo.commands.runs.read import BROKEN, Rows, Run, read_rows, read_run, step_text, value_text
 from megappo.config.errors import ConfigError
 from megappo.config.output_file import check_output_file
 from megappo.config.redaction import redacted_values
 from megappo.config.run_directory import CHECKPOINTS, LAUNCHES
 from megappo.config.yaml_reader import parse_yaml
 from megappo.runtime.ending import CONFIG
+from megappo.telemetry.metrics import finite_or_none
 from megappo.telemetry.plot import picture_of
 from megappo.telemetry.tables import plain, table
 
@@ -107,145 +100,123 @@ LONGEST_VALUE = 44  # characters of a setting in a column
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """The runs by name and what their curves show."""
+class Comparison:
+    """What the report and the JSON say."""
 
     runs: Mapping[str, Run]
     curves: Mapping[str, Mapping[str, Curve]]  # metric -> run -> curve
     differences: Mapping[str, Difference]
-    limits: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class _Made:
-    """What the runs were made of, as far as it differs: key -> value of each run."""
-
-    settings: Mapping[str, Sequence[str]]
-    recorded: Mapping[str, Sequence[str]]
+    limits: Sequence[tuple[str, float, str]]  # (metric, limit, why it is exceeded; empty if it is not)
+    settings: Mapping[str, Sequence[str]]  # key -> value of each run, if they differ
+    recorded: Mapping[str, Sequence[str]]  # the same of versions, data and launches
     notes: Sequence[str]  # what is not known
-
-
-@dataclass(frozen=True)
-class _Limit:
-    """A limit applied to the runs."""
-
-    metric: str
-    most: float
-    reason: str  # why it is exceeded; empty if it is not
 
 
 def compare_runs(args: argparse.Namespace) -> int:
     """Print and draw the comparison; return 1 if a limit is exceeded, else 0. Raises ConfigError, one line, for bad input."""
     target = None if args.plot is None else check_output_file("--plot", args.plot, (".png", ".svg", ".pdf"))
-    compared = _compare(args)
-    limits = [_hold(metric, most, compared.differences[metric]) for metric, most in compared.limits.items()]
-    made = _made_of(compared.runs)
-    if args.json:
-        print(json.dumps(_facts(compared, made, limits), indent=1))
-    else:
-        print("\n".join(_report(compared, made, limits, args)))
+    found = _compare(args)
+    print(json.dumps(_facts(found), indent=1) if args.json else "\n".join(_report(found, args)))
     if target is not None:
-        _draw(compared, target, args)
-    return int(any(limit.reason for limit in limits))
+        try:
+            title = f"means of {args.window} steps" if args.window > 1 else ""
+            target.write_bytes(picture_of(found.curves, title, target.suffix[1:]))
+        except OSError as error:
+            raise ConfigError(f"--plot {target}: {error.strerror}") from None
+        if not args.json:
+            print(f"\n  picture: {target}")
+    return int(any(reason for _, _, reason in found.limits))
 
 
-def _made_of(runs: Mapping[str, Run]) -> _Made:
-    roots = [run.path for run in runs.values()]
-    settings = [settings_of(root) for root in roots]
-    facts = [facts_of(root) for root in roots]
-    launches = [launch_of(root) for root in roots]
-    unknown = {"has no config.yaml that can be read: its settings": settings}
-    unknown["has no checkpoint that can be read: its versions and data"] = facts
-    notes = [f"{name}: {what} are not known" for what, known in unknown.items() for name, one in zip(runs, known) if not one]
-    recorded = differing(facts) | differing(launches)
-    return _Made(differing(settings, without=OWN), recorded, notes)
-
-
-def _draw(compared: _Compared, target: Path, args: argparse.Namespace) -> None:
-    title = f"means of {args.window} steps" if args.window > 1 else ""
-    try:
-        target.write_bytes(picture_of(compared.curves, title, target.suffix[1:]))
-    except OSError as error:
-        raise ConfigError(f"--plot {target}: {error.strerror}") from None
-    if not args.json:
-        print(f"\n  picture: {target}")
-
-
-def _compare(args: argparse.Namespace) -> _Compared:
-    if len(args.runs) < 2:
-        raise ConfigError(f"compare: name two runs or more, not {len(args.runs)} ({' '.join(args.runs)})")
-    paths = [Path(folder) for folder in args.runs]
-    for number, path in enumerate(paths):
-        if path.resolve() in [other.resolve() for other in paths[:number]]:
-            raise ConfigError(f"compare: {path} is named twice")
-    names = [path.resolve().name for path in paths]
-    if len(set(names)) < len(names):
-        names = [str(path) for path in paths]
-    rows = {plain(name): _rows(path, args.until) for name, path in zip(names, paths)}
+def _compare(args: argparse.Namespace) -> Comparison:
+    rows = {name: _rows(path, args.until) for name, path in _named(args.runs).items()}
     known = list(rows.values())
     asked = dict(args.max_difference)
     limits = {metric: most for pattern, most in asked.items() for metric in find_metrics([pattern], known, "--max-difference")}
     metrics = find_metrics(args.metric, known, "--metric") if args.metric else usual_metrics(known)
-    metrics = list(dict.fromkeys([*metrics, *limits]))
-    found = {metric: {name: curve_of(one, metric, args.window) for name, one in rows.items()} for metric in metrics}
-    differences = {metric: difference(curves, args.tolerance) for metric, curves in found.items()}
-    return _Compared({name: read_run(path) for name, path in zip(rows, paths)}, found, differences, limits)
+    curves = {
+        metric: {name: curve_of(one, metric, args.window) for name, one in rows.items()}
+        for metric in {**dict.fromkeys(metrics), **limits}
+    }
+    differences = {metric: difference(found, args.tolerance) for metric, found in curves.items()}
+    runs = {name: read_run(path) for name, path in _named(args.runs).items()}
+    roots = [run.path for run in runs.values()]
+    settings, facts = [settings_of(root) for root in roots], [facts_of(root) for root in roots]
+    unknown = {"has no config.yaml that can be read: its settings": settings}
+    unknown["has no checkpoint that can be read: its versions and data"] = facts
+    return Comparison(
+        runs,
+        curves,
+        differences,
+        [(metric, most, _excess(most, differences[metric])) for metric, most in limits.items()],
+        differing(settings, without=OWN),
+        differing(facts) | differing([launch_of(root) for root in roots]),
+        [f"{name}: {what} are not known" for what, values in unknown.items() for name, one in zip(runs, values) if not one],
+    )
+
+
+def _named(folders: Sequence[str]) -> dict[str, Path]:
+    """Map names to runs: the last parts of the paths, or the paths where two of those are equal."""
+    if len(folders) < 2:
+        raise ConfigError(f"compare: name two runs or more, not {len(folders)} ({' '.join(folders)})")
+    paths = [Path(folder) for folder in folders]
+    for number, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:number]]:
+            raise ConfigError(f"compare: {path} is named twice")
+    names = [path.resolve().name for path in paths]
+    return {plain(name): path for name, path in zip(names if len(set(names)) == len(names) else map(str, paths), paths)}
 
 
 def _rows(path: Path, until: int | None) -> Rows:
     rows = read_rows(path)
-    if until is None:
-        return rows
-    if min(rows) > until:
+    if until is not None and min(rows) > until:
         raise ConfigError(f"--until {until}: the first step of {path} is {min(rows)}")
-    return {step: row for step, row in rows.items() if step <= until}
+    return {step: row for step, row in rows.items() if until is None or step <= until}
 
 
-def _hold(metric: str, most: float, found: Difference) -> _Limit:
+def _excess(most: float, found: Difference) -> str:
+    """Say why a limit is exceeded; empty if it is not."""
     # A step that only some runs have logged is unknown, and unknown does not pass.
     if found.missing:
-        return _Limit(metric, most, f"{found.missing}; --until N compares the steps up to N alone")
+        return f"{found.missing}; --until N compares the steps up to N alone"
     if found.largest is None:
-        return _Limit(metric, most, "no step has a finite value")
+        return "no step has a finite value"
     if math.isinf(found.largest):
-        return _Limit(metric, most, f"not finite in one run alone at step {found.at}")
-    return _Limit(metric, most, f"{found.largest:.6g} at step {found.at}" if found.largest > most else "")
+        return f"not finite in one run alone at step {found.at}"
+    return f"{found.largest:.6g} at step {found.at}" if found.largest > most else ""
 
 
 # ------------------------------------------------------------------------------------------------------------------ report
 
 
-def _report(compared: _Compared, made: _Made, limits: Sequence[_Limit], args: argparse.Namespace) -> list[str]:
-    rows = [[name, run.state, _step_text(run), plain(run.path)] for name, run in compared.runs.items()]
-    lines = [*table(["run", "state", "step", "directory"], rows, left=4), "", *_metric_lines(compared, args)]
-    names = list(compared.runs)
-    for title, different in (("setting", made.settings), ("recorded", made.recorded)):
+def _report(found: Comparison, args: argparse.Namespace) -> list[str]:
+    rows = [[name, run.state, step_text(run), plain(run.path)] for name, run in found.runs.items()]
+    lines = [*table(["run", "state", "step", "directory"], rows, left=4), "", *_metric_lines(found, args)]
+    for title, different, same in (
+        ("setting", found.settings, "all settings are equal, except names and directories"),
+        ("recorded", found.recorded, "versions and data are equal as far as they were recorded"),
+    ):
         cells = [[key, *(plain(value, LONGEST_VALUE) for value in values)] for key, values in different.items()]
-        lines += ["", *(table([title, *names], cells, left=1 + len(names)) if cells else [f"  {_SAME[title]}"])]
-    lines += [f"  {note}" for note in made.notes]
-    if limits:
-        failed = [limit for limit in limits if limit.reason]
-        lines += ["", *(f"  {one.metric} differs by more than {one.most:g}: {one.reason}" for one in failed)]
-        lines.append(f"  {len(limits) - len(failed)} of {len(limits)} limits hold")
+        lines += ["", *(table([title, *found.runs], cells, left=1 + len(found.runs)) if cells else [f"  {same}"])]
+    lines += [f"  {note}" for note in found.notes]
+    if found.limits:
+        failed = [f"  {metric} differs by more than {most:g}: {reason}" for metric, most, reason in found.limits if reason]
+        lines += ["", *failed, f"  {len(found.limits) - len(failed)} of {len(found.limits)} limits hold"]
     return lines
 
 
-_SAME = {
-    "setting": "all settings are equal, except names and directories",
-    "recorded": "versions and data are equal as far as they were recorded",
-}
-
-
-def _metric_lines(compared: _Compared, args: argparse.Namespace) -> list[str]:
+def _metric_lines(compared: Comparison, args: argparse.Namespace) -> list[str]:
     steps = steps_to_show(compared.curves)
     head = ["metric", "run", *(f"step {step}" for step in steps), "last", "largest difference", "apart from"]
     rows: list[list[str]] = []
     for metric, of_metric in compared.curves.items():
         found = compared.differences[metric]
-        for number, (name, curve) in enumerate(of_metric.items()):
-            values = [value_text(curve.get(step)) for step in steps] + [value_text(_last(curve))]
-            ends = [_largest_text(found), "-" if found.parts is None else f"step {found.parts}"] if number == 0 else ["", ""]
-            rows.append([metric if number == 0 else "", name, *values, *ends])
+        largest = "-" if found.largest is None else f"{found.largest:.3g} at {found.at}"
+        ends = [metric, largest, "-" if found.parts is None else f"step {found.parts}"]
+        for name, curve in of_metric.items():
+            values = [*(curve.get(step) for step in steps), list(curve.values())[-1] if curve else None]
+            rows.append([ends[0], name, *map(value_text, values), *ends[1:]])
+            ends = ["", "", ""]  # of the metric, so on its first row alone
     mean = f"means of {args.window} steps; " if args.window > 1 else ""
     counts = sorted({found.steps for found in compared.differences.values()})
     compared_steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"
@@ -253,31 +224,18 @@ def _metric_lines(compared: _Compared, args: argparse.Namespace) -> list[str]:
     return [*table(head, rows, left=2), "", f"  {note}"]
 
 
-def _last(curve: Curve) -> float | None:
-    return list(curve.values())[-1] if curve else None
+def _facts(found: Comparison) -> dict[str, Any]:
+    def by_run(different: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
+        return {key: dict(zip(found.runs, values)) for key, values in different.items()}
 
-
-def _largest_text(found: Difference) -> str:
-    return "-" if found.largest is None else f"{found.largest:.3g} at {found.at}"
-
-
-def _step_text(run: Run) -> str:
-    return f"{'-' if run.step is None else run.step}" + ("" if run.total_steps is None else f"/{run.total_steps}")
-
-
-def _facts(compared: _Compared, made: _Made, limits: Sequence[_Limit]) -> dict[str, Any]:
-    names = list(compared.runs)
-    metrics = {}
-    for metric, curves in compared.curves.items():
-        found = asdict(compared.differences[metric])
-        # JSON has no infinity: null, whose step (`at`) is kept.
-        found["largest"] = None if found["largest"] is None or math.isinf(found["largest"]) else found["largest"]
-        metrics[metric] = {**found, "runs": {name: {str(step): value for step, value in curves[name].items()} for name in names}}
     return {
-        "runs": {name: {"path": str(run.path), "state": run.state, "step": run.step} for name, run in compared.runs.items()},
-        "metrics": metrics,
-        "settings": {key: dict(zip(names, values)) for key, values in made.settings.items()},
-        "recorded": {key: dict(zip(names, values)) for key, values in made.recorded.items()},
-        "notes": list(made.notes),
-        "limits": [{"metric": one.metric, "most": one.most, "exceeded": one.reason or None} for one in limits],
+        "runs": {name: {"path": str(run.path), "state": run.state, "step": run.step} for name, run in found.runs.items()},
+        # JSON has no infinity: null, whose step (`at`) is kept.
+        "metrics": finite_or_none(
+            {metric: {**asdict(found.differences[metric]), "runs": curves} for metric, curves in found.curves.items()}
+        ),
+        "settings": by_run(found.settings),
+        "recorded": by_run(found.recorded),
+        "notes": found.notes,
+        "limits": [{"metric": metric, "most": most, "exceeded": reason or None} for metric, most, reason in found.limits],
     }

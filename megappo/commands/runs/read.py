@@ -267,5 +267,10 @@ def finite(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
+def step_text(run: Run) -> str:
+    """Format the last step of a run and, if it is known, the number of its steps: `40/200`."""
+    return f"{'-' if run.step is None else run.step}" + ("" if run.total_steps is None else f"/{run.total_steps}")
+
+
 def value_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"

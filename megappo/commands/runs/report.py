@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.checkpoint.manifest import Manifest, RefusedCheckpoint, find_wrong_content, list_files, require_complete
-from megappo.commands.runs.read import BROKEN, Checkpoint, Run, find_runs, read_run
+from megappo.commands.runs.read import BROKEN, Checkpoint, Run, find_runs, read_run, step_text
 from megappo.config.errors import ConfigError
 from megappo.config.run_directory import CHECKPOINTS, ENDED
 from megappo.runtime.lease import LEASE
@@ -124,10 +124,8 @@ def show_verified(run_dir: Path, step: int | None, *, as_json: bool) -> int:
 
 
 def _row(run: Run, now: float) -> list[str]:
-    step = "-" if run.step is None else str(run.step)
-    total = "" if run.total_steps is None else f"/{run.total_steps}"
     saved = ["-", "-"] if run.checkpoint is None else [f"step-{run.checkpoint.step}", age_text(now - run.checkpoint.time)]
-    return [plain(run.path.name), _state_text(run, now), step + total, *saved, size_text(run.bytes)]
+    return [plain(run.path.name), _state_text(run, now), step_text(run), *saved, size_text(run.bytes)]
 
 
 def _state_text(run: Run, now: float) -> str:

@@ -5,48 +5,59 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError
 
 from megappo.config.errors import ConfigError
 from megappo.telemetry.jsonl import read_whole_lines
 from megappo.telemetry.trajectories.files import FORMAT, TOKEN_FIELDS, files_by_step
 
+_FLOATS = TypeAdapter(list[float | None], config=ConfigDict(strict=True))
+_IDS = TypeAdapter(list[Annotated[int, Field(ge=-(2**63), lt=2**63)]], config=ConfigDict(strict=True))
 
-@dataclass(frozen=True)
-class Trajectory:
+Number = Annotated[float, BeforeValidator(lambda value: float("nan") if value is None else value)]
+"""A number; null, which stands for one that was not finite, becomes NaN."""
+Numbers = Annotated[np.ndarray, PlainValidator(lambda value: np.array(_FLOATS.validate_python(value), np.float64))]
+Ids = Annotated[np.ndarray, PlainValidator(lambda value: np.array(_IDS.validate_python(value), np.int64))]
+# Millions of tokens, and a vocabulary of thousands.
+Texts = Annotated[list[str], AfterValidator(lambda texts: list(map(sys.intern, texts)))]
+
+
+class Trajectory(BaseModel):
     """One sample. Arrays and lists have one entry per token of the response, from the first sampled token on."""
+
+    model_config = ConfigDict(strict=True, frozen=True, arbitrary_types_allowed=True)
 
     step: int
     sample: int
     """Index in its step."""
-    id: str
-    prompt: str
-    answer: str
-    response: str
-    score: float
+    id: str = ""
+    prompt: str = ""
+    answer: str = ""
+    response: str = ""
+    score: Number = float("nan")
     """NaN without a score, or if it was not finite."""
-    reason: str
+    reason: str = ""
     """Why it has no score, else empty."""
-    parts: dict[str, float]
-    recipe: str
-    finish: str
+    parts: dict[str, Number] = {}
+    recipe: str = ""
+    finish: Literal["stop", "length", "window"]
     version: int
-    kl_coef: float
+    kl_coef: Number = float("nan")
     prompt_tokens: list[int]
-    prompt_texts: list[str]
-    tokens: np.ndarray
-    """int64 ids."""
-    texts: list[str]
-    mask: np.ndarray
+    prompt_texts: Texts
+    tokens: Ids = Field(alias="response_tokens")
+    texts: Texts = Field(alias="response_texts")
+    mask: Annotated[Numbers, AfterValidator(lambda numbers: numbers == 1)] = Field(alias="response_mask")
     """bool, true on sampled tokens."""
-    fields: dict[str, np.ndarray]
+    fields: dict[str, Numbers]
     """Name -> fp64, NaN where the mask is false; a run without a reference lacks ref_logprob."""
-    special: frozenset[int]
+    special: frozenset[int] = Field(alias="special_tokens", strict=False)
     """Ids that stand for no text."""
 
     @property
@@ -151,111 +162,24 @@ def _records(file: Path) -> tuple[list[dict[str, Any]], bool]:
 # ------------------------------------------------------------------------------------------------------------- one record
 
 
-class _Faulty(Exception):
-    """A record that is not of the format."""
-
-
 def _trajectory(record: Any, step: int, file: Path, line: int) -> Trajectory:
+    place = f"{file}, line {line}"
+    if not isinstance(record, dict):
+        raise ConfigError(f"{place}: not a JSON object")
+    if record.get("format") != FORMAT:
+        raise ConfigError(f"{place}: format is {str(record.get('format'))[:40]}, and this megappo reads {FORMAT}")
+    fields = {name: record[name] for name in TOKEN_FIELDS if name in record}
     try:
-        if not isinstance(record, dict):
-            raise _Faulty("not a JSON object")
-        if record.get("format") != FORMAT:
-            raise _Faulty(f"format is {str(record.get('format'))[:40]}, and this megappo reads {FORMAT}")
-        return _of_record(record, step)
-    except _Faulty as fault:
-        raise ConfigError(f"{file}, line {line}: {fault}") from None
-
-
-def _of_record(record: Mapping[str, Any], step: int) -> Trajectory:
-    tokens = _ids(record, "response_tokens")
-    prompt_tokens = _ids(record, "prompt_tokens").tolist()
-    mask = _numbers(record, "response_mask", len(tokens)) == 1
-    parts = record.get("parts", {})
-    if not isinstance(parts, dict):
-        raise _Faulty("parts is not an object")
-    fields = {name: _numbers(record, name, len(tokens)) for name in TOKEN_FIELDS if name in record}
-    return Trajectory(
-        step=step,
-        sample=_integer(record, "sample"),
-        id=_text(record, "id"),
-        prompt=_text(record, "prompt"),
-        answer=_text(record, "answer"),
-        response=_text(record, "response"),
-        score=_number(record, "score"),
-        reason=_text(record, "reason"),
-        recipe=_text(record, "recipe"),
-        parts={name: _number(parts, name) for name in parts},
-        finish=_finish(record),
-        version=_integer(record, "version"),
-        kl_coef=_number(record, "kl_coef"),
-        prompt_tokens=prompt_tokens,
-        prompt_texts=_texts(record, "prompt_texts", len(prompt_tokens)),
-        tokens=tokens,
-        texts=_texts(record, "response_texts", len(tokens)),
-        mask=mask,
-        fields={name: np.where(mask, numbers, np.nan) for name, numbers in fields.items()},
-        special=frozenset(_ids(record, "special_tokens").tolist()),
-    )
-
-
-def _finish(record: Mapping[str, Any]) -> str:
-    finish = record.get("finish")
-    if finish not in ("stop", "length", "window"):
-        raise _Faulty("finish is neither stop, length nor window")
-    return finish
-
-
-def _text(record: Mapping[str, Any], key: str) -> str:
-    value = record.get(key, "")
-    if not isinstance(value, str):
-        raise _Faulty(f"{key} is not a text")
-    return value
-
-
-def _integer(record: Mapping[str, Any], key: str) -> int:
-    value = record.get(key)
-    if type(value) is not int:
-        raise _Faulty(f"{key} is not an integer")
-    return value
-
-
-def _number(record: Mapping[str, Any], key: str) -> float:
-    value = record.get(key)
-    if value is None:  # not finite
-        return float("nan")
-    if not isinstance(value, (int, float)):
-        raise _Faulty(f"{key} is not a number")
-    try:
-        return float(value)
-    except OverflowError:
-        raise _Faulty(f"{key} is larger than any number of this run") from None
-
-
-def _ids(record: Mapping[str, Any], key: str) -> np.ndarray:
-    value = record.get(key)
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        raise _Faulty(f"{key} is not a list of token ids")
-    try:
-        return np.array(value, dtype=np.int64)
-    except OverflowError:
-        raise _Faulty(f"{key} holds a number that is no token id") from None
-
-
-def _numbers(record: Mapping[str, Any], key: str, count: int) -> np.ndarray:
-    value = record.get(key)
-    if not isinstance(value, list) or len(value) != count:
-        what = f"{len(value)} numbers" if isinstance(value, list) else "no list"
-        raise _Faulty(f"{key} has {what} for {count} tokens of the response")
-    if not set(map(type, value)) <= {int, float, type(None)}:
-        raise _Faulty(f"{key} is not a list of numbers")
-    try:
-        return np.array(value, dtype=np.float64)  # null becomes NaN
-    except OverflowError:
-        raise _Faulty(f"{key} holds a number that is larger than any of a run") from None
-
-
-def _texts(record: Mapping[str, Any], key: str, count: int) -> list[str]:
-    value = record.get(key)
-    if not isinstance(value, list) or len(value) != count or not set(map(type, value)) <= {str}:
-        raise _Faulty(f"{key} is not a list of {count} texts, one per token")
-    return list(map(sys.intern, value))  # millions of tokens, and a vocabulary of thousands
+        read = Trajectory.model_validate({**record, "step": step, "fields": fields})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"{place}: {'.'.join(map(str, first['loc'])).removeprefix('fields.')}: {first['msg']}") from None
+    tokens = len(read.tokens)
+    for name, entries in {"response_mask": read.mask, "response_texts": read.texts, **read.fields}.items():
+        if len(entries) != tokens:
+            raise ConfigError(f"{place}: {name} has {len(entries)} entries for {tokens} tokens of the response")
+    if len(read.prompt_texts) != len(read.prompt_tokens):
+        raise ConfigError(f"{place}: prompt_texts has {len(read.prompt_texts)} entries for {len(read.prompt_tokens)} tokens")
+    for numbers in read.fields.values():
+        numbers[~read.mask] = np.nan  # computed for the whole sequence, and meant for what the policy sampled
+    return read

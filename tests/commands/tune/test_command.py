@@ -234,7 +234,7 @@ def test_a_profile_of_the_users_own(tmp_path, capsys):
     assert load_hardware(str(own)).memory_gib == load_hardware("h200").memory_gib
     own.write_text(own.read_text().replace("memory_tb_s: 4.8", "memory_tb_s: -1.0"))
     code, told = tune(capsys, write_run(tmp_path), "--gpu", own)
-    assert code == 2 and "mine.memory_tb_s = -1.0: must be a number > 0" in told.err
+    assert code == 2 and "mine.memory_tb_s = -1.0: Input should be greater than 0" in told.err
 
 
 @pytest.mark.parametrize("key", ["processors", "gpus_per_node"])
@@ -242,7 +242,7 @@ def test_a_number_of_things_is_an_integer(tmp_path, key):
     """Half a processor would become none, and then a division by zero."""
     values = asdict(load_hardware("h200"))
     values.pop("name")
-    with pytest.raises(ConfigError, match=f"mine.{key} = 0.5: must be an integer"):
+    with pytest.raises(ConfigError, match=f"mine.{key} = 0.5: Input should be a valid integer"):
         hardware_of("mine", values | {key: 0.5}, "mine.yaml")
 
 

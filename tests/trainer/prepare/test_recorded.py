@@ -89,7 +89,7 @@ def test_what_is_trained_on_has_one_hash(models: Path, tmp_path: Path) -> None:
         ({}, {"tokenizer": "other"}, "token 1 (id 4) of sample 0 of step 1 was '0', and data.tokenizer reads '1'; use the tok"),
         ({"prompt_tokens": [1, 16, 8]}, {}, "sample 0 of step 1 has the token 16, and the critic knows 16; use a model with"),
         ({"reward": [0.25, None, None]}, {}, "sample 0 of step 1 has a reward that is not finite; remove that record"),
-        ({"reward": [1.0]}, {}, "step_000001.jsonl, line 1: reward has 1 numbers for 3 tokens of the response"),
+        ({"reward": [1.0]}, {}, "step_000001.jsonl, line 1: reward has 1 entries for 3 tokens of the response"),
         ({"format": 3}, {}, "line 1: format is 3, and this megappo reads 1"),
     ],
 )
