@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megappo.commands.verify.recording import LONGEST_RESPONSE, LONGEST_SEQUENCE
-from megappo.commands.verify.shrink_layouts import (
-    FittedLayouts,
-    Parts,
-    fit_layouts,
-    fit_parts,
-    part_sizes,
-    ranks_needed,
-    split_layers,
-)
+from megappo.commands.verify.shrink_layouts import FittedLayouts, fit_layouts, fit_placed, ranks_needed, split_layers
 from megappo.commands.verify.shrink_model import small_config, write_model
 from megappo.config.layout_checks import placements_in_use, require_whole_steps, roles_in_use
 from megappo.config.rank_ranges import ALL, ranges_of, ranks_of
@@ -37,7 +29,7 @@ from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch, read_config
 from megappo.models.implementation import Implementation, choose_implementation
-from megappo.parallel.layout import placement_of, ranks_by_roles
+from megappo.parallel.layout import placement_of
 from megappo.trainer.prepare.layouts import model_paths
 
 # Two mini-batches in a step: the second sees weights that the first has moved.
@@ -67,7 +59,7 @@ def small_run(config: TrainConfig, folder: Path, max_ranks: int, implementation:
     """Write the models of a small version of `config` below `folder`, and return (the run, notes on layouts that did not fit).
     Roles that share a checkpoint share a small one."""
     require_whole_steps(config, "verify")
-    fitted = _fitted(config, max_ranks)
+    fitted = _fit_placed(config, max_ranks) or fit_layouts(roles_in_use(config), max_ranks)
     paths = {role: path for role, (_, path) in model_paths(config).items()}
     parallel, models = _write_models(paths, fitted.parallel, folder, implementation)
     sections: dict[str, Any] = {}
@@ -122,36 +114,33 @@ def fewest_ranks(config: TrainConfig) -> int:
     return lcm(replicas, *(ranks_needed(parallel) for parallel in roles_in_use(config).values()))
 
 
-def _fitted(config: TrainConfig, max_ranks: int) -> FittedLayouts:
-    """Layouts in the small world, with roles on ranks of their own as in the run if there is room."""
-    wanted, parts = roles_in_use(config), _parts(config)
-    if len(parts.hosts) == 1:
-        return fit_layouts(wanted, max_ranks)
-    # Give up Megatron's data parallelism before the parts. FSDP2 keeps its replicas: with one it would shard nothing.
-    fewer = {role: number if section_of(config, role).engine == "fsdp2" else 1 for role, number in parts.replicas.items()}
-    tried = (fit_parts(wanted, parts._replace(replicas=replicas), max_ranks) for replicas in (parts.replicas, fewer))
-    return next((fitted for fitted in tried if fitted is not None), fit_layouts(wanted, max_ranks))
+def _placed(config: TrainConfig) -> list[str]:
+    """Roles that do not live on all ranks of the run's world."""
+    world_size = config.run.num_ranks or fewest_ranks(config)
+    return [role for role in roles_in_use(config) if not placement_of(section_of(config, role).ranks, world_size).is_whole]
 
 
-def _parts(config: TrainConfig) -> Parts:
-    """Parts of the run's world, and two replicas of each role that has several."""
-    world_size, used = config.run.num_ranks or fewest_ranks(config), roles_in_use(config)
-    placements = {role: placement_of(section_of(config, role).ranks, world_size) for role in used}
-    hosts = ranks_by_roles(placements)
-    others = [()] if sum(map(len, hosts.values())) < world_size else []  # ranks with only vLLM have samples too
-    replicas = {role: min(2, max(1, len(placements[role]) // ranks_needed(parallel))) for role, parallel in used.items()}
-    return Parts((*hosts, *others), replicas)
+def _fit_placed(config: TrainConfig, max_ranks: int) -> FittedLayouts | None:
+    """Layouts in a small world in which roles have ranks of their own as in the run; None if they do not, or if there is no room."""
+    if not _placed(config):
+        return None
+    wanted, world_size = roles_in_use(config), config.run.num_ranks or fewest_ranks(config)
+    texts = {role: section_of(config, role).ranks for role in wanted}
+    ranks = {role: [range(world_size)] if text == ALL else ranges_of(text) for role, text in texts.items()}
+    # FSDP2 keeps two replicas: with one it would shard nothing.
+    sharded = {role for role, parallel in wanted.items() if sum(map(len, ranks[role])) > ranks_needed(parallel)}
+    replicas = {role: 2 if role in sharded and section_of(config, role).engine == "fsdp2" else 1 for role in wanted}
+    return fit_placed(wanted, ranks, replicas, world_size, max_ranks)
 
 
 def placement_notes(config: TrainConfig, run: Run) -> Iterator[str]:
     """Two lines if roles have ranks of their own in the run for which the small version `run` has no room."""
-    used = roles_in_use(config)
-    placed, parts = [role for role in used if section_of(config, role).ranks != ALL], _parts(config)
-    if len(parts.hosts) == 1 or any(section_of(run.config, role).ranks != ALL for role in placed):
+    placed = _placed(config)
+    if not placed or any(section_of(run.config, role).ranks != ALL for role in placed):
         return
-    sizes = part_sizes({role: section_of(run.config, role).parallel for role in used}, parts, MOST_NAMED_RANKS)
-    needed = f"more than --max-ranks {MOST_NAMED_RANKS}" if sizes is None else f"--max-ranks {sum(sizes)}"
-    yield f"all roles are verified on all ranks of this small world; on ranks of their own they need {needed}"
+    needed = next((most for most in range(2, MOST_NAMED_RANKS + 1) if _fit_placed(config, most) is not None), None)
+    asked = f"more than --max-ranks {MOST_NAMED_RANKS}" if needed is None else f"--max-ranks {needed}"
+    yield f"all roles are verified on all ranks of this small world; on ranks of their own they need {asked}"
     keys = " ".join(f"{key_of_role(role)}.ranks={ALL}" for role in placed)
     yield f"exchanges between ranks of different roles are not measured; compare trainer.steps=3 with one of {keys}"
 

@@ -4,7 +4,7 @@ are, and the number of layers they need. Pure arithmetic on the `parallel` secti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import lcm
+from math import gcd, lcm
 from typing import NamedTuple
 
 from megappo.config.rank_ranges import ranges_text
@@ -26,15 +26,6 @@ class FittedLayouts(NamedTuple):
     """Role -> its ranks, if it does not live on all."""
 
 
-class Parts(NamedTuple):
-    """Parts of a world, in the order of their ranks."""
-
-    hosts: tuple[tuple[str, ...], ...]
-    """Roles that live on all ranks of a part; none where only vLLM does."""
-    replicas: Mapping[str, int]
-    """Role -> fewest model replicas that it needs, over all of its parts."""
-
-
 def ranks_needed(parallel: ParallelConfig) -> int:
     """Smallest world of this layout: holds the model's ranks, and the experts' in every stage."""
     return lcm(parallel.tp * parallel.cp * parallel.pp, parallel.pp * parallel.etp * parallel.ep)
@@ -53,49 +44,34 @@ def fit_layouts(wanted: Mapping[str, ParallelConfig], max_ranks: int) -> FittedL
     return FittedLayouts(parallel, world_size, _notes(wanted, parallel, f"{max_ranks} ranks"))
 
 
-def fit_parts(wanted: Mapping[str, ParallelConfig], parts: Parts, max_ranks: int) -> FittedLayouts | None:
-    """Fit layouts as `fit_layouts` does, with each role only on its parts of the world. None if that loses an axis for which a
-    world without parts has room."""
-    parallel = _halved_to(wanted, lambda parallel: part_sizes(parallel, parts, max_ranks) is not None)
+def fit_placed(
+    wanted: Mapping[str, ParallelConfig],
+    ranks: Mapping[str, Sequence[range]],
+    replicas: Mapping[str, int],
+    world_size: int,
+    max_ranks: int,
+) -> FittedLayouts | None:
+    """Fit layouts as `fit_layouts` does, with each role on its own ranks. The small world has all numbers of ranks divided by the same
+    number, so that roles meet as in the world of `world_size`. replicas: fewest of each role. None if no such world has at most
+    `max_ranks`, or if it loses an axis for which a world that all roles share has room."""
+    common = gcd(world_size, *(edge for held in ranks.values() for one in held for edge in (one.start, one.stop)))
+    factor = next((size for size in range(1, common + 1) if common % size == 0 and world_size <= size * max_ranks), None)
+    if factor is None:
+        return None
+    world_size //= factor
+    held = {role: [rank for one in ranks[role] for rank in range(one.start // factor, one.stop // factor)] for role in wanted}
+
+    def fits(parallel: Mapping[str, ParallelConfig]) -> bool:
+        of_replica = {role: replicas[role] * ranks_needed(sizes) for role, sizes in parallel.items()}
+        return all(len(held[role]) % size == 0 for role, size in of_replica.items())
+
+    alone = {role: _halved_to({role: sizes}, fits) for role, sizes in wanted.items()}
     whole = fit_layouts(wanted, max_ranks).parallel
-    if parallel is None or any(_axes(parallel[role]) != _axes(whole[role]) for role in wanted):
+    parallel = {role: found[role] for role, found in alone.items() if found is not None}
+    if any(role not in parallel or _axes(parallel[role]) != _axes(whole[role]) for role in wanted):
         return None
-    sizes = part_sizes(parallel, parts, max_ranks)
-    assert sizes is not None
-    first = [sum(sizes[:at]) for at in range(len(sizes))]
-    ranks = {
-        role: ranges_text(
-            rank for at, size, names in zip(first, sizes, parts.hosts) if role in names for rank in range(at, at + size)
-        )
-        for role in wanted
-        if any(role not in names for names in parts.hosts)
-    }
-    return FittedLayouts(parallel, sum(sizes), _notes(wanted, parallel, f"{max_ranks} ranks for all roles together"), ranks)
-
-
-def part_sizes(parallel: Mapping[str, ParallelConfig], parts: Parts, most: int) -> tuple[int, ...] | None:
-    """Ranks of each part in the smallest world with as many whole replicas of each role as it needs; None beyond `most` ranks."""
-    units, num_parts = {role: ranks_needed(sizes) for role, sizes in parallel.items()}, len(parts.hosts)
-    at = {role: [place for place, names in enumerate(parts.hosts) if role in names] for role in units}
-    # Check a role as soon as its last part has a size: trying all sizes of five parts would take minutes.
-    ending = [[role for role in units if at[role][-1:] == [place]] for place in range(num_parts)]
-
-    def are_whole(role: str, sizes: tuple[int, ...]) -> bool:
-        replicas, left = divmod(sum(sizes[place] for place in at[role]), units[role])
-        return left == 0 and replicas >= parts.replicas[role]
-
-    def filled(sizes: tuple[int, ...], left: int) -> tuple[int, ...] | None:
-        later = num_parts - len(sizes) - 1
-        for size in range(1, left - later + 1) if later else (left,):
-            longer = (*sizes, size)
-            if all(are_whole(role, longer) for role in ending[len(sizes)]):
-                found = filled(longer, left - size) if later else longer
-                if found is not None:
-                    return found
-        return None
-
-    worlds = (filled((), world_size) for world_size in range(num_parts, most + 1))
-    return next((sizes for sizes in worlds if sizes is not None), None)
+    own = {role: ranges_text(numbers) for role, numbers in held.items() if len(numbers) < world_size}
+    return FittedLayouts(parallel, world_size, _notes(wanted, parallel, f"{max_ranks} ranks for all roles together"), own)
 
 
 def _halved_to(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 
 from megappo.commands.verify.recording import LONGEST_SEQUENCE
 from megappo.commands.verify.shrink import Run, features, on_one_rank, one_at_a_time, small_run
-from megappo.commands.verify.shrink_layouts import Parts, fit_layouts, fit_parts, part_sizes, ranks_needed, split_layers
+from megappo.commands.verify.shrink_layouts import fit_layouts, fit_placed, ranks_needed, split_layers
 from megappo.config.layout_checks import parallel_problems, roles_in_use
 from megappo.config.loading import validated
-from megappo.config.rank_ranges import ranks_of
+from megappo.config.rank_ranges import ranges_of, ranks_of
 from megappo.config.role_sections import ParallelConfig, section_of
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
@@ -206,62 +205,42 @@ def test_two_replicas_are_made_where_they_fit() -> None:
     assert [fit_layouts(roles, ranks).world_size for ranks in (2, 3, 4, 8)] == [2, 2, 4, 4]
 
 
-POLICY, CRITIC = ParallelConfig(tp=2, sequence_parallel=True), ParallelConfig(pp=2)
-APART = (("policy", "reference"), ("critic",))
+TP, PP, LARGE = ParallelConfig(tp=2, sequence_parallel=True), ParallelConfig(pp=2), ParallelConfig(tp=8, pp=4)
+APART = {"policy": "0-31", "reference": "0-31", "critic": "32-63"}
 
 
 @pytest.mark.parametrize(
-    "hosts, policy, critic, replicas, max_ranks, expected",
+    "policy, ranks, world, replicas, max_ranks, expected",
     [
-        (APART, POLICY, CRITIC, (1, 1, 1), 8, {"policy": "0-1", "reference": "0-1", "critic": "2-3"}),
-        (APART, POLICY, CRITIC, (2, 1, 2), 8, {"policy": "0-3", "reference": "0-3", "critic": "4-5"}),
-        (APART, ParallelConfig(tp=8), CRITIC, (1, 1, 1), 8, {"policy": "0-3", "reference": "0-3", "critic": "4-5"}),
-        (APART, POLICY, CRITIC, (1, 1, 1), 3, None),  # together they have room for tp 2 and pp 2
+        (TP, APART, 64, 1, 8, {"policy": "0-3", "reference": "0-3", "critic": "4-7"}),
+        (TP, APART, 64, 1, 7, {"policy": "0-1", "reference": "0-1", "critic": "2-3"}),
+        (TP, APART, 64, 2, 7, None),  # one replica of two ranks
+        (TP, APART, 64, 1, 3, None),  # together they have room for tp 2 and pp 2
+        (LARGE, APART, 64, 1, 8, {"policy": "0-3", "reference": "0-3", "critic": "4-7"}),
+        (TP, {"policy": "0-1", "reference": "0-1", "critic": "2-5"}, 6, 1, 5, None),  # a third of the ranks would lose tp
+        (TP, dict.fromkeys(APART, "0-3"), 8, 1, 4, dict.fromkeys(APART, "0-1")),  # vLLM alone on the others
+        # Each of two ranks has another pair of roles.
         (
-            (("policy", "reference", "critic"), ()),
-            POLICY,
-            CRITIC,
-            (1, 1, 1),
-            4,
-            dict.fromkeys(("policy", "reference", "critic"), "0-1"),
-        ),
-        # Policy on 0-1, critic on 1-2, reference on 0 and 2: each of two ranks, as of three parts.
-        (
-            (("policy", "reference"), ("policy", "critic"), ("reference", "critic")),
-            POLICY,
-            CRITIC,
-            (1, 1, 1),
+            TP,
+            {"policy": "0-1", "critic": "1-2", "reference": "0,2"},
+            3,
+            1,
             4,
             {"policy": "0-1", "critic": "1-2", "reference": "0,2"},
         ),
     ],
 )
-def test_roles_keep_ranks_of_their_own(hosts, policy, critic, replicas, max_ranks, expected) -> None:
-    roles = {"policy": policy, "critic": critic, "reference": ParallelConfig()}
-    parts = Parts(hosts, dict(zip(roles, replicas)))
-    fitted = fit_parts(roles, parts, max_ranks)
+def test_roles_keep_ranks_of_their_own(policy, ranks, world, replicas, max_ranks, expected) -> None:
+    roles = {"policy": policy, "critic": PP, "reference": ParallelConfig()}
+    held = {role: ranges_of(ranks[role]) for role in roles}
+    fitted = fit_placed(roles, held, dict.fromkeys(roles, 1) | {"policy": replicas}, world, max_ranks)
     assert (fitted and fitted.ranks) == expected
     if fitted is None:
         return
-    assert fitted.world_size <= max_ranks and len(fitted.notes) == (policy.tp == 8)
-    held = {role: set(ranks_of(text, fitted.world_size)) for role, text in fitted.ranks.items()}
-    for role, ranks in held.items():
-        replica = ranks_needed(fitted.parallel[role])
-        assert len(ranks) % replica == 0 and len(ranks) // replica >= parts.replicas[role]
-        for other in held:  # whom a role meets is what placements are about
-            assert bool(ranks & held[other]) == any(role in names and other in names for names in hosts)
-            assert (ranks <= held[other]) == all(other in names for names in hosts if role in names)
-
-
-def test_large_roles_on_many_parts_are_fitted_at_once() -> None:
-    """All sizes of five parts of a hundred ranks would take minutes to try."""
-    large = ParallelConfig(tp=8, pp=4)
-    roles = {"policy": large, "critic": large, "reference": large, "reward_model": ParallelConfig(tp=8)}
-    parts = Parts((*((role,) for role in roles), ()), dict.fromkeys(roles, 1))
-    begun = time.process_time()
-    assert part_sizes(roles, parts, 104) is None and part_sizes(roles, parts, 105) == (32, 32, 32, 8, 1)
-    assert fit_parts(roles, parts, 8) is None, "a world of them all has tp 4 and pp 2"
-    assert time.process_time() - begun < 1
-    fitted = fit_parts(roles, parts, 29)
-    assert fitted is not None and fitted.world_size == 29
-    assert fitted.ranks == {"policy": "0-3", "critic": "4-11", "reference": "12-19", "reward_model": "20-27"}
+    assert fitted.world_size <= max_ranks and len(fitted.notes) == (policy is LARGE)
+    small = {role: set(ranks_of(text, fitted.world_size)) for role, text in fitted.ranks.items()}
+    whole = {role: set(ranks_of(text, world)) for role, text in ranks.items()}
+    for role, others in ((role, other) for role in roles for other in roles):  # whom a role meets is what placements are about
+        assert bool(small[role] & small[others]) == bool(whole[role] & whole[others])
+        assert (small[role] <= small[others]) == (whole[role] <= whole[others])
+    assert all(len(small[role]) % ranks_needed(fitted.parallel[role]) == 0 for role in roles)

@@ -134,7 +134,7 @@ PLACED = ["policy.ranks=0-1", "critic.ranks=2-5", "reference.ranks=0-1", "rollou
     "overrides, max_ranks, expected",
     [
         (PLACED, 6, (6, {"policy": "0-1", "critic": "2-5", "reference": "0-1", "rollout": "all"})),
-        (PLACED, 5, (4, {"policy": "0-1", "critic": "2-3", "reference": "0-1", "rollout": "all"})),
+        (PLACED, 5, (4, dict.fromkeys(("policy", "critic", "reference", "rollout"), "all"))),
         (PLACED, 3, (2, dict.fromkeys(("policy", "critic", "reference", "rollout"), "all"))),
         ([], 4, (4, dict.fromkeys(("policy", "critic", "reference", "rollout"), "all"))),
     ],
