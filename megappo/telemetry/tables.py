@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
 MIB = 1 << 20
@@ -22,6 +22,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int | C
         cells = (text.ljust(width) if name in named else text.rjust(width) for name, text, width in zip(header, row, widths))
         lines.append("  " + "  ".join(cells).rstrip())
     return lines
+
+
+def table_of(rows: Sequence[Mapping[str, str]], *, left: int | Collection[str] = 1) -> list[str]:
+    """Return the lines of a table whose rows map headings to cells. A row may lack cells."""
+    header = list(dict.fromkeys(heading for row in rows for heading in row))
+    return table(header, [[row.get(heading, "") for heading in header] for row in rows], left=left)
 
 
 def figures(value: float) -> str:

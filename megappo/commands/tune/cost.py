@@ -16,8 +16,7 @@ from megappo.commands.plan.activations import ITEMSIZE
 from megappo.commands.plan.fsdp2 import count_own_unfrozen
 from megappo.commands.plan.memory import FP32, ParameterCount, RoleMemory, count_trained, count_unfrozen, sharded_bytes
 from megappo.commands.plan.timeline import padded_micro_batches
-from megappo.commands.tune.links import Axis, Links, span
-from megappo.commands.tune.work import Pass, stage_pass
+from megappo.commands.tune.work import Axis, Links, Pass, span, stage_pass
 from megappo.config.batch import (
     TextArithmetic,
     UpdateSchedule,

@@ -21,11 +21,8 @@ def divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def layouts(
-    arch: ModelArch, world_size: int, implementation: Implementation = "local", *, frugal: bool = False
-) -> Iterator[ParallelConfig]:
-    """Yield every legal choice of tp, sequence_parallel, pp, vpp, cp, ep and etp; layers_per_stage only if there is no even split.
-    frugal: only layouts that no other undercuts in memory: with sequence parallel and without chunks."""
+def layouts(arch: ModelArch, world_size: int, implementation: Implementation = "local") -> Iterator[ParallelConfig]:
+    """Yield every legal choice of tp, sequence_parallel, pp, vpp, cp, ep and etp; layers_per_stage only without an even split."""
     for tp in divisors(world_size):
         # Refuse a bad tp here, and a bad cp below: each would have hundreds of combinations.
         if not _legal(ParallelConfig(tp=tp, sequence_parallel=tp > 1), arch, world_size, implementation):
@@ -35,7 +32,7 @@ def layouts(
                 continue
             for pp in divisors(world_size // (tp * cp)):
                 for ep, etp in _expert_sizes(arch, world_size // pp):
-                    yield from _variants(arch, world_size, implementation, frugal, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+                    yield from _variants(arch, world_size, implementation, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
 
 
 def _expert_sizes(arch: ModelArch, ranks_per_stage: int) -> Iterator[tuple[int, int]]:
@@ -49,11 +46,11 @@ def _expert_sizes(arch: ModelArch, ranks_per_stage: int) -> Iterator[tuple[int, 
 
 
 def _variants(
-    arch: ModelArch, world_size: int, implementation: Implementation, frugal: bool, *, pp: int, tp: int, **sizes: int
+    arch: ModelArch, world_size: int, implementation: Implementation, *, pp: int, tp: int, **sizes: int
 ) -> Iterator[ParallelConfig]:
-    for sequence_parallel in (False,) if tp == 1 else (True,) if frugal else (True, False):
+    for sequence_parallel in (False,) if tp == 1 else (True, False):
         common = {**sizes, "tp": tp, "pp": pp, "sequence_parallel": sequence_parallel}
-        for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 and not frugal else [1]:  # every chunk has a layer
+        for vpp in range(1, arch.num_layers // pp + 1) if pp > 1 else [1]:  # every chunk has a layer
             split = nearly_even(arch.num_layers, pp * vpp) if arch.num_layers % (pp * vpp) else ()
             if split is None:
                 continue

@@ -13,7 +13,7 @@ from megappo.commands.plan.activations import ITEMSIZE
 from megappo.commands.plan.estimate import sequences_of_replica
 from megappo.commands.plan.memory import ParameterCount, RolloutMemory
 from megappo.commands.tune.cost import Workload, role_cost
-from megappo.commands.tune.links import Links, Span, ranks_together
+from megappo.commands.tune.work import Links, Span, ranks_together
 from megappo.config.role_sections import PolicyConfig
 from megappo.config.schema import RolloutConfig
 from megappo.models.arch import ModelArch

@@ -39,7 +39,7 @@ from megappo.commands.tune.trials import (
 from megappo.config.batch import text_arithmetic
 from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import with_sections
-from megappo.telemetry.tables import figures, table
+from megappo.telemetry.tables import figures, table_of
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,8 @@ class Tried:
         return float("inf") if self.measured_s is None else self.measured_s + self.candidate.generate_s
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Outcomes of all trials."""
-
-    tried: Mapping[str, Sequence[Tried]]
-    """Role -> candidates tried, the fastest first, failed ones last."""
-
-    def report(self) -> str:
-        return "\n\n".join("\n".join(_lines(role, found)) for role, found in self.tried.items()) + "\n"
-
-    def facts(self) -> dict[str, Any]:
-        return {role: [_facts(one) for one in found] for role, found in self.tried.items()}
+Measurement = Mapping[str, Sequence[Tried]]
+"""Role -> candidates tried, the fastest first, failed ones last."""
 
 
 def check_measurable(search: Search, *, in_job: bool) -> None:
@@ -104,7 +94,7 @@ def measure(search: Search, choice: Choice, most: int, *, in_job: bool = False) 
         print()
     tried = [_tried(one, folder, name, search.workload) for name, one in candidates.items()]
     ranked = sorted(tried, key=lambda one: one.total_s)
-    return Measurement({role: [one for one in ranked if one.candidate.role == role] for role in roles})
+    return {role: [one for one in ranked if one.candidate.role == role] for role in roles}
 
 
 def trial_of(search: Search, one: Candidate) -> Trial:
@@ -204,25 +194,27 @@ def phases_of(measured: Measured, role: str, workload: Workload) -> dict[str, fl
     return phases | {"update": measured.update_s * workload.updates(role) + measured.trip_s}
 
 
-def _lines(role: str, tried: Sequence[Tried]) -> list[str]:
-    rows, failures = [], []
-    generates = any(one.candidate.generate_s > 0 for one in tried)
-    for one in tried:
-        predicted = one.candidate.cost.total_s
-        if one.measured_s is not None:
-            rows.append(
-                [
-                    name_of(one.candidate),
-                    figures(one.measured_s),
-                    figures(predicted),
-                    f"{one.measured_s / predicted:.2f}",
-                    *([figures(one.total_s)] if generates else []),
-                ]
-            )
-        else:
-            failures.append(f"  {name_of(one.candidate)}: {one.outcome} (delete {one.file} to try it again)")
-    header = [f"{role}, measured", "step s", "predicted", "ratio", *(["with generation, predicted"] if generates else [])]
-    return [*table(header, rows, left=1), *failures]
+def measured_lines(measurement: Measurement) -> list[str]:
+    lines: list[str] = []
+    for role, tried in measurement.items():
+        rows, generates = [], any(one.candidate.generate_s > 0 for one in tried)
+        for one in tried:
+            if one.measured_s is not None:
+                predicted = one.candidate.cost.total_s
+                row = {f"{role}, measured": name_of(one.candidate), "step s": figures(one.measured_s)}
+                row |= {"predicted": figures(predicted), "ratio": f"{one.measured_s / predicted:.2f}"}
+                rows.append(row | ({"with generation, predicted": figures(one.total_s)} if generates else {}))
+        failed = [one for one in tried if one.measured_s is None]
+        lines += [
+            *table_of(rows),
+            *(f"  {name_of(one.candidate)}: {one.outcome} (delete {one.file} to try it again)" for one in failed),
+            "",
+        ]
+    return lines
+
+
+def measured_facts(measurement: Measurement) -> dict[str, Any]:
+    return {role: [_facts(one) for one in tried] for role, tried in measurement.items()}
 
 
 def _facts(one: Tried) -> dict[str, Any]:
@@ -237,8 +229,8 @@ def _facts(one: Tried) -> dict[str, Any]:
 
 def best_measured(search: Search, choice: Choice, measurement: Measurement) -> Choice:
     """The fastest combination by measured times that fits. Roles that are not tuned stay. ConfigError if none is left."""
-    working = {role: [one for one in found if one.measured_s is not None] for role, found in measurement.tried.items()}
-    for role, found in measurement.tried.items():
+    working = {role: [one for one in found if one.measured_s is not None] for role, found in measurement.items()}
+    for role, found in measurement.items():
         if not working[role]:
             fix = f"try more of them (--measure {2 * len(found)}), or a profile with a larger headroom_gib (--gpu FILE)"
             raise ConfigError(f"--measure: all {len(found)} layouts of the {role} failed, see above; {fix}")

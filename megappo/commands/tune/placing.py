@@ -1,14 +1,12 @@
-"""Placements to try: all roles on all ranks, vLLM apart, the critic apart, the critic with the frozen models apart, and both apart.
+"""Placements to try: all roles on all ranks, vLLM apart, the critic apart, and the critic with the frozen models apart.
 
-The world is cut once, or twice to give policy, critic and vLLM ranks of their own, at a quarter, a half and three quarters; between
-nodes if there are several. `search.py` searches each placement; `rank_placements` orders them."""
+The world is cut in half, between nodes if there are several: the model of the step time cannot tell apart placements that differ by
+less than 15 %, as other shares do. `search.py` searches each placement; `rank_placements` orders them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from megappo.commands.tune.candidates import ROLLOUT, Choice, Machine
 from megappo.commands.tune.search import Search
@@ -17,17 +15,15 @@ from megappo.config.layout_checks import placements_in_use, roles_in_use, world_
 from megappo.config.rank_ranges import ranges_text
 from megappo.config.role_sections import is_critic, key_of_role, section_of
 from megappo.config.schema import TrainConfig
-from megappo.parallel.layout import Placement, placement_of
+from megappo.parallel.layout import placement_of
 from megappo.telemetry.tables import GIB, figures, table
 
-QUARTERS = (1, 2, 3)  # of the nodes, for the roles that are set apart
 ALONE_SHARE = 0.8  # of the memory, for vLLM without models beside it; the rest is for the reserve and the headroom
 COLOCATED = "colocated"
 UNSURE = 0.15  # of a step: of timed placements one predicted to be 14 % shorter was the longer one (benchmarks/bench_placements.py)
 
 
-@dataclass(frozen=True)
-class Placing:
+class Placing(NamedTuple):
     """Keys of one placement of roles on ranks."""
 
     name: str
@@ -44,8 +40,7 @@ class Placing:
         return [f"{key}={'[]' if value == () else value}" for key, value in self.changes.items()]
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """A placement with its search."""
 
     placing: Placing
@@ -74,64 +69,38 @@ def placings(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
 
 def _proposed(config: TrainConfig, machine: Machine) -> Iterator[Placing]:
     yield Placing(COLOCATED, {})
-    roles, world_size = list(roles_in_use(config)), machine.world_size
-    by_vllm, frozen = config.rollout.engine == "vllm", [role for role in roles if role != "policy" and not is_critic(role)]
+    per_node, world_size = machine.hardware.gpus_per_node, machine.world_size
+    unit = per_node if world_size > per_node else 1
+    if (half := world_size // unit // 2 * unit) == 0:
+        return
+    first, last = ranges_text(range(world_size - half)), ranges_text(range(world_size - half, world_size))
+    roles, by_vllm = list(roles_in_use(config)), config.rollout.engine == "vllm"
+    if by_vllm:
+        yield Placing(f"rollout on {last}", {**{f"{key_of_role(role)}.ranks": first for role in roles}, "rollout.ranks": last})
     critics = [role for role in roles if is_critic(role)]
-    groups = [one for one in dict.fromkeys(((*critics,), (*critics, *frozen))) if one]
-    for size in _sizes(machine):
-        first, last = ranges_text(range(world_size - size)), ranges_text(range(world_size - size, world_size))
+    frozen = [role for role in roles if role != "policy" and role not in critics]
+    for apart in dict.fromkeys(one for one in ((*critics,), (*critics, *frozen)) if one):
+        name = f"{' and '.join(apart).replace('_', ' ')} on {last}"
+        ranks = {f"{key_of_role(role)}.ranks": last if role in apart else first for role in roles}
         if by_vllm:
-            yield Placing(f"rollout on {last}", {**{f"{key_of_role(role)}.ranks": first for role in roles}, "rollout.ranks": last})
-        for apart in groups:
-            name, ranks = _apart(roles, apart, first, last)
-            if by_vllm:
-                yield Placing(name, ranks)
-            # Fewer ranks generate, and the critics have no vLLM beside it.
-            yield Placing(f"{name}, rollout on {first}", {**ranks, "rollout.ranks": first})
-    for sizes in _pairs_of_sizes(machine) if by_vllm else []:
-        cuts = world_size - sum(sizes), world_size - sizes[1]
-        first, second, last = map(ranges_text, (range(cuts[0]), range(*cuts), range(cuts[1], world_size)))
-        for apart in groups:
-            name, ranks = _apart(roles, apart, first, second)
-            yield Placing(f"{name}, rollout on {last}", {**ranks, "rollout.ranks": last})
-
-
-def _apart(roles: Sequence[str], apart: Sequence[str], first: str, second: str) -> tuple[str, dict[str, str]]:
-    """Name and keys of a placement with the roles `apart` on the second ranks and the others on the first."""
-    name = f"{' and '.join(apart).replace('_', ' ')} on {second}"
-    return name, {f"{key_of_role(role)}.ranks": second if role in apart else first for role in roles}
-
-
-def _pairs_of_sizes(machine: Machine) -> list[tuple[int, int]]:
-    """Numbers of ranks for (the critics, vLLM) that leave some for the policy; at most three pairs."""
-    sizes = _sizes(machine)
-    return [pair for pair in product(sizes, sizes) if sum(pair) < machine.world_size]
-
-
-def _sizes(machine: Machine) -> list[int]:
-    per_node = machine.hardware.gpus_per_node
-    unit = per_node if machine.world_size > per_node else 1
-    nodes = machine.world_size // unit
-    return sorted({nodes * quarter // 4 * unit for quarter in QUARTERS} - {0})
+            yield Placing(name, ranks)
+        # Fewer ranks generate, and the critics have no vLLM beside it.
+        yield Placing(f"{name}, rollout on {first}", {**ranks, "rollout.ranks": first})
 
 
 def _with_consequences(placing: Placing, config: TrainConfig, world_size: int) -> Placing:
     """Turn off offload and sleep where no other role needs the room, and give vLLM a larger share where it is alone."""
     where = {name: placement_of(ranks, world_size) for name, ranks in placements_in_use(placing.applied(config)).items()}
-    changes = dict(placing.changes)
-    for role in roles_in_use(config):
-        if _is_alone(role, where):
-            changes |= {f"{key_of_role(role)}.offload": ()} if section_of(config, role).offload else {}
-    rollout = config.rollout
-    if rollout.engine == "vllm" and _is_alone(ROLLOUT, where):
+    alone = {name for name, one in where.items() if not any(one.overlaps(where[other]) for other in where if other != name)}
+    changes, rollout = dict(placing.changes), config.rollout
+    changes |= {
+        f"{key_of_role(role)}.offload": () for role in roles_in_use(config) if role in alone and section_of(config, role).offload
+    }
+    if rollout.engine == "vllm" and ROLLOUT in alone:
         changes |= {"rollout.sleep": "none"} if rollout.sleep != "none" else {}
         if rollout.kv_cache_gib is None and rollout.memory_share < ALONE_SHARE:
             changes["rollout.memory_share"] = ALONE_SHARE
     return Placing(placing.name, changes)
-
-
-def _is_alone(name: str, where: Mapping[str, Placement]) -> bool:
-    return not any(placement.overlaps(where[name]) for other, placement in where.items() if other != name)
 
 
 # ------------------------------------------------------------------------------------------------------------------ report

@@ -7,16 +7,17 @@ from dataclasses import replace
 from itertools import groupby
 
 from megappo.commands.plan.phases import pass_name
-from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine, RolloutCandidate
+from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine
 from megappo.commands.tune.cost import Workload
-from megappo.commands.tune.links import Axis, span
 from megappo.commands.tune.search import Search
+from megappo.commands.tune.work import Axis, span
 from megappo.parallel.layout import ParallelLayout
 from megappo.telemetry.hardware import Hardware
-from megappo.telemetry.tables import GIB, figures, table
+from megappo.telemetry.tables import GIB, figures, table_of
 
 NOTABLE = 0.05  # share of a role's time that makes a part of it a reason
 MOST_REASONS = 3
+ARITHMETIC = ("matmul", "head", "attention")
 LEFT = ("layout", "recompute", "the chosen step", "why", "at work")  # columns of text
 
 
@@ -61,81 +62,60 @@ def _updates(workload: Workload) -> str:
 def role_lines(search: Search, choice: Choice, role: str, top: int) -> list[str]:
     """Table of the fastest layouts of a role that fit beside the other roles of `choice`."""
     found = search.beside(choice, role)
-    trained = choice.roles[role].cost.is_trained
-    generates = choice.roles[role].generate_s > 0
-    header = [
-        "",
-        "layout",
-        "tokens",
-        *(["recompute"] if trained else []),
-        "step s",
-        *(["generate"] if generates else []),
-        *(["forward", "update"] if trained else []),
-        "bubble",
-        "GiB",
-        "why",
+    rows = [
+        {
+            "": str(place),
+            "layout": layout_text(one.layout),
+            "tokens": f"{one.settings.micro_batch_tokens:,}",
+            **({"recompute": one.recompute} if one.cost.is_trained else {}),
+            "step s": figures(one.total_s),
+            **({"generate": figures(one.generate_s)} if one.generate_s > 0 else {}),
+            **({phase: figures(seconds) for phase, seconds in one.cost.phases.items()} if one.cost.is_trained else {}),
+            "bubble": f"{one.cost.share('bubble'):.0%}",
+            "GiB": figures(search.choice({**choice.roles, role: one}, choice.rollout).peak_of(role) / GIB),
+            "why": reasons(one, search.hardware_of(role)),
+        }
+        for place, one in enumerate(found[:top], 1)
     ]
-    rows = []
-    for place, one in enumerate(found[:top], 1):
-        phases = one.cost.phases
-        rows.append(
-            [
-                str(place),
-                layout_text(one.layout),
-                f"{one.settings.micro_batch_tokens:,}",
-                *([one.recompute] if trained else []),
-                figures(one.total_s),
-                *([figures(one.generate_s)] if generates else []),
-                *([figures(phases["forward"]), figures(phases["update"])] if trained else []),
-                f"{one.cost.share('bubble'):.0%}",
-                figures(search.choice({**choice.roles, role: one}, choice.rollout).peak_of(role) / GIB),
-                "; ".join(reasons(one, search)),
-            ]
-        )
     count = f"{len(found)} of {len({one.layout for one in search.candidates[role]})} layouts that fit alone fit beside the others"
     engine = "" if choice.roles[role].settings.engine == "megatron" else f" under {choice.roles[role].settings.engine}"
-    return [f"{role}{engine}{_where(search, role)}: {count}", *table(header, rows, left=LEFT)]
+    return [f"{role}{engine}{_where(search, role)}: {count}", *table_of(rows, left=LEFT)]
 
 
 def rollout_lines(search: Search, choice: Choice, top: int) -> list[str]:
     rows = []
     for place, one in enumerate(search.rollouts_beside(choice)[:top], 1):
         assert one.cost is not None and one.tp is not None
-        rows.append(
-            [
-                str(place),
-                f"tp{one.tp}",
-                str(search.num_ranks(ROLLOUT) // one.tp),
-                figures(one.total_s),
-                figures(one.cost.prefill_s),
-                figures(one.cost.decode_s),
-                f"{one.cost.at_once} x {one.cost.waves}",
-                figures(search.choice(choice.roles, one).peak / GIB),
-                "; ".join(_rollout_reasons(one, search.hardware_of(ROLLOUT))),
-            ]
-        )
-    return [
-        f"rollout{_where(search, ROLLOUT)}",
-        *table(["", "layout", "replicas", "step s", "prefill", "decode", "at once", "GiB", "why"], rows, left=LEFT),
-    ]
+        row = {
+            "": str(place),
+            "layout": f"tp{one.tp}",
+            "replicas": str(search.num_ranks(ROLLOUT) // one.tp),
+            "step s": figures(one.total_s),
+            "prefill": figures(one.cost.prefill_s),
+            "decode": figures(one.cost.decode_s),
+            "at once": f"{one.cost.at_once} x {one.cost.waves}",
+            "GiB": figures(search.choice(choice.roles, one).peak / GIB),
+        }
+        rows.append(row | ({"why": "tp crosses nodes"} if one.tp > search.hardware_of(ROLLOUT).gpus_per_node else {}))
+    return [f"rollout{_where(search, ROLLOUT)}", *table_of(rows, left=LEFT)]
 
 
 def step_lines(search: Search, choice: Choice) -> list[str]:
     """Table of the chosen step (trainer/ppo.py, stages 2, 3, 4, 6 and 7), with the begin of roles that work at the same time, and
     the fullest rank."""
-    rows, apart = [], not search.timetable.takes_turns
+    rows = []
     for name, begin, seconds, role in _phases(choice):
-        what = ""
+        row = {"the chosen step": name, "s": figures(seconds), "share": f"{seconds / choice.total_s:.0%}", "at work": ""}
+        if not search.timetable.takes_turns:
+            row = {"the chosen step": name, "from s": figures(begin)} | row
         if role is not None:
             one = choice.roles[role]
-            what = f"{layout_text(one.layout)}, {figures(choice.peak_of(role) / GIB)} GiB{_where(search, role)}"
-        share = f"{seconds / choice.total_s:.0%}"
-        rows.append([name, *([figures(begin)] if apart else []), figures(seconds), share, what])
-    lines = table(["the chosen step", *(["from s"] if apart else []), "s", "share", "at work"], rows, left=LEFT)
+            row["at work"] = f"{layout_text(one.layout)}, {figures(choice.peak_of(role) / GIB)} GiB{_where(search, role)}"
+        rows.append(row)
     phase, rank = choice.fullest()
     room = search.machine.hardware.usable_bytes
     return [
-        *lines,
+        *table_of(rows, left=LEFT),
         f"  together {figures(choice.total_s)} s; fullest is rank {rank} in `{phase.name}`: "
         f"{figures(phase.total / GIB)} of {figures(room / GIB)} GiB",
     ]
@@ -156,59 +136,18 @@ def _where(search: Search, name: str) -> str:
     return "" if placement.is_whole else f", on ranks {placement}"
 
 
-def reasons(one: Candidate, search: Search) -> list[str]:
+def reasons(one: Candidate, hardware: Hardware) -> str:
     """The largest parts of this layout's time that are not arithmetic, the largest first."""
-    return [text for _, text in sorted(_shares(one, search.hardware_of(one.role)), key=lambda pair: -pair[0])][:MOST_REASONS] or [
-        f"matrix products {one.cost.share('matmul') + one.cost.share('head') + one.cost.share('attention'):.0%}"
-    ]
+    shares = {part: one.cost.share(part) for part in one.cost.parts if part not in ARITHMETIC}
+    largest = sorted((part for part in shares if shares[part] >= NOTABLE), key=lambda part: -shares[part])[:MOST_REASONS]
+    return ", ".join(f"{_part_text(part, one.layout, hardware)} {shares[part]:.0%}" for part in largest)
 
 
-def _shares(one: Candidate, hardware: Hardware) -> Iterator[tuple[float, str]]:
-    layout, cost = one.layout, one.cost
-    collectives = "all-gather and reduce-scatter" if layout.sequence_parallel else "all-reduce"
-    axes: list[tuple[str, Axis, str, str]] = [
-        ("tp", "tp", f"tp {layout.tp}", collectives),
-        ("cp", "cp", f"cp {layout.cp}", "all-to-all"),
-        ("ep", "ep", f"ep {layout.ep}" + (f" etp {layout.etp}" if layout.etp > 1 else ""), "all-to-all"),
-        ("pp", "pp", f"pp {layout.pp}" + (f" vpp {layout.vpp}" if layout.vpp > 1 else ""), "messages"),
-        (
-            "dp",
-            "gradients",
-            _shards(layout),
-            "gradients and " + ("new" if one.settings.engine == "megatron" else "gathered") + " weights",
-        ),
-    ]
-    for part, axis, name, what in axes:
-        if (share := cost.share(part)) >= NOTABLE:
-            crosses = " crosses nodes" if span(layout, axis, hardware.gpus_per_node).crosses_nodes else ""
-            yield share, f"{name}{crosses}: {share:.0%} is {what}"
-    if (share := cost.share("bubble")) >= NOTABLE:
-        yield share, f"pp {layout.pp}: bubble {share:.0%} of {cost.num_micro_batches} micro-batches"
-    if (share := cost.share("optimizer")) >= NOTABLE:
-        where = " over the host link" if one.memory.offloaded_optimizer else ""
-        yield share, f"{_shards(layout)}: {figures(one.memory.optimizer / GIB)} GiB optimizer, {share:.0%}{where}"
-    if (share := cost.share("memory")) >= 2 * NOTABLE:
-        whole = layout.tp > 1 and not layout.sequence_parallel
-        yield share, f"elementwise kernels {share:.0%}" + (", no sequence parallel" if whole else "")
-    if (share := cost.share("host")) >= 2 * NOTABLE:
-        yield share, f"small micro-batches: {share:.0%} is launches"
-    if (share := cost.share("offload")) >= 2 * NOTABLE:
-        yield share, f"offload: {share:.0%}"
-
-
-def _shards(layout: ParallelLayout) -> str:
-    # Gradients are summed, and the optimizer is cut, over the ranks with the same weights.
-    return f"dp {layout.dp}" + (f" x cp {layout.cp}" if layout.cp > 1 else "")
-
-
-def _rollout_reasons(one: RolloutCandidate, hardware: Hardware) -> Iterator[str]:
-    assert one.tp is not None and one.cost is not None
-    if one.tp > hardware.gpus_per_node:
-        yield f"tp {one.tp} crosses nodes"
-    if one.cost.waves > 1:
-        yield f"{one.cost.waves} waves of {one.cost.at_once} sequences"
-    if one.cost.prefill_s >= 0.25 * one.total_s:
-        yield f"prefill {one.cost.prefill_s / one.total_s:.0%}"
+def _part_text(part: str, layout: ParallelLayout, hardware: Hardware) -> str:
+    axes: dict[str, Axis] = {"tp": "tp", "cp": "cp", "ep": "ep", "pp": "pp", "dp": "gradients"}
+    if part not in axes:
+        return {"memory": "elementwise", "host": "launches"}.get(part, part)
+    return f"{part} across nodes" if span(layout, axes[part], hardware.gpus_per_node).crosses_nodes else part
 
 
 def layout_text(layout: ParallelLayout) -> str:

@@ -12,7 +12,7 @@ from megappo.commands.plan.report import remark_lines
 from megappo.commands.plan.run import PlannedRun, plan_run
 from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine
 from megappo.commands.tune.cost import Workload, workload_of
-from megappo.commands.tune.measure import best_measured, check_measurable, measure
+from megappo.commands.tune.measure import best_measured, check_measurable, measure, measured_facts, measured_lines
 from megappo.commands.tune.placing import Placed, placement_facts, placement_lines, rank_placements
 from megappo.commands.tune.report import name_of, overrides_of, report
 from megappo.commands.tune.search import Search, gpus_needed, larger_worlds
@@ -200,7 +200,7 @@ def tune(args: argparse.Namespace, config: TrainConfig) -> int:
         measurement = None
         if args.measure is not None:
             measurement = measure(search, choice, args.measure, in_job=args.slurm)
-            print(measurement.report())
+            print("\n".join(measured_lines(measurement)))
             choice = best_measured(search, choice, measurement)
         overrides, machine = overrides_of(search, choice), search.machine
         written = load_config(args.config, [*args.overrides, *overrides])  # with the user's names of models; the last key counts
@@ -213,7 +213,7 @@ def tune(args: argparse.Namespace, config: TrainConfig) -> int:
             whole = target.suffix in (".yaml", ".yml")
             target.write_text(dump_yaml(written) if whole else "".join(f"{line}\n" for line in overrides), encoding="utf-8")
         if "--json" in targets:
-            measured = measurement.facts() if measurement is not None else None
+            measured = measured_facts(measurement) if measurement is not None else None
             placements = placement_facts(ranked) if ranked else None
             facts = as_json(search, choice, args.top, planned, measured, placements)
             targets["--json"].write_text(facts, encoding="utf-8")

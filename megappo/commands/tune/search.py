@@ -22,12 +22,21 @@ from megappo.commands.plan.estimate import (
 from megappo.commands.plan.memory import ParameterCount, RoleMemory, count_parameters, fullest_moment
 from megappo.commands.plan.phases import forward_passes
 from megappo.commands.plan.reserve import layout_bytes, reserve_bytes
-from megappo.commands.tune.candidates import ROLLOUT, Candidate, Choice, Machine, Need, RolloutCandidate, Timetable
-from megappo.commands.tune.combine import combinations, pareto
+from megappo.commands.tune.candidates import (
+    ROLLOUT,
+    Candidate,
+    Choice,
+    Machine,
+    Need,
+    RolloutCandidate,
+    Timetable,
+    combinations,
+    pareto,
+)
 from megappo.commands.tune.cost import RoleCost, Settings, Workload, role_cost
 from megappo.commands.tune.enumerate import layouts, recompute_choices, rollout_sizes, token_budgets
 from megappo.commands.tune.generation import megatron_s, push_s, vllm_cost
-from megappo.commands.tune.links import ranks_together
+from megappo.commands.tune.work import ranks_together
 from megappo.config.batch import step_arithmetic
 from megappo.config.engine_checks import problems_of_role
 from megappo.config.layout_checks import placements_in_use, roles_in_use, value_head_of
@@ -240,40 +249,6 @@ class Search:
         pushing = push_s(policy.layout, rollout.memory, machine.hardware, loaded, ends) / config.rollout.push_every
         return Choice(roles, rollout, pushing, plan, self.timetable)
 
-    def can_fit(self) -> bool:
-        """True if anything fits. Tries the least demanding layouts and settings of every role, without their times."""
-        fronts = []
-        for role in roles_in_use(self.config):
-            settings: Settings = section_of(self.config, role)
-            found = self._least_needs(role, settings) if role in self.tuned else [self._need_of(role, settings)]
-            # The least demanding first, so that a fit is found early and the front stays short.
-            found = sorted(found, key=lambda need: need.resident + need.training)
-            fronts.append((role, [found[index] for index in self._front(role, found)]))
-        return any(self._can_extend({}, fronts, rollout) for rollout in self.rollouts)
-
-    def _can_extend(
-        self, chosen: Mapping[str, Need], fronts: Sequence[tuple[str, Sequence[Need]]], rollout: RolloutCandidate
-    ) -> bool:
-        if not fronts:
-            return True
-        role, needs = fronts[0]
-        extended = ({**chosen, role: need} for need in needs)
-        return any(self.fits(one, rollout) and self._can_extend(one, fronts[1:], rollout) for one in extended)
-
-    def _least_needs(self, role: str, settings: Settings) -> list[Need]:
-        least = settings.model_copy(update={"micro_batch_tokens": step_arithmetic(self.config).max_sequence_tokens})
-        found = layouts(self.archs[role], self.num_ranks(role), self.implementation(role), frugal=True)
-        needs = []
-        for parallel in found:
-            ways = (least.model_copy(update={"parallel": parallel} | self._recompute(settings, one)) for one in ("full", "none"))
-            # The engine may lack the layout, or the recomputation that saves most.
-            if (way := next((way for way in ways if runs_under_its_engine(role, way)), None)) is not None:
-                needs.append(self._need_of(role, way))
-        return needs
-
-    def _need_of(self, role: str, settings: Settings) -> Need:
-        return self._need(role, settings, self._stages(role, settings).values())
-
     def _need(self, role: str, settings: Settings, stages: Collection[RoleMemory]) -> Need:
         return Need(
             layout_of(settings.parallel, self.num_ranks(role)),
@@ -345,6 +320,6 @@ def gpus_needed(search: Search) -> int | None:
     """Smallest of `larger_worlds` on which some layout fits; None if none fits on the largest."""
     for world_size in larger_worlds(search.machine):
         machine = replace(search.machine, world_size=world_size)
-        if Search(search.config, search.archs, machine, search.workload, search.tuned).can_fit():
+        if Search(search.config, search.archs, machine, search.workload, search.tuned).best() is not None:
             return world_size
     return None

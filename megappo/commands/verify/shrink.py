@@ -121,7 +121,7 @@ def _placed(config: TrainConfig) -> list[str]:
 
 
 def _fit_placed(config: TrainConfig, max_ranks: int) -> FittedLayouts | None:
-    """Layouts in a small world in which roles have ranks of their own as in the run; None if they do not, or if there is no room."""
+    """Layouts in a small world with roles on ranks of their own, as in the run; None if they have none, or if there is no room."""
     if not _placed(config):
         return None
     wanted, world_size = roles_in_use(config), config.run.num_ranks or fewest_ranks(config)

@@ -51,9 +51,9 @@ def fit_placed(
     world_size: int,
     max_ranks: int,
 ) -> FittedLayouts | None:
-    """Fit layouts as `fit_layouts` does, with each role on its own ranks. The small world has all numbers of ranks divided by the same
-    number, so that roles meet as in the world of `world_size`. replicas: fewest of each role. None if no such world has at most
-    `max_ranks`, or if it loses an axis for which a world that all roles share has room."""
+    """Fit layouts as `fit_layouts` does, with each role on its own ranks. All numbers of ranks are divided by the same number, so
+    that roles meet as in the world of `world_size`. replicas: fewest of each role. None if no such world has at most `max_ranks`,
+    or if it loses an axis for which a world that all roles share has room."""
     common = gcd(world_size, *(edge for held in ranks.values() for one in held for edge in (one.start, one.stop)))
     factor = next((size for size in range(1, common + 1) if common % size == 0 and world_size <= size * max_ranks), None)
     if factor is None:

@@ -15,11 +15,10 @@ from megappo.commands.plan.timeline import timeline
 from megappo.commands.tune.candidates import Machine
 from megappo.commands.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, stage_kinds, workload_of
 from megappo.commands.tune.generation import push_s, vllm_cost
-from megappo.commands.tune.links import Links, Span, span
 from megappo.commands.tune.measure import phases_of, predicted_s
 from megappo.commands.tune.search import MOST_DOUBLINGS, larger_worlds
 from megappo.commands.tune.trials import Measured
-from megappo.commands.tune.work import Pass, layer_products, stage_pass
+from megappo.commands.tune.work import Links, Pass, Span, layer_products, span, stage_pass
 from megappo.config.batch import TextArithmetic, UpdateSchedule
 from megappo.config.loading import validated
 from megappo.config.role_sections import CriticConfig, PolicyConfig, section_of
