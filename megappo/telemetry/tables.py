@@ -25,8 +25,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int | C
 
 
 def table_of(rows: Sequence[Mapping[str, str]], *, left: int | Collection[str] = 1) -> list[str]:
-    """Return the lines of a table whose rows map headings to cells. A row may lack cells."""
-    header = list(dict.fromkeys(heading for row in rows for heading in row))
+    """Return the lines of a table whose rows map headings to cells. A heading without a cell that says anything is no column."""
+    header = list(dict.fromkeys(heading for row in rows for heading in row if any(row.get(heading) for row in rows)))
     return table(header, [[row.get(heading, "") for heading in header] for row in rows], left=left)
 
 
