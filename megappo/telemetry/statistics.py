@@ -62,7 +62,7 @@ def _moments(rows: Sequence[Row]) -> Iterator[tuple[str, list[float]]]:
     # Steps have equally many responses, but not equally many tokens
     per_response = [1.0] * len(rows)
     # No response may end in a step (rollout.partial_rollout_tokens), which has no mean length then.
-    per_token = [mean if _finite(mean := row.get(Metric.RESPONSE_MEAN)) else 0.0 for row in rows]
+    per_token = [row[Metric.RESPONSE_MEAN] if _finite(row.get(Metric.RESPONSE_MEAN)) else 0.0 for row in rows]
     of_part = Metric.REWARD_PART.of("")
     deviations = dict.fromkeys(name for row in rows for name in row if name.startswith(of_part) and name.endswith("/std"))
     parts = [name.removesuffix("/std") for name in deviations]
