@@ -47,10 +47,19 @@ def add_command(command: AddCommand) -> None:
     add("--cpus-per-rank", type=positive_int, metavar="N", help="cores of a rank (default: the cluster's)")
     add("--container", metavar="IMAGE", help="run in this image: *.sif with apptainer, anything else with pyxis and enroot")
     add("--mount", action="append", default=[], metavar="HOST:CONTAINER", help="mount besides the working directory")
+    add(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="a line of shell that the job runs first, e.g. --setup='module load cuda'; what it exports reaches every rank",
+    )
     add("--sbatch", action="append", default=[], metavar="OPTION", help="another option of sbatch, e.g. --sbatch=--exclusive")
     add("--gpu-memory-gib", type=positive_float, metavar="GIB", help="refuse a layout that does not fit GPUs of this size")
     add("--resume", action="store_true", help="continue the run of this name after its last checkpoint")
+    add("--shapes-only", action="store_true", help="check here without weights, tokenizer and data; the job checks them")
     add("--dry-run", action="store_true", help="check, and print the script; write and submit nothing")
+    add("--write-to", metavar="FOLDER", help="check, and write all that a job needs into a new folder, to be submitted by hand")
     add("--local", action="store_true", help="start the ranks on this machine, without Slurm")
     add_max_restarts(parser, "with --local: ")
 

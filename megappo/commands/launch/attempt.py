@@ -1,7 +1,7 @@
 """Decisions of a job script before and after its ranks: start or resume, requeue or end.
 
-    python -m megappo.commands.launch.attempt begin LAUNCH_DIR CONFIG [--resume] [key=value ...]
-    python -m megappo.commands.launch.attempt end   LAUNCH_DIR --status CODE --max-requeues N CONFIG [key=value ...]
+    python -m megappo.commands.launch.attempt begin LAUNCH_DIR CONFIG [--resume]
+    python -m megappo.commands.launch.attempt end   LAUNCH_DIR --status CODE --max-requeues N CONFIG
 
 `begin` prints --resume or nothing, `end` the job's exit code; messages go to stderr.
 
@@ -120,11 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("action", choices=("begin", "end"))
     parser.add_argument("launch_dir", type=Path)
     parser.add_argument("config")
-    parser.add_argument("overrides", nargs="*")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--status", type=int, default=0)
     parser.add_argument("--max-requeues", type=int, default=0)
-    args = parser.parse_intermixed_args(argv)  # overrides on both sides of --resume
+    args = parser.parse_args(argv)
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     return _begin(args, attempt) if args.action == "begin" else _end(args, attempt)
 
@@ -154,7 +153,7 @@ def _end(args: argparse.Namespace, attempt: int) -> int:
 
 
 def _config_of(args: argparse.Namespace) -> TrainConfig:
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config)
     apply_permissions(config.run.permissions)
     return config
 

@@ -1,10 +1,9 @@
-"""The job script: one template (`job.sbatch.jinja`) for `megappo launch` and for the scripts in `scripts/slurm/`."""
+"""The job script: `job.sbatch.jinja`, filled in."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,7 +13,7 @@ import jinja2
 from megappo.config.errors import ConfigError, show
 from megappo.config.paths import odd_character
 from megappo.config.redaction import hide_secrets
-from megappo.runtime.ending import STOPPED
+from megappo.runtime.ending import MISTAKE, STOPPED
 from megappo.runtime.failure import KILL_GRACE_S
 
 
@@ -29,6 +28,7 @@ class Job:
     signal_lead_s: int = 180  # from USR1 to the time limit
     max_requeues: int = 10
     cpus_per_rank: int | None = None
+    setup: tuple[str, ...] = ()  # lines of shell that run in the script before anything else; what they export reaches the ranks
     # apptainer runs a .sif, pyxis any other: a .sqsh, a path that begins with . or /, or a registry's name
     container: str | None = None
     mounts: tuple[str, ...] = ()  # `HOST:CONTAINER`, besides the working directory
@@ -50,33 +50,7 @@ class Job:
 
 
 def render(job: Job, *, root: Path, python: str, config: Path, launch_dir: Path, log: Path, name: str, resume: bool) -> str:
-    """Render the script of `megappo launch`, with absolute paths. In log, {job} stands for the job id."""
-    return _render(
-        job,
-        head=["Written by `megappo launch`; docs/launch.md explains it."],
-        options=[directive(option) for option in (f"--job-name={name}", f"--output={_sbatch_path(log)}", *job.options)],
-        resume=resume,
-        root=shlex.quote(str(root)),
-        python=shlex.quote(python),
-        config=shlex.quote(str(config)),
-        launch_dir=shlex.quote(str(launch_dir)),
-        # pyxis takes a name without a leading slash for a registry's.
-        container=shlex.quote(str(root / job.container) if job.image_file else job.container) if job.container else None,
-    )
-
-
-def render_by_hand(job: Job, file_name: str, purpose: str) -> str:
-    """Render a script that takes the configuration from its command line. With torchrun a node has as many ranks as GPUs."""
-    head = [
-        purpose,
-        f"    sbatch --time=24:00:00 {file_name} CONFIG [--resume] [key=value ...]",
-        "Made of megappo/commands/launch/job.sbatch.jinja, as the scripts of `megappo launch` are: change that one, and this one",
-        "by `python scripts/slurm_examples.py`. A copy under another name is yours.",
-    ]
-    return _render(job, head=head, options=["--job-name=megappo", *job.options], resume=False, by_hand=file_name)
-
-
-def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bool, by_hand: str = "", **words: str | None) -> str:
+    """Render the script, with absolute paths. In log, {job} stands for the job id."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,  # a misspelt variable must not become an empty word of a shell script
@@ -87,22 +61,18 @@ def _render(job: Job, *, head: Sequence[str], options: Sequence[str], resume: bo
     )
     environment.filters |= {"quote": shlex.quote, "in_double_quotes": _in_double_quotes}
     return environment.get_template("job.sbatch.jinja").render(
-        head=head,
-        options=options,
+        job=job,
+        options=[directive(option) for option in (f"--job-name={name}", f"--output={_sbatch_path(log)}", *job.options)],
         resume=resume,
-        by_hand=by_hand,
-        nodes=job.nodes,
-        ranks_per_node=job.ranks_per_node,
-        gpus=job.gpus,
-        launcher=job.launcher,
-        signal_lead_s=job.signal_lead_s,
         kill_grace_s=KILL_GRACE_S,
         requeue=STOPPED,
-        max_requeues=job.max_requeues,
-        cpus_per_rank=job.cpus_per_rank,
-        pyxis=job.uses_pyxis,
-        mounts=job.mounts,
-        **words,
+        mistake=MISTAKE,
+        root=shlex.quote(str(root)),
+        python=shlex.quote(python),
+        config=shlex.quote(str(config)),
+        launch_dir=shlex.quote(str(launch_dir)),
+        # pyxis takes a name without a leading slash for a registry's.
+        container=shlex.quote(str(root / job.container) if job.image_file else job.container) if job.container else None,
     )
 
 

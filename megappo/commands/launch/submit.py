@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from megappo.config.paths import odd_character
 from megappo.config.rank_ranges import ranges_text, ranks_of
 from megappo.config.redaction import redacted
 from megappo.config.role_sections import key_of_role, section_of
-from megappo.config.run_directory import LAUNCHES
+from megappo.config.run_directory import LAUNCHES, run_dir_of
 from megappo.config.schema import TrainConfig
 from megappo.runtime.lease import refuse_if_held
 
@@ -58,6 +59,7 @@ def check_job(config: TrainConfig, job: Job, limits: Limits) -> None:
         raise ConfigError(problem("run.num_ranks", ranks, fix))
     check_options(job.options, {})
     check_options(job.options[len(limits.options()) :], _OWN_OPTIONS)
+    _check_setup(job)
     _check_mounts(job)
     _check_nodes(config, job)
     if job.max_requeues:
@@ -104,7 +106,7 @@ def check_options(options: Sequence[str], own: Mapping[str, str | None]) -> None
             raise ConfigError(problem("--sbatch", option, "must be one option in one line, for example --sbatch=--exclusive"))
         name = re.split("[= ]", option.removeprefix("--"), maxsplit=1)[0]
         if name in own:
-            unchanged = "the script has its own; change a copy of what --dry-run prints"
+            unchanged = "the script has its own; change what --write-to writes"
             fix = unchanged if own[name] is None else f"use {own[name]} of megappo launch"
             raise ConfigError(problem("--sbatch", option, fix))
 
@@ -115,6 +117,17 @@ def _is_whole(option: str) -> bool:
         return bool(shlex.split(directive(option)))
     except ValueError:
         return False
+
+
+def _check_setup(job: Job) -> None:
+    for line in job.setup:
+        if odd_character(line) is not None or not line.strip():
+            raise ConfigError(problem("--setup", line, "must be one line of shell, for example --setup='module load cuda'"))
+        # Only what bash cannot read is found here: a module may be unknown to this machine and known to the nodes.
+        read = subprocess.run(["/bin/bash", "-n", "-c", line], capture_output=True, encoding="utf-8", errors="replace")
+        if read.returncode != 0:
+            said = re.sub(r"^.*?line \d+: ", "", read.stderr.splitlines()[0])
+            raise ConfigError(problem("--setup", line, f"bash cannot read it: {said}"))
 
 
 def _check_mounts(job: Job) -> None:
@@ -216,41 +229,50 @@ def remarks(config: TrainConfig, job: Job, limits: Limits) -> list[str]:
     return notes
 
 
-def print_script(config: TrainConfig, job: Job, run_dir: Path, *, resume: bool) -> str:
-    """Render the script that a launch would submit, without writing anything."""
-    return _script(job, _free_folder(run_dir), config.run.name, resume)
-
-
 def record(config: TrainConfig, run_dir: Path) -> Path:
     """Make a folder below the run directory with the configuration and its origin. Raises ConfigError while a job of the run is
     alive or if nothing can be written there, LeaseHeld while a process has the run."""
     _refuse_second_job(run_dir)
     refuse_if_held(run_dir)
-    folder = _free_folder(run_dir)
-    content = {"command": redacted(sys.argv), "directory": str(Path.cwd()), **report()}
+    folder = free_folder(run_dir)
     try:
-        folder.mkdir(parents=True)
-        (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
-        (folder / "launch.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        _write_record(config, folder)
     except OSError as error:
         if folder.is_dir():
             remove_launch(folder)
-        raise ConfigError(
-            problem(
-                "run.output_dir",
-                config.run.output_dir,
-                f"{error.filename or folder}: {error.strerror}; free space, or name another",
-            )
-        ) from None
+        fix = f"{error.filename or folder}: {error.strerror}; free space, or name another"
+        raise ConfigError(problem("run.output_dir", config.run.output_dir, fix)) from None
     return folder
 
 
-def submit(config: TrainConfig, job: Job, folder: Path, *, resume: bool) -> str:
-    """Write the script into the folder of `record` and submit it; return the job id. The folder is removed if Slurm refuses."""
-    script = folder / "job.sbatch"
-    script.write_text(_script(job, folder, config.run.name, resume), encoding="utf-8")
+def write_by_hand(config: TrainConfig, folder: Path, script: str) -> None:
+    """Write what `record` and `submit` write into a new folder, and a README with the command that submits it. Raises ConfigError
+    if that fails."""
+    sbatch = shlex.join(["sbatch", str(folder / "job.sbatch")])
+    results = f"Results: {run_dir_of(config.run).absolute()}. Logs: job-ID.log and attempt-N/ of this folder."
     try:
-        job_id = slurm.submit(script)
+        _write_record(config, folder)
+        (folder / "job.sbatch").write_text(script, encoding="utf-8")
+        (folder / "README").write_text(f"{sbatch}\n\n{results}\n", encoding="utf-8")
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ConfigError(f"--write-to {folder}: {error.strerror}; name a folder that can be made") from None
+    print(f"written, not submitted: {sbatch}")
+
+
+def _write_record(config: TrainConfig, folder: Path) -> None:
+    content = {"command": redacted(sys.argv), "directory": str(Path.cwd()), **report()}
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+    (folder / "launch.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def submit(script: str, folder: Path) -> str:
+    """Write the script into the folder of `record` and submit it; return the job id. The folder is removed if Slurm refuses."""
+    file = folder / "job.sbatch"
+    file.write_text(script, encoding="utf-8")
+    try:
+        job_id = slurm.submit(file)
     except ConfigError:
         remove_launch(folder)
         raise
@@ -266,13 +288,16 @@ def remove_launch(folder: Path) -> None:
             parent.rmdir()
 
 
-def _script(job: Job, folder: Path, name: str, resume: bool) -> str:
+def script_of(config: TrainConfig, job: Job, folder: Path, *, resume: bool) -> str:
+    """Render the script of a launch that is recorded in this folder, without writing anything."""
     # Unresolved: the target of the interpreter's link is outside the virtual environment.
     python = sys.executable if job.container is None else "python3"
-    run_dir = folder.parents[1]
-    # The working directory is mounted anyway.
-    if job.container is not None and not run_dir.is_relative_to(Path.cwd()):
-        job = replace(job, mounts=(*job.mounts, f"{run_dir}:{run_dir}"))
+    if job.container is not None:
+        # The working directory is mounted anyway, and a launch below the run directory with it.
+        run_dir = run_dir_of(config.run).absolute()
+        written = (run_dir,) if folder.is_relative_to(run_dir) else (run_dir, folder)
+        outside = tuple(f"{path}:{path}" for path in written if not path.is_relative_to(Path.cwd()))
+        job = replace(job, mounts=(*job.mounts, *outside))
     return render(
         job,
         root=Path.cwd(),
@@ -280,12 +305,13 @@ def _script(job: Job, folder: Path, name: str, resume: bool) -> str:
         config=folder / "config.yaml",
         launch_dir=folder,
         log=folder / "job-{job}.log",
-        name=name,
+        name=config.run.name,
         resume=resume,
     )
 
 
-def _free_folder(run_dir: Path) -> Path:
+def free_folder(run_dir: Path) -> Path:
+    """Return the folder of the next launch of the run, which does not exist yet."""
     launches = run_dir.absolute() / LAUNCHES
     return next(path for n in range(1, 10_000) if not (path := launches / f"{n:03d}").exists())
 

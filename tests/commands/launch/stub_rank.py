@@ -37,7 +37,10 @@ if __name__ == "__main__":
     record_exceptions(rank)
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    print(json.dumps({"arguments": sys.argv[1:], **{name: os.environ[name] for name in WORLD}}), flush=True)
+    print(
+        json.dumps({"arguments": sys.argv[1:], **{name: os.environ[name] for name in WORLD}, "SITE": os.environ.get("SITE")}),
+        flush=True,
+    )
     if os.environ["STUB"] == "rank 1 raises":
         if rank == 1:
             time.sleep(0.5)  # the others are asleep by then, as they would be in a collective

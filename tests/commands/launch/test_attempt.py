@@ -209,11 +209,11 @@ def test_checkpoints_that_cannot_be_read_stop_the_job_and_nothing_is_moved(
     save(run_dir, 5)
     lose(run_dir)
     before = contents(run_dir)
-    assert main(["begin", launch_dir, str(config), "run.name=run"]) == MISTAKE
+    assert main(["begin", launch_dir, str(config)]) == MISTAKE
     text = capsys.readouterr().err
     assert said in text and "nothing was" in text and text.count("\n") == 1
     assert contents(run_dir) == before
-    assert main(["end", launch_dir, "--status", "1", str(config), "run.name=run"]) == 0
+    assert main(["end", launch_dir, "--status", "1", str(config)]) == 0
     log = capsys.readouterr()
     assert log.out == "1\n", "the exit code of the ranks: a lost disk is no mistake of the user"
     lines = log.err.splitlines()
@@ -227,13 +227,13 @@ def test_a_job_whose_run_directory_has_gone_says_so(run_dir: Path, tmp_path: Pat
     config, launch_dir = write_run(tmp_path), run_dir / "launch" / "001"
     started(run_dir, 0)
     run_dir.rename(tmp_path / "elsewhere")
-    assert main(["end", str(launch_dir), "--status", str(status), "--max-requeues", "3", str(config), "run.name=run"]) == 0
+    assert main(["end", str(launch_dir), "--status", str(status), "--max-requeues", "3", str(config)]) == 0
     log = capsys.readouterr()
     assert log.out == f"{code}\n"
     assert f"not requeued: {launch_dir} holds no record of attempt 0" in log.err and "is its file system still there?" in log.err
     (tmp_path / "elsewhere").rename(run_dir)
     config.unlink()
-    assert main(["end", str(launch_dir), "--status", str(status), str(config), "run.name=run"]) == 0
+    assert main(["end", str(launch_dir), "--status", str(status), str(config)]) == 0
     log = capsys.readouterr()
     assert log.out == f"{code}\n" and f"not requeued: {config}" in log.err, "a configuration that begin has read"
 
@@ -244,7 +244,7 @@ def test_a_run_that_somebody_writes_to_is_not_started_and_not_moved(run_dir: Pat
     (run_dir / "metrics.jsonl").write_text("being written")
     with Lease.acquire(run_dir, "megappo train by_hand.yaml"):
         before = contents(run_dir)
-        assert main(["begin", launch_dir, str(config), "run.name=run"]) == MISTAKE
+        assert main(["begin", launch_dir, str(config)]) == MISTAKE
         assert "in use by `megappo train by_hand.yaml`" in capsys.readouterr().err
         assert contents(run_dir) == before
     assert not started(run_dir, 1)
@@ -252,9 +252,8 @@ def test_a_run_that_somebody_writes_to_is_not_started_and_not_moved(run_dir: Pat
 
 
 def test_a_job_script_gets_words_for_its_log_and_a_number_for_itself(run_dir: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    """Overrides may stand on both sides of --resume, as a user of scripts/slurm/ writes them."""
     config, launch_dir = write_run(tmp_path), str(run_dir / "launch" / "001")
-    given = [str(config), "--resume", "run.name=run", "trainer.steps=9"]
+    given = [str(config), "--resume"]
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     assert main(["begin", launch_dir, *given]) == MISTAKE
     assert "holds no run to resume" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megappo.commands.launch import slurm
-from megappo.commands.launch.script import Job, render, render_by_hand
+from megappo.commands.launch.script import Job, render
 from megappo.commands.launch.submit import Limits, check_options
 from megappo.config.errors import ConfigError
 from tests.commands.launch.test_script import run_script, script, write_program
@@ -66,21 +66,19 @@ def test_a_line_break_in_any_value_is_refused_by_every_template(tmp_path: Path, 
     """All fields that are text are found by their type, so that a new one is tried too."""
     bad = f"x{character}touch gone{character}#"
     words = {"root": tmp_path, "python": "python", "config": tmp_path, "launch_dir": tmp_path, "log": tmp_path, "name": "run"}
-    plain = Job(1, 1, gpus=True, container="x.sqsh", mounts=("/a:/a",), options=("--comment=x",))
+    plain = Job(1, 1, gpus=True, container="x.sqsh", mounts=("/a:/a",), setup=("true",), options=("--comment=x",))
     render(plain, **words, resume=False)
     for word, value in words.items():
         with pytest.raises(ConfigError, match="holds the character"):
             render(plain, **words | {word: type(value)(bad)}, resume=False)
     texts = {field.name: getattr(plain, field.name) for field in dataclasses.fields(Job)}
     texts = {name: value for name, value in texts.items() if isinstance(value, (str, tuple)) and name != "launcher"}
-    assert set(texts) == {"container", "mounts", "options"}
+    assert set(texts) == {"container", "mounts", "setup", "options"}
     for name, value in texts.items():
         changed = dataclasses.replace(plain, **{name: bad if isinstance(value, str) else (bad,)})
         for image in (changed, changed if name == "container" else dataclasses.replace(changed, container="x.sif")):
             with pytest.raises(ConfigError, match="holds the character"):
                 render(image, **words, resume=False)
-    with pytest.raises(ConfigError, match="holds the character"):
-        render_by_hand(dataclasses.replace(plain, options=(bad,)), "x.sbatch", "x")
     for options in (
         (f"--comment={bad}",),
         Limits(partition=bad).options(),
@@ -96,6 +94,8 @@ def test_a_secret_does_not_get_into_a_script(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="holds a secret") as caught:
             script(tmp_path, Job(1, 1, gpus=False, options=(secret,)))
         assert "secret@" not in str(caught.value) and "hf_secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="holds a secret"):
+        script(tmp_path, Job(1, 1, gpus=False, setup=("export HF_TOKEN=hf_secret",)))
     with pytest.raises(ConfigError, match="holds a secret"):
         script(tmp_path, Job(1, 1, gpus=False, container="docker://me:secret@registry/x"))
 

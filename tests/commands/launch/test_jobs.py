@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.commands.launch.script import Job, render, render_by_hand
+from megappo.commands.launch.script import Job, render
 from tests.commands.launch.cluster import NODES, Cluster
 from tests.commands.plan.checkpoints import write_run
 
@@ -21,6 +21,7 @@ NUM_RANKS = 4
 LONGEST_S = 180  # of a job that takes seconds, while other tests use all cores
 PROGRESS = "rank 1 fails after a checkpoint"
 STOP = "all are asked to stop"
+SETUP = ("true", "export SITE='a b'")
 REGISTRY, IMAGE = "registry.example#team/megappo:1", "images/megappo.sif"
 # Stand-ins for what no test can install: each notes its options, and starts what it was asked to start where it is.
 PYXIS = f"""#!/bin/bash
@@ -105,7 +106,8 @@ def jobs(cluster, tmp_path_factory) -> dict[tuple[str, str], Submitted]:
     cases = [("srun", PROGRESS), ("torchrun", STOP), *cases]
     how = {
         # As at sites where the environment of the submission stays behind: srun would keep back that of the script as well.
-        ("srun", "rank 1 raises"): {"options": ("--export=STUB,PYTHONPATH,PATH,SLURM_CONF",)},
+        ("srun", "rank 1 raises"): {"options": ("--export=STUB,PYTHONPATH,PATH,SLURM_CONF",), "setup": SETUP},
+        ("torchrun", "rank 1 raises"): {"setup": SETUP},
         ("srun", PROGRESS): {"container": REGISTRY, "mounts": ("/data:/data",)},
         ("torchrun", "rank 2 is killed"): {"container": IMAGE, "mounts": ("/data:/data",)},
     }
@@ -165,6 +167,23 @@ def test_every_rank_finds_its_place_in_one_world(cluster, jobs, launcher) -> Non
         assert "torchrun --nnodes 2 --rdzv-backend c10d" in said and "is_host=false" in said
 
 
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_what_a_line_of_setup_exports_is_seen_by_every_rank(cluster, jobs, launcher) -> None:
+    """Also where sbatch keeps the environment back."""
+    end_of(cluster, jobs[launcher, "rank 1 raises"])
+    assert [rank["SITE"] for rank in jobs[launcher, "rank 1 raises"].ranks()] == ["a b"] * NUM_RANKS
+    if launcher == "srun":
+        assert {rank["SITE"] for rank in jobs["srun", PROGRESS].ranks()} == {None}, "nobody exports it where no line does"
+
+
+def test_a_line_of_setup_that_fails_ends_the_job_and_is_named(cluster, tmp_path) -> None:
+    job = submit(cluster, tmp_path / "run", "rank 1 raises", setup=("true", "no-such-command cuda/12"))
+    log = end_of(cluster, job)
+    assert log[-1] == 'megappo: --setup: "no-such-command cuda/12" ended with exit code 127; no rank was started'
+    assert log[0].startswith("=== job ") and len(log) == 3, log  # between them bash's own line
+    assert cluster.job(job.id)["ExitCode"] == "2:0" and not list(job.folder.glob("attempt-0/*"))
+
+
 def test_jobs_on_the_same_host_have_ports_of_their_own(cluster, jobs) -> None:
     ports = []
     for (launcher, stub), job in jobs.items():
@@ -196,24 +215,19 @@ def test_a_rank_that_is_killed_is_named_and_not_those_that_lost_it(cluster, jobs
 
 
 def test_a_wrong_configuration_is_refused_before_any_rank_starts(cluster, tmp_path) -> None:
-    """By a script as scripts/slurm/ has them, with the real `megappo plan` on the first node; sbatch's options count as given."""
+    """By a script that is submitted by hand, with the real `megappo plan` on the first node; sbatch's --nodes counts as given."""
     config = write_run(tmp_path)
+    config.write_text(config.read_text().replace("num_ranks: 2", "num_ranks: null").replace("tp: 2", "tp: 4"))
+    words = {"root": tmp_path, "python": sys.executable, "config": config, "launch_dir": tmp_path / "launch"}
     script = tmp_path / "two_nodes.sbatch"
-    script.write_text(render_by_hand(Job(2, 2, gpus=False), script.name, "Two nodes of two ranks."))
-    environment = cluster.environment | {"MEGAPPO_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["sbatch", "--parsable", "--ntasks-per-node=3", script, config, "run.num_ranks=6", "policy.parallel.tp=4"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    job_id = done.stdout.strip()
-    log = tmp_path / f"slurm-{job_id}.out"
+    script.write_text(render(Job(2, 2, gpus=False), **words, log=tmp_path / "job-{job}.log", name="two", resume=False))
+    command = ["sbatch", "--parsable", "--nodes=1", script]
+    environment = cluster.environment | {"PYTHONPATH": str(ROOT)}
+    job_id = subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=True).stdout.strip()
+    log = tmp_path / f"job-{job_id}.log"
     cluster.wait_for("the job's end", lambda: cluster.has_ended(job_id), LONGEST_S, log)
     first, *rest = log.read_text().splitlines()
     assert first.startswith("=== job ") and len(rest) == 1, rest
-    assert rest[0].startswith("megappo: policy.parallel: tp 4") and "6 ranks" in rest[0]
+    assert rest[0].startswith("megappo: policy.parallel: tp 4") and "2 ranks" in rest[0]
     assert cluster.job(job_id)["ExitCode"] == "2:0"
-    assert not list(tmp_path.glob("slurm-*/attempt-0/rank-*")) and not (tmp_path / "runs").exists()
+    assert not list(tmp_path.glob("launch/attempt-0/rank-*")) and not (tmp_path / "runs").exists()

@@ -5,6 +5,8 @@ killed; beside a run without interruption, on the same nodes at the same time.
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -156,6 +158,22 @@ def test_a_killed_rank_ends_the_job_at_once_and_is_named(story: Story) -> None:
     log = story.broken.log.read_text().splitlines()
     assert log[-2].startswith("megappo: rank 1 on ") and "failed first (killed by SIGKILL: " in log[-2]
     assert log[-1].startswith("megappo: not requeued: no checkpoint was saved since this attempt started at step ")
+
+
+def test_a_folder_that_is_written_and_submitted_by_hand_trains_as_the_launch_does(
+    story: Story, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another directory, and to the last bit."""
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "by hand"
+    arguments = ["launch", str(QUICKSTART), "--nodes", "2", "--gpus-per-node", "1", "--write-to", str(folder)]
+    assert cli.main([*arguments, *overrides_of(story.folder, "by-hand", STOPPED_AFTER)]) == 0
+    command = shlex.split((folder / "README").read_text().splitlines()[0])
+    job = subprocess.run(command, env=cluster.environment, cwd="/", capture_output=True, text=True, check=True).stdout.split()[-1]
+    log = folder / f"job-{job}.log"
+    cluster.wait_for("the job by hand", lambda: cluster.has_ended(job), START_S, log)
+    assert log.read_text().splitlines()[-1].startswith("megappo: finished; results in ")
+    assert metrics(story.folder, "by-hand") == metrics(story.folder, "whole")[:STOPPED_AFTER]
 
 
 def test_a_launch_is_recorded_without_secrets(story: Story) -> None:

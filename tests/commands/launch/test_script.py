@@ -1,9 +1,8 @@
-"""The job script: what it asks of Slurm, whether a shell reads it as it was meant, and scripts/slurm/ of the same template."""
+"""The job script: what it asks of Slurm, whether a shell reads it as it was meant."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megappo.commands.launch.script import Job, render
-from scripts.slurm_examples import EXAMPLES, examples
 
 HOSTILE = "a b; touch $(touch gone) 'x' \"y\" %j"
 
@@ -75,14 +73,11 @@ def run_script(folder: Path, job: Job, **environment: str) -> tuple[list[list[st
     return found[:-1], done
 
 
-def test_the_scripts_in_the_repository_are_those_of_the_template() -> None:
-    assert {path.name: path.read_text() for path in EXAMPLES.iterdir()} == examples()
-
-
 JOBS = {
     "srun": Job(8, 8, gpus=True),
     "torchrun": Job(8, 8, gpus=True, launcher="torchrun"),
     "cpu": Job(2, 2, gpus=False),
+    "setup": Job(2, 2, gpus=True, setup=("module load 'cuda 12'", "export A=\"$HOME\" B='b c'  # ours")),
     "cores": Job(2, 4, gpus=True, launcher="torchrun", cpus_per_rank=6),
     "pyxis": Job(2, 4, gpus=True, container="nvcr.io#nvidia/pytorch:26.01-py3", mounts=("/data:/data", '/$(touch gone)"x:/x')),
     "apptainer": Job(2, 4, gpus=True, launcher="torchrun", container="images/megappo.sif", mounts=("/data:/data",)),
@@ -168,8 +163,8 @@ def container_lines(text: str) -> list[str]:
 
 
 def test_without_a_container_nothing_stands_before_a_command(tmp_path: Path) -> None:
-    for text in (script(tmp_path, JOBS["srun"]), *examples().values()):
-        assert [line.split("#")[0].strip() for line in container_lines(text)] == ["image=()", "inside=()"]
+    text = script(tmp_path, JOBS["srun"])
+    assert [line.split("#")[0].strip() for line in container_lines(text)] == ["image=()", "inside=()"]
 
 
 def test_apptainer_contains_every_python(tmp_path: Path) -> None:
@@ -204,13 +199,22 @@ def test_pyxis_gets_the_path_of_a_file_from_the_root_since_other_names_are_those
     assert f"image=(--container-image={tmp_path}/images/x.sqsh)" in script(tmp_path, job)
 
 
-@pytest.mark.parametrize("name", examples())
-def test_the_containers_that_a_script_shows_are_ready_to_use(tmp_path: Path, name: str) -> None:
-    """The commented lines, uncommented, are what `megappo launch --container` writes for the same images."""
-    launcher = "torchrun" if "torchrun" in name else "srun"
-    lines = [line.removeprefix("# ") for line in examples()[name].splitlines() if line.startswith(("# image", "# inside"))]
-    shown = [re.sub(r'"\$PWD/(images/[a-z.]+)"', rf"{tmp_path}/\1", line.split("  #")[0].rstrip()) for line in lines]
-    pyxis = Job(1, 8, gpus=True, launcher=launcher, container="images/megappo.sqsh", mounts=("/data:/data",))
-    apptainer = Job(1, 8, gpus=True, launcher=launcher, container="images/megappo.sif", mounts=("/data:/data",))
-    assert len(shown) == 4
-    assert shown == [line for job in (pyxis, apptainer) for line in container_lines(script(tmp_path, job))[2:]]
+def test_lines_of_setup_run_in_order_before_every_command_and_reach_it(tmp_path: Path) -> None:
+    lines = (
+        "export SITE='a b'; true",
+        'export NCCL_DEBUG="$SITE!"  # ours, not the default',
+        "cd . && export PYTHONNOUSERSITE=$NCCL_DEBUG",
+    )
+    calls, done = run_script(tmp_path / "run", Job(1, 1, gpus=True, setup=lines))
+    assert done.returncode == 0 and len(calls) == 4
+    assert (tmp_path / "run" / "user_site").read_text().splitlines() == ["a b!"] * 4
+
+
+@pytest.mark.parametrize("line, code", [("no-such-command --x", 127), ("( exit 3 )", 3), ("false", 1), ("if", 2)])
+def test_a_line_of_setup_that_fails_ends_the_job_with_one_line_before_anything_starts(tmp_path: Path, line: str, code: int) -> None:
+    folder = tmp_path / "run"
+    (folder / "launch").mkdir(parents=True)
+    (folder / "calls").touch()
+    calls, done = run_script(folder, Job(1, 1, gpus=False, setup=("true", line, "touch later")))
+    assert calls == [] and done.returncode == 2 and not (folder / "later").exists()
+    assert done.stderr.splitlines()[-1] == f'megappo: --setup: "{line}" ended with exit code {code}; no rank was started'

@@ -83,6 +83,16 @@ MISTAKES = {
     "local image": (["--local", "--container", "x.sif"], "--container x.sif does not go with --local"),
     "mount alone": ([*TWO_BY_TWO, "--mount", "/data:/data"], "--mount /data:/data has no effect without --container"),
     "mount": ([*TWO_BY_TWO, "--container", "x.sif", "--mount", "/data"], "--mount /data: must be HOST:CONTAINER"),
+    "setup that bash cannot read": (
+        [*TWO_BY_TWO, "--setup", "export A='b"],
+        "--setup = \"export A='b\": bash cannot read it: unexpected EOF while looking for matching `''",
+    ),
+    "no setup": ([*TWO_BY_TWO, "--setup", " "], '--setup = " ": must be one line of shell'),
+    "setup of two lines": ([*TWO_BY_TWO, "--setup", "true\nfalse"], "must be one line of shell"),
+    "setup with a secret": ([*TWO_BY_TWO, "--setup", "export HF_TOKEN=hf_1"], "holds a secret"),
+    "local setup": (["--local", "--setup", "true"], "--setup ['true'] does not go with --local"),
+    "local shapes": (["--local", "--shapes-only"], "--shapes-only does not go with --local"),
+    "local folder": (["--local", "--write-to", "x"], "--write-to x does not go with --local"),
     "an option of ours": ([*TWO_BY_TWO, "--sbatch=--time=1:00:00"], '--sbatch = "--time=1:00:00": use --time of megappo launch'),
     "ours in two words": ([*TWO_BY_TWO, "--sbatch=--time 60"], '--sbatch = "--time 60": use --time of megappo launch'),
     "an array": ([*TWO_BY_TWO, "--sbatch=--array=0-3"], '--sbatch = "--array=0-3": the script has its own'),
@@ -139,6 +149,37 @@ def test_without_slurm_it_says_what_else_can_be_done(tmp_path: Path, capsys, mon
     assert (code, out) == (2, "") and "no Slurm on this machine" in err and "--local" in err and "--dry-run" in err
     code, out, err = launch(capsys, config, *TWO_BY_TWO, "--dry-run")
     assert (code, err) == (0, "") and out.startswith("#!/bin/bash\n") and not (tmp_path / "runs").exists()
+
+
+def test_a_job_that_is_written_has_all_that_a_launch_writes_and_the_command_that_submits_it(tmp_path: Path, capsys) -> None:
+    config, folder = write_run(tmp_path), tmp_path / "by hand"
+    code, out, err = launch(capsys, config, *TWO_BY_TWO, "--write-to", folder, "--setup", "true", "run.seed=3")
+    assert (code, err) == (0, "") and not (tmp_path / "runs").exists()
+    assert {path.name for path in folder.iterdir()} == {"job.sbatch", "config.yaml", "launch.json", "README"}
+    command = f"sbatch '{folder}/job.sbatch'"
+    assert out.splitlines()[0] == f"written, not submitted: {command}" and (folder / "README").read_text().startswith(
+        command + "\n"
+    )
+    assert "seed: 3" in (folder / "config.yaml").read_text() and "\n  true\n" in (folder / "job.sbatch").read_text()
+    for options, message in ((["--write-to", folder], "name a new folder"), (["--dry-run", "--write-to", "x"], "give one of them")):
+        code, out, err = launch(capsys, config, *TWO_BY_TWO, *options)
+        assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys) -> None:
+    code, out, err = launch(capsys, write_run(tmp_path), *TWO_BY_TWO, "--write-to", "/proc/x")
+    assert (code, out) == (2, "") and err.startswith("megappo: --write-to /proc/x: ") and err.count("\n") == 1
+
+
+def test_a_job_is_written_where_weights_and_data_are_elsewhere(tmp_path: Path, capsys) -> None:
+    config, folder = write_run(tmp_path), tmp_path / "job"
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert launch(capsys, config, *TWO_BY_TWO, "--write-to", folder)[0] == 2 and not folder.exists(), "negative control"
+    code, _, err = launch(capsys, config, *TWO_BY_TWO, "--write-to", folder, "--shapes-only")
+    assert (code, err) == (0, "") and (folder / "job.sbatch").exists()
+    code, _, err = launch(capsys, config, *TWO_BY_TWO, "--dry-run", "--shapes-only", "critic.parallel.pp=3")
+    assert code == 2 and "critic.parallel: tp 1 x pp 3 = 3 does not divide the 4 ranks" in err
 
 
 ON_CLUSTER = {
