@@ -31,10 +31,10 @@ COMMANDS = {
 BREAKS = ["\n", "\r", "\0", "\x1b", "\x85", "\u2028", "\u2029", "\ud800"]
 
 
-def job_of(text: str, container: str | None, launcher: str = "srun") -> Job:
+def job_of(text: str, container: str | None) -> Job:
     mounts = (f"/data {text}:/data",) if container else ()
     options = (f"--comment={text}", f"--partition={text}", f"--account={text}", f"--exclude={text}")
-    return Job(2, 2, gpus=False, launcher=launcher, container=container, mounts=mounts, options=options)
+    return Job(2, 2, gpus=False, container=container, mounts=mounts, options=options)
 
 
 @pytest.mark.parametrize("container", [None, "pyxis", "apptainer"])
