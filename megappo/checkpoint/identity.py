@@ -117,7 +117,7 @@ def _other_prompts(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | Non
         if saved["format"][key] != value:
             return f"data.{key} was {json.dumps(saved['format'][key])} and is {json.dumps(value)}"
     if saved["template"] != now["template"]:
-        return "the chat template of data.tokenizer has changed"
+        return "the chat template of data.tokenizer has changed, or data.template_args"
     if saved["kept"] != now["kept"]:  # the cursor counts kept prompts
         return "data.max_prompt_tokens or data.overlong leave out others than before"
     return None

@@ -32,8 +32,10 @@ _IMPL = Dead(
     ("model.impl",), _without_megatron, "no role has engine megatron, whose layers it chooses; remove it, or set a role's engine"
 )
 
-_SYSTEM_PROMPT = Dead(
-    ("data.system_prompt",), lambda c: not c.data.chat_template, "data.chat_template is false; remove it, or use the template"
+_OF_TEMPLATE = Dead(
+    ("data.system_prompt", "data.template_args"),
+    lambda c: not c.data.chat_template,
+    "data.chat_template is false; remove it, or use the template",
 )
 
 
@@ -169,7 +171,7 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: c.trainer.steps is not None,
         "trainer.steps sets the length of the run; remove one of the two",
     ),
-    _SYSTEM_PROMPT,
+    _OF_TEMPLATE,
     Dead(
         ("reward.parts",),
         lambda c: c.reward.route is not None,
@@ -194,7 +196,7 @@ TRAIN: tuple[Dead, ...] = (
 
 SFT: tuple[Dead, ...] = (
     _IMPL,
-    _SYSTEM_PROMPT,
+    _OF_TEMPLATE,
     Dead(("policy.ema.*",), lambda c: True, "fine-tuning keeps no average of the weights; remove it"),
     Dead(("policy.logits_dtype",), lambda c: True, "fine-tuning has no sampler to agree with; remove it"),
 )

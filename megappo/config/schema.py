@@ -120,6 +120,8 @@ class DataConfig(Section):
     into a nested object."""
     chat_template: bool = True
     """Wrap the question with the tokenizer's chat template."""
+    template_args: dict[str, Any] = {}
+    """Variables of the chat template, such as `{enable_thinking: false}`. Exports have them as defaults."""
     system_prompt: str | None = None
     """System message before the question; needs `chat_template`."""
     prompt_suffix: str = ""
@@ -544,6 +546,8 @@ class SftDataConfig(Section):
     """Field that holds the response to learn; the loss covers its tokens and the end-of-sequence token."""
     chat_template: bool = True
     """Wrap the question with the tokenizer's chat template."""
+    template_args: dict[str, Any] = {}
+    """Variables of the chat template, such as `{enable_thinking: false}`. Exports have them as defaults."""
     system_prompt: str | None = None
     """System message before the question (needs `chat_template`)."""
     prompt_suffix: str = ""

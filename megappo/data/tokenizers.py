@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import inspect
+import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
@@ -88,14 +91,17 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(path: str | Path, model: str | Path | None = None) -> Tokenizer:
+def load_tokenizer(path: str | Path, model: str | Path | None = None, template_args: Mapping[str, Any] | None = None) -> Tokenizer:
     """Open a `.model` file or a tokenizer directory. Raises ValueError with the path and the fix.
     A directory with tokenizer.json or tokenizer_config.json is Hugging Face's; one with only tokenizer.model is SentencePiece's.
-    model: directory of the checkpoint that samples, whose ids end a response too, as those that stand beside the tokenizer."""
-    return find_tokenizer(path, model)()
+    model: directory of the checkpoint that samples, whose ids end a response too, as those that stand beside the tokenizer.
+    template_args: variables of the chat template."""
+    return find_tokenizer(path, model, template_args)()
 
 
-def find_tokenizer(path: str | Path, model: str | Path | None = None) -> Callable[[], Tokenizer]:
+def find_tokenizer(
+    path: str | Path, model: str | Path | None = None, template_args: Mapping[str, Any] | None = None
+) -> Callable[[], Tokenizer]:
     """Return a reader of the tokenizer at `path`, after a look at its files' names only. Raises ValueError as `load_tokenizer`."""
     path, model = Path(path), None if model is None else Path(model)
     if not path.exists():
@@ -109,16 +115,17 @@ def find_tokenizer(path: str | Path, model: str | Path | None = None) -> Callabl
             )
         return partial(SentencePieceTokenizer, path, model)
     if (path / "tokenizer.json").exists() or (path / "tokenizer_config.json").exists():
-        return partial(HuggingFaceTokenizer, path, model)
+        return partial(HuggingFaceTokenizer, path, model, template_args)
     if (path / "tokenizer.model").exists():
         return partial(SentencePieceTokenizer, path / "tokenizer.model", model)
     raise ValueError(f"{path} holds no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model); set data.tokenizer")
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer directory of transformers' AutoTokenizer. ValueError if it is unreadable or has its own code (`auto_map`)."""
+    """Tokenizer directory of transformers' AutoTokenizer. template_args: variables of its chat template in every conversation.
+    ValueError if it is unreadable or has its own code (`auto_map`), or if its template does not read one of the variables."""
 
-    def __init__(self, directory: Path, sampled: Path | None = None) -> None:
+    def __init__(self, directory: Path, sampled: Path | None = None, template_args: Mapping[str, Any] | None = None) -> None:
         from transformers import AutoTokenizer  # here: it takes seconds, and SentencePiece models do not need it
 
         config = _read_json(directory / "tokenizer_config.json")
@@ -147,7 +154,11 @@ class HuggingFaceTokenizer:
         self.eos_ids = _eos_ids(self.eos_id, directory, sampled)
         template = tokenizer.chat_template  # a text, or several by name
         self.has_chat_template = template is not None
-        self.chat_template_sha256 = hashlib.sha256(repr(template).encode()).hexdigest() if template is not None else None
+        self._template_args = dict(template_args or {}) if self.has_chat_template else {}
+        for name in self._template_args:
+            _require_variable(name, tokenizer, directory)
+        shown = [template, self._template_args] if self._template_args else template
+        self.chat_template_sha256 = hashlib.sha256(repr(shown).encode()).hexdigest() if self.has_chat_template else None
         starts_with = tokenizer("")["input_ids"][:1]
         # Only the leading id: a tokenizer set to append eos to every text must not end the prompt before the response starts.
         self._prefix = list(starts_with) if self.bos_id is not None and starts_with == [self.bos_id] else []
@@ -176,7 +187,9 @@ class HuggingFaceTokenizer:
             raise _no_chat_template(self.path)
         copies = [dict(message) for message in messages]
         try:
-            ids = self._tokenizer.apply_chat_template(copies, add_generation_prompt=for_answer, return_dict=False)
+            ids = self._tokenizer.apply_chat_template(
+                copies, add_generation_prompt=for_answer, return_dict=False, **self._template_args
+            )
         except TemplateError as error:  # raise_exception() of the template, for example "system role not supported"
             raise ValueError(f"the chat template of {self.path} refuses the messages: {first_line(error)}") from error
         return list(ids)
@@ -209,10 +222,58 @@ class HuggingFaceTokenizer:
         made = f"{type(self._tokenizer).__qualname__} {'' if backend is None else backend.to_str()}"
         loaded = hashlib.sha256(made.encode("utf-8", "surrogatepass")).hexdigest()
         versions = _versions("transformers", "tokenizers", "sentencepiece", "jinja2")
-        return {"files": self.fingerprint, "loaded": loaded, **versions, **day}
+        variables = {"template_args": json.dumps(self._template_args, sort_keys=True)} if self._template_args else {}
+        return {"files": self.fingerprint, "loaded": loaded, **versions, **variables, **day}
 
     def save(self, directory: str | Path) -> None:
         _copy(self._files, Path(directory))
+        if self._template_args:
+            # In the file that transformers prefers; a second copy without the defaults would be what other programs read.
+            for name, template in _templates(self._tokenizer).items():
+                file = Path(directory) / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(_with_defaults(template, self._template_args), encoding="utf-8")
+            file = Path(directory) / "tokenizer_config.json"
+            config = {key: value for key, value in _read_json(file).items() if key != "chat_template"}
+            file.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _templates(tokenizer: Any) -> Mapping[str, str]:
+    template = tokenizer.chat_template
+    return {"default": template} if isinstance(template, str) else template
+
+
+def _require_variable(name: str, tokenizer: Any, directory: Path) -> None:
+    """Raise ValueError unless a chat template reads this variable: Jinja takes no notice of one that it does not."""
+    from jinja2 import Environment, meta
+    from jinja2.ext import loopcontrols
+
+    # transformers' own tag, which marks what an assistant said.
+    plain = [re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", one) for one in _templates(tokenizer).values()]
+    environment = Environment(extensions=[loopcontrols])
+    found = set().union(*(meta.find_undeclared_variables(environment.parse(one)) for one in plain))
+    given = {"messages", "documents", "raise_exception", "strftime_now", *tokenizer.special_tokens_map}
+    given |= set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    if name in given:
+        raise ValueError(f"data.template_args: {name} is set by the tokenizer or by megappo; leave it out")
+    if name not in found:
+        reads = ", ".join(sorted(found - given)) or "none"
+        raise ValueError(f"data.template_args: the chat template of {directory} reads no {name}; variables that it reads: {reads}")
+
+
+def _with_defaults(template: str, variables: Mapping[str, Any]) -> str:
+    """Template that renders with these variables where none are given. Each line ends without output, and the next one begins as
+    the first line of the template did: transformers drops the newline after a block, and the blanks before one."""
+    lines = [f"{{% set {name} = {name} | default({_jinja(value)}) %}}\n" for name, value in variables.items()]
+    return "".join(lines) + template
+
+
+def _jinja(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_jinja(key)}: {_jinja(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_jinja, value))}]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 class SentencePieceTokenizer:

@@ -65,6 +65,7 @@ DEAD = [
     (["trainer.eval_every=0", "trainer.eval_before=false"], EVAL, "trainer.eval_before=true"),
     (["trainer.steps=5"], "trainer.epochs=2", "trainer.steps=null"),
     (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
+    (["data.chat_template=false"], "data.template_args={a: 1}", "data.chat_template=true"),
     (["reward.route={key: s, map: {a: [{name: b}]}}"], "reward.parts=[{name: c}]", "reward.route=null"),
     ([], "critics.b.checkpoint_role=critic", "critics.b.checkpoint=runs/other"),
     (["critics.b.checkpoint=runs/other"], "critics.b.value_head=normal", "critics.b.checkpoint_role=policy"),
@@ -89,6 +90,7 @@ DEAD_SFT = [
     (["policy.engine=fsdp2"], "model.impl=local", "policy.engine=megatron"),
     ([], "policy.parallel.layers_per_stage=[4]", "policy.parallel.pp=2"),
     (["data.chat_template=false"], "data.system_prompt=hello", "data.chat_template=true"),
+    (["data.chat_template=false"], "data.template_args={a: 1}", "data.chat_template=true"),
     ([], "policy.logits_dtype=bf16", None),
     ([], "policy.ema.decay=0.9", None),
 ]

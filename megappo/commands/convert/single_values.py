@@ -164,6 +164,22 @@ def files_of_text(rule: Rule, value: Any, settings: Settings) -> Values:
     return files(rule, [one.strip() for one in value.split(",")] if isinstance(value, str) else value, settings)
 
 
+def template_args(rule: Rule, value: Any, settings: Settings) -> Values:
+    """Take the variables of the chat template, each a key of its own or all a mapping."""
+    prefix = next(key for key in TEMPLATE_ARGS if any(one == key or one.startswith(f"{key}.") for one in settings.written))
+    whole = settings.foreign.get(prefix)
+    own = {key.removeprefix(f"{prefix}."): one for key, one in settings.foreign.items() if key.startswith(f"{prefix}.")}
+    if whole is not None and not isinstance(whole, dict):
+        raise missing("a mapping of variables")
+    found = (whole or {}) | own
+    if not found:
+        raise implied("no variables")
+    return same(rule.keys, found)
+
+
+TEMPLATE_ARGS = ("data.apply_chat_template_kwargs", "policy.tokenizer.chat_template_kwargs")
+
+
 def overlong(rule: Rule, value: Any, settings: Settings) -> Values:
     return same(rule.keys, "filter" if value else "error")
 

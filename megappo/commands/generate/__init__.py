@@ -19,14 +19,18 @@ def add_command(command: AddCommand) -> None:
     generate.add_argument("--tokenizer", metavar="PATH", help="tokenizer directory or SentencePiece .model (default: MODEL)")
     generate.add_argument("--engine", choices=("vllm", "megatron"), default="vllm", help="engine that generates")
     generate.add_argument("--dtype", choices=("bf16", "fp32"), help="of the weights (default: the checkpoint's)")
+    generate.add_argument(
+        "--template-args", metavar="YAML", help="variables of the chat template, as data.template_args: '{enable_thinking: false}'"
+    )
     generate.add_argument("--raw", action="store_true", help="do not apply the chat template")
 
 
 def main(args: argparse.Namespace) -> int:
-    from megappo.commands.generate.inputs import find_model, find_tokenizer_of
+    from megappo.commands.generate.inputs import find_model, find_tokenizer_of, template_args_of
 
     model = find_model(args.model)  # before the next import, which brings torch
     tokenizer = find_tokenizer_of(model, args.tokenizer)
+    variables = template_args_of(args.template_args or "{}")
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     from megappo.commands.generate.answer import answer
 
@@ -39,6 +43,7 @@ def main(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         chat_template=not args.raw,
         dtype=args.dtype,
+        template_args=variables,
     )
     for prompt, text in zip(prompts, answers):
         print(f"{prompt}\n{text}\n" if len(prompts) > 1 else text)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -39,11 +39,13 @@ def answer(
     temperature: float,
     chat_template: bool,
     dtype: Literal["bf16", "fp32"] | None,
+    template_args: Mapping[str, Any] | None = None,
     engines: EngineBackend = RoleEngines,
 ) -> list[str]:
     """Generate one response text per prompt, in one process. `engine` samples; `engines` build the model that it samples from.
-    max_tokens: None for DEFAULT_TOKENS, or fewer if the model takes no more. dtype: None for that of the checkpoint. Raises
-    ValueError for a missing checkpoint, tokenizer or engine, no prompts, or a temperature below 0."""
+    max_tokens: None for DEFAULT_TOKENS, or fewer if the model takes no more. dtype: None for that of the checkpoint.
+    template_args: variables of the chat template. Raises ValueError for a missing checkpoint, tokenizer or engine, no prompts, or
+    a temperature below 0."""
     if not prompts:
         raise ValueError("generate: no prompts; give --prompt TEXT or lines on standard input")
     if not 0.0 <= temperature < math.inf:
@@ -51,7 +53,10 @@ def answer(
     if engine == "vllm" and (message := temperature_problem("--temperature", temperature)) is not None:
         raise ValueError(message)
     arch, dtype = read_arch(model), dtype or dtype_of_weights(model)
-    tokenizer = load_tokenizer(tokenizer_path or model, model)
+    try:
+        tokenizer = load_tokenizer(tokenizer_path or model, model, template_args)
+    except ValueError as error:
+        raise ValueError(str(error).replace("data.template_args", "--template-args")) from error
     if chat_template and not tokenizer.has_chat_template:
         raise ValueError(f"the tokenizer {tokenizer_path or model} has no chat template; prompts go as they are with --raw")
     prompt_format = PromptFormat(chat_template, None, "")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megappo.config.errors import ConfigError, problem
 from megappo.config.run_directory import EXPORTED
+from megappo.config.yaml_reader import parse_yaml
 from megappo.data.tokenizers import find_tokenizer
 from megappo.models.hf_config import read_arch, read_config, text_config
 from megappo.runtime.ending import CONFIG
@@ -38,6 +39,14 @@ def find_tokenizer_of(model: str, option: str | None) -> str:
     except ValueError as error:
         raise ConfigError(str(error).replace("data.tokenizer", "--tokenizer")) from None
     return path
+
+
+def template_args_of(text: str) -> dict[str, Any]:
+    """Read --template-args. ConfigError, one line, unless it is a mapping of YAML."""
+    found = parse_yaml(text, "--template-args")[0]
+    if not isinstance(found, dict):
+        raise ConfigError(problem("--template-args", text, "must be a mapping, for example '{enable_thinking: false}'"))
+    return found
 
 
 def dtype_of_weights(model: str) -> Literal["bf16", "fp32"]:

@@ -303,6 +303,7 @@ _RUN = {
 
 _RULES = _RUN | {f"policy.generation.{key}": rule for key, rule in _GENERATION.items()}
 _RULES |= _role("policy", "policy") | _role("value", "critic")
+_RULES["policy.tokenizer.chat_template_kwargs"] = take("data.template_args", by="template_args")
 
 NEMO_RL = Trainer(
     "NeMo-RL",
@@ -310,6 +311,7 @@ NEMO_RL = Trainer(
     commands=("run_ppo.py", "run_ppo_math.py"),
     defaults={"ppo.num_generations_per_prompt": 1},
     sections=(
+        "policy.tokenizer.chat_template_kwargs",
         *("env", "logger", "cluster", "defaults", "ppo.async_ppo", "ppo.reward_shaping", "ppo.reward_scaling"),
         *(f"policy.generation.{key}" for key in ("vllm_kwargs", "vllm_cfg", "mcore_generation_config", "colocated.resources")),
         *(

@@ -216,7 +216,7 @@ DATA = {
     "data.return_multi_modal_inputs": unneeded("text only"),
     "data.image_key": missing("text only", off=(None, "images")),
     "data.video_key": missing("text only", off=(None, "videos")),
-    "data.apply_chat_template_kwargs": missing("the template gets no arguments", "data.chat_template", off=(None, {})),
+    "data.apply_chat_template_kwargs": take("data.template_args", by="template_args"),
     "data.sampler.class_path": missing("prompts are shuffled, or visited in order", "data.shuffle"),
     "data.sampler.class_name": missing("prompts are shuffled, or visited in order", "data.shuffle"),
     "data.custom_cls.name": missing("records are read from .jsonl, .parquet or the hub", "data.train"),

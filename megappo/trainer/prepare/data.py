@@ -295,7 +295,7 @@ def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
 
 def tokenizer_of(config: TrainConfig | SftConfig) -> Tokenizer:
     """Open the tokenizer of a run; what ends a response of its model counts too. ValueError as `load_tokenizer`."""
-    return load_tokenizer(config.data.tokenizer or config.policy.model, config.policy.model)
+    return load_tokenizer(config.data.tokenizer or config.policy.model, config.policy.model, config.data.template_args)
 
 
 def _tokenizer(config: TrainConfig | SftConfig, policy: ModelArch) -> Tokenizer:

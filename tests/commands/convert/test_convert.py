@@ -341,6 +341,23 @@ def test_data_that_is_named_and_not_taken_over_is_not_called_unnamed():
 
 
 @pytest.mark.parametrize(
+    "trainer, key", [(VERL, "data.apply_chat_template_kwargs"), (NEMO_RL, "policy.tokenizer.chat_template_kwargs")]
+)
+def test_variables_of_the_chat_template_are_taken_over(trainer, key):
+    expected = {"enable_thinking": False, "budget": 5}
+    for foreign in (
+        {key: expected},
+        {f"{key}.enable_thinking": False, f"{key}.budget": 5},
+        {key: {"budget": 5}, f"{key}.enable_thinking": False},
+    ):
+        conversion = converted(foreign, trainer)
+        assert conversion.values["data.template_args"] == expected
+        assert not [row for row in conversion.rows if row.outcome is Outcome.MISSING and not row.is_default]
+    for nothing in (None, {}):
+        assert "data.template_args" not in converted({key: nothing}, trainer).values
+
+
+@pytest.mark.parametrize(
     "trainer, key, value, train",
     [
         (VERL, "data.train_files", ["a.parquet", "b.parquet"], ["a.parquet", "b.parquet"]),
