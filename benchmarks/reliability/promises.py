@@ -23,7 +23,7 @@ class Promise:
 PROMISES = (
     Promise(
         "R1",
-        "A stopped and resumed run has the bits of one that was not: weights, optimizer, random states, cursor, KL, metrics",
+        "A resumed run has the bits of one that was not stopped: weights, optimizer, random states, cursor, KL, metrics",
         (
             "tests/checkpoint/test_store.py::test_three_and_three_steps_equal_six_bit_for_bit",
             "tests/checkpoint/test_store.py::test_the_comparison_notices_what_is_not_restored",
@@ -33,7 +33,7 @@ PROMISES = (
     ),
     Promise(
         "R2",
-        "A run that resumes inside an epoch takes the prompts that follow, also a second time",
+        "A run resumed inside an epoch takes the prompts that follow, also a second time",
         (
             "tests/trainer/test_recipes.py::test_a_resumed_run_takes_the_prompts_that_follow",
             "tests/benchmarks/test_chaos.py::test_a_run_under_faults_ends_with_the_bits_of_a_clean_one",
@@ -74,7 +74,7 @@ PROMISES = (
     ),
     Promise(
         "R7",
-        "The first mini-batch after a resume has the probability ratio of the run that was not stopped",
+        "The first mini-batch after a resume has the ratio of the run that was not stopped",
         (
             "tests/trainer/test_checkpoints.py::test_the_first_step_after_a_resume_has_the_ratios_and_the_kl_of_the_run_that_was_not_stopped",
             "tests/parity/test_replay.py::test_the_first_mini_batch_of_a_step_has_a_ratio_of_one",
@@ -117,7 +117,7 @@ PROMISES = (
     ),
     Promise(
         "F4",
-        "Ranks that would run different schedules are refused before the pass, with the counts of every rank",
+        "Ranks that would run different schedules are refused before the pass, with every rank's counts",
         (
             "tests/engine/test_schedule_agreement.py::test_a_rank_at_another_point_is_named_at_once_on_all_ranks",
             "tests/engine/test_schedule_agreement.py::test_ranks_that_agree_pass",
@@ -159,7 +159,7 @@ PROMISES = (
     ),
     Promise(
         "F8",
-        "Retention never removes the newest valid checkpoint, and orders by number",
+        "Retention never removes the newest valid checkpoint",
         (
             "tests/checkpoint/test_directory.py::test_retention_counts_numerically_and_skips_damaged",
             "tests/checkpoint/test_directory.py::test_a_stale_higher_step_does_not_remove_the_new_one",
@@ -214,7 +214,7 @@ PROMISES = (
     ),
     Promise(
         "F13",
-        "Data that is empty or too short is refused in one line, before a model is built",
+        "Data that is empty or too short is refused before a model is built",
         (
             "tests/test_bad_input.py::test_train_refuses_what_its_keys_name",
             "tests/test_bad_input.py::test_data_that_is_too_short_is_refused_within_a_second",
