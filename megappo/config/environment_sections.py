@@ -12,15 +12,15 @@ from megappo.config.section import NonNegative, Positive, PositiveFloat, Section
 
 class CompactionConfig(Section):
     max_tokens: Positive
-    """Tokens of a sequence with the next observation, above which the trajectory goes on in a new, shorter one; more than
-    `data.max_prompt_tokens`, which bounds the new one's start."""
+    """Tokens of a sequence with the next observation, above which a new, shorter one begins; more than
+    `data.max_prompt_tokens`, which bounds its start."""
     keep_first: NonNegative | None = None
     """Tokens from its start that the new sequence begins with; null keeps the prompt. Without `ask`."""
     keep_last: Positive | None = None
     """Tokens from its end, observation included, that follow. Without `ask`."""
     ask: str | None = None
     """Message that asks the policy for a summary, a turn that trains like any (CompactionRL, arXiv:2607.05378). The new
-    sequence is prompt, summary, observation; if too long, the summary's start is left out."""
+    sequence is prompt, summary, observation; a summary that is too long loses its start."""
 
 
 class EnvironmentConfig(Section):
@@ -37,19 +37,19 @@ class EnvironmentConfig(Section):
     args: dict[str, Any] = {}
     """Keyword arguments for the function."""
     workers: NonNegative = 0
-    """Processes on each rank that answer turns of different samples while others are generated, each with its own import; 0:
-    the rank calls your function for one turn after another, and generates nothing meanwhile."""
+    """Processes on each rank that answer turns while others are generated, each with its own import; 0: the rank calls your
+    function for one turn after another, and generates nothing meanwhile."""
     timeout_s: PositiveFloat | None = None
-    """Seconds that one call of your function may take; then its process is ended, and the trajectory ends, cut. Needs `workers`."""
+    """Seconds for one call of your function, after which its process is ended and the trajectory ends, cut. Needs
+    `workers`."""
     join: Literal["together", "each"] = "together"
-    """Answered samples go on together, so that a run repeats itself to the bit, or each at once, where last bits of the
-    sampler's log-probs may differ."""
+    """Answered samples go on together, so that a run repeats itself to the bit, or each at once (docs/environments.md)."""
     max_turns: Annotated[int, Field(ge=2)] = 8
     """Most turns of a trajectory."""
     turn_tokens: Positive | None = None
-    """Most tokens of a turn; one that reaches them ends the trajectory, cut. null: what `rollout.max_response_tokens` leaves,
-    which bounds turns and observations of a sequence together."""
+    """Most tokens of a turn; one that reaches them ends the trajectory, cut. null: what `rollout.max_response_tokens`
+    leaves."""
     observation_tokens: Positive | None = None
-    """Most tokens of an observation, without the chat template's; a longer one loses its end. null: no limit."""
+    """Most tokens of an observation, without the chat template's; a longer one loses its end."""
     compaction: CompactionConfig | None = None
     """New, shorter sequences for a trajectory that grows too long; null: it ends, cut, at `rollout.max_response_tokens`."""

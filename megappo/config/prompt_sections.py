@@ -21,6 +21,6 @@ class CurriculumConfig(Section):
 
 class DynamicSamplingConfig(Section):
     metric: str | None = None
-    """Label of the reward's part that is compared, such as an accuracy beside a length penalty; null compares the scores."""
+    """Label of the reward's part that is compared, such as an accuracy beside a length penalty; null: scores."""
     max_rounds: Annotated[int, Field(ge=2)] = 10
     """Rounds of a step, the first included; what the last one draws is trained on as it is (`rollout/equal_left`)."""

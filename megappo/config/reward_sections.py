@@ -25,14 +25,14 @@ class RemoteConfig(Section):
     timeout_s: PositiveFloat = 30.0
     """Seconds for one request, from its connection to the last byte of the answer."""
     retry_budget_s: NonNegativeFloat = 60.0
-    """Seconds after its first failure in which a request is repeated (broken connection, timeout, answers 408, 429, 5xx);
-    then its samples have no score. 0 tries once."""
+    """Seconds after its first failure in which a request is repeated (broken connection, timeout, 408, 429, 5xx); then its
+    samples have no score. 0 tries once."""
     token_env: SecretVariable | None = None
-    """Environment variable with the token of `Authorization: Bearer ...`, which is written nowhere; its name has to say that
-    it is one: REWARD_TOKEN, RM_API_KEY."""
+    """Environment variable with the token of `Authorization: Bearer ...`, whose name has to say that it is one: REWARD_TOKEN,
+    RM_API_KEY."""
     send: tuple[SampleField, ...] = ("id", "prompt", "response", "answer", "truncated", "num_tokens")
-    """Fields of a sample to send: record is the whole record, full_response the text with stop string and special tokens,
-    tokens the sampled ids, turns the text of each turn (with `rollout.environment`)."""
+    """Fields of a sample to send: the record of the data, full_response with stop string and special tokens, tokens as ids,
+    turns as texts (with `rollout.environment`)."""
     max_response_mib: PositiveFloat = 1.0
     """Largest answer; a larger one ends the run. A score takes some 25 bytes."""
     ca_file: FilePath | None = None
@@ -52,11 +52,11 @@ built-in rule."""
 
 class CodeRewardConfig(Section):
     tests_key: str = "tests"
-    """Field of the record (`a.b` reaches inside) with the tests (docs/code_rewards.md)."""
+    """Field with the tests (docs/code_rewards.md)."""
     entry_point_key: str | None = None
-    """Field with the name of the function that test code's `check` is called with (HumanEval); null: it calls itself."""
+    """Field with the name of the function that test code's `check` is called with (HumanEval)."""
     setup_key: str | None = None
-    """Field with code before the program, text or a list of lines (MBPP's imports); null: none."""
+    """Field with code before the program, text or a list of lines (MBPP's imports)."""
     score: Literal["all", "fraction"] = "all"
     """all: 1 if every test passes, else 0, and the first failure ends the tests. fraction: the share that passes."""
     timeout_s: PositiveFloat = 10.0
@@ -70,7 +70,7 @@ class CodeRewardConfig(Section):
     workers: Positive = 4
     """Responses that a rank runs at one time."""
     i_accept_no_isolation: bool = False
-    """Run programs without a sandbox, with your rights; without this a machine that cannot isolate them refuses the run."""
+    """Run programs without a sandbox, with your rights, where a machine cannot isolate them; false refuses the run there."""
 
 
 class RewardPart(Section):
@@ -92,7 +92,7 @@ class RewardPart(Section):
     """Keyword arguments for it."""
     workers: NonNegative = 0
     """Processes per rank that call it (or math_verify) for several responses at once, each with its own import; 0: the rank
-    calls it for one after another."""
+    calls it."""
     timeout_s: PositiveFloat | None = None
     """Seconds for one call, after which its process is ended and the response has no score. Needs `workers`."""
     code: CodeRewardConfig | None = None
@@ -128,10 +128,9 @@ DEFAULT_RECIPE = "default"  # word of `reward.route.map` for all records that no
 
 class RewardRoute(Section):
     key: str
-    """Field of the record (`a.b` reaches inside) whose value chooses the recipe."""
+    """Field whose value chooses the recipe."""
     map: Annotated[dict[str, tuple[RewardPart, ...]], Field(min_length=1)]
-    """Value -> parts, written as `reward.parts`; the word default is for all other records, which are refused without it.
-    Equal parts of two recipes are one part."""
+    """Value -> parts, written as `reward.parts`; the word default is for all other records, which are refused without it."""
 
 
 class LengthPenaltyConfig(Section):
@@ -145,19 +144,17 @@ class RewardConfig(Section):
     parts: tuple[RewardPart, ...] = (RewardPart(name="exact_match"),)
     """Rules whose weighted sum is the score; each is logged under its name."""
     route: RewardRoute | None = None
-    """In place of `parts`, several recipes, of which a label in the data chooses; null: all have `parts`."""
+    """In place of `parts`, several recipes, of which a label in the data chooses."""
     allow_hosts: tuple[str, ...] | None = None
-    """Other machines that a part's `url` may name, since responses go there; null allows any over https, an empty list
-    none."""
+    """Other machines that a part's `url` may name, as responses go there; null allows any over https, an empty list none."""
     missing_eos_penalty: NonNegativeFloat = 0.0
     """Subtracted from the score of a cut response."""
     length_penalty: LengthPenaltyConfig | None = None
-    """Penalty for long responses; null: none."""
+    """Penalty for long responses."""
     max_without_verdict: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Largest share of a step's responses without a score, which are left out (docs/rewards.md); unreadable reference answers
-    do not count."""
+    """Largest share of a step's responses without a score, which are left out (docs/rewards.md)."""
     above_max: Literal["stop", "redraw"] = "stop"
-    """Above that share: end with a checkpoint of the last step, or draw the step again with other prompts, 3 times, then
+    """Above that share end with a checkpoint of the last step, or draw the step again with other prompts, 3 times, then
     end."""
 
     @property
@@ -184,9 +181,9 @@ class EvaluationConfig(Section):
     data: DataPaths
     """Held-out prompts, same forms as `data.train`, formatted and filtered by the keys of `data`."""
     prompt_key: str | None = None
-    """Field of the question; null means `data.prompt_key`."""
+    """Field with the question; null means `data.prompt_key`."""
     answer_key: str | None = None
-    """Field of the reference answer; null means `data.answer_key`."""
+    """Field with the reference answer; null means `data.answer_key`."""
     prompt_suffix: str | None = None
     """Text appended to every question; null means `data.prompt_suffix`."""
     prompts: Positive | None = None

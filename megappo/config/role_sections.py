@@ -20,18 +20,16 @@ class ParallelConfig(Section):
     pp: Positive = 1
     """Pipeline-parallel size: the layers are cut into this many stages (1F1B schedule)."""
     vpp: Positive = 1
-    """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble, more communication). Needs pp > 1; the number
-    of micro-batches is raised to a multiple of pp."""
+    """Model chunks of each pipeline stage (interleaved 1F1B: a smaller bubble, more communication). Needs pp > 1;
+    micro-batches are raised to a multiple of pp."""
     cp: Positive = 1
-    """Context-parallel size: the tokens of every sequence are cut over this many ranks, in zig-zag order, padded to a
-    multiple of 2 * cp."""
+    """Context-parallel size: the tokens of every sequence are cut over this many ranks, in zig-zag order."""
     ep: Positive = 1
     """Expert-parallel size: the experts of a layer are spread over this many of a stage's tp * cp * dp ranks."""
     etp: Positive = 1
     """Tensor-parallel size of each expert, independent of tp (Megatron-core's own default is tp)."""
     sequence_parallel: bool = False
-    """Shard the activations between the matrix products over the tp ranks too. Needs tp > 1; models with experts then need
-    it."""
+    """Shard the activations between the matrix products over the tp ranks too. Models with experts need it with tp > 1."""
     layers_per_stage: tuple[Positive, ...] = ()
     """Layers of each of the pp * vpp stages in the order of the model (chunk 0 of every stage, then chunk 1); empty splits
     evenly."""
@@ -82,13 +80,12 @@ class RoleConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     """Layout of the role over its ranks; what tp, cp and pp leave is data parallel."""
     ranks: RankRanges = ALL
-    """Ranks of the role: `all`, or increasing ranges such as `0-47`, `0-15,32-47` or `3`. Roles on different ranks work at
-    the same time (docs/layouts.md)."""
+    """Ranks of the role: `all`, or increasing ranges such as `0-47`, `0-15,32-47` or `3` (docs/layouts.md)."""
     compile: bool = False
     """torch.compile every layer at its first passes, which takes a minute or more; engine fsdp2 without tp."""
     micro_batch_tokens: Positive = 16384
-    """Token budget of a packed micro-batch of a data-parallel rank (shared by its cp ranks); a longer sequence is a
-    micro-batch of its own."""
+    """Token budget of a packed micro-batch of a data-parallel rank (shared by its cp ranks); a longer sequence is one of its
+    own."""
 
     @property
     def in_8_bits(self) -> bool:
@@ -112,34 +109,32 @@ class LoraConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Probability of dropping an input of A in training; PPO's ratios then differ from 1 before the first update."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
-    """Endings of layer names in the checkpoint (`[q_proj, v_proj]`), or all-linear: every linear layer of the decoder's
-    layers. Embeddings, output projection, norms and experts have no adapters."""
+    """Endings of layer names in the checkpoint (`[q_proj, v_proj]`), or all-linear: the decoder layers' linear layers.
+    Embeddings, output projection, norms and experts have no adapters."""
     base_bits: Literal[8] | None = None
-    """8 keeps the frozen linear layers in 8 bits, rounded in blocks of 64 (docs/engines.md; dense models of a family); null
-    keeps them in `dtype`."""
+    """8 keeps the frozen linear layers in 8 bits (docs/engines.md; dense models of a family); null keeps them in `dtype`."""
 
 
 class TrainableConfig(RoleConfig):
     lora: LoraConfig | None = None
-    """Train low-rank adapters on a frozen model, and a critic's value head in full (docs/engines.md). `{}` takes the
-    defaults, null trains all weights."""
+    """Train low-rank adapters on a frozen model, and a critic's value head in full (docs/engines.md)."""
     freeze: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Weights that do not train: parts of their names in the checkpoint, such as `[embed_tokens, layers.0-15, mlp.down_proj]`
+    """Weights that do not train, by parts of their names: `[embed_tokens, layers.0-15, mlp.down_proj]`
     (docs/algorithms.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     recompute: Literal["none", "selective", "full", "offload"] = "none"
-    """Recompute in the backward pass: selective = core attention, full = every layer, offload = every layer with its input in
-    host memory (fsdp2 only)."""
+    """Recompute in the backward pass: core attention (selective), every layer (full), every layer with its input in host
+    memory (offload, fsdp2 only)."""
     reduce_once: bool = False
-    """Reduce gradients once a pass instead of after each micro-batch: less communication, more memory (docs/engines.md). For
-    fsdp2; megatron always does so."""
+    """Reduce gradients once a pass instead of after each micro-batch, as megatron always does; fsdp2 needs more memory for it
+    (docs/engines.md)."""
     router_aux_coef: NonNegativeFloat = 0.0
-    """Weight of the routers' balancing loss per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20), for models with experts;
-    0 leaves it out."""
+    """Weight of the routers' balancing loss per sequence (DeepSeek-V3, arXiv:2412.19437, eq. 17-20), for models with
+    experts."""
     offload: tuple[Offload, ...] = ()
     """State that leaves the GPU while other roles work: parameters and optimizer (fp32 main parameters, moments) go to host
-    memory, gradients are freed. The optimizer stays during a role's updates."""
+    memory, gradients are freed."""
 
     @property
     def in_8_bits(self) -> bool:
@@ -172,7 +167,7 @@ class PolicyConfig(TrainableConfig):
     """Rounding of the logits behind the log-probs of policy and reference: none, or as a sampler in bf16 rounds
     (docs/agreement.md)."""
     ema: EmaConfig | None = None
-    """Keep a moving average of the weights (docs/algorithms.md); `{}` takes the defaults, null keeps none."""
+    """Moving average of the weights (docs/algorithms.md)."""
 
 
 class MSELossConfig(Section):
@@ -180,7 +175,7 @@ class MSELossConfig(Section):
 
     type: Literal["mse"] = "mse"
     clip: PositiveFloat | None = 0.2
-    """Clip new values to this distance from the old ones; null: no clipping."""
+    """Clip new values to this distance from the old ones."""
 
 
 class HuberLossConfig(Section):
@@ -190,7 +185,7 @@ class HuberLossConfig(Section):
     delta: PositiveFloat = 1.0
     """Error from which on the loss is linear."""
     clip: PositiveFloat | None = 0.2
-    """Clip new values to this distance from the old ones; null: no clipping."""
+    """Clip new values to this distance from the old ones."""
 
 
 class CategoricalLossConfig(Section):
@@ -218,7 +213,7 @@ class AnyCriticConfig(TrainableConfig):
     """Initial value head: zeros, normal(0, 1/(hidden+1)), or that of `model` (`score.weight` or `v_head.weight`)."""
     checkpoint: PathText | None = None
     """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights start the
-    critic, of any layout and engine; `model` still names the architecture. A resumed run takes its own."""
+    critic, of any layout and engine; `model` still names the architecture."""
     checkpoint_role: Annotated[str, Field(pattern=r"^(policy|critic(_[A-Za-z0-9]+)?)$")] = "critic"
     """Role of `checkpoint` to load: `critic`, `critic_NAME` of `critics.NAME`, or the policy under a new head
     (`value_head`)."""
@@ -248,19 +243,19 @@ class WarmupConfig(Section):
     steps: Positive
     """Number of these steps. As many as `trainer.steps` only pretrain the critic (`megappo pretrain-critic`)."""
     lam: Fraction | None = None
-    """GAE lambda of the critic's returns in these steps; 1: Monte Carlo (value pretraining, arXiv:2503.01491). null means
+    """GAE lambda of the critic's returns in these steps, 1 for Monte Carlo (arXiv:2503.01491); null means
     `algorithm.lam_value`."""
     explained_variance: Annotated[float, Field(lt=1.0)] | None = None
-    """End these steps after the first whose `critic/explained_variance` (the least of several critics) reaches this. The
+    """End these steps after the first whose `critic/explained_variance` (the least of several critics) reaches this; the
     policy's learning-rate schedule then counts all steps of the run."""
     trajectories: PathText | None = None
     """Run (`runs/NAME`) whose trajectories are read in place of sampling (`megappo pretrain-critic --trajectories`,
-    docs/algorithms.md); null: the policy samples."""
+    docs/algorithms.md)."""
 
 
 class CriticConfig(AnyCriticConfig):
     warmup: WarmupConfig | None = None
-    """Steps at the start that train the critic alone; null has none."""
+    """Steps at the start that train the critic alone."""
 
     @property
     def warmup_steps(self) -> int:
@@ -275,8 +270,8 @@ class ModelConfig(Section):
     """Implementation of the layers of all roles."""
 
     impl: Literal["auto", "transformer_engine", "local"] = "auto"
-    """TransformerEngine's layers, or Megatron-core's own (local) with torch attention; auto takes TransformerEngine on a GPU
-    if it is installed."""
+    """TransformerEngine's layers, or Megatron-core's own (local) with torch attention; auto: the former on a GPU that has
+    it."""
 
 
 class FrozenConfig(RoleConfig):
@@ -296,15 +291,15 @@ class RefreshConfig(Section):
 class ReferenceConfig(FrozenConfig):
     model: ModelPath | None = None
     """Checkpoint of the reference; null means `policy.model`, and with `policy.lora` the policy without its adapters: no
-    second model is built, and the other keys of this section have no effect."""
+    second model, and the other keys of this section have no effect."""
     refresh: RefreshConfig | None = None
-    """Copy the policy into the reference during the run (ProRL, arXiv:2505.24864); null leaves it as it is."""
+    """Copy the policy into the reference during the run (ProRL, arXiv:2505.24864)."""
 
 
 class RewardModelConfig(FrozenConfig):
     model: ModelPath | None = None
     """Sequence classifier with one label (`LlamaForSequenceClassification` and its like), a directory or a name on the hub,
-    for a part `{model: reward_model}`; null: none."""
+    for a part `{model: reward_model}`."""
     tokenizer: ModelPath | None = None
     """Its tokenizer: a directory, a name on the hub, or a SentencePiece .model file; null means `model`."""
     chat_template: bool = True
@@ -314,7 +309,7 @@ class RewardModelConfig(FrozenConfig):
     scale: PositiveFloat = 1.0
     """Divides the centred number, such as its standard deviation."""
     clip: PositiveFloat | None = None
-    """Bound of the scaled number on both sides; null: none."""
+    """Bound of the scaled number on both sides."""
 
 
 # --------------------------------------------------------------------------------------------------- sections by role

@@ -14,19 +14,19 @@ class TimeoutsConfig(Section):
     """Seconds that a rank waits for the others before it ends the run."""
 
     start_s: PositiveFloat = 600.0
-    """For joining the world, and for an exchange inside a pass until one step has updated every role (connections,
-    compilation). Pipeline messages over gloo and vLLM's device exchanges always have it."""
+    """For joining the world, and for an exchange inside a pass until one step has updated every role. Pipeline messages over
+    gloo and vLLM's device exchanges always have it."""
     pass_s: PositiveFloat = 120.0
     """For an exchange inside a forward or backward pass, an optimizer step or a push of weights after that."""
     meeting_s: PositiveFloat = 3600.0
-    """For waiting on the host for work that takes longer: generation, rewards, loading, vLLM's start, checkpoints, exports.
-    Must exceed the longest of them."""
+    """For waiting on the host for work that takes longer: generation, rewards, loading, vLLM's start, checkpoints,
+    exports."""
     heartbeat_s: PositiveFloat = 30.0
-    """For the silence of a rank: one that is stopped, dead or blocked ends the run after this, with a report and the stacks
-    of all ranks."""
+    """For the silence of a rank: one that is stopped, dead or blocked ends the run, with a report and the stacks of all
+    ranks."""
     section_s: PositiveFloat = 60.0
-    """Least limit for a stage of a step, checkpoint or export. It is `meeting_s` before the stage's first run and between
-    stages, then max(`start_s`, 20 times the longest), from the sixth run on max(this, 5 times the 99th percentile)."""
+    """Least limit for a stage of a step, checkpoint or export: `meeting_s` before its first run and between stages, then
+    max(`start_s`, 20 times the longest), from the sixth run on max(this, 5 times the 99th percentile)."""
 
 
 class RunConfig(Section):
@@ -47,8 +47,8 @@ class RunConfig(Section):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Limits on the time that ranks wait for each other, in seconds."""
     replica_check_every: NonNegative = 100
-    """Steps between bit-for-bit comparisons of weights that several ranks hold; a difference ends the run with exit code 17.
-    0: none."""
+    """Steps between bit-for-bit comparisons of weights that several ranks hold; a difference ends the run (exit code 17). 0:
+    none."""
 
 
 class TrainerConfig(Section):
@@ -64,52 +64,49 @@ class TrainerConfig(Section):
     evaluate_with: Literal["policy", "ema"] = "policy"
     """Weights that evaluations sample from: the policy's, or their moving average (`policy.ema`), pushed for them."""
     keep_best: str | None = None
-    """Metric of an evaluation (`eval/score`, `eval/NAME/pass@4`; `eval/NAME` is its mean@N) whose best checkpoint is saved at
-    once and kept beside `checkpoint.keep_last`: the largest, or the smallest with `min eval/...`; the earlier of equal
-    ones."""
+    """Metric of an evaluation (`eval/score`, `eval/NAME/pass@4`; `eval/NAME` is its mean@N) whose best checkpoint is kept
+    beside `checkpoint.keep_last`: the largest, or the smallest with `min eval/...`; the earlier of equal ones."""
 
 
 class CheckpointConfig(Section):
     save_every: Literal["auto", "epoch", "never"] | NonNegative = "auto"
     """Steps between checkpoints, besides the last; 0: the last only. auto: after the first step, then at the cheapest
-    interval (docs/checkpoints.md), at most 30 minutes. epoch: after each pass over the prompts. never: only at a stop, and at
-    an error that leaves the state whole."""
+    interval, at most 30 minutes (docs/checkpoints.md). epoch: after each pass over the prompts. never: only at a stop, or an
+    error that leaves the state whole."""
     keep_last: Positive = 3
     """Checkpoints kept; older ones go once a newer one is complete."""
     save_only_model: bool = False
     """Save weights without optimizer, RNG and cursor: smaller, but not resumable."""
     asynchronous: bool = True
-    """Copy the state to host memory (a rank's share of the checkpoint; `megappo plan` says how much) and write it while
-    training goes on; false waits for the disk."""
+    """Copy the state to host memory (`megappo plan` says how much) and write it while training goes on; false waits for the
+    disk."""
     remote: PathText | None = None
-    """Storage for copies, as an fsspec URL (`s3://bucket/path`, `file:///mnt/backup`): each complete checkpoint goes to
-    `remote/run.name/step-N`, beside training. Nothing is removed there; credentials come from the environment."""
+    """Storage for copies, an fsspec URL (`s3://bucket/path`, `file:///mnt/backup`): each complete checkpoint goes to
+    `remote/run.name/step-N` beside training. Nothing is removed there; credentials come from the environment."""
     export_at_end: bool = True
     """Write the final policy as a Hugging Face checkpoint to the run's `export/`."""
 
 
 class TelemetryConfig(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """What shows the run besides metrics.jsonl. Keys, addresses and projects come from the libraries' own environment
-    variables (docs/telemetry.md)."""
+    """What shows the run besides metrics.jsonl; accounts come from the libraries' own environment variables
+    (docs/telemetry.md)."""
     histograms_every: NonNegative = 10
-    """Steps between histograms of advantages, returns, values, KL, ratios and lengths in the trackers; the last step has them
-    too. 0: none."""
+    """Steps between histograms in the trackers (docs/telemetry.md); the last step has them too. 0: none."""
     trajectories_every: NonNegative = 10
     """Steps between records of full trajectories; 0: none."""
     trajectories_per_step: Positive = 8
     """Trajectories at such a step: all samples of prompts drawn by `run.seed` and the step."""
     progress: tuple[str, ...] = ()
-    """Metrics in the line of every step, such as `[reward/score_mean, perf/mfu/update_policy]`; empty: score, evaluation, KL,
-    entropy, length, value loss, explained variance, tokens/s, seconds."""
+    """Metrics in the line of every step, such as `[reward/score_mean, perf/mfu/update_policy]`; empty takes the usual ones
+    (docs/telemetry.md)."""
     summary_every: NonNegative = 50
     """Steps between blocks of statistics on the console, and one at the end (docs/telemetry.md); 0: none."""
     peak_tflops: PositiveFloat | None = None
-    """Peak TFLOP/s of a rank, which MFU is measured against; null takes the GPU's profile for the role's dtype
-    (`megappo/telemetry/hardware.yaml`). Without one there is no MFU."""
+    """Peak TFLOP/s of a rank for MFU; null takes the GPU's profile (`megappo/telemetry/hardware.yaml`), or there is no
+    MFU."""
     profile_steps: tuple[Positive, ...] = ()
-    """Steps to profile: torch's trace of every rank in the run's `profile/`, with the stages named. A profiled step is
-    slower."""
+    """Steps to profile: torch's trace of every rank in the run's `profile/` (docs/telemetry.md)."""
 
     @property
     def histogram_interval(self) -> int:

@@ -38,8 +38,8 @@ class SamplingConfig(Section):
     top_k: Annotated[int, Field(ge=-1)] = -1
     """Sample among this many best tokens; -1 means all."""
     replay_top_k_ids: bool = True
-    """Record the ids that every token was sampled from, and compute the log-probs of policy and reference over them
-    (docs/agreement.md). false: PPO's ratios are of another distribution than the sampled one. Needs `top_k`."""
+    """Compute the log-probs of policy and reference over the ids that every token was sampled from (docs/agreement.md);
+    false: PPO's ratios are of another distribution. Needs `top_k`."""
 
     @property
     def truncates(self) -> bool:
@@ -53,8 +53,7 @@ class RolloutConfig(Section):
     tp: Positive = 1
     """Tensor-parallel size of a vLLM replica; there are (ranks of the rollout) / tp replicas."""
     ranks: RankRanges = ALL
-    """Ranks that generate: `all`, or ranges as of a role. Other ranks hold nothing of vLLM; ranks without a role only
-    generate."""
+    """Ranks that generate, as of a role. Other ranks hold nothing of vLLM; ranks without a role only generate."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Type of the vLLM weights; auto means `policy.dtype`."""
     samples_per_prompt: Positive = 1
@@ -62,10 +61,10 @@ class RolloutConfig(Section):
     max_response_tokens: Positive = 512
     """A longer response is cut, and has no end-of-sequence token."""
     partial_rollout_tokens: Positive | None = None
-    """Most tokens of a response that one step draws (T-PPO, arXiv:2506.15050); a longer one goes on in the next steps and is
-    scored once it has ended (docs/algorithms.md). null draws whole responses."""
+    """Most tokens of a response that one step draws; a longer one goes on in the next steps and is scored once it has ended
+    (T-PPO, docs/algorithms.md)."""
     environment: EnvironmentConfig | None = None
-    """Environment that answers the policy's turns (docs/environments.md); null: a response is one turn."""
+    """Environment that answers the policy's turns (docs/environments.md)."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling of training responses."""
     stop: tuple[str, ...] = ()
@@ -81,14 +80,13 @@ class RolloutConfig(Section):
     vllm_args: dict[str, Any] = {}
     """Further arguments of `vllm.EngineArgs` by their names there: `{enforce_eager: true, async_scheduling: false}`."""
     adapter: Literal["merged", "separate"] = "merged"
-    """How `policy.lora` reaches vLLM: merged into the weights at every push, or separate, the adapter alone for vLLM's own
-    LoRA layers."""
+    """How `policy.lora` reaches vLLM: merged into the weights at every push, or alone, for vLLM's LoRA layers."""
     push_every: Positive = 1
     """Steps between pushes of weights into the sampler; responses are up to `push_every` - 1 steps old (docs/algorithms.md).
     The last step pushes too."""
     max_prob_diff: PositiveFloat = 0.01
-    """Stop the run if the mean |probability difference| between sampler and trainer on sampled tokens exceeds this; steps
-    with responses of older weights are not judged."""
+    """Stop the run if the mean |probability difference| between sampler and trainer exceeds this; steps with responses of
+    older weights are not judged."""
 
     @property
     def drawn_tokens(self) -> int:
@@ -111,13 +109,12 @@ class DataConfig(Section):
     eval: DataPaths | None = None
     """Held-out prompts, same forms as `train`: one greedy answer each, scored by `reward`."""
     tokenizer: ModelPath | None = None
-    """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`. A response ends at
-    its eos_token, and at `eos_token_id` of generation_config.json, else config.json, beside it and of the model."""
+    """Hugging Face tokenizer, or path of a SentencePiece .model file; null means `policy.model`. A response ends at its
+    eos_token, and at `eos_token_id` of generation_config.json, else config.json, beside it and of the model."""
     prompt_key: str = "prompt"
-    """Field of a record that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""
+    """Field with the question (a string, or a list of chat messages)."""
     answer_key: str = "answer"
-    """Field of a record that holds the reference answer for the rewards (a string, or a number, read as text); `a.b` reaches
-    into a nested object."""
+    """Field with the reference answer (a string, or a number, read as text)."""
     chat_template: bool = True
     """Wrap the question with the tokenizer's chat template."""
     template_args: dict[str, Any] = {}
@@ -133,15 +130,14 @@ class DataConfig(Section):
     shuffle: bool = True
     """Visit the prompts in a new order every epoch, seeded by `run.seed`."""
     weight_key: str | None = None
-    """Field of a record with its weight w >= 0: an epoch visits the prompt floor or ceil of prompts * w / sum of weights
-    times. null visits each once."""
+    """Field with a record's weight w >= 0: an epoch visits it floor or ceil of prompts * w / sum of weights times."""
     curriculum: CurriculumConfig | None = None
-    """Choice of prompts by their pass rates so far (docs/algorithms.md); null visits all."""
+    """Choice of prompts by their pass rates so far (docs/algorithms.md)."""
     prompts_per_step: Positive = 256
     """Prompts per PPO step, before `rollout.samples_per_prompt`."""
     fit_batch: bool = False
-    """Lower `prompts_per_step` and the mini-batch sizes to what data and data-parallel ranks can fill, and say so, instead of
-    refusing the run."""
+    """Lower `prompts_per_step` and the mini-batch sizes to what data and data-parallel ranks can fill, instead of refusing
+    the run."""
     eval_prompts: Positive | None = None
     """Number of held-out prompts, from the first; null means all."""
 
@@ -206,8 +202,8 @@ class RatioLossConfig(Section):
     clip_high: PositiveFloat = 0.2
     """The ratio is clipped above at 1 + clip_high."""
     proximal: Literal["recomputed", "behaviour"] = "recomputed"
-    """Policy that the ratio is against: recomputed is the policy before the step's updates (the decoupled objective,
-    arXiv:2110.00641), behaviour the sampler by its recorded log-probs (docs/algorithms.md)."""
+    """Policy that the ratio is against: the one before the step's updates (recomputed, the decoupled objective,
+    arXiv:2110.00641), or the sampler by its recorded log-probs (docs/algorithms.md)."""
 
 
 class PPOLossConfig(RatioLossConfig):
@@ -215,7 +211,7 @@ class PPOLossConfig(RatioLossConfig):
 
     type: Literal["ppo"] = "ppo"
     dual_clip: Annotated[float, Field(gt=1.0)] | None = None
-    """Bound the loss at this ratio for negative advantages (Ye et al. 2020); null turns it off."""
+    """Bound the loss at this ratio for negative advantages (Ye et al. 2020)."""
 
 
 class GSPOLossConfig(RatioLossConfig):
@@ -274,8 +270,8 @@ class MISConfig(Section):
     high: PositiveFloat = 2.0
     """Upper bound of the ratio."""
     count_rejected: bool = True
-    """Count tokens of weight 0 in the denominator of the policy's loss; false takes them out of the whole loss, entropy bonus
-    and KL too."""
+    """Count tokens of weight 0 in the loss's denominator; false takes them out of the whole loss, entropy bonus and KL
+    too."""
 
 
 class IcePopConfig(Section):
@@ -328,8 +324,8 @@ class GAEConfig(Section):
 
     type: Literal["gae"] = "gae"
     level: Literal["token", "turn"] = "token"
-    """Time step: a sampled token, or a turn between observations (Turn-PPO, arXiv:2512.17008; docs/algorithms.md), so that
-    `gamma`, `lam` and lengths count turns."""
+    """Time step of `gamma`, `lam` and lengths: a sampled token, or a turn between observations (Turn-PPO,
+    docs/algorithms.md)."""
 
 
 class VTraceConfig(Section):
@@ -375,11 +371,11 @@ class PtxConfig(Section):
     """Language-modelling loss of the policy on a second data set (InstructGPT, arXiv:2203.02155, eq. 2)."""
 
     data: DataPaths
-    """Texts, such as a sample of the pretraining data; same forms as `data.train`."""
+    """Texts: a .jsonl or .parquet file, or the name of a Hugging Face dataset."""
     coef: PositiveFloat = 0.05
     """Factor of the texts' mean negative log-likelihood, added to every update of the policy."""
     text_key: str = "text"
-    """Field of a record that holds the text; `a.b` reaches into a nested object."""
+    """Field with the text."""
     max_tokens: Annotated[int, Field(ge=2)] = 1024
     """Longest sequence; a longer text is cut into several."""
     batch_size: Positive = 64
@@ -404,30 +400,30 @@ class AlgorithmConfig(Section):
     (docs/algorithms.md)."""
     high_entropy_token_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Train on this share of a step's sampled tokens, those of highest entropy (0.2 in arXiv:2506.01939); the others have
-    advantage 0. null trains on all."""
+    advantage 0."""
     value_of_critics: Literal["mean", "min"] = "mean"
     """Value of a prefix with several `critics`: mean or least of theirs."""
     disagreement_mask_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     """Give advantage 0 to this share of a step's sampled tokens, those on which `critics` deviate least (0.2 in AsyPPO,
-    arXiv:2510.01656). null masks none."""
+    arXiv:2510.01656)."""
     disagreement_entropy_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    """Leave this share of the sampled tokens out of the entropy bonus, those on which `critics` deviate most (0.2 in AsyPPO).
-    null leaves out none."""
+    """Leave this share of the sampled tokens out of the entropy bonus, those on which `critics` deviate most (0.2 in
+    AsyPPO)."""
     mask_truncated: bool = False
-    """Leave cut responses out of the policy's loss (DAPO, arXiv:2503.14476, overlong filtering); they still count in their
-    group's mean and for the critic."""
+    """Leave cut responses out of the policy's loss (DAPO, arXiv:2503.14476); they still count in their group's mean and for
+    the critic."""
     dynamic_sampling: DynamicSamplingConfig | None = None
-    """Replace prompts whose responses all score the same by the next ones, in further rounds (DAPO, arXiv:2503.14476, 3.2).
-    `{}` takes the defaults, null draws one round."""
+    """Replace prompts whose responses all score the same by the next ones, in further rounds (DAPO, arXiv:2503.14476,
+    3.2)."""
     entropy: Annotated[EntropyBonusConfig | EntropyTargetConfig, Field(discriminator="type")] = EntropyBonusConfig()
     """Bonus of the policy's entropy."""
     positive_nll: PositiveNLLConfig | None = None
-    """Likelihood of correct responses in the policy's loss (VAPO); `{}` takes the defaults, null leaves it out."""
+    """Likelihood of correct responses in the policy's loss (VAPO)."""
     ptx: PtxConfig | None = None
-    """Language-modelling loss on a second data set (InstructGPT); null leaves it out."""
+    """Language-modelling loss on a second data set (InstructGPT)."""
     whiten_advantages: bool | None = None
-    """Normalise advantages by mean and standard deviation of the global batch; null: true for gae, vtrace and
-    reinforce_plus_plus, false for the others, which have a baseline already."""
+    """Normalise advantages over the global batch; null: for gae, vtrace and reinforce_plus_plus, as the others have a
+    baseline already."""
     kl: Annotated[KLConfig, Field(discriminator="placement")] = RewardKLConfig()
     """Place of the KL to the reference model."""
     ppo_epochs: Positive = 1
@@ -441,8 +437,7 @@ class AlgorithmConfig(Section):
     """Reduction of token losses; fixed-length divides by samples * `rollout.max_response_tokens`."""
     bootstrap_truncated: bool | Literal["last"] = False
     """Value after a response that the length limit cut: false 0, true the critic's after the last token, last that of the
-    last token or turn itself (EGAE of T-PPO, arXiv:2506.15050). Unfinished partial rollouts have last, unless this is
-    true."""
+    last token or turn (EGAE, arXiv:2506.15050). Unfinished partial rollouts have last, unless this is true."""
 
     @property
     def has_critic(self) -> bool:
@@ -494,9 +489,8 @@ class TrainConfig(Section):
     model: ModelConfig = ModelConfig()
     """Build of the layers of all roles."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
-    """Implementation of the ops: auto tries cuda, triton, reference on a GPU and cpp, reference on the CPU; a named one that
-    is missing or fails its check is an error. Advantages are computed on the host, where a GPU's name does not count
-    (docs/kernels.md)."""
+    """Implementation of the ops (docs/kernels.md): auto tries cuda, triton, reference on a GPU and cpp, reference on the CPU;
+    a named one that is missing or fails its check is an error. Advantages are computed on the host."""
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
@@ -514,8 +508,7 @@ class TrainConfig(Section):
     reward: RewardConfig = RewardConfig()
     """Score of a response."""
     evaluations: dict[str, EvaluationConfig] = {}
-    """Named sets of held-out prompts beside `data.eval`, each with its own sampling, reward and interval
-    (docs/evaluation.md)."""
+    """Named sets of held-out prompts beside `data.eval`, each with its own sampling and reward (docs/evaluation.md)."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """PPO."""
     trainer: TrainerConfig = TrainerConfig()
@@ -539,11 +532,11 @@ class SftDataConfig(Section):
     train: DataPaths
     """Demonstrations: a .jsonl or .parquet file, or the name of a Hugging Face dataset, or a list of them."""
     tokenizer: ModelPath | None = None
-    """Directory of a Hugging Face tokenizer or path of a SentencePiece .model file; null means `policy.model`."""
+    """Hugging Face tokenizer, or path of a SentencePiece .model file; null means `policy.model`."""
     prompt_key: str = "prompt"
-    """Field that holds the question (a string, or a list of chat messages); `a.b` reaches into a nested object."""
+    """Field with the question (a string, or a list of chat messages)."""
     response_key: str = "answer"
-    """Field that holds the response to learn; the loss covers its tokens and the end-of-sequence token."""
+    """Field with the response to learn; the loss covers its tokens and the end-of-sequence token."""
     chat_template: bool = True
     """Wrap the question with the tokenizer's chat template."""
     template_args: dict[str, Any] = {}
@@ -571,9 +564,8 @@ class SftConfig(Section):
     model: ModelConfig = ModelConfig()
     """Build of the layers of all roles."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
-    """Implementation of the ops: auto tries cuda, triton, reference on a GPU and cpp, reference on the CPU; a named one that
-    is missing or fails its check is an error. Advantages are computed on the host, where a GPU's name does not count
-    (docs/kernels.md)."""
+    """Implementation of the ops (docs/kernels.md): auto tries cuda, triton, reference on a GPU and cpp, reference on the CPU;
+    a named one that is missing or fails its check is an error. Advantages are computed on the host."""
     policy: PolicyConfig
     """The model that is fine-tuned."""
     data: SftDataConfig
