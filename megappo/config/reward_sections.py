@@ -128,7 +128,7 @@ DEFAULT_RECIPE = "default"  # word of `reward.route.map` for all records that no
 
 class RewardRoute(Section):
     key: str
-    """Field whose value chooses the recipe."""
+    """Field of the record whose value chooses the recipe."""
     map: Annotated[dict[str, tuple[RewardPart, ...]], Field(min_length=1)]
     """Value -> parts, written as `reward.parts`; the word default is for all other records, which are refused without it."""
 
