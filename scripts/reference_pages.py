@@ -31,8 +31,8 @@ A configuration is one YAML file; `key=value` on the command line sets one key o
     megappo train recipe.yaml policy.optimizer.lr=2e-6 run.name=second
     megappo config recipe.yaml                                            # prints every key as the run would have it
 
-- **Bold is the default.** null leaves out what a key adds, unless its text says otherwise; `{}` takes a section's defaults. A field of
-  a record is named by `a.b` inside a nested object.
+- **Bold is the default.** null leaves out what a key adds, unless its text says otherwise; `{}` takes a section's defaults.
+- A field of a record is named by `a.b` inside a nested object.
 - A mistake is refused before a model is built: an unknown key, a wrong type (`"2"` is not 2), a key that has no effect.
 - A **choice** is its word, or a section with the word and its keys: `kl: none`, `kl: {placement: loss, coef: 0.04}`,
   `algorithm.kl.controller=adaptive algorithm.kl.controller.target=0.1`.
