@@ -164,7 +164,7 @@ def _timed(config: Path, placement: Sequence[str], rows: Sequence[Mapping[str, f
     given = load_config(str(config), [f"run.num_ranks={RANKS}", *placement])
     prompt, response = (row[metric.value] for metric in (Metric.PROMPT_MEAN, Metric.RESPONSE_MEAN))
     search = Search(
-        given, read_archs(given, need_weights=False), Machine(RANKS, hardware), workload_of(given, prompt, response), ()
+        given, read_archs(given), Machine(RANKS, hardware), workload_of(given, prompt, response), ()
     )
     choice = search.best()
     assert choice is not None, "a CPU has room"

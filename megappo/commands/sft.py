@@ -48,11 +48,13 @@ def _start_ranks(args: argparse.Namespace) -> int:
     from megappo.runtime.world import world_size
     from megappo.trainer.prepare.checks import check_sft
     from megappo.trainer.prepare.data import load_sft_data
+    from megappo.trainer.prepare.layouts import check_values
 
     run_dir = check_run_dir(config.run, resume=False, resumable=False)
     require_device(config.run.device)
     ranks = world_size(config.run)
     checked = check_sft(config, ranks, device_of(config.run.device))
+    check_values(config, {"policy": checked.arch})
     data = load_sft_data(config, checked.arch)
     apply_permissions(config.run.permissions)
     command = ["sft", args.config, *args.overrides, *local_overrides(written, config)]

@@ -33,13 +33,14 @@ from megappo.models.hf_classes import (
     output_weight,
     tokens_of_all_tp_ranks,
 )
-from megappo.models.hf_import import check_tied, fill_value_head, read_box, read_int8
-from megappo.models.hf_tensors import CheckpointReader
+from megappo.models.hf_import import fill_value_head, read_int8
+from megappo.models.hf_tensors import CheckpointReader, read_box
 from megappo.models.int8_linear import BLOCK, SCALE, Int8Linear, Quantised, fill_randomly
 from megappo.models.lora import ADAPTER_A, ADAPTER_B, Adapted, Weights, int8_modules, is_adapter, is_beside_base
 from megappo.models.pieces import rectangle
 from megappo.models.row_shards import own_parameters, shard_box, shard_piece_map, shards_of
 from megappo.models.tensor_parallel import copied_names, cut_over_tp, partial_names
+from megappo.models.weight_check import check_tied
 from megappo.models.weight_map import VALUE_HEAD, hf_cuts, hf_tensors
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
@@ -296,4 +297,4 @@ def _fill(module: torch.nn.Module, spec: EngineSpec, groups: ProcessGroups, adap
             if piece.hf == VALUE_HEAD:
                 local[VALUE_HEAD].copy_(head[piece.box.r0 : piece.box.r1])
     elif spec.arch.tied_embeddings:
-        check_tied(reader, spec.arch, shard_piece_map(spec.arch, ParallelLayout(1))[0], *names_of_embeddings(module))
+        check_tied(reader, spec.arch, *names_of_embeddings(module))

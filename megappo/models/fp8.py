@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a configuration is refused without loading torch
@@ -69,7 +70,11 @@ class Dequantised:
             raise ValueError(f"{where} has shape {shape}; {blocks} of a weight of {list(self._shape)} need {list(self._grid)}")
         if (dtype := scale.get_dtype()) not in _SCALE_DTYPES:
             raise ValueError(f"{where} is {dtype}; scales are read from {', '.join(_SCALE_DTYPES)}")
-        self._scales: Tensor = scale[...].float().reshape(self._grid)
+        self._scale = scale
+
+    @cached_property
+    def _scales(self) -> Tensor:
+        return self._scale[...].float().reshape(self._grid)
 
     def get_shape(self) -> list[int]:
         return list(self._shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,12 +11,16 @@ from safetensors import SafetensorError, safe_open
 
 from megappo.models.fp8 import FP8, SCALE_SUFFIX, Dequantised, read_fp8
 from megappo.models.hf_config import read_config
-from megappo.runtime.messages import parse_object
+from megappo.models.pieces import Box, as_2d
+from megappo.models.weight_map import OUTPUT
+from megappo.runtime.messages import first_line, parse_object
 
 if TYPE_CHECKING:  # a configuration is refused without loading torch
     from torch import Tensor
 
 _PLAIN_DTYPES = ("F64", "F32", "BF16", "F16")
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_INCOMPLETE = "the download may be incomplete"
 
 
 class LazySlice(Protocol):
@@ -29,10 +34,12 @@ class LazySlice(Protocol):
 class CheckpointReader:
     """Tensors of a checkpoint directory (model.safetensors, or shards with an index) by their text-only names."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, headers_only: bool = False) -> None:
+        """headers_only: shapes and dtypes alone are asked for, and torch is not loaded. ValueError if there are no such files."""
         self.path = Path(path)
         self._files = _tensor_files(self.path)
         self._open: dict[str, Any] = {}
+        self._framework = "np" if headers_only else "pt"  # a slice is an array of numpy, which has no bf16, or a tensor
 
     def find(self, name: str) -> str | None:
         """Return the tensor's name in this checkpoint, or None."""
@@ -43,10 +50,11 @@ class CheckpointReader:
         ValueError if it or its scale is missing, or has another shape or a dtype that holds no weights."""
         spelling = self.find(name)
         if spelling is None:
-            raise ValueError(f"{self.path}: tensor {name} is missing ({len(self._files)} tensors in the checkpoint)")
+            raise ValueError(f"{self.path}: tensor {name} {list(shape)} is missing; {_fix_of_missing(name)}")
         found, where = self._stored(spelling)
         if list(found.get_shape()) != list(shape):
-            raise ValueError(f"{where} has shape {list(found.get_shape())}, config.json asks for {list(shape)}")
+            fix = "take both from the same checkpoint"
+            raise ValueError(f"{where} has shape {list(found.get_shape())}, config.json asks for {list(shape)}; {fix}")
         scale, dtype = spelling + SCALE_SUFFIX, found.get_dtype()
         if dtype in _PLAIN_DTYPES:
             if scale in self._files:
@@ -61,14 +69,18 @@ class CheckpointReader:
             raise ValueError(f"{where} is {dtype}, but its scale {scale} is missing; the download may be incomplete")
         return Dequantised(found, *self._stored(scale), fp8), where
 
+    def unread(self, names: Iterable[str]) -> dict[str, list[int]]:
+        """Return the shapes of the tensors that no one of `names` finds, by the names that they have in this checkpoint."""
+        others = dict.fromkeys(self._files)
+        for name in names:
+            others.pop(self.find(name) or "", None)
+        return {spelling: list(self._stored(spelling)[0].get_shape()) for spelling in others}
+
     def _stored(self, spelling: str) -> tuple[Any, str]:
         file = self._files[spelling]
         where = f"{self.path / file}: tensor {spelling}"
         if file not in self._open:
-            try:
-                self._open[file] = safe_open(self.path / file, framework="pt", device="cpu")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self.path / file} is not readable as safetensors: {error}") from None
+            self._open[file] = _opened(self.path / file, self._framework)
         try:
             found = self._open[file].get_slice(spelling)
         except SafetensorError:
@@ -76,27 +88,60 @@ class CheckpointReader:
         return found, where
 
 
+def read_box(source: LazySlice, box: Box) -> Tensor:
+    """Read a rectangle of a safetensors slice as 2-D (`as_2d`)."""
+    shape = source.get_shape()
+    if len(shape) == 1:
+        return source[box.r0 : box.r1].view(-1, 1)
+    if len(shape) == 2:
+        return source[box.r0 : box.r1, box.c0 : box.c1]
+    rows = prod(shape[1:-1])  # of each entry of the first dimension
+    first = box.r0 // rows
+    entries = as_2d(source[first : -(-box.r1 // rows)].contiguous())
+    return entries[box.r0 - first * rows : box.r1 - first * rows, box.c0 : box.c1]
+
+
+def _fix_of_missing(name: str) -> str:
+    if name == OUTPUT:
+        return "set tie_word_embeddings to true in config.json if the embedding is the output projection, or use a language model"
+    return f"{_INCOMPLETE}, or config.json is of another model"
+
+
 def _tensor_files(path: Path) -> dict[str, str]:
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    """Return tensor -> file of a checkpoint directory."""
+    index, single = path / _INDEX, path / _SINGLE
     if index.is_file():
-        files = parse_object(index.read_bytes(), str(index))["weight_map"]
-        for name in sorted(set(files.values())):
+        files = parse_object(index.read_bytes(), str(index)).get("weight_map")
+        if not isinstance(files, dict):
+            raise ValueError(f"{index} has no weight_map; {_INCOMPLETE}")
+        for name in sorted({*map(str, files.values())}):
             # A name with a folder in it could read outside of the checkpoint.
-            if Path(name).name != name or not (path / name).is_file():
+            if Path(name).name != name:
                 raise ValueError(f"{index} names {name}, which is not a file in {path}")
+            if not (path / name).is_file():  # of an interrupted download, which fetches the index first
+                raise ValueError(f"{path / name} is missing, which {_INDEX} names; {_INCOMPLETE}")
         return files
     if single.is_file():
-        try:
-            with safe_open(single, framework="pt", device="cpu") as file:
-                return dict.fromkeys(file.keys(), single.name)
-        except SafetensorError as error:
-            raise ValueError(f"{single} is not readable as safetensors: {error}") from None
-    if any(path.glob("*.bin")) or any(path.glob("*.pt")):
-        raise ValueError(
-            f"{path} has pickled weights only (.bin), which are never loaded; convert them with transformers: "
-            "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)"
-        )
-    raise ValueError(f"{path} has neither model.safetensors nor model.safetensors.index.json")
+        return dict.fromkeys(_opened(single, "np").keys(), single.name)
+    raise ValueError(f"{path} {_without_weights(path)}")
+
+
+def _opened(file: Path, framework: str) -> Any:
+    try:
+        return safe_open(file, framework=framework, device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} cannot be read: {first_line(error)}; {_INCOMPLETE}") from None
+
+
+def _without_weights(path: Path) -> str:
+    """Describe a directory with neither the one file of weights nor an index of several."""
+    if other := next((file.name for file in sorted(path.glob("*.safetensors"))), None):
+        return f"holds {other}, but neither {_SINGLE} nor {_INDEX}; {_INCOMPLETE}"
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    if pickled:
+        fix = "pickled weights are never read, save it with transformers' save_pretrained"
+        return f"holds {pickled[0]} and no .safetensors; {fix}"
+    return f"holds no .safetensors weights; {_INCOMPLETE} (`megappo plan --shapes-only` needs config.json alone)"
 
 
 def _spellings(name: str) -> tuple[str, ...]:

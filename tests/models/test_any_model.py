@@ -14,8 +14,7 @@ import transformers
 from megappo.models import any_model
 from megappo.models.any_model import describe_model
 from megappo.models.hf_config import arch_for
-from megappo.models.hf_import import read_box
-from megappo.models.hf_tensors import CheckpointReader
+from megappo.models.hf_tensors import CheckpointReader, read_box
 from megappo.models.pieces import Box, check_tiling, rectangle, shape_as_2d
 from megappo.models.row_shards import own_parameters, shard_piece_map
 from megappo.models.weight_map import hf_tensors

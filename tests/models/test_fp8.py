@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from megappo.models import fp8
 from megappo.models.hf_config import arch_of, read_arch, read_config, text_config
-from megappo.models.hf_import import read_box
-from megappo.models.hf_tensors import CheckpointReader
+from megappo.models.hf_tensors import CheckpointReader, read_box
 from megappo.models.pieces import as_2d
 from megappo.models.weight_map import hf_tensors, megatron_pieces
 from tests.models.cases import FP8_CASES, LLAMA, place

@@ -15,6 +15,7 @@ from megappo.config.role_sections import key_of_role
 from megappo.config.schema import TrainConfig
 from megappo.trainer.prepare.checks import check_run
 from megappo.trainer.prepare.data import RunData
+from megappo.trainer.prepare.layouts import check_values
 from megappo.trainer.prepare.recorded import RecordedData
 from megappo.trainer.prepare.run import fit_if_asked, load_data
 
@@ -54,7 +55,9 @@ def plan_run(
     plan = make_plan(config, checked.archs, checked.layouts, world_size, device, device_memory)
     notes = (*fitted, *checked.notes, *_idle_notes(plan))
     if shapes_only:
-        return PlannedRun(plan, None, (*notes, "only shapes were looked at: weights, tokenizer and data may be missing"))
+        only = "only shapes were looked at (--shapes-only): tensors, tokenizer and data are unchecked and may be missing"
+        return PlannedRun(plan, None, (*notes, only))
+    check_values(config, checked.archs)
     data = load_data(config, checked.archs, train)
     return PlannedRun(plan, data, (*notes, *data.notes))
 

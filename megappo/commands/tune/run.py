@@ -58,7 +58,7 @@ def make_search(config: TrainConfig, args: argparse.Namespace) -> Search:
     machine = Machine(gpus, hardware, implementation)
     neutral = neutral_config(config, tuned)
     check_config(neutral, explicit_keys(neutral), gpus, machine.device)
-    archs = read_archs(config, need_weights=False)
+    archs = read_archs(config)
     check_layouts(neutral, archs, gpus, implementation)
     if config.rollout.engine == "vllm":
         check_vllm(archs["policy"], step_arithmetic(config).max_sequence_tokens, machine.device)

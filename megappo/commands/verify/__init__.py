@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     config = with_local_models(load_config(args.config, args.overrides), shapes_only=True)
     from megappo.trainer.prepare.layouts import read_archs  # late: imports numpy, and a wrong key should fail at once
 
-    read_archs(config, need_weights=False)
+    read_archs(config)
     from megappo.commands.verify.run import verify
 
     require_device(config.run.device)

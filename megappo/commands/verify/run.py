@@ -101,7 +101,7 @@ def _check(config: TrainConfig, device: Device) -> None:
         except ValueError as error:
             fix = f"verify compares with one rank of engine megatron, which cannot run it ({error}); use a model of a family"
             raise ConfigError(problem(key, path, fix)) from None
-    check_layouts(config, read_archs(config, need_weights=False), ranks, choose_implementation(config.model.impl, device))
+    check_layouts(config, read_archs(config), ranks, choose_implementation(config.model.impl, device))
 
 
 def _described(run: Run) -> list[str]:

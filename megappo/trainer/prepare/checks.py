@@ -37,7 +37,7 @@ from megappo.telemetry.metrics import Metric, metric_names, nearest_name, open_b
 from megappo.telemetry.trackers.mlflow_run import URI
 from megappo.telemetry.trajectories.files import files_by_step
 from megappo.trainer.prepare.checkpoint_source import check_critic_sources
-from megappo.trainer.prepare.layouts import check_layouts, read_archs
+from megappo.trainer.prepare.layouts import check_layouts, check_weights, read_archs
 from megappo.trainer.prepare.reward_model import find_reward_tokenizer
 
 WANDB_SERVER = "https://api.wandb.ai"
@@ -99,9 +99,10 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
         refuse(list(live_key_problems(config)), config, explicit_keys(config))
     if isinstance(config, TrainConfig):
         check_names(config, need_packages=not shapes_only)
-    archs = read_archs(config, need_weights=not shapes_only, need_heads=False)
+    archs = read_archs(config)
     if shapes_only:
         return
+    check_weights(config, archs)
     if isinstance(config, TrainConfig) and not resume:
         check_critic_sources(config, archs)
     find_tokenizer(config.data.tokenizer or config.policy.model)
@@ -222,7 +223,9 @@ def check_run(
     check_names(config, need_packages=not shapes_only)
     implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
     check_kernels(config.kernels, device)
-    archs = read_archs(config, need_weights=not shapes_only)
+    archs = read_archs(config)
+    if not shapes_only:
+        notes = (*notes, *check_weights(config, archs))
     layouts = check_layouts(config, archs, world_size, implementation)
     sections = {role: section_of(config, role) for role in layouts}
     notes = (*notes, *implementation_notes(config.model.impl, device, sections))
@@ -250,10 +253,11 @@ def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
     notes = check_config(config, explicit_keys(config), world_size, device)
     implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
     check_kernels(config.kernels, device)
-    arch = read_archs(config)["policy"]
-    layout = check_layouts(config, {"policy": arch}, world_size, implementation)["policy"]
+    archs = read_archs(config)
+    notes = (*notes, *check_weights(config, archs))
+    layout = check_layouts(config, archs, world_size, implementation)["policy"]
     notes = (*notes, *implementation_notes(config.model.impl, device, {"policy": config.policy}))
-    return CheckedSft(config, arch, layout, notes)
+    return CheckedSft(config, archs["policy"], layout, notes)
 
 
 def _check_remote(url: str) -> None:

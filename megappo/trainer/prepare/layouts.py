@@ -4,19 +4,22 @@ weight files, never weights. Rules for any model: `config/layout_checks.py`."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
+from contextlib import contextmanager
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
 from megappo.config.errors import ConfigError, problem
-from megappo.config.layout_checks import (
-    head_rows_of,
-    roles_in_use,
-    value_head_of,
+from megappo.config.layout_checks import head_rows_of, roles_in_use, value_head_of
+from megappo.config.role_sections import (
+    AnyCriticConfig,
+    ParallelConfig,
+    RewardModelConfig,
+    RoleConfig,
+    TrainableConfig,
+    key_of_role,
+    section_of,
 )
-from megappo.config.role_sections import ParallelConfig, RewardModelConfig, RoleConfig, TrainableConfig, key_of_role, section_of
 from megappo.config.schema import SftConfig, TrainConfig
+from megappo.models import weight_check
 from megappo.models.arch import ModelArch, check_cp, check_ep, check_tp
 from megappo.models.families.registry import FAMILIES
 from megappo.models.freeze import check_frozen_stages, frozen_of
@@ -24,8 +27,9 @@ from megappo.models.hf_config import arch_for
 from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of, placement_of
 from megappo.rollout.vllm_limits import cut_sizes, kv_heads_fit
-from megappo.runtime.messages import first_line, parse_object
-from megappo.trainer.prepare.reward_model import check_reward_model
+from megappo.trainer.prepare.reward_model import check_classifier, check_head
+
+_SHOWN = 3  # tensors that a note names
 
 
 def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, implementation: Implementation) -> Iterator[str]:
@@ -88,60 +92,53 @@ def model_paths(config: TrainConfig | SftConfig) -> dict[str, tuple[str, str]]:
     return paths
 
 
-def read_archs(config: TrainConfig | SftConfig, need_weights: bool = True, need_heads: bool = True) -> dict[str, ModelArch]:
-    """Return role -> architecture of its checkpoint. ConfigError, with the key, for a checkpoint that is missing, unsupported or,
-    with `need_weights`, incomplete. need_heads: also look for the head of a reward model, which imports torch."""
+def read_archs(config: TrainConfig | SftConfig) -> dict[str, ModelArch]:
+    """Return role -> architecture of its checkpoint. ConfigError, with the key, for one that is missing or unsupported."""
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():
         section: RoleConfig = section_of(config, role)
-        try:
+        with _naming(key, path):
             archs[role] = arch_for(path, section.engine, head_rows_of(section))
-        except ValueError as error:
-            raise ConfigError(problem(key, path, str(error))) from None
-        if need_weights:
-            _check_weights_exist(key, path)
-        if isinstance(section_of(config, role), RewardModelConfig):
-            try:
-                check_reward_model(path, archs[role], need_weights and need_heads)
-            except ValueError as error:
-                raise ConfigError(problem(key, path, str(error))) from None
+            if isinstance(section, RewardModelConfig):
+                check_classifier(path)
     return archs
 
 
-def _check_weights_exist(key: str, path: str) -> None:
-    """ConfigError if a checkpoint directory lacks readable weights. Reads only headers."""
-    directory = Path(path)
-    if files := sorted(directory.glob("*.safetensors")):
-        if (fault := next(filter(None, map(_fault_of, files)), None) or _missing_shard(directory)) is not None:
-            raise ConfigError(problem(key, path, f"{fault}; the download may be incomplete"))
-        return
-    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
-    if others:
-        fix = f"holds {others[0]} and no .safetensors; pickled weights are never read, save it with transformers' save_pretrained"
-    else:
-        fix = "holds no .safetensors weights; the download may be incomplete"
-    raise ConfigError(problem(key, path, fix))
+def check_weights(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch]) -> tuple[str, ...]:
+    """Compare what every role reads with the headers of its weight files; return notes on tensors that are left out. ConfigError,
+    with the key, for files that cannot be read and for tensors that are missing or of another shape. Imports no torch."""
+    notes = []
+    for role, (key, path) in model_paths(config).items():
+        section: RoleConfig = section_of(config, role)
+        with _naming(key, path):
+            if isinstance(section, RewardModelConfig):
+                check_head(path, archs[role].hidden_size)
+            left_out = weight_check.check_headers(path, archs[role], value_head_of(section))
+        if left_out.others:
+            shown = ", ".join(left_out.others[:_SHOWN]) + (", ..." if len(left_out.others) > _SHOWN else "")
+            notes.append(f"{key}: no layer of this {archs[role].family} model has {len(left_out.others)} of its tensors: {shown}")
+        if left_out.head is not None and isinstance(section, AnyCriticConfig) and section.checkpoint is None:
+            head = f"{key_of_role(role)}.value_head"
+            notes.append(
+                f"{key}: its {left_out.head} is left out, as {head} is {section.value_head}; {head}=checkpoint starts from it"
+            )
+    return tuple(dict.fromkeys(notes))  # roles share models
 
 
-def _fault_of(file: Path) -> str | None:
-    """Return why a weight file cannot be read (for example, shorter than its header says), or None."""
+def check_values(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch]) -> None:
+    """ConfigError, with the key, for values that the import refuses (`weight_check.check_values`)."""
+    for role, (key, path) in model_paths(config).items():
+        with _naming(key, path):
+            weight_check.check_values(path, archs[role], value_head_of(section_of(config, role)))
+
+
+@contextmanager
+def _naming(key: str, path: str) -> Iterator[None]:
+    """Raise a ValueError about the model `path` as a ConfigError that begins with its key."""
     try:
-        with safe_open(file, framework="np"):
-            return None
-    except (SafetensorError, OSError) as error:
-        return f"{file.name} cannot be read: {first_line(error)}"
-
-
-def _missing_shard(directory: Path) -> str | None:
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return None
-    named = parse_object(index.read_bytes(), str(index)).get("weight_map")
-    if not isinstance(named, dict):
-        return f"{index.name} has no weight_map"
-    # An interrupted download leaves the index with shards missing.
-    absent = sorted(name for name in {*map(str, named.values())} if not (directory / name).is_file())
-    return f"{absent[0]} is missing, which {index.name} names" if absent else None
+        yield
+    except ValueError as error:
+        raise ConfigError(problem(key, path, str(error))) from None
 
 
 def check_layouts(

@@ -17,7 +17,6 @@ from megappo.data.cache import Cache, hash_of_modules
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.tokenizers import Tokenizer, find_tokenizer
-from megappo.models.arch import ModelArch
 from megappo.models.families.registry import FAMILIES
 from megappo.models.hf_config import arch_for, read_config
 from megappo.models.hf_tensors import CheckpointReader
@@ -56,7 +55,7 @@ def labels_of(config: Mapping[str, Any]) -> list[str]:
 
 def check_head(path: str | Path, hidden_size: int) -> None:
     """Raise ValueError unless the weight files hold the head `score.weight` [1, hidden_size], without a bias."""
-    reader = CheckpointReader(path)
+    reader = CheckpointReader(path, headers_only=True)
     if reader.find(VALUE_HEAD) is None:
         raise ValueError(f"holds no {VALUE_HEAD}, the head that gives the score; export the whole classifier, not its base model")
     reader.slice(VALUE_HEAD, (1, hidden_size))  # raises, with both shapes
@@ -70,13 +69,6 @@ def pad_id_of(path: str | Path) -> int | None:
 
 
 KEY = "reward_model"
-
-
-def check_reward_model(path: str, arch: ModelArch, need_weights: bool) -> None:
-    """ValueError, without the key, for a checkpoint that cannot score a sequence. need_weights: also look for its head."""
-    check_classifier(path)
-    if need_weights:
-        check_head(path, arch.hidden_size)
 
 
 def find_reward_tokenizer(settings: RewardModelConfig) -> Callable[[], Tokenizer]:

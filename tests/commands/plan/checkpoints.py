@@ -1,14 +1,16 @@
-"""Checkpoint directories without real weights: plans and checks read config.json, file names and the tokenizer."""
+"""Checkpoint directories without real weights: plans and checks read config.json, the weights' headers and the tokenizer."""
 
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
+from megappo.models.hf_config import arch_of
+from megappo.models.weight_map import hf_tensors
 from scripts.arithmetic import train_tokenizer
 
 TINY = {
@@ -49,10 +51,25 @@ def write_checkpoint(folder: Path, facts: dict[str, Any] = TINY, *, weights: boo
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(facts))
     if weights:
-        save_file({"placeholder": torch.zeros(1)}, folder / "model.safetensors")
+        try:
+            write_weights(folder / "model.safetensors", hf_tensors(arch_of(facts), value_head="num_labels" in facts))
+        except ValueError:  # an architecture that is refused has no tensors to write
+            write_weights(folder / "model.safetensors", {})
     if tokenizer:
         train_tokenizer(folder)
     return folder
+
+
+def write_weights(file: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Write a safetensors file of zeros in bf16. It takes no space: all but its header is a hole."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    content = json.dumps(header).encode()
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(content)) + content)
+        out.truncate(out.tell() + end)
 
 
 def write_prompts(path: Path, count: int = 100) -> Path:

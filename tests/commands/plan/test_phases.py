@@ -40,7 +40,7 @@ def no_reserve(monkeypatch):
 def planned(path, overrides, ranks=2, memory=None, device="cuda"):
     """On GPUs, where all of a role can be offloaded."""
     config = load_config(path, ["run.device=auto", *overrides])
-    archs = read_archs(config, need_weights=False)
+    archs = read_archs(config)
     return make_plan(config, archs, check_layouts(config, archs, ranks), ranks, device, memory)
 
 

@@ -13,11 +13,13 @@ from megappo.commands.plan.report import checkpoint_bytes, report
 from megappo.commands.plan.run import plan_run
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
+from megappo.models.hf_config import arch_of
+from megappo.models.weight_map import hf_tensors
 from megappo.parallel.layout import ParallelLayout
 from megappo.telemetry.tables import figures, groups_text, ranks_text, table
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
 from megappo.trainer.roles import Critic, Policy
-from tests.commands.plan.checkpoints import LLAMA_7B, SPARSE, TINY, write_checkpoint, write_prompts, write_run
+from tests.commands.plan.checkpoints import LLAMA_7B, SPARSE, TINY, write_checkpoint, write_prompts, write_run, write_weights
 
 
 def plan_of(path, overrides=(), ranks=2, device="cpu", memory=None):
@@ -184,6 +186,39 @@ def test_a_plan_of_a_machine_without_a_gpu_says_so(tmp_path, capsys):
     assert cli.main([*arguments, "data.max_prompt_tokens=20000"]) == 2
     error = capsys.readouterr().err
     assert "rollout.kv_cache_gib = null" in error and "(null is 0.25 on a CPU)" in error and "--gpu-memory-gib plans for" in error
+
+
+def test_what_training_leaves_out_of_a_checkpoint_is_noted(tmp_path, capsys):
+    """A reward model as critic starts with a head of zeros, as the default is."""
+    path, facts = write_run(tmp_path), TINY | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    scores = write_checkpoint(tmp_path / "scores", facts)
+    arguments = ["plan", str(path), f"critic.model={scores}"]
+    lost = "its score.weight is left out, as critic.value_head is zero; critic.value_head=checkpoint starts from it"
+    assert cli.main(arguments) == 0 and capsys.readouterr().out.count(f"note: critic.model: {lost}") == 1
+    assert cli.main([*arguments, "critic.value_head=checkpoint"]) == 0 and "left out" not in capsys.readouterr().out
+    more = {f"model.layers.{layer}.mlp.up_proj.bias": (384,) for layer in range(4)}
+    write_weights(tmp_path / "model" / "model.safetensors", hf_tensors(arch_of(TINY)) | more)
+    assert cli.main(arguments) == 0
+    shown = ", ".join(f"{name} [384]" for name in list(more)[:3])
+    assert capsys.readouterr().out.count(f"policy.model: no layer of this llama model has 4 of its tensors: {shown}, ...") == 1
+
+
+def test_an_output_projection_other_than_the_embedding_to_which_it_is_tied_is_refused(tmp_path, capsys):
+    path, tied = write_run(tmp_path), TINY | {"tie_word_embeddings": True}
+    file = write_checkpoint(tmp_path / "model", tied) / "model.safetensors"
+    write_weights(file, hf_tensors(arch_of(TINY)))
+    assert cli.main(["plan", str(path)]) == 0, "all zeros, so the same"
+    with file.open("r+b") as weights:
+        weights.seek(-1, 2)  # the last tensor is the projection
+        weights.write(b"\x40")
+    for arguments, code in [(["plan"], 2), (["plan", "--shapes-only"], 0), (["train"], 2)]:
+        capsys.readouterr()
+        assert cli.main([arguments[0], str(path), *arguments[1:]]) == code
+        out, err = capsys.readouterr()
+        if code:
+            assert f'policy.model = "{file.parent}": {file}: tensor lm_head.weight differs from the embedding to which it is' in err
+        else:
+            assert "only shapes were looked at (--shapes-only): tensors, tokenizer and data are unchecked" in out
 
 
 def test_a_world_that_is_not_the_configurations_is_refused_with_both_ways_out(tmp_path, capsys):

@@ -1,49 +1,40 @@
-"""The GSM8K recipes with the published shapes of their models: parameter counts, and whether they fit on 80 GiB GPUs."""
+"""The recipes with the published shapes of their models (`configs/models`): they are planned and verified without a download, and
+those of GSM8K have the known number of parameters and fit on 80 GiB GPUs."""
 
+import re
+import socket
 from pathlib import Path
 
 import pytest
 
+from megappo.commands import cli
 from megappo.commands.plan.estimate import make_plan
 from megappo.commands.plan.memory import GIB, count_parameters
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.models.hf_config import arch_of
+from megappo.models.hf_config import arch_of, read_arch
 from megappo.parallel.layout import ParallelLayout
-from megappo.trainer.prepare.layouts import check_layouts
+from megappo.trainer.prepare.layouts import check_layouts, model_paths
+from tests.trainer.public_models import PUBLIC
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+FACTS = sorted(CONFIGS.glob("models/*/config.json"))
+# All but those of the quickstart, which makes its model, and the gates.
+OF_PUBLIC_MODELS = sorted(
+    str(path.relative_to(CONFIGS))
+    for path in CONFIGS.rglob("*.yaml")
+    if path.parent.name != "gates" and not path.stem.startswith("quickstart")
+)
+# A recipe that `megappo convert` wrote names its model on the hub.
+LOCAL = {"gsm8k_deepseek_7b_verl.yaml": [f"{role}.model=models/deepseek-llm-7b-chat" for role in ("policy", "critic")]}
+# recipe -> its model's config.json, number of parameters by its weight files
+RECIPES = {name: of_model[:2] for name, of_model in PUBLIC.items()}
+RECIPES["gsm8k_deepseek_7b_verl"] = RECIPES["gsm8k_deepseek_7b_chat"]
 
 
-def facts(architecture, layers, hidden, heads, kv_heads, ffn, vocab, tied, **more):
-    return {
-        "architectures": [architecture],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 4096,
-        **more,
-    }
-
-
-# recipe, shape by the model's config.json, number of parameters by its weight files
-RECIPES = [
-    ("gsm8k_qwen2.5_0.5b", facts("Qwen2ForCausalLM", 24, 896, 14, 2, 4864, 151936, True), 494_032_768),
-    ("gsm8k_qwen2.5_1.5b_megatron", facts("Qwen2ForCausalLM", 28, 1536, 12, 2, 8960, 151936, True), 1_543_714_304),
-    ("gsm8k_qwen2.5_1.5b_fsdp2", facts("Qwen2ForCausalLM", 28, 1536, 12, 2, 8960, 151936, True), 1_543_714_304),
-    ("gsm8k_llama3.2_1b", facts("LlamaForCausalLM", 16, 2048, 32, 8, 8192, 128256, True, head_dim=64), 1_235_814_400),
-    ("gsm8k_llama3.2_1b_multi", facts("LlamaForCausalLM", 16, 2048, 32, 8, 8192, 128256, True, head_dim=64), 1_235_814_400),
-    ("gsm8k_deepseek_7b_chat", facts("LlamaForCausalLM", 30, 4096, 32, 32, 11008, 102400, False), 6_910_365_696),
-    ("gsm8k_deepseek_7b_verl", facts("LlamaForCausalLM", 30, 4096, 32, 32, 11008, 102400, False), 6_910_365_696),
-]
-
-
-@pytest.mark.parametrize("name, shape, parameters", RECIPES, ids=[recipe[0] for recipe in RECIPES])
-def test_a_recipe_fits_on_its_gpus_and_not_on_a_tenth_of_them(name, shape, parameters):
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_on_its_gpus_and_not_on_a_tenth_of_them(name):
+    shape, parameters = RECIPES[name]
     config = load_config(CONFIGS / f"{name}.yaml")
     arch = arch_of(shape)
     assert count_parameters(arch, ParallelLayout(1), 0).total == parameters
@@ -63,3 +54,43 @@ def make_plan_on(config, archs, layouts, world, memory):
         return make_plan(config, archs, layouts, world, "cuda", memory)
     except ConfigError:
         return None
+
+
+def test_there_are_facts_of_the_models_that_the_recipes_name_and_of_no_others():
+    named = {Path(model).name for path in OF_PUBLIC_MODELS for _, model in model_paths(load_config(CONFIGS / path)).values()}
+    assert named == {path.parent.name for path in FACTS}
+
+
+def test_the_facts_give_the_parameters_that_their_page_states():
+    stated = re.findall(r"^\| (\S+) \| ([\d,]*\d)", (CONFIGS / "models/README.md").read_text(), re.MULTILINE)
+    counted = {path.parent.name: count_parameters(read_arch(path.parent), ParallelLayout(1), 0).total for path in FACTS}
+    assert dict(stated) == {name: f"{total:,}" for name, total in counted.items()}
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """In configs/, whose models/ the recipes find, without a network and outside of a world of ranks."""
+
+    def refused(self, address):
+        raise OSError(f"a connection to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.chdir(CONFIGS)
+
+
+@pytest.mark.parametrize("recipe", OF_PUBLIC_MODELS)
+def test_every_recipe_is_planned_and_verified_from_the_facts_of_its_models(recipe, offline, monkeypatch, capsys):
+    arguments = [recipe, *LOCAL.get(recipe, [])]
+    assert cli.main(["plan", *arguments, "--shapes-only", "--gpu-memory-gib", "80"]) == 0
+    assert "tensors, tokenizer and data are unchecked" in capsys.readouterr().out
+    # Up to the ranks, which tests/commands/verify starts.
+    monkeypatch.setattr("megappo.commands.verify.run._measure", lambda runs, folder, module: 77)
+    assert cli.main(["verify", *arguments]) == 77
+    assert "3 PPO steps of" in capsys.readouterr().out
+
+
+def test_a_model_that_is_not_there_is_a_connection(offline, capsys):
+    """Negative control."""
+    assert cli.main(["plan", next(iter(LOCAL)), "--shapes-only"]) == 2
+    assert "not downloaded from the Hugging Face hub" in capsys.readouterr().err

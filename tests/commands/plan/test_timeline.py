@@ -67,7 +67,7 @@ def test_the_slowest_stage_makes_the_others_wait(backward):
 
 def large_plan(recipe, facts, overrides):
     config = load_config(CONFIGS / "large" / f"{recipe}.yaml", [f"policy.model={CONFIGS / 'models' / facts}", *overrides])
-    archs, ranks = read_archs(config, need_weights=False), config.run.num_ranks
+    archs, ranks = read_archs(config), config.run.num_ranks
     return work_out(config, archs, check_layouts(config, archs, ranks), ranks, "cuda", 80 << 30)
 
 

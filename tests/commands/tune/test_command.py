@@ -55,7 +55,7 @@ def test_the_winner_is_what_the_plan_accepts(tmp_path, capsys):
     overrides = lines.read_text().split()
     assert "run.num_ranks=16" in overrides and "policy.parallel.layers_per_stage=null" in overrides
     config = load_config(path, overrides)
-    archs = read_archs(config, need_weights=False)
+    archs = read_archs(config)
     plan = make_plan(config, archs, check_layouts(config, archs, 16), 16, "cuda", load_hardware("h100").memory_bytes)
     facts = json.loads((tmp_path / "all.json").read_text())
     assert not plan.warnings and facts["overrides"] == overrides

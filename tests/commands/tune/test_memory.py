@@ -60,7 +60,7 @@ def write_run(base, model, sleep="none", offload=(), engine="vllm", device="auto
 def search_of(path, hardware=ROOMY, roles=(*ROLES, "rollout")):
     config = load_config(path, [f"run.num_ranks={WORLD}"])
     tuned = [role for role in roles if role != "rollout" or config.rollout.engine == "vllm"]
-    return Search(config, read_archs(config, need_weights=False), Machine(WORLD, hardware), workload_of(config), tuned)
+    return Search(config, read_archs(config), Machine(WORLD, hardware), workload_of(config), tuned)
 
 
 def choice_of(search, parallels, rollout_tp=None, **changes):
@@ -77,7 +77,7 @@ def choice_of(search, parallels, rollout_tp=None, **changes):
 def planned(path, search, choice):
     """By the way of `megappo plan`: from the file and the overrides that the tuner writes."""
     config = load_config(path, overrides_of(search, choice))
-    archs = read_archs(config, need_weights=False)
+    archs = read_archs(config)
     device, memory = search.machine.device, search.machine.device_memory
     return work_out(config, archs, check_layouts(config, archs, WORLD), WORLD, device, memory)
 

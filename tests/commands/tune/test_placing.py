@@ -109,7 +109,7 @@ def search_of(path, overrides=(), hardware=None, world=WORLD):
     roles = [name for name in ("policy", "critic", "reference") if name != "reference" or config.algorithm.kl.placement != "none"]
     tuned = [*roles, *(["rollout"] if config.rollout.engine == "vllm" else [])]
     machine = Machine(world, hardware or load_hardware("h100"))
-    return Search(config, read_archs(config, need_weights=False), machine, workload_of(config), tuned)
+    return Search(config, read_archs(config), machine, workload_of(config), tuned)
 
 
 def ranked(search):

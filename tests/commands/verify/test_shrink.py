@@ -18,7 +18,7 @@ from megappo.config.role_sections import ParallelConfig, section_of
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.hf_config import read_arch
-from megappo.models.hf_import import CheckpointReader
+from megappo.models.hf_tensors import CheckpointReader
 from megappo.models.weight_map import hf_tensors
 from megappo.trainer.prepare.layouts import model_problems
 from tests.commands.verify.models import MODELS, write_config_json

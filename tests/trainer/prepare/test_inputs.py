@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from megappo.checkpoint.manifest import Manifest, write_manifest
-from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run
+from megappo.models.hf_config import arch_of
+from megappo.models.weight_map import EMBEDDING, hf_tensors
+from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run, write_weights
 
 ROOT = Path(__file__).parents[3]
 # One process for all calls. What torch has not: its import fails, and with it the call.
@@ -33,6 +33,8 @@ MISTAKES = [
     ("critic.model=absent", 'critic.model = "absent": absent is not a directory'),
     ("policy.model={}/empty", "has no config.json"),
     ("policy.model={}/unfinished", "holds no .safetensors weights; the download may be incomplete"),
+    ("policy.model={}/headless", "headless: tensor lm_head.weight [64, 128] is missing; set tie_word_embeddings to true"),
+    ("critic.model={}/wide", "embed_tokens.weight has shape [65, 128], config.json asks for [64, 128]; take both from the same"),
     ("data.tokenizer=absent", "tokenizer absent does not exist; set data.tokenizer"),
     ("data.tokenizer={}/empty", "holds no tokenizer"),
     ("data.train=absent.jsonl", "data file absent.jsonl does not exist"),
@@ -111,10 +113,12 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     run = str(write_run(folder))
     (folder / "empty").mkdir()
     write_checkpoint(folder / "unfinished", TINY, weights=False)
+    shapes = hf_tensors(arch_of(TINY))
+    write_weights(write_checkpoint(folder / "wide", TINY) / "model.safetensors", shapes | {EMBEDDING: (65, 128)})
+    write_weights(write_checkpoint(folder / "headless", TINY) / "model.safetensors", hf_tensors(arch_of(TINY), value_head=True))
     overrides = ["", *(override for override, _ in MISTAKES)]
     calls = {(name, text): [name, run, *filter(None, [text.format(folder)])] for name in ("train", "plan") for text in overrides}
-    scorer = write_checkpoint(folder / "scores", TINY | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1})
-    save_file({"score.weight": torch.zeros(1, TINY["hidden_size"])}, scorer / "model.safetensors")
+    write_checkpoint(folder / "scores", TINY | {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1})
     for override in ("", *(override for override, _ in OF_REWARD_MODEL)):
         said = [text.format(folder) for text in (*SCORED, *filter(None, [override]))]
         calls["train with a reward model", override] = ["train", run, *said]

@@ -13,7 +13,7 @@ from megappo.config.schema import SftConfig
 from megappo.models.hf_config import arch_of
 from megappo.models.weight_map import local_shapes
 from megappo.parallel.layout import ParallelLayout, layout_of
-from megappo.trainer.prepare.layouts import check_layouts, model_paths, model_problems, read_archs
+from megappo.trainer.prepare.layouts import check_layouts, check_weights, model_paths, model_problems, read_archs
 from tests.commands.plan.checkpoints import SPARSE, TINY, write_checkpoint, write_run
 
 NONE, SP = "algorithm.kl.placement=none", "policy.parallel.sequence_parallel=true"
@@ -269,7 +269,7 @@ def test_a_checkpoint_that_cannot_be_used_is_named_by_its_key(tmp_path, make, fr
     for key in ("policy.model", "critic.model", "reference.model"):
         config = load_config(path, [f"{key}={tmp_path / 'broken'}"])
         with pytest.raises(ConfigError) as error:
-            read_archs(config)
+            check_weights(config, read_archs(config))
         text = str(error.value)
         assert text.startswith(f"{key} = ") and str(tmp_path / "broken") in text and "\n" not in text
         assert all(fragment in text for fragment in fragments if fragment != "policy.model"), text

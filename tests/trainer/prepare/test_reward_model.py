@@ -15,7 +15,7 @@ from megappo.config.loading import validated
 from megappo.config.schema import DataConfig, TrainConfig
 from megappo.data.cache import Cache
 from megappo.data.prompts import Prompt, PromptSet
-from megappo.trainer.prepare.layouts import check_layouts, read_archs
+from megappo.trainer.prepare.layouts import check_layouts, check_weights, read_archs
 from megappo.trainer.prepare.reward_model import labels_of, load_reward_text
 from tests.data.tokenizer_files import TEMPLATE
 from tests.models.checkpoints import write_checkpoint
@@ -48,7 +48,7 @@ def change_tensors(model: Path, changes: dict[str, torch.Tensor | None]) -> None
 
 def refused(config: TrainConfig) -> str:
     with pytest.raises(ConfigError) as error:
-        read_archs(config)
+        check_weights(config, read_archs(config))
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -106,7 +106,7 @@ def test_the_labels_are_those_of_transformers(model) -> None:
 def test_a_head_that_does_not_fit_is_one_line(model, tensors, message) -> None:
     change_tensors(model, tensors)
     assert message in refused(config_for(model))
-    read_archs(config_for(model), need_weights=False)  # of a plan of shapes nothing is read
+    read_archs(config_for(model))  # of a plan of shapes nothing is read
 
 
 def prompts(config: TrainConfig, *questions: Any) -> dict[str, tuple[PromptSet, DataConfig]]:
