@@ -83,10 +83,9 @@ def test_gates_ask_for_steps_that_their_recipe_reaches(path):
     """That it logs their metrics: test_recipes.py, with its runs."""
     config, steps = load_config(recipe_path(path.stem)), PUBLIC[path.stem][2]
     for gate in read_gates(path):
-        asked = gate.steps[1] if gate.steps else gate.at
-        assert asked is None or 1 <= asked <= steps, gate.text
-        if gate.metric.startswith("eval/") and gate.at is not None:
-            assert gate.at % config.trainer.eval_every == 0, f"{gate.text}: not evaluated there"
+        assert gate.count is not None or 1 <= gate.final <= steps, gate.text
+        if gate.metric.startswith("eval/") and gate.count is None and gate.first == gate.final:
+            assert gate.final % config.trainer.eval_every == 0, f"{gate.text}: not evaluated there"
     assert "They have not been measured" in path.read_text(), "no limit may pass for a result"
 
 
