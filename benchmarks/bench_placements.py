@@ -163,9 +163,7 @@ def _timed(config: Path, placement: Sequence[str], rows: Sequence[Mapping[str, f
     updates = [row[Metric.STAGE_SECONDS.of(f"update_{role}_s")] for role in ("critic", "policy")]
     given = load_config(str(config), [f"run.num_ranks={RANKS}", *placement])
     prompt, response = (row[metric.value] for metric in (Metric.PROMPT_MEAN, Metric.RESPONSE_MEAN))
-    search = Search(
-        given, read_archs(given), Machine(RANKS, hardware), workload_of(given, prompt, response), ()
-    )
+    search = Search(given, read_archs(given), Machine(RANKS, hardware), workload_of(given, prompt, response), ())
     choice = search.best()
     assert choice is not None, "a CPU has room"
     together = sum(updates) if search.placements["critic"].overlaps(search.placements["policy"]) else max(updates)

@@ -202,7 +202,7 @@ FILES = {
 }
 
 
-def engines_of(case: str) -> tuple[str, ...]:
+def engines_of(case: str) -> tuple[Any, ...]:
     return ("fsdp2",) if case == ANY else ("megatron", "fsdp2")
 
 
