@@ -73,6 +73,9 @@ def type_text(schema: Mapping[str, Any]) -> str:
     if isinstance(named, Mapping) and "$ref" in named:
         return "mapping of names to sections"
     text = TYPES[schema["type"]]
+    if schema.get("minimum") == 1 or schema.get("exclusiveMinimum") == 0:
+        schema = {name: bound for name, bound in schema.items() if name not in ("minimum", "exclusiveMinimum")}
+        text = f"positive {text}"
     bounds = ", ".join(form.format(f"{schema[name]:g}") for name, form in BOUNDS if name in schema)
     if "pattern" in schema:
         bounds = f"`{schema['pattern']}`"
@@ -90,7 +93,7 @@ def value_text(field: FieldInfo, schema: Mapping[str, Any]) -> str:
     if value is None:
         return f"{kind.removesuffix(' or null')} or **null**"
     if isinstance(value, bool):
-        return kind.replace(json.dumps(value), f"**{json.dumps(value)}**")
+        return ", ".join(kind.replace(json.dumps(value), f"**{json.dumps(value)}**").split(" or "))
     quoted = f"`{value}`" if isinstance(value, str) and value else f"`{json.dumps(value)}`"
     return kind.replace(quoted, f"**{quoted}**", 1) if quoted in kind else f"{kind}, **{quoted}**"
 

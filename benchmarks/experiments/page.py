@@ -56,8 +56,11 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def section(results: Results, arms: Sequence[str]) -> str:
-    """The arms but the baseline, which has a table of its own."""
-    return markdown(HEAD, [row for row in result_rows(results, arms) if row[1] != ARMS[BASELINE].title])
+    """The arms but the baseline, which has a table of its own; one alone needs no name."""
+    rows = [row for row in result_rows(results, arms) if row[1] != ARMS[BASELINE].title]
+    if len(arms) == 2:
+        return markdown((HEAD[0], *HEAD[2:]), [[row[0], *row[2:]] for row in rows])
+    return markdown(HEAD, rows)
 
 
 def result_rows(results: Results, arms: Sequence[str]) -> Iterator[list[str]]:

@@ -35,17 +35,18 @@ def test_every_key_has_a_text_and_stands_on_the_page():
 @pytest.mark.parametrize(
     "key, cells",
     [
-        ("run.num_ranks", "| `num_ranks` | integer >= 1 or **null** |"),
+        ("run.num_ranks", "| `num_ranks` | positive integer or **null** |"),
         ("run.device", "| `device` | **`auto`**, `cpu`, `cuda` |"),
         ("run.name", "| `name` | text `^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$`, **`run`** |"),
         ("policy.model", "| `model` | text, **required** |"),
-        ("rollout.memory_share", "| `memory_share` | number > 0, < 1, **`0.4`** |"),
-        ("rollout.sampling.replay_top_k_ids", "| `replay_top_k_ids` | **true** or false |"),
+        ("rollout.memory_share", "| `memory_share` | positive number < 1, **`0.4`** |"),
+        ("rollout.sampling.replay_top_k_ids", "| `replay_top_k_ids` | **true**, false |"),
+        ("trainer.eval_every", "| `eval_every` | integer >= 0, **`10`** |"),
         ("algorithm.loss.dual_clip", "| `dual_clip` | number > 1 or **null** |"),
         ("rollout.stop", "| `stop` | list of text, **`[]`** |"),
         ("reward.parts", '| `parts` | list of sections, **`[{"name": "exact_match", "weight": 1.0}]`** |'),
         ("algorithm.kl", "`placement` chooses among `reward`, `loss`, `none`; without it: `reward`."),
-        ("algorithm.kl.controller.target", "| `target` | number > 0, **`6.0`** |"),
+        ("algorithm.kl.controller.target", "| `target` | positive number, **`6.0`** |"),
     ],
 )
 def test_type_range_and_default_are_on_the_page(key, cells):
