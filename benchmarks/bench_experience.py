@@ -1,8 +1,7 @@
 """Benchmark the distributed experience on the host: `python benchmarks/bench_experience.py [--worlds 1 2 4 8] [--alone 64 512
 4096]`.
 
-Prints the tables that docs/layouts.md sums up. With 16 samples of 8,192 tokens for each rank on 1 to 4,096 ranks memory rises by 30
-MiB and 4 MB are sent at most; with tp 8 by 106 MiB, 44 MB. All of a rank's work on samples in a step but texts, rewards and models
+Prints the tables that docs/layouts.md sums up. All of a rank's work on samples in a step but texts, rewards and models
 (benchmarks/harness/experience_step.py). Worlds: real ones over gloo, of processes on this machine, once with a share of samples for
 each rank (--rank-samples; 16 of 8,192 tokens are those of a rank of 512 in a step of 67 M) and once with a batch that the ranks
 divide (--world-samples). Beside: as many processes with the same share at once, each a world of its own: how much of it is the
