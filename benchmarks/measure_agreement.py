@@ -53,7 +53,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from megappo.config.role_sections import RoleConfig
     from megappo.config.schema import RolloutConfig
-    from megappo.engine.build import build_frozen
+    from megappo.engine.build import build_megatron
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
     from megappo.parallel.device import DTYPES, select_device, start_alone
@@ -69,7 +69,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     device = select_device("auto")
     start_alone(device)
     arch, groups = read_arch(arguments.model), build_groups(ParallelLayout(world_size=1))
-    policy = build_frozen(EngineSpec("policy", arguments.model, arch, RoleConfig(dtype=arguments.dtype)), groups, device=device)
+    policy = build_megatron(EngineSpec("policy", arguments.model, arch, RoleConfig(dtype=arguments.dtype)), groups, device=device)
     engine = VllmEngine(
         VllmModel(arguments.model, arch, DTYPES[arguments.dtype], max_model_len=20 + arguments.tokens),
         RolloutConfig(),

@@ -16,7 +16,7 @@ for name in (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "megappo.engine.megatron",
-    "megappo.engine.fsdp2_build",
+    "megappo.engine.fsdp2",
     "megappo.commands.plan.run",
     "megappo.trainer.prepare.run",
     "megappo.trainer.ppo",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from megappo.config.role_sections import FrozenConfig, LoraConfig, ModelConfig, RoleConfig, TrainableConfig
+from megappo.config.role_sections import FrozenConfig, ModelConfig, RoleConfig, TrainableConfig
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.engine.base import Engine
 from megappo.engine.factory import EngineSpec
@@ -21,7 +21,7 @@ from megappo.models.gpt import PackedModel
 from megappo.models.hf_import import load_pretrained
 from megappo.models.implementation import Implementation, Requested, choose_implementation, implementation_of_role
 from megappo.models.int8_linear import SCALE, fill_randomly
-from megappo.models.lora_linear import ModelAdapters, attach_adapters
+from megappo.models.lora_linear import attach_adapters
 from megappo.parallel.device import DTYPES
 from megappo.parallel.groups import ProcessGroups, build_groups, destroy_groups, settle
 from megappo.parallel.layout import ParallelLayout, Placement, layout_of, placement_of
@@ -52,11 +52,10 @@ class RoleEngines:
             return None
         if spec.section.engine == "fsdp2":
             # Imports transformers, which a run of Megatron models alone does without.
-            from megappo.engine.fsdp2_build import build_fsdp2
+            from megappo.engine.fsdp2 import build_fsdp2
 
             return build_fsdp2(spec, groups, self._device)
-        build = build_frozen if spec.total_updates is None else build_trainable
-        return build(spec, groups, device=self._device, implementation=self._implementation(spec.section))
+        return build_megatron(spec, groups, device=self._device, implementation=self._implementation(spec.section))
 
     def groups_for(self, spec: EngineSpec) -> ProcessGroups | None:
         """Return the role's process groups, made at the first call; None on other ranks. Collective over the world."""
@@ -85,70 +84,44 @@ class RoleEngines:
         return implementation_of_role(self._chosen, self._requested, section)
 
 
-def build_trainable(
+def build_megatron(
     spec: EngineSpec, groups: ProcessGroups, *, device: torch.device, implementation: Implementation = "local"
 ) -> MegatronEngine:
-    """Build a model that trains. `spec.section` is a `TrainableConfig` and `spec.total_updates` a number."""
-    section = spec.section
-    assert isinstance(section, TrainableConfig) and spec.total_updates is not None, f"{spec.role} has no optimizer to train with"
-    value_head = spec.value_head is not None
+    """Build a role's model, which trains if `spec.total_updates` is a number; `spec.section` is a `TrainableConfig` then.
+    Offload is that of the section, except for a trained role's model that is frozen here."""
+    section, trains, value_head = spec.section, spec.total_updates is not None, spec.value_head is not None
+    trainable = section if isinstance(section, TrainableConfig) else None
     chunks = build_model(
         spec.arch,
         groups,
         dtype=DTYPES[section.dtype],
-        recompute=section.recomputed,
+        recompute=trainable.recomputed if trainable is not None and trains else "none",
         value_head=value_head,
         implementation=implementation,
         in_8_bits=section.in_8_bits,
     )
     _fill(chunks, spec, groups)
-    adapters = _adapt(chunks, spec, groups, section.lora)
-    if frozen := spec.frozen:
-        names = frozen_on_rank(spec.arch, groups.layout, groups.position, frozen, value_head=value_head)
-        freeze_chunks(chunks, names.__contains__)
-    wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=section.optimizer.distributed)
-    optimizer = Optimizer(wrapped, groups, section.optimizer, spec.total_updates)
-    engine = MegatronEngine(
-        spec.role,
-        wrapped,
-        groups,
-        EngineSettings(device, section.micro_batch_tokens, section.offload, frozen),
-        optimizer=optimizer,
-        router_aux_coef=section.router_aux_coef,
-        adapters=adapters,
-    )
+    adapters = None
+    if trainable is not None and trainable.lora is not None:  # of a frozen role too: a checkpoint's weights may be adapters
+        adapters = attach_adapters(chunks, spec.arch, groups, trainable.lora, role=spec.role, seed=spec.seed)
+    if spec.total_updates is None:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        offload = section.offload if isinstance(section, FrozenConfig) else ()
+        settings = EngineSettings(device, section.micro_batch_tokens, offload)
+        engine = MegatronEngine(spec.role, chunks, groups, settings, adapters=adapters)
+    else:
+        assert trainable is not None, f"{spec.role} has no optimizer to train with"
+        if frozen := spec.frozen:
+            names = frozen_on_rank(spec.arch, groups.layout, groups.position, frozen, value_head=value_head)
+            freeze_chunks(chunks, names.__contains__)
+        wrapped = wrap_with_ddp(chunks, groups, distributed_optimizer=trainable.optimizer.distributed)
+        optimizer = Optimizer(wrapped, groups, trainable.optimizer, spec.total_updates)
+        settings = EngineSettings(device, section.micro_batch_tokens, trainable.offload, frozen)
+        aux = trainable.router_aux_coef
+        engine = MegatronEngine(spec.role, wrapped, groups, settings, optimizer=optimizer, router_aux_coef=aux, adapters=adapters)
     engine.offload_idle()
     return engine
-
-
-def build_frozen(
-    spec: EngineSpec, groups: ProcessGroups, *, device: torch.device, implementation: Implementation = "local"
-) -> MegatronEngine:
-    """Build a model that does not train. Offload applies only in a `FrozenConfig`, not in a trained role's section."""
-    section = spec.section
-    value_head = spec.value_head is not None
-    chunks = build_model(
-        spec.arch,
-        groups,
-        dtype=DTYPES[section.dtype],
-        value_head=value_head,
-        implementation=implementation,
-        in_8_bits=section.in_8_bits,
-    )
-    _fill(chunks, spec, groups)
-    lora = section.lora if isinstance(section, TrainableConfig) else None  # for the weights of a checkpoint
-    adapters = _adapt(chunks, spec, groups, lora)
-    for chunk in chunks:
-        chunk.requires_grad_(False)
-    offload = section.offload if isinstance(section, FrozenConfig) else ()
-    settings = EngineSettings(device, section.micro_batch_tokens, offload)
-    engine = MegatronEngine(spec.role, chunks, groups, settings, adapters=adapters)
-    engine.offload_idle()
-    return engine
-
-
-def _adapt(chunks: Sequence[PackedModel], spec: EngineSpec, groups: ProcessGroups, lora: LoraConfig | None) -> ModelAdapters | None:
-    return None if lora is None else attach_adapters(chunks, spec.arch, groups, lora, role=spec.role, seed=spec.seed)
 
 
 def _fill(chunks: Sequence[PackedModel], spec: EngineSpec, groups: ProcessGroups) -> None:

@@ -6,26 +6,27 @@ reduced in fp32 at each micro-batch; kept to the last (`reduce_once`) they take 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import os
+import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from megappo.data.packing import PackedBatch
+from megappo.config.errors import ConfigError, problem
+from megappo.config.role_sections import FrozenConfig, Offload, TrainableConfig, key_of_role
 from megappo.data.tokenizers import Tokenizer
-from megappo.engine.base import PassResult
+from megappo.engine.factory import EngineSpec
 from megappo.engine.fsdp2_lora import Adapters
-from megappo.engine.fsdp2_model import ShardedModel
+from megappo.engine.fsdp2_model import ShardedModel, build_sharded
 from megappo.engine.fsdp2_optimizer import ShardedOptimizer
-from megappo.engine.linear_output import LinearOutput
-from megappo.engine.losses import LanguageLoss, LossFunction, LossOutput, ValueLoss
-from megappo.engine.micro_batches import MicroBatch, MicroBatches, combined_metrics, detached, in_order, names_of
+from megappo.engine.losses import LossFunction, LossOutput
+from megappo.engine.micro_batches import MicroBatch, MicroBatches, detached
 from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
-from megappo.models.arch import ModelArch, padded_vocab, vocab_shard
+from megappo.models.arch import ModelArch
 from megappo.models.hf_export import Written, export_pieces
 from megappo.models.lora import Weights, is_beside_base
 from megappo.models.peft_files import AdapterTensors
@@ -33,9 +34,8 @@ from megappo.models.pieces import PieceMap
 from megappo.models.row_shards import plain_piece_map, shard_piece_map
 from megappo.models.weight_map import VALUE_HEAD
 from megappo.models.weight_rules import Cut
-from megappo.parallel.context import ContextShard
+from megappo.parallel.device import DTYPES
 from megappo.parallel.groups import ProcessGroups
-from megappo.parallel.shares import plan_micro_batches, split_by_budget
 
 
 class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
@@ -123,53 +123,36 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
 
     # ---------------------------------------------------------------------------------------------------------- passes
 
-    def forward_backward(
+    def _run(
         self,
-        share: PackedBatch,
+        micro_batches: MicroBatches,
         loss_fn: LossFunction,
+        denominator: float,
+        outputs: list[LossOutput],
+        num_sequences: int,
         *,
-        reads: Collection[str] = (),
-        denominator: float = 1.0,
-        forward_only: bool = False,
-    ) -> PassResult:
-        self._passes += 1
-        kind = "a forward pass" if forward_only else "forward and backward"
-        needed = split_by_budget(share.lengths.tolist(), self._micro_batch_tokens)
-        # Every micro-batch gathers the layers from all ranks: a rank with fewer of them would leave its peers waiting.
-        agreed = self.groups.agree(f"{kind} of the {self.name}", self._passes, share.lengths, needed)
-        mine = plan_micro_batches(share.lengths.tolist(), self._micro_batch_tokens, agreed.micro_batches)
-        outputs: list[LossOutput] = []
+        forward_only: bool,
+    ) -> None:
         with nullcontext() if forward_only else self._dropping():
-            micro_batches = MicroBatches(share.only(reads), mine, self.groups, self.device)
             for number, micro in enumerate(micro_batches.of_chunk(), start=1):
                 if self._reduce_once and not forward_only:
-                    self._model.reduce_gradients(number == len(mine))
-                outputs.append(self._run(micro, loss_fn, denominator, forward_only=forward_only))
+                    self._model.reduce_gradients(number == len(micro_batches))
+                outputs.append(self._run_one(micro, loss_fn, denominator, forward_only=forward_only))
         if not forward_only:
             self._model.sum_partial_gradients()
-        names = names_of(outputs[0])
-        reports = self.groups.is_reporter
-        sums, maxima = combined_metrics(outputs, names, self.groups.everyone, self.device, reports=reports)
-        tokens = in_order(share, mine, outputs, names["tokens"], self.device, reports=reports)
-        return PassResult(tokens, sums, maxima, len(mine))
 
     def _dropping(self) -> AbstractContextManager[None]:
-        adapters = self.adapters
+        if self.adapters is None:
+            return nullcontext()
         # Steps of the schedule are in checkpoints, unlike the number of passes.
-        return (
-            nullcontext()
-            if adapters is None
-            else adapters.dropping(self._trained().schedule_steps, self.groups.position // self.groups.layout.tp, self.device)
-        )
+        step, replica = self._trained().schedule_steps, self.groups.position // self.groups.layout.tp
+        return self.adapters.dropping(step, replica, self.device)
 
-    def _run(self, micro: MicroBatch, loss_fn: LossFunction, denominator: float, *, forward_only: bool) -> LossOutput:
+    def _run_one(self, micro: MicroBatch, loss_fn: LossFunction, denominator: float, *, forward_only: bool) -> LossOutput:
         """Run one micro-batch, forward and, unless `forward_only`, backward. Collective over the role's ranks."""
         with torch.set_grad_enabled(not forward_only):
             raw = self._model(micro.batch.tokens, micro.cu_seqlens, micro.context)
-            if self.value_head:
-                output = cast(ValueLoss, loss_fn)(raw, micro.batch)
-            else:
-                output = cast(LanguageLoss, loss_fn)(self._language_output(raw, micro.context), micro.batch)
+            output = self._loss_of(loss_fn, micro, raw)
             if not forward_only:
                 # 0 * raw: a loss that reads no output still runs the backward, which its peers wait for.
                 loss = 0.0 * raw.sum() + (0.0 if output.loss_sum is None else output.loss_sum / denominator)
@@ -177,20 +160,8 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
         self._model.reshard()  # the optimizer may change the shards next
         return detached(output, micro.real)
 
-    def _language_output(self, hidden: Tensor, context: ContextShard | None) -> LinearOutput:
-        layout = self.groups.layout
-        start, num_valid = vocab_shard(self.arch, layout.tp, self.groups.coordinates.tp)
-        return LinearOutput(
-            hidden=hidden,
-            weight=self._model.output_weight(),
-            vocab_start=start,
-            num_valid=num_valid,
-            group=self.groups.tp,
-            sequence_parallel=layout.sequence_parallel,
-            context=context,
-            widest=padded_vocab(self.arch, layout.tp) // layout.tp,
-            logit_scale=self._model.logit_scale,
-        )
+    def _output_projection(self) -> tuple[Tensor, float]:
+        return self._model.output_weight(), self._model.logit_scale
 
     # ------------------------------------------------------------------------------------------------------- optimizer
 
@@ -207,3 +178,31 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
 
     def _take_new_weights(self) -> None:
         """Do nothing: the optimizer updates the weights themselves."""
+
+
+def build_fsdp2(spec: EngineSpec, groups: ProcessGroups, device: torch.device) -> Fsdp2Engine:
+    """Build the engine of a role. Collective over the role's ranks. ValueError if the model or the checkpoint does not fit.
+    The section of a role that trains is a `TrainableConfig`."""
+    section, dtype = spec.section, DTYPES[spec.section.dtype]
+    if section.compile:
+        _check_compiler(spec.role)
+    model = build_sharded(spec, groups, dtype=dtype, device=device, trains=spec.total_updates is not None)
+    reduce_once = isinstance(section, TrainableConfig) and section.reduce_once
+    optimizer = None
+    offload: tuple[Offload, ...] = section.offload if isinstance(section, FrozenConfig) else ()
+    if spec.total_updates is not None:
+        assert isinstance(section, TrainableConfig), f"{spec.role} has no optimizer to train with"
+        optimizer = ShardedOptimizer(model.trained, model.copied, groups, section.optimizer, spec.total_updates, device)
+        offload = section.offload
+    settings = EngineSettings(device, section.micro_batch_tokens, offload, spec.frozen)
+    engine = Fsdp2Engine(spec.role, model, spec.arch, groups, settings, dtype=dtype, optimizer=optimizer, reduce_once=reduce_once)
+    engine.offload_idle()
+    return engine
+
+
+def _check_compiler(role: str) -> None:
+    """Raise ConfigError without the C++ compiler that torch.compile calls for kernels on the CPU and launchers on a GPU."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        fix = f"torch.compile calls {compiler}, which is not on PATH; install it, name another one in CXX, or remove the key"
+        raise ConfigError(problem(f"{key_of_role(role)}.compile", True, fix))

@@ -12,6 +12,7 @@ from torch.optim import AdamW
 
 from megappo.config.role_sections import OptimizerConfig
 from megappo.engine.base import StepResult
+from megappo.engine.megatron_optimizer import schedule_of
 from megappo.parallel.groups import ProcessGroups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -20,7 +21,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class ShardedOptimizer:
     """AdamW over the shards of one model.
     shards: name -> rectangle of this rank; may be empty. copied: names of shards that every tp rank has alike. updates: of the
-    weights so far. schedule_steps: steps that the schedule counted, skipped ones too."""
+    weights so far."""
 
     def __init__(
         self,
@@ -31,15 +32,15 @@ class ShardedOptimizer:
         total_steps: int,
         device: torch.device,
     ) -> None:
-        self._shards, self._groups, self._config, self._total_steps = shards, groups, config, total_steps
-        self._copied, self._device = copied, device
-        self.updates, self.schedule_steps = 0, 0
+        self._shards, self._groups, self._clip_grad = shards, groups, config.clip_grad
+        self._copied, self._device, self.updates = copied, device, 0
         # No weight decay on norms and biases.
         decayed = [shard for shard in shards.values() if shard.dim() > 1]
         others = [shard for shard in shards.values() if shard.dim() == 1]
-        kinds = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        kinds = [{"params": decayed, "wd_mult": 1.0}, {"params": others, "wd_mult": 0.0}]
         held = [kind for kind in kinds if kind["params"]]
         self._optimizer = AdamW(held or [{"params": []}], lr=config.lr, betas=config.betas, eps=config.eps)
+        self._scheduler = schedule_of(self._optimizer, config, total_steps)
         # Allocated now: vLLM starts before the first step and takes all memory that it finds free.
         for shard in shards.values():
             moments = {name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS}
@@ -53,19 +54,18 @@ class ShardedOptimizer:
         """Go on from a position, after the moments were loaded."""
         for state in self._optimizer.state.values():
             state["step"] = torch.tensor(float(updates))
-        self.updates, self.schedule_steps = updates, schedule_steps
-        self._set_lr()
+        self.updates = updates
+        self._scheduler.num_steps = 0  # the scheduler only goes forward
+        self._scheduler.step(increment=schedule_steps)
+
+    @property
+    def schedule_steps(self) -> int:
+        return self._scheduler.num_steps  # skipped steps count too
 
     def advance_schedule(self) -> float:
         """Set the learning rate of the next step and return it."""
-        self.schedule_steps += 1
-        return self._set_lr()
-
-    def _set_lr(self) -> float:
-        lr = scheduled_lr(self._config, self.schedule_steps, self._total_steps)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+        self._scheduler.step(increment=1)
+        return self._optimizer.param_groups[0]["lr"]
 
     def step(self) -> StepResult:
         """Clip by the global norm and update; all ranks skip the step if the norm is not finite on one. Collective."""
@@ -80,7 +80,7 @@ class ShardedOptimizer:
         grad_norm = float(squares.sqrt())
         if not math.isfinite(grad_norm):
             return StepResult(grad_norm, applied=False)
-        scale = self._config.clip_grad / (grad_norm + 1e-6)  # Megatron-core's, for equal numbers
+        scale = self._clip_grad / (grad_norm + 1e-6)  # Megatron-core's, for equal numbers
         if 0 < scale < 1 and gradients:
             torch._foreach_mul_(gradients, scale)
         self._optimizer.step()
@@ -95,18 +95,3 @@ class ShardedOptimizer:
     def tensors(self) -> Iterator[Tensor]:
         """Yield the optimizer's tensors in this rank's device memory, without the shards."""
         yield from (values for *_, values in self.moments())
-
-
-def scheduled_lr(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (from 1) of `total_steps`, as in Megatron-core's scheduler.
-    Step k of the warm-up uses k / warmup_steps of the peak. linear and cosine reach the smallest rate at the last step, which is at
-    least one after the warm-up, and keep it."""
-    warmup, last = config.warmup_steps, max(total_steps, config.warmup_steps + 1)
-    if step <= warmup and warmup > 0:
-        return config.lr * step / warmup
-    if config.lr_schedule.type == "constant":
-        return config.lr
-    done = min(1.0, (step - warmup) / (last - warmup))
-    left = 1.0 - done if config.lr_schedule.type == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
-    lowest = config.min_lr
-    return lowest + left * (config.lr - lowest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -12,18 +12,15 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from megappo.data.packing import PackedBatch
 from megappo.data.tokenizers import Tokenizer
-from megappo.engine.base import PassResult, RouterSummary
-from megappo.engine.linear_output import LinearOutput
-from megappo.engine.losses import LanguageLoss, LossFunction, LossOutput, ValueLoss
+from megappo.engine.base import RouterSummary
+from megappo.engine.losses import LossFunction, LossOutput
 from megappo.engine.megatron_optimizer import Optimizer
 from megappo.engine.megatron_schedule import run_schedule
-from megappo.engine.micro_batches import MicroBatch, MicroBatches, combined_metrics, detached, in_order, names_of
+from megappo.engine.micro_batches import MicroBatch, MicroBatches, detached
 from megappo.engine.offload import without_storages_of
 from megappo.engine.role_engine import EngineSettings, RoleEngine
 from megappo.engine.state_boxes import WEIGHT, Held
-from megappo.models.arch import vocab_shard
 from megappo.models.gpt import CriticModel, PackedModel, PolicyModel, named_parameters
 from megappo.models.hf_export import export_pretrained
 from megappo.models.lora import Weights
@@ -31,10 +28,7 @@ from megappo.models.lora_linear import ModelAdapters, merged_parameters
 from megappo.models.moe import share_router_state
 from megappo.models.pieces import PieceMap
 from megappo.models.weight_map import piece_map
-from megappo.parallel.consensus import told_by
-from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
-from megappo.parallel.shares import plan_micro_batches, split_by_budget
 
 
 class MegatronEngine(RoleEngine[Optimizer]):
@@ -128,80 +122,35 @@ class MegatronEngine(RoleEngine[Optimizer]):
 
     # ---------------------------------------------------------------------------------------------------------- passes
 
-    def forward_backward(
+    def _run(
         self,
-        share: PackedBatch,
+        micro_batches: MicroBatches,
         loss_fn: LossFunction,
+        denominator: float,
+        outputs: list[LossOutput],
+        num_sequences: int,
         *,
-        reads: Collection[str] = (),
-        denominator: float = 1.0,
-        forward_only: bool = False,
-    ) -> PassResult:
-        self._passes += 1
-        kind = "a forward pass" if forward_only else "forward and backward"
-        lengths = share.lengths
-        needed = split_by_budget(lengths.tolist(), self._micro_batch_tokens)
-        # A rank that runs another pass than its peers would hang or abort inside it, without a name.
-        agreed = self.groups.agree(f"{kind} of the {self.name}", self._passes, lengths, needed)
-        mine = plan_micro_batches(lengths.tolist(), self._micro_batch_tokens, self._rounded(agreed.micro_batches))
-        read = share.only(reads if self.groups.is_last_stage else ())  # only the last stage computes the loss
-        micro_batches = MicroBatches(read, mine, self.groups, self.device)
-        outputs: list[LossOutput] = []
+        forward_only: bool,
+    ) -> RouterSummary | None:
         if self._router_state is not None:
-            self._router_state.begin(self._router_aux_coef, max(1, agreed.sequences))
+            self._router_state.begin(self._router_aux_coef, max(1, num_sequences))
         if self._adapters is not None and not forward_only:
             self._adapters.start_dropping(self._trained().schedule_steps)
         compute_loss = partial(self._compute_loss, loss_fn, denominator, outputs)
         run_schedule(self._wrapped, micro_batches, compute_loss, self.groups, forward_only=forward_only)
-        names, reports = self._agree_on_names(outputs), self.groups.is_reporter
-        sums, maxima = combined_metrics(outputs, names, self.groups.everyone, self.device, reports=reports)
-        router = None if forward_only else self._combine_router_load(agreed.sequences)
-        tokens = in_order(share, mine, outputs, names["tokens"], self.device, reports=reports)
-        return PassResult(tokens, sums, maxima, len(mine), router)
-
-    def _rounded(self, micro_batches: int) -> int:
-        # The interleaved schedule passes micro-batches through the stages in groups of pp, so the number is rounded up.
-        multiple = self.groups.layout.pp if self.groups.layout.vpp > 1 else 1
-        return -(-micro_batches // multiple) * multiple
+        return None if forward_only else self._combine_router_load(num_sequences)
 
     def _compute_loss(
         self, loss_fn: LossFunction, denominator: float, outputs: list[LossOutput], micro: MicroBatch, raw: Tensor
     ) -> tuple[Tensor, Tensor, dict]:
-        model = self.chunks[-1]
-        if isinstance(model, PolicyModel):
-            output = cast(LanguageLoss, loss_fn)(self._language_output(model, raw, micro.context), micro.batch)
-        else:
-            output = cast(ValueLoss, loss_fn)(raw, micro.batch)
+        output = self._loss_of(loss_fn, micro, raw if self.value_head else raw.squeeze(1))
         outputs.append(detached(output, micro.real))
         loss = raw.new_zeros(()) if output.loss_sum is None else output.loss_sum / denominator
         # Megatron normalises by the token count; our loss is normalised already, so a count of one is reported and never used.
         return loss, torch.ones((), dtype=torch.int, device=self.device), {}
 
-    def _language_output(self, model: PolicyModel, raw: Tensor, context: ContextShard | None) -> LinearOutput:
-        layout = self.groups.layout
-        start, num_valid = vocab_shard(model.arch, layout.tp, self.groups.coordinates.tp)
-        return LinearOutput(
-            hidden=raw.squeeze(1),
-            weight=model.output_weight(),
-            vocab_start=start,
-            num_valid=num_valid,
-            group=self.groups.tp,
-            sequence_parallel=layout.sequence_parallel,
-            context=context,
-        )
-
-    def _agree_on_names(self, outputs: list[LossOutput]) -> dict[str, list[str]]:
-        # Only the last stage has results, but combining them is collective: every rank needs their names.
-        layout = self.groups.layout
-        names: dict[str, list[str]] | None = None
-        if outputs:
-            names = names_of(outputs[0])
-        if layout.pp == 1:
-            assert names is not None
-            return names
-        agreed = told_by(self.groups.world_rank(pp=layout.pp - 1), names, self.groups.everyone)
-        assert agreed is not None, "the last stage computed no loss"
-        return agreed
+    def _output_projection(self) -> tuple[Tensor, float]:
+        return cast(PolicyModel, self.chunks[-1]).output_weight(), 1.0
 
     def _combine_router_load(self, num_sequences: int) -> RouterSummary | None:
         """Sum the load of the routers of all ranks in this pass; None for a dense model. Collective over the role."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -49,6 +49,25 @@ def wrap_with_ddp(
     ]
 
 
+def schedule_of(optimizer: Any, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
+    """Make the learning-rate schedule of an optimizer with torch's `param_groups`; a group's `wd_mult` scales its weight decay.
+    Step k of the warm-up uses k / warmup_steps of the peak. linear and cosine reach the smallest rate at the last step, which is at
+    least one after the warm-up, and keep it."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=max(total_steps, config.warmup_steps + 1),
+        lr_decay_style=config.lr_schedule.type,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
 class Optimizer:
     """Megatron-core's optimizer with its schedule; a step whose gradient is not finite is skipped on every rank of the role."""
 
@@ -78,25 +97,13 @@ class Optimizer:
         for inner in self._chained():
             create_moments(inner.optimizer)
         self._clip_grad = config.clip_grad
-        self._scheduler = OptimizerParamScheduler(
-            self._optimizer,
-            init_lr=0.0,
-            max_lr=config.lr,
-            min_lr=config.min_lr,
-            lr_warmup_steps=config.warmup_steps,
-            lr_decay_steps=max(total_steps, config.warmup_steps + 1),
-            lr_decay_style=config.lr_schedule.type,
-            start_wd=config.weight_decay,
-            end_wd=config.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
+        self._scheduler = schedule_of(self._optimizer, config, total_steps)
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
     def advance_schedule(self) -> float:
-        """Set the learning rate of the next step and return it: step k of the warm-up uses k / warmup_steps of the peak."""
+        """Set the learning rate of the next step and return it."""
         self._scheduler.step(increment=1)
         return max(group["lr"] for group in self._optimizer.param_groups)
 

@@ -1,28 +1,34 @@
-"""Base of engines: where a role lives, modes, offload, optimizer steps, saved state."""
+"""Base of engines: where a role lives, modes, offload, passes, optimizer steps, saved state."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megappo.checkpoint.state import ModelState, ReadGoingOn, Shape, StateBox
 from megappo.config.role_sections import Offload
-from megappo.engine.base import Adapters, StepResult
+from megappo.data.packing import PackedBatch
+from megappo.engine.base import Engine, PassResult, RouterSummary, StepResult
+from megappo.engine.linear_output import LinearOutput
+from megappo.engine.losses import LanguageLoss, LossFunction, LossOutput, ValueLoss
+from megappo.engine.micro_batches import MicroBatch, MicroBatches, combined_metrics, in_order, names_of
 from megappo.engine.offload import StorageOffload
 from megappo.engine.state_boxes import WEIGHT, Held, boxes_to_load, boxes_to_save, key_of, require_same_tensors
-from megappo.models.arch import ModelArch
+from megappo.models.arch import ModelArch, padded_vocab, vocab_shard
 from megappo.models.pieces import PieceMap, Section, sizes_of
 from megappo.models.weight_map import VALUE_HEAD
-from megappo.parallel.consensus import gathered
+from megappo.parallel.consensus import gathered, told_by
+from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
-from megappo.parallel.shares import shares_of
+from megappo.parallel.shares import plan_micro_batches, shares_of, split_by_budget
 from megappo.runtime.ending import Unrecoverable
 from megappo.runtime.messages import name_ranks
 
@@ -105,15 +111,16 @@ class EngineSettings:
     frozen: frozenset[str] = frozenset()
 
 
-class RoleEngine(ABC, Generic[OptimizerT]):
-    """Base of engines with offload by storages and state as in `state_boxes.py`. optimizer: None for a frozen role."""
+class RoleEngine(Engine, Generic[OptimizerT]):
+    """Base of engines with offload by storages, passes by micro-batches of a token budget, and state as in `state_boxes.py`.
+    optimizer: None for a frozen role."""
 
     arch: ModelArch
     value_head: bool
 
     def __init__(self, name: str, groups: ProcessGroups, settings: EngineSettings, optimizer: OptimizerT | None) -> None:
         self.name = name
-        self.groups, self.placement, self.host_group = groups, groups.placement, groups.host
+        self.groups, self.placement = groups, groups.placement
         self.shares = shares_of(groups.layout, groups.placement.ranks)
         self.device = settings.device
         self._micro_batch_tokens = settings.micro_batch_tokens
@@ -136,17 +143,8 @@ class RoleEngine(ABC, Generic[OptimizerT]):
         """Optimizer state that is not a parameter itself, offloaded as the optimizer."""
 
     @property
-    @abstractmethod
-    def adapters(self) -> Adapters | None: ...
-
-    @abstractmethod
-    def named_parameters(self) -> Mapping[str, torch.nn.Parameter]: ...
-
-    @abstractmethod
-    def named_gradients(self) -> Mapping[str, Tensor]: ...
-
-    @abstractmethod
-    def pieces(self) -> PieceMap: ...
+    def host_group(self) -> dist.ProcessGroup:
+        return self.groups.host
 
     # ------------------------------------------------------------------------------------------------ modes and memory
 
@@ -188,6 +186,83 @@ class RoleEngine(ABC, Generic[OptimizerT]):
     @abstractmethod
     def _free_gradients(self) -> None:
         """Free the gradients' memory, if it is not free."""
+
+    # ---------------------------------------------------------------------------------------------------------- passes
+
+    def forward_backward(
+        self,
+        share: PackedBatch,
+        loss_fn: LossFunction,
+        *,
+        reads: Collection[str] = (),
+        denominator: float = 1.0,
+        forward_only: bool = False,
+    ) -> PassResult:
+        self._passes += 1
+        kind = "a forward pass" if forward_only else "forward and backward"
+        lengths, groups = share.lengths.tolist(), self.groups
+        needed = split_by_budget(lengths, self._micro_batch_tokens)
+        # A rank that runs another pass than its peers, or fewer micro-batches, would hang or abort inside it, without a name.
+        agreed = groups.agree(f"{kind} of the {self.name}", self._passes, share.lengths, needed)
+        # The interleaved schedule passes micro-batches through the stages in groups of pp, so the number is rounded up.
+        multiple = groups.layout.pp if groups.layout.vpp > 1 else 1
+        mine = plan_micro_batches(lengths, self._micro_batch_tokens, -(-agreed.micro_batches // multiple) * multiple)
+        read = share.only(reads if groups.is_last_stage else ())  # only the last stage computes the loss
+        outputs: list[LossOutput] = []
+        micro_batches = MicroBatches(read, mine, groups, self.device)
+        router = self._run(micro_batches, loss_fn, denominator, outputs, agreed.sequences, forward_only=forward_only)
+        names, reports = self._agree_on_names(outputs), groups.is_reporter
+        sums, maxima = combined_metrics(outputs, names, groups.everyone, self.device, reports=reports)
+        tokens = in_order(share, mine, outputs, names["tokens"], self.device, reports=reports)
+        return PassResult(tokens, sums, maxima, len(mine), router)
+
+    @abstractmethod
+    def _run(
+        self,
+        micro_batches: MicroBatches,
+        loss_fn: LossFunction,
+        denominator: float,
+        outputs: list[LossOutput],
+        num_sequences: int,
+        *,
+        forward_only: bool,
+    ) -> RouterSummary | None:
+        """Run a pass and add the results of each micro-batch, detached, to `outputs` where the loss is computed; return the load of
+        the routers after training with experts. num_sequences: of the whole batch. Collective over the role's ranks."""
+
+    def _loss_of(self, loss_fn: LossFunction, micro: MicroBatch, output: Tensor) -> LossOutput:
+        """Compute the loss from hidden states [T, H] of a language model, or the values of a value model."""
+        if self.value_head:
+            return cast(ValueLoss, loss_fn)(output, micro.batch)
+        return cast(LanguageLoss, loss_fn)(self._language_output(output, micro.context), micro.batch)
+
+    def _language_output(self, hidden: Tensor, context: ContextShard | None) -> LinearOutput:
+        layout = self.groups.layout
+        start, num_valid = vocab_shard(self.arch, layout.tp, self.groups.coordinates.tp)
+        weight, logit_scale = self._output_projection()
+        return LinearOutput(
+            hidden=hidden,
+            weight=weight,
+            vocab_start=start,
+            num_valid=num_valid,
+            group=self.groups.tp,
+            sequence_parallel=layout.sequence_parallel,
+            context=context,
+            widest=padded_vocab(self.arch, layout.tp) // layout.tp,
+            logit_scale=logit_scale,
+        )
+
+    @abstractmethod
+    def _output_projection(self) -> tuple[Tensor, float]:
+        """Return this tp rank's rows of the output projection, and the factor of its products."""
+
+    def _agree_on_names(self, outputs: list[LossOutput]) -> dict[str, list[str]]:
+        # Only the last stage has results, but combining them is collective: every rank needs their names.
+        names, pp = names_of(outputs[0]) if outputs else None, self.groups.layout.pp
+        if pp > 1:
+            names = told_by(self.groups.world_rank(pp=pp - 1), names, self.groups.everyone)
+        assert names is not None, "the last stage computed no loss"
+        return names
 
     # ------------------------------------------------------------------------------------------------------- optimizer
 

@@ -122,7 +122,7 @@ def outputs(model: str, dtype: torch.dtype, value_head: bool) -> dict[str, Tenso
         raw = chunks[0](micro.batch.tokens, micro.cu_seqlens, micro.context, micro.real)
         if value_head:
             return dict(Critic(engine)._report(raw, micro.batch).tokens)
-        output = engine._language_output(engine.chunks[0], raw, micro.context)
+        output = engine._language_output(raw.squeeze(1), micro.context)
         return dict(LanguageModel(engine, 0.7)._report(output, micro.batch, want_entropy=True).tokens)
 
 

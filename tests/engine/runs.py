@@ -46,7 +46,7 @@ def build_roles(
     recompute: str = "none",
 ):
     """Policy and critic on whole batches. offload: all parts, none, or those that are named."""
-    from megappo.engine.build import build_trainable
+    from megappo.engine.build import build_megatron
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
     from megappo.trainer.roles import Critic, Policy
@@ -63,7 +63,7 @@ def build_roles(
     )
     acts = EngineSpec("policy", path, arch, PolicyConfig(model=path, **common), total_updates=10)
     values = EngineSpec("critic", path, arch, CriticConfig(**common), value_head="normal", total_updates=10)
-    policy, critic = (build_trainable(spec, groups, device=torch.device("cpu")) for spec in (acts, values))
+    policy, critic = (build_megatron(spec, groups, device=torch.device("cpu")) for spec in (acts, values))
     roles = Policy(policy, 0.7, AlgorithmConfig(entropy={"type": "bonus", "coef": 0.01})), Critic(critic)
     return tuple(map(on_whole_batches, roles))
 
@@ -196,12 +196,12 @@ def freed_bytes(path: str, groups) -> dict[str, int]:
 
 def schedule(path: str, groups) -> list[float]:
     """Learning rates of ten steps with two warm-up steps and a linear decay to a tenth."""
-    from megappo.engine.build import build_trainable
+    from megappo.engine.build import build_megatron
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
 
     optimizer = OptimizerConfig(lr=1.0, lr_schedule=DecayingLRConfig(type="linear", min_ratio=0.1), warmup_steps=2)
     config = PolicyConfig(model=path, dtype="fp32", optimizer=optimizer)
     spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10)
-    engine = build_trainable(spec, groups, device=torch.device("cpu"))
+    engine = build_megatron(spec, groups, device=torch.device("cpu"))
     return [engine.lr_scheduler_step() for _ in range(10)]

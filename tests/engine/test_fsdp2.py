@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import weakref
@@ -26,7 +27,7 @@ from megappo.config.role_sections import (
     PolicyConfig,
 )
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.engine.fsdp2_optimizer import scheduled_lr
+from megappo.engine.megatron_optimizer import schedule_of
 from megappo.models.hf_config import arch_for, read_arch
 from megappo.models.pieces import Box, check_tiling
 from megappo.models.row_shards import shard_box, shard_piece_map
@@ -410,28 +411,19 @@ def test_rectangles_are_chunks_of_the_chunks_of_a_tp_rank() -> None:
 
 @pytest.mark.parametrize("shape", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup, total", [(0, 10), (3, 10), (1, 1), (5, 3)])
-def test_the_schedule_is_that_of_megatron(shape: Any, warmup: int, total: int) -> None:
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
+def test_the_schedule_warms_up_decays_and_keeps_the_smallest_rate(shape: Any, warmup: int, total: int) -> None:
     schedule = ConstantLRConfig() if shape == "constant" else DecayingLRConfig(type=shape, min_ratio=0.25)
-    config = OptimizerConfig(lr=2.0, lr_schedule=schedule, warmup_steps=warmup)
-    group: dict[str, Any] = {"lr": 0.0}
-    scheduler = OptimizerParamScheduler(
-        mock.Mock(param_groups=[group]),
-        init_lr=0.0,
-        max_lr=2.0,
-        min_lr=0.5,
-        lr_warmup_steps=warmup,
-        lr_decay_steps=max(total, warmup + 1),
-        lr_decay_style=shape,
-        start_wd=0.0,
-        end_wd=0.0,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
+    weights = [{"params": [torch.nn.Parameter(torch.ones(2))], "wd_mult": mult} for mult in (1.0, 0.0)]
+    optimizer = torch.optim.AdamW(weights)
+    scheduler = schedule_of(optimizer, OptimizerConfig(lr=2.0, lr_schedule=schedule, warmup_steps=warmup, weight_decay=0.1), total)
+    last = max(total, warmup + 1)
     for step in range(1, total + 4):
         scheduler.step(increment=1)
-        assert scheduled_lr(config, step, total) == pytest.approx(group["lr"], rel=1e-12), step
+        done = min(1.0, (step - warmup) / (last - warmup))
+        left = 1.0 - done if shape == "linear" else 0.5 * (math.cos(math.pi * done) + 1.0)
+        wanted = 2.0 * step / warmup if step <= warmup else 2.0 if shape == "constant" else 0.5 + left * 1.5
+        assert [group["lr"] for group in optimizer.param_groups] == [wanted] * 2, step
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
 RANK_IMPORTS = """

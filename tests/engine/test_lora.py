@@ -292,7 +292,7 @@ def of_compiled_layers(bench: Bench) -> dict[str, Any]:
     that runs the graphs as they are; kernels would take a minute."""
     from torch._dynamo.utils import counters
 
-    from megappo.engine import fsdp2_build
+    from megappo.engine import fsdp2
     from megappo.models import hf_classes
 
     keys = {**LAYOUTS["fsdp2 dp1"].keys, "recompute": "full", "compile": True}
@@ -303,7 +303,7 @@ def of_compiled_layers(bench: Bench) -> dict[str, Any]:
             return {}
         found = {"compiled off": base_logprobs(engine), "compiled on": logprobs(engine), "compiled": trained(engine)}
     found["graphs"] = dict(counters["frames"])
-    with mock.patch.object(fsdp2_build.shutil, "which", lambda name: None), pytest.raises(ValueError) as refused:
+    with mock.patch.object(fsdp2.shutil, "which", lambda name: None), pytest.raises(ValueError) as refused:
         bench.engine(LORA, keys)
     return {**found, "no compiler": str(refused.value)}
 

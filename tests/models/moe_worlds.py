@@ -216,7 +216,7 @@ def _gradient_pieces(engine) -> list[tuple]:
 
 def _engine(folder: Path, job: Job):
     from megappo.config.role_sections import OptimizerConfig, PolicyConfig
-    from megappo.engine.build import build_trainable
+    from megappo.engine.build import build_megatron
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
     from megappo.parallel.groups import build_groups
@@ -231,7 +231,7 @@ def _engine(folder: Path, job: Job):
         optimizer=OptimizerConfig(lr=1e-3, distributed=job.distributed, clip_grad=0.0),
     )
     spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10)
-    return build_trainable(spec, build_groups(job.layout), device=torch.device("cpu"))
+    return build_megatron(spec, build_groups(job.layout), device=torch.device("cpu"))
 
 
 @contextmanager

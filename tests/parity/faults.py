@@ -70,10 +70,10 @@ def labels_rolled_on_each_cp_rank() -> Iterator[None]:
 @contextmanager
 def normalised_per_micro_batch() -> Iterator[None]:
     """Each micro-batch is divided by its own token count, and the micro-batches are averaged."""
-    from megappo.engine import megatron
+    from megappo.engine import role_engine
     from megappo.engine.megatron import MegatronEngine
 
-    right_loss, right_plan = MegatronEngine._compute_loss, megatron.plan_micro_batches
+    right_loss, right_plan = MegatronEngine._compute_loss, role_engine.plan_micro_batches
     num_micro_batches = [1]
 
     def plan(*args: Any) -> Any:
@@ -87,7 +87,7 @@ def normalised_per_micro_batch() -> Iterator[None]:
         return right_loss(self, loss_fn, denominator, outputs, micro, raw)
 
     with (
-        mock.patch.object(megatron, "plan_micro_batches", plan),
+        mock.patch.object(role_engine, "plan_micro_batches", plan),
         mock.patch.object(MegatronEngine, "_compute_loss", compute_loss),
     ):
         yield

@@ -109,13 +109,13 @@ def on_policy_world(rank: int, folder: str, cases: list[Case]) -> dict[str, Firs
 
 def written_by_the_policy(folder: str, groups: Any) -> PackedBatch:
     """Responses to recorded prompts, sampled by the Megatron engine as a run would, with random scores."""
-    from megappo.engine.build import build_frozen
+    from megappo.engine.build import build_megatron
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
 
     config = config_of(Path(folder))
     path = config.policy.model
-    engine = build_frozen(EngineSpec("policy", path, read_arch(path), config.policy), groups, device=torch.device("cpu"))
+    engine = build_megatron(EngineSpec("policy", path, read_arch(path), config.policy), groups, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, VOCABULARY, (4,), generator=generator).tolist() for _ in range(SEQUENCES)]
     requests = make_requests(prompts, samples_per_prompt=1, run_seed=0, step=1)

@@ -20,14 +20,14 @@ def make_policy(path: str, layout: ParallelLayout, device: torch.device = torch.
     """A policy at temperature 1 in a layout of the world, on whole batches; one step moves its weights by about 1e-2."""
     from megappo.config.role_sections import OptimizerConfig, PolicyConfig
     from megappo.config.schema import AlgorithmConfig
-    from megappo.engine.build import build_trainable
+    from megappo.engine.build import build_megatron
     from megappo.engine.factory import EngineSpec
     from megappo.parallel.groups import build_groups
     from megappo.trainer.roles import Policy
 
     config = PolicyConfig(model=path, dtype="fp32", micro_batch_tokens=256, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
     spec = EngineSpec("policy", path, read_arch(path), config, total_updates=10)
-    engine = build_trainable(spec, build_groups(layout), device=device)
+    engine = build_megatron(spec, build_groups(layout), device=device)
     return on_whole_batches(Policy(engine, 1.0, AlgorithmConfig()))
 
 

@@ -76,7 +76,7 @@ def runs_and_weights(rank: int, folder: str) -> dict[str, Weights]:
 def weights_of(place: Path, run: str, role: str, step: str) -> Weights:
     from megappo.checkpoint.store import CheckpointStore
     from megappo.config.role_sections import RoleConfig
-    from megappo.engine.build import build_frozen
+    from megappo.engine.build import build_megatron
     from megappo.engine.factory import EngineSpec
     from megappo.models.hf_config import read_arch
     from megappo.parallel.groups import build_groups
@@ -85,7 +85,7 @@ def weights_of(place: Path, run: str, role: str, step: str) -> Weights:
     path, groups = str(place / "model"), build_groups(ParallelLayout(dist.get_world_size()))
     head = "zero" if role == "critic" else None
     spec = EngineSpec(role, path, read_arch(path), RoleConfig(dtype="fp32"), value_head=head)
-    engine = build_frozen(spec, groups, device=torch.device("cpu"))
+    engine = build_megatron(spec, groups, device=torch.device("cpu"))
     CheckpointStore(place / "runs" / run / "checkpoints", keep_last=1).load_weights(role, engine, int(step))
     return {name: parameter.detach() for name, parameter in engine.named_parameters().items()}
 
