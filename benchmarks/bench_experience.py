@@ -37,7 +37,7 @@ from benchmarks.harness.experience_step import Cost, Shape, resident, responses_
 from benchmarks.harness.model import Mistake
 from megappo.parallel.device import world_group
 from megappo.runtime.libraries import keep_freed_memory
-from megappo.trainer.experience.route import GroupWire
+from megappo.trainer.experience.route import Wire
 
 TOKENS_IN_ALL = 6 << 20  # of the repetitions: at least FEWEST, at most MOST
 FEWEST, MOST = 3, 40
@@ -61,7 +61,7 @@ def of_world(rank: int, shape: Shape, folder: str) -> None:
     """Write the costs of a rank of a real world to the folder."""
     _start()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=shape.world)
-    wire = GroupWire(world_group())
+    wire = Wire(world_group())
     found = [step(shape, rank, wire, seed) for seed in range(repetitions(shape))]
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
     dist.barrier()

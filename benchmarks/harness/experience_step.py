@@ -67,7 +67,7 @@ class Shape:
 
 
 @dataclass
-class CountingWire:
+class CountingWire(Wire):
     """A wire that counts the bytes sent to others, and the processor seconds of this process (the backend's threads too) meanwhile.
 
     inner: None for a stand-in, which fills what arrives with what is sent: bytes, of which `_believable` makes fields.

@@ -23,7 +23,7 @@ from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world
 from megappo.trainer.build_roles import Roles
 from megappo.trainer.experience.experience import Experience
-from megappo.trainer.experience.route import GroupWire
+from megappo.trainer.experience.route import Wire
 from megappo.trainer.experience.table import Owners, SampleTable, balanced
 from megappo.trainer.ptx import DrawnTexts, with_texts
 from megappo.trainer.reweighting import REJECTED
@@ -102,7 +102,7 @@ def mini_batches(
         if epoch > 0 and shares.count > 1:
             assert group is not None, "several replicas are several ranks"
             owners = owners_of_epoch(table, shares, size, seed + epoch, part)
-            experience = experience.redistribute(owners, wire=GroupWire(group))
+            experience = experience.redistribute(owners, wire=Wire(group))
         index = shares.index_of(experience.rank)
         order = order_of_epoch(table.num_samples, seed + epoch, part)
         # For the whole epoch at once: a rank has few samples of the thousands in some dozen mini-batches.

@@ -5,58 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import in_chunks, tokens_per_sequence, true_positions
-from megappo.data.packing import PackedBatch, Ragged, Spans, cu_seqlens_of
+from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world, total
 from megappo.trainer.experience.route import Route, Wire, world_wire
 from megappo.trainer.experience.table import Owners, SampleTable
 
 
-class Fields(NamedTuple):
-    """Fields per token, per sample, and ragged fields (ids per token), by name."""
-
-    tokens: Mapping[str, Tensor] = {}
-    sequences: Mapping[str, Tensor] = {}
-    ragged: Mapping[str, Ragged] = {}
-
-    @classmethod
-    def of(cls, batch: PackedBatch) -> Fields:
-        return cls(batch.token_fields, batch.sequence_fields, batch.ragged_fields)
-
-    def or_else(self, absent: Fields) -> Fields:
-        """Return these fields, and those of `absent` that are missing here."""
-        tokens, sequences = {**absent.tokens, **self.tokens}, {**absent.sequences, **self.sequences}
-        return Fields(tokens, sequences, {**absent.ragged, **self.ragged})
-
-    def only(self, names: Collection[str]) -> Fields:
-        tokens, sequences = ({name: x for name, x in kind.items() if name in names} for kind in (self.tokens, self.sequences))
-        return Fields(tokens, sequences, {name: x for name, x in self.ragged.items() if name in names})
-
-    def emptied(self) -> Fields:
-        """Return the same names and dtypes for no token and no sample."""
-        nothing = Spans(torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long))
-        tokens, sequences = ({name: x[:0] for name, x in kind.items()} for kind in (self.tokens, self.sequences))
-        return Fields(tokens, sequences, {name: x.select(nothing) for name, x in self.ragged.items()})
-
-
 @dataclass(frozen=True)
 class Experience:
     """Table of all samples, their owners, and the samples of this rank by ascending number.
-    rank: of this process in the world. wire: moves samples, by default between all ranks of the world. absent: empty tensors with
-    the dtypes of the holders' fields, on a rank that holds none but takes part in their exchanges."""
+    rank: of this process in the world. wire: moves samples, by default between all ranks of the world. absent: a batch of no
+    sequences with the holders' fields, on a rank that holds none and takes part in their exchanges."""
 
     table: SampleTable
     owners: Owners
     batch: PackedBatch
     rank: int
     wire: Wire
-    absent: Fields = Fields()
+    absent: PackedBatch | None = None
 
     @property
     def numbers(self) -> Tensor:
@@ -75,24 +47,26 @@ class Experience:
         """Move the samples to other owners with these fields (None: all). Collective over the wire.
         All ranks must have and name the same fields. Other fields are dropped: reading them raises KeyError."""
         kept = self if fields is None else self.only(fields)
-        batch, given = kept.batch, Fields.of(kept.batch).or_else(kept.absent)
+        batch = kept.batch
+        given = batch if kept.absent is None else kept.absent
         route = Route.between(self.table.length, self.owners, owners, self.rank, wire or self.wire)
         if route.is_still:
             return replace(kept, owners=owners)
-        tokens, token_fields, sequence_fields = route.moved(batch.tokens, given.tokens, given.sequences)
+        tokens, token_fields, sequence_fields = route.moved(batch.tokens, given.token_fields, given.sequence_fields)
         moved = replace(
             batch,
             tokens=tokens,
             cu_seqlens=cu_seqlens_of(route.lengths),
             token_fields=token_fields,
             sequence_fields=sequence_fields,
-            ragged_fields=route.ragged_fields(given.ragged),
+            ragged_fields=route.ragged_fields(given.ragged_fields),
         )
-        return replace(self, owners=owners, batch=moved, absent=Fields() if route.is_holder else given.emptied())
+        return replace(self, owners=owners, batch=moved, absent=None if route.is_holder else given.select([]))
 
     def only(self, fields: Collection[str]) -> Experience:
         """Keep only these fields, as `redistribute` does."""
-        return replace(self, batch=self.batch.only(fields), absent=self.absent.only(fields))
+        absent = None if self.absent is None else self.absent.only(fields)
+        return replace(self, batch=self.batch.only(fields), absent=absent)
 
     def for_role(self, shares: Shares, fields: Collection[str]) -> Experience:
         """Send tokens and these fields to where a role's pass over all samples needs them. Collective over the world."""
@@ -118,7 +92,7 @@ class Experience:
         lengths = self.column(torch.tensor([len(one) for one in encoded], dtype=torch.float64)).long()
         flat = torch.tensor(bytearray(b"".join(encoded)), dtype=torch.uint8)
         route = Route.between(lengths, self.owners, owners, self.rank, self.wire)
-        found = route.moved(None, {"text": flat}).token_fields["text"].split(lengths[owners.numbers(self.rank)].tolist())
+        found = route.moved(None, {"text": flat})[1]["text"].split(lengths[owners.numbers(self.rank)].tolist())
         return [bytes(part.numpy()).decode("utf-8", "surrogatepass") for part in found]
 
     def column(self, values: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -21,17 +21,6 @@ from megappo.trainer.experience.table import Owners
 MOST_BYTES_AT_ONCE = 16 << 20
 
 
-class Wire(Protocol):
-    """Exchange between some ranks of the world. ranks: in the order of the counts. places: `places_of` these ranks."""
-
-    ranks: Sequence[int]
-    places: Tensor
-
-    def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
-        """Fill `received` [R] with the data from the other ranks, in exchange for `sent` [S]. Counts are elements per rank."""
-        ...
-
-
 def places_of(ranks: Sequence[int]) -> Tensor:
     """Return [largest rank + 1] int64: the index of each world rank among `ranks`, -1 for other ranks."""
     places = torch.full((max(ranks) + 1,), -1)
@@ -39,31 +28,27 @@ def places_of(ranks: Sequence[int]) -> Tensor:
     return places
 
 
-class GroupWire:
-    """Exchange over a process group. Collective over the group."""
+class Wire:
+    """Exchange between the ranks of a process group, or of a single rank without one: a copy.
+    ranks: of the world, in the order of the counts. places: `places_of` these ranks."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
+        self.ranks: Sequence[int] = (0,) if group is None else dist.get_process_group_ranks(group)
         self.places = places_of(self.ranks)
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
-        dist.all_to_all_single(received, sent, list(received_counts), list(sent_counts), group=self._group)
-
-
-class NoWire:
-    """Exchange of a single rank: a copy."""
-
-    ranks: Sequence[int] = (0,)
-    places = places_of((0,))
-
-    def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
-        received.copy_(sent)
+        """Fill `received` [R] with the data from the other ranks, in exchange for `sent` [S]. Counts are elements per rank.
+        Collective over the group."""
+        if self._group is None:
+            received.copy_(sent)
+        else:
+            dist.all_to_all_single(received, sent, list(received_counts), list(sent_counts), group=self._group)
 
 
 def world_wire() -> Wire:
     """Return the wire of all ranks, or of this rank alone without an initialized process group."""
-    return GroupWire(world_group()) if dist.is_initialized() else NoWire()
+    return Wire(world_group() if dist.is_initialized() else None)
 
 
 @dataclass(frozen=True)
@@ -77,11 +62,6 @@ class Leg:
     peers: Tensor
     tokens: Tensor
     samples: Tensor
-
-    @classmethod
-    def of_nothing(cls, num_peers: int) -> Leg:
-        none, zeros = torch.empty(0, dtype=torch.long), torch.zeros(num_peers, dtype=torch.long)
-        return cls(none, Spans(none, none), none, zeros, zeros)
 
     @classmethod
     def sent(cls, rows: Tensor, peers: Tensor, lengths: Tensor, num_peers: int) -> Leg:
@@ -147,14 +127,6 @@ class _Part(NamedTuple):
         return Spans(leg.spans.starts * size + moved, leg.spans.lengths * size).of(arrived).view(self.values.dtype)
 
 
-class Moved(NamedTuple):
-    """Fields of the samples that arrived, [T'] or [B'] each; empty on a rank that is no holder. tokens: None if none were sent."""
-
-    tokens: Tensor | None
-    token_fields: dict[str, Tensor]
-    sequence_fields: dict[str, Tensor]
-
-
 @dataclass(frozen=True)
 class Route:
     """Route of samples from one ownership to another, as one rank sees it.
@@ -175,26 +147,39 @@ class Route:
     @classmethod
     def between(cls, length: Tensor, source: Owners, target: Owners, rank: int, wire: Wire) -> Route:
         """Build the route for world rank `rank`, which is on the wire like all owners. length: [N], of all samples."""
-        before, after = source.numbers(rank), target.numbers(rank)
-        shares, arriving, mean = target.shares, length[after].long(), int(length.sum()) // len(wire.ranks)
-        index = shares.index_of(rank)
-        is_holder = index is not None and rank in shares.holders[index]
-        if len(wire.ranks) == 1 or (torch.equal(source.share, target.share) and source.shares == shares):
-            none = Leg.of_nothing(len(wire.ranks))
-            return cls(wire, none, none, none, none, arriving, mean, is_holder, is_still=True)
-        legs = _Legs(source, target, rank, wire, before, after, length[before].long(), arriving)
-        sent, received = legs.to(shares.ranks_that_hold)
-        sent_tokens, received_tokens = legs.to(shares.ranks_that_read) if any(shares.readers) else (sent, received)
+        before, after, size = source.numbers(rank), target.numbers(rank), len(wire.ranks)
+        shares, arriving, mean = target.shares, length[after].long(), int(length.sum()) // size
+        mine, theirs = source.shares.index_of(rank), shares.index_of(rank)
+        is_holder, none = theirs is not None and rank in shares.holders[theirs], before.new_empty(0)
+        if size == 1 or (torch.equal(source.share, target.share) and source.shares == shares):
+            leg = Leg.received(none, none, size)
+            return cls(wire, leg, leg, leg, leg, arriving, mean, is_holder, is_still=True)
+        reporters = source.shares.ranks_that_hold[:, 0]
+
+        def legs_to(receivers: Tensor) -> tuple[Leg, Leg]:
+            """Return (sent, received). receivers: [shares, R], world ranks of each share that receive."""
+            rows, peers = none, none
+            if mine is not None and int(reporters[mine]) == rank:  # only the reporter of a source share sends
+                to = wire.places[receivers[target.share[before]]]  # [M, R]
+                rows, peers = torch.arange(len(before)).repeat_interleave(to.shape[1]), to.flatten()
+            sent = Leg.sent(rows, peers, length[before].long(), size)
+            peers, lengths = none, none
+            if theirs is not None and bool((receivers[theirs] == rank).any()):
+                peers, lengths = wire.places[reporters[source.share[after]]], arriving
+            return sent, Leg.received(peers, lengths, size)
+
+        sent, received = legs_to(shares.ranks_that_hold)
+        sent_tokens, received_tokens = legs_to(shares.ranks_that_read) if any(shares.readers) else (sent, received)
         return cls(wire, sent, received, sent_tokens, received_tokens, arriving, mean, is_holder, is_still=False)
 
     def moved(
         self, tokens: Tensor | None, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}
-    ) -> Moved:
-        """Move the samples of this rank. Collective over the wire.
-        tokens: [T] int64, or None; zeros arrive on a rank that gets lengths alone. token_fields, sequence_fields: [T] and [B], with
-        the same names and dtypes on every rank; values are read on ranks that send."""
+    ) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
+        """Move the samples of this rank; return what arrived of each argument, no fields on a rank that is no holder. Collective
+        over the wire. tokens: [T] int64, or None; zeros arrive on a rank that gets lengths alone. token_fields, sequence_fields:
+        [T] and [B], with the same names and dtypes on every rank; values are read on ranks that send."""
         if self.is_still:
-            return Moved(tokens, dict(token_fields), dict(sequence_fields))
+            return tokens, dict(token_fields), dict(sequence_fields)
         # Sorted, so all ranks exchange them in the same order. int32 holds every token id in half the bytes.
         parts = [] if tokens is None else [_Part(tokens.int(), self.sent_tokens, self.received_tokens)]
         parts += [_Part(values, self.sent, self.received) for _, values in sorted(token_fields.items())]
@@ -206,8 +191,8 @@ class Route:
             tokens = arrived.long() if len(self.received_tokens.rows) else tokens.new_zeros(int(self.lengths.sum()))
         fields, ends = found[: len(token_fields)], found[len(token_fields) :]
         if not self.is_holder:
-            return Moved(tokens, {}, {})
-        return Moved(tokens, dict(zip(sorted(token_fields), fields)), dict(zip(sorted(sequence_fields), ends)))
+            return tokens, {}, {}
+        return tokens, dict(zip(sorted(token_fields), fields)), dict(zip(sorted(sequence_fields), ends))
 
     def ragged_fields(self, fields: Mapping[str, Ragged]) -> dict[str, Ragged]:
         """Move ragged fields (ids per token), like `moved`."""
@@ -252,38 +237,6 @@ class Route:
         peers = received.nonzero().flatten()  # few of a world of thousands
         ends = sizes[peers].flatten().cumsum(0).view(-1, len(parts))
         return [part.found(arrived, peers, ends[:, place] - sizes[peers, place]) for place, part in enumerate(parts)]
-
-
-@dataclass(frozen=True)
-class _Legs:
-    """Both ends of a route, for the ranks that receive one kind of payload.
-    before, after: [M], [M'] int64, numbers of this rank's samples before and after. leaving, arriving: their lengths, int64."""
-
-    source: Owners
-    target: Owners
-    rank: int
-    wire: Wire
-    before: Tensor
-    after: Tensor
-    leaving: Tensor
-    arriving: Tensor
-
-    def to(self, receivers: Tensor) -> tuple[Leg, Leg]:
-        """Return (sent, received). receivers: [shares, R], world ranks of each share that receive. Only the reporter of a source
-        share sends."""
-        places, size, reporters = self.wire.places, len(self.wire.ranks), self.source.shares.ranks_that_hold[:, 0]
-        none = self.before.new_empty(0)
-        mine = self.source.shares.index_of(self.rank)
-        rows, peers = none, none
-        if mine is not None and int(reporters[mine]) == self.rank:
-            to = places[receivers[self.target.share[self.before]]]  # [M, R]
-            rows, peers = torch.arange(len(self.before)).repeat_interleave(to.shape[1]), to.flatten()
-        sent = Leg.sent(rows, peers, self.leaving, size)
-        theirs = self.target.shares.index_of(self.rank)
-        peers, lengths = none, none
-        if theirs is not None and bool((receivers[theirs] == self.rank).any()):
-            peers, lengths = places[reporters[self.source.share[self.after]]], self.arriving
-        return sent, Leg.received(peers, lengths, size)
 
 
 def _sums_of_parts(counts: Tensor, sizes: Tensor) -> list[int]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megappo.trainer.experience.route import places_of
+from megappo.trainer.experience.route import Wire, places_of
 
 
-class ThreadWire:
+class ThreadWire(Wire):
     """An all-to-all over shared memory. bytes_sent: of this rank so far, to others."""
 
     def __init__(
