@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megappo.checkpoint.files import Fingerprint, cores_of_rank, sync_parents, write_file
-from megappo.checkpoint.manifest import FileEntry
+from megappo.checkpoint.files import FileEntry, cores_of_rank, sync_parents, write_file
 from megappo.runtime.helper_process import FAILED, Answerer, HelperDied, HelperProcess
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class BackgroundWriter:
         word, value = self._answer
         if word == FAILED:
             raise OSError(*value)
-        return {name: FileEntry(*entry) for name, entry in value.items()}
+        return value
 
     def close(self) -> None:
         """End the process; a file that it is writing stays incomplete. The next save starts another process."""
@@ -91,11 +90,11 @@ def _writing() -> Answerer:
 
 
 def _answer(pool: ThreadPoolExecutor, threads: int, job: tuple[Path, list[tuple[str, str, int, int]]]) -> tuple[str, Any]:
-    """Return name -> (bytes, hash), or under FAILED errno, text and path of the OSError that stopped it."""
+    """Return the files' entries by name, or under FAILED errno, text and path of the OSError that stopped it."""
     place, files = job
     try:
         maps = {buffer: _mapped(buffer) for _, buffer, _, _ in files}
-        written: Mapping[str, Fingerprint] = {
+        written: Mapping[str, FileEntry] = {
             name: write_file(place / name, [memoryview(maps[buffer])[start : start + nbytes]], pool, threads)
             for name, buffer, start, nbytes in files
         }

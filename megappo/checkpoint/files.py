@@ -17,7 +17,7 @@ CHUNK_BYTES = 64 << 20
 _READ_BYTES = 1 << 20  # stays in a core's cache between the read and the hash
 
 
-class Fingerprint(NamedTuple):
+class FileEntry(NamedTuple):
     """Size in bytes and hash (hex) of one file."""
 
     bytes: int
@@ -29,7 +29,7 @@ def cores_of_rank() -> int:
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def hash_file(path: Path, threads: int) -> Fingerprint:
+def hash_file(path: Path, threads: int) -> FileEntry:
     """Hash a file with `threads` threads. OSError if it is missing or not readable."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -39,7 +39,7 @@ def hash_file(path: Path, threads: int) -> Fingerprint:
         else:
             with ThreadPoolExecutor(min(threads, len(starts))) as pool:
                 digests = list(pool.map(lambda start: _hash_range(file.fileno(), start), starts))
-    return Fingerprint(size, combine(digests))
+    return FileEntry(size, combine(digests))
 
 
 def _hash_range(descriptor: int, start: int) -> bytes:
@@ -80,7 +80,7 @@ def chunks(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
 _VECTOR = 1024  # buffers that one writev takes, IOV_MAX on Linux
 
 
-def write_file(path: Path, pieces: Iterable[memoryview], pool: ThreadPoolExecutor, threads: int) -> Fingerprint:
+def write_file(path: Path, pieces: Iterable[memoryview], pool: ThreadPoolExecutor, threads: int) -> FileEntry:
     """Write consecutive `pieces` (memoryviews of bytes) to a new file, force it to the disk and return its fingerprint. pool,
     threads: hash what is written; at most threads + 1 chunks of 64 MiB wait for them, which bounds the memory of an iterator that
     makes copies. OSError if the disk is full or the file exists."""
@@ -88,7 +88,7 @@ def write_file(path: Path, pieces: Iterable[memoryview], pool: ThreadPoolExecuto
         with path.open("xb", buffering=0) as file:
             digests = _write_and_hash(file.fileno(), pieces, pool, threads)
             os.fsync(file.fileno())
-            return Fingerprint(os.fstat(file.fileno()).st_size, combine(digests))
+            return FileEntry(os.fstat(file.fileno()).st_size, combine(digests))
     except OSError as error:
         error.filename = error.filename or str(path)  # writes and fsync do not name it
         raise

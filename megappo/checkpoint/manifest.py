@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megappo.checkpoint.files import cores_of_rank, hash_file
+from megappo.checkpoint.files import FileEntry, cores_of_rank, hash_file
 
 
 class DamagedCheckpoint(ValueError):
@@ -50,14 +50,6 @@ _MODELS = "models"
 KEY_VARIABLE = "MEGAPPO_CHECKPOINT_KEY"  # `commands/launch/environment.py` hides values of names with KEY
 BEST = "best"
 """Fact of a checkpoint: {step, metric, mode, value} of the best step of its run so far (`trainer.keep_best`)."""
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """Size in bytes and hash (hex; see `files.py`) of one file."""
-
-    bytes: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -125,7 +117,7 @@ def require_complete(manifest: Manifest) -> None:
 
 def fingerprint_file(path: Path) -> FileEntry:
     """Hash a file with all cores of this rank. OSError if it is missing."""
-    return FileEntry(*hash_file(path, cores_of_rank()))
+    return hash_file(path, cores_of_rank())
 
 
 def write_synced(path: Path, content: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megappo.checkpoint.manifest import STATE, UnsafeCheckpoint
 from megappo.parallel.consensus import RankFault, on_rank_zero
+from megappo.parallel.layout import Placement
 from megappo.runtime.messages import first_line, parse_object
 
 Shape = tuple[int, int]
@@ -46,6 +47,11 @@ class ModelState:
 class StatefulModel(Protocol):
     """A sharded model with its optimizer; tensor names and shapes do not depend on layout and engine. All methods are collective
     over the ranks that the model lives on. with_optimizer: of a frozen model, which has none, nothing more is saved or loaded."""
+
+    @property
+    def placement(self) -> Placement:
+        """Ranks of the model."""
+        ...
 
     @property
     def host_group(self) -> dist.ProcessGroup:

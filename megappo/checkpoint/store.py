@@ -15,21 +15,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from megappo.checkpoint.background import NICE, BackgroundWriter, SnapshotFile
 from megappo.checkpoint.directory import CheckpointDirectory
-from megappo.checkpoint.files import cores_of_rank, sync_parents, write_file
+from megappo.checkpoint.files import FileEntry, cores_of_rank, sync_parents, write_file
 from megappo.checkpoint.identity import require_same_run
 from megappo.checkpoint.image import FileImage, SharedBuffer, device_of
 from megappo.checkpoint.manifest import (
     STATE,
     DamagedCheckpoint,
-    FileEntry,
     Manifest,
     engine_folder,
     find_wrong_size,
@@ -88,21 +88,8 @@ class PendingSave:
             raise
 
 
-class _Copy(NamedTuple):
-    """Files of one engine, or of everything else, in a buffer. done: once the copy is complete or has failed."""
-
-    files: list[SnapshotFile]
-    done: Future[None]
-
-    def wait(self) -> None:
-        wait([self.done])
-
-
-class _Snapshot(NamedTuple):
-    """One rank's part of a snapshot. place: for the files, on rank 0. components: digests of their states."""
-
-    place: Path | None
-    components: Mapping[str, bytes]
+_Copies = dict[str, tuple[list[SnapshotFile], Future[None]]]
+"""Name of an engine, "" of everything else -> its files in a buffer; done once the copy is complete or has failed."""
 
 
 class CheckpointStore:
@@ -157,7 +144,7 @@ class CheckpointStore:
 
             def write(images: list[FileImage]) -> None:
                 for image in images:
-                    entries[image.name] = FileEntry(*write_file(place / image.name, image.content(), pool, threads))
+                    entries[image.name] = write_file(place / image.name, image.content(), pool, threads)
                 sync_parents(place, entries)
 
             def write_all() -> tuple[Mapping[str, FileEntry], Mapping[str, bytes]]:
@@ -193,14 +180,14 @@ class CheckpointStore:
         state grew.
         """
         self.drain()
-        copies: dict[str, _Copy] = {}
+        copies: _Copies = {}
         with self._all_or_nothing(step):
             # One collective for all checks: on busy cores each costs as much as many tensors.
             parts = on_every_rank("copying the state", lambda: self._take(step, engines, components, copies))
-            require_equal([part.components for part in parts])
-        place = parts[0].place
+            require_equal([components for _, components in parts])
+        place, _ = parts[0]
         assert place is not None, "rank 0 made it"
-        submitted = self._copier.submit(self._submit, place, list(copies.values()))
+        submitted = self._copier.submit(self._submit, place, copies)
         self._pending = PendingSave(step, place, copy.deepcopy(facts), self._writer, submitted)
 
     @property
@@ -257,19 +244,22 @@ class CheckpointStore:
         step: int,
         engines: Models,
         components: Mapping[str, StatefulComponent],
-        copies: dict[str, _Copy],
-    ) -> _Snapshot:
-        """Begin the copies of this rank's part of the state. Not collective."""
+        copies: _Copies,
+    ) -> tuple[Path | None, Mapping[str, bytes]]:
+        """Begin the copies of this rank's part of the state; return the directory, on rank 0, and the digests of the components'
+        states. Not collective."""
         self._writer.start()
         place = self._begin(step, engines) if dist.get_rank() == 0 else None
         for name, engine in engines.items():
             if engine is not None:
-                with self._described(name, engine, lambda: copies[name].wait if name in copies else None) as images:
+                with self._described(
+                    name, engine, lambda: partial(_wait_for, copies[name][1]) if name in copies else None
+                ) as images:
                     copies[name] = self._copy(name, images)
         encoded = self._encoded(components)
         if small := self._small_files(encoded):
             copies[""] = self._copy("", small)
-        return _Snapshot(place, digests(encoded))
+        return place, digests(encoded)
 
     @contextmanager
     def _described(
@@ -291,7 +281,7 @@ class CheckpointStore:
         state = [FileImage(STATE, [file_content(encoded)])] if dist.get_rank() == 0 else []
         return [*state, FileImage(rng_file(dist.get_rank()), [encode_rng()])]
 
-    def _copy(self, key: str, images: list[FileImage]) -> _Copy:
+    def _copy(self, key: str, images: list[FileImage]) -> tuple[list[SnapshotFile], Future[None]]:
         needed = sum(image.nbytes for image in images)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.nbytes < needed:
@@ -300,12 +290,12 @@ class CheckpointStore:
             buffer = self._buffers[key] = SharedBuffer(needed, device_of(images))
         starts = accumulate((image.nbytes for image in images), initial=0)
         files = [SnapshotFile(image.name, buffer, start, image.nbytes) for image, start in zip(images, starts)]
-        return _Copy(files, self._copier.submit(buffer.copy_of(images)))
+        return files, self._copier.submit(buffer.copy_of(images))
 
-    def _submit(self, place: Path, copies: list[_Copy]) -> None:
-        for one in copies:
-            one.done.result()
-        self._writer.submit(place, [file for one in copies for file in one.files])
+    def _submit(self, place: Path, copies: _Copies) -> None:
+        for _, done in copies.values():
+            done.result()
+        self._writer.submit(place, [file for files, _ in copies.values() for file in files])
 
     def _publish(self, place: Path, step: int, facts: Mapping[str, Any], reports: Sequence[Mapping[str, FileEntry]]) -> Manifest:
         files = {name: entry for report in reports for name, entry in report.items()}
@@ -457,6 +447,10 @@ class CheckpointStore:
                 manifest.world_size,
                 dist.get_world_size(),
             )
+
+
+def _wait_for(copy: Future[None]) -> None:
+    wait([copy])  # a failed one too, whose error `PendingSave.entries` raises
 
 
 def _let_training_go_first() -> None:

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megappo.checkpoint.directory import CheckpointDirectory
+from megappo.checkpoint.files import FileEntry
 from megappo.checkpoint.manifest import (
     DamagedCheckpoint,
-    FileEntry,
     Manifest,
     RefusedCheckpoint,
     UnsafeCheckpoint,

@@ -22,7 +22,6 @@ from megappo.engine.losses import LossFunction
 from megappo.models.arch import ModelArch
 from megappo.models.lora import Weights
 from megappo.models.pieces import PieceMap
-from megappo.parallel.layout import Placement
 from megappo.parallel.shares import Shares
 
 
@@ -76,8 +75,6 @@ class Engine(AveragedModel, Protocol):
 
     name: str
     """Name of the role, for messages."""
-    placement: Placement
-    """Ranks of the role."""
     arch: ModelArch
     value_head: bool
     """True if the model gives values, not log-probs."""

@@ -28,6 +28,7 @@ from megappo.models.weight_map import VALUE_HEAD
 from megappo.parallel.consensus import gathered, told_by
 from megappo.parallel.context import ContextShard
 from megappo.parallel.groups import ProcessGroups
+from megappo.parallel.layout import Placement
 from megappo.parallel.shares import plan_micro_batches, shares_of, split_by_budget
 from megappo.runtime.ending import Unrecoverable
 from megappo.runtime.messages import name_ranks
@@ -120,7 +121,7 @@ class RoleEngine(Engine, Generic[OptimizerT]):
 
     def __init__(self, name: str, groups: ProcessGroups, settings: EngineSettings, optimizer: OptimizerT | None) -> None:
         self.name = name
-        self.groups, self.placement = groups, groups.placement
+        self.groups = groups
         self.shares = shares_of(groups.layout, groups.placement.ranks)
         self.device = settings.device
         self._micro_batch_tokens = settings.micro_batch_tokens
@@ -141,6 +142,10 @@ class RoleEngine(Engine, Generic[OptimizerT]):
     @abstractmethod
     def _optimizer_tensors(self) -> Iterable[Tensor]:
         """Optimizer state that is not a parameter itself, offloaded as the optimizer."""
+
+    @property
+    def placement(self) -> Placement:
+        return self.groups.placement
 
     @property
     def host_group(self) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megappo.algo.kl import AdaptiveKL, FixedKL, KLController
+from megappo.checkpoint.state import StatefulModel
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.batch import step_arithmetic, update_schedule
 from megappo.config.evaluations import best_metric, best_mode
@@ -25,7 +26,7 @@ from megappo.runtime.watchdog import Watchdog
 from megappo.telemetry.runlog import RunLog
 from megappo.trainer.average import PolicyAverage, average_of
 from megappo.trainer.build_roles import Roles, build_roles
-from megappo.trainer.checkpoints import Checkpoints, Contents, PlacedModel, RunAround
+from megappo.trainer.checkpoints import Checkpoints, Contents, RunAround
 from megappo.trainer.evaluation import Evaluations, average_in_sampler
 from megappo.trainer.extras import (
     AverageOfPolicy,
@@ -95,9 +96,9 @@ def updates_of_run(config: TrainConfig, total_steps: int) -> dict[str, int]:
 # -------------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def _extra_models(config: TrainConfig, models: Models) -> dict[str, PlacedModel | None]:
+def _extra_models(config: TrainConfig, models: Models) -> dict[str, StatefulModel | None]:
     """Return the models saved beside the trained ones, None where they do not live: the average and a refreshed reference."""
-    found: dict[str, PlacedModel | None] = {} if config.policy.ema is None else {AVERAGE: models.average}
+    found: dict[str, StatefulModel | None] = {} if config.policy.ema is None else {AVERAGE: models.average}
     if config.reference.refresh is not None and REFERENCE in models.roles.placements:
         reference = models.roles.reference
         found[REFERENCE] = None if reference is None else reference.engine

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -21,7 +21,7 @@ from megappo.checkpoint.store import CheckpointStore, SaveFailed
 from megappo.config.run_sections import CheckpointConfig
 from megappo.engine.base import Engine
 from megappo.parallel.consensus import RankFault, on_every_rank, on_rank_zero, tally, warn_once
-from megappo.parallel.layout import ParallelLayout, Placement
+from megappo.parallel.layout import ParallelLayout
 from megappo.rewards.compose import RewardError
 from megappo.rollout.types import EnvironmentFault
 from megappo.runtime.ending import StopRequest, Unrecoverable
@@ -47,13 +47,6 @@ class NonFiniteWeights(Unrecoverable):
     """A weight or optimizer state is NaN or infinite. The message names role, rank, stage and tensor."""
 
 
-class PlacedModel(StatefulModel, Protocol):
-    """A model of a checkpoint and the ranks where it lives."""
-
-    @property
-    def placement(self) -> Placement: ...
-
-
 @dataclass(frozen=True)
 class Contents:
     """State of a run. models: trained role -> engine, None on ranks where it does not live. components: small state beside `state`.
@@ -63,7 +56,7 @@ class Contents:
     state: TrainerState
     components: Mapping[str, StatefulComponent]
     layouts: Mapping[str, ParallelLayout]
-    extras: Mapping[str, PlacedModel | None] = field(default_factory=dict)
+    extras: Mapping[str, StatefulModel | None] = field(default_factory=dict)
 
 
 class RunAround(NamedTuple):
@@ -89,7 +82,7 @@ class Checkpoints:
         best: BestCheckpoint | None = None,
     ) -> None:
         self._store, self._asynchronous, self._facts = store, settings.asynchronous, facts
-        self._models: dict[str, PlacedModel | None] = {**contents.models, **contents.extras}
+        self._models: dict[str, StatefulModel | None] = {**contents.models, **contents.extras}
         self._extras, self._state, self._layouts = contents.extras, contents.state, contents.layouts
         self._components = {"trainer": contents.state, **contents.components}
         self._with_optimizer = not settings.save_only_model
@@ -309,7 +302,7 @@ class Checkpoints:
         fault = self._non_finite()
         return NonFiniteWeights(fault) if fault else None
 
-    def _held_in(self, manifest: Manifest) -> dict[str, PlacedModel | None]:
+    def _held_in(self, manifest: Manifest) -> dict[str, StatefulModel | None]:
         there = models_of(manifest)
         return {name: model for name, model in self._models.items() if name in there or name not in self._extras}
 
@@ -328,7 +321,7 @@ class Checkpoints:
         everyone = on_every_rank("looking for NaN", lambda: faults[:1])
         return next((fault for theirs in everyone for fault in theirs), "")
 
-    def _describe(self, role: str, engine: PlacedModel, tensors: list[str]) -> str:
+    def _describe(self, role: str, engine: StatefulModel, tensors: list[str]) -> str:
         rank = dist.get_rank()
         at = self._layouts[role].coordinates(engine.placement.position_of(rank))
         others = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
