@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic import BaseModel
@@ -26,6 +27,15 @@ class ConfigErrors(ConfigError):
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
         self.lines = tuple(map(hide_secrets, lines))
+
+
+@contextmanager
+def about(key: str, value: Any) -> Iterator[None]:
+    """Raise a ValueError of the body, whose text is reason and fix, as a ConfigError that names the key and the value."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(problem(key, value, str(error))) from error
 
 
 def show(value: Any) -> str:

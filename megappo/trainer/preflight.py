@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from megappo.checkpoint.remote import open_storage
-from megappo.config.errors import ConfigError, problem
+from megappo.config.errors import ConfigError
 from megappo.config.evaluations import rewards_of
 from megappo.config.layout_checks import reads_trajectories
 from megappo.config.run_sections import TimeoutsConfig
@@ -25,6 +25,7 @@ from megappo.runtime.failure import ATTEMPT_DIR
 from megappo.runtime.life import LAUNCHER_LISTENS, SignOfLife
 from megappo.runtime.verdict import Member
 from megappo.runtime.watchdog import EXCHANGE_S, Watchdog
+from megappo.trainer.prepare.checks import about_remote
 from megappo.trainer.prepare.code_rewards import require_isolation
 from megappo.trainer.prepare.data import EvaluationData, RunData
 from megappo.trainer.prepare.hub import pinned_names, with_local_models, with_values
@@ -48,12 +49,9 @@ def require_servers_here(data: EvaluationData, *, resume: bool) -> None:
 
 def require_storage(config: TrainConfig) -> None:
     """ConfigError, one line, if copies of checkpoints cannot be written to `checkpoint.remote`. Creates the directory."""
-    if (url := config.checkpoint.remote) is None:
-        return
-    try:
-        open_storage(url)
-    except ValueError as error:
-        raise ConfigError(problem("checkpoint.remote", url, f"{error}; correct the URL, or set it to null")) from error
+    if (url := config.checkpoint.remote) is not None:
+        with about_remote(url):
+            open_storage(url)
 
 
 @contextmanager

@@ -5,17 +5,16 @@ checked in `megappo/commands/plan` and data in `data.py`, as a plan for another 
 from __future__ import annotations
 
 import configparser
-import netrc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from megappo.checkpoint.remote import require_protocol
 from megappo.config import evaluations
 from megappo.config.checks import Device, check_config, live_key_problems, refuse
-from megappo.config.errors import ConfigError, problem
+from megappo.config.errors import ConfigError, about, problem
 from megappo.config.evaluations import longest_sequence_tokens
 from megappo.config.layout_checks import reads_trajectories, reference_is_base, roles_in_use
 from megappo.config.loading import explicit_keys
@@ -67,14 +66,9 @@ def has_wandb_credentials() -> bool:
     """True if wandb would find a key without asking: in the environment, in .netrc, or in its settings."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or _wandb_setting("api_key"):
         return True
-    places = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for place in places:
-        try:
-            if netrc.netrc(Path(place).expanduser()).authenticators(urlsplit(_wandb_server()).netloc):
-                return True
-        except (OSError, netrc.NetrcParseError):  # wandb passes over such a file too
-            continue
-    return False
+    from requests.utils import get_netrc_auth  # wandb's own reader, which passes over a broken file
+
+    return get_netrc_auth(_wandb_server()) is not None
 
 
 def _wandb_server() -> str:
@@ -107,7 +101,7 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
         check_critic_sources(config, archs)
     find_tokenizer(config.data.tokenizer or config.policy.model)
     if isinstance(config, TrainConfig) and reads_trajectories(config):
-        _find_trajectories(str(config.critic.warmup_trajectories))
+        _find("critic.warmup.trajectories", str(config.critic.warmup_trajectories), lambda path: files_by_step(Path(path)))
         return
     if trains:
         _find("data.train", config.data.train)
@@ -115,13 +109,6 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
         if config.reward_model.model is not None:
             find_reward_tokenizer(config.reward_model)
         _check_files(config, trains)
-
-
-def _find_trajectories(path: str) -> None:
-    try:
-        files_by_step(Path(path))
-    except ConfigError as error:
-        raise ConfigError(f"critic.warmup.trajectories: {error}") from None
 
 
 def _check_files(config: TrainConfig, trains: bool) -> None:
@@ -134,26 +121,21 @@ def _check_files(config: TrainConfig, trains: bool) -> None:
     if trains or any(one.reward is None for one in sets.values()):
         rewards[""] = config.reward
     if (environment := config.rollout.environment) is not None and environment.path is not None:
-        _require_code("rollout.environment.path", environment.path)
+        with about("rollout.environment.path", environment.path):
+            read_code(environment.path)
     for prefix, reward in rewards.items():
         for key, part in reward.all_parts.values():
             if part.path is not None:
-                _require_code(f"{prefix}{key}.path", part.path)
+                with about(f"{prefix}{key}.path", part.path):
+                    read_code(part.path)
 
 
-def _find(key: str, sources: str | Sequence[str]) -> None:
+def _find(key: str, sources: str | Sequence[str], find: Callable[[str], object] = find_file) -> None:
     for source in (sources,) if isinstance(sources, str) else sources:
         try:
-            find_file(source)
+            find(source)
         except ValueError as error:
             raise ConfigError(f"{key}: {error}") from None
-
-
-def _require_code(key: str, path: str) -> None:
-    try:
-        read_code(path)
-    except ValueError as error:
-        raise ConfigError(problem(key, path, str(error))) from None
 
 
 def _check_progress(config: TrainConfig) -> None:
@@ -176,19 +158,16 @@ def check_names(config: TrainConfig, *, need_packages: bool) -> None:
     _check_progress(config)
     if not need_packages:
         return
-    if reads_trajectories(config):
-        if (message := tracker_problem(config.telemetry)) is not None:
-            raise ConfigError(message)
-        return
-    _check_reward(config.reward)
-    for name, one in config.evaluations.items():
-        if one.reward is not None:
-            try:
-                _check_reward(one.reward)
-            except ValueError as error:
-                raise ConfigError(f"evaluations.{name}.{error}") from None
-    if config.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
-        raise ConfigError(problem("rollout.engine", "vllm", f"{how}, or set rollout.engine=megatron"))
+    if not reads_trajectories(config):
+        _check_reward(config.reward)
+        for name, one in config.evaluations.items():
+            if one.reward is not None:
+                try:
+                    _check_reward(one.reward)
+                except ValueError as error:
+                    raise ConfigError(f"evaluations.{name}.{error}") from None
+        if config.rollout.engine == "vllm" and (how := missing_package("vllm")) is not None:
+            raise ConfigError(problem("rollout.engine", "vllm", f"{how}, or set rollout.engine=megatron"))
     if (message := tracker_problem(config.telemetry)) is not None:
         raise ConfigError(message)
 
@@ -197,10 +176,8 @@ def _check_reward(reward: RewardConfig) -> None:
     for label, (_, part) in reward.all_parts.items():
         if part.kind == "name" and label not in RULES:
             make_rule(label)  # raises, with the nearest name
-    needed = {"math_verify": "math-verify"} if "math_verify" in reward.all_parts else {}
-    for key, package in needed.items():
-        if (how := missing_package(package)) is not None:
-            raise ConfigError(problem("reward.parts", key, how))
+    if "math_verify" in reward.all_parts and (how := missing_package("math-verify")) is not None:
+        raise ConfigError(problem("reward.parts", "math_verify", how))
 
 
 @dataclass(frozen=True)
@@ -233,8 +210,9 @@ def check_run(
         check_vllm(archs["policy"], longest_sequence_tokens(config), device)  # raises if vLLM cannot serve it
     if not resume and not shapes_only:  # a resumed run takes the critics from its own checkpoint
         check_critic_sources(config, archs)
-    if config.checkpoint.remote is not None and not shapes_only:
-        _check_remote(config.checkpoint.remote)
+    if (url := config.checkpoint.remote) is not None and not shapes_only:
+        with about_remote(url):  # `preflight.py` contacts the storage
+            require_protocol(url)
     return CheckedRun(config, archs, layouts, notes)
 
 
@@ -260,10 +238,11 @@ def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
     return CheckedSft(config, archs["policy"], layout, notes)
 
 
-def _check_remote(url: str) -> None:
-    """ConfigError if the URL has no known storage, or its package is missing; `preflight.py` contacts the storage."""
+@contextmanager
+def about_remote(url: str) -> Iterator[None]:
+    """Raise a ValueError of a storage as a ConfigError about `checkpoint.remote`."""
     try:
-        require_protocol(url)
+        yield
     except ValueError as error:
         raise ConfigError(problem("checkpoint.remote", url, f"{error}; correct the URL, or set it to null")) from error
 

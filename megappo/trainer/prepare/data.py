@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megappo.config.batch import step_arithmetic
 from megappo.config.checks import step_problems
-from megappo.config.errors import ConfigError, problem
+from megappo.config.errors import ConfigError, about, problem
 from megappo.config.evaluations import DEFAULT, config_of_set, key_of
 from megappo.config.layout_checks import uses_model
 from megappo.config.role_sections import is_critic
@@ -76,7 +76,8 @@ def check_vocabularies(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[st
     """Yield a note for each such role whose checkpoint has no tokenizer to compare. ConfigError, with the first differing id, if a
     role numbers other pieces than `tokenizer`, the run's."""
     for role, (key, path) in model_paths(config).items():
-        if not (is_critic(role) or role == "reference") or key == "policy.model" or _same_place(path, config.policy.model):
+        is_policys = key == "policy.model" or Path(path).resolve() == Path(config.policy.model).resolve()
+        if is_policys or not (is_critic(role) or role == "reference"):
             continue
         try:
             of_role = find_tokenizer(path)()
@@ -108,10 +109,6 @@ def turn_notes(config: TrainConfig, tokenizer: Tokenizer) -> Iterator[str]:
         )
 
 
-def _same_place(one: str, other: str) -> bool:
-    return Path(one).resolve() == Path(other).resolve()
-
-
 GROUP = "megappo.environments"
 KEY = "rollout.environment"
 
@@ -123,10 +120,8 @@ def load_environment(config: TrainConfig, tokenizer: Tokenizer) -> PreparedEnvir
         return None
     code = OwnCode(GROUP, settings.path, settings.function, settings.entry_point, settings.args)
     key, value = ("path", settings.path) if settings.path is not None else ("entry_point", settings.entry_point)
-    try:
+    with about(f"{KEY}.{key}", value):
         function = code.load(USE)
-    except ValueError as error:
-        raise ConfigError(problem(f"{KEY}.{key}", value, str(error))) from error
     try:
         conversation = Conversation(tokenizer, config.data.chat_template)
     except ValueError as error:

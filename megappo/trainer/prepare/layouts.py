@@ -4,10 +4,9 @@ weight files, never weights. Rules for any model: `config/layout_checks.py`."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 from megappo.config.batch import nearest_divisors, step_arithmetic
-from megappo.config.errors import ConfigError, problem
+from megappo.config.errors import ConfigError, about, problem
 from megappo.config.layout_checks import head_rows_of, roles_in_use, value_head_of
 from megappo.config.role_sections import (
     AnyCriticConfig,
@@ -40,7 +39,10 @@ def model_problems(section: str, parallel: ParallelConfig, arch: ModelArch, impl
         yield problem(f"{section}.tp", parallel.tp, str(error))
         return  # the rules below divide by tp
     yield from _layer_problems(section, parallel, arch.num_layers)
-    yield from _head_problems(section, parallel, arch, implementation)
+    try:
+        check_cp(arch, parallel.tp, parallel.cp, implementation)
+    except ValueError as error:
+        yield problem(f"{section}.cp", parallel.cp, str(error))
     yield from _expert_problems(section, parallel, arch)
 
 
@@ -58,13 +60,6 @@ def _layer_problems(section: str, parallel: ParallelConfig, layers: int) -> Iter
     elif layers // pp % vpp:
         stage = f"the {layers // pp} layers of a stage ({layers} layers / pp {pp})"
         yield problem(f"{section}.vpp", vpp, f"does not divide {stage} into chunks; use {_or(layers // pp, vpp)}{uneven}")
-
-
-def _head_problems(section: str, parallel: ParallelConfig, arch: ModelArch, implementation: Implementation) -> Iterator[str]:
-    try:
-        check_cp(arch, parallel.tp, parallel.cp, implementation)
-    except ValueError as error:
-        yield problem(f"{section}.cp", parallel.cp, str(error))
 
 
 def _expert_problems(section: str, parallel: ParallelConfig, arch: ModelArch) -> Iterator[str]:
@@ -97,7 +92,7 @@ def read_archs(config: TrainConfig | SftConfig) -> dict[str, ModelArch]:
     archs: dict[str, ModelArch] = {}
     for role, (key, path) in model_paths(config).items():
         section: RoleConfig = section_of(config, role)
-        with _naming(key, path):
+        with about(key, path):
             archs[role] = arch_for(path, section.engine, head_rows_of(section))
             if isinstance(section, RewardModelConfig):
                 check_classifier(path)
@@ -110,7 +105,7 @@ def check_weights(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch
     notes = []
     for role, (key, path) in model_paths(config).items():
         section: RoleConfig = section_of(config, role)
-        with _naming(key, path):
+        with about(key, path):
             if isinstance(section, RewardModelConfig):
                 check_head(path, archs[role].hidden_size)
             left_out = weight_check.check_headers(path, archs[role], value_head_of(section))
@@ -128,17 +123,8 @@ def check_weights(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch
 def check_values(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch]) -> None:
     """ConfigError, with the key, for values that the import refuses (`weight_check.check_values`)."""
     for role, (key, path) in model_paths(config).items():
-        with _naming(key, path):
+        with about(key, path):
             weight_check.check_values(path, archs[role], value_head_of(section_of(config, role)))
-
-
-@contextmanager
-def _naming(key: str, path: str) -> Iterator[None]:
-    """Raise a ValueError about the model `path` as a ConfigError that begins with its key."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(problem(key, path, str(error))) from None
 
 
 def check_layouts(
@@ -147,26 +133,13 @@ def check_layouts(
     """Check every role's layout against its model and return role -> layout over its own ranks. ConfigError, one line with key,
     value and fix. The sizes and ranks fit the world (`layout_checks.world_problems`). implementation: of the run's layers; `local`
     has the stricter rules."""
-    roles = roles_in_use(config)
-    places = {role: placement_of(section_of(config, role).ranks, world_size) for role in roles}
-    for role, parallel in roles.items():
-        section = f"{key_of_role(role)}.parallel"
-        _check_engine(role, section_of(config, role), archs[role])
-        layers = implementation_of_role(implementation, config.model.impl, section_of(config, role))
-        if section_of(config, role).engine == "fsdp2":
-            layers = "local"  # attention is ours there too, and under cp exchanges tokens for heads
-        for message in model_problems(section, parallel, archs[role], layers):
-            raise ConfigError(message)
-        # Only if model.impl names it: auto takes Megatron-core's layers for fp32.
-        if layers == "transformer_engine" and parallel.cp > 1 and section_of(config, role).dtype == "fp32":
-            fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
-            raise ConfigError(problem(f"{section}.cp", parallel.cp, fix))
-        if layers == "transformer_engine" and section_of(config, role).in_8_bits:
-            fix = "TransformerEngine's layers have no weights in 8 bits; set model.impl=auto, or remove it"
-            raise ConfigError(problem(f"{key_of_role(role)}.lora.base_bits", 8, fix))
-        _check_router(role, section_of(config, role), archs[role])
-        _check_adapters(role, section_of(config, role), archs[role], layout_of(parallel, len(places[role])))
-        _check_frozen(role, section_of(config, role), archs[role], layout_of(parallel, len(places[role])))
+    layouts: dict[str, ParallelLayout] = {}
+    for role, parallel in roles_in_use(config).items():
+        section, arch = section_of(config, role), archs[role]
+        layouts[role] = layout_of(parallel, len(placement_of(section.ranks, world_size)))
+        layers = implementation_of_role(implementation, config.model.impl, section)
+        # Attention is ours under fsdp2 too, and under cp exchanges tokens for heads.
+        _check_role(key_of_role(role), section, arch, layouts[role], "local" if section.engine == "fsdp2" else layers)
     if isinstance(config, TrainConfig):
         # A reward model reads text, so neither the policy's vocabulary nor its sequence lengths apply.
         of_tokens = {role: arch for role, arch in archs.items() if not isinstance(section_of(config, role), RewardModelConfig)}
@@ -176,51 +149,50 @@ def check_layouts(
         _check_vocabularies(of_tokens)
     elif config.data.max_tokens > archs["policy"].max_positions:
         _too_long("data.max_tokens", config.data.max_tokens, "policy", archs["policy"])
-    # No rule for vocabularies and tp: they are padded to a multiple of tp.
-    return {role: layout_of(parallel, len(places[role])) for role, parallel in roles.items()}
+    return layouts  # no rule for vocabularies and tp: they are padded to a multiple of tp
 
 
-def _check_router(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    if isinstance(settings, TrainableConfig) and settings.router_aux_coef > 0 and arch.moe is None:
-        fix = f"has no effect: it balances experts and this {arch.family} model has none; remove it"
-        raise ConfigError(problem(f"{key_of_role(role)}.router_aux_coef", settings.router_aux_coef, fix))
-
-
-def _check_engine(role: str, settings: RoleConfig, arch: ModelArch) -> None:
-    if settings.engine == "fsdp2" and arch.own and settings.parallel.tp > 1:
-        megatron = f", or {key_of_role(role)}.engine to megatron" if arch.family in FAMILIES else ""
+def _check_role(key: str, section: RoleConfig, arch: ModelArch, layout: ParallelLayout, layers: Implementation) -> None:
+    """ConfigError if a role's section does not fit its model. key: of the section. layers: whose rules apply."""
+    if section.engine == "fsdp2" and arch.own and section.parallel.tp > 1:
+        megatron = f", or {key}.engine to megatron" if arch.family in FAMILIES else ""
         fix = f"no tensor parallel plan for {arch.family} under fsdp2; set tp to 1{megatron}"
-        raise ConfigError(problem(f"{key_of_role(role)}.parallel.tp", settings.parallel.tp, fix))
-    if settings.compile and arch.moe is not None:
+        raise ConfigError(problem(f"{key}.parallel.tp", section.parallel.tp, fix))
+    if section.compile and arch.moe is not None:
         fix = f"torch.compile does not take the experts of this {arch.family} model, whose sizes depend on the tokens; remove it"
-        raise ConfigError(problem(f"{key_of_role(role)}.compile", True, fix))
+        raise ConfigError(problem(f"{key}.compile", True, fix))
+    for message in model_problems(f"{key}.parallel", section.parallel, arch, layers):
+        raise ConfigError(message)
+    # Only if model.impl names it: auto takes Megatron-core's layers for fp32.
+    if layers == "transformer_engine" and section.parallel.cp > 1 and section.dtype == "fp32":
+        fix = "TransformerEngine has no context parallelism in fp32; set model.impl=auto, or the role's dtype to bf16"
+        raise ConfigError(problem(f"{key}.parallel.cp", section.parallel.cp, fix))
+    if layers == "transformer_engine" and section.in_8_bits:
+        fix = "TransformerEngine's layers have no weights in 8 bits; set model.impl=auto, or remove it"
+        raise ConfigError(problem(f"{key}.lora.base_bits", 8, fix))
+    if isinstance(section, TrainableConfig):
+        _check_training(key, section, arch, layout)
 
 
-def _check_adapters(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
-    if isinstance(settings, TrainableConfig) and settings.lora is not None:
+def _check_training(key: str, section: TrainableConfig, arch: ModelArch, layout: ParallelLayout) -> None:
+    if section.router_aux_coef > 0 and arch.moe is None:
+        fix = f"has no effect: it balances experts and this {arch.family} model has none; remove it"
+        raise ConfigError(problem(f"{key}.router_aux_coef", section.router_aux_coef, fix))
+    if section.lora is not None:
         from megappo.models.lora import adapted_modules, tensors_to_adapt  # imports torch
         from megappo.models.lora_shards import check_stages
 
-        try:
-            modules = adapted_modules(tensors_to_adapt(arch), settings.lora.targets)
-            if settings.in_8_bits and (arch.own or arch.moe is not None):
-                fix = f"weights in 8 bits are of dense models of a family, and this {arch.family} model is none; remove it"
-                raise ConfigError(problem(f"{key_of_role(role)}.lora.base_bits", 8, fix))
+        if section.in_8_bits and (arch.own or arch.moe is not None):
+            fix = f"weights in 8 bits are of dense models of a family, and this {arch.family} model is none; remove it"
+            raise ConfigError(problem(f"{key}.lora.base_bits", 8, fix))
+        with about(f"{key}.lora.targets", section.lora.targets):
+            modules = adapted_modules(tensors_to_adapt(arch), section.lora.targets)
             if not arch.own:  # whose engine has no pipeline
                 check_stages(arch, layout, modules)
-        except ValueError as error:
-            raise ConfigError(problem(f"{key_of_role(role)}.lora.targets", settings.lora.targets, str(error))) from None
-
-
-def _check_frozen(role: str, settings: RoleConfig, arch: ModelArch, layout: ParallelLayout) -> None:
-    if not isinstance(settings, TrainableConfig) or not settings.freeze:
-        return
-    head = value_head_of(settings) is not None
-    try:
-        frozen = frozen_of(settings, arch, value_head=head)
-        check_frozen_stages(arch, layout, frozen, value_head=head)
-    except ValueError as error:
-        raise ConfigError(problem(f"{key_of_role(role)}.freeze", list(settings.freeze), str(error))) from None
+    if section.freeze:
+        head = value_head_of(section) is not None
+        with about(f"{key}.freeze", list(section.freeze)):
+            check_frozen_stages(arch, layout, frozen_of(section, arch, value_head=head), value_head=head)
 
 
 def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
@@ -233,17 +205,10 @@ def _check_rollout(config: TrainConfig, arch: ModelArch) -> None:
         raise ConfigError(problem("rollout.adapter", config.rollout.adapter, fix))
     for what, size in cut_sizes(arch):
         if size % tp:
-            fitting = " or ".join(str(d) for d in nearest_divisors(size, tp))
-            raise ConfigError(problem("rollout.tp", tp, f"does not divide the {size} {what} of policy.model; use {fitting}"))
+            raise ConfigError(problem("rollout.tp", tp, f"does not divide the {size} {what} of policy.model; use {_or(size, tp)}"))
     if not kv_heads_fit(arch, tp):
-        fitting = " or ".join(str(d) for d in nearest_divisors(arch.num_kv_heads, tp))
-        raise ConfigError(
-            problem(
-                "rollout.tp",
-                tp,
-                f"and the {arch.num_kv_heads} KV heads of policy.model: neither divides the other; use {fitting}",
-            )
-        )
+        fix = f"and the {arch.num_kv_heads} KV heads of policy.model: neither divides the other; use {_or(arch.num_kv_heads, tp)}"
+        raise ConfigError(problem("rollout.tp", tp, fix))
 
 
 def _check_lengths(config: TrainConfig, archs: Mapping[str, ModelArch]) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from megappo.config.errors import ConfigError, problem
+from megappo.config.errors import ConfigError, about, problem
 from megappo.config.evaluations import STDERR, TURNS
 from megappo.config.reward_sections import RemoteConfig, RewardConfig, RewardPart
 from megappo.data.prompts import Prompt, PromptSet, record_field
@@ -108,27 +108,17 @@ def _load(key: str, part: RewardPart) -> PreparedPart:
     if part.kind != "name" and (not _LABEL.fullmatch(part.label) or part.label in RULES or part.label in _TAKEN):
         fix = "is no name for a metric of its own (letters, digits and . _ -, no built-in rule or metric); set name to another"
         raise ConfigError(problem(f"{key}.name", part.label, fix))
-    try:
+    with about(f"{key}.{part.kind}", getattr(part, part.kind)):
         return LOADERS[part.kind](part)
-    except ValueError as error:
-        raise ConfigError(problem(f"{key}.{part.kind}", getattr(part, part.kind), str(error))) from error
-
-
-def _load_rule(part: RewardPart) -> PreparedPart:
-    return PreparedPart(partial(make_part, part.label, part.workers), sha256=hash_of_code(part.label))
-
-
-def _load_model(part: RewardPart) -> PreparedPart:
-    return PreparedPart(make=None)  # a role: its section names the checkpoint (`trainer/prepare/reward_model.py`)
 
 
 LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {
-    "name": _load_rule,
+    "name": lambda part: PreparedPart(partial(make_part, part.label, part.workers), sha256=hash_of_code(part.label)),
     "path": load_own,
     "entry_point": load_own,
     "code": load_code,
     "url": load_remote,
-    "model": _load_model,
+    "model": lambda part: PreparedPart(make=None),  # a role: its section names the checkpoint (`prepare/reward_model.py`)
 }
 """Kind of part -> loader, which raises ValueError, one line without the key, for a part that cannot be used."""
 
