@@ -64,8 +64,7 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """Return metric -> value of all figures and of the environment's answer times."""
-        answers = None if self.turns is None else self.turns.answers
-        times = {} if answers is None else answers._asdict()
+        times = {} if self.turns is None else self.turns.answers
         return self._figures() | {
             Metric.ENVIRONMENT_OF_SET.of(names.metric_name(self.name, one)): value for one, value in times.items()
         }

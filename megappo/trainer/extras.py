@@ -33,7 +33,6 @@ from megappo.telemetry.trajectories.files import FORMAT, TOKEN_FIELDS, rounded
 from megappo.trainer.advantages import GREEDY
 from megappo.trainer.average import PolicyAverage
 from megappo.trainer.build_roles import Roles
-from megappo.trainer.critic_report import targets_in
 from megappo.trainer.critics import critics_in
 from megappo.trainer.experience.collect import SampleRequests, collect
 from megappo.trainer.experience.experience import Experience
@@ -44,6 +43,7 @@ from megappo.trainer.rounds import Round
 from megappo.trainer.run import Steps
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.state import TrainerState
+from megappo.trainer.step_totals import targets_in
 from megappo.trainer.updates import Updates
 
 

@@ -14,19 +14,18 @@ from megappo.algo.summaries import masked_moments
 from megappo.config.schema import AlgorithmConfig, GAEConfig, NoKLConfig, TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch
-from megappo.telemetry.metrics import Metric
+from megappo.telemetry.metrics import Distribution, Metric
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.advantages import advantages_of
 from megappo.trainer.build_roles import Roles
-from megappo.trainer.critic_report import critic_metrics, least_explained_variance, targets_in
 from megappo.trainer.experience.collect import sample_seed
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.extras import Extra
 from megappo.trainer.model_outputs import add_model_outputs
 from megappo.trainer.prepare.recorded import RecordedSamples
-from megappo.trainer.report import length_metrics, score_metrics
+from megappo.trainer.report import length_metrics
 from megappo.trainer.run import Run
-from megappo.trainer.step_totals import Totals, moments_of_tokens
+from megappo.trainer.step_totals import Totals, critic_metrics, least_explained_variance, moments_of_tokens, targets_in
 from megappo.trainer.token_scans import PerToken
 from megappo.trainer.updates import Updates, UpdateSummary
 
@@ -128,14 +127,14 @@ class RecordedStep:
 
     @property
     def explained_variance(self) -> float:
-        """Least explained variance of the critics (`critic_report.least_explained_variance`)."""
+        """Least explained variance of the critics."""
         return least_explained_variance(self.totals, self.experience.batch)
 
     def metrics(self, timers: StageTimers) -> dict[str, float]:
         """Return metric -> value, under the names of a step that samples."""
         table = self.experience.table
         return {
-            **score_metrics(self.totals),
+            **self.totals.figures("score", Distribution.SCORE.value),
             **critic_metrics(self.totals, self.experience.batch, self.critics),
             **length_metrics(table),
             **{Metric.STAGE_SECONDS.of(f"{name}_s"): seconds for name, seconds in timers.seconds.items()},

@@ -10,17 +10,25 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import sums_per_sequence
-from megappo.algo.summaries import Moments, masked_moments, summarise
+from megappo.algo.summaries import masked_moments, summarise
 from megappo.data.packing import PackedBatch
 from megappo.rewards.compose import Scored
-from megappo.telemetry.metrics import Metric
+from megappo.telemetry.metrics import Distribution, Metric
 from megappo.telemetry.timers import StageTimers
-from megappo.trainer.critic_report import critic_metrics, expert_metrics, least_explained_variance, targets_in
 from megappo.trainer.experience.table import SampleTable
 from megappo.trainer.left_out import REDRAWN
 from megappo.trainer.rounds import Rollout
 from megappo.trainer.sampler_check import Agreement
-from megappo.trainer.step_totals import Totals, Turns, moments_of_tokens, moments_of_turns
+from megappo.trainer.step_totals import (
+    Totals,
+    Turns,
+    critic_metrics,
+    expert_metrics,
+    least_explained_variance,
+    moments_of_tokens,
+    moments_of_turns,
+    targets_in,
+)
 from megappo.trainer.updates import UpdateSummary
 
 
@@ -71,15 +79,11 @@ class StepRecord:
         """Moments over all ranks. Collective over the world on the first read."""
         with torch.inference_mode():  # a sixth less for each of some hundred calls on a few numbers
             of_samples = {name: masked_moments(x, mask) for name, (x, mask) in self._of_samples().items()}
-            moments = {**self._of_tokens(), **of_samples, **moments_of_turns(self.rollout.played)}
-            further = {
-                "retries": torch.tensor(list(self.scored.retries.values()), dtype=torch.float64),
-            }
-            return Totals(moments, further)
-
-    def _of_tokens(self) -> dict[str, Moments]:
-        kinds = {self.kl, "k1", "k3"}
-        return moments_of_tokens(self.batch, targets_in(self.batch), ["raw_advantage"], ["entropy"], kinds)
+            kinds = {self.kl, "k1", "k3"}
+            of_tokens = moments_of_tokens(self.batch, targets_in(self.batch), ["raw_advantage"], ["entropy"], kinds)
+            moments = {**of_tokens, **of_samples, **moments_of_turns(self.rollout.played)}
+            retries = torch.tensor(list(self.scored.retries.values()), dtype=torch.float64)
+            return Totals(moments, {"retries": retries})
 
     def _of_samples(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return name -> (values [B], mask [B])."""
@@ -126,8 +130,8 @@ class StepRecord:
 
     def _reward(self) -> dict[str, float]:
         return {
-            **score_metrics(self.totals),
-            **{Metric.SHAPED.of(key): value for key, value in self.totals.summary("shaped")._asdict().items()},
+            **self.totals.figures("score", Distribution.SCORE.value),
+            **self.totals.figures("shaped", "reward/shaped"),
             **self._without_verdict(),
             **self._reward_parts(),
             **self._routes(),
@@ -153,9 +157,9 @@ class StepRecord:
                 found[Metric.REWARD_PART.of(f"{name}/share")] = count / num_scored
         for name, count in zip(self.scored.retries, self.totals["retries"].tolist()):
             found[Metric.REWARD_PART.of(f"{name}/retries")] = int(count)
-        for metric, name in ((Metric.MODELS, "models"), (Metric.RULES, "rules")):
+        for metric, name in (("reward/models", "models"), ("reward/rules", "rules")):
             if name in self.totals:
-                found |= {metric.of(key): value for key, value in self.totals.summary(name)._asdict().items()}
+                found |= self.totals.figures(name, metric)
         return found
 
     def _routes(self) -> dict[str, float]:
@@ -165,11 +169,11 @@ class StepRecord:
         return means | {Metric.REWARD_ROUTE.of(f"{label}/count"): counts[label] for label in drawn}
 
     def _policy(self) -> dict[str, float]:
-        p, advantage = self.policy, self._summary("raw_advantage", "policy/advantage")
+        p = self.policy
         metrics = {
             Metric.POLICY_ENTROPY.value: self.totals.mean("entropy"),
             Metric.POLICY_UPDATES.value: p.num_updates,
-            **advantage,
+            **self.totals.figures("raw_advantage", Distribution.ADVANTAGE.value),
         }
         if p.sums:
             metrics |= {
@@ -196,7 +200,7 @@ class StepRecord:
 
     @property
     def explained_variance(self) -> float:
-        """Least explained variance of the critics (`critic_report.least_explained_variance`)."""
+        """Least explained variance of the critics."""
         return least_explained_variance(self.totals, self.batch)
 
     def _kl_metrics(self) -> dict[str, float]:
@@ -214,23 +218,13 @@ class StepRecord:
         kept, ages = self.agreement.kept, table.ages(self.step)
         return {
             **({Metric.SEQUENCES.value: table.num_samples / table.num_trajectories} if table.has_chains else {}),
-            **self._turns(),
+            **({} if (turns := Turns.of(self.totals)) is None else turns.metrics()),
             Metric.AGE_MEAN.value: _mean(ages),
             Metric.AGE_MAX.value: int(ages.max()),
             Metric.PROB_DIFF_MEAN.value: self.agreement.mean,
             Metric.PROB_DIFF_MAX.value: self.agreement.max,
             **({} if kept is None else {Metric.KEPT_IDS.value: kept.ids, Metric.KEPT_OVERFLOW.value: kept.overflow}),
             **{f"rollout/push_{name}": value for name, value in self.pushed.items()},
-        }
-
-    def _turns(self) -> dict[str, float]:
-        if (turns := Turns.of(self.totals)) is None:
-            return {}
-        return {
-            Metric.TURNS_MEAN.value: turns.mean,
-            Metric.TURNS_MAX.value: turns.max,
-            Metric.TURNS_LIMITED.value: turns.limited,
-            Metric.TURNS_LATE.value: turns.late,
         }
 
     def _costs(self, timers: StageTimers) -> dict[str, float]:
@@ -242,9 +236,8 @@ class StepRecord:
             for key, value in self.totals.summary(f"seconds {name}")._asdict().items()
             if key in ("mean", "max")
         }
-        if (turns := Turns.of(self.totals)) is not None and turns.answers is not None:
-            slow |= {Metric.ENVIRONMENT_MEAN.value: turns.answers.mean_s, Metric.ENVIRONMENT_MAX.value: turns.answers.max_s}
-            slow[Metric.ENVIRONMENT_SECONDS.value] = turns.answers.total_s
+        if (turns := Turns.of(self.totals)) is not None:
+            slow |= {f"timing/environment/{name}": value for name, value in turns.answers.items()}
         if "early" in self.totals:
             slow[Metric.REWARD_EARLY.value] = self.totals.summary("early").max
         return {
@@ -265,30 +258,13 @@ class StepRecord:
             return table.length, table.sampled
         return torch.cat([table.length, rounds.length]), torch.cat([table.sampled, rounds.sampled])
 
-    def _summary(self, name: str, prefix: str) -> dict[str, float]:
-        return {f"{prefix}_{key}": value for key, value in self.totals.summary(name)._asdict().items()}
-
-
-def score_metrics(totals: Totals) -> dict[str, float]:
-    """Return the metrics of the scores. totals: with the moments `score`."""
-    score = totals.summary("score")
-    return {
-        Metric.SCORE_MEAN.value: score.mean,
-        Metric.SCORE_STD.value: score.std,
-        Metric.SCORE_MIN.value: score.min,
-        Metric.SCORE_MAX.value: score.max,
-    }
-
 
 def length_metrics(table: SampleTable) -> dict[str, float]:
     """Return the metrics of response, prompt and sequence lengths in tokens."""
     ends = table.ends
-    response, prompts = _summary_of(table.response[ends]), (table.length - table.response).float()
+    prompts = (table.length - table.response).float()
     return {
-        Metric.RESPONSE_MEAN.value: response["mean"],
-        Metric.RESPONSE_STD.value: response["std"],
-        Metric.RESPONSE_MIN.value: response["min"],
-        Metric.RESPONSE_MAX.value: response["max"],
+        **{f"{Distribution.RESPONSE.value}_{key}": value for key, value in _summary_of(table.response[ends]).items()},
         Metric.PROMPT_MEAN.value: _mean(prompts),
         Metric.PROMPT_MAX.value: float(prompts.max()),
         **{Metric.TOTAL_LENGTH.of(key): value for key, value in _summary_of(table.length).items()},

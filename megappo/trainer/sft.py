@@ -30,13 +30,13 @@ from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
 from megappo.telemetry.trackers.tensorboard import TensorBoard
 from megappo.trainer.build_roles import spec_of_role
-from megappo.trainer.critic_report import expert_metrics
 from megappo.trainer.kernel_selection import select_kernels
 from megappo.trainer.preflight import watched
 from megappo.trainer.prepare.data import SftData
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.roles import LanguageModel
 from megappo.trainer.rundir import RunDir
+from megappo.trainer.step_totals import expert_metrics
 
 
 def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = RoleEngines) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import in_chunks, true_positions
 from megappo.algo.kl import kl_of_log_ratio
-from megappo.algo.summaries import Moments, Summary, masked_moments, moments_of_chunk, summarise
+from megappo.algo.summaries import Moments, Summary, expert_load, explained_variance, masked_moments, moments_of_chunk, summarise
 from megappo.data.packing import PackedBatch
 from megappo.parallel.totals import totals_and_maxima
 from megappo.rollout.types import Played
-from megappo.trainer.critics import critics_in
+from megappo.telemetry.metrics import Distribution, Metric, of_critic
+from megappo.trainer.critics import CriticFields, critics_in
+from megappo.trainer.updates import UpdateSummary
 
 
 class Totals:
@@ -33,6 +36,10 @@ class Totals:
 
     def summary(self, name: str) -> Summary:
         return summarise(self._sums[name], self._maxima[name])
+
+    def figures(self, name: str, prefix: str) -> dict[str, float]:
+        """Return mean, std, min and max as metrics: `PREFIX_mean`, ..."""
+        return {f"{prefix}_{key}": value for key, value in self.summary(name)._asdict().items()}
 
     def mean(self, name: str) -> float:
         """Return the mean; 0 without entries."""
@@ -89,31 +96,95 @@ def moments_of_turns(played: Sequence[Played]) -> dict[str, Moments]:
     return {name: masked_moments(x, torch.ones(x.shape, dtype=torch.bool)) for name, x in values.items()}
 
 
-class Answers(NamedTuple):
-    """Seconds of the environment's calls: mean, slowest, and total over all ranks and workers."""
-
-    mean_s: float
-    max_s: float
-    total_s: float
-
-
 class Turns(NamedTuple):
     """Turns per trajectory over all ranks, and the shares of trajectories ended by `max_turns` (limited) and by a late answer
-    (late). answers: None if the environment was never asked."""
+    (late). answers: seconds of the environment's calls, mean_s, max_s and total_s over all ranks and workers; empty if it was never
+    asked."""
 
     mean: float
     max: float
     limited: float
     late: float
-    answers: Answers | None
+    answers: Mapping[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            Metric.TURNS_MEAN.value: self.mean,
+            Metric.TURNS_MAX.value: self.max,
+            Metric.TURNS_LIMITED.value: self.limited,
+            Metric.TURNS_LATE.value: self.late,
+        }
 
     @classmethod
     def of(cls, totals: Totals) -> Turns | None:
         """Read the turns from totals with `moments_of_turns`; None without an environment."""
         if not float(totals["turns"][0]):
             return None
-        turns, answers = totals.summary("turns"), None
-        if float(totals["turn seconds"][0]):
-            calls = totals.summary("turn seconds")
-            answers = Answers(calls.mean, calls.max, float(totals["turn seconds"][1]))
+        turns, calls, (count, total_s, *_) = (
+            totals.summary("turns"),
+            totals.summary("turn seconds"),
+            totals["turn seconds"].tolist(),
+        )
+        answers = {"mean_s": calls.mean, "max_s": calls.max, "total_s": total_s} if count else {}
         return cls(turns.mean, turns.max, totals.mean("turns limited"), totals.mean("turns late"), answers)
+
+
+_EXPERT_METRICS = {
+    "policy": (Metric.POLICY_EXPERT_VIOLATION, Metric.POLICY_EXPERTS_IDLE, Metric.POLICY_BALANCE_LOSS),
+    "critic": (Metric.CRITIC_EXPERT_VIOLATION, Metric.CRITIC_EXPERTS_IDLE, Metric.CRITIC_BALANCE_LOSS),
+    "sft": (Metric.SFT_EXPERT_VIOLATION, Metric.SFT_EXPERTS_IDLE, Metric.SFT_BALANCE_LOSS),
+}
+
+
+def expert_metrics(role: Literal["policy", "critic", "sft"], tokens: Tensor | None, balance_loss: float) -> dict[str, float]:
+    """Return the metrics of a role's experts. tokens: [layers, experts] sent to each; None for a dense model, which has no
+    metrics."""
+    if tokens is None:
+        return {}
+    load = expert_load(tokens)
+    violation, idle, balance = _EXPERT_METRICS[role]
+    return {violation.value: load.max_violation, idle.value: load.idle, balance.value: balance_loss}
+
+
+def targets_in(batch: PackedBatch) -> Tensor:
+    """Return [T] bool, the tokens with a critic target: the field value_mask if present, else all sampled ones."""
+    return batch["value_mask"] if "value_mask" in batch else batch["response_mask"]
+
+
+def least_explained_variance(totals: Totals, batch: PackedBatch) -> float:
+    """Return the least explained variance of the returns among the critics, before the updates; NaN if one's returns are all
+    equal."""
+    found = [_explained_variance(totals, fields) for fields in critics_in(batch).values()]
+    return min(found, key=lambda one: (not math.isnan(one), one))
+
+
+def critic_metrics(totals: Totals, batch: PackedBatch, updates: Mapping[str, UpdateSummary]) -> dict[str, float]:
+    """Return the metrics of every critic; empty without one. totals: with `moments_of_tokens`."""
+    found: dict[str, float] = {}
+    for role, fields in critics_in(batch).items():
+        found |= {of_critic(name, role): value for name, value in _of_one(totals, fields, updates[role]).items()}
+    return found
+
+
+def _explained_variance(totals: Totals, fields: CriticFields) -> float:
+    return explained_variance(totals[fields.returns], totals[f"error {fields.value}"])
+
+
+def _of_one(totals: Totals, fields: CriticFields, c: UpdateSummary) -> dict[str, float]:
+    """Return one critic's metrics under the names of the first critic."""
+    metrics = {
+        Metric.CRITIC_LOSS.value: c.loss("loss_sum"),
+        Metric.CRITIC_EXPLAINED_VARIANCE.value: _explained_variance(totals, fields),
+        Metric.CRITIC_VALUE_ERROR_MAX.value: c.maxima.get("value_error_max", 0.0),
+        Metric.CRITIC_GRAD_NORM.value: c.grad_norm,
+        Metric.CRITIC_SKIPPED.value: c.skipped,
+        Metric.CRITIC_UPDATES.value: c.num_updates,
+        **totals.figures(fields.value, Distribution.VALUE.value),
+        **totals.figures(fields.returns, Distribution.RETURN.value),
+    }
+    for key, metric in (("value_clip_sum", Metric.CRITIC_VALUE_CLIP), ("return_outside_sum", Metric.CRITIC_RETURN_OUTSIDE)):
+        if key in c.sums:
+            metrics[metric.value] = c.per_token(key)
+    if c.lr is not None:
+        metrics[Metric.CRITIC_LR.value] = c.lr
+    return metrics | expert_metrics("critic", c.expert_tokens, c.balance_loss)

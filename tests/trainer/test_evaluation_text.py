@@ -13,7 +13,7 @@ def evaluation(turns: Turns | None = None, num_parts: int = 0) -> Evaluation:
 
 
 def test_turns_are_told_once():
-    line = evaluation(Turns(2.5, 4.0, 0.0, 0.125, None)).describe()
+    line = evaluation(Turns(2.5, 4.0, 0.0, 0.125, {})).describe()
     assert line.endswith("mean length 12.0 tokens, 25.0% cut, 2.50 turns, 12.5% ended by a late answer")
 
 

@@ -5,11 +5,13 @@ checked in `megappo/commands/plan` and data in `data.py`, as a plan for another 
 from __future__ import annotations
 
 import configparser
+import netrc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megappo.checkpoint.remote import require_protocol
 from megappo.config import evaluations
@@ -66,9 +68,14 @@ def has_wandb_credentials() -> bool:
     """True if wandb would find a key without asking: in the environment, in .netrc, or in its settings."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE") or _wandb_setting("api_key"):
         return True
-    from requests.utils import get_netrc_auth  # wandb's own reader, which passes over a broken file
-
-    return get_netrc_auth(_wandb_server()) is not None
+    places = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for place in places:
+        try:
+            if netrc.netrc(Path(place).expanduser()).authenticators(urlsplit(_wandb_server()).netloc):
+                return True
+        except (OSError, netrc.NetrcParseError):  # wandb passes over such a file too
+            continue
+    return False
 
 
 def _wandb_server() -> str:
