@@ -40,7 +40,6 @@ class BackgroundWriter:
 
     @property
     def pid(self) -> int | None:
-        """Process id, None before the first start."""
         return self._helper.pid
 
     def start(self) -> None:

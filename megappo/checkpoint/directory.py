@@ -167,7 +167,6 @@ class CheckpointDirectory:
         return [step for step, path in doomed.items() if path is not None]
 
     def finish_removal(self) -> None:
-        """Wait for the thread of `retain`."""
         if self._removal is not None:
             self._removal.join()
             self._removal = None

@@ -29,7 +29,6 @@ MUST_MATCH = ("reference", "tokenizer")
 
 
 def require_same_run(manifest: Manifest, facts: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError, in one line, if a fact that must match does not."""
     for change in _forbidden_changes(manifest.facts, facts):
         raise ValueError(f"{name} was written with {change}, or start a new run in another directory")
 

@@ -51,7 +51,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def device_of(images: Sequence[FileImage]) -> torch.device:
-    """Return the GPU if one of the tensors is there, else the CPU."""
     devices = [piece.device for image in images for piece in image.pieces if isinstance(piece, Tensor)]
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
 

@@ -79,7 +79,6 @@ def rng_file(rank: int) -> str:
 
 
 def engine_folder(name: str) -> str:
-    """Return the folder of one engine's shards."""
     return f"{_MODELS}/{name}"
 
 

@@ -131,7 +131,6 @@ def require_equal(everyone: Sequence[Mapping[str, bytes]]) -> None:
 
 
 def file_content(encoded: Mapping[str, str]) -> bytes:
-    """Return the content of the file with the state of all components."""
     return json.dumps({name: json.loads(text) for name, text in encoded.items()}, indent=1).encode()
 
 

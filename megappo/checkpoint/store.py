@@ -344,7 +344,6 @@ class CheckpointStore:
         components: Mapping[str, StatefulComponent],
         facts: Mapping[str, Any],
     ) -> int:
-        """Restore the newest valid checkpoint and return its step: `find_resumable`, then `restore`."""
         return self.restore(self.find_resumable(facts), engines, components)
 
     def find_resumable(self, facts: Mapping[str, Any], skip: Collection[int] = (), *, wait: bool = True) -> Manifest:

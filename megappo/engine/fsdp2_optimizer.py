@@ -63,7 +63,6 @@ class ShardedOptimizer:
         return self._scheduler.num_steps  # skipped steps count too
 
     def advance_schedule(self) -> float:
-        """Set the learning rate of the next step and return it."""
         self._scheduler.step(increment=1)
         return self._optimizer.param_groups[0]["lr"]
 

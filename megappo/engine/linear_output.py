@@ -35,7 +35,6 @@ class LinearOutput:
         return self._fused_loss if self.context is None else None
 
     def logprobs(self, query: LogprobQuery) -> tuple[Tensor, Tensor | None]:
-        """See `LanguageOutput`. Collective over both groups."""
         logprob, entropy = linear_logprob(*self._arguments(query))
         return self.all_tokens(logprob), None if entropy is None else self.all_tokens(entropy)
 

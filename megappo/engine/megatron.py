@@ -154,10 +154,9 @@ class MegatronEngine(RoleEngine[Optimizer]):
 
     def _combine_router_load(self, num_sequences: int) -> RouterSummary | None:
         """Sum the load of the routers of all ranks in this pass; None for a dense model. Collective over the role."""
-        if self._router_state is None:
+        if (state := self._router_state) is None:
             return None
-        load = self._router_state.collect()
-        combined = torch.cat([load.tokens, load.loss[:, None]], dim=1)
+        combined = torch.cat([state.tokens, state.loss[:, None]], dim=1)
         dist.all_reduce(combined, group=self.groups.everyone)
         tokens, loss = combined[:, :-1], combined[:, -1]
         return RouterSummary(tokens.cpu(), float(loss.sum()) / max(1, num_sequences))

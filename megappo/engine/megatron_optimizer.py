@@ -103,7 +103,6 @@ class Optimizer:
         self._optimizer.zero_grad()
 
     def advance_schedule(self) -> float:
-        """Set the learning rate of the next step and return it."""
         self._scheduler.step(increment=1)
         return max(group["lr"] for group in self._optimizer.param_groups)
 

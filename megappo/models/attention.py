@@ -210,22 +210,32 @@ def grouped_attention(
     """Causal attention within each sequence: one scaled_dot_product_attention call per length group.
     query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]. K and V are shared by query heads, not repeated.
     window: a token sees itself and the window - 1 tokens before it."""
-    if not grouping.groups:
-        return query.new_zeros(query.shape)
-    padded = [pad(x, grouping) for x in (query, key, value)]
-    outputs = []
-    for group in grouping.groups:
-        rows = group.num_sequences * group.length
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # [sequences, heads, length, dim]; the CPU kernel is faster on contiguous heads by more than the copy costs.
-        q, k, v = (
-            x.narrow(0, group.start, rows).view(group.num_sequences, group.length, *x.shape[1:]).transpose(1, 2).contiguous()
-            for x in padded
-        )
-        mask = None if window is None or group.length <= window else grouping.mask(group.length, window, q.dtype)
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        length = q.size(2)
+        mask = None if window is None or length <= window else grouping.mask(length, window, q.dtype)
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.size(1) != k.size(1)
         )
-        outputs.append(out.transpose(1, 2).reshape(rows, *query.shape[1:]))
+        return out.transpose(1, 2)
+
+    return by_length(query, key, value, grouping, attend)
+
+
+def by_length(
+    query: Tensor, key: Tensor, value: Tensor, grouping: Grouping, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Call `attend` for each group of sequences padded to one length, [sequences, length, heads, dim] each, for all tokens of the
+    packed batch: query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]."""
+    if not grouping.groups:
+        return query.new_zeros(query.shape)
+    padded, outputs = [pad(x, grouping) for x in (query, key, value)], []
+    for group in grouping.groups:
+        rows, sizes = group.num_sequences * group.length, (group.num_sequences, group.length)
+        q, k, v = (x.narrow(0, group.start, rows).view(*sizes, *x.shape[1:]) for x in padded)
+        outputs.append(attend(q, k, v).reshape(rows, *query.shape[1:]))
     return unpad(torch.cat(outputs), grouping)
 
 

@@ -20,7 +20,7 @@ from megappo.models.weight_map import (
     hf_tensors,
     layer_rules,
     local_shapes,
-    megatron_pieces,
+    piece_map,
     rank_experts,
 )
 from megappo.parallel.layout import ParallelLayout
@@ -115,8 +115,8 @@ def _parameters(arch: ModelArch, engine: Literal["megatron", "fsdp2"], value_hea
 def frozen_on_rank(arch: ModelArch, layout: ParallelLayout, rank: int, frozen: frozenset[str], *, value_head: bool) -> set[str]:
     """Canonical names (`naming.py`) of the frozen parameters of a Megatron rank."""
     # The stage's first rank too: one with nothing but padding of the vocabulary has no piece of the embedding.
-    first = layout.rank_of(pp=layout.coordinates(rank).pp)
-    pieces = [piece for one in {first, rank} for piece in megatron_pieces(arch, layout, one, value_head)]
+    first, whole = layout.rank_of(pp=layout.coordinates(rank).pp), piece_map(arch, layout, value_head)
+    pieces = [piece for one in {first, rank} for piece in whole[one]]
     held = local_shapes(arch, layout, rank, value_head)
     return {piece.local for piece in pieces if piece.hf in frozen and piece.local in held}
 

@@ -29,7 +29,7 @@ from megappo.models.lora import Weights
 from megappo.models.lora_linear import merged_parameters
 from megappo.models.peft_files import ADAPTER_FOLDER, AdapterTensors, write_adapter
 from megappo.models.pieces import Piece
-from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces
+from megappo.models.weight_map import VALUE_HEAD, hf_tensors, megatron_pieces, piece_map
 from megappo.parallel.groups import ProcessGroups
 from megappo.parallel.layout import ParallelLayout
 from megappo.runtime.messages import parse_object
@@ -104,7 +104,8 @@ def plan_shards(
 def _names_of_stage(arch: ModelArch, layout: ParallelLayout, stage: int, value_head: bool) -> Iterable[str]:
     # One rank of each stage is enough: its pieces name every tensor of the stage.
     stages = ParallelLayout(layout.pp, pp=layout.pp, vpp=layout.vpp, layers_per_stage=layout.layers_per_stage)
-    return dict.fromkeys(piece.hf for piece in megatron_pieces(arch, stages, stage, value_head))
+    held = {piece.hf for piece in megatron_pieces(arch, stages, stage, value_head)}
+    return [name for name in hf_tensors(arch, value_head) if name in held]
 
 
 def export_pretrained(
@@ -162,14 +163,9 @@ def _pieces_of_stage(arch: ModelArch, groups: ProcessGroups, value_head: bool) -
     # One position of this stage for each part of its weights: dp and cp ranks hold copies.
     layout = groups.layout
     root = layout.rank_of(pp=groups.coordinates.pp)
-    pieces: dict[int, list[Piece]] = {}
-    places: set[tuple[int, int, int]] = set()
-    for rank in range(root, root + layout.ranks_per_stage):
-        at = layout.coordinates(rank)
-        if (at.tp, at.etp, at.ep) not in places:
-            places.add((at.tp, at.etp, at.ep))
-            pieces[rank] = megatron_pieces(arch, layout, rank, value_head)
-    return pieces
+    whole, ranks = piece_map(arch, layout, value_head), range(root, root + layout.ranks_per_stage)
+    first = {(at.tp, at.etp, at.ep): rank for rank in reversed(ranks) if (at := layout.coordinates(rank))}
+    return {rank: whole[rank] for rank in sorted(first.values())}
 
 
 def _start(out: Path, partial: Path) -> None:

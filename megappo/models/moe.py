@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -75,42 +74,23 @@ class SparseLayer(TransformerLayer):
             return super().forward(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class RouterLoad:
-    """Load of one rank's routers in a training pass; the sum over the ranks of a role is that of the whole batch."""
-
-    tokens: Tensor
-    """[layers, experts] float64, real tokens sent to each expert; 0 in rows of dense layers and of other stages."""
-    loss: Tensor
-    """[layers] float64, sum of the sequences' balancing losses, neither divided by their number nor weighted."""
-
-
 class RouterState:
-    """State that the routers of one model share: weight of the balancing loss in the current pass, and the load in it."""
+    """State that the routers of one model share: the weight of the balancing loss in the current pass, and this rank's load in it,
+    whose sum over the ranks of a role is that of the whole batch. Rows of dense layers and of other stages are 0."""
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
-        self._load = RouterLoad(
-            torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device),
-            torch.zeros(num_layers, dtype=torch.float64, device=device),
-        )
+        self.tokens = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
+        """[layers, experts] real tokens sent to each expert."""
+        self.loss = torch.zeros(num_layers, dtype=torch.float64, device=device)
+        """[layers] sum of the sequences' balancing losses, neither divided by their number nor weighted."""
         self.scale = 0.0
 
     def begin(self, coefficient: float, num_sequences: float) -> None:
         """Start a pass whose loss is coefficient / num_sequences times the sum of the balancing losses of layers and sequences.
         num_sequences: of the whole batch, over all ranks and micro-batches. With coefficient 0 only the load is recorded."""
         self.scale = coefficient / num_sequences
-        self._load.tokens.zero_()
-        self._load.loss.zero_()
-
-    def collect(self) -> RouterLoad:
-        """Copy this rank's load since `begin`."""
-        return RouterLoad(self._load.tokens.clone(), self._load.loss.clone())
-
-    def record_tokens(self, layer: int, tokens: Tensor) -> None:
-        self._load.tokens[layer] += tokens
-
-    def record_loss(self, layer: int, loss: Tensor) -> None:
-        self._load.loss[layer] += loss
+        self.tokens.zero_()
+        self.loss.zero_()
 
 
 def share_router_state(chunks: Sequence[torch.nn.Module]) -> RouterState | None:
@@ -175,7 +155,7 @@ class SequenceRouter(Router):
         with torch.no_grad():
             counts = logits.new_zeros(packed.cu_seqlens_q.numel() - 1, self.num_experts)
             counts.index_add_(0, sequence, (chosen & real[:, None]).to(counts.dtype))
-            state.record_tokens(self.layer_number - 1, counts.sum(0))
+            state.tokens[self.layer_number - 1] += counts.sum(0)
         if state.scale == 0.0:
             return probs
         with torch.no_grad():
@@ -188,7 +168,7 @@ class SequenceRouter(Router):
             slope = counts * (self.num_experts / self.config.moe_router_topk) / num_tokens.clamp(min=1).square()
             slope = slope[sequence] * real[:, None]
         loss = (torch.softmax(logits, dim=-1) * slope).sum()
-        state.record_loss(self.layer_number - 1, loss.detach())
+        state.loss[self.layer_number - 1] += loss.detach()
         return _AttachLoss.apply(probs, loss, state.scale)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megappo.models.attention import Grouping, pad, unpad
+from megappo.models.attention import Grouping, band, by_length
 
 
 def plain_attention(
@@ -24,16 +24,7 @@ def plain_attention(
 ) -> Tensor:
     """Compute `grouped_attention` with scores capped at `softcap`, and a sink [heads] for each query head. Softmax in fp32.
     query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]."""
-    if not grouping.groups:
-        return query.new_zeros(query.shape)
-    padded = [pad(x, grouping) for x in (query, key, value)]
-    outputs = []
-    for group in grouping.groups:
-        rows = group.num_sequences * group.length
-        q, k, v = (x.narrow(0, group.start, rows).view(group.num_sequences, group.length, *x.shape[1:]) for x in padded)
-        out = _attend(q, k, v, scale, window, softcap, sinks)
-        outputs.append(out.reshape(rows, *query.shape[1:]))
-    return unpad(torch.cat(outputs), grouping)
+    return by_length(query, key, value, grouping, lambda q, k, v: _attend(q, k, v, scale, window, softcap, sinks))
 
 
 def _attend(
@@ -46,9 +37,7 @@ def _attend(
     scores = torch.einsum("bikgd,bjkd->bkgij", q, k).float() * scale
     if softcap is not None:  # Gemma 2
         scores = torch.tanh(scores / softcap) * softcap
-    ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
-    visible = ones.tril() if window is None else ones.tril().triu(1 - window)
-    scores = scores.masked_fill(~visible, -torch.inf)
+    scores = scores.masked_fill(~band(length, length if window is None else window, q.device), -torch.inf)
     if sinks is not None:  # gpt-oss: a score of each head that takes a share of the softmax and adds no value
         sink = sinks.float().view(1, k.size(2), shared, 1, 1).expand(sequences, -1, -1, length, 1)
         scores = torch.cat([scores, sink], dim=-1)

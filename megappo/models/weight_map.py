@@ -117,30 +117,17 @@ def megatron_pieces(arch: ModelArch, layout: ParallelLayout, rank: int, value_he
     """Place of every Hugging Face rectangle in the parameters of one rank, by canonical name (`naming.py`).
     Elements without a piece are vocabulary padding, which is zero. With tied embeddings and pp > 1 the last stage holds its own
     copy of the embedding as output layer. ValueError if the layout does not fit the architecture."""
-    check_tp(arch, layout.tp)
-    check_ep(arch, layout.ep, layout.etp)
-    at = layout.coordinates(rank)
-    pieces = _first_pieces(arch, layout, at.tp) if at.pp == 0 else []
-    for layer in layout.stage_layers(arch.num_layers, at.pp):
-        hf, local = hf_layer(layer), local_layer(layer)
-        for rule, ranks, mine in _rank_rules(arch, layout, at, layer):
-            pieces += [p._replace(hf=hf + p.hf, local=local + p.local) for p in _rule_pieces(arch, rule, ranks, mine)]
-    if at.pp == layout.pp - 1:
-        pieces += _last_pieces(arch, layout, at.tp, value_head)
-    return pieces
+    return piece_map(arch, layout, value_head)[rank]
 
 
 def piece_map(arch: ModelArch, layout: ParallelLayout, value_head: bool = False) -> PieceMap:
-    """`megatron_pieces` of all ranks of the layout, from one template for each kind of layer. ValueError as there."""
+    """Places of all Hugging Face rectangles in the parameters of every rank (`megatron_pieces` has those of one rank), from
+    one template for each kind of layer. ValueError if the layout does not fit the architecture."""
     check_tp(arch, layout.tp)
     check_ep(arch, layout.ep, layout.etp)
     at = [layout.coordinates(rank) for rank in range(layout.world_size)]
     stage = at[: layout.ranks_per_stage]  # every stage is laid out like the first
-    outside = [(_first_pieces(arch, layout, one.tp) if one.pp == 0 else []) for one in at]
-    for pieces, one in zip(outside, at):
-        if one.pp == layout.pp - 1:
-            pieces += _last_pieces(arch, layout, one.tp, value_head)
-    templates = [PieceMap.of(dict(enumerate(outside))).templates[0]]
+    templates = [PieceMap.of({rank: _outside_layers(arch, layout, one, value_head) for rank, one in enumerate(at)}).templates[0]]
     sections = [Section("", "", 0, 0)]
     kinds: dict[bool, int] = {}
     stage_of = {layer: pp for pp in range(layout.pp) for layer in layout.stage_layers(arch.num_layers, pp)}
@@ -182,18 +169,17 @@ def _rule_pieces(arch: ModelArch, rule: Rule, ranks: int, index: int) -> list[Pi
     return [Piece(name, box, rule.local, row, col) for name, box, row, col in rule.parts(arch, ranks, index)]
 
 
-def _first_pieces(arch: ModelArch, layout: ParallelLayout, tp_rank: int) -> list[Piece]:
-    return _vocab_piece(arch, layout.tp, tp_rank, EMBEDDING, LOCAL_EMBEDDING)
-
-
-def _last_pieces(arch: ModelArch, layout: ParallelLayout, tp_rank: int, value_head: bool) -> list[Piece]:
-    pieces = [Piece(FINAL_NORM, Box(0, arch.hidden_size, 0, 1), LOCAL_FINAL_NORM, 0, 0)]
+def _outside_layers(arch: ModelArch, layout: ParallelLayout, at: Coordinates, value_head: bool) -> list[Piece]:
+    pieces = _vocab_piece(arch, layout.tp, at.tp, EMBEDDING, LOCAL_EMBEDDING) if at.pp == 0 else []
+    if at.pp < layout.pp - 1:
+        return pieces
+    pieces.append(Piece(FINAL_NORM, Box(0, arch.hidden_size, 0, 1), LOCAL_FINAL_NORM, 0, 0))
     if value_head:
         pieces.append(Piece(VALUE_HEAD, Box(0, arch.head_rows, 0, arch.hidden_size), LOCAL_VALUE_HEAD, 0, 0))
     elif not arch.tied_embeddings:
-        pieces += _vocab_piece(arch, layout.tp, tp_rank, OUTPUT, LOCAL_OUTPUT)
+        pieces += _vocab_piece(arch, layout.tp, at.tp, OUTPUT, LOCAL_OUTPUT)
     elif layout.pp > 1:
-        pieces += _vocab_piece(arch, layout.tp, tp_rank, EMBEDDING, LOCAL_OUTPUT)
+        pieces += _vocab_piece(arch, layout.tp, at.tp, EMBEDDING, LOCAL_OUTPUT)
     return pieces
 
 

@@ -28,7 +28,6 @@ class EngineState:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the engine's settings and stream; restore the caller's at the end, also after an error."""
         with self._settings_in_place(), self._stream_in_place() if self.device.type == "cuda" else contextlib.nullcontext():
             yield
 

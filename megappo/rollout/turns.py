@@ -67,9 +67,7 @@ class SideEnvironment(Protocol):
         """Start on a turn. A trajectory asks one turn at a time, always on the same rank."""
         ...
 
-    def close(self) -> None:
-        """Stop the processes that answer."""
-        ...
+    def close(self) -> None: ...
 
 
 class Left(NamedTuple):

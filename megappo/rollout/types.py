@@ -80,7 +80,6 @@ class Request:
 
     @property
     def tokens(self) -> Ids:
-        """int32 ids before the next token: the prompt and the response so far."""
         return _joined([numpy.asarray(self.prompt, numpy.int32), *(segment.tokens for segment in self.before)])
 
     def limit(self, sampling: SamplingParams) -> int:
@@ -169,7 +168,6 @@ class Response:
 
     @property
     def tokens(self) -> Ids:
-        """All tokens, int32."""
         return _joined([segment.tokens for segment in self.segments])
 
     @property
@@ -180,7 +178,6 @@ class Response:
 
     @property
     def sampled(self) -> NDArray[numpy.bool_]:
-        """True for every sampled token."""
         return _joined([numpy.full(len(segment.tokens), segment.logprobs is not None) for segment in self.segments])
 
     @property

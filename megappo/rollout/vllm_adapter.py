@@ -18,7 +18,6 @@ _PREFIX = "base_model.model."  # PEFT's, which vLLM's parser of names expects
 
 
 def adapter_options(lora: LoraConfig) -> dict[str, Any]:
-    """Return the arguments of `LLM` for one adapter of this rank."""
     return dict(enable_lora=True, max_loras=1, max_cpu_loras=1, max_lora_rank=next(rank for rank in RANKS if rank >= lora.rank))
 
 

@@ -77,7 +77,6 @@ class Models:
 
 
 def build_models(config: TrainConfig, factory: EngineFactory, total_steps: int, device: torch.device) -> Models:
-    """Build the models of all roles. Collective over the world."""
     roles = build_roles(config, factory, updates_of_run(config, total_steps))
     return Models(roles, average_of(config.policy.ema, roles.engines.get("policy")), device)
 

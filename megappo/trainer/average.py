@@ -45,7 +45,6 @@ class PolicyAverage:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """Parameter name -> average, fp32, in the memory of `keep_on`."""
         return self._values
 
     @contextmanager

@@ -68,7 +68,6 @@ class Roles:
     """How each role divides a batch."""
 
     def trains(self, name: str) -> bool:
-        """Return True if the run trains this role, on this rank or others."""
         return name in self.trained
 
     @property
@@ -83,7 +82,6 @@ class Roles:
 
     @property
     def policy(self) -> Policy | None:
-        """The policy, or None on ranks where it does not live."""
         return cast("Policy | None", self.by_name.get("policy"))
 
     @property

@@ -207,7 +207,6 @@ class Checkpoints:
         return self._newest()
 
     def _save_last(self, step: int) -> None:
-        """Save and wait. SaveFailed if the second attempt fails too."""
         try:
             self._save_and_wait(step)
         # There is no later save to make up for this one.

@@ -216,7 +216,6 @@ class Evaluations:
         return results
 
     def close(self) -> None:
-        """Close the scorers of the sets."""
         for one in self._evaluators:
             one.scorer.close()
 
@@ -232,5 +231,4 @@ def average_in_sampler(average: PolicyAverage | None, push_weights: Callable[[in
 
 
 def metrics_of(results: Sequence[Evaluation]) -> dict[str, float]:
-    """Merge the metrics of several sets."""
     return {name: value for result in results for name, value in result.metrics().items()}

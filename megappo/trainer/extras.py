@@ -308,7 +308,6 @@ class Trajectories(Extra):
         self._tokenizer, self._log = tokenizer, log
 
     def after_log(self, record: StepRecord) -> None:
-        """Log the drawn samples if due. Collective over the world."""
         step, settings = record.step, self._settings
         if step % settings.trajectories_every == 0:
             left_out = record.rollout.left_out
@@ -330,6 +329,5 @@ class Histograms(Extra):
             self._roles.policy.counts_ratios = self._is_due
 
     def after_log(self, record: StepRecord) -> None:
-        """Log the histograms if due. Collective over the world."""
         if self._is_due:
             self._log.histograms(record.step, histograms_of(record))

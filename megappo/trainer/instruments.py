@@ -46,7 +46,6 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Context of one step. A step that raises leaves no trace."""
         if step not in self._steps:
             yield
             return
@@ -62,7 +61,6 @@ class StepProfiler:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Name a stage in the trace, and for NVIDIA's tools."""
         with ExitStack() as ranges:
             if self._profiling:
                 ranges.enter_context(torch.profiler.record_function(STAGE_RANGE.format(name)))
@@ -287,7 +285,6 @@ class Instruments:
         """Meaning of the figures on this machine, in one line."""
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """Wrap one step and profile it if configured."""
         return self._profiler.step(step)
 
     def timers(self, step: int | None = None) -> StageTimers:
@@ -298,7 +295,6 @@ class Instruments:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Mark a stage for the watchdog and for profilers."""
         with self.sections.section(name), self._profiler.section(name):
             yield
 

@@ -44,13 +44,11 @@ class LeftOut:
 
     @property
     def counts(self) -> Counter[str]:
-        """Trajectories by reason."""
         ends = self.experience.table.ends
         return Counter(reason for number, reason in self.reasons.items() if ends[number])
 
     @property
     def share(self) -> float:
-        """Share of the trajectories that end in this step."""
         return self.counts.total() / int(self.experience.table.ends.sum())
 
     def exceeds(self, max_share: float) -> bool:

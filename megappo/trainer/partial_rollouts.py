@@ -91,7 +91,6 @@ class PartialRollouts(PromptSource):
 
     @property
     def unfinished(self) -> Unfinished:
-        """Responses that the last step left."""
         if self._known[0] is not self._state.unfinished:  # a resume replaced it
             self._known = self._state.unfinished, Unfinished.decoded(self._state.unfinished)
         return self._known[1]
@@ -167,7 +166,6 @@ class PartialRollouts(PromptSource):
 
 
 def prompt_source_of(config: TrainConfig, prompts: Sequence[Prompt], loader: PromptLoader, state: TrainerState) -> PromptSource:
-    """Build the source of a run's requests."""
     if config.rollout.partial_rollout_tokens is not None:
         return PartialRollouts(config, prompts, loader, state)
     return PromptSource(prompts, loader, config.rollout.samples_per_prompt, config.run.seed, config.algorithm.dynamic_sampling)

@@ -104,6 +104,5 @@ class PPO:
         self.training.end_log(record)
 
     def close(self) -> None:
-        """Close the scorers of rewards and evaluations."""
         with closing(self.rollout):
             self.evaluations.close()

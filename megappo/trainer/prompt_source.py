@@ -35,7 +35,6 @@ class PromptSource:
         self._lengths = ResponseLengths(len(prompts))
 
     def begin_step(self) -> StepSamples:
-        """Start the samples of a new step, with none drawn yet."""
         return StepSamples(self._rounds, self.rows_per_step, self.samples_per_row)
 
     def draw(self, step: int, num_rows: int, num_before: int) -> tuple[Sequence[int], Sequence[Request]]:

@@ -127,5 +127,4 @@ class RolloutSide:
             return self.engine.push_weights(version)
 
     def close(self) -> None:
-        """Close the scorer."""
         self.scorer.close()

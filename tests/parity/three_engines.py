@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megappo.config.role_sections import RoleConfig
 from megappo.data.packing import pack
-from megappo.engine.build import build_megatron
+from megappo.engine import build
 from megappo.engine.factory import EngineSpec
 from megappo.models.hf_config import read_arch
 from megappo.parallel import cpu_patches
@@ -106,7 +106,7 @@ def continue_by_transformers(model: Any) -> tuple[Tokens, float]:
 
 def build_megatron(path: str, groups: ProcessGroups, dtype: str) -> Any:
     spec = EngineSpec("policy", path, read_arch(path), RoleConfig(dtype=dtype, micro_batch_tokens=256))
-    return build_megatron(spec, groups, device=torch.device("cpu"))
+    return build.build_megatron(spec, groups, device=torch.device("cpu"))
 
 
 def score_by_megatron(engine: Any) -> list[Tensor]:

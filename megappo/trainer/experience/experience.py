@@ -36,11 +36,9 @@ class Experience:
         return self.owners.numbers(self.rank)
 
     def with_fields(self, token_fields: Mapping[str, Tensor] = {}, sequence_fields: Mapping[str, Tensor] = {}) -> Experience:
-        """Add fields of this rank's samples, [T] and [B]."""
         return replace(self, batch=self.batch.with_fields(token_fields, sequence_fields))
 
     def with_batch(self, batch: PackedBatch) -> Experience:
-        """Replace the fields by those of `batch`, which has the same samples."""
         return replace(self, batch=batch)
 
     def redistribute(self, owners: Owners, fields: Collection[str] | None = None, wire: Wire | None = None) -> Experience:

@@ -82,12 +82,10 @@ class Leg:
         return cls(rows, Spans(starts, lengths), peers, *_counts(peers, lengths, num_peers))
 
     def of_samples(self) -> Leg:
-        """Return the leg for fields with one number per sample."""
         return Leg(self.rows, Spans(self.rows, torch.ones_like(self.rows)), self.peers, self.samples, self.samples)
 
 
 def _counts(peers: Tensor, lengths: Tensor, num_peers: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and samples of each peer, [num_peers] int64 each."""
     tokens = torch.zeros(num_peers, dtype=torch.long).index_add_(0, peers, lengths)
     return tokens, peers.bincount(minlength=num_peers)
 
@@ -240,6 +238,5 @@ class Route:
 
 
 def _sums_of_parts(counts: Tensor, sizes: Tensor) -> list[int]:
-    """Sum consecutive parts of `counts`. sizes: [P] int64, of the parts."""
     running = torch.cat([counts.new_zeros(1, dtype=torch.long), counts.long().cumsum(0)])
     return running[torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])].diff().tolist()

@@ -55,7 +55,6 @@ class SampleTable:
 
     @cached_property
     def has_chains(self) -> bool:
-        """True if a trajectory has several sequences."""
         return bool((self.previous >= 0).any())
 
     @property
@@ -132,7 +131,6 @@ class Owners:
 
     @classmethod
     def drawn(cls, table: SampleTable, world_size: int) -> Owners:
-        """Give each sample to the rank that drew it."""
         return cls(table.owner.long(), Shares.of_world(world_size))
 
     @classmethod
@@ -160,7 +158,6 @@ class Owners:
 
     @classmethod
     def everywhere(cls, table: SampleTable, world_size: int) -> Owners:
-        """Give all samples to every rank, for instruments and tests."""
         return cls(torch.zeros(table.num_samples, dtype=torch.long), Shares.of_all(range(world_size)))
 
     def numbers(self, rank: int) -> Tensor:

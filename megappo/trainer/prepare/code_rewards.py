@@ -18,7 +18,6 @@ from megappo.trainer.prepare.reward_routes import places, scored_by
 
 
 def load_code(part: RewardPart) -> PreparedPart:
-    """Prepare a part that runs programs, without starting any."""
     settings = settings_of(part)
     fields = (settings.tests_key, settings.entry_point_key, settings.setup_key)
     return PreparedPart(partial(CodePart, settings), tuple(field for field in fields if field is not None), _hash_of_judges())

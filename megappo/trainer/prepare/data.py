@@ -162,7 +162,6 @@ class RunData(EvaluationData):
 
     @property
     def eval(self) -> PromptSet | None:
-        """Prompts of `data.eval`."""
         return next((one.prompts for one in self.evaluations if one.name == DEFAULT), None)
 
 

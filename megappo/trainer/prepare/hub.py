@@ -61,7 +61,6 @@ def pinned_names(config: BaseModel, resolved: BaseModel) -> dict[str, str]:
 
 
 def with_values(config: Config, values: Mapping[str, str]) -> Config:
-    """Return a copy of the configuration with these keys set."""
     for key, value in values.items():
         config = replaced(config, key.split("."), value)
     return config

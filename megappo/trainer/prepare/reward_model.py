@@ -82,7 +82,6 @@ def load_reward_tokenizer(settings: RewardModelConfig) -> Tokenizer:
 
 
 def tokenizer_of(settings: RewardModelConfig) -> tuple[str, str]:
-    """Return (key that names the tokenizer, path)."""
     if settings.tokenizer is not None:
         return f"{KEY}.tokenizer", settings.tokenizer
     return f"{KEY}.model", str(settings.model)
