@@ -19,7 +19,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from megappo.models.arch import ModelArch, MoeArch, OwnParameter, Part, Rope
+from megappo.models.arch import ModelArch, MoeArch, OwnParameter, Part, Rope, positions_of
 from megappo.models.pieces import Box, check_tiling, shape_as_2d
 from megappo.models.row_shards import layer_prefix
 
@@ -121,7 +121,7 @@ def describe_model(path: str | Path) -> ModelArch:
         head_dim=_head_dim(config, heads),
         ffn_size=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
         vocab_size=int(config.vocab_size),
-        max_positions=int(config.max_position_embeddings),
+        max_positions=_max_positions(config),
         tied_embeddings=bool(config.tie_word_embeddings),
         norm_eps=float(getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_eps", None) or 1e-5),
         rope=Rope(),
@@ -175,6 +175,13 @@ def _class_problems(model: PreTrainedModel) -> Iterator[str]:
     output: Any = model.get_output_embeddings()
     if getattr(output, "weight", None) is None or getattr(output, "bias", None) is not None:
         yield f"{name} has an output projection with a bias, or none, and the log-probs take a matrix alone; no engine runs it"
+
+
+def _max_positions(config: Any) -> int:
+    given = (
+        getattr(config, "rope_parameters", None) or {}
+    )  # by layer type, of which none has a type itself, they are stretched already
+    return positions_of(int(config.max_position_embeddings), given.get("rope_type"), given.get("factor"))
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -36,6 +36,12 @@ class Rope:
         return {"original_max_position_embeddings": self.original_max_positions, "beta": self.llama4_beta}
 
 
+def positions_of(stated: int, rope_type: str | None, factor: float | None) -> int:
+    """Return the positions of a model, as vLLM reads them. stated: max_position_embeddings of its config.json, which a linear rope
+    stretches by its factor; the configs of other types state what they are stretched to."""
+    return int(stated * factor) if rope_type == "linear" and factor is not None else stated
+
+
 @dataclass(frozen=True)
 class MoeArch:
     """Mixture of experts in place of the MLP."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megappo.models.arch import ModelArch, MoeArch, Rope
+from megappo.models.arch import ModelArch, MoeArch, Rope, positions_of
 from megappo.models.families.registry import FAMILIES, NotImplementedByFamilies, family_of, wrapped_families
 from megappo.models.family import Family, Window
 from megappo.models.fp8 import read_fp8
@@ -105,7 +105,8 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
     head_dim = values.positive_or("head_dim", family.head_dim, hidden // heads)
     if head_dim % 2:
         raise ValueError(f"{values.spelled('head_dim')} {head_dim} is odd; rotary embeddings need an even one")
-    num_layers, max_positions = values.positive("num_hidden_layers"), values.positive("max_position_embeddings")
+    num_layers, rope = values.positive("num_hidden_layers"), _read_rope(values)
+    max_positions = positions_of(values.positive("max_position_embeddings"), rope.type, rope.factor)
     window, sliding_layers = _read_window(values, num_layers, max_positions)
     return ModelArch(
         family=family.name,
@@ -120,7 +121,7 @@ def arch_of(config: Mapping[str, Any]) -> ModelArch:
         max_positions=max_positions,
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
         norm_eps=values.number("rms_norm_eps", family.norm_eps),
-        rope=_read_rope(values),
+        rope=rope,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         moe=_read_moe(values, num_layers),

@@ -7,6 +7,7 @@ import transformers
 
 from megappo.models.arch import Rope
 from megappo.models.hf_config import arch_of, read_arch
+from megappo.rollout.vllm_limits import check_vllm
 from tests.models.cases import LLAMA
 from tests.models.checkpoints import CASES, write_checkpoint
 
@@ -63,6 +64,20 @@ def test_older_rope_spelling_reads_the_same():
     old = arch_of({**LLAMA, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}})
     new = arch_of({**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}})
     assert old == new and old.rope == Rope("linear", 5e5, 2.0)
+
+
+def test_linear_rope_stretches_the_positions_and_the_others_state_them_stretched():
+    """As vLLM has it; transformers has no limit."""
+    for rope, positions in [
+        ({"rope_type": "linear", "factor": 2.5}, 320),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}, 128),
+        ({"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 128),
+        ({"rope_type": "default"}, 128),
+    ]:
+        arch = arch_of({**LLAMA, "rope_scaling": rope})
+        assert (arch.max_positions, check_vllm(arch, positions, "cuda")) == (positions, None)
+        with pytest.raises(ValueError, match=f"{positions + 1} tokens, but the model has {positions} positions"):
+            check_vllm(arch, positions + 1, "cuda")
 
 
 def test_a_composite_checkpoint_gives_its_language_model():

@@ -64,8 +64,10 @@ def parts_lines() -> list[str]:
     rules = [name for name in RULES if name != "math_verify" or "math-verify" in present]
     fault = transformer_engine_fault()
     layers = "TransformerEngine's on a GPU in bf16, else Megatron-core's own" if fault is None else "Megatron-core's own"
+    if fault and "transformer-engine" in present:  # that it is not installed stands under `missing`
+        layers += f" (TransformerEngine {fault})"
     return [
-        f"  layers: {layers}" + (f" (TransformerEngine {fault})" if fault else ""),
+        f"  layers: {layers}",
         f"  rollout engines: {', '.join(engines)}",
         f"  model families: {', '.join(FAMILIES)}",
         f"  rewards: {', '.join(rules)}",

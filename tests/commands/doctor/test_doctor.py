@@ -219,7 +219,15 @@ def test_the_stack_is_read_from_what_the_programs_say(monkeypatch):
 def test_layers_are_transformer_engines_only_if_it_imports(monkeypatch):
     from megappo.models import implementation
 
+    monkeypatch.setattr(doctor, "findings", lambda: fake({}))
     monkeypatch.setattr(implementation, "transformer_engine_fault", lambda: "does not import (OSError: no libcudnn)")
     assert doctor.parts_lines()[0] == "  layers: Megatron-core's own (TransformerEngine does not import (OSError: no libcudnn))"
     monkeypatch.setattr(implementation, "transformer_engine_fault", lambda: None)
     assert doctor.parts_lines()[0].startswith("  layers: TransformerEngine's on a GPU in bf16")
+
+
+def test_transformer_engine_that_is_not_installed_is_told_once(monkeypatch):
+    monkeypatch.setattr(doctor, "findings", lambda: fake({"transformer-engine": None}))
+    text, _ = doctor.report()
+    assert text.count("install_transformer_engine.sh") == 1 and "TransformerEngine is not installed" not in text
+    assert "  layers: Megatron-core's own\n" in text
