@@ -7,8 +7,7 @@ import importlib
 
 import torch
 
-from megappo.rollout.process_state import EngineState
-from megappo.rollout.vllm_process import require_vllm, vllm_running
+from megappo.rollout.vllm_process import EngineState, require_vllm, vllm_running
 from megappo.runtime.libraries import collect_seldom
 
 collect_seldom()

@@ -23,7 +23,6 @@ from megappo.config.schema import RolloutConfig
 from megappo.models.lora import shapes_beside_base
 from megappo.parallel.device import ranks_of_run
 from megappo.parallel.groups import meet
-from megappo.rollout.process_state import EngineState
 from megappo.rollout.subworld import SubWorld
 from megappo.rollout.types import Replica, Request, Response, SamplingParams
 from megappo.rollout.vllm_adapter import VllmAdapter
@@ -32,6 +31,7 @@ from megappo.rollout.vllm_memory import VllmMemory, require_sleep
 from megappo.rollout.vllm_options import VllmModel, vllm_environment, vllm_options
 from megappo.rollout.vllm_outputs import Detokenize, SampledRows, response_of
 from megappo.rollout.vllm_process import (
+    EngineState,
     colocated_executor,
     default_group_kept,
     new_identity,

@@ -17,72 +17,64 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # proc(5): the peak resident set becomes the current one
 
 
-class MemoryGauge(Protocol):
-    """Gauge of one kind of memory. highest: largest GiB seen since the process began."""
+class MemoryGauge:
+    """Gauge of one kind of memory, in GiB. kind: its name in texts. suffix: end of the metrics' names. highest: the most seen since
+    the process began."""
 
     kind: str
-    """Name of that memory in texts."""
-    suffix: str
-    """End of the metrics' names."""
-    highest: float
-
-    def begin(self) -> None: ...
-
-    def end(self) -> float:
-        """Return the GiB of the stage that ends."""
-        ...
-
-
-class DevicePeak:
-    """Peak memory that torch has allocated on a GPU, without NCCL's and the CUDA context."""
-
-    kind, suffix = "peak memory that torch allocated on the GPU", "peak_gib"
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.highest = 0.0
-
-    def begin(self) -> None:
-        self.end()  # work between two stages
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def end(self) -> float:
-        peak = torch.cuda.max_memory_allocated(self._device) / GIB
-        self.highest = max(self.highest, peak)
-        return peak
-
-
-class HostPeak:
-    """Peak resident memory of this process (VmHWM), which Linux resets on demand; the reset lowers `ru_maxrss` too."""
-
-    kind, suffix = "peak resident memory of the process", "peak_gib"
+    suffix = "peak_gib"
 
     def __init__(self) -> None:
         self.highest = host_peak_gib()
 
     def begin(self) -> None:
+        """Note the peak of the work between two stages, and begin a new one."""
         self.end()
-        _CLEAR.write_text(_RESET_PEAK, encoding="utf-8")
+        self._reset()
 
     def end(self) -> float:
-        peak = host_peak_gib()
+        """Return the peak of the stage that ends."""
+        peak = self._peak()
         self.highest = max(self.highest, peak)
         return peak
 
+    def _peak(self) -> float:
+        return host_peak_gib()
 
-class HostResident:
+    def _reset(self) -> None: ...
+
+
+class DevicePeak(MemoryGauge):
+    """Peak memory that torch has allocated on a GPU, without NCCL's and the CUDA context."""
+
+    kind = "peak memory that torch allocated on the GPU"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.highest = device, 0.0
+
+    def _peak(self) -> float:
+        return torch.cuda.max_memory_allocated(self._device) / GIB
+
+    def _reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class HostPeak(MemoryGauge):
+    """Peak resident memory of this process (VmHWM), which Linux resets on demand; the reset lowers `ru_maxrss` too."""
+
+    kind = "peak resident memory of the process"
+
+    def _reset(self) -> None:
+        _CLEAR.write_text(_RESET_PEAK, encoding="utf-8")
+
+
+class HostResident(MemoryGauge):
     """Resident memory of this process at a stage's end, where its peak cannot be reset (some containers)."""
 
     kind, suffix = "resident memory of the process at the stage's end, because its peak cannot be reset here", "end_gib"
 
-    def __init__(self) -> None:
-        self.highest = host_peak_gib()
-
-    def begin(self) -> None:
-        """Do nothing: nothing can be reset."""
-
     def end(self) -> float:
-        self.highest = max(self.highest, host_peak_gib())
+        super().end()
         return _status("VmRSS")
 
 

@@ -42,7 +42,7 @@ def rewards_of(
     return Rewards(batch["logprob"], reference, score, of_tokens, algorithm.kl.estimator, kl_coef if in_reward else 0.0)
 
 
-def _scan(
+def gae_over_tokens(
     batch: PackedBatch,
     rewards: Rewards,
     value: Tensor,
@@ -50,6 +50,8 @@ def _scan(
     discount: Discount,
     times: TimeSteps = TimeSteps(),
 ) -> Scanned:
+    """Compute GAE of values [T]. bootstrap: [B], value after the last sampled token; None means 0. times: time steps, if not all
+    sampled tokens are, and V-trace's weights of them."""
     return Scanned(*token_advantages(rewards, value, batch["response_mask"], batch.cu_seqlens, bootstrap, discount, times))
 
 
@@ -59,14 +61,9 @@ def whole_responses(batch: PackedBatch) -> PackedBatch:
     return batch.with_fields({"response_mask": batch["whole_mask"]}) if "whole_mask" in batch else batch
 
 
-def gae_over_tokens(batch: PackedBatch, rewards: Rewards, value: Tensor, bootstrap: Tensor | None, discount: Discount) -> Scanned:
-    """Compute GAE of values [T]. bootstrap: [B], value after the last sampled token; None means 0."""
-    return _scan(batch, rewards, value, bootstrap, discount)
-
-
 def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstrap: Tensor | None, discount: Discount) -> Scanned:
     """Compute GAE with turns as steps; each sampled token gets its turn's advantage and return. starts: [T] bool, `turn_starts`."""
-    mask, scanned = batch["response_mask"], _scan(batch, rewards, batch["value"], bootstrap, discount, TimeSteps(starts))
+    mask, scanned = batch["response_mask"], gae_over_tokens(batch, rewards, batch["value"], bootstrap, discount, TimeSteps(starts))
     advantage, returns = (over_turns(x, mask, starts) for x in (scanned.advantage, scanned.returns))
     return Scanned(scanned.reward, advantage, returns, whitening_moments(advantage, mask))
 
@@ -74,7 +71,7 @@ def gae_over_turns(batch: PackedBatch, rewards: Rewards, starts: Tensor, bootstr
 def gae_over_partial_rollouts(batch: PackedBatch, rewards: Rewards, bootstrap: Tensor | None, discount: Discount) -> Scanned:
     """Compute GAE of responses over several steps: advantages at this step's tokens, rewards and returns over whole responses."""
     # An advantage depends only on what follows its token, so earlier tokens do not change it.
-    scanned = _scan(whole_responses(batch), rewards, batch["value"], bootstrap, discount)
+    scanned = gae_over_tokens(whole_responses(batch), rewards, batch["value"], bootstrap, discount)
     advantage = torch.where(batch["response_mask"], scanned.advantage, 0.0)
     return Scanned(scanned.reward, advantage, scanned.returns, whitening_moments(advantage, batch["response_mask"]))
 
@@ -85,7 +82,7 @@ def vtrace_over_tokens(
     """Compute V-trace. ratio: [T] fp64, the trainer's probability over the sampler's."""
     mask, cu_seqlens = batch["response_mask"], batch.cu_seqlens
     weight, trace = vtrace_weights(ratio, mask, cu_seqlens, rho_bar=bounds.rho_bar, c_bar=bounds.c_bar)
-    scanned = _scan(batch, rewards, batch["value"], bootstrap, discount, TimeSteps(None, weight, trace))
+    scanned = gae_over_tokens(batch, rewards, batch["value"], bootstrap, discount, TimeSteps(None, weight, trace))
     if bounds.c_bar >= bounds.rho_bar:  # the scan's advantages are V-trace's
         return scanned
     correction = scanned.advantage, weight, trace, mask, cu_seqlens

@@ -39,7 +39,7 @@ from tests.rollout.responses import generate_all
 
 RANKS = 2
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0)
-# The waits of rollout/process_state.py, by who waits.
+# The waits of rollout/vllm_process.py, by who waits.
 WAITS = ("vLLM", "the trainer")
 
 

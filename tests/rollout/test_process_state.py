@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megappo.rollout import vllm_process
-from megappo.rollout.process_state import EngineState
+from megappo.rollout.vllm_process import EngineState
 
 CUDA = torch.device("cuda", 1)
 

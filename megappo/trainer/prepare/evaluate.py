@@ -17,7 +17,7 @@ from megappo.config.run_sections import CheckpointConfig, TrainerConfig
 from megappo.config.schema import AlgorithmConfig, NoKLConfig, RolloutConfig, TrainConfig
 from megappo.models.hf_config import arch_for
 from megappo.trainer.prepare.checkpoint_source import PolicySource, policy_source
-from megappo.trainer.prepare.checks import check_inputs
+from megappo.trainer.prepare.checks import check_inputs, check_run
 
 if TYPE_CHECKING:  # imports torch
     from megappo.trainer.prepare.data import EvaluationData
@@ -40,7 +40,6 @@ def plan_evaluation(
 ) -> PlannedEvaluation:
     """Check an evaluation completely without building anything. ValueError, one line, for the first mistake.
     checkpoint: a path for `policy_source`. only: names of sets; empty means all."""
-    from megappo.trainer.prepare.checks import check_run
     from megappo.trainer.prepare.data import load_evaluation_data  # imports torch
 
     config, source = find_evaluation(config, checkpoint, only)
