@@ -37,7 +37,7 @@ class ModelState:
     """State of a model on one rank."""
 
     boxes: Sequence[StateBox]
-    """What this rank writes, in the same memory at every save; together the ranks write every element once."""
+    """Boxes that this rank writes, in the same memory at every save; together the ranks write every element once."""
     tensors: Mapping[str, Tensor]
     """All state of this rank, by names for messages."""
     position: Mapping[str, int]

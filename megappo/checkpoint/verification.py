@@ -38,7 +38,7 @@ _ANEW = "start anew without --resume, under another run.name"  # the old directo
 
 
 _Look = tuple[str | None, ValueError | None, str | None]
-"""What a check found on one rank: damage, a refusal, the path of a file that is missing there."""
+"""Result of a check on one rank: damage, a refusal, the path of a file that is missing there."""
 
 
 class Verification:

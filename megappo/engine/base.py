@@ -60,7 +60,7 @@ class Adapters(Protocol):
     """Low-rank adapters of a model (`models/lora.py`)."""
 
     def pieces(self) -> PieceMap:
-        """Same as `Engine.pieces`, for the adapters' tensors (`models.lora.adapter_shapes`), which `pieces` leaves out."""
+        """Return the rectangles of the adapters' tensors (`models.lora.adapter_shapes`), which `Engine.pieces` leaves out."""
         ...
 
     def off(self) -> AbstractContextManager[None]:

@@ -156,7 +156,7 @@ class StageLayers(PipelineParallelLayerLayout):
 def transformer_config(
     arch: ModelArch, layout: ParallelLayout, stage: int, dtype: torch.dtype, recompute: Recompute, fusions: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Make Megatron's configuration of the architecture on this stage. fusions: from `fusion.fusion_config`."""
+    """Make Megatron's configuration of the architecture on this stage. fusions: from `fusion_config`."""
     recomputation: dict[str, Any] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},

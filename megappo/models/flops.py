@@ -65,7 +65,7 @@ def _family_weights(arch: ModelArch) -> int:
 
 
 def _own_weights(arch: ModelArch) -> int:
-    """Same as `_family_weights`, from the shapes of transformers' parameters: top_k of the experts count."""
+    """Parameters of the layers that one token uses, from the shapes of transformers' parameters: top_k of the experts count."""
     weights = 0
     for parameter in arch.own:
         if "layers." in parameter.name and len(parameter.shape) == 2:

@@ -113,7 +113,7 @@ def _parameters(arch: ModelArch, engine: Literal["megatron", "fsdp2"], value_hea
 
 
 def frozen_on_rank(arch: ModelArch, layout: ParallelLayout, rank: int, frozen: frozenset[str], *, value_head: bool) -> set[str]:
-    """Canonical names (`naming.py`) of the frozen parameters of a Megatron rank."""
+    """Canonical names (`models/gpt.py`) of the frozen parameters of a Megatron rank."""
     # The stage's first rank too: one with nothing but padding of the vocabulary has no piece of the embedding.
     first, whole = layout.rank_of(pp=layout.coordinates(rank).pp), piece_map(arch, layout, value_head)
     pieces = [piece for one in {first, rank} for piece in whole[one]]

@@ -125,7 +125,7 @@ def _again(function: Callable[..., Any], draws: bool, *args: Any, **kwargs: Any)
 
 
 def _again_from_host(function: Callable[..., Any], draws: bool, *args: Any, **kwargs: Any) -> Any:
-    """Same as `_again`, with the tensors that are kept, its `args`, in host memory until the backward."""
+    """Recompute as `_again` does; the tensors that are kept, its `args`, wait in host memory until the backward."""
     # torch's save_on_cpu would wait for its copies to the host.
     with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
         return _again(function, draws, *args, **kwargs)

@@ -89,7 +89,7 @@ def hf_cuts(arch: ModelArch, value_head: bool = False) -> dict[str, Cut]:
 
 
 def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head: bool = False) -> dict[str, Shape]:
-    """Parameters of one rank by canonical name (`naming.py`). ValueError if the layout does not fit the architecture."""
+    """Parameters of one rank by canonical name (`models/gpt.py`). ValueError if the layout does not fit the architecture."""
     check_tp(arch, layout.tp)
     check_ep(arch, layout.ep, layout.etp)
     at = layout.coordinates(rank)
@@ -114,7 +114,7 @@ def local_shapes(arch: ModelArch, layout: ParallelLayout, rank: int, value_head:
 
 
 def megatron_pieces(arch: ModelArch, layout: ParallelLayout, rank: int, value_head: bool = False) -> list[Piece]:
-    """Place of every Hugging Face rectangle in the parameters of one rank, by canonical name (`naming.py`).
+    """Place of every Hugging Face rectangle in the parameters of one rank, by canonical name (`models/gpt.py`).
     Elements without a piece are vocabulary padding, which is zero. With tied embeddings and pp > 1 the last stage holds its own
     copy of the embedding as output layer. ValueError if the layout does not fit the architecture."""
     return piece_map(arch, layout, value_head)[rank]

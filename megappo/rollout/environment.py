@@ -87,7 +87,7 @@ class PreparedEnvironment:
     settings: EnvironmentConfig
     function: OwnFunction
     code: OwnCode
-    """Where `function` comes from; worker processes load it from there."""
+    """Source of `function`, from which worker processes load it too."""
     conversation: Conversation
     """Turns observations into ids."""
 

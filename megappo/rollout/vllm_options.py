@@ -29,7 +29,7 @@ class VllmModel:
     path: str
     """Directory with its config.json."""
     arch: ModelArch
-    """Of the policy, which may differ from config.json's (`hf_config.read_arch`)."""
+    """Architecture of the policy, which may differ from config.json's (`hf_config.read_arch`)."""
     dtype: torch.dtype
     max_model_len: int
     """Longest prompt plus response in tokens."""
@@ -37,7 +37,7 @@ class VllmModel:
     tokenizer: str | None = None
     """Directory of a Hugging Face tokenizer, which vLLM needs for stop strings only."""
     lora: LoraConfig | None = None
-    """Of the policy, if vLLM applies its adapter itself (`rollout.adapter`)."""
+    """Adapter of the policy, if vLLM applies it itself (`rollout.adapter`)."""
 
 
 def vllm_options(

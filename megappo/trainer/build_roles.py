@@ -27,31 +27,18 @@ from megappo.trainer.roles import BaseOfPolicy, Critic, LanguageModel, Policy, R
 Role = LanguageModel | Critic | RewardModel
 
 
-def _policy(config: TrainConfig, engine: Engine) -> Policy:
-    sampling, policy = config.rollout.sampling, config.policy
-    return Policy(engine, sampling.temperature, config.algorithm, policy.logits_dtype)
-
-
-def _critic(config: TrainConfig, engine: Engine) -> Critic:
-    return Critic(engine, config.critics_in_use[engine.name].loss, engine.name)
-
-
-def _language_model(config: TrainConfig, engine: Engine) -> LanguageModel:
-    return LanguageModel(engine, config.rollout.sampling.temperature, config.policy.logits_dtype)
-
-
-def _reward_model(config: TrainConfig, engine: Engine) -> RewardModel:
-    return RewardModel(engine)
-
-
 ROLES: dict[str, Callable[[TrainConfig, Engine], Role]] = {
-    "policy": _policy,
-    "critic": _critic,  # and every further one
-    "reference": _language_model,
-    "reward_model": _reward_model,
+    "policy": lambda config, engine: Policy(engine, _temperature(config), config.algorithm, config.policy.logits_dtype),
+    "critic": lambda config, engine: Critic(engine, config.critics_in_use[engine.name].loss, engine.name),  # and every further one
+    "reference": lambda config, engine: LanguageModel(engine, _temperature(config), config.policy.logits_dtype),
+    "reward_model": lambda config, engine: RewardModel(engine),
 }
 """Role -> constructor from (configuration, engine). A new role needs an entry here and a section of the configuration
 (`RoleConfig`, `section_of`) with the model's directory and, if it trains, its optimizer."""
+
+
+def _temperature(config: TrainConfig) -> float:
+    return config.rollout.sampling.temperature
 
 
 @dataclass(frozen=True)
@@ -120,7 +107,7 @@ def build_roles(
     if reference_is_base(config):
         shares["reference"] = shares["policy"]
         if (policy := by_name.get("policy")) is not None:
-            by_name["reference"] = BaseOfPolicy(policy.engine, config.rollout.sampling.temperature, config.policy.logits_dtype)
+            by_name["reference"] = BaseOfPolicy(policy.engine, _temperature(config), config.policy.logits_dtype)
     return Roles(by_name, placements, tuple(name for name in sections if name in total_updates), shares)
 
 

@@ -60,7 +60,7 @@ class Contents:
 
 
 class RunAround(NamedTuple):
-    """What the checkpoints need of the run. epochs_done: whole passes over the prompts so far, for `save_every: epoch`."""
+    """Parts of the run that its checkpoints use. epochs_done: whole passes over the prompts so far, for `save_every: epoch`."""
 
     stop: StopRequest
     log: RunLog

@@ -169,7 +169,7 @@ def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 
 class Policy(LanguageModel):
-    """The trained policy. counts_ratios: updates also count the probability ratios in bins (`algo.ratio_bins`). entropy_coef:
+    """The trained policy. counts_ratios: updates also count the probability ratios in bins (`algo.summaries.ratio_counts`). entropy_coef:
     coefficient of the entropy bonus in the next updates."""
 
     loss_name = "surrogate_sum"

@@ -41,7 +41,7 @@ from megappo.trainer.step_totals import expert_metrics
 
 def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = RoleEngines) -> None:
     """Train on this rank of the world, then export the model to `export/` of the run directory. Collective over the world.
-    config, data: checked by `plan.run.plan_sft`. engines: builds the model."""
+    config, data: checked by `commands.plan.run.plan_sft`. engines: builds the model."""
     apply_permissions(config.run.permissions)
     device = select_device(config.run.device)
     start_distributed(device, config.run.timeouts)
