@@ -60,9 +60,9 @@ def train(
 ) -> bool:
     """Run PPO, or the pretraining of critics on recorded trajectories, on this rank. Collective over the world.
 
-    config, data: checked by `commands.plan.run.plan_run`. engines: builds the models of all roles. wrap_rollout: wraps the rollout engine on
-    every rank. Returns True if the run reached its end, False if a rank was asked to `stop`; the run can then be resumed, and
-    `ended.json` records it. An existing process group is kept; otherwise the launcher's is joined and destroyed at the end.
+    config, data: checked by `commands.plan.run.plan_run`. engines: builds the models of all roles. wrap_rollout: wraps the rollout
+    engine on every rank. Returns True if the run reached its end, False if a rank was asked to `stop`; the run can then be resumed,
+    and `ended.json` records it. An existing process group is kept; otherwise the launcher's is joined and destroyed at the end.
     """
     apply_permissions(config.run.permissions)
     owns_world = not dist.is_initialized()

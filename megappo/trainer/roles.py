@@ -169,8 +169,8 @@ def policy_reads(algorithm: AlgorithmConfig) -> tuple[str, ...]:
 
 
 class Policy(LanguageModel):
-    """The trained policy. counts_ratios: updates also count the probability ratios in bins (`algo.summaries.ratio_counts`). entropy_coef:
-    coefficient of the entropy bonus in the next updates."""
+    """The trained policy. counts_ratios: updates also count the probability ratios in bins (`algo.summaries.ratio_counts`).
+    entropy_coef: coefficient of the entropy bonus in the next updates."""
 
     loss_name = "surrogate_sum"
     """Name of the main loss among the sums of an update."""

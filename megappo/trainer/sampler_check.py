@@ -60,8 +60,8 @@ def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: 
     """Compare logprob (trainer) and rollout_logprob (sampler), [T] each, over all ranks' samples. Collective over the world.
     With `kept` the trainer's are of the truncated distribution. num_bad: a number of this rank, summed in the same exchange."""
     mask, is_kept = batch["response_mask"], "kept" in batch
-    # With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so larger probabilities of
-    # the sampler are right and only smaller ones count.
+    # With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so larger probabilities
+    # of the sampler are right and only smaller ones count.
     one_sided = sampling.truncates and not is_kept
     columns = in_chunks(mask, batch["logprob"], batch["rollout_logprob"])
     parts = [_of_chunk(where, logprob, drawn, one_sided) for where, logprob, drawn in columns]

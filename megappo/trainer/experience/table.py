@@ -15,8 +15,8 @@ from megappo.algo.chains import last_of_chains
 from megappo.parallel.shares import Shares, parts_balanced
 from megappo.parallel.totals import place_in_world, rows_of_ranks
 
-# Rows in the first exchange of a table, relative to the mean per rank. Padding costs less than a second exchange, and this is enough
-# for all rows where ranks draw their samples alone.
+# Rows in the first exchange of a table, relative to the mean per rank. Padding costs less than a second exchange, and this is
+# enough for all rows where ranks draw their samples alone.
 TIMES_THE_MEAN = 2
 
 

@@ -69,8 +69,8 @@ def reward_notes(reward: RewardConfig, parts: Mapping[str, PreparedPart], sets: 
     if not sets:
         return []
     have_source = all(one.fingerprint for one in sets.values())  # else they have no name in the cache
-    # The first process checks everything, the others and the next start read its notes. Without a cache only rank 0, whose notes are
-    # printed, checks answers and tests: math_verify takes 4 ms for an answer that is no number.
+    # The first process checks everything, the others and the next start read its notes. Without a cache only rank 0, whose notes
+    # are printed, checks answers and tests: math_verify takes 4 ms for an answer that is no number.
     is_thorough = (have_source and cache.is_writable) or os.environ.get("RANK", "0") == "0"
     if not have_source:
         return list(_notes(reward, parts, sets, is_thorough=is_thorough))
