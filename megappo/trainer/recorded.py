@@ -14,7 +14,7 @@ from megappo.algo.summaries import masked_moments
 from megappo.config.schema import AlgorithmConfig, GAEConfig, NoKLConfig, TrainConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch
-from megappo.telemetry.metrics import Distribution, Metric
+from megappo.telemetry.metrics import Metric
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.advantages import advantages_of
 from megappo.trainer.build_roles import Roles
@@ -134,7 +134,7 @@ class RecordedStep:
         """Return metric -> value, under the names of a step that samples."""
         table = self.experience.table
         return {
-            **self.totals.figures("score", Distribution.SCORE.value),
+            **self.totals.figures("score", "reward/score"),
             **critic_metrics(self.totals, self.experience.batch, self.critics),
             **length_metrics(table),
             **{Metric.STAGE_SECONDS.of(f"{name}_s"): seconds for name, seconds in timers.seconds.items()},

@@ -13,7 +13,7 @@ from megappo.algo.aggregation import sums_per_sequence
 from megappo.algo.summaries import masked_moments, summarise
 from megappo.data.packing import PackedBatch
 from megappo.rewards.compose import Scored
-from megappo.telemetry.metrics import Distribution, Metric
+from megappo.telemetry.metrics import Metric
 from megappo.telemetry.timers import StageTimers
 from megappo.trainer.experience.table import SampleTable
 from megappo.trainer.left_out import REDRAWN
@@ -130,7 +130,7 @@ class StepRecord:
 
     def _reward(self) -> dict[str, float]:
         return {
-            **self.totals.figures("score", Distribution.SCORE.value),
+            **self.totals.figures("score", "reward/score"),
             **self.totals.figures("shaped", "reward/shaped"),
             **self._without_verdict(),
             **self._reward_parts(),
@@ -173,7 +173,7 @@ class StepRecord:
         metrics = {
             Metric.POLICY_ENTROPY.value: self.totals.mean("entropy"),
             Metric.POLICY_UPDATES.value: p.num_updates,
-            **self.totals.figures("raw_advantage", Distribution.ADVANTAGE.value),
+            **self.totals.figures("raw_advantage", "policy/advantage"),
         }
         if p.sums:
             metrics |= {
@@ -236,8 +236,10 @@ class StepRecord:
             for key, value in self.totals.summary(f"seconds {name}")._asdict().items()
             if key in ("mean", "max")
         }
-        if (turns := Turns.of(self.totals)) is not None:
-            slow |= {f"timing/environment/{name}": value for name, value in turns.answers.items()}
+        if (turns := Turns.of(self.totals)) is not None and turns.answers:
+            slow[Metric.ENVIRONMENT_MEAN.value] = turns.answers["mean_s"]
+            slow[Metric.ENVIRONMENT_MAX.value] = turns.answers["max_s"]
+            slow[Metric.ENVIRONMENT_SECONDS.value] = turns.answers["total_s"]
         if "early" in self.totals:
             slow[Metric.REWARD_EARLY.value] = self.totals.summary("early").max
         return {
@@ -264,7 +266,7 @@ def length_metrics(table: SampleTable) -> dict[str, float]:
     ends = table.ends
     prompts = (table.length - table.response).float()
     return {
-        **{f"{Distribution.RESPONSE.value}_{key}": value for key, value in _summary_of(table.response[ends]).items()},
+        **{f"lengths/response_{key}": value for key, value in _summary_of(table.response[ends]).items()},
         Metric.PROMPT_MEAN.value: _mean(prompts),
         Metric.PROMPT_MAX.value: float(prompts.max()),
         **{Metric.TOTAL_LENGTH.of(key): value for key, value in _summary_of(table.length).items()},

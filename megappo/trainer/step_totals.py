@@ -15,7 +15,7 @@ from megappo.algo.summaries import Moments, Summary, expert_load, explained_vari
 from megappo.data.packing import PackedBatch
 from megappo.parallel.totals import totals_and_maxima
 from megappo.rollout.types import Played
-from megappo.telemetry.metrics import Distribution, Metric, of_critic
+from megappo.telemetry.metrics import Metric, of_critic
 from megappo.trainer.critics import CriticFields, critics_in
 from megappo.trainer.updates import UpdateSummary
 
@@ -179,8 +179,8 @@ def _of_one(totals: Totals, fields: CriticFields, c: UpdateSummary) -> dict[str,
         Metric.CRITIC_GRAD_NORM.value: c.grad_norm,
         Metric.CRITIC_SKIPPED.value: c.skipped,
         Metric.CRITIC_UPDATES.value: c.num_updates,
-        **totals.figures(fields.value, Distribution.VALUE.value),
-        **totals.figures(fields.returns, Distribution.RETURN.value),
+        **totals.figures(fields.value, "critic/value"),
+        **totals.figures(fields.returns, "critic/return"),
     }
     for key, metric in (("value_clip_sum", Metric.CRITIC_VALUE_CLIP), ("return_outside_sum", Metric.CRITIC_RETURN_OUTSIDE)):
         if key in c.sums:
