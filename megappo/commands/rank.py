@@ -53,13 +53,13 @@ def sft_rank(args: argparse.Namespace) -> int:
 
     _enter()
     config = local_models(load_config(args.config, args.overrides, SftConfig))
-    from megappo.trainer.prepare.checks import check_sft
+    from megappo.trainer.prepare.checks import check_run
     from megappo.trainer.prepare.data import load_sft_data
 
     ranks = world_size(config.run)
-    checked = check_sft(config, ranks, device_of(config.run.device))
-    data = load_sft_data(config, checked.arch)
-    _tell(f"{ranks} ranks, {checked.layout}; {data.demonstrations.summary()}", (*checked.notes, *data.notes))
+    checked = check_run(config, ranks, device_of(config.run.device))
+    data = load_sft_data(config, checked.archs["policy"])
+    _tell(f"{ranks} ranks, {checked.layouts['policy']}; {data.demonstrations.summary()}", (*checked.notes, *data.notes))
     from megappo.runtime.libraries import freeze_imports
     from megappo.trainer.sft import train_sft
 

@@ -10,7 +10,8 @@ from megappo.commands.parser import AddCommand
 from megappo.telemetry.console import keep_console
 
 if TYPE_CHECKING:
-    from megappo.trainer.prepare.checks import CheckedSft
+    from megappo.config.schema import SftTrainerConfig
+    from megappo.trainer.prepare.checks import CheckedRun
     from megappo.trainer.prepare.data import SftData
 
 
@@ -46,28 +47,28 @@ def _start_ranks(args: argparse.Namespace) -> int:
     from megappo.config.run_directory import apply_permissions
     from megappo.runtime.lease import held_lease
     from megappo.runtime.world import world_size
-    from megappo.trainer.prepare.checks import check_sft
+    from megappo.trainer.prepare.checks import check_run
     from megappo.trainer.prepare.data import load_sft_data
     from megappo.trainer.prepare.layouts import check_values
 
     run_dir = check_run_dir(config.run, resume=False, resumable=False)
     require_device(config.run.device)
     ranks = world_size(config.run)
-    checked = check_sft(config, ranks, device_of(config.run.device))
-    check_values(config, {"policy": checked.arch})
-    data = load_sft_data(config, checked.arch)
+    checked = check_run(config, ranks, device_of(config.run.device))
+    check_values(config, checked.archs)
+    data = load_sft_data(config, checked.archs["policy"])
     apply_permissions(config.run.permissions)
     command = ["sft", args.config, *args.overrides, *local_overrides(written, config)]
     with held_lease(run_dir, f"megappo sft {args.config}"):
-        print(report(checked, data), flush=True)
+        print(_report(config.trainer, checked, data), flush=True)
         return train_here(ranks, command, run_dir, stoppable=False)
 
 
-def report(checked: CheckedSft, data: SftData) -> str:
+def _report(trainer: SftTrainerConfig, checked: CheckedRun, data: SftData) -> str:
     from megappo.models.weight_map import hf_tensors
     from megappo.telemetry.tables import figures
 
-    arch, layout, trainer = checked.arch, checked.layout, checked.config.trainer
+    arch, layout = checked.archs["policy"], checked.layouts["policy"]
     parameters = sum(prod(shape) for shape in hf_tensors(arch).values())
     epochs = trainer.steps * trainer.batch_size / len(data.demonstrations)
     lines = [

@@ -19,7 +19,7 @@ from megappo.config.loading import load_config
 from megappo.config.schema import SftConfig
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
 from megappo.parallel.device import start_alone
-from megappo.trainer.prepare.checks import check_sft
+from megappo.trainer.prepare.checks import check_run
 from megappo.trainer.prepare.data import load_sft_data
 from megappo.trainer.sft import train_sft
 from scripts.arithmetic import train_tokenizer
@@ -71,7 +71,7 @@ def sft(folder: Path) -> None:
     path = folder / "sft.yaml"
     path.write_text(yaml.safe_dump(config))
     loaded = load_config(str(path), [], SftConfig)
-    train_sft(loaded, load_sft_data(loaded, check_sft(loaded, 1, "cpu").arch))
+    train_sft(loaded, load_sft_data(loaded, check_run(loaded, 1, "cpu").archs["policy"]))
 
 
 def export(folder: Path, run: str, name: str, **which: Any) -> None:

@@ -189,22 +189,23 @@ def _check_reward(reward: RewardConfig) -> None:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A configuration that this world can run, if memory and data suffice. archs, layouts: by role. notes: for the plan."""
+    """What the checks found of a configuration that this world can run, if memory and data suffice. archs, layouts: by role.
+    notes: for the plan."""
 
-    config: TrainConfig
     archs: Mapping[str, ModelArch]
     layouts: Mapping[str, ParallelLayout]
     notes: tuple[str, ...]
 
 
 def check_run(
-    config: TrainConfig, world_size: int, device: Device, *, resume: bool = False, shapes_only: bool = False
+    config: TrainConfig | SftConfig, world_size: int, device: Device, *, resume: bool = False, shapes_only: bool = False
 ) -> CheckedRun:
-    """Check the configuration of a PPO run. ValueError, one line, for the first mistake.
+    """Check the configuration of a PPO run or of a fine-tuning. ValueError, one line, for the first mistake.
     resume: the run continues from its own checkpoint, so inputs only needed at the start may be missing. shapes_only: weights and
     packages may be missing; config.json of the models is enough."""
     notes = check_config(config, explicit_keys(config), world_size, device)
-    check_names(config, need_packages=not shapes_only)
+    if isinstance(config, TrainConfig):
+        check_names(config, need_packages=not shapes_only)
     implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
     check_kernels(config.kernels, device)
     archs = read_archs(config)
@@ -213,36 +214,15 @@ def check_run(
     layouts = check_layouts(config, archs, world_size, implementation)
     sections = {role: section_of(config, role) for role in layouts}
     notes = (*notes, *implementation_notes(config.model.impl, device, sections))
-    if config.rollout.engine == "vllm" and "policy" in archs:
-        check_vllm(archs["policy"], longest_sequence_tokens(config), device)  # raises if vLLM cannot serve it
-    if not resume and not shapes_only:  # a resumed run takes the critics from its own checkpoint
-        check_critic_sources(config, archs)
-    if (url := config.checkpoint.remote) is not None and not shapes_only:
-        with about_remote(url):  # `preflight.py` contacts the storage
-            require_protocol(url)
-    return CheckedRun(config, archs, layouts, notes)
-
-
-@dataclass(frozen=True)
-class CheckedSft:
-    """A fine-tuning that this world can run, if the data suffices."""
-
-    config: SftConfig
-    arch: ModelArch
-    layout: ParallelLayout
-    notes: tuple[str, ...]
-
-
-def check_sft(config: SftConfig, world_size: int, device: Device) -> CheckedSft:
-    """Check the configuration of a fine-tuning; errors as `check_run`."""
-    notes = check_config(config, explicit_keys(config), world_size, device)
-    implementation = choose_implementation(config.model.impl, device)  # raises if it cannot work
-    check_kernels(config.kernels, device)
-    archs = read_archs(config)
-    notes = (*notes, *check_weights(config, archs))
-    layout = check_layouts(config, archs, world_size, implementation)["policy"]
-    notes = (*notes, *implementation_notes(config.model.impl, device, {"policy": config.policy}))
-    return CheckedSft(config, archs["policy"], layout, notes)
+    if isinstance(config, TrainConfig):
+        if config.rollout.engine == "vllm" and "policy" in archs:
+            check_vllm(archs["policy"], longest_sequence_tokens(config), device)  # raises if vLLM cannot serve it
+        if not resume and not shapes_only:  # a resumed run takes the critics from its own checkpoint
+            check_critic_sources(config, archs)
+        if (url := config.checkpoint.remote) is not None and not shapes_only:
+            with about_remote(url):  # `preflight.py` contacts the storage
+                require_protocol(url)
+    return CheckedRun(archs, layouts, notes)
 
 
 @contextmanager
