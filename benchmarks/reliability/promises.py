@@ -93,8 +93,8 @@ PROMISES = (
     ),
     Promise(
         "F2",
-        "A rank that hangs (SIGSTOP, sleep, held GIL) is found by the watchdog, which names it, its section and its last "
-        "exchange, dumps all stacks and kills all ranks",
+        "The watchdog finds a rank that hangs (SIGSTOP, sleep, held GIL), names its section and last exchange, dumps all stacks and "
+        "kills all ranks",
         (
             "tests/runtime/test_watchdog.py::test_every_process_is_gone_in_time_by_sigkill",
             "tests/runtime/test_watchdog.py::test_the_report_names_rank_host_section_and_exchange",
@@ -135,8 +135,8 @@ PROMISES = (
     ),
     Promise(
         "F6",
-        "Damage (flipped bit, truncation, zeros, a missing file of any kind) is found before a tensor is used; the load falls back "
-        "to the checkpoint before. What cannot be read is no damage and stays",
+        "Damage (flipped bit, truncation, zeros, a missing file) is found before a tensor is used, and the checkpoint before is "
+        "loaded; what cannot be read is no damage and stays",
         (
             "tests/checkpoint/test_store.py::test_damage_is_found_before_anything_is_opened",
             "tests/checkpoint/test_store.py::test_damage_found_while_models_are_built_is_told_before_a_tensor_changes",
@@ -148,8 +148,8 @@ PROMISES = (
     ),
     Promise(
         "F7",
-        "A full disk on one rank fails the save on all, and training goes on; a third failed save in a row ends the run; earlier "
-        "checkpoints stay as they were",
+        "A full disk on one rank fails the save on all, and training goes on; the third in a row ends the run; earlier checkpoints "
+        "stay as they were",
         (
             "tests/trainer/test_checkpoints.py::test_training_goes_on_while_a_disk_is_full",
             "tests/trainer/test_checkpoints.py::test_a_third_failure_in_a_row_ends_the_run_everywhere",
@@ -245,8 +245,8 @@ PROMISES = (
     ),
     Promise(
         "F16",
-        "A remote reward that times out, fails or is down is asked again up to a budget, then its samples have no verdict, and too "
-        "many of them end the run with a checkpoint; nonsense ends it at once, on all ranks; no sample scores 0 in silence",
+        "A remote reward that fails is asked again up to a budget, then its samples have no verdict; too many of them end the run "
+        "with a checkpoint, nonsense at once; no sample scores 0 in silence",
         (
             "tests/rewards/test_remote.py::test_a_passing_fault_costs_a_retry_and_no_score",
             "tests/rewards/test_remote.py::test_a_lasting_fault_leaves_no_verdict_at_the_budget",
