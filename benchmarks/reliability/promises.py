@@ -93,8 +93,8 @@ PROMISES = (
     ),
     Promise(
         "F2",
-        "The watchdog finds a rank that hangs (SIGSTOP, sleep, held GIL), names its section and last exchange, dumps all stacks and "
-        "kills all ranks",
+        "The watchdog finds a rank that hangs (SIGSTOP, sleep, held GIL), names its section and last exchange, dumps all "
+        "stacks and kills all ranks",
         (
             "tests/runtime/test_watchdog.py::test_every_process_is_gone_in_time_by_sigkill",
             "tests/runtime/test_watchdog.py::test_the_report_names_rank_host_section_and_exchange",

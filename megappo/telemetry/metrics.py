@@ -82,7 +82,7 @@ class Distribution(_Named):
 class Metric(_Named):
     """Numbers of a step."""
 
-    SCORE_MEAN = "reward/score_mean", "mean score of the step's responses, penalties included"
+    SCORE_MEAN = "reward/score_mean", "mean score of the responses, penalties included"
     SCORE_STD = "reward/score_std", "standard deviation of the scores"
     SCORE_MIN = "reward/score_min", "smallest score"
     SCORE_MAX = "reward/score_max", "largest score"
@@ -90,7 +90,7 @@ class Metric(_Named):
         "reward/shaped_*",
         "mean, std, min, max of a response's summed per-token rewards: score and per_token minus KL penalty",
     )
-    WITHOUT_VERDICT = "reward/without_verdict", "share of the step's responses without a score, which are left out"
+    WITHOUT_VERDICT = "reward/without_verdict", "share of responses without a score, which are left out"
     NO_VERDICT = (
         "reward/no_verdict/*",
         "responses left out: undecided (out of time, None), unusable (reference answer), unreachable (server), died, "
@@ -108,26 +108,26 @@ class Metric(_Named):
     EQUAL_GROUPS = "reward/equal_groups", "share of the prompts whose responses all score the same (grpo, rloo)"
     GREEDY_SCORE = "reward/greedy_score", "mean score of the greedy responses of remax"
 
-    EVAL_SCORE = "eval/score", "mean score of greedy answers to the held-out prompts"
-    EVAL_LENGTH = "eval/length", "mean response length of the evaluation, tokens"
-    EVAL_TRUNCATED = "eval/truncated", "share of evaluated responses cut by the length limit"
+    EVAL_SCORE = "eval/score", "mean score of greedy answers"
+    EVAL_LENGTH = "eval/length", "mean response length, tokens"
+    EVAL_TRUNCATED = "eval/truncated", "share of responses cut by the length limit"
     EVAL_PART = (
         "eval/*",
-        "mean of one reward rule over the held-out prompts; eval/SET/...: mean@N, pass@K, maj@N, rules of a set of evaluations",
+        "mean of a rule; eval/SET/...: mean@N, pass@K, maj@N, rules of a set of evaluations",
     )
 
-    POLICY_LOSS = "policy/loss", "clipped surrogate loss, mean over the step's updates"
+    POLICY_LOSS = "policy/loss", "clipped surrogate loss, mean over updates"
     POLICY_KL_LOSS = "policy/kl_loss", "KL in the loss per token, before its factor (kl.placement: loss), nats"
-    POLICY_ENTROPY = "policy/entropy", "mean entropy of the next-token distribution at sampled tokens, nats"
+    POLICY_ENTROPY = "policy/entropy", "mean entropy at sampled tokens, nats"
     POLICY_ENTROPY_COEF = (
         "policy/entropy_coef",
-        "factor of the entropy bonus in this step's updates (algorithm.entropy: target)",
+        "factor of the entropy bonus (algorithm.entropy: target)",
     )
-    POLICY_POSITIVE_NLL = "policy/positive_nll", "mean negative log-likelihood of the tokens of correct responses, nats"
-    POLICY_PTX_LOSS = "policy/ptx_loss", "mean negative log-likelihood of the texts of algorithm.ptx, before its factor, nats"
-    POLICY_CLIP_LOW = "policy/clip_low", "share of tokens whose gradient the lower clip cut"
-    POLICY_CLIP_HIGH = "policy/clip_high", "share of tokens whose gradient the upper clip cut"
-    POLICY_DUAL_CLIP = "policy/dual_clip", "share of tokens whose gradient the dual clip cut"
+    POLICY_POSITIVE_NLL = "policy/positive_nll", "mean negative log-likelihood of correct responses, nats"
+    POLICY_PTX_LOSS = "policy/ptx_loss", "mean negative log-likelihood of algorithm.ptx, before its factor, nats"
+    POLICY_CLIP_LOW = "policy/clip_low", "share of tokens that the lower clip cut"
+    POLICY_CLIP_HIGH = "policy/clip_high", "share of tokens that the upper clip cut"
+    POLICY_DUAL_CLIP = "policy/dual_clip", "share of tokens that the dual clip cut"
     POLICY_APPROX_KL = "policy/approx_kl", "k3 estimate of KL(sampling policy || updated policy) per token, nats"
     POLICY_RATIO_MEAN = "policy/ratio_mean", "mean probability ratio of updated and sampling policy"
     POLICY_RATIO_MAX = "policy/ratio_max", "largest probability ratio"
@@ -142,19 +142,19 @@ class Metric(_Named):
     ADVANTAGE = "policy/advantage_*", "mean, std, min, max of the advantages before whitening"
     CORRECTION_MEAN = (
         "policy/correction_mean",
-        "mean importance weight of a sampled token (algorithm.importance_sampling, vtrace), after its bounds",
+        "mean importance weight of a sampled token (importance_sampling, vtrace)",
     )
-    CORRECTION_CUT = "policy/correction_cut", "share of the sampled tokens whose ratio was out of the correction's bounds"
-    CORRECTION_MAX = "policy/correction_max", "largest ratio of trainer and sampler at a sampled token, before the bounds"
+    CORRECTION_CUT = "policy/correction_cut", "share of the sampled tokens out of its bounds"
+    CORRECTION_MAX = "policy/correction_max", "largest ratio of trainer and sampler before the bounds"
     HIGH_ENTROPY = (
         "policy/high_entropy_threshold",
-        "least entropy of a token that is trained on (algorithm.high_entropy_token_ratio), nats",
+        "least entropy of a trained token (high_entropy_token_ratio), nats",
     )
 
-    CRITIC_LOSS = "critic/loss", "value loss (critic.loss), mean over the step's updates"
+    CRITIC_LOSS = "critic/loss", "value loss (critic.loss), mean over updates"
     CRITIC_EXPLAINED_VARIANCE = "critic/explained_variance", "1 - Var(return - value) / Var(return) before the updates"
-    CRITIC_VALUE_CLIP = "critic/value_clip", "share of tokens whose gradient the value clip cut"
-    CRITIC_RETURN_OUTSIDE = "critic/return_outside", "share of tokens whose return lies outside of the bins of a categorical head"
+    CRITIC_VALUE_CLIP = "critic/value_clip", "share of tokens that the value clip cut"
+    CRITIC_RETURN_OUTSIDE = "critic/return_outside", "share of tokens whose return lies outside of the bins"
     CRITIC_VALUE_ERROR_MAX = "critic/value_error_max", "largest |value - return|"
     CRITIC_GRAD_NORM = "critic/grad_norm", "global gradient norm before clipping, mean over updates"
     CRITIC_LR = "critic/lr", "learning rate of the last update"
@@ -176,7 +176,7 @@ class Metric(_Named):
         "share of the sampled tokens without entropy bonus (algorithm.disagreement_entropy_ratio)",
     )
 
-    KL_TOKEN = "kl/per_token", "mean KL to the reference per sampled token, by the estimator of algorithm.kl, nats"
+    KL_TOKEN = "kl/per_token", "mean KL per sampled token, by the estimator of algorithm.kl, nats"
     KL_TOKEN_K3 = "kl/per_token_k3", "the same by the k3 estimator, nats"
     KL_RESPONSE = (
         "kl/per_response",
@@ -193,19 +193,19 @@ class Metric(_Named):
     TOTAL_LENGTH = "lengths/total_*", "mean, std, min, max of the lengths of prompt and response together, tokens"
     TRUNCATED = "lengths/truncated", "share of responses cut by the length limit"
 
-    PROB_DIFF_MEAN = "rollout/prob_diff_mean", "mean |probability difference| of sampler and trainer on sampled tokens"
+    PROB_DIFF_MEAN = "rollout/prob_diff_mean", "mean |probability difference| of sampler and trainer"
     PROB_DIFF_MAX = "rollout/prob_diff_max", "largest such difference"
     AGE_MEAN = "rollout/age_mean", "mean age of the weights that drew a response, in steps"
     AGE_MAX = "rollout/age_max", "oldest such weights, steps"
-    KEPT_IDS = "rollout/top_k_ids", "mean number of ids that top-k and top-p left to draw a token from"
+    KEPT_IDS = "rollout/top_k_ids", "mean number of ids that top-k and top-p left"
     KEPT_OVERFLOW = "rollout/top_k_overflow", "share of tokens with more such ids, tied with the last, than are recorded"
-    ROUNDS = "rollout/rounds", "rounds of generation and scoring of the step (algorithm.dynamic_sampling)"
+    ROUNDS = "rollout/rounds", "rounds of generation and scoring (dynamic_sampling)"
     PROMPTS_DRAWN = "rollout/prompts_drawn", "prompts of all rounds"
     PROMPTS_REPLACED = "rollout/prompts_replaced", "those whose responses scored alike, not trained on"
     EQUAL_LEFT = "rollout/equal_left", "prompts of equal scores that were trained on (max_rounds)"
     TOKENS_REPLACED = "rollout/tokens_replaced", "response tokens generated and not trained on"
-    PROMPTS_SEEN = "rollout/prompts_seen", "prompts of the data with a pass rate so far (data.curriculum)"
-    PROMPTS_SKIPPED = "rollout/prompts_skipped", "prompts passed over at their turn so far, by their pass rate"
+    PROMPTS_SEEN = "rollout/prompts_seen", "prompts with a pass rate so far (data.curriculum)"
+    PROMPTS_SKIPPED = "rollout/prompts_skipped", "prompts passed over so far, by their pass rate"
     GOING_ON = "rollout/going_on", "share of responses begun in earlier steps (rollout.partial_rollout_tokens)"
     UNFINISHED = "rollout/unfinished", "share of responses that the next step goes on with"
     PROMPTS_BEGUN = "rollout/prompts_begun", "prompts whose first response began in the step"
@@ -244,12 +244,12 @@ class Metric(_Named):
         "the same of an evaluation: eval/mean_s of data.eval, eval/SET/mean_s of a set",
     )
     SAVE_SECONDS = "timing/checkpoint_s", "time that saving held training after the previous step, not in step_s, s"
-    TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens of the step per second of the whole step"
+    TOKENS_PER_S = "throughput/tokens_per_s", "prompt and response tokens per second of the step"
     GENERATED_PER_S = (
         "throughput/generated_tokens_per_s",
         "response tokens per second of generation, replaced ones included",
     )
-    SAMPLES_PER_S = "throughput/samples_per_s", "responses per second of the whole step"
+    SAMPLES_PER_S = "throughput/samples_per_s", "responses per second of the step"
     HOST_PEAK = "memory/host_peak_gib", "largest resident memory of a rank since this start, GiB"
     DEVICE_PEAK = "memory/device_peak_gib", "largest memory that torch allocated on a rank's GPU since this start, GiB"
     STAGE_MEMORY = "memory/*", "in one stage: STAGE_peak_gib, or STAGE_end_gib where no peak can be reset, GiB"
