@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 LARGEST = 448.0  # of float8_e4m3fn
 
@@ -67,5 +66,6 @@ def transformers_model(kind: Any, folder: Path, **arguments: Any) -> torch.nn.Mo
     block = settings["weight_block_size"]
     arguments["quantization_config"] = transformers.FineGrainedFP8Config(weight_block_size=block, dequantize=True)
     # It asks for accelerate, which dequantising does not use.
-    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
+    quantizer = "transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer"
+    with mock.patch(f"{quantizer}.validate_environment"):
         return kind.from_pretrained(folder, **arguments)

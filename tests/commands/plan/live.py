@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +23,7 @@ from megappo.config.role_sections import section_of
 from megappo.models.arch import ModelArch
 from megappo.parallel.layout import ParallelLayout
 
-REPEATS, SHORT_REPEATS = 3, 8  # of passes with a backward, and of those without, which are over before gloo's threads are
+REPEATS, SHORT_REPEATS = 3, 8  # at most, of passes with a backward, and of those without, which end before gloo's threads do
 
 
 class Live(TorchDispatchMode):
@@ -53,21 +54,45 @@ class Live(TorchDispatchMode):
 
 
 def peak_of(what: Callable[[], object], known: Iterable[Tensor], repeats: int = REPEATS) -> int:
-    """The most bytes alive at once that `what` makes. The least of `repeats` times: on a busy machine gloo's threads let go of what
-    they have sent late, which only adds. Cycles are not collected meanwhile: a GPU's allocator does not wait.
-    """
-    known, peaks = list(known), []
+    """The most bytes alive at once that `what` makes. Cycles are not collected meanwhile: a GPU's allocator does not wait."""
+    known = list(known)
+
+    def peak() -> int:
+        live = Live(known)
+        with live:
+            what()
+        return live.peak
+
     gc.collect()
     gc.disable()
     try:
-        for _ in range(repeats):
-            live = Live(known)
-            with live:
-                what()
-            peaks.append(live.peak)
+        return least(peak, repeats)
     finally:
         gc.enable()
-    return min(peaks)
+
+
+def least(measure: Callable[[], int], repeats: int) -> int:
+    """The least of at most `repeats` measurements: on a busy machine gloo's threads let go of what they have sent late, which only
+    adds. The world stops once every rank has found its least twice: chance does not add the same bytes two times. Collective.
+    """
+    import torch.distributed as dist
+
+    found: list[int] = []
+    for _ in range(repeats):
+        found.append(measure())
+        again = torch.tensor(found.count(min(found)) > 1)
+        dist.all_reduce(again, op=dist.ReduceOp.MIN)
+        if again:
+            break
+    return min(found)
+
+
+@functools.cache
+def groups_of(world_size: int, **axes: Any) -> Any:
+    """Process groups, once for each layout of this rank's world: every one has threads that poll."""
+    from megappo.parallel.groups import build_groups
+
+    return build_groups(ParallelLayout(world_size, **axes))
 
 
 def held(tensors: Iterable[Tensor]) -> int:
@@ -99,10 +124,9 @@ def role_of(
     from megappo.engine.role_engine import EngineSettings
     from megappo.models.build import build_model
     from megappo.models.lora_linear import attach_adapters
-    from megappo.parallel.groups import build_groups
     from megappo.trainer.roles import Critic, Policy
 
-    groups = build_groups(ParallelLayout(dist.get_world_size(), **axes))
+    groups = groups_of(dist.get_world_size(), **axes)
     chunks = build_model(arch, groups, dtype=dtype, recompute=recompute, value_head=critic, implementation=implementation)
     adapters = None if lora is None else attach_adapters(chunks, arch, groups, lora, role="role", seed=0)
     torch.manual_seed(0)
@@ -290,7 +314,6 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
     def score() -> object:
         return which.values(batch) if critic else which.logprobs(batch, want_entropy=True)
 
-    # As in `peak_of`, the least of some.
-    forward = min(alive_peak(score, known) for _ in range(SHORT_REPEATS))
-    trained = min(alive_peak(train, known) for _ in range(2))
+    forward = least(lambda: alive_peak(score, known), SHORT_REPEATS)
+    trained = least(lambda: alive_peak(train, known), 2)
     return forward, trained, planned.forward, planned.activations

@@ -147,9 +147,8 @@ def allocated_bytes(axes, arch, dtype, value_head, distributed):
     from megappo.config.role_sections import OptimizerConfig
     from megappo.engine.megatron_optimizer import Optimizer, wrap_with_ddp
     from megappo.models.build import build_model
-    from megappo.parallel.groups import build_groups
 
-    groups = build_groups(ParallelLayout(2, **axes))
+    groups = live.groups_of(2, **axes)
     chunks = wrap_with_ddp(build_model(arch, groups, dtype=dtype, value_head=value_head), groups, distributed_optimizer=distributed)
     optimizer = Optimizer(chunks, groups, OptimizerConfig(distributed=distributed), total_steps=1)
     for chunk in chunks:
@@ -274,12 +273,11 @@ def saved_bytes(cases):
     from megappo.data.packing import cu_seqlens_of
     from megappo.models.build import build_model
     from megappo.parallel.context import context_shard
-    from megappo.parallel.groups import build_groups
 
     tokens = 512
 
     def kept(layers, axes, shape, moe, dtype, recompute):
-        groups = build_groups(ParallelLayout(2, **axes))
+        groups = live.groups_of(2, **axes)
         (model,) = build_model(shaped(layers, shape, moe), groups, dtype=dtype, recompute=recompute)
         torch.manual_seed(0)
         with torch.no_grad():
