@@ -81,8 +81,8 @@ LAYOUTS = {
 }
 CASES = {"all": ("llama", LORA), "some, tied": ("qwen2_tied", SOME)}
 BF16 = "fsdp2 dp2"
-# Case, layout, value head: a policy in every layout; a critic where nothing is recomputed or offloaded, which knows of no head; some
-# modules where an engine cuts them in a way of its own.
+# Case, layout, value head: a policy in every layout; a critic where nothing is recomputed or offloaded, which knows of no head; and
+# some modules where an engine cuts them in a way of its own.
 TRAINED = [
     *(("all", name, False) for name in LAYOUTS),
     *(("all", name, True) for name in LAYOUTS if not name.endswith((" recomputed", " offloaded"))),
