@@ -1,5 +1,4 @@
-"""Every data-parallel rank writes its part of a checkpoint, in little memory. The cases run in `spread.py`, on four ranks and on one.
-"""
+"""Every data-parallel rank writes its part of a checkpoint, in little memory. `spread.py` has the cases, for one rank and four."""
 
 from __future__ import annotations
 
