@@ -233,10 +233,10 @@ def run_world(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def of_two_ranks(bench: Bench, folder: Path) -> dict[str, Any]:
+def of_two_ranks(bench: Bench, folder: Path) -> dict[Any, Any]:
     keys = LAYOUTS["fsdp2 dp2"].keys
     engine, plain = bench.engine(LORA, keys), bench.engine(None, keys, noise=False)  # type: ignore[arg-type]
-    found: dict[str, Any] = {
+    found: dict[Any, Any] = {
         "base": logprobs(plain),
         "on": logprobs(engine),
         "off": base_logprobs(engine),
@@ -273,11 +273,11 @@ def of_two_ranks(bench: Bench, folder: Path) -> dict[str, Any]:
     return found
 
 
-def of_8_bits(bench: Bench) -> dict[str, Any]:
+def of_8_bits(bench: Bench) -> dict[Any, Any]:
     """The base in 8 bits: updates, log-probs without adapters, merged weights, bytes, names in a checkpoint."""
     keys = LAYOUTS["fsdp2 dp2"].keys
     policy, critic = bench.engine(INT8, keys), bench.engine(INT8, keys, value_head=True)
-    found: dict[str, Any] = {
+    found: dict[Any, Any] = {
         "int8 off": base_logprobs(policy),
         "int8 merged": merged_parts(policy),
         "int8 saved": saved_names(policy),

@@ -105,13 +105,13 @@ def role_of(
     arch: ModelArch,
     axes: dict[str, Any],
     dtype: torch.dtype,
-    recompute: str,
+    recompute: Any,
     critic: bool,
     budget: int,
     *,
     offload: bool = False,
     device: str = "cpu",
-    implementation: str = "local",
+    implementation: Any = "local",
     lora: Any = None,
 ) -> tuple[Any, list[Any]]:
     """(policy or critic with an engine of random weights on all ranks of the world, its wrapped chunks)."""
@@ -248,7 +248,7 @@ def described(arch: ModelArch, axes: dict) -> tuple[int, int, int]:
     return made, copied, sum(tensor.nbytes for tensor in engine._optimizer.tensors())
 
 
-def planned_on_one_gpu(arch: ModelArch, budget: int, recompute: str, critic: bool, *, adam_buffers: bool) -> RoleMemory:
+def planned_on_one_gpu(arch: ModelArch, budget: int, recompute: Any, critic: bool, *, adam_buffers: bool) -> RoleMemory:
     """Plan of a role in bf16 on one rank, in two micro-batches of `budget` tokens. adam_buffers: of torch's own Adam."""
     return role_memory(
         arch,
@@ -302,7 +302,7 @@ def own_peaks(path: str, section: Any, role: str) -> tuple[int, int, int, int]:
     spec = EngineSpec(role, path, arch, settings, total_updates=10, random_weights=True, **head)  # type: ignore[arg-type]
     engine: Any = engines.build(spec)
     batch = share_of(engine, batch_of([length] * samples, arch.vocab_size))
-    which = Critic(engine) if critic else Policy(engine, 1.0, config.algorithm)
+    which: Any = Critic(engine) if critic else Policy(engine, 1.0, config.algorithm)
     with engine.train_mode():
         engine.optimizer_zero_grad()
     known = [*engine.named_parameters().values(), *engine.named_gradients().values(), *engine._optimizer.tensors()]

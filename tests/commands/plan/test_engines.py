@@ -3,6 +3,7 @@ is there in each of their modes. Two ranks run everything.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -154,7 +155,7 @@ def allocated_bytes(axes, arch, dtype, value_head, distributed):
     for chunk in chunks:
         chunk.zero_grad_buffer()
     assert optimizer.step().applied  # moments exist after the first step
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    parameters: list[Any] = [parameter for chunk in chunks for parameter in chunk.parameters()]
     gradients = [parameter.main_grad for parameter in parameters]
     own = {parameter.untyped_storage()._cdata for parameter in parameters}  # fp32 weights are their own main parameters
     state = {t.data_ptr(): t.nbytes for t in optimizer.tensors() if t.untyped_storage()._cdata not in own}
