@@ -114,7 +114,7 @@ class DataConfig(Section):
     prompt_key: str = "prompt"
     """Field with the question (a string, or a list of chat messages)."""
     answer_key: str = "answer"
-    """Field with the reference answer (a string, or a number, read as text)."""
+    """Field with the reference answer (a string, or a number, read as text), which a record needs where something reads it."""
     chat_template: bool = True
     """Wrap the question with the tokenizer's chat template."""
     template_args: dict[str, Any] = {}

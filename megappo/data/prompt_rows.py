@@ -17,7 +17,7 @@ from megappo.data.prompts import (
     PromptFormat,
     PromptSet,
     Record,
-    answer_field,
+    answer_or_none,
     encode_question,
     question_field,
     record_name,
@@ -42,8 +42,8 @@ class PromptRules:
 
 def prompts_of(source: Source | Joined, tokenizer: Tokenizer, rules: PromptRules, cache: Cache) -> PromptSet:
     """Tokenise the prompts of a source by these rules, or take them from the cache.
-    Raises ValueError, one line: a key that a record lacks (its keys are listed), a question or an answer of the wrong type, a
-    prompt without tokens, a prompt longer than max_prompt_tokens with overlong="error", or nothing left."""
+    Raises ValueError, one line: a key of the question that a record lacks (its keys are listed), one of the wrong type, a prompt
+    without tokens, a prompt longer than max_prompt_tokens with overlong="error", or nothing left."""
     recipe = Recipe(partial(_encode, tokenizer, rules), "string", partial(_checked, source, rules), rules.limit)
     rows, fingerprint = rows_of(source, tokenizer, {"prompts": asdict(rules)}, cache, recipe)
     facts = rows.facts
@@ -55,16 +55,16 @@ def prompts_of(source: Source | Joined, tokenizer: Tokenizer, rules: PromptRules
         source_sha256=facts["source_sha256"],
         fingerprint=fingerprint,
         hashes=facts["identities"],
+        unanswered=rows.without_value,
     )
 
 
-def _encode(tokenizer: Tokenizer, rules: PromptRules, record: Record, name: str) -> Iterator[tuple[list[int], str]]:
-    """Yield (token ids, answer) of a record; nothing if it is too long and overlong prompts are filtered."""
+def _encode(tokenizer: Tokenizer, rules: PromptRules, record: Record, name: str) -> Iterator[tuple[list[int], str | None]]:
+    """Yield (token ids, answer or None) of a record; nothing if it is too long and overlong prompts are filtered."""
     question = question_field(record, rules.prompt_key, "data.prompt_key", name)
-    answer = answer_field(record, rules.answer_key, name)
     tokens = encode_question(question, tokenizer, rules.format, name)
     if len(tokens) <= rules.max_prompt_tokens or rules.overlong == "error":
-        yield tokens, answer
+        yield tokens, answer_or_none(record, rules.answer_key)
 
 
 def _checked(source: Source | Joined, rules: PromptRules, rows: Rows, num_records: int) -> Mapping[str, Any]:
@@ -84,7 +84,7 @@ def _checked(source: Source | Joined, rules: PromptRules, rows: Rows, num_record
         raise ValueError(f"no prompts are left of {source.spec}: {nothing.summary()}")
     identities = Identities()
     for row in rows:
-        identities.add(row.record, row.tokens, row.value)
+        identities.add(row.record, row.tokens, row.value or "")
     return {"num_records": num_records, "num_overlong": num_overlong, "identities": identities.hexdigests()}
 
 
@@ -112,7 +112,7 @@ class StoredPrompts(Sequence[Prompt]):
         record, line = self._rows.record_of(row)
         question = question_field(record, self._rules.prompt_key, "data.prompt_key", "")
         text = question if isinstance(question, str) else question[-1]["content"]
-        return Prompt(record_name(*self._rows.place_of(row), None), tuple(row.tokens), text, row.value, record, line)
+        return Prompt(record_name(*self._rows.place_of(row), None), tuple(row.tokens), text, row.value or "", record, line)
 
 
 def open_cache(run: RunConfig) -> Cache:

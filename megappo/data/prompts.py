@@ -89,6 +89,8 @@ class PromptSet:
     """Hash of all that decides the prompts and their names in messages; "" if they are not of a source."""
     hashes: Mapping[str, str] | None = None
     """`identities`, if they are known."""
+    unanswered: Sequence[int] = ()
+    """Indices of the prompts whose record has no reference answer; their `answer` is ""."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -178,6 +180,14 @@ def answer_field(record: Record, key: str, name: str) -> str:
     if value is None or isinstance(value, (Mapping, list, bytes)) or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"data.answer_key={key}: {name} holds {_shorten(value)}, not a string or a number")
     return require_text(_answer_text(value), "the answer", name)
+
+
+def answer_or_none(record: Record, key: str) -> str | None:
+    """Reference answer as `answer_field`; None for a record without one."""
+    try:
+        return answer_field(record, key, "")
+    except ValueError:  # an error only where something reads it
+        return None
 
 
 def _answer_text(value: Any) -> str:

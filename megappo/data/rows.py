@@ -116,6 +116,12 @@ class Rows:
         found = [batch.column(0).value_lengths().to_numpy() for batch in self._batches]
         return numpy.concatenate([numpy.zeros(0, numpy.int32), *found])
 
+    @property
+    def without_value(self) -> array:
+        """Indices of the rows whose `value` is null, [M] of 64 bits."""
+        found = [batch.column(1).is_null().to_numpy(zero_copy_only=False) for batch in self._batches]
+        return array("q", numpy.flatnonzero(numpy.concatenate([numpy.zeros(0, bool), *found])).tobytes())
+
     def record_of(self, row: Row) -> tuple[Record, int | None]:
         """Record of a row, and its line in the file if it has one."""
         [found] = self._records.read(row.block, row.position, 1)

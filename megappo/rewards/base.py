@@ -103,6 +103,8 @@ class PreparedPart:
     """`answer`, and fields that every record must have."""
     sha256: str | None = None
     """SHA-256 of its code; None if it has none."""
+    reads_answer: bool = False
+    """True for a rule that compares with the reference answer, and for code whose text reads one."""
     ask: Callable[[float], None] | None = None
     """Tries on a rank, for up to so many seconds and before a model is built, if the part can work; raises RewardError if not."""
 

@@ -47,6 +47,7 @@ RULES: Mapping[str, Callable[[], RewardRule]] = {
 # Rules that work in a process of their own: a rank can have several of them, and they work while it generates.
 POOLED: Mapping[str, Callable[[], Worker]] = {"math_verify": MathVerify}
 
+READS_ANSWER = ("exact_match", "gsm8k_strict", "gsm8k_flexible", "math_verify")
 READS_NUMBER = ("gsm8k_strict", "gsm8k_flexible")
 """Rules that need a number as reference answer (`gsm8k.gold_number`)."""
 

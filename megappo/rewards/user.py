@@ -28,6 +28,10 @@ class OwnRule(OwnFunction):
     requires: tuple[str, ...]
     """`answer`, and fields that every record must have."""
 
+    @property
+    def reads_answer(self) -> bool:
+        return "answer" in self.requires or self.reads("answer")
+
     def part(self) -> InlinePart:
         return InlinePart(self.name, self.call, batch=self.batch, place=self.place)
 

@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -35,6 +36,10 @@ class OwnFunction:
     @property
     def sha256(self) -> str | None:
         return None if self.source is None else hashlib.sha256(self.source).hexdigest()
+
+    def reads(self, attribute: str) -> bool:
+        """True if the file of the function reads an attribute of this name, as far as its text tells."""
+        return self.source is not None and re.search(rb"\.%s\b" % attribute.encode(), self.source) is not None
 
     def place(self, error: BaseException) -> str:
         """Return ` (mine.py:12)`, the innermost line of the function's file that the error passed; empty if it passed none."""

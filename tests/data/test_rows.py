@@ -123,7 +123,7 @@ def helpers() -> list[psutil.Process]:
     [
         ({100: HALF, 101: HALF}, "#100 .* surrogate pair"),
         ({100: HALF, 149: {"answer": 1}}, "#100 .* surrogate pair"),
-        ({60: {"prompt": "1"}, 149: HALF}, "data.answer_key=answer: .*#60 .* has no such key"),
+        ({60: {"answer": "1"}, 149: HALF}, "data.prompt_key=prompt: .*#60 .* has no such key"),
     ],
 )
 def test_the_first_bad_record_is_the_one_that_is_told(

@@ -18,11 +18,12 @@ from pyarrow import parquet
 
 from megappo.data.cache import Cache
 from megappo.data.prompt_rows import PromptRules, prompts_of
-from megappo.data.prompts import PromptFormat
+from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.sources import Record, Source, open_source
 from megappo.data.texts import DemonstrationRules, demonstrations_of
 from megappo.data.tokenizers import load_tokenizer
+from megappo.trainer.prepare.reward_parts import require_answer
 from scripts.arithmetic import train_tokenizer
 from tests.data.tokenizer_files import write_hf_tokenizer
 
@@ -253,10 +254,15 @@ def test_mutated_data_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def answers_of(spec: str, root: Path, answer_key: str = "answer") -> list[str]:
-    """The texts that the rewards get for the answers of a file, tokenised character by character."""
+    """The texts that the rewards get for the answers of a file."""
+    return [prompt.answer for prompt in answered(spec, root, answer_key).prompts]
+
+
+def answered(spec: str, root: Path, answer_key: str = "answer") -> PromptSet:
+    """Prompts of a file, tokenised character by character."""
     rules = PromptRules("prompt", answer_key, PromptFormat(chat_template=False), max_prompt_tokens=99)
     tokenizer = load_tokenizer(train_tokenizer(root / "char"))
-    return [prompt.answer for prompt in prompts_of(open_source(spec), tokenizer, rules, Cache(root / "cache"))]
+    return prompts_of(open_source(spec), tokenizer, rules, Cache(root / "cache"))
 
 
 def test_a_number_of_json_is_the_answer_as_it_is_written(tmp_path: Path) -> None:
@@ -313,8 +319,10 @@ def test_a_number_of_parquet_is_the_answer_in_digits(tmp_path: Path, kind: str, 
 def test_an_int_column_with_a_missing_value_gives_integers(tmp_path: Path) -> None:
     column = pyarrow.array([72, None], pyarrow.int64())
     parquet.write_table(pyarrow.table({"prompt": ["1=", "2="], "answer": column}), tmp_path / "a.parquet")
+    found = answered(str(tmp_path / "a.parquet"), tmp_path)
+    assert [prompt.answer for prompt in found.prompts] == ["72", ""] and list(found.unanswered) == [1]
     with pytest.raises(ValueError, match="a.parquet#1 holds null, not a string or a number"):
-        answers_of(str(tmp_path / "a.parquet"), tmp_path)
+        require_answer(found[1], "answer", "exact_match")
     frame = pandas.DataFrame({"prompt": ["1=", "2="], "answer": [72, None]})  # its column of integers is one of doubles now
     frame.dropna().to_parquet(tmp_path / "b.parquet")
     assert answers_of(str(tmp_path / "b.parquet"), tmp_path) == ["72"]

@@ -31,7 +31,7 @@ from megappo.trainer.prepare.evaluations import EvaluationSet, check_evaluations
 from megappo.trainer.prepare.layouts import model_paths
 from megappo.trainer.prepare.reward_model import ScoredTexts, load_reward_text
 from megappo.trainer.prepare.reward_notes import reward_notes
-from megappo.trainer.prepare.reward_parts import load_parts
+from megappo.trainer.prepare.reward_parts import check_answers, load_parts, require_answer
 
 
 def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
@@ -178,6 +178,8 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
     if train is None:
         train = load_prompts(config.data, config.data.train, tokenizer, cache)
     evaluations = load_evaluations(config, tokenizer, cache)
+    environment = load_environment(config, tokenizer)
+    notes += [*_answer_notes(config, reward_parts, train, evaluations, environment)]
     loader, ptx = _loader(config, train, cache), _text_data(config, tokenizer, cache)
     total_steps = config.trainer.steps or loader.num_steps(config.trainer.epochs)  # steps is None or >= 1
     for message in step_problems(config, total_steps):
@@ -190,7 +192,7 @@ def load_run_data(config: TrainConfig, policy: ModelArch, train: PromptSet | Non
         notes=(*notes, *sampling_notes(config, loader), *scored.notes, *cache.notes),
         reward_parts=reward_parts,
         reward_text=scored.text,
-        environment=load_environment(config, tokenizer),
+        environment=environment,
         train=train,
         loader=loader,
         total_steps=total_steps,
@@ -203,7 +205,9 @@ def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationDa
     tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
     evaluations = load_evaluations(config, tokenizer, cache)
     reward_parts = load_parts(config.reward) if any(one.reward is None for one in evaluations) else {}
-    notes = _notes(config, reward_parts, None, evaluations, cache)
+    environment = load_environment(config, tokenizer)
+    notes = [*_answer_notes(config, reward_parts, None, evaluations, environment)]
+    notes += _notes(config, reward_parts, None, evaluations, cache)
     scored = _scored_texts(config, None, evaluations, cache)
     return EvaluationData(
         tokenizer=tokenizer,
@@ -211,8 +215,33 @@ def load_evaluation_data(config: TrainConfig, policy: ModelArch) -> EvaluationDa
         notes=(*notes, *scored.notes, *cache.notes),
         reward_parts=reward_parts,
         reward_text=scored.text,
-        environment=load_environment(config, tokenizer),
+        environment=environment,
     )
+
+
+def _answer_notes(
+    config: TrainConfig,
+    parts: Mapping[str, PreparedPart],
+    train: PromptSet | None,
+    evaluations: Sequence[EvaluationSet],
+    environment: PreparedEnvironment | None,
+) -> Iterator[str]:
+    """Yield a note for each set with records without a reference answer. ConfigError if a reward or the environment reads it."""
+    sets = [] if train is None else [("data.train", train, config.reward, parts, config.data.answer_key)]
+    for one in evaluations:
+        its_parts = parts if one.reward is None else one.reward_parts
+        sets.append((key_of(one.name), one.prompts, one.reward or config.reward, its_parts, str(one.settings.answer_key)))
+    for name, prompts, reward, its_parts, key in sets:
+        if not prompts.unanswered:
+            continue
+        try:
+            check_answers(reward, its_parts, key, prompts)
+            if environment is not None and environment.function.reads("answer"):
+                require_answer(prompts[prompts.unanswered[0]], key, environment.function.origin)
+        except ConfigError as error:
+            raise ConfigError(f"{name.removesuffix('.data')}: {error}" if name.startswith("evaluations.") else str(error)) from None
+        count = f"{len(prompts.unanswered):,} of {len(prompts):,} records"
+        yield f"{name}: {count} have no reference answer (data.answer_key={key}), which is an empty text for the reward"
 
 
 def _notes(

@@ -12,19 +12,19 @@ from functools import partial
 from megappo.config.errors import ConfigError, about, problem
 from megappo.config.evaluations import STDERR, TURNS
 from megappo.config.reward_sections import RemoteConfig, RewardConfig, RewardPart
-from megappo.data.prompts import Prompt, PromptSet, record_field
+from megappo.data.prompts import Prompt, PromptSet, answer_field, record_field
 from megappo.rewards.base import PreparedPart, RewardError
 from megappo.rewards.compose import LENGTH, MISSING_EOS
 from megappo.rewards.pool import PoolPart
 from megappo.rewards.remote import RemotePart
-from megappo.rewards.rules import RULES, hash_of_code, make_part
+from megappo.rewards.rules import READS_ANSWER, RULES, hash_of_code, make_part
 from megappo.rewards.server import Asker, Server
 from megappo.rewards.user import GROUP, OwnProcess, load_rule
 from megappo.runtime.installed import missing_package
 from megappo.runtime.user_code import OwnCode
 from megappo.telemetry.metrics import Metric
 from megappo.trainer.prepare.code_rewards import load_code
-from megappo.trainer.prepare.reward_routes import places, scored_by
+from megappo.trainer.prepare.reward_routes import places, recipe_of, scored_by
 
 # Seconds for which a new run tries to reach its servers, which many ranks ask at once. A resumed run waits as long as its requests.
 START_BUDGET_S = 3.0
@@ -88,9 +88,9 @@ def load_own(part: RewardPart) -> PreparedPart:
     code = OwnCode(GROUP, part.path, part.function, part.entry_point, part.args)
     rule = load_rule(part.label, code, batch=part.batch)
     if not part.workers:
-        return PreparedPart(rule.part, rule.requires, rule.sha256)
+        return PreparedPart(rule.part, rule.requires, rule.sha256, rule.reads_answer)
     make = partial(PoolPart, part.label, partial(OwnProcess, part.label, code.as_read(rule), part.timeout_s), part.workers)
-    return PreparedPart(make, rule.requires, rule.sha256)
+    return PreparedPart(make, rule.requires, rule.sha256, rule.reads_answer)
 
 
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -112,8 +112,13 @@ def _load(key: str, part: RewardPart) -> PreparedPart:
         return LOADERS[part.kind](part)
 
 
+def _load_rule(part: RewardPart) -> PreparedPart:
+    make = partial(make_part, part.label, part.workers)
+    return PreparedPart(make, sha256=hash_of_code(part.label), reads_answer=part.label in READS_ANSWER)
+
+
 LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {
-    "name": lambda part: PreparedPart(partial(make_part, part.label, part.workers), sha256=hash_of_code(part.label)),
+    "name": _load_rule,
     "path": load_own,
     "entry_point": load_own,
     "code": load_code,
@@ -121,6 +126,23 @@ LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {
     "model": lambda part: PreparedPart(make=None),  # a role: its section names the checkpoint (`prepare/reward_model.py`)
 }
 """Kind of part -> loader, which raises ValueError, one line without the key, for a part that cannot be used."""
+
+
+def check_answers(reward: RewardConfig, parts: Mapping[str, PreparedPart], key: str, prompts: PromptSet) -> None:
+    """ConfigError, one line, for the first record without a reference answer that a part of its recipe reads. key: its field."""
+    readers = {name for name, part in parts.items() if part.reads_answer}
+    for prompt in map(prompts.__getitem__, prompts.unanswered if readers else ()):
+        recipe = reward.recipes.get(recipe_of(reward, prompt.record), ())
+        if (reader := next((part.label for part in recipe if part.label in readers), None)) is not None:
+            require_answer(prompt, key, f"the reward {reader}")
+
+
+def require_answer(prompt: Prompt, key: str, reader: str) -> None:
+    """ConfigError, one line with what is wrong, if the record has no reference answer under `key`."""
+    try:
+        answer_field(prompt.record, key, prompt.place)
+    except ValueError as error:
+        raise ConfigError(f"{error}; {reader} reads it") from None
 
 
 def check_requirements(reward: RewardConfig, parts: Mapping[str, PreparedPart], sets: Mapping[str, PromptSet]) -> None:
