@@ -100,7 +100,7 @@ def test_a_bad_source_gives_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_dataset_that_cannot_be_reached_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(
         ValueError, match=r"cannot load the Hugging Face dataset someone/nothing:main:train: .*; for a local file"
     ) as caught:

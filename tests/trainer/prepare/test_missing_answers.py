@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, train: str = "without", **changes: Any) -> RunData:
+def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, train: Any = "without", **changes: Any) -> RunData:
     monkeypatch.chdir(folder)
     config = small_config(folder, "run", steps=1, **{"data.train": f"{train}.jsonl", "data.eval": None})
     del config["reward"]["parts"][0]
