@@ -19,8 +19,8 @@ from megappo.models.lora_shards import adapter_numel, int8_linears
 from megappo.models.row_shards import layer_prefix
 from megappo.models.weight_map import LOCAL_VALUE_HEAD, hf_tensors, local_shapes
 from megappo.parallel.layout import ParallelLayout
+from megappo.telemetry.tables import GIB
 
-GIB = 1 << 30
 VLLM_VOCAB_MULTIPLE = 64  # rows of its embeddings; vLLM's DEFAULT_VOCAB_PADDING_SIZE
 EXPERTS = ".mlp.experts."  # in the canonical name of an expert's parameter
 
@@ -287,33 +287,18 @@ def rollout_memory(
     arch: ModelArch, tp: int, itemsize: int, kv_cache_gib: float | None, memory_share: float, device_memory: int | None
 ) -> RolloutMemory:
     if arch.own:  # no family says what is cut: assume that everything is, with no padded vocabulary
-        weights = itemsize * -(-sum(map(prod, hf_tensors(arch).values())) // tp)
-        return _with_cache(arch, arch.num_kv_heads, tp, weights, itemsize, kv_cache_gib, memory_share, device_memory)
-    vocab_size = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
-    # vLLM repeats KV heads if there are fewer than ranks.
-    repeated = replace(arch, num_kv_heads=max(arch.num_kv_heads, tp), vocab_size=vocab_size)
-    # vLLM cuts experts like any other matrix; Megatron's etp does the same.
-    layout = ParallelLayout(tp, tp=tp, etp=tp if arch.moe is not None else 1)
-    weights = itemsize * count_parameters(repeated, layout, stage=0).total
-    return _with_cache(arch, repeated.num_kv_heads, tp, weights, itemsize, kv_cache_gib, memory_share, device_memory)
-
-
-def _with_cache(
-    arch: ModelArch,
-    kv_heads: int,
-    tp: int,
-    weights: int,
-    itemsize: int,
-    kv_cache_gib: float | None,
-    memory_share: float,
-    device_memory: int | None,
-) -> RolloutMemory:
+        kv_heads, parameters = arch.num_kv_heads, -(-sum(map(prod, hf_tensors(arch).values())) // tp)
+    else:
+        kv_heads = max(arch.num_kv_heads, tp)  # vLLM repeats KV heads if there are fewer than ranks
+        vocab_size = -(-arch.vocab_size // VLLM_VOCAB_MULTIPLE) * VLLM_VOCAB_MULTIPLE
+        # vLLM cuts experts like any other matrix; Megatron's etp does the same.
+        layout = ParallelLayout(tp, tp=tp, etp=tp if arch.moe is not None else 1)
+        parameters = count_parameters(replace(arch, num_kv_heads=kv_heads, vocab_size=vocab_size), layout, stage=0).total
+    weights = itemsize * parameters
     # 2: keys and values.
     per_token = 2 * arch.num_layers * kv_heads // tp * arch.head_dim * itemsize
     if kv_cache_gib is not None:
         cache: int | None = int(kv_cache_gib * GIB)
-    elif device_memory is not None:
-        cache = int(memory_share * device_memory) - weights
     else:
-        cache = None
+        cache = None if device_memory is None else int(memory_share * device_memory) - weights
     return RolloutMemory(weights, per_token, cache)

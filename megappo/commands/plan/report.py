@@ -14,7 +14,7 @@ from megappo.commands.plan.timeline import bubble
 from megappo.config.batch import WHOLE, StepArithmetic, text_arithmetic, update_schedule
 from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of
 from megappo.config.rank_ranges import ranges_text
-from megappo.config.role_sections import section_of
+from megappo.config.role_sections import LoraConfig, section_of
 from megappo.models.arch import ModelArch
 from megappo.models.freeze import frozen_of
 from megappo.models.lora import shapes_beside_base
@@ -58,9 +58,13 @@ def brief(plan: Plan, data: RunData | RecordedData, notes: Sequence[str], comman
     return "\n".join([*lines, *remark_lines(plan, notes)]) + "\n"
 
 
+def _unit(plan: Plan) -> tuple[int, str]:
+    """Unit of the tables of memory, in bytes, and its name."""
+    return (GIB, "GiB") if plan.peak(plan.fullest_rank()) >= GIB else (MIB, "MiB")
+
+
 def _fullest(plan: Plan) -> str:
-    rank = plan.fullest_rank()
-    unit, name = (GIB, "GiB") if plan.peak(rank) >= GIB else (MIB, "MiB")
+    rank, (unit, name) = plan.fullest_rank(), _unit(plan)
     have = f" of {plan.device_memory / unit:,.2f}" if plan.device_memory is not None else ""
     return f"about {plan.peak(rank) / unit:,.2f}{have} {name} at its peak (rank {rank})"
 
@@ -71,42 +75,36 @@ def remark_lines(plan: Plan, notes: Sequence[str]) -> list[str]:
     return ["remarks", *remarks] if remarks else []
 
 
+def _parameters(plan: Plan, role: str) -> dict[str, int]:
+    """Hugging Face tensor of a role -> its number of elements."""
+    shapes = hf_tensors(plan.archs[role], value_head_of(section_of(plan.config, role)) is not None)
+    return {name: prod(shape) for name, shape in shapes.items()}
+
+
+def _beside_base(plan: Plan, role: str, lora: LoraConfig) -> dict[str, int]:
+    """Tensor that trains beside a frozen base -> its number of elements."""
+    shapes = shapes_beside_base(plan.archs[role], lora, value_head_of(section_of(plan.config, role)) is not None)
+    return {name: prod(shape) for name, shape in shapes.items()}
+
+
 def _model_lines(plan: Plan) -> list[str]:
-    rows = []
-    for role, (_, path) in model_paths(plan.config).items():
-        arch = plan.archs[role]
-        value_head = value_head_of(section_of(plan.config, role)) is not None
-        parameters = sum(prod(shape) for shape in hf_tensors(arch, value_head).values())
-        heads = f"{arch.num_heads} / {arch.num_kv_heads}"
-        rows.append(
-            [
-                role,
-                arch.family,
-                f"{parameters:,}",
-                str(arch.num_layers),
-                str(arch.hidden_size),
-                heads,
-                _ffn_text(arch),
-                f"{arch.vocab_size:,}",
-                path,
-            ]
-        )
-    lines = table(
-        ["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], [row[:-1] for row in rows], left=2
-    )
-    lines += [f"  {row[0]}: {row[-1]}" for row in rows]
-    compiled = [row[0] for row in rows if section_of(plan.config, row[0]).compile]
+    paths, rows = model_paths(plan.config), []
+    for role in paths:
+        arch, parameters = plan.archs[role], sum(_parameters(plan, role).values())
+        sizes = [str(arch.num_layers), str(arch.hidden_size), f"{arch.num_heads} / {arch.num_kv_heads}", _ffn_text(arch)]
+        rows.append([role, arch.family, f"{parameters:,}", *sizes, f"{arch.vocab_size:,}"])
+    lines = table(["role", "family", "parameters", "layers", "hidden", "heads / KV", "ffn", "vocab"], rows, left=2)
+    lines += [f"  {role}: {path}" for role, (_, path) in paths.items()]
+    compiled = [role for role in paths if section_of(plan.config, role).compile]
     lines += [f"  {role}: layers are compiled at their first passes, which take a minute or more" for role in compiled]
     for role, section in trained_sections(plan.config).items():
-        shapes = hf_tensors(plan.archs[role], value_head_of(section) is not None)
-        whole = sum(map(prod, shapes.values()))
         if section.lora is not None:
-            has_head = value_head_of(section) is not None
-            beside = sum(map(prod, shapes_beside_base(plan.archs[role], section.lora, has_head).values()))
+            beside = sum(_beside_base(plan, role, section.lora).values())
             bits = f" with its linear layers in {section.lora.base_bits} bits" if section.in_8_bits else ""
             lines.append(f"  {role}: trains {beside:,} parameters beside a frozen model{bits} (lora.rank {section.lora.rank})")
         if frozen := _frozen(plan, role):
-            away = sum(prod(shapes[name]) for name in frozen)
+            sizes_of = _parameters(plan, role)
+            away, whole = sum(sizes_of[name] for name in frozen), sum(sizes_of.values())
             lines.append(f"  {role}: {away:,} parameters are frozen ({', '.join(section.freeze)}), {whole - away:,} train")
     if reference_is_base(plan.config):
         lines.append("  reference: the policy without its adapters")
@@ -185,8 +183,7 @@ def _rollout_ranks(plan: Plan) -> str:
 
 
 def _memory_lines(plan: Plan) -> list[str]:
-    rank = plan.fullest_rank()
-    unit, name = (GIB, "GiB") if plan.peak(rank) >= GIB else (MIB, "MiB")
+    rank, (unit, name) = plan.fullest_rank(), _unit(plan)
 
     def size(value: int) -> str:
         return f"{value / unit:,.2f}"
@@ -261,19 +258,12 @@ def _adam_lines(plan: Plan) -> Iterator[str]:
 
 def phase_lines(plan: Plan) -> list[str]:
     """Phases of a step on the fullest rank, and remedies for each role's tightest phase."""
-    rank = plan.fullest_rank()
-    unit, name = (GIB, "GiB") if plan.peak(rank) >= GIB else (MIB, "MiB")
+    rank, (unit, name) = plan.fullest_rank(), _unit(plan)
     steps = phases(plan, rank)
     fullest = max(steps, key=lambda phase: phase.total)
     rows = [
-        [
-            phase.name,
-            f"{phase.rest / unit:,.2f}",
-            f"{phase.work / unit:,.2f}",
-            f"{phase.total / unit:,.2f}",
-            "tightest" if phase == fullest else "",
-        ]
-        for phase in steps
+        [one.name, *(f"{size / unit:,.2f}" for size in (one.rest, one.work, one.total)), "tightest" if one == fullest else ""]
+        for one in steps
     ]
     lines = [f"memory of rank {rank} by phase ({name})", *table(["phase", "at rest", "at work", "sum", ""], rows, left=1)]
 
@@ -376,17 +366,15 @@ def checkpoint_bytes(plan: Plan) -> int:
     """Bytes of one checkpoint, without the overhead of its file format."""
     config, total = plan.config, 0
     for role, section in trained_sections(config).items():
-        value_head = value_head_of(section) is not None
-        shapes = hf_tensors(plan.archs[role], value_head)
-        if section.lora is not None:  # adapters and a value head alone
-            shapes = shapes_beside_base(plan.archs[role], section.lora, value_head)
+        # With adapters those and a value head alone.
+        sizes = _parameters(plan, role) if section.lora is None else _beside_base(plan, role, section.lora)
         fp32 = section.dtype == "fp32" or (section.lora is not None and section.engine == "fsdp2")
         frozen = _frozen(plan, role)
-        for name, shape in shapes.items():
+        for name, size in sizes.items():
             in_half = not fp32 and name != VALUE_HEAD
             # Two moments in fp32, and the fp32 main parameter of a bf16 one.
             optimizer = 0 if config.checkpoint.save_only_model or name in frozen else 12 if in_half else 8
-            total += ((2 if in_half else 4) + optimizer) * prod(shape)
+            total += ((2 if in_half else 4) + optimizer) * size
     return total
 
 

@@ -11,8 +11,8 @@ from functools import cache
 from math import prod
 
 from megappo.parallel.layout import ParallelLayout
+from megappo.telemetry.tables import MIB
 
-MIB = 1 << 20
 CONTEXT = 512 * MIB  # of a process on an H100 or A100, with the kernels of torch and of its libraries
 CHANNELS = 32
 RING = CHANNELS * 10 * MIB  # of a communicator for all-reduce, all-gather, reduce-scatter: a ring receives from one peer
