@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megappo.commands.plan.timeline import order_of_passes, padded_micro_batches
 from megappo.config.role_sections import LoraConfig
 from megappo.models.arch import ModelArch, MoeArch
 from megappo.parallel.layout import ParallelLayout
@@ -196,23 +197,14 @@ def _expert_elements(moe: MoeArch, hidden_size: int, layout: ParallelLayout, ite
 
 
 def peak_in_flight(layout: ParallelLayout, stage: int, num_micro_batches: int, chunks: Sequence[int]) -> int:
-    """Peak of a stage under 1F1B (Narayanan et al. 2021, section 2.2), in the unit of `chunks`: what a micro-batch keeps in each
-    model chunk from its forward to its backward pass."""
-    pp, vpp = layout.pp, layout.vpp
-    # Megatron-core's `get_pp_rank_microbatches`.
-    warm_up = pp - stage - 1 if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp
-    # Rounds of pp micro-batches; the chunks in order forwards and in reverse order backwards. The warm-up is shorter than two
-    # rounds; from then on every round is like the one before.
-    rounds = min(-(-num_micro_batches // pp), 4)
-    passes = [(chunk, round_ * pp + place) for round_ in range(rounds) for chunk in range(vpp) for place in range(pp)]
+    """Peak of a stage in the unit of `chunks`: what a micro-batch keeps in each model chunk from its forward to its backward."""
+    # The warm-up is shorter than two rounds of pp micro-batches; from then on every round is like the one before.
+    count = padded_micro_batches(layout, min(num_micro_batches, 4 * layout.pp))
     held = peak = 0
-    for step, (chunk, micro_batch) in enumerate(passes):
+    for kind, chunk, micro_batch in order_of_passes(layout, stage, count):
         if micro_batch < num_micro_batches:  # micro-batches that only fill up the last round add no sequences
-            held += chunks[chunk]
+            held += chunks[chunk] if kind == "forward" else -chunks[chunk]
             peak = max(peak, held)
-        if step >= warm_up:
-            chunk, micro_batch = passes[step - warm_up]
-            held -= chunks[vpp - 1 - chunk] if micro_batch < num_micro_batches else 0
     return peak
 
 

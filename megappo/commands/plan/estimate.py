@@ -26,6 +26,7 @@ from megappo.commands.plan.memory import (
     with_average,
 )
 from megappo.commands.plan.reserve import reserve_bytes
+from megappo.commands.plan.timeline import BACKWARD, Timeline, chunk_work, padded_micro_batches, timeline
 from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arithmetic, text_arithmetic, update_schedule
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
@@ -154,6 +155,22 @@ class Plan:
         """Number of ranks that hold the same weights of a frozen role and share the writing."""
         layout = self.layouts[role]
         return 1 if section_of(self.config, role).engine == "fsdp2" else layout.dp * layout.cp
+
+    def pipeline(self, role: str) -> Timeline:
+        """Schedule of one mini-batch of an update when its sequences are at their longest."""
+        layout, settings = self.layouts[role], section_of(self.config, role)
+        backward = BACKWARD + (settings.recomputed == "full")  # recomputation adds a forward to every backward
+        work = chunk_work(layout, self.archs[role].num_layers)
+        return timeline(layout, self.micro_batches[role], backward=backward, work=work)
+
+    def bubble(self, role: str) -> float:
+        """Share of the time of `pipeline` in which stages wait."""
+        layout = self.layouts[role]
+        if layout.layers_per_stage:
+            return self.pipeline(role).bubble
+        # The closed form of Narayanan et al. 2021, section 2.2, for an even split.
+        count = layout.vpp * padded_micro_batches(layout, self.micro_batches[role])
+        return (layout.pp - 1) / (count + layout.pp - 1)
 
     def fullest_rank(self) -> int:
         return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))  # of equal ranks the first

@@ -159,9 +159,7 @@ def _settings(plan: Plan, role: str) -> Iterator[tuple[str, TrainConfig]]:
 
 def _keeps_inputs(section: RoleConfig) -> bool:
     """True if inputs of layers stay on the device although they could wait in host memory."""
-    if not isinstance(section, TrainableConfig) or section.engine != "fsdp2":
-        return False
-    return section.recompute == "full"
+    return isinstance(section, TrainableConfig) and section.engine == "fsdp2" and section.recompute == "full"
 
 
 def _smaller_share(plan: Plan) -> float | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.commands.plan.estimate import Plan
-from megappo.commands.plan.timeline import Pass, Timeline, padded_micro_batches, pipeline_of
+from megappo.commands.plan.timeline import Pass, Timeline, padded_micro_batches
 from megappo.config.layout_checks import trained_sections
 from megappo.parallel.layout import ParallelLayout, Placement
 from megappo.telemetry.tables import ranks_text
@@ -154,7 +154,7 @@ def _bare(axes: Axes, title: str) -> None:
 def _draw_pipeline(axes: Axes, plan: Plan, role: str) -> None:
     from matplotlib.patches import Patch
 
-    layout, whole = plan.layouts[role], pipeline_of(plan, role)
+    layout, whole = plan.layouts[role], plan.pipeline(role)
     windows = _windows(whole, layout)
     end = windows[-1].stop - windows[-1].shift
     for stage in range(layout.pp):

@@ -10,7 +10,6 @@ from megappo.checkpoint.interval import best_interval_s, expected_mtbf_hours
 from megappo.commands.plan.estimate import Plan, samples_of_pass, sequences_at_once, work_out
 from megappo.commands.plan.memory import RoleMemory
 from megappo.commands.plan.phases import phases, remedies, tightest
-from megappo.commands.plan.timeline import bubble
 from megappo.config.batch import WHOLE, StepArithmetic, text_arithmetic, update_schedule
 from megappo.config.layout_checks import reference_is_base, trained_sections, value_head_of
 from megappo.config.rank_ranges import ranges_text
@@ -347,7 +346,7 @@ def _micro_rows(plan: Plan, step: StepArithmetic) -> Iterator[list[str]]:
         samples, trains = samples_of_pass(plan.config, role, step), role in trained_sections(plan.config)
         what = f"{role}, {'one mini-batch' if trains else 'all samples'}"
         budget = section_of(plan.config, role).micro_batch_tokens
-        waiting = f"{100 * bubble(plan, role):.0f} %" if trains else ""
+        waiting = f"{100 * plan.bubble(role):.0f} %" if trains else ""
         each = -(-samples // layout.dp) + -(-text_arithmetic(plan.config, role).count // layout.dp)
         yield [what, str(layout.dp), f"{each:,}", f"{budget:,}", f"{plan.micro_batches[role]:,}", waiting]
 

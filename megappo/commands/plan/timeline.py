@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megappo.commands.plan.estimate import Plan
-from megappo.config.role_sections import section_of
 from megappo.parallel.layout import ParallelLayout
 
 Kind = Literal["forward", "backward"]
@@ -65,7 +63,7 @@ def timeline(
     its time in forwards. work: [stage][chunk] time of a forward (see `chunk_work`); None for equal times."""
     pp, vpp = layout.pp, layout.vpp
     count = padded_micro_batches(layout, num_micro_batches)
-    orders = [_order(stage, pp, vpp, count) for stage in range(pp)]
+    orders = [order_of_passes(layout, stage, count) for stage in range(pp)]
     times = work if work is not None else [[1.0 / vpp] * vpp] * pp
     factor = {"forward": 1.0, "backward": backward}
     ends: dict[tuple[Kind, int, int, int], float] = {}
@@ -92,8 +90,10 @@ def padded_micro_batches(layout: ParallelLayout, num_micro_batches: int) -> int:
     return -(-num_micro_batches // layout.pp) * layout.pp if layout.vpp > 1 else num_micro_batches
 
 
-def _order(stage: int, pp: int, vpp: int, count: int) -> list[tuple[Kind, int, int]]:
-    """(kind, chunk, micro-batch) in the order of execution on a stage."""
+def order_of_passes(layout: ParallelLayout, stage: int, count: int) -> list[tuple[Kind, int, int]]:
+    """(kind, chunk, micro-batch) in the order of execution on a stage. count: micro-batches; with vpp > 1 a multiple of pp."""
+    pp, vpp = layout.pp, layout.vpp
+    # Megatron-core's `get_pp_rank_microbatches`.
     if vpp == 1:
         warm_up = min(pp - stage - 1, count)
         forwards = backwards = [(0, micro) for micro in range(count)]
@@ -118,21 +118,3 @@ def _needs(kind: Kind, stage: int, chunk: int, micro: int, pp: int, vpp: int) ->
     if stage < pp - 1:
         return "backward", stage + 1, chunk, micro
     return ("backward", 0, chunk + 1, micro) if chunk < vpp - 1 else ("forward", stage, chunk, micro)
-
-
-def pipeline_of(plan: Plan, role: str) -> Timeline:
-    """Schedule of one mini-batch of an update when its sequences are at their longest."""
-    layout, settings = plan.layouts[role], section_of(plan.config, role)
-    backward = BACKWARD + (settings.recomputed == "full")  # recomputation adds a forward to every backward
-    work = chunk_work(layout, plan.archs[role].num_layers)
-    return timeline(layout, plan.micro_batches[role], backward=backward, work=work)
-
-
-def bubble(plan: Plan, role: str) -> float:
-    """Share of the time of the mini-batch of `pipeline_of` in which stages wait."""
-    layout = plan.layouts[role]
-    if layout.layers_per_stage:
-        return pipeline_of(plan, role).bubble
-    # The closed form of Narayanan et al. 2021, section 2.2, for an even split.
-    count = layout.vpp * padded_micro_batches(layout, plan.micro_batches[role])
-    return (layout.pp - 1) / (count + layout.pp - 1)

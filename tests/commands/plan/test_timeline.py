@@ -13,7 +13,7 @@ from megappo.commands import cli
 from megappo.commands.plan import plot
 from megappo.commands.plan.estimate import work_out
 from megappo.commands.plan.report import report
-from megappo.commands.plan.timeline import bubble, chunk_work, pipeline_of, timeline
+from megappo.commands.plan.timeline import chunk_work, timeline
 from megappo.config.loading import load_config
 from megappo.parallel.layout import ParallelLayout
 from megappo.trainer.prepare.layouts import check_layouts, read_archs
@@ -104,9 +104,9 @@ def test_a_picture_of_a_large_run_shows_every_rank_and_no_text_on_another(ranks,
     assert any(text.split()[0].split("-")[-1] == str(ranks - 1) for text in said), "the last rank"
     printed = report(plan)
     for role in ("policy", "critic"):
-        whole = pipeline_of(plan, role)
+        whole = plan.pipeline(role)
         assert any(text.startswith(f"{role}: ") and f"bubble {100 * whole.bubble:.1f} %" in text for text in said)
-        assert bubble(plan, role) == pytest.approx(whole.bubble)
+        assert plan.bubble(role) == pytest.approx(whole.bubble)
         (row,) = (line for line in printed.splitlines() if line.startswith(f"  {role}, one mini-batch"))
         assert row.endswith(f" {100 * whole.bubble:.0f} %")
     if ranks == 64:
