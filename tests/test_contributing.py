@@ -1,22 +1,35 @@
-"""The worked examples of CONTRIBUTING.md run as they stand."""
+"""The worked examples of CONTRIBUTING.md run as they stand; those that edit files, in a copy of the tree."""
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file
 
 from tests.forked_commands import run_code
+from tests.trainer.small_run import small_config, write_small_task
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.M)[1:]
+BLOCKS = {section.splitlines()[0]: re.findall(r"^```python\n(.*?)^```$", section, flags=re.M | re.S) for section in SECTIONS}
+ESTIMATOR, FAMILY = "Add an advantage estimator", "Add a model family"
 EXAMPLES = {
     section.splitlines()[0]: "\n".join(re.findall(r"^```python\n(.*?)^```$", section, flags=re.M | re.S))
     for section in SECTIONS
-    if section.startswith("Add ")
+    if section.startswith("Add ") and not section.startswith(ESTIMATOR)
 }
 
 
 def test_every_kind_of_extension_has_an_example():
+    assert ESTIMATOR in BLOCKS
     wanted = {"Add a reward", "Add a KL estimator", "Add a model family", "Add an op", "Add an engine"}
     assert EXAMPLES.keys() == wanted and all("assert" in code for code in EXAMPLES.values())
 
@@ -29,9 +42,118 @@ def test_an_example_runs(title):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("title", EXAMPLES)
+@pytest.mark.parametrize("title", [*EXAMPLES, ESTIMATOR])
 def test_files_that_an_example_names_exist(title):
     section = next(section for section in SECTIONS if section.startswith(title))
     named = re.findall(r"`((?:megappo|csrc|tests|scripts|benchmarks)/[\w/.]+)`", section)
     missing = [name for name in named if "NAME" not in name and not (ROOT / name).exists()]
     assert named and not missing
+
+
+def replace_once(file: Path, old: str, new: str) -> None:
+    text = file.read_text("utf-8")
+    assert text.count(old) == 1, (file, old)
+    file.write_text(text.replace(old, new), "utf-8")
+
+
+def add_estimator(tree: Path) -> None:
+    """As the recipe has it: the section before its union, the others after the table that they enter."""
+    section, *others = BLOCKS[ESTIMATOR]
+    schema = tree / "megappo/config/schema.py"
+    replace_once(schema, "\nEstimatorConfig = ", f"\n{section}\n\nEstimatorConfig = ")
+    replace_once(schema, " | ReMaxConfig\n", " | ReMaxConfig | MedianConfig\n")
+    for block in others:
+        with (tree / block.splitlines()[0].removeprefix("# ")).open("a", encoding="utf-8") as file:
+            file.write(f"\n\n{block}")
+
+
+def add_family(tree: Path) -> None:
+    lines = [
+        line for line in BLOCKS[FAMILY][0].splitlines() if re.match(r"TOY = |from megappo.models.(family|weight_rules) ", line)
+    ]
+    (tree / "megappo/models/families/toy.py").write_text("\n".join(lines) + "\n", "utf-8")
+    registry = tree / "megappo/models/families/registry.py"
+    replace_once(registry, "MINISTRAL3)}", "MINISTRAL3, TOY)}")
+    replace_once(
+        registry,
+        "from megappo.models.family import",
+        "from megappo.models.families.toy import TOY\nfrom megappo.models.family import",
+    )
+
+
+def write_toy_checkpoint(folder: Path) -> None:
+    """Qwen2, which is the recipe's family under other keys, in place of the small task's llama."""
+    config = transformers.Qwen2Config(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    for ours, toys in (("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer")):
+        written[toys] = written.pop(ours)
+    (folder / "config.json").write_text(json.dumps({**written, "architectures": ["ToyForCausalLM"], "attention_bias": True}))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree with the recipes' estimator and family."""
+    tree = tmp_path_factory.mktemp("copy") / "tree"
+    kept = shutil.ignore_patterns("__pycache__", "*.pyc")
+    for name in ("megappo", "tests", "scripts", "configs", "docs", "benchmarks", "csrc"):
+        shutil.copytree(ROOT / name, tree / name, ignore=kept)
+    for name in ("pyproject.toml", "CONTRIBUTING.md", "README.md"):
+        shutil.copyfile(ROOT / name, tree / name)
+    add_estimator(tree)
+    add_family(tree)
+    return tree
+
+
+def run_in(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_an_estimator_of_the_recipe_passes_the_tests_it_names_and_every_table_has_it(copy: Path) -> None:
+    tests = ["tests/trainer/test_estimators.py", "tests/algo/test_groups.py"]
+    done = run_in(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", "median and not ranks")
+    assert done.returncode == 0 and int(re.findall(r"(\d+) passed", done.stdout)[0]) >= 5, done.stdout
+    done = run_in(copy, "-c", "from tests.parity.matrix import ALGORITHMS; print(ALGORITHMS['median'])")
+    assert done.stdout == "{'algorithm__estimator': 'median'}\n", done.stderr
+    assert run_in(copy, "scripts/reference_pages.py").returncode == 0
+    assert "Compares a response with the median" in (copy / "docs/config.md").read_text("utf-8")
+    # Negative control: the loop finds a formula that is wrong.
+    replace_once(copy / "megappo/algo/groups.py", "return scale * (exact - median)", "return scale * exact - median")
+    replace_once(copy / "megappo/config/schema.py", "scale: PositiveFloat = 1.0", "scale: PositiveFloat = 2.0")
+    done = run_in(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, "-k", "median and not ranks")
+    assert done.returncode == 1 and "test_advantages_are_those_of_the_loops" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_family_of_the_recipe_trains_its_attention_bias_by_the_recipes_estimator(copy: Path, tmp_path: Path) -> None:
+    write_small_task(tmp_path)
+    write_toy_checkpoint(tmp_path / "model")
+    config = small_config(tmp_path, "toy", steps=2)
+    config["run"]["num_ranks"], config["policy"]["parallel"], config["algorithm"] = (
+        1,
+        {},
+        {"estimator": "median", "mini_batch_size": 16},
+    )
+    config["rollout"] |= {"engine": "megatron", "samples_per_prompt": 4}
+    config["trainer"] = {"steps": 2}
+    config.pop("critic")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    done = run_in(copy, "-P", "-m", "megappo", "plan", str(tmp_path / "run.yaml"), "algorithm.lam=0.9", "algorithm.gamma=0.9")
+    assert done.returncode == 2 and "algorithm.estimator does not discount" in done.stderr and "algorithm.lam" in done.stderr
+    done = run_in(copy, "-P", "-m", "megappo", "train", str(tmp_path / "run.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", tmp_path / "runs/toy/export"))
+    assert before.keys() == after.keys()
+    biases = [name for name in before if name.endswith("bias")]
+    assert len(biases) == 2 * 3 and not any(torch.equal(before[name], after[name].float()) for name in biases)

@@ -4,6 +4,7 @@ order. fp64, since differences of rewards may be small beside the rewards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,12 +35,12 @@ def group_moments(reward: Tensor, group: Tensor) -> GroupMoments:
     return GroupMoments(size[member], mean[member], std[member])
 
 
-def grpo_advantages(reward: Tensor, group: Tensor, *, divide_by_std: bool = True) -> Tensor:
+def grpo_advantages(reward: Tensor, group: Tensor, *, divide_by_group_std: bool = True) -> Tensor:
     """GRPO's advantages, [N] fp64: (R - mean) / (std + EPSILON) of the group (Shao et al. 2024, arXiv:2402.03300, 4.1.2).
-    divide_by_std false is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783). 0 in a group of one. Arguments as `group_moments`."""
+    divide_by_group_std false is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783). 0 in a group of one. Arguments as `group_moments`."""
     _, mean, std = group_moments(reward, group)
     centred = reward.double() - mean
-    return centred / (std + EPSILON) if divide_by_std else centred
+    return centred / (std + EPSILON) if divide_by_group_std else centred
 
 
 def rloo_advantages(reward: Tensor, group: Tensor) -> Tensor:
@@ -47,6 +48,10 @@ def rloo_advantages(reward: Tensor, group: Tensor) -> Tensor:
     That equals size / (size - 1) * (R - mean); 0 in a group of one. Arguments as `group_moments`."""
     size, mean, _ = group_moments(reward, group)
     return size / (size - 1.0).clamp(min=1.0) * (reward.double() - mean)
+
+
+COMPARISONS: dict[str, Callable[..., Tensor]] = {"grpo": grpo_advantages, "rloo": rloo_advantages}
+"""Name of an estimator that compares groups -> its formula of (reward, group) and the keys of its section."""
 
 
 def equal_groups(reward: Tensor, group: Tensor) -> float:

@@ -98,7 +98,7 @@ TRAIN: tuple[Dead, ...] = (
     ),
     Dead(
         ("algorithm.gamma",),
-        lambda c: c.algorithm.estimator.type in ("grpo", "rloo", "remax"),
+        lambda c: not c.algorithm.estimator.discounts,
         "algorithm.estimator does not discount; remove it, or use gae or reinforce_plus_plus",
     ),
     Dead(

@@ -6,7 +6,7 @@ sections are in `*_sections.py`, rules about several keys in `checks.py`, the re
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -319,18 +319,30 @@ class PositiveNLLConfig(Section):
     """Least score of a correct response."""
 
 
-class GAEConfig(Section):
+class Estimator(Section):
+    """An estimator of the advantages, and what checks and stages ask about it. One that compares groups has its formula in
+    `algo.groups.COMPARISONS`, which takes the keys of its section as keyword arguments."""
+
+    has_critic: ClassVar[bool] = False  # the advantages come from a critic's values
+    compares_groups: ClassVar[bool] = False  # the advantage of a response depends on the other responses to its prompt
+    discounts: ClassVar[bool] = False  # it reads algorithm.gamma
+    whitens: ClassVar[bool] = False  # default of algorithm.whiten_advantages: true for one without a baseline of its own
+
+
+class GAEConfig(Estimator):
     """Generalised advantage estimation over the critic's values."""
 
+    has_critic = discounts = whitens = True
     type: Literal["gae"] = "gae"
     level: Literal["token", "turn"] = "token"
     """Time step of `gamma`, `lam` and lengths: a sampled token, or a turn between observations (Turn-PPO,
     docs/algorithms.md)."""
 
 
-class VTraceConfig(Section):
+class VTraceConfig(Estimator):
     """The critic's values with ratios of the trainer's policy to the sampler's (arXiv:1802.01561)."""
 
+    has_critic = discounts = whitens = True
     type: Literal["vtrace"] = "vtrace"
     rho_bar: PositiveFloat = 1.0
     """Upper bound of the ratio that weighs a token's TD error and advantage."""
@@ -338,33 +350,37 @@ class VTraceConfig(Section):
     """Upper bound of the ratio by which later TD errors reach back; at most `rho_bar`."""
 
 
-class GRPOConfig(Section):
+class GRPOConfig(Estimator):
     """Compares the responses to a prompt."""
 
+    compares_groups = True
     type: Literal["grpo"] = "grpo"
     divide_by_group_std: bool = True
     """Divide by the standard deviation of the group's rewards; false is Dr. GRPO (arXiv:2503.20783)."""
 
 
-class RLOOConfig(Section):
+class RLOOConfig(Estimator):
     """Compares a response with the mean of the others to its prompt."""
 
+    compares_groups = True
     type: Literal["rloo"] = "rloo"
 
 
-class ReinforcePlusPlusConfig(Section):
+class ReinforcePlusPlusConfig(Estimator):
     """Whitens returns."""
 
+    discounts = whitens = True
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
 
 
-class ReMaxConfig(Section):
+class ReMaxConfig(Estimator):
     """Compares a response with a greedy one."""
 
     type: Literal["remax"] = "remax"
 
 
 EstimatorConfig = GAEConfig | VTraceConfig | GRPOConfig | RLOOConfig | ReinforcePlusPlusConfig | ReMaxConfig
+ESTIMATORS: dict[str, type[Estimator]] = {one.model_fields["type"].default: one for one in get_args(EstimatorConfig)}
 
 
 class PtxConfig(Section):
@@ -442,12 +458,12 @@ class AlgorithmConfig(Section):
     @property
     def has_critic(self) -> bool:
         """True if the advantages come from a critic's values."""
-        return self.estimator.type in ("gae", "vtrace")
+        return self.estimator.has_critic
 
     @property
     def compares_groups(self) -> bool:
         """True if the advantage of a response depends on the other responses to its prompt."""
-        return self.estimator.type in ("grpo", "rloo")
+        return self.estimator.compares_groups
 
     @property
     def by_turns(self) -> bool:
@@ -472,8 +488,7 @@ class AlgorithmConfig(Section):
     @property
     def whitens(self) -> bool:
         """Value of `whiten_advantages`, or its default for the estimator."""
-        default = self.has_critic or self.estimator.type == "reinforce_plus_plus"
-        return default if self.whiten_advantages is None else self.whiten_advantages
+        return self.estimator.whitens if self.whiten_advantages is None else self.whiten_advantages
 
 
 # ------------------------------------------------------------------------------------------------------------------ train

@@ -187,7 +187,8 @@ def _refuse_unimplemented(values: _Values) -> None:
     activation = values.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise NotImplementedByFamilies(f"hidden_act {activation!r} is not supported; only silu is")
-    for key in ("attention_bias", "mlp_bias"):
+    # A family with biases of its own on q, k and v says so by its rules, and its files may say it by this key too.
+    for key in ("mlp_bias",) if values.family.qkv_bias else ("attention_bias", "mlp_bias"):
         if values.get(key):
             raise NotImplementedByFamilies(f"{key} = true is not supported (biases on o_proj or the MLP)")
     if dropout := values.get("attention_dropout"):

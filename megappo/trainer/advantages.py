@@ -10,7 +10,7 @@ from torch import Tensor
 from megappo.algo.aggregation import tokens_per_sequence
 from megappo.algo.chains import turn_starts
 from megappo.algo.gae import length_adaptive_lambda
-from megappo.algo.groups import equal_groups, grpo_advantages, rloo_advantages
+from megappo.algo.groups import COMPARISONS, equal_groups
 from megappo.algo.importance_sampling import behaviour_ratio, importance_weights
 from megappo.algo.whitening import whiten_apply, whitening_moments
 from megappo.config.schema import AlgorithmConfig
@@ -158,23 +158,19 @@ def _without_critic(
     per_token: PerToken | None,
 ) -> Shaped:
     batch, metrics = experience.batch, {}
-    mask, group = batch["response_mask"], experience.table.group
+    mask, group, estimator = batch["response_mask"], experience.table.group, algorithm.estimator
     # GAE of a value of 0 with lambda 1: the discounted sum of the rewards from a token on.
-    gamma = algorithm.gamma if algorithm.estimator.type == "reinforce_plus_plus" else 1.0
+    gamma = algorithm.gamma if estimator.discounts else 1.0
     rewards, value = rewards_of(batch, score, kl_coef, algorithm, per_token), torch.zeros_like(batch["logprob"])
     scanned = gae_over_tokens(batch, rewards, value, None, Discount(gamma, lam_policy=1.0, lam_value=1.0))
     advantage = scanned.advantage
     if algorithm.compares_groups:
         assert int(group.min()) >= 0, "a sample without a group has nothing to be compared with"
         reward = experience.column(_of_responses(scanned.advantage, score, batch))
-        compared = (
-            grpo_advantages(reward, group, divide_by_std=algorithm.estimator.divide_by_group_std)
-            if algorithm.estimator.type == "grpo"
-            else rloo_advantages(reward, group)
-        )
+        compared = COMPARISONS[estimator.type](reward, group, **estimator.model_dump(exclude={"type"}))
         advantage = on_sampled(compared[experience.numbers], batch)
         metrics[Metric.EQUAL_GROUPS.value] = equal_groups(experience.column(score), group)
-    elif algorithm.estimator.type == "remax":
+    elif estimator.type == "remax":
         greedy = batch[GREEDY]
         advantage = torch.where(mask, advantage - on_sampled(greedy, batch), 0.0)
         metrics[Metric.GREEDY_SCORE.value] = float(experience.column(greedy).mean())

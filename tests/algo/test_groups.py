@@ -62,7 +62,7 @@ def test_advantages_are_those_of_the_loops(seed):
     reward = rewards(seed)
     of = torch.tensor(reward, dtype=torch.float64), torch.tensor(GROUP, dtype=torch.int32)
     assert close(grpo_advantages(*of), grpo_by_hand(reward))
-    assert close(grpo_advantages(*of, divide_by_std=False), grpo_by_hand(reward, divide=False))
+    assert close(grpo_advantages(*of, divide_by_group_std=False), grpo_by_hand(reward, divide=False))
     assert close(rloo_advantages(*of), rloo_by_hand(reward))
     assert close(rloo_advantages(*of), rloo_as_in_verl(reward))
     assert not close(grpo_advantages(*of), rloo_by_hand(reward)), "they differ"

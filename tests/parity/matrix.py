@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megappo.commands.verify.recording import num_top_k_ids, record_rollouts
 from megappo.config.loading import validated
-from megappo.config.schema import TrainConfig
+from megappo.config.schema import ESTIMATORS, TrainConfig
 from megappo.parallel.layout import ParallelLayout
 from tests.models.checkpoints import write_checkpoint
 
@@ -175,6 +175,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "policy__freeze": ["input_layernorm", "lm_head"],
     },
 }
+# An estimator that no row names is run by itself.
+_NAMED = {
+    "gae",
+    *(row.get("algorithm__estimator") for row in ALGORITHMS.values() if not isinstance(row.get("algorithm__estimator"), dict)),
+}
+ALGORITHMS |= {name: {"algorithm__estimator": name} for name in ESTIMATORS if name not in _NAMED}
 # That of them that is run with tp too, on two ranks.
 (TWO_CRITICS,) = (name for name in ALGORITHMS if "two critics" in name)
 # That of them that is run with roles on ranks of their own, on four ranks: it exchanges samples for a second epoch.

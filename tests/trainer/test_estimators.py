@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megappo.config import schema
 from megappo.config.batch import shared_schedule
 from megappo.config.schema import AlgorithmConfig
 from megappo.parallel.shares import Shares
@@ -16,12 +17,29 @@ from megappo.trainer.updates import Counting, left_out_of, mini_batches, order_o
 from tests.trainer.multi_turn import GAMMA, GREEDY, GROUP, KL, ON_RANKS, PER_TOKEN, SCORE, TURNS, shaped, whole_batch
 from tests.worlds import spawn_world
 
-ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "remax")
+ESTIMATORS = tuple(name for name, one in schema.ESTIMATORS.items() if not one.has_critic)
+COMPARED = tuple(name for name, one in schema.ESTIMATORS.items() if one.compares_groups)
 
 
 def algorithm(estimator, placement="reward", own=None, **changes):
-    discount = {"gamma": GAMMA} if estimator == "reinforce_plus_plus" else {}
-    return AlgorithmConfig(estimator={"type": estimator, **(own or {})}, kl={"placement": placement}, **discount, **changes)
+    keys = {"estimator": {"type": estimator, **(own or {})}, "kl": {"placement": placement}}
+    if estimator in ESTIMATORS and schema.ESTIMATORS[estimator].discounts:
+        keys["gamma"] = GAMMA
+    return AlgorithmConfig.model_validate({**keys, **changes})
+
+
+def _grpo(asked, own, rewards):
+    mean = math.fsum(rewards) / len(rewards)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in rewards) / (len(rewards) - 1))
+    return (own - mean) / ((std + 1e-6) if asked.estimator.divide_by_group_std else 1.0)
+
+
+def _rloo(asked, own, rewards):
+    return own - (math.fsum(rewards) - own) / (len(rewards) - 1)
+
+
+# Advantage of a response by its reward and those of its group, itself included.
+COMPARED_BY_HAND = {"grpo": _grpo, "rloo": _rloo}
 
 
 def by_hand(asked, per_token=None, group=GROUP):
@@ -42,14 +60,10 @@ def by_hand(asked, per_token=None, group=GROUP):
     rewards, advantages = torch.zeros(batch.num_tokens), torch.zeros(batch.num_tokens)
     for b, one in enumerate(reward):
         of_group = [whole[i] for i in range(len(TURNS)) if group[i] == group[b]]
-        mean = math.fsum(of_group) / len(of_group)
         for k, t in enumerate(places[b]):
             rewards[t] = one[k]
-            if asked.estimator.type == "grpo":
-                std = math.sqrt(math.fsum((x - mean) ** 2 for x in of_group) / (len(of_group) - 1))
-                advantages[t] = (whole[b] - mean) / ((std + 1e-6) if asked.estimator.divide_by_group_std else 1.0)
-            elif asked.estimator.type == "rloo":
-                advantages[t] = whole[b] - (math.fsum(of_group) - whole[b]) / (len(of_group) - 1)
+            if asked.compares_groups:
+                advantages[t] = COMPARED_BY_HAND[asked.estimator.type](asked, whole[b], of_group)
             elif asked.estimator.type == "reinforce_plus_plus":
                 advantages[t] = math.fsum(x * asked.gamma**j for j, x in enumerate(one[k:]))
             else:
@@ -73,7 +87,7 @@ def test_advantages_are_those_of_the_loops(estimator, changes):
         torch.testing.assert_close(found["raw_advantage"], advantage, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize("estimator", COMPARED)
 def test_advantages_of_the_wrong_group_are_noticed(estimator):
     found, _ = shaped(algorithm(estimator))
     _, advantage = by_hand(algorithm(estimator), group=[i // 4 for i in range(len(TURNS))])
@@ -84,7 +98,7 @@ def test_advantages_of_the_wrong_group_are_noticed(estimator):
 def test_whitening_is_reinforces_own_and_a_choice_elsewhere(estimator):
     mask = whole_batch()["response_mask"]
     found, _ = shaped(algorithm(estimator))
-    assert torch.equal(found["advantage"], found["raw_advantage"]) == (estimator != "reinforce_plus_plus")
+    assert torch.equal(found["advantage"], found["raw_advantage"]) == (not schema.ESTIMATORS[estimator].whitens)
     whitened, _ = shaped(algorithm(estimator, whiten_advantages=True))
     assert float(whitened["advantage"][mask].mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(whitened["advantage"][mask].std()) == pytest.approx(1.0, abs=1e-5)
@@ -100,7 +114,7 @@ def test_metrics_of_the_comparison():
     assert shaped(algorithm("reinforce_plus_plus"))[1] == {}
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+@pytest.mark.parametrize("estimator", COMPARED)
 def test_a_sample_without_a_group_is_refused(estimator):
     batch = whole_batch()
     alone = replace(batch, sequence_fields={"truncated": batch["truncated"]})
