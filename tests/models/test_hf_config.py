@@ -98,7 +98,6 @@ REFUSED = [
     ({**LLAMA, "_attn_implementation_internal": "someone/kernels"}, ("_attn_implementation_internal", "never run")),
     ({**LLAMA, "hidden_act": "gelu"}, ("hidden_act 'gelu'",)),
     ({**LLAMA, "attention_bias": True}, ("attention_bias = true",)),
-    ({**QWEN2, "mlp_bias": True}, ("mlp_bias = true",)),
     ({**LLAMA, "mlp_bias": True}, ("mlp_bias = true",)),
     ({**LLAMA, "attention_dropout": 0.1}, ("attention_dropout 0.1",)),
     ({**LLAMA, "pretraining_tp": 2}, ("pretraining_tp 2",)),
