@@ -28,6 +28,13 @@ _MIXED_LATEX = re.compile(
     rf"(?<![\w.}}/^)])([0-9]{{1,40}}){_ANY_SPACE}*\\[dtc]?frac{_ANY_SPACE}*(?:\{{([0-9]{{1,40}})\}}\{{([0-9]{{1,40}})\}}|([0-9])([0-9])(?![0-9]))"
 )
 _MIXED_PLAIN = re.compile(r"(?<![\w.}/^)])([0-9]{1,40}) +([0-9]{1,40})/([0-9]{1,40})(?![\w/^.]\w)")
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_COUNT = r"(?:[0-9]{1,3}(?:\{?,\}?[0-9]{3})+|[0-9]{1,40})(?:\.[0-9]{1,40})?|\.[0-9]{1,40}"
+_WORD = rf"{_ANY_SPACE}*(\\(?:text|mathrm|mbox)\{{\s*)?({'|'.join(_POWERS)})s?(?![a-zA-Z])"
+_SIZES = (
+    re.compile(rf"()(?<![\w.\\^/])({_COUNT})((?:/[0-9]{{1,40}})?){_WORD}", re.IGNORECASE),
+    re.compile(rf"(\\[dtc]?frac\{{)([0-9]{{1,40}})(\}}\{{[0-9]{{1,40}}\}}){_WORD}", re.IGNORECASE),
+)
 _REPEATING = re.compile(r"(?<![\w.])([0-9]{0,40})\.([0-9]{0,40})\\overline\{([0-9]{1,40})\}")
 _DEGREE = re.compile(
     r"\s*(?:\\(?:text|mathrm)\{\s*\u00b0\s*\}|\u00b0|\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degrees?(?![a-zA-Z]))(?:\s*[CF]\b)?"
@@ -36,7 +43,7 @@ _DEGREES = re.compile(rf"([0-9]+(?:\.[0-9]+)?){_DEGREE.pattern}")
 _ANGLES = re.compile(r"sin|cos|tan|cot|cis|e\^")
 _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*(?:\\?%|percent|per cent)\s*\}|\b(?:percent|per cent|pct))\s*$")
 _SQUARE = r"\^(?:[23]|\{[23]\})"
-_UNIT = re.compile(rf"(?<=[0-9}}]){_ANY_SPACE}*(?:(?:mm|cm|dm|km|ft|yd|units?|dollars?)(?:{_SQUARE})?|(?:m|in){_SQUARE})$")
+_UNIT = re.compile(rf"(?<=[0-9}}]){_ANY_SPACE}*(?:(?:mm|cm|dm|km|ft|yd|units?|dollars?|dozens?)(?:{_SQUARE})?|(?:m|in){_SQUARE})$")
 _PERIOD = re.compile(r"(?<!\.)\.\s*(\}?)\s*$")
 _SAID = r"(?:\b(?:is|are|equals?)\b\s*:?|[:=])"
 _WORDS_BEFORE = re.compile(rf"\\text(?:bf|it|rm)?\{{[^{{}}]*{_SAID}\s*\}}{_ANY_SPACE}*(?=\S)")
@@ -145,7 +152,15 @@ def _numbers(text: str, grouped: re.Pattern[str]) -> str:
     text = _POWER_OF_TEN.sub(_positional, _SCIENTIFIC.sub(_positional, text))
     text = _REPEATING.sub(_fraction, text)
     text = _MIXED_LATEX.sub(lambda match: _improper(match, r"\frac{%d}{%d}"), text)
-    return _MIXED_PLAIN.sub(lambda match: _improper(match, "%d/%d"), text)
+    text = _MIXED_PLAIN.sub(lambda match: _improper(match, "%d/%d"), text)
+    for size in 2 * _SIZES:  # `2 hundred thousand`
+        text = size.sub(_scaled, text)
+    return text
+
+
+def _scaled(match: re.Match[str]) -> str:
+    begin, count, rest, text, word = match.groups()
+    return f"{begin}{Decimal(re.sub('[{},]', '', count) + f'E{_POWERS[word.lower()]}'):f}{rest}{text or ''}"
 
 
 def _positional(match: re.Match[str]) -> str:
