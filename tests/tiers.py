@@ -42,7 +42,7 @@ SLOW_PLACES = (
 )
 # Parameters of the kernels' tests: Triton's are interpreted without a GPU (1 s of processor time each), CUDA's compiled (24 s).
 SLOW_KERNELS = {"cuda_on_cpu", "triton"}
-SLOW_FIXTURES = {"cluster", "cuda_on_cpu", "on_cluster", "seen"}
+SLOW_FIXTURES = {"cluster", "cuda_on_cpu", "on_cluster", "seen", "wandb_runs"}
 HINT = "mark this test slow (pytest.mark.slow, or its place in tests/tiers.py): --quick starts no ranks and no vLLM"
 
 
@@ -57,7 +57,7 @@ def is_slow_place(path: Path) -> bool:
 def is_slow(item: pytest.Item) -> bool:
     if item.get_closest_marker("slow") or is_slow_place(item.path):
         return True
-    assert isinstance(item, pytest.Function)
+    assert isinstance(item, pytest.Function) and item.module is not None
     callspec = getattr(item, "callspec", None)
     if callspec is not None and not SLOW_KERNELS.isdisjoint(callspec.id.split("-")):
         return True

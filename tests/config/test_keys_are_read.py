@@ -1,6 +1,7 @@
 """No silent knob: every key of the schema is read by something that acts on it, not only by checks, plans and measurements."""
 
 import ast
+import functools
 from pathlib import Path
 
 import megappo
@@ -30,9 +31,14 @@ def attributes_read(folders_left_out: tuple[str, ...]) -> set[str]:
     names: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
         if not path.relative_to(PACKAGE).as_posix().startswith(folders_left_out):
-            tree = ast.parse(path.read_text())
-            names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+            names |= attributes_in(path)
     return names
+
+
+@functools.cache
+def attributes_in(path: Path) -> frozenset[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
 
 
 def test_every_key_is_read_outside_checks_plans_and_measurements():

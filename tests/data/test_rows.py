@@ -78,7 +78,9 @@ def demonstrations_into(root: Path, spec: str, tokenizer: Tokenizer, rules: Demo
     demonstrations_of(open_source(spec), tokenizer, rules, Cache(root))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", pytest.param("template", marks=pytest.mark.slow), "demonstrations"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("parquet", "template", "demonstrations"))]
+)
 def test_several_processes_make_the_rows_that_one_makes(
     tmp_path: Path, char: Tokenizer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -144,6 +146,7 @@ def killing(tokenizer: Tokenizer, rules: PromptRules, record: Any, name: str) ->
     return encode(tokenizer, rules, record, name)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_one_error_and_leaves_no_entry(
     tmp_path: Path, char: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +181,7 @@ def waiting(tokenizer: Tokenizer, rules: PromptRules, record: Any, name: str) ->
     return encode(tokenizer, rules, record, name)
 
 
+@pytest.mark.slow
 def test_processes_end_with_their_rank(tmp_path: Path, char: Tokenizer) -> None:
     spec = write_jsonl(tmp_path / "a.jsonl", records(COUNT))
     rank = psutil.Popen([sys.executable, "-c", SLOW, str(tmp_path / "cache"), spec, str(char.path)], cwd=ROOT)

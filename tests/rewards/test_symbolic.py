@@ -89,6 +89,7 @@ def table() -> Iterator[tuple[str, str, str, float]]:
             yield kind, answer, whole, float(mark[0] == "+")
 
 
+@pytest.mark.slow
 def test_the_table_of_verdicts(rule: MathVerify) -> None:
     rows = list(table())
     wrong = [row for row in rows if rule(sample(row[2], row[1])) != row[3]]
@@ -134,6 +135,7 @@ def test_all_gold_answers_agree_inside_a_thread_in_a_minute_of_processor_time() 
     rule.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endless", ["$10^{10^{10}}$", "\\boxed{9^{9^{9^9}}}", "\\boxed{1000000000!}"])
 def test_a_response_that_cannot_be_decided_has_no_verdict_is_counted_and_does_no_harm(
     endless: str, caplog: pytest.LogCaptureFixture

@@ -25,6 +25,7 @@ cpp_extension._find_cuda_home()
 """
 
 
+@pytest.mark.slow
 def test_nvcc_without_a_gpu_is_no_warning() -> None:
     """Other warnings of that module stay; without the filter this one comes (the control)."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_HOME": "/of/cuda", "CUDA_VISIBLE_DEVICES": ""}

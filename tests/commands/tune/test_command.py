@@ -46,6 +46,7 @@ def tune(capsys, *arguments):
     return code, capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_winner_is_what_the_plan_accepts(tmp_path, capsys):
     path, lines, whole = write_run(tmp_path), tmp_path / "layout.txt", tmp_path / "tuned.yaml"
     code, told = tune(capsys, path, "--gpus", 16, "--gpu", "h100", "--top", 3, "--output", lines, "--json", tmp_path / "all.json")
@@ -104,6 +105,7 @@ def test_experts_are_placed(tmp_path, capsys):
     assert "ep2" in told.out and "etp2" in told.out
 
 
+@pytest.mark.slow
 def test_a_role_under_fsdp2_is_searched_in_its_own_layouts(tmp_path, capsys):
     """Beside a policy of Megatron's; what is chosen passes the checks of `megappo plan`, which count its shards."""
     path, lines, facts = write_run(tmp_path, extra="critic: {engine: fsdp2}\n"), tmp_path / "layout.txt", tmp_path / "all.json"

@@ -245,6 +245,7 @@ def test_a_kept_layout_leaves_only_the_placements_that_it_divides(tmp_path):
 # ------------------------------------------------------------------------------------------------------------ which one wins
 
 
+@pytest.mark.slow
 def test_large_batches_are_colocated_and_small_ones_are_not(tmp_path):
     """A mini-batch of 4 leaves half of 8 ranks without a sample, unless they are cut by tp or pp; of 256 it fills them."""
     model = LLAMA_7B | {"num_hidden_layers": 4}
@@ -253,10 +254,11 @@ def test_large_batches_are_colocated_and_small_ones_are_not(tmp_path):
     slow = replace(load_hardware("h100"), node_link_gb_s=10.0, network_gb_s=10.0)  # cutting a model costs
     small = ranked(search_of(write_run(tmp_path, model, prompts=16, mini_batch=4), hardware=slow))
     first, together = small[0], next(one for one in small if one.placing.name == "colocated")
+    assert first.choice is not None and together.choice is not None
     assert "critic" in first.placing.name and first.choice.total_s < together.choice.total_s
     assert first.placing.changes["critic.ranks"] != first.placing.changes["policy.ranks"]
-    totals = [one.choice.total_s for one in small]
-    assert totals == sorted(totals)
+    totals = [one.choice.total_s for one in small if one.choice is not None]
+    assert len(totals) == len(small) and totals == sorted(totals)
     update = [first.choice.roles[role].cost.phases["update"] for role in ("policy", "critic")]
     assert stage_seconds(first.choice)[1] == pytest.approx(max(update))
     assert stage_seconds(together.choice)[1] == pytest.approx(
@@ -272,6 +274,7 @@ def tune(capsys, *arguments):
     return code, capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_winning_placement_is_what_the_plan_accepts(tmp_path, capsys):
     model = LLAMA_7B | {"num_hidden_layers": 8}
     path, lines, facts = write_run(tmp_path, model, prompts=32, mini_batch=8), tmp_path / "l.txt", tmp_path / "all.json"

@@ -120,6 +120,7 @@ for name in sys.argv[1:]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_name_of_the_hub_is_downloaded_once_and_then_works_without_it(hub: Hub, tmp_path: Path, capsys) -> None:
     write_run(tmp_path)
     hub.asked.clear()

@@ -128,6 +128,7 @@ def test_values_that_are_secret_by_name_or_form_are_hidden() -> None:
     assert hidden["run"] == data["run"]
 
 
+@pytest.mark.slow
 def test_no_library_is_imported_before_a_tracker_starts() -> None:
     code = "import sys, megappo.telemetry.runlog; print({'wandb', 'mlflow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, stdout=subprocess.PIPE, text=True, check=True)
