@@ -51,8 +51,8 @@ def missing_text(results: Results, seeds: Sequence[int]) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    first, *others = ("| " + " | ".join(line) + " |" for line in (head, *rows))
+    return "\n".join((first, "|" + "---|" * len(head), *others))
 
 
 def section(results: Results, arms: Sequence[str]) -> str:

@@ -61,8 +61,8 @@ def main() -> None:
 
 
 def markdown(head: Row, rows: Sequence[Row]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    first, *others = ("| " + " | ".join(line) + " |" for line in (head, *rows))
+    return "\n".join((first, "|" + "---|" * len(head), *others))
 
 
 def short(title: str) -> str:

@@ -18,10 +18,9 @@ def section(heading: str) -> str:
 
 
 def tables(text: str) -> list[list[list[str]]]:
-    """Cells of each table, the head first, without the rule."""
+    """Cells of each table, the head first; the rule begins with no blank."""
     blocks = (block.splitlines() for block in text.split("\n\n") if block.strip().startswith("| "))
-    cells = [[[cell.strip() for cell in line.strip("|").split("|")] for line in block if line.startswith("| ")] for block in blocks]
-    return [[head, *rows] for head, _, *rows in cells]
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in block if line.startswith("| ")] for block in blocks]
 
 
 def keys(rows: Sequence[Sequence[str]], count: int) -> list[tuple[str, ...]]:
