@@ -41,7 +41,7 @@ from megappo.trainer.step_totals import expert_metrics
 
 def train_sft(config: SftConfig, data: SftData, engines: EngineBackend = RoleEngines) -> None:
     """Train on this rank of the world, then export the model to `export/` of the run directory. Collective over the world.
-    config, data: checked by `commands.plan.run.plan_sft`. engines: builds the model."""
+    config, data: checked by `prepare.checks.check_run`. engines: builds the model."""
     apply_permissions(config.run.permissions)
     device = select_device(config.run.device)
     start_distributed(device, config.run.timeouts)
@@ -102,14 +102,20 @@ def run_sft(
     replica_check_every: steps between comparisons of weight copies, 0 for none."""
     check_replicas = ReplicaCheck({engine.name: engine})
     loader = PromptLoader(len(demonstrations), batch_size, shuffle=True, seed=seed)
-    loss = NegativeLogProb(engine)
+    model, reads = LanguageModel(engine, temperature=1.0), ("response_mask", *LanguageModel.sampling_fields)
+
+    def loss(output: LanguageOutput, micro: PackedBatch) -> LossOutput:
+        logprob, _ = model.token_logprobs(output, micro, want_entropy=False)
+        summed = -torch.where(micro["response_mask"], logprob, 0.0).sum()
+        return LossOutput(loss_sum=summed, sums={"loss_sum": summed})
+
     for step in range(1, steps + 1):
         timers = StageTimers(observer=sections.of_step(step))
         batch = demonstrations.packed(loader.next_step())
         num_tokens = int(batch["response_mask"].sum())
         with timers.stage("update"), engine.train_mode():
             engine.optimizer_zero_grad()
-            result = pass_whole_batch(engine, batch, loss, reads=loss.reads, denominator=num_tokens)
+            result = pass_whole_batch(engine, batch, loss, reads=reads, denominator=num_tokens)
             lr = engine.lr_scheduler_step()
             taken = engine.optimizer_step()
         settle()
@@ -127,17 +133,3 @@ def run_sft(
             step,
             steps,
         )
-
-
-class NegativeLogProb:
-    """Loss of one micro-batch: the sum of -log p over response tokens."""
-
-    reads = ("response_mask", *LanguageModel.sampling_fields)
-
-    def __init__(self, engine: Engine) -> None:
-        self._model = LanguageModel(engine, temperature=1.0)
-
-    def __call__(self, output: LanguageOutput, micro: PackedBatch) -> LossOutput:
-        logprob, _ = self._model.token_logprobs(output, micro, want_entropy=False)
-        loss = -torch.where(micro["response_mask"], logprob, 0.0).sum()
-        return LossOutput(loss_sum=loss, sums={"loss_sum": loss})
