@@ -58,7 +58,7 @@ def _absolute_if_there(path: str) -> str:
 
 # A directory, or a Hugging Face name that `trainer/prepare/hub.py` replaces by a local directory. A directory is made absolute, as
 # a FilePath: `megappo export` and `eval` of a run read its configuration from another directory.
-_PathIfThere = Annotated[str, AfterValidator(_check_path), AfterValidator(_absolute_if_there)]
-ModelPath = Annotated[_PathIfThere, NAMES_MODEL]
+PathIfThere = Annotated[str, AfterValidator(_check_path), AfterValidator(_absolute_if_there)]
+ModelPath = Annotated[PathIfThere, NAMES_MODEL]
 # Records: a file or the name of a Hugging Face dataset, or a list of them. Files are made absolute, for the same reason.
-DataPaths = _PathIfThere | Annotated[tuple[_PathIfThere, ...], Field(min_length=1)]
+DataPaths = PathIfThere | Annotated[tuple[PathIfThere, ...], Field(min_length=1)]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, Field
 
-from megappo.config.paths import ModelPath, PathText
+from megappo.config.paths import ModelPath, PathIfThere
 from megappo.config.rank_ranges import ALL, RankRanges
 from megappo.config.section import Decay, Fraction, LossAggregation, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
@@ -211,7 +211,7 @@ class AnyCriticConfig(TrainableConfig):
     """Checkpoint that initialises the critic, a reward or critic model's head included; null means `policy.model`."""
     value_head: Literal["zero", "normal", "checkpoint"] = "zero"
     """Initial value head: zeros, normal(0, 1/(hidden+1)), or that of `model` (`score.weight` or `v_head.weight`)."""
-    checkpoint: PathText | None = None
+    checkpoint: PathIfThere | None = None
     """megappo run (`runs/NAME`: its newest checkpoint) or checkpoint (`runs/NAME/checkpoints/step-N`) whose weights start the
     critic, of any layout and engine; `model` still names the architecture."""
     checkpoint_role: Annotated[str, Field(pattern=r"^(policy|critic(_[A-Za-z0-9]+)?)$")] = "critic"
@@ -248,7 +248,7 @@ class WarmupConfig(Section):
     explained_variance: Annotated[float, Field(lt=1.0)] | None = None
     """End these steps after the first whose `critic/explained_variance` (the least of several critics) reaches this; the
     policy's learning-rate schedule then counts all steps of the run."""
-    trajectories: PathText | None = None
+    trajectories: PathIfThere | None = None
     """Run (`runs/NAME`) whose trajectories are read in place of sampling (`megappo pretrain-critic --trajectories`,
     docs/algorithms.md)."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megappo.config.dump import dump_yaml
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
 from megappo.config.schema import SftConfig
@@ -181,3 +182,31 @@ def test_files_are_absolute_in_a_configuration_and_names_of_the_hub_stay(tmp_pat
     assert (config.data.train, config.data.eval) == ((str(tmp_path / "a.jsonl"), "b.parquet"), str(tmp_path / "a.jsonl"))
     assert config.algorithm.ptx.data == str(tmp_path / "a.jsonl")
     assert config.evaluations["x"].data == (str(tmp_path / "a.jsonl"), "o/n")
+
+
+def test_the_recorded_configuration_of_a_run_means_the_same_files_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `eval RUN`, `generate RUN`, `export RUN` and `train --resume` read it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "mine.py"):
+        Path(name).touch()
+    Path("tok").mkdir()
+    Path("run.yaml").write_text(
+        "policy: {model: tok}\n"
+        "data: {train: [a.jsonl, o/n], eval: b.jsonl, tokenizer: tok}\n"
+        "evaluations: {held: {data: b.jsonl, reward: {parts: [{path: mine.py, function: f}]}}}\n"
+        "reward: {parts: [{path: mine.py, function: f}]}\n"
+        "rollout: {environment: {path: mine.py, function: f, max_turns: 2}}\n"
+    )
+    first = load_config("run.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    Path("elsewhere/recorded.yaml").write_text(dump_yaml(first))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = load_config("recorded.yaml")
+    assert again == first
+    files = [*again.data.train[:1], again.data.eval, again.data.tokenizer, again.policy.model, again.evaluations["held"].data]
+    assert again.rollout.environment is not None
+    files += [again.reward.parts[0].path, again.rollout.environment.path]
+    assert all(Path(str(file)).is_absolute() and Path(str(file)).exists() for file in files)
+    assert again.data.train[1] == "o/n"

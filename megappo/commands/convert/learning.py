@@ -220,11 +220,13 @@ def use_reward_file(rule: Rule, value: Any, settings: Settings) -> Values:
     """Take verl's function of a file of the user's own as a part behind an adapter, which the report prints."""
     if not isinstance(value, str) or not value:
         raise unneeded()
+    # The section was moved below `reward`.
+    own = {key.removeprefix("reward."): one for key, one in settings.foreign.items() if "custom_reward_function." in key}
     prefix = "custom_reward_function.reward_kwargs."
-    args = {key.removeprefix(prefix): one for key, one in settings.foreign.items() if key.startswith(prefix)}
-    whole = settings.foreign.get(prefix[:-1])
+    args = {key.removeprefix(prefix): one for key, one in own.items() if key.startswith(prefix)}
+    whole = own.get(prefix[:-1])
     args |= whole if isinstance(whole, dict) else {}
-    name = str(settings.foreign.get("custom_reward_function.name", "compute_score"))
+    name = str(own.get("custom_reward_function.name", "compute_score"))
     settings.lines += adapter(value, name)
     return {"reward.parts": [{"path": ADAPTER, "function": "score"} | ({"args": args} if args else {})]}
 

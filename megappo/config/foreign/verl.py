@@ -460,9 +460,17 @@ REST = {
     "reward_model.launch_reward_fn_async": unneeded("rules are quick", "reward.parts"),
     "reward_model.micro_batch_size_per_gpu": unneeded("micro-batches are bounded in tokens", "reward_model.micro_batch_tokens"),
     "reward_model.strategy": take("reward_model.engine", by="verl_engine"),
-    "custom_reward_function.path": take("reward.parts", by="use_reward_file", note="behind the adapter below"),
-    "custom_reward_function.name": unneeded("path takes it over", "reward.parts"),
-    "custom_reward_function.reward_kwargs": unneeded("path takes them over", "reward.parts"),
+    **{
+        f"{prefix}custom_reward_function.{name}": rule
+        for prefix in ("", "reward.")
+        for name, rule in {
+            "path": take("reward.parts", by="use_reward_file", note="behind the adapter below"),
+            "name": unneeded("path takes it over", "reward.parts"),
+            "reward_kwargs": unneeded("path takes them over", "reward.parts"),
+        }.items()
+    },
+    "reward.num_workers": unneeded("rewards are scored on the ranks", "reward.parts"),
+    "reward.reward_manager.name": missing("scores come from rules", "reward.parts", off=(None, "naive", "dapo")),
     "trainer.total_epochs": take("trainer.epochs"),
     "trainer.total_training_steps": take("trainer.steps"),
     "trainer.test_freq": take("trainer.eval_every", by="or_zero", note="-1 is 0: never"),
@@ -562,6 +570,7 @@ VERL = Trainer(
     sections=(
         *("algorithm.pf_ppo", "ray_kwargs", "global_profiler", "actor_rollout_ref.profiler", "defaults", "hydra"),
         *("data.apply_chat_template_kwargs", "custom_reward_function.reward_kwargs"),
+        "reward.custom_reward_function.reward_kwargs",
         *(f"reward_model.{key}" for key in ("sandbox_fusion", "rollout", "model.fsdp_config", "profiler")),
         *(f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout")),
         *(f"actor_rollout_ref.rollout.{key}" for key in ("engine_kwargs", "mtp", "multi_turn", "trace", "prometheus")),

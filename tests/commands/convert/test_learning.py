@@ -270,7 +270,8 @@ def test_the_dotted_flags_of_openrlhf_are_read(tmp_path, capsys):
     assert c.telemetry.trackers == ("wandb",)
 
 
-def test_a_reward_function_of_verl_is_called_through_the_printed_adapter(tmp_path, monkeypatch):
+@pytest.mark.parametrize("section", ["custom_reward_function", "reward.custom_reward_function"])
+def test_a_reward_function_of_verl_is_called_through_the_printed_adapter(tmp_path, monkeypatch, section):
     (tmp_path / "mine.py").write_text(
         "WANTED = ('d', 'r', 'a', 3)\n"
         "def judge(data_source, solution_str, ground_truth, extra_info, bonus=0):\n"
@@ -278,7 +279,7 @@ def test_a_reward_function_of_verl_is_called_through_the_printed_adapter(tmp_pat
     )
     monkeypatch.chdir(tmp_path)
     own = {"path": "mine.py", "name": "judge", "reward_kwargs.bonus": 0.5}
-    conversion = converted({f"custom_reward_function.{key}": value for key, value in own.items()}, VERL)
+    conversion = converted({f"{section}.{key}": value for key, value in own.items()}, VERL)
     assert conversion.values["reward.parts"] == [{"path": "verl_reward.py", "function": "score", "args": {"bonus": 0.5}}]
     lines = conversion.todo[conversion.todo.index("save these lines as verl_reward.py in the working directory:") + 1 :]
     assert len(lines) == 3 and report(conversion).rstrip().endswith(lines[-1])
