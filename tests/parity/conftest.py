@@ -13,7 +13,7 @@ from megappo.parallel.shares import Shares
 from megappo.trainer.experience.collect import sample_seed
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.updates import first_epoch, mini_batches
-from tests.parity.matrix import ALGORITHMS, MODELS, SEQUENCES, VARIANTS, VOCABULARY, config_of, run_world, write_models
+from tests.parity.matrix import MODELS, SEQUENCES, VOCABULARY, config_of, run_world, write_models
 from tests.parity.oracle import Numbers, Outcome, Sample, ppo_step
 from tests.worlds import spawn_world
 
@@ -33,7 +33,7 @@ def measured(models) -> dict[int, dict]:
     worlds = {}
     for size in (1, 2, 4):
         folders = {model: str(folder) for model, folder in models.items()}
-        ranks = spawn_world(run_world, size, folders, {**VARIANTS, **ALGORITHMS}, timeout_s=500)
+        ranks = spawn_world(run_world, size, folders, timeout_s=500)
         worlds[size] = ranks[0]
     return worlds
 

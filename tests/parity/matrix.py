@@ -116,7 +116,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # Texts in each mini-batch: more and fewer than samples, and than replicas.
 PTX_TEXTS = 3
 PTX = {"algorithm__ptx": {"coef": 0.3, "data": "none.jsonl", "batch_size": PTX_TEXTS}}
-# Other losses: each layout, and two ranks under FSDP2, against one rank with the same ones.
+# Other losses: in the layouts of LOSSES against one rank with the same ones.
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "two epochs, turns, mean of sequences, KL in the loss, dis, two_hot critic": {
         "critic__loss": {"type": "two_hot", "bins": 9, "low": -2.0, "high": 1.5},
@@ -181,10 +181,29 @@ _NAMED = {
     *(row.get("algorithm__estimator") for row in ALGORITHMS.values() if not isinstance(row.get("algorithm__estimator"), dict)),
 }
 ALGORITHMS |= {name: {"algorithm__estimator": name} for name in ESTIMATORS if name not in _NAMED}
-# That of them that is run with tp too, on two ranks.
 (TWO_CRITICS,) = (name for name in ALGORITHMS if "two critics" in name)
+(FROZEN,) = (name for name in ALGORITHMS if "frozen" in name)
+(FIXED_LENGTH,) = (name for name in ALGORITHMS if "fixed length" in name)
 # That of them that is run with roles on ranks of their own, on four ranks: it exchanges samples for a second epoch.
 PLACED_LOSSES = "two epochs, turns, mean of sequences, KL in the loss, dis, two_hot critic"
+_OF_SEQUENCES = [name for name in ALGORITHMS if name.startswith(("grpo", "reinforce++"))]
+_OF_EXPERTS = [FROZEN, FIXED_LENGTH, "rloo, sums of sequences, KL k2 in the loss"]
+# Which of them run where. Losses read whole sequences in every layout, so all of them run on replicas, whose sums they are, and
+# each other layout takes those that touch what it cuts.
+LOSSES: dict[str, dict[int, list[tuple[Case, Sequence[str]]]]] = {
+    "llama": {
+        1: [({}, list(ALGORITHMS))],
+        2: [
+            ({}, list(ALGORITHMS)),
+            ({"tp": 2}, [TWO_CRITICS]),
+            ({"cp": 2}, [TWO_CRITICS, *_OF_SEQUENCES]),
+            ({"pp": 2, "vpp": 2}, [PLACED_LOSSES, FROZEN, FIXED_LENGTH]),
+        ],
+    },
+    "qwen3_moe": {1: [({}, _OF_EXPERTS)], 2: [({**SP, "ep": 2}, _OF_EXPERTS)]},
+}
+# And under FSDP2, on two replicas: second epochs, a further critic, texts, frozen parts.
+FSDP2_LOSSES = [PLACED_LOSSES, TWO_CRITICS, FIXED_LENGTH, FROZEN]
 
 
 FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
@@ -219,7 +238,7 @@ SHARDED: dict[str, dict[int, list[str]]] = {
     "llama": {
         1: ["fsdp2"],
         2: [*FSDP2_DP, "fsdp2 tp2 sp", "fsdp2 tp2 / critic cp2"],
-        4: ["fsdp2", "fsdp2 tp2", "fsdp2 cp2", "fsdp2 tp2 cp2 sp, recompute"],
+        4: ["fsdp2 tp2", "fsdp2 cp2", "fsdp2 tp2 cp2 sp, recompute"],
     },
     "llama3_tied": {2: ["fsdp2", "fsdp2 tp2 sp"]},
     "mistral_window": {2: ["fsdp2", "fsdp2 cp2"]},
@@ -281,9 +300,11 @@ def config_of(folder: Path, **changes: Any) -> TrainConfig:
     return validated(tree, TrainConfig)
 
 
-def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """model -> title -> Measured, for all cases of this world size; f"{title}, {variant}" for the cases of VARIED; those of SHARDED
-    by their names, "mixed" and "placed". Of rank 0; the others return nothing, as they measure the same."""
+def run_world(rank: int, folders: Mapping[str, str], losses: bool = True) -> dict[str, dict[str, Any]]:
+    """model -> title -> Measured, for all cases of this world size; f"{title}, {variant}" for the cases of VARIED and, with
+    `losses`, of LOSSES; those of SHARDED by their names, "mixed" and "placed". Of rank 0; the others return nothing, as they
+    measure the same.
+    """
     from megappo.parallel import cpu_patches
 
     cpu_patches.install()
@@ -294,19 +315,20 @@ def run_world(rank: int, folders: Mapping[str, str], variants: Mapping[str, Mapp
         for case in cases:
             with roles_of(case) as roles:
                 measured[model][title(case, size)] = measure_case(folder, roles)
-                for name, changes in variants.items() if case in VARIED.get(model, {}).get(size, []) else ():
+                for name, changes in VARIANTS.items() if case in VARIED.get(model, {}).get(size, []) else ():
                     measured[model][f"{title(case, size)}, {name}"] = measure_case(folder, roles, changes)
+        for case, names in LOSSES.get(model, {}).get(size, []) if losses else ():
+            with roles_of(case) as roles:
+                for name in names:
+                    measured[model][f"{title(case, size)}, {name}"] = measure_case(folder, roles, ALGORITHMS[name])
         for name in SHARDED.get(model, {}).get(size, []):
             with roles_of(FSDP2_CASES.get(name, {})) as roles:
                 measured[model][name] = measure_case(folder, roles, FSDP2[name])
     if "llama" in folders and size == 2:
         with roles_of(MIXED_CASE) as roles:
             measured["llama"]["mixed"] = measure_case(folders["llama"], roles, MIXED)
-        with roles_of({"tp": 2}) as roles:
-            name = f"{title({'tp': 2}, size)}, {TWO_CRITICS}"
-            measured["llama"][name] = measure_case(folders["llama"], roles, ALGORITHMS[TWO_CRITICS])
         with roles_of({}) as roles:
-            for name in ALGORITHMS:
+            for name in FSDP2_LOSSES if losses else ():
                 changes = {**FSDP2["fsdp2"], **ALGORITHMS[name], **(_FSDP2_B if name == TWO_CRITICS else {})}
                 measured["llama"][f"fsdp2, {name}"] = measure_case(folders["llama"], roles, changes)
     if "llama" in folders and size == 4:

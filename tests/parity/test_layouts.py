@@ -9,6 +9,8 @@ from megappo.commands.verify.compare import compare
 from megappo.commands.verify.recording import RecordedTexts, record_rollouts
 from tests.parity.matrix import (
     ALGORITHMS,
+    FSDP2_LOSSES,
+    LOSSES,
     MODELS,
     PLACED_LOSSES,
     PTX_TEXTS,
@@ -39,15 +41,14 @@ VARIED_LAYOUTS = [
     if variant != "bf16"
 ]
 OTHER_LOSSES = [
-    pytest.param(model, size, title(case, size), variant, id=f"{model}-{title(case, size)}-{variant}")
-    for model, sizes in VARIED.items()
+    pytest.param(model, size, title(case, size), loss, id=f"{model}-{title(case, size)}-{loss}")
+    for model, sizes in LOSSES.items()
     for size, cases in sizes.items()
-    for case in cases
-    for variant in ALGORITHMS
+    for case, names in cases
+    for loss in names
     if size > 1
 ]
-OTHER_LOSSES += [pytest.param("llama", 2, "tp2 pp1 dp1", TWO_CRITICS, id=f"llama-tp2-{TWO_CRITICS}")]
-OTHER_LOSSES += [pytest.param("llama", 2, "fsdp2", name, id=f"llama-fsdp2-{name}") for name in ALGORITHMS]
+OTHER_LOSSES += [pytest.param("llama", 2, "fsdp2", name, id=f"llama-fsdp2-{name}") for name in FSDP2_LOSSES]
 BF16_LAYOUTS = [
     pytest.param(model, size, title(case, size), id=f"{model}-{title(case, size)}")
     for model, sizes in VARIED.items()

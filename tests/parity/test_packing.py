@@ -24,7 +24,7 @@ WHOLE = {
 PAIRS = {"algorithm__mini_batch_size": 2, "data__prompts_per_step": 4}
 SINGLE = {"algorithm__mini_batch_size": 1, "data__prompts_per_step": 1}
 PADDED_TO = 64
-CASES: dict[str, list[Case]] = {"llama": [{}, {"cp": 2}, SP, {"pp": 2, "vpp": 2}], "qwen3_moe": [{"ep": 2}, {**SP, "ep": 2}]}
+CASES: dict[str, list[Case]] = {"llama": [{}, {"cp": 2}, SP, {"pp": 2, "vpp": 2}], "qwen3_moe": [{**SP, "ep": 2}]}
 ORDER = list(reversed(range(SEQUENCES)))
 
 
