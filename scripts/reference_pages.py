@@ -7,6 +7,7 @@ All text, types, ranges, defaults and names come from the package. Tests assert 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -189,7 +190,8 @@ def config_page() -> str:
     for key, field in SftConfig.model_fields.items():
         if key not in shared and (own := section_class(field)) is not None:
             lines += section_lines(key, own, field.description or "", listed)
-    return "\n".join(lines).rstrip() + "\n"
+    # The texts name pages as a reader of the code finds them; here they are neighbours.
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n".join(lines).rstrip()) + "\n"
 
 
 def _is_shared(key: str, field: FieldInfo) -> bool:

@@ -5,7 +5,7 @@ order. fp64, since differences of rewards may be small beside the rewards."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,11 @@ def rloo_advantages(reward: Tensor, group: Tensor) -> Tensor:
     return size / (size - 1.0).clamp(min=1.0) * (reward.double() - mean)
 
 
-COMPARISONS: dict[str, Callable[..., Tensor]] = {"grpo": grpo_advantages, "rloo": rloo_advantages}
-"""Name of an estimator that compares groups -> its formula of (reward, group) and the keys of its section."""
+COMPARISONS: dict[str, Callable[[Tensor, Tensor, Any], Tensor]] = {
+    "grpo": lambda reward, group, section: grpo_advantages(reward, group, divide_by_group_std=section.divide_by_group_std),
+    "rloo": lambda reward, group, _: rloo_advantages(reward, group),
+}
+"""Name of an estimator that compares groups -> its formula of reward, group and the estimator's section."""
 
 
 def equal_groups(reward: Tensor, group: Tensor) -> float:

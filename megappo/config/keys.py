@@ -173,12 +173,30 @@ def hint(name: str, cls: type[BaseModel]) -> str:
     section = section_class(cls.model_fields[role]) if role in cls.model_fields else None
     if key.partition(".")[0] == "lora" and section is not None and "lora" not in section.model_fields:
         return f"the {role} trains nothing that an adapter could learn; policy and critic have the section"
+    if (valued := _key_of_word(name, cls)) is not None:
+        return valued
     key, foreign = _nearest(name, cls)
     if foreign is not None and foreign[1].outcome is not Outcome.TAKEN:
         trainer, rule = foreign
         also = f" (see {key})" if key else ""
         return f"{trainer.name} has it; {rule.outcome.value} here: {rule.otherwise or rule.note}{also}"
     return f"did you mean {key}?" if key else ""
+
+
+def _key_of_word(name: str, cls: type[BaseModel]) -> str | None:
+    """Fix for `telemetry.wandb`, a value of telemetry.trackers that is written as a key, with or without keys below it."""
+    section, *parts = name.split(".")
+    inside = section_class(cls.model_fields[section]) if section in cls.model_fields else None
+    if inside is None or not parts or parts[0] in inside.model_fields:
+        return None
+    keys = [key for key, field in inside.model_fields.items() if parts[0] in _words_of(field.annotation)]
+    return f"{parts[0]} is a value of {section}.{keys[0]}" if keys else None
+
+
+def _words_of(annotation: Any) -> set[Any]:
+    """Words that a type lists, also as items of a tuple."""
+    args = set(get_args(annotation))
+    return args if get_origin(annotation) is Literal else set().union(*map(_words_of, args))
 
 
 def _nearest(name: str, cls: type[BaseModel]) -> tuple[str | None, tuple[Trainer, Rule] | None]:

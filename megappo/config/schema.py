@@ -321,7 +321,7 @@ class PositiveNLLConfig(Section):
 
 class Estimator(Section):
     """An estimator of the advantages, and what checks and stages ask about it. One that compares groups has its formula in
-    `algo.groups.COMPARISONS`, which takes the keys of its section as keyword arguments."""
+    `algo.groups.COMPARISONS`."""
 
     has_critic: ClassVar[bool] = False  # the advantages come from a critic's values
     compares_groups: ClassVar[bool] = False  # the advantage of a response depends on the other responses to its prompt

@@ -167,7 +167,7 @@ def _without_critic(
     if algorithm.compares_groups:
         assert int(group.min()) >= 0, "a sample without a group has nothing to be compared with"
         reward = experience.column(_of_responses(scanned.advantage, score, batch))
-        compared = COMPARISONS[estimator.type](reward, group, **estimator.model_dump(exclude={"type"}))
+        compared = COMPARISONS[estimator.type](reward, group, estimator)
         advantage = on_sampled(compared[experience.numbers], batch)
         metrics[Metric.EQUAL_GROUPS.value] = equal_groups(experience.column(score), group)
     elif estimator.type == "remax":
