@@ -111,7 +111,8 @@ def check_weights(config: TrainConfig | SftConfig, archs: Mapping[str, ModelArch
             left_out = weight_check.check_headers(path, archs[role], value_head_of(section))
         if left_out.others:
             shown = ", ".join(left_out.others[:_SHOWN]) + (", ..." if len(left_out.others) > _SHOWN else "")
-            notes.append(f"{key}: no layer of this {archs[role].family} model has {len(left_out.others)} of its tensors: {shown}")
+            what = f"{len(left_out.others)} of its tensors are left out, as a {archs[role].family} model has none of that name"
+            notes.append(f"{key}: {what}: {shown}; if the model needs them, its config.json is of another one")
         if left_out.head is not None and isinstance(section, AnyCriticConfig) and section.checkpoint is None:
             head = f"{key_of_role(role)}.value_head"
             notes.append(
