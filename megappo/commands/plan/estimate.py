@@ -246,8 +246,7 @@ def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step:
     """Most micro-batches of one pass: when every sequence and every text is at its longest."""
     texts = text_arithmetic(config, role)
     sequences = _each(samples_of_pass(config, role, step), layout) + _each(texts.count, layout)
-    longest = max(step.max_sequence_tokens, texts.max_tokens)
-    return micro_batches_bound(sequences, longest, section_of(config, role).micro_batch_tokens)
+    return micro_batches_bound(sequences, _longest(config, role), section_of(config, role).micro_batch_tokens)
 
 
 def _full_micro_batch(budget: int, total: int, longest: int, layout: ParallelLayout) -> int:
@@ -264,75 +263,89 @@ def memory_of_stage(
     config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, stage: int, device: Device, counter: Counter
 ) -> RoleMemory:
     """Memory of one rank of a stage of a role's layout."""
-    step = step_arithmetic(config)
-    micro_batches = _micro_batches(config, role, layout, step)
-    settings, texts = section_of(config, role), text_arithmetic(config, role)
-    longest = max(step.max_sequence_tokens, texts.max_tokens)
+    settings, work = section_of(config, role), _work(config, role, layout, device)
+    frozen = frozen_of(settings, arch, value_head=work.value_head)
+    if settings.engine == "megatron":
+        memory, count = role_memory(arch, layout, stage, replace(work, frozen=frozen), counter), counter(arch, layout, stage)
+        return _with_average(config, role, memory, count, layout, device)
+    memory = role_memory(arch, layout, stage, work, count_own_parameters)
+    # `sharded_memory` counts what is frozen by transformers' names.
+    memory = _sharded(config, role, arch, layout, device, memory, replace(work, frozen=frozen))
+    return _with_average(config, role, memory, None, layout, device)
 
-    def full(sequences: int, longest: int, texts_tokens: int = 0) -> int:
-        total = sequences * step.max_sequence_tokens + texts_tokens
+
+def _work(config: TrainConfig, role: str, layout: ParallelLayout, device: Device) -> RoleWork:
+    """Settings and sizes of a role's passes; nothing is frozen."""
+    step, settings, texts = step_arithmetic(config), section_of(config, role), text_arithmetic(config, role)
+
+    def full(samples: int, longest: int, texts_tokens: int = 0) -> int:
+        total = _each(samples, layout) * step.max_sequence_tokens + texts_tokens
         return _full_micro_batch(settings.micro_batch_tokens, total, longest, layout)
 
-    # Log-probs and values are computed for the whole step at once, and not for texts.
-    sequences = _each(samples_of_pass(config, role, step), layout)
-    tokens = full(sequences, longest, _each(texts.count, layout) * texts.max_tokens)
-    forward_tokens = full(_each(step.samples, layout), step.max_sequence_tokens)
-    count = counter if settings.engine == "megatron" else count_own_parameters
-    value_head, of_megatron = value_head_of(settings) is not None, settings.engine == "megatron"
-    frozen = frozen_of(settings, arch, value_head=value_head)
     work = RoleWork(
         dtype=settings.dtype,
         trained=False,
-        micro_batch_tokens=tokens,
-        forward_tokens=forward_tokens,
-        num_micro_batches=micro_batches,
-        value_head=value_head,
+        micro_batch_tokens=full(
+            samples_of_pass(config, role, step), _longest(config, role), _each(texts.count, layout) * texts.max_tokens
+        ),
+        # Log-probs and values are computed for the whole step at once, and not for texts.
+        forward_tokens=full(step.samples, step.max_sequence_tokens),
+        num_micro_batches=_micro_batches(config, role, layout, step),
+        value_head=value_head_of(settings) is not None,
         fused=device == "cuda",
         values=values_read(config, role),
         offload=("parameters" in settings.offload and device == "cuda", False, False),
     )
-    if isinstance(settings, TrainableConfig):
-        work = replace(
-            work,
-            trained=True,
-            distributed_optimizer=settings.optimizer.distributed,
-            recompute=settings.recomputed,
-            offload=(work.offload[0], "gradients" in settings.offload, "optimizer" in settings.offload and device == "cuda"),
-            steps=update_schedule(config, role).optimizer_steps(step.samples),
-            adam_buffers=device == "cuda" and config.model.impl == "local",
-            lora=settings.lora,
-            frozen=frozen if of_megatron else frozenset(),  # FSDP2: `sharded_memory` below counts them by transformers' names
-        )
-    memory = role_memory(arch, layout, stage, work, count)
-    if of_megatron:
-        return _with_average(config, role, memory, count(arch, layout, stage), layout, device)
-    itemsize, lora, recompute = ITEMSIZE[settings.dtype], work.lora, work.recompute
-    forward = score_bytes(arch, forward_tokens, step.max_sequence_tokens, itemsize, recompute)
-    training = score_bytes(arch, tokens, longest, itemsize, recompute)
+    if not isinstance(settings, TrainableConfig):
+        return work
+    return replace(
+        work,
+        trained=True,
+        distributed_optimizer=settings.optimizer.distributed,
+        recompute=settings.recomputed,
+        offload=(work.offload[0], "gradients" in settings.offload, "optimizer" in settings.offload and device == "cuda"),
+        steps=update_schedule(config, role).optimizer_steps(step.samples),
+        adam_buffers=device == "cuda" and config.model.impl == "local",
+        lora=settings.lora,
+    )
+
+
+def _longest(config: TrainConfig, role: str) -> int:
+    """Tokens of the longest sequence or text of a role."""
+    return max(step_arithmetic(config).max_sequence_tokens, text_arithmetic(config, role).max_tokens)
+
+
+def _sharded(
+    config: TrainConfig, role: str, arch: ModelArch, layout: ParallelLayout, device: Device, whole: RoleMemory, work: RoleWork
+) -> RoleMemory:
+    """Memory of a rank under engine fsdp2. whole: with unsharded weights."""
+    settings, itemsize, tokens = section_of(config, role), ITEMSIZE[work.dtype], work.micro_batch_tokens
+    forward_tokens = work.forward_tokens or tokens
+    forward, _ = score_bytes(arch, forward_tokens, step_arithmetic(config).max_sequence_tokens, itemsize, work.recompute)
+    _, training = score_bytes(arch, tokens, _longest(config, role), itemsize, work.recompute)
     how: dict[str, Any] = {}
     if isinstance(settings, TrainableConfig):
-        how["accumulates"] = settings.reduce_once and micro_batches > 1
+        how["accumulates"] = settings.reduce_once and work.num_micro_batches > 1
         if settings.recompute == "offload" and device == "cuda":
             how["inputs_on_host"] = inputs_away(arch, layout, tokens, itemsize)
     if not arch.own:
         adapted = None
-        if lora is not None:
-            names = adapted_modules(tensors_to_adapt(arch), lora.targets)
+        if work.lora is not None:
+            names = adapted_modules(tensors_to_adapt(arch), work.lora.targets)
             adapted = frozenset(name.rpartition(".")[2] for name in names)
         read_forward, read = values_read(config, role)
         how["passes"] = OwnPasses(
             tokens=-(-tokens // layout.cp),
             forward_tokens=-(-forward_tokens // layout.cp),
-            recompute=recompute,
+            recompute=work.recompute,
             device=device,
             batch=micro_batch_bytes(layout, tokens, read),
             forward_batch=micro_batch_bytes(layout, forward_tokens, read_forward),
-            value_head=value_head,
+            value_head=work.value_head,
             adapted=adapted,
-            rank=0 if lora is None else lora.rank,
+            rank=0 if work.lora is None else work.lora.rank,
         )
-    memory = sharded_memory(memory, arch, layout, replace(work, frozen=frozen), scores=(forward[0], training[1]), **how)
-    return _with_average(config, role, memory, None, layout, device)
+    return sharded_memory(whole, arch, layout, work, scores=(forward, training), **how)
 
 
 def _with_average(
