@@ -10,6 +10,7 @@ from typing import Any
 
 from megappo.commands.convert import learning, single_values
 from megappo.commands.convert.settings import Settings, Values, implied, missing, number, same, translated, unneeded
+from megappo.commands.convert.single_values import above_zero, listed
 from megappo.config.foreign.rule import Rule
 from megappo.config.role_sections import OptimizerConfig
 
@@ -255,7 +256,26 @@ def _taking(*parameters: str) -> dict[str, Callable[..., Any]]:
     return {name: one for name, one in named if isinstance(one, FunctionType) and tuple(signature(one).parameters) == parameters}
 
 
+def _value(ours: Callable[[Any], Any]) -> Callable[[Rule, Any, Settings], Values]:
+    """Make the rule of a value that depends on no other."""
+    return lambda rule, value, settings: same(rule.keys, ours(value))
+
+
+def _named_trackers(value: Any) -> list[str]:
+    named = listed(value)
+    return ["tensorboard"] if "all" in named else [one for one in ("tensorboard", "wandb", "mlflow") if one in named]
+
+
 BY: Mapping[str, Callable[[Rule, Any, Settings], Values]] = _taking("rule", "value", "settings") | {
+    "or_zero": _value(lambda value: max(0, int(number(value)))),
+    "positive": _value(lambda value: above_zero(value, "off")),
+    "adapter_rank": _value(lambda value: int(above_zero(value, "off: all weights are trained"))),
+    "top_k": _value(lambda value: -1 if value in (None, 0) else value),
+    "strings": _value(listed),
+    "trackers": _value(_named_trackers),
+    "overlong": _value(lambda value: "filter" if value else "error"),
+    "save_contents": _value(lambda value: isinstance(value, list) and "optimizer" not in value),
+    "run_folder": _value(str),
     "beta1": _beta(0),
     "beta2": _beta(1),
     **{f"offload_{part}": single_values.offload_of(part) for part in single_values.PARTS},
@@ -279,6 +299,17 @@ JOINED = (
     "offload_if_on",
     "offload_if_dtensor",
     *(f"offload_{part}" for part in single_values.PARTS),
+)
+
+# Rules of switches, which are not needed where those are off.
+SWITCHES = (
+    "verl_overlong",
+    "nemo_overlong",
+    "openrlhf_overlong",
+    "reward_scale",
+    "openrlhf_correction",
+    "nemo_correction",
+    "fsdp2_if_on",
 )
 
 # Values where the source has none, chosen from the others; None leaves megappo's default.

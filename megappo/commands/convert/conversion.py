@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megappo.commands.convert.arithmetic import BY, CHOOSE, JOINED, LATE
+from megappo.commands.convert.arithmetic import BY, CHOOSE, JOINED, LATE, SWITCHES
 from megappo.commands.convert.settings import Otherwise, Settings, Values, translated
 from megappo.commands.convert.sources import Source, Unread
 from megappo.config.checks import problems
@@ -204,6 +204,8 @@ def _values(row: Row, rule: Rule, settings: Settings) -> Values:
         raise Otherwise(Outcome.IMPLIED, "null: the default")
     if rule.by and row.value is None and rule.by not in ("top_k", "trackers"):
         raise Otherwise(Outcome.IMPLIED, "null: the default")
+    if rule.by in SWITCHES and not row.value:
+        raise Otherwise(Outcome.UNNEEDED, "off")
     if rule.by:
         return BY[rule.by](rule, row.value, settings)
     return dict.fromkeys(rule.keys, translated(rule, row.value))

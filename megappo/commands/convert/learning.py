@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from megappo.commands.convert.settings import Settings, Values, implied, missing, number, same, translated, unneeded
-from megappo.commands.convert.single_values import rules_of_data
+from megappo.commands.convert.single_values import listed, rules_of_data
 from megappo.config.foreign.rule import Rule
 
 ACTOR, CORRECTION = "actor_rollout_ref.actor", "algorithm.rollout_correction"
@@ -128,8 +128,6 @@ def tis_cap(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def openrlhf_correction(rule: Rule, value: Any, settings: Settings) -> Values:
     """Translate OpenRLHF's weights: today a pair of bounds, before that an upper bound alone."""
-    if not value:
-        raise unneeded()
     kind = settings.foreign.get("algo.advantage.is_correction_type", "tis")
     bounds = settings.foreign.get("vllm_is_truncated_threshold", [0.5, 5.0])
     low, high = bounds if isinstance(bounds, list) and len(bounds) == 2 else (None, bounds)
@@ -144,8 +142,6 @@ def openrlhf_correction(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def nemo_correction(rule: Rule, value: Any, settings: Settings) -> Values:
     """Translate NeMo-RL's weights, which have a bound only if their kind is named."""
-    if not value:
-        raise unneeded()
     names = ("type", "ratio", "ratio_min")
     kind, high, low = (settings.foreign.get(f"loss_fn.truncated_importance_sampling_{name}") for name in names)
     level = "sequence" if settings.foreign.get("loss_fn.sequence_level_importance_ratios") else "token"
@@ -175,16 +171,12 @@ def _overlong(buffer: Any, penalty: Any, longest: Any) -> Values:
 
 
 def verl_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
-    if not value:
-        raise unneeded()
     section = next((name for name in OVERLONG if f"{name}.enable" in settings.written), OVERLONG[0])
     longest = settings.ours.get("rollout.max_response_tokens", 512)
     return _overlong(settings.foreign.get(f"{section}.len"), settings.foreign.get(f"{section}.penalty_factor", 1.0), longest)
 
 
 def nemo_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
-    if not value:
-        raise unneeded()
     of = {name: settings.foreign.get(f"ppo.reward_shaping.{name}") for name in SHAPING}
     if of["stop_properly_penalty_coef"] is not None:
         raise missing("scores of cut responses are not scaled: see reward.missing_eos_penalty")
@@ -192,16 +184,12 @@ def nemo_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
 
 
 def openrlhf_overlong(rule: Rule, value: Any, settings: Settings) -> Values:
-    if not value:
-        raise unneeded()
     longest = settings.ours.get("rollout.max_response_tokens", 1024)
     return _overlong(value, settings.foreign.get("overlong_penalty_factor", 1.0), longest)
 
 
 def reward_scale(rule: Rule, value: Any, settings: Settings) -> Values:
     """Give the parts of the reward the weight by which NeMo-RL's linear map stretches them. Parts have no constant."""
-    if not value:
-        raise unneeded()
     of = {name: number(settings.foreign.get(f"ppo.reward_scaling.{name}", end)) for name, end in SCALING.items()}
     if of["source_max"] <= of["source_min"]:
         raise missing("the source's range is empty")
@@ -260,7 +248,7 @@ def val_sampling(rule: Rule, value: Any, settings: Settings) -> Values:
 
 def validation_files(rule: Rule, value: Any, settings: Settings) -> Values:
     """Take one validation file as `data.eval`, and each of several as a set of its own, by the name of the file."""
-    files = value if isinstance(value, list) else [value]
+    files = listed(value)
     if len(files) == 1:
         return {"data.eval": files[0]}
     names = [re.sub(r"\W+", "_", PurePosixPath(str(file)).stem).strip("_") or "set" for file in files]

@@ -35,8 +35,6 @@ def _of_backend(rule: Rule, value: Any, settings: Settings, backend: str) -> Val
 
 def fsdp2_if_on(rule: Rule, value: Any, settings: Settings) -> Values:
     """Choose fsdp2 for NeMo-RL's DTensor backend: transformers' classes under FSDP2."""
-    if not value:
-        raise unneeded()
     return _of_backend(replace(rule, values={True: "fsdp2"}), value, settings, "dtensor_cfg")
 
 
@@ -83,22 +81,6 @@ def spread(rule: Rule, value: Any, settings: Settings) -> Values:
     return dict(zip(rule.keys, value))
 
 
-def or_zero(rule: Rule, value: Any, settings: Settings) -> Values:
-    return same(rule.keys, max(0, int(number(value))))
-
-
-def positive(rule: Rule, value: Any, settings: Settings) -> Values:
-    if number(value) <= 0:
-        raise implied("off")
-    return same(rule.keys, value)
-
-
-def adapter_rank(rule: Rule, value: Any, settings: Settings) -> Values:
-    if number(value) <= 0:
-        raise implied("off: all weights are trained")
-    return same(rule.keys, int(value))
-
-
 def with_adapters(rule: Rule, value: Any, settings: Settings) -> Values:
     """Take a setting of adapters, which has a meaning only beside a rank for the same role."""
     critics = rule.keys[0].startswith("critic.")
@@ -108,6 +90,17 @@ def with_adapters(rule: Rule, value: Any, settings: Settings) -> Values:
     if not any(number(settings.foreign[key] or 0) > 0 for key in ranks):
         raise implied("off: all weights are trained")
     return same(rule.keys, value)
+
+
+def above_zero(value: Any, otherwise: str) -> Any:
+    """Return a number above zero. Raises Otherwise, with this reason, for a setting that is off."""
+    if number(value) <= 0:
+        raise implied(otherwise)
+    return value
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def average_decay(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -123,20 +116,6 @@ def texts(rule: Rule, value: Any, settings: Settings) -> Values:
         raise implied("off: PPO's loss alone")
     data, coef = rule.keys
     return {data: value, coef: number(settings.foreign.get("ptx_coef", 0.05))}
-
-
-def top_k(rule: Rule, value: Any, settings: Settings) -> Values:
-    return same(rule.keys, -1 if value in (None, 0) else value)
-
-
-def strings(rule: Rule, value: Any, settings: Settings) -> Values:
-    return same(rule.keys, value if isinstance(value, list) else [value])
-
-
-def trackers(rule: Rule, value: Any, settings: Settings) -> Values:
-    named = value if isinstance(value, list) else [value]
-    ours = [tracker for tracker in ("tensorboard", "wandb", "mlflow") if tracker in named]
-    return same(rule.keys, ["tensorboard"] if "all" in named else ours)
 
 
 TRACKER_FLAGS = {
@@ -180,10 +159,6 @@ def template_args(rule: Rule, value: Any, settings: Settings) -> Values:
 TEMPLATE_ARGS = ("data.apply_chat_template_kwargs", "policy.tokenizer.chat_template_kwargs")
 
 
-def overlong(rule: Rule, value: Any, settings: Settings) -> Values:
-    return same(rule.keys, "filter" if value else "error")
-
-
 def truncation(rule: Rule, value: Any, settings: Settings) -> Values:
     filtered = settings.foreign.get("data.filter_overlong_prompts", False)
     if value == "error":
@@ -200,10 +175,6 @@ def verl_recompute(rule: Rule, value: Any, settings: Settings) -> Values:
     if named == "megatron" or any(key.startswith(f"{role}.megatron.") for key in settings.written):
         raise implied("recompute_granularity alone counts with Megatron")
     return same(rule.keys, translated(rule, value))
-
-
-def save_contents(rule: Rule, value: Any, settings: Settings) -> Values:
-    return same(rule.keys, isinstance(value, list) and "optimizer" not in value)
 
 
 def run_name(rule: Rule, value: Any, settings: Settings) -> Values:
@@ -223,10 +194,6 @@ def project(rule: Rule, value: Any, settings: Settings) -> Values:
     if any(key in settings.written for key in ("trainer.default_local_dir", "output_dir")):
         raise unneeded("the folder of the runs is named")
     return same(rule.keys, "runs/" + run_name(rule, value, settings)[rule.keys[0]])
-
-
-def run_folder(rule: Rule, value: Any, settings: Settings) -> Values:
-    return same(rule.keys, str(value))
 
 
 def env_rules(rule: Rule, value: Any, settings: Settings) -> Values:

@@ -3,82 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from megappo.telemetry.tables import plain, table
+from megappo.telemetry.tables import plain, table_of
 from megappo.telemetry.trajectories.read import Trajectory
 
 NGRAM = 4  # shorter ones repeat in any text, longer ones only in copies
-LEAST_REPEATS = 3  # repeats that make a block at the end a loop
-SHORTEST_LOOP = 8  # tokens in all: the digits of 1000 are no loop
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A response's end that repeats one block."""
-
-    tokens: int  # covered by all repeats
-    period: int  # tokens of the block
-
-
-def ngrams(tokens: Sequence[int], n: int) -> list[tuple[int, ...]]:
-    return list(zip(*(tokens[start:] for start in range(n))))
+POSITIONS = 10  # deciles; responses of at most as many tokens are shown token by token
 
 
 def repeated_share(tokens: Sequence[int], n: int = NGRAM) -> float:
     """Share of the n-grams that occurred before in the same response (rep-n of Welleck et al. 2020); 0 without n-grams."""
-    all_of_them = ngrams(tokens, n)
-    return 1 - len(set(all_of_them)) / len(all_of_them) if all_of_them else 0.0
+    ngrams = list(zip(*(tokens[start:] for start in range(n))))
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-def tail_loop(tokens: Sequence[int]) -> Loop | None:
-    """Find the longest loop at the end of the response, by its shortest block; None without one."""
-    backwards = list(reversed(tokens))
-    best: Loop | None = None
-    for period, same in enumerate(_prefix_matches(backwards)):
-        covered = period + same
-        if period and covered >= max(LEAST_REPEATS * period, SHORTEST_LOOP) and (best is None or covered > best.tokens):
-            best = Loop(covered, period)
-    return best
-
-
-def _prefix_matches(items: Sequence[int]) -> list[int]:
-    """For every i the length of the longest common prefix of items and items[i:] (the Z function), in linear time."""
-    count = len(items)
-    matches = [0] * count
-    left = right = 0
-    for i in range(1, count):
-        length = min(right - i, matches[i - left]) if i < right else 0
-        while i + length < count and items[length] == items[i + length]:
-            length += 1
-        matches[i] = length
-        if i + length > right:
-            left, right = i, i + length
-    return matches
-
-
-POSITIONS = 10  # deciles; responses of at most as many tokens are shown token by token
-
-
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One trajectory with its figures."""
 
     trajectory: Trajectory
     length: int
     repetition: float  # share of repeated 4-grams
-    loop: Loop | None
     kl: float  # sum over the response, nats; NaN without a reference
     entropy: float  # mean over its tokens, nats
 
 
-@dataclass(frozen=True)
-class StepFigures:
+class StepFigures(NamedTuple):
     """Means over the samples of a step."""
 
     step: int
@@ -90,8 +44,7 @@ class StepFigures:
     kl: float
 
 
-@dataclass(frozen=True)
-class PositionFigures:
+class PositionFigures(NamedTuple):
     """Means over the tokens at one position of the responses."""
 
     position: str
@@ -105,44 +58,24 @@ class PositionFigures:
     value_error: float  # root mean square of value - return
 
 
-@dataclass(frozen=True)
-class Worst:
-    """The worst samples of each kind, the worst one first."""
-
-    score: list[Sample]
-    kl: list[Sample]
-    repetition: list[Sample]
-
-
-@dataclass(frozen=True)
-class Analysis:
+class Analysis(NamedTuple):
     samples: list[Sample]
     steps: list[StepFigures]
     positions: list[PositionFigures]
     by_token: bool  # positions are tokens, not tenths of the response
-    worst: Worst
+    worst: Mapping[str, list[Sample]]  # kind -> samples, the worst one first
 
 
 def analyse(trajectories: Sequence[Trajectory], worst: int) -> Analysis:
     """Analyse trajectories in the order of their steps; `worst` samples of each kind."""
     samples = [_sample(trajectory) for trajectory in trajectories]
-    by_step = groupby(samples, key=lambda sample: sample.trajectory.step)
-    positions, by_token = _by_position(trajectories)
-    return Analysis(
-        samples=samples,
-        steps=[_step(step, list(members)) for step, members in by_step],
-        positions=positions,
-        by_token=by_token,
-        worst=Worst(
-            score=_first(samples, worst, lambda sample: -sample.trajectory.score),
-            kl=_first([sample for sample in samples if sample.kl > 0], worst, lambda sample: sample.kl),
-            repetition=_first(
-                [sample for sample in samples if sample.repetition > 0],
-                worst,
-                lambda sample: (sample.loop.tokens if sample.loop else 0) + sample.repetition,
-            ),
-        ),
-    )
+    steps = [_step(step, list(members)) for step, members in groupby(samples, key=lambda sample: sample.trajectory.step)]
+    kinds = {
+        "lowest score": _first(samples, worst, lambda sample: -sample.trajectory.score),
+        "highest KL": _first([sample for sample in samples if sample.kl > 0], worst, lambda sample: sample.kl),
+        "most repetitive": _first([sample for sample in samples if sample.repetition > 0], worst, lambda sample: sample.repetition),
+    }
+    return Analysis(samples, steps, *_by_position(trajectories), kinds)
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> float:
@@ -153,14 +86,11 @@ def _mean(values: Sequence[float] | np.ndarray) -> float:
 
 def _sample(trajectory: Trajectory) -> Sample:
     tokens = trajectory.tokens[trajectory.mask].tolist()
-    written = tokens[:-1] if tokens and tokens[-1] in trajectory.special else tokens  # the end token follows the loop
-    repetition = repeated_share(written)
     kl, entropy = trajectory.kl, trajectory.fields.get("entropy")
     return Sample(
         trajectory,
         length=len(tokens),
-        repetition=repetition,
-        loop=tail_loop(written) if repetition else None,  # every loop repeats a 4-gram
+        repetition=repeated_share(tokens[:-1] if tokens and tokens[-1] in trajectory.special else tokens),
         kl=math.nan if kl is None else float(kl[trajectory.mask].sum()),
         entropy=math.nan if entropy is None else _mean(entropy),
     )
@@ -182,37 +112,24 @@ def _by_position(trajectories: Sequence[Trajectory]) -> tuple[list[PositionFigur
     """Figures of the sampled tokens by position, and True if positions are tokens."""
     lengths = [trajectory.length for trajectory in trajectories]
     by_token = max(lengths, default=0) <= POSITIONS
-    places = [np.arange(length) if by_token else np.arange(length) * POSITIONS // length for length in lengths if length]
-    place = np.concatenate(places) if places else np.zeros(0, int)
-    columns = {name: _tokens_of(trajectories, name) for name in ("logprob", "ref_logprob", "entropy", "value", "returns")}
-    kl, error = columns["logprob"] - columns["ref_logprob"], columns["value"] - columns["returns"]
+    place = np.concatenate(
+        [np.arange(length) if by_token else np.arange(length) * POSITIONS // length for length in lengths if length] or [[]]
+    )
+    of = {name: _tokens_of(trajectories, name) for name in ("logprob", "ref_logprob", "entropy", "value", "returns")}
+    error = of["value"] - of["returns"]
+    of |= {"kl": of["logprob"] - of.pop("ref_logprob"), "value_bias": error, "value_error": error**2}
     figures = []
-    for number in range(POSITIONS):
-        here = place == number
-        if here.any():
-            figures.append(
-                PositionFigures(
-                    position=str(number + 1) if by_token else f"{number * 100 // POSITIONS}-{(number + 1) * 100 // POSITIONS} %",
-                    tokens=int(here.sum()),
-                    logprob=_mean(columns["logprob"][here]),
-                    entropy=_mean(columns["entropy"][here]),
-                    kl=_mean(kl[here]),
-                    value=_mean(columns["value"][here]),
-                    returns=_mean(columns["returns"][here]),
-                    value_bias=_mean(error[here]),
-                    value_error=math.sqrt(_mean(error[here] ** 2)),
-                )
-            )
+    for number in np.unique(place):
+        means = {name: _mean(numbers[place == number]) for name, numbers in of.items()}
+        means["value_error"] = math.sqrt(means["value_error"])
+        position = str(number + 1) if by_token else f"{number * 100 // POSITIONS}-{(number + 1) * 100 // POSITIONS} %"
+        figures.append(PositionFigures(position, int((place == number).sum()), **means))
     return figures, by_token
 
 
 def _tokens_of(trajectories: Sequence[Trajectory], field: str) -> np.ndarray:
     """One field of all sampled tokens, concatenated; NaN for trajectories without it."""
-    missing = np.full(1, np.nan)
-    lists = [
-        trajectory.fields[field][trajectory.mask] if field in trajectory.fields else missing.repeat(trajectory.length)
-        for trajectory in trajectories
-    ]
+    lists = [one.fields[field][one.mask] if field in one.fields else np.full(one.length, np.nan) for one in trajectories]
     return np.concatenate(lists) if lists else np.zeros(0)
 
 
@@ -225,73 +142,62 @@ def _first(samples: Sequence[Sample], count: int, badness: Callable[[Sample], fl
 
     found: dict[tuple[int, str, bytes], Sample] = {}
     for _, sample in sorted(enumerate(samples), key=key, reverse=True):
-        if len(found) == count:
-            break
         trajectory = sample.trajectory
         # Samples of a prompt may be the same response, which is listed once.
         found.setdefault((trajectory.step, trajectory.id, trajectory.tokens.tobytes()), sample)
-    return list(found.values())
+    return list(found.values())[:count]
 
+
+# ------------------------------------------------------------------------------------------------------------------ report
 
 MOST_STEPS = 24  # rows of a table that fits a screen
 EXCERPT = 60  # characters of a response
-LEGEND = f"""\
-cut: by the length limit. rep-{NGRAM}: repeated {NGRAM}-grams. KL: log pi - log pi_ref, summed over a response, nats.
-loop: tokens/period of a block that ends a response {LEAST_REPEATS} times or more."""
+LEGEND = f"cut: by the length limit. rep-{NGRAM}: repeated {NGRAM}-grams. KL: log pi - log pi_ref, summed over a response, nats."
 
 
 def report(analysis: Analysis) -> list[str]:
-    lines = _steps(analysis)
-    for title, samples, from_end in (
-        ("lowest score", analysis.worst.score, False),
-        ("highest KL to the reference", analysis.worst.kl, False),
-        ("most repetitive", analysis.worst.repetition, True),
-    ):
+    lines = _steps(analysis.steps)
+    for kind, samples in analysis.worst.items():
         if samples:
-            lines += ["", f"{title}:", *_samples(samples, from_end=from_end)]
+            lines += ["", f"{kind}:", *_samples(samples, from_end=kind == "most repetitive")]
     return lines
 
 
-def _steps(analysis: Analysis) -> list[str]:
-    shown = _spread(analysis.steps, MOST_STEPS)
+def _steps(steps: Sequence[StepFigures]) -> list[str]:
+    shown, note = steps, ""
+    if len(steps) > MOST_STEPS:
+        shown = [steps[round(i * (len(steps) - 1) / (MOST_STEPS - 1))] for i in range(MOST_STEPS)]
+        note = f" ({len(steps) - MOST_STEPS} steps in between are not shown; --steps A..B)"
     rows = [
-        [
-            str(one.step),
-            str(one.samples),
-            number(one.score),
-            f"{one.length:.1f}",
-            share(one.truncated),
-            share(one.repetition),
-            number(one.kl),
-        ]
+        {
+            "step": str(one.step),
+            "samples": str(one.samples),
+            "score": number(one.score),
+            "length": f"{one.length:.1f}",
+            "cut": share(one.truncated),
+            f"rep-{NGRAM}": share(one.repetition),
+            "KL": number(one.kl),
+        }
         for one in shown
     ]
-    left_out = len(analysis.steps) - len(shown)
-    note = f" ({left_out} steps in between are not shown; --steps A..B)" if left_out else ""
-    return [f"by step{note}:", *table(["step", "samples", "score", "length", "cut", f"rep-{NGRAM}", "KL"], rows)]
+    return [f"by step{note}:", *table_of(rows)]
 
 
 def _samples(samples: Sequence[Sample], *, from_end: bool) -> list[str]:
-    rows = []
-    for sample in samples:
-        trajectory = sample.trajectory
-        loop = "-" if sample.loop is None else f"{sample.loop.tokens}/{sample.loop.period}"
-        rows.append(
-            [
-                str(trajectory.step),
-                str(trajectory.sample),
-                number(trajectory.score),
-                str(sample.length),
-                trajectory.finish,
-                number(sample.kl),
-                share(sample.repetition),
-                loop,
-            ]
-        )
-    lines = table(["step", "sample", "score", "tokens", "end", "KL", f"rep-{NGRAM}", "loop"], rows)
-    texts = ["prompt and response", *(_excerpt(sample, from_end=from_end) for sample in samples)]
-    width = max(map(len, lines))
-    return [f"{line.ljust(width)}  {text}" for line, text in zip(lines, texts)]
+    rows = [
+        {
+            "step": str(one.trajectory.step),
+            "sample": str(one.trajectory.sample),
+            "score": number(one.trajectory.score),
+            "tokens": str(one.length),
+            "end": one.trajectory.finish,
+            "KL": number(one.kl),
+            f"rep-{NGRAM}": share(one.repetition),
+            "prompt and response": _excerpt(one, from_end=from_end),
+        }
+        for one in samples
+    ]
+    return table_of(rows, left=("step", "prompt and response"))
 
 
 def _excerpt(sample: Sample, *, from_end: bool) -> str:
@@ -300,12 +206,6 @@ def _excerpt(sample: Sample, *, from_end: bool) -> str:
     if len(text) > EXCERPT:
         text = "..." + plain(trajectory.response[-EXCERPT:]) if from_end else plain(text, EXCERPT)
     return f"{plain(trajectory.prompt, EXCERPT // 2)} -> {text}"
-
-
-def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    if len(items) <= most:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def number(value: float) -> str:

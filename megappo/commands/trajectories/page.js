@@ -138,7 +138,7 @@
     const facts = [fact("score", exact(s.score)), ...Object.entries(s.parts).map(([name, value]) => fact(name, exact(value)))];
     if (s.recipe) facts.push(fact("recipe", s.recipe));
     facts.push(fact("answer", s.answer), fact("tokens", s.length), fact("end", s.finish === "length" ? "cut by the length limit" : s.finish));
-    facts.push(fact("repetition", percent(s.repetition) + (s.loop ? `, loop of ${s.loop.tokens} tokens (period ${s.loop.period})` : "")));
+    facts.push(fact("repetition", percent(s.repetition)));
     facts.push(fact("KL", exact(s.kl)), fact("entropy", exact(s.entropy)), fact("weights", "of step " + s.version));
     if (s.worst.length) facts.push(fact("listed for", s.worst.join(", ")));
     const alone = make("input", { type: "checkbox", id: "alone", onchange: () => { state.alone = alone.checked; paint(); } });

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -40,18 +39,17 @@ def page(analysis: Analysis, name: str, max_samples: int | None, notes: Sequence
             "the steps; --max-samples N for more, --steps A..B for fewer"
         )
     places = {index: place for place, index in enumerate(chosen)}
-    reasons = _reasons(analysis)
     data = {
         "run": name,
         "notes": [*notes, *more],
         "total": len(analysis.samples),
         "byToken": analysis.by_token,
-        "positions": [asdict(one) for one in analysis.positions],
+        "positions": [one._asdict() for one in analysis.positions],
         "dots": [
             [sample.length, sample.trajectory.score, sample.trajectory.is_truncated, places.get(index)]
             for index, sample in _dots(analysis.samples, chosen)
         ],
-        "samples": [_facts(analysis.samples[index], reasons.get(id(analysis.samples[index]), [])) for index in chosen],
+        "samples": [_facts(analysis.samples[index], analysis) for index in chosen],
     }
     return _html(name, finite_or_none(data)), more
 
@@ -60,7 +58,7 @@ def choose(analysis: Analysis, most: int) -> list[int]:
     """Choose ascending indices of at most `most` samples: the worst of each kind, and others evenly over the steps."""
     samples = analysis.samples
     place = {id(sample): index for index, sample in enumerate(samples)}
-    kinds = list(vars(analysis.worst).values())
+    kinds = list(analysis.worst.values())
     # Take turns, so that a small page has some of every kind.
     turns = [kind[rank] for rank in range(max(map(len, kinds), default=0)) for kind in kinds if rank < len(kind)]
     worst = list(dict.fromkeys(place[id(sample)] for sample in turns))[:most]
@@ -69,51 +67,28 @@ def choose(analysis: Analysis, most: int) -> list[int]:
     return sorted([*worst, *(rest[i * len(rest) // room] for i in range(room))])
 
 
-def _reasons(analysis: Analysis) -> dict[int, list[str]]:
-    titles = {"score": "lowest score", "kl": "highest KL", "repetition": "most repetitive"}
-    found: dict[int, list[str]] = {}
-    for kind, samples in vars(analysis.worst).items():
-        for sample in samples:
-            found.setdefault(id(sample), []).append(titles[kind])
-    return found
-
-
 def _dots(samples: Sequence[Sample], chosen: Sequence[int]) -> list[tuple[int, Sample]]:
     others = [index for index in range(len(samples)) if index not in set(chosen)]
     room = max(0, min(MOST_DOTS - len(chosen), len(others)))
     return [(index, samples[index]) for index in sorted([*chosen, *(others[i * len(others) // room] for i in range(room))])]
 
 
-def _facts(sample: Sample, reasons: Sequence[str]) -> dict[str, Any]:
+def _facts(sample: Sample, analysis: Analysis) -> dict[str, Any]:
     trajectory = sample.trajectory
-    shown = (
-        "step",
-        "sample",
-        "id",
-        "prompt",
-        "answer",
-        "response",
-        "recipe",
-        "finish",
-        "version",
-        "prompt_tokens",
-    )
+    shown = {"step", "sample", "id", "prompt", "answer", "response", "recipe", "finish", "version"}
     return {
-        **{key: getattr(trajectory, key) for key in shown},
+        **trajectory.model_dump(include=shown | {"prompt_tokens", "prompt_texts", "texts"}),
         "score": _short(trajectory.score),
         "parts": {name: _short(score) for name, score in trajectory.parts.items()},
-        "prompt_texts": trajectory.prompt_texts,
-        "texts": trajectory.texts,
         "tokens": trajectory.tokens.tolist(),
         "mask": trajectory.mask.astype(int).tolist(),
         "special": sorted(trajectory.special),
         "fields": {name: rounded(numbers.tolist()) for name, numbers in _numbers(trajectory).items()},
         "length": sample.length,
         "repetition": round(sample.repetition, 4),
-        "loop": None if sample.loop is None else asdict(sample.loop),
         "kl": None if math.isnan(sample.kl) else _short(sample.kl),
         "entropy": _short(sample.entropy),
-        "worst": list(reasons),
+        "worst": [kind for kind, samples in analysis.worst.items() if any(one is sample for one in samples)],
     }
 
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from megappo.commands.verify.measure import Gathered, Measured
-from megappo.commands.verify.shrink import DISTRIBUTED
-from megappo.config.role_sections import key_of_role
 from megappo.telemetry.tables import table
 
 # fp32 rounding of a few hundred additions in another order, of numbers of order 1 (tensors: relative to the largest element).
@@ -112,25 +110,6 @@ LEGEND = "[n]: token, sample (bootstrap values, scores) or mini-batch (loss, gra
 _FORWARD = ("logprobs", "entropies", "values", "bootstrap values", "scores")
 _EXPERIENCE = ("rewards", "advantages", "returns")
 
-# Settings that turn a feature off, in the order in which to try them: the rarer a feature, the likelier its fault.
-_WITHOUT: Mapping[str, str] = {
-    "engine": "{role}.engine=megatron",
-    "ranks": "{role}.ranks=all",
-    "etp": "{role}.parallel.etp=1",
-    "ep": "{role}.parallel.ep=1",
-    "cp": "{role}.parallel.cp=1",
-    "vpp": "{role}.parallel.vpp=1",
-    "sequence_parallel": "{role}.parallel.sequence_parallel=false",
-    "pp": "{role}.parallel.pp=1",
-    "tp": "{role}.parallel.tp=1",
-    DISTRIBUTED: "{role}.optimizer.distributed=false",
-    "compile": "{role}.compile=false",
-    "reduce_once": "{role}.reduce_once=false",
-    "recompute": "{role}.recompute=none",
-    "offload": "{role}.offload=[]",
-    "micro_batch_tokens": "{role}.micro_batch_tokens=1000000",
-}
-
 
 def difference_table(differences: Sequence[Difference]) -> str:
     rows = [("role", "quantity", "largest difference at", "absolute", "relative", "tolerance", "")]
@@ -168,36 +147,18 @@ def bisection(alone: Mapping[str, Difference | None]) -> str:
     return _without_indent([("feature alone", "against one rank without it"), *rows])
 
 
-def verdict(
-    cause: Difference | None,
-    compared: int,
-    used: Mapping[str, Sequence[str]],
-    alone: Mapping[str, Difference | None],
-    *,
-    in_smaller_layouts: bool,
-) -> str:
-    """Verdict and advice in one line. used: role -> its features (`features.features`). alone: first difference with one feature,
-    if measured. in_smaller_layouts: an axis did not fit on the available ranks, so agreement says nothing about it."""
+def verdict(cause: Difference | None, compared: int, alone: Mapping[str, Difference | None], *, in_smaller_layouts: bool) -> str:
+    """Verdict and advice in one line. alone: first difference with one feature, if measured. in_smaller_layouts: an axis did not
+    fit on the available ranks, so agreement says nothing about it."""
     breaking = [feature for feature, found in alone.items() if found is not None]
     if cause is None:
         agreed = f"all {compared} quantities agree with those of one rank"
         limit = ", in smaller layouts than the run's (see the notes above)" if in_smaller_layouts else ""
         return f"DIFFERS: {agreed}, but not with {', '.join(breaking)} alone" if breaking else f"ok: {agreed}{limit}"
-    return f"DIFFERS: {describe(cause)}; {_next_step(cause, used, alone, breaking)}"
-
-
-def _next_step(
-    cause: Difference, used: Mapping[str, Sequence[str]], alone: Mapping[str, Difference | None], breaking: Sequence[str]
-) -> str:
+    advice = "no feature alone does that: try two at a time" if alone else "--bisect measures each feature alone"
     if breaking:
-        return f"so it does with {', '.join(breaking)} alone"
-    if alone:
-        return "no feature alone does that: try two at a time"
-    computing = "critic" if "critic" in used else "policy"  # advantages and returns come from its values or log-probs
-    role = cause.role if cause.role in used else computing
-    candidates = [override for feature, override in _WITHOUT.items() if feature in used[role]]
-    first = f"try first {candidates[0].format(role=key_of_role(role))}, or " if candidates else ""
-    return f"{first}--bisect for each feature alone"
+        advice = f"so it does with {', '.join(breaking)} alone"
+    return f"DIFFERS: {describe(cause)}; {advice}"
 
 
 def describe(difference: Difference) -> str:

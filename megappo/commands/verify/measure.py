@@ -4,7 +4,7 @@ as for a run, with each trained engine wrapped in a recorder. `compare.py` compa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from megappo.commands.verify.recording import RecordedTexts
 from megappo.config.batch import update_schedule
 from megappo.config.layout_checks import trained_sections
-from megappo.config.role_sections import RoleConfig
 from megappo.config.schema import TrainConfig
 from megappo.data.packing import PackedBatch
 from megappo.engine.base import Engine, PassResult, StepResult
@@ -144,7 +143,7 @@ def measure(
     num_updates = {role: max(1, update_schedule(config, role).optimizer_steps(num_samples)) for role in trained}
     measured: Measured = defaultdict(RoleMeasures)
     recording = _RecordingEngines(engines, measured, gradients)
-    roles = build_roles(config, recording, num_updates)
+    roles = build_roles(config, cast(EngineFactory, recording), num_updates)
     for step, rollout in enumerate(rollouts, 1):
         experience = add_model_outputs(Experience.of_whole(rollout), roles)
         if REWARD_MODEL in roles.shares:
@@ -213,40 +212,29 @@ def _fields_in(batch: PackedBatch) -> Iterator[tuple[str, str, str]]:
 
 
 class DelegatingEngine:
-    """An engine that hands every use of another one on to it: the base of engines that change or record a part of it."""
+    """An engine, or a factory of them, that hands every use on to another one: the base of those that change or record a part."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
 
-class _RecordingEngines:
+class _RecordingEngines(DelegatingEngine):
     """An engine factory that wraps each engine that trains in a `_Recorder`."""
 
     def __init__(self, engines: EngineFactory, measured: Measured, gradients: bool) -> None:
-        self._engines, self._measured, self._gradients = engines, measured, gradients
+        super().__init__(engines)
+        self._measured, self._gradients = measured, gradients
         self.recorders: dict[str, _Recorder] = {}
 
     def build(self, spec: EngineSpec) -> Engine | None:
-        engine = self._engines.build(spec)
+        engine = self._engine.build(spec)
         if engine is None or spec.total_updates is None:
             return engine
         self.recorders[spec.role] = _Recorder(engine, self._measured[spec.role], self._gradients)
         return cast(Engine, self.recorders[spec.role])
-
-    def describe(self, section: RoleConfig) -> str:
-        return self._engines.describe(section)
-
-    def connect(self, sections: Iterable[RoleConfig]) -> None:
-        self._engines.connect(sections)
-
-    def settle(self) -> None:
-        self._engines.settle()
-
-    def close(self) -> None:
-        self._engines.close()
 
 
 class _Recorder(DelegatingEngine):

@@ -144,9 +144,8 @@ def _report(run: Run, results: Mapping[str, Results], tolerance: float, *, in_sm
     alone = {name: first_cause(*others) for name, others in differences.items()}
     if alone:
         print(f"{bisection(alone)}\n")
-    used = {role: features(run.config, role, run.world_size) for role in roles_in_use(run.config)}
     cause = first_cause(first, steps)
-    print(verdict(cause, len(rows), used, alone, in_smaller_layouts=in_smaller_layouts))
+    print(verdict(cause, len(rows), alone, in_smaller_layouts=in_smaller_layouts))
     return int(any(difference is not None for difference in (cause, *alone.values())))
 
 

@@ -37,7 +37,7 @@ def test_kl_is_the_policy_less_the_reference(tmp_path):
     analysis = analysis_of(tmp_path, [liked])
     assert analysis.samples[0].kl == pytest.approx(3.0)
     assert [one.kl for one in analysis.positions] == pytest.approx([1.0] * 3)
-    assert analysis.worst.kl == [analysis.samples[0]]
+    assert analysis.worst["highest KL"] == [analysis.samples[0]]
 
 
 def test_a_kl_of_the_wrong_sign_is_noticed(tmp_path, monkeypatch):
@@ -74,13 +74,13 @@ def test_the_worst_are_listed_once_and_the_newest_first(tmp_path):
     rows = [record(sample=i, score=0.0, response_tokens=[5, 6 + (i == 3), EOS]) for i in range(4)]
     steps = {1: [record(score=-1.0)], 2: rows}
     worst = analysis_of(tmp_path, steps).worst
-    assert [(one.trajectory.step, one.trajectory.sample) for one in worst.score] == [(1, 0), (2, 3), (2, 2)]
-    assert not worst.repetition
+    assert [(one.trajectory.step, one.trajectory.sample) for one in worst["lowest score"]] == [(1, 0), (2, 3), (2, 2)]
+    assert not worst["most repetitive"]
 
 
 def test_a_score_that_is_no_number_is_the_worst_and_in_no_mean(tmp_path):
     analysis = analysis_of(tmp_path, [record(score=1.0), record(sample=1, score=None, entropy=[None, 0.5, 0.7])])
-    assert math.isnan(analysis.worst.score[0].trajectory.score)
+    assert math.isnan(analysis.worst["lowest score"][0].trajectory.score)
     assert analysis.steps[0].score == 1.0 and analysis.samples[1].entropy == pytest.approx(0.6)
 
 
@@ -88,7 +88,7 @@ def test_a_run_without_a_reference_has_no_kl(tmp_path):
     row = record()
     del row["ref_logprob"]
     analysis = analysis_of(tmp_path, [row])
-    assert math.isnan(analysis.steps[0].kl) and math.isnan(analysis.positions[0].kl) and not analysis.worst.kl
+    assert math.isnan(analysis.steps[0].kl) and math.isnan(analysis.positions[0].kl) and not analysis.worst["highest KL"]
     assert analysis.positions[0].logprob == -1.0
 
 
