@@ -78,11 +78,6 @@ class Hardware:
         """Bytes/s between the device and host memory, one direction."""
         return self.host_link_gb_s * 1e9 * self.host_share
 
-    @property
-    def layer_overhead_s(self) -> float:
-        """Host seconds of one layer's forward: kernel launches, Python."""
-        return self.layer_overhead_us * 1e-6
-
     def is_gpu(self) -> bool:
         return not self.name.startswith("cpu")
 

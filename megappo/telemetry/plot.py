@@ -77,7 +77,11 @@ def figure_of(panels: Mapping[str, Curves], title: str = "") -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    drawn = {name: curves for name, curves in panels.items() if any(_has_values(curve) for curve in curves.values())}
+    drawn = {
+        name: curves
+        for name, curves in panels.items()
+        if any(value is not None for curve in curves.values() for value in curve.values())
+    }
     columns = max(1, min(COLUMNS, len(drawn)))
     rows = max(1, math.ceil(len(drawn) / columns))
     figure = Figure(figsize=(columns * _PANEL_INCHES[0], rows * _PANEL_INCHES[1] + 0.4), layout="constrained")
@@ -105,7 +109,3 @@ def figure_of(panels: Mapping[str, Curves], title: str = "") -> Figure:
 def _plain(text: str) -> str:
     # Between two dollar signs matplotlib reads mathematics
     return text.replace("$", r"\$")
-
-
-def _has_values(curve: Mapping[int, float | None]) -> bool:
-    return any(value is not None for value in curve.values())

@@ -92,7 +92,12 @@ def convert(source: Source) -> Conversion:
             settings.ours[key], comments[key] = chosen
     for key, placeholder in PLACEHOLDERS.items():
         if key not in settings.ours:
-            said = [_line(row) for row in rows if row.outcome is Outcome.MISSING and _is_of(key, row, trainer)]
+            unsaid = [
+                row
+                for row in rows
+                if row.outcome is Outcome.MISSING and (rule := rule_of(row.key, trainer)) and rule.keys[:1] == (key,)
+            ]
+            said = [_line(row) for row in unsaid]
             settings.ours[key], comments[key] = placeholder, f"NAME IT: {said[0]}" if said else NOT_NAMED
     _drop(rows, settings.ours, _misplaced(settings.ours))
     _drop(rows, settings.ours, _incomplete(settings.ours))
@@ -114,11 +119,6 @@ def convert(source: Source) -> Conversion:
 
 def _line(row: Row) -> str:
     return f"{'the default ' if row.is_default else ''}{row.key} = {show(row.value)}: {row.note}"
-
-
-def _is_of(key: str, row: Row, trainer: Trainer) -> bool:
-    rule = rule_of(row.key, trainer)
-    return rule is not None and rule.keys[:1] == (key,)
 
 
 def rule_of(key: str, trainer: Trainer) -> Rule | None:
@@ -155,14 +155,9 @@ def _first(key: str, value: Any, trainer: Trainer, settings: Settings) -> Row:
 def _plain(key: str, value: Any, rule: Rule) -> Row:
     if rule.expects and value not in rule.expects:
         return Row(key, value, Outcome.MISSING, rule.otherwise or rule.note)
-    if rule.outcome is Outcome.MISSING and _among(value, rule.off):
+    if rule.outcome is Outcome.MISSING and any(value == off for off in rule.off):  # 0 and False are equal here
         return Row(key, value, Outcome.UNNEEDED, f"off ({rule.note})")
     return Row(key, value, rule.outcome, rule.note)
-
-
-def _among(value: Any, options: tuple[Any, ...]) -> bool:
-    # 0 and False are equal here.
-    return any(value == option for option in options)
 
 
 def _apply(rows: list[Row], trainer: Trainer, settings: Settings) -> None:

@@ -173,7 +173,9 @@ def role_cost(
         """Add a pass over `samples` to `parts`; returns its number of micro-batches."""
         sequences = -(-samples // layout.dp)
         count = num_micro_batches(settings.micro_batch_tokens, sequences, workload, layout)
-        tokens = sequences * _padded(workload.length, layout) / count
+        # Context parallel pads to a multiple of 2 cp: on average by (2 cp - 1) / 2 tokens.
+        padded = workload.length if layout.cp == 1 else workload.length + layout.cp - 0.5
+        tokens = sequences * padded / count
         if tokens not in passes:
             passes[tokens] = [stage_pass(arch, layout, stage, settings, tokens, workload.length, hardware) for stage in kinds]
         stages = passes[tokens] if trained else [Pass(one.forward) for one in passes[tokens]]
@@ -214,11 +216,6 @@ def role_cost(
 def num_micro_batches(budget: int, sequences: int, workload: Workload, layout: ParallelLayout) -> int:
     """Micro-batches that the balancer makes of sequences of the mean length; a multiple of pp if interleaved."""
     return padded_micro_batches(layout, micro_batches_bound(sequences, max(1, round(workload.length)), budget))
-
-
-def _padded(length: float, layout: ParallelLayout) -> float:
-    # Context parallel pads to a multiple of 2 cp: on average by (2 cp - 1) / 2 tokens.
-    return length if layout.cp == 1 else length + layout.cp - 0.5
 
 
 def stage_kinds(arch: ModelArch, layout: ParallelLayout) -> dict[int, int]:

@@ -129,7 +129,7 @@ def find_best(search: Search) -> Choice:
     kept = [role for role in search.candidates if role not in search.tuned]
     beside = f" beside the {' and the '.join(kept)} as configured" if kept else ""
     what = f"no layout fits on {machine.world_size} x {machine.hardware.name}{beside}"
-    if not search.is_colocated:  # larger worlds have other ranks
+    if not all(one.is_whole for one in search.placements.values()):  # larger worlds have other ranks
         where = ", ".join(
             f"{key_of_role(name)}.ranks={placement}" for name, placement in search.placements.items() if not placement.is_whole
         )

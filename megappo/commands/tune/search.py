@@ -45,7 +45,7 @@ from megappo.config.role_sections import PolicyConfig, section_of, with_sections
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
 from megappo.models.implementation import Implementation, implementation_of_role
-from megappo.parallel.layout import ParallelLayout, Placement, layout_of, placement_of
+from megappo.parallel.layout import ParallelLayout, layout_of, placement_of
 from megappo.telemetry.hardware import Hardware
 
 # Of a working set, which is mostly activations. Tests hold the estimate of activations to 10 %.
@@ -70,7 +70,8 @@ class Search:
         self.placing = placing
         self.placements = {name: placement_of(ranks, machine.world_size) for name, ranks in placements_in_use(config).items()}
         self.timetable = Timetable(self.placements, forward_passes(config))
-        self._hardware = {name: _seen_from(placement, machine.hardware) for name, placement in self.placements.items()}
+        near = {name: ranks_together(placement, machine.hardware.gpus_per_node) for name, placement in self.placements.items()}
+        self._hardware = {name: replace(machine.hardware, gpus_per_node=count) for name, count in near.items()}
         self._counts: dict[tuple[object, ...], ParameterCount] = {}
         # Keys: role, number of its ranks, neighbouring ranks on a node, and settings. Values hold in every placement.
         self._memory: dict[tuple[object, ...], dict[int, RoleMemory]] = {}
@@ -81,11 +82,6 @@ class Search:
         other = Search(config, self.archs, self.machine, self.workload, self.tuned, placing)
         other._counts, other._memory, other._costs = self._counts, self._memory, self._costs
         return other
-
-    @property
-    def is_colocated(self) -> bool:
-        """True if all roles and vLLM live on all ranks."""
-        return all(one.is_whole for one in self.placements.values())
 
     def num_ranks(self, name: str) -> int:
         return len(self.placements[name])
@@ -129,8 +125,9 @@ class Search:
         budgets = token_budgets(settings.micro_batch_tokens, step_arithmetic(self.config).max_sequence_tokens)
         for parallel in layouts(arch, self.num_ranks(role), self.implementation(role)):
             for recompute in recompute_choices(getattr(settings, "recompute", None)):
-                chosen = settings.model_copy(update={"parallel": parallel} | self._recompute(settings, recompute))
-                if not runs_under_its_engine(role, chosen):
+                recomputed = {"recompute": recompute} if hasattr(settings, "recompute") else {}
+                chosen = settings.model_copy(update={"parallel": parallel, **recomputed})
+                if next(problems_of_role(role, chosen), None) is not None:  # the engine lacks this layout or recomputation
                     continue
                 for tokens in budgets:
                     one = self.candidate(role, chosen.model_copy(update={"micro_batch_tokens": tokens}))
@@ -140,10 +137,6 @@ class Search:
 
     def implementation(self, role: str) -> Implementation:
         return implementation_of_role(self.machine.implementation, self.config.model.impl, section_of(self.config, role))
-
-    @staticmethod
-    def _recompute(settings: Settings, recompute: str) -> dict[str, str]:
-        return {"recompute": recompute} if hasattr(settings, "recompute") else {}
 
     def candidate(self, role: str, settings: Settings) -> Candidate | None:
         """Build the candidate of a role with these settings; None if it does not fit beside any replicas."""
@@ -212,7 +205,7 @@ class Search:
         if not self.rollouts or not all(self.candidates.values()):
             return None
         # The push of weights, about 1 % of a step, is ignored in the choice of the policy.
-        fronts = {role: [found[index] for index in self._front_of(role, found)] for role, found in self.candidates.items()}
+        fronts = {role: self._front(role, found) for role, found in self.candidates.items()}
         best: Choice | None = None
         for rollout in self.rollouts:
             limit = float("inf") if best is None else best.total_s - rollout.total_s  # what roles may take to win
@@ -223,17 +216,15 @@ class Search:
                     best = choice
         return best
 
-    def _front_of(self, role: str, found: Sequence[Candidate]) -> list[int]:
-        """Indices of the candidates that no other undercuts in memory and time. found: the fastest first."""
-        # If roles take turns, their sum counts. Beside another role a slow pass may cost nothing, and a slow update much.
-        times = None if self.timetable.takes_turns else [(one.generate_s, *one.cost.phases.values()) for one in found]
-        return self._front(role, [one.need for one in found], times)
+    def _front(self, role: str, found: Sequence[Candidate]) -> list[Candidate]:
+        """Candidates that no other undercuts in memory and time. found: the fastest first."""
 
-    def _front(self, role: str, needs: Sequence[Need], times: Sequence[tuple[float, ...]] | None = None) -> list[int]:
         def communicators(layout: ParallelLayout) -> int:
             return layout_bytes(layout, self._has_experts(role)) if self.machine.device == "cuda" else 0
 
-        return pareto(needs, communicators, times)
+        # If roles take turns, their sum counts. Beside another role a slow pass may cost nothing, and a slow update much.
+        times = None if self.timetable.takes_turns else [(one.generate_s, *one.cost.phases.values()) for one in found]
+        return [found[index] for index in pareto([one.need for one in found], communicators, times)]
 
     def choice(self, roles: Mapping[str, Candidate], rollout: RolloutCandidate) -> Choice:
         """Combine these candidates with their plan, whether they fit or not."""
@@ -282,15 +273,6 @@ class Search:
     def rollouts_beside(self, choice: Choice) -> list[RolloutCandidate]:
         needs = {role: one.need for role, one in choice.roles.items()}
         return [one for one in self.rollouts if self.fits(needs, one)]
-
-
-def runs_under_its_engine(role: str, settings: Settings) -> bool:
-    """True unless the role's engine lacks this layout or recomputation."""
-    return next(problems_of_role(role, settings), None) is None
-
-
-def _seen_from(placement: Placement, hardware: Hardware) -> Hardware:
-    return replace(hardware, gpus_per_node=ranks_together(placement, hardware.gpus_per_node))
 
 
 def fullest_stages(arch: ModelArch, layout: ParallelLayout) -> list[int]:

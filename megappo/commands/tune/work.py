@@ -208,7 +208,7 @@ def stage_pass(
     if stage == layout.pp - 1 and value_head_of(settings) is None:
         times["head"] = _head_s(arch, layout, mine, rate, hardware)  # only the last stage has the vocabulary
     # One more layer for each chunk: embedding or head, and messages.
-    times["host"] = (len(layers) + layout.vpp) * hardware.layer_overhead_s
+    times["host"] = (len(layers) + layout.vpp) * hardware.layer_overhead_us * 1e-6
     talk = _communication(arch, layout, stage, layers, mine, itemsize, Links.of(hardware), hardware.gpus_per_node)
     forward: dict[Part, float] = {**times, **talk.forward}
     backward: dict[Part, float] = {part: BACKWARD * seconds for part, seconds in times.items()}

@@ -69,13 +69,13 @@ def num_top_k_ids(sampling: SamplingConfig) -> int:
 def _record(sequences: int, vocab_size: int, version: int, generator: Generator) -> PackedBatch:
     plan = [_turns(index, generator) for index in range(sequences)]
     batch = pack([_integers(0, vocab_size, sum(map(sum, turns)), generator) for turns in plan])
-    mask = torch.tensor([sampled for turns in plan for sampled in _mask(turns)], dtype=torch.bool)
+    mask = torch.tensor([sampled for turns in plan for turn in turns for sampled in [False] * turn.given + [True] * turn.sampled])
     # 0.5 to 1.5 times the log-prob of an even distribution: bounds on the ratio to the policy cut some tokens and keep others.
     logprob = -log(vocab_size) * (0.5 + torch.rand(batch.num_tokens, generator=generator))
     return batch.with_fields(
         {"response_mask": mask, "rollout_logprob": torch.where(mask, logprob, 0.0)},
         {
-            "truncated": torch.tensor([_is_cut(index) for index in range(sequences)]),
+            "truncated": torch.arange(sequences) % 4 == 2,
             "version": torch.full((sequences,), version, dtype=torch.long),
             "score": torch.randn(sequences, generator=generator),
             **_groups(sequences),
@@ -104,14 +104,6 @@ def _turns(index: int, generator: Generator) -> Sequence[Turn]:
     count = _integers(2, _MOST_TURNS + 1, 1, generator)[0] if index % 4 == 1 else 1
     given = _integers(1, _LONGEST_GIVEN + 1, count, generator)
     return [Turn(*lengths) for lengths in zip(given, _integers(2, _LONGEST_SAMPLED + 1, count, generator))]
-
-
-def _is_cut(index: int) -> bool:
-    return index % 4 == 2
-
-
-def _mask(turns: Sequence[Turn]) -> list[bool]:
-    return [sampled for turn in turns for sampled in [False] * turn.given + [True] * turn.sampled]
 
 
 def _integers(low: int, high: int, count: int, generator: Generator) -> list[int]:
