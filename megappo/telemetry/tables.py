@@ -9,7 +9,7 @@ from itertools import groupby
 MIB = 1 << 20
 GIB = 1 << 30
 SHOWN_GROUPS = 4
-MOST_CHARACTERS = 300  # of a text on a line
+MOST_CHARACTERS = 300  # longest text that is printed on a line
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int | Collection[str] = 1) -> list[str]:

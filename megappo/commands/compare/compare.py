@@ -101,14 +101,14 @@ LONGEST_VALUE = 44  # characters of a setting in a column
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the report and the JSON say."""
+    """The comparison of all runs, which the report and the JSON show."""
 
     runs: Mapping[str, Run]
     curves: Mapping[str, Mapping[str, Curve]]  # metric -> run -> curve
     differences: Mapping[str, Difference]
     limits: Sequence[tuple[str, float, str]]  # (metric, limit, why it is exceeded; empty if it is not)
     settings: Mapping[str, Sequence[str]]  # key -> value of each run, if they differ
-    recorded: Mapping[str, Sequence[str]]  # the same of versions, data and launches
+    recorded: Mapping[str, Sequence[str]]  # key -> value of each run: versions, data and launches that differ
     notes: Sequence[str]  # what is not known
 
 
@@ -216,7 +216,7 @@ def _metric_lines(compared: Comparison, args: argparse.Namespace) -> list[str]:
         for name, curve in of_metric.items():
             values = [*(curve.get(step) for step in steps), list(curve.values())[-1] if curve else None]
             rows.append([ends[0], name, *map(value_text, values), *ends[1:]])
-            ends = ["", "", ""]  # of the metric, so on its first row alone
+            ends = ["", "", ""]  # the name and the differences are the metric's, so they stand on its first row alone
     mean = f"means of {args.window} steps; " if args.window > 1 else ""
     counts = sorted({found.steps for found in compared.differences.values()})
     compared_steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"

@@ -34,7 +34,7 @@ FATES = (Outcome.TAKEN.value, CHANGED, *(outcome.value for outcome in Outcome if
 
 @dataclass
 class Row:
-    """What became of one foreign key."""
+    """One foreign key and its fate."""
 
     key: str
     value: Any
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def fate(self) -> str:
-        """What became of the key, as the report counts it."""
+        """The fate under which the report counts the key."""
         if self.outcome is None:
             return UNKNOWN
         as_it_was = not self.note and all(value == self.value for value in self.sets.values())

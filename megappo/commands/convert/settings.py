@@ -23,7 +23,7 @@ class Otherwise(Exception):
 
 @dataclass
 class Settings:
-    """Both sides as far as they are known: foreign keys with the trainer's defaults, and our keys."""
+    """The foreign keys, with the trainer's defaults, and our keys as far as they are known."""
 
     foreign: Mapping[str, Any]
     written: frozenset[str]  # foreign keys that the source writes

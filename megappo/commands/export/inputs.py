@@ -1,4 +1,4 @@
-"""What `megappo export` reads and writes, checked before torch is imported, which takes seconds, and before minutes of loading."""
+"""Checks of the paths and options of `megappo export`, before torch is imported (seconds) and weights are loaded (minutes)."""
 
 from __future__ import annotations
 

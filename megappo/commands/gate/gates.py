@@ -42,7 +42,7 @@ class Gate(NamedTuple):
     final: int = 0
 
 
-class Outcome(NamedTuple):
+class Verdict(NamedTuple):
     """A gate applied to a run."""
 
     gate: Gate
@@ -62,12 +62,12 @@ def show_gates(run_dir: Path, file: Path) -> int:
         if not is_known(gate.metric, logged):
             hint = nearest_hint(gate.metric, logged)
             raise ConfigError(f"{gate.text}: {run_dir / METRICS} has no metric {gate.metric}{hint}")
-    outcomes = [hold(gate, rows) for gate in gates]
-    cells = [[one.gate.text, value_text(one.value), "pass" if one.passed else "FAIL"] for one in outcomes]
-    reasons = [f"  {one.gate.text}: {one.reason}" for one in outcomes if one.reason]
-    passed = sum(one.passed for one in outcomes)
-    print("\n".join([*table(["gate", "value", "result"], cells), *reasons, f"\n{passed} of {len(outcomes)} gates pass"]))
-    return int(passed < len(outcomes))
+    verdicts = [hold(gate, rows) for gate in gates]
+    cells = [[one.gate.text, value_text(one.value), "pass" if one.passed else "FAIL"] for one in verdicts]
+    reasons = [f"  {one.gate.text}: {one.reason}" for one in verdicts if one.reason]
+    passed = sum(one.passed for one in verdicts)
+    print("\n".join([*table(["gate", "value", "result"], cells), *reasons, f"\n{passed} of {len(verdicts)} gates pass"]))
+    return int(passed < len(verdicts))
 
 
 def read_gates(file: Path) -> list[Gate]:
@@ -102,21 +102,21 @@ def parse_gate(line: Any, place: str) -> Gate:
     return Gate(*start, count=None, first=int(at or first), final=int(at or final))
 
 
-def hold(gate: Gate, rows: Rows) -> Outcome:
+def hold(gate: Gate, rows: Rows) -> Verdict:
     """Apply one gate to the rows of a run (step -> metric -> value)."""
     steps, reached = sorted(step for step, row in rows.items() if gate.metric in row), max(rows)
     if gate.count is None and gate.final > reached:
-        return Outcome(gate, None, f"step {gate.final} was never reached; the run's last step is {reached}")
+        return Verdict(gate, None, f"step {gate.final} was never reached; the run's last step is {reached}")
     if not steps:
-        return Outcome(gate, None, "was never logged")
+        return Verdict(gate, None, "was never logged")
     chosen = [step for step in steps if gate.first <= step <= gate.final] if gate.count is None else steps[-gate.count :]
     if not chosen:
         logged = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
-        return Outcome(gate, None, f"was not logged there; it was at step {logged}")
+        return Verdict(gate, None, f"was not logged there; it was at step {logged}")
     if gate.count is not None and len(chosen) < gate.count:
-        return Outcome(gate, None, f"has {len(chosen)} values only")
+        return Verdict(gate, None, f"has {len(chosen)} values only")
     values = {step: finite(rows[step][gate.metric]) for step in chosen}
     for step, value in values.items():
         if value is None:
-            return Outcome(gate, None, f"was not finite at step {step}")
-    return Outcome(gate, REDUCTIONS[gate.how](values.values()))
+            return Verdict(gate, None, f"was not finite at step {step}")
+    return Verdict(gate, REDUCTIONS[gate.how](values.values()))

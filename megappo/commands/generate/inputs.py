@@ -1,4 +1,4 @@
-"""What `megappo generate` reads, checked before torch is imported, which takes seconds."""
+"""Checks of the paths of `megappo generate`, before torch is imported, which takes seconds."""
 
 from __future__ import annotations
 

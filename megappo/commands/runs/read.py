@@ -1,4 +1,4 @@
-"""What the files of a run directory say about the run: its state (lease.json, ended.json), last step (metrics.jsonl), last
+"""Read a run directory: the state of the run (lease.json, ended.json), last step (metrics.jsonl), last
 checkpoint and size on disk.
 
 Reads only. A file that cannot be read is a fault of its run and hides no other run. Imports no torch.
@@ -45,7 +45,7 @@ class Checkpoint:
     """The newest complete checkpoint; its sizes are checked, its contents not."""
 
     step: int
-    time: float  # of its commit, epoch seconds
+    time: float  # when it was committed, epoch seconds
     bytes: int
     weights_only: bool  # saved by `checkpoint.save_only_model`: nothing to resume from
     best: Mapping[str, Any] | None = None  # {step, metric, mode, value} of the run's best step, which has a checkpoint too

@@ -29,7 +29,7 @@ class Verified:
 
     step: int
     state: Literal["ok", "damaged", "unverified", "removed"]
-    files: int  # of the manifest, as `bytes`; 0 if it cannot be read
+    files: int  # files in the manifest; 0 if it cannot be read
     bytes: int
     fault: str  # one line; empty without one
 

@@ -1,4 +1,4 @@
-"""What a search chooses from: a role in one layout, vLLM in one size, and a choice of them for every role."""
+"""Candidates of a search (a role in one layout, vLLM in one size), a choice for every role, and the best one by branch and bound."""
 
 from __future__ import annotations
 

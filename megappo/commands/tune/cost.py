@@ -127,9 +127,9 @@ class RoleCost:
     phases: Mapping[str, float]
     """`forward` (log-probs, values, scores) and `update`."""
     parts: Mapping[str, float]
-    """The same seconds by cause, over both phases."""
+    """Seconds by cause (matrix products, communication, ...), summed over both phases."""
     num_micro_batches: int
-    """Of a data-parallel rank in one update; for a frozen role in the forward pass."""
+    """Micro-batches of a data-parallel rank in one update; in the forward pass for a frozen role."""
 
     @property
     def total_s(self) -> float:

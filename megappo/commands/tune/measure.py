@@ -23,7 +23,6 @@ from megappo.commands.tune.cost import Workload
 from megappo.commands.tune.report import name_of
 from megappo.commands.tune.search import Search
 from megappo.commands.tune.trials import (
-    REPEATS,
     Failed,
     Measured,
     Outcome,
@@ -89,8 +88,7 @@ def measure(search: Search, choice: Choice, most: int, *, in_job: bool = False) 
         _make_folder(folder, search.config.run.output_dir)
         for name in missing:
             write_trial(folder, name, trial_of(search, candidates[name]))
-        seconds = sum(predicted_s(candidates[name], search.workload) for name in missing)
-        _run(search, folder, missing, seconds, in_job=in_job)
+        _run(search, folder, missing, in_job=in_job)
         print()
     tried = [_tried(one, folder, name, search.workload) for name, one in candidates.items()]
     ranked = sorted(tried, key=lambda one: one.total_s)
@@ -154,22 +152,10 @@ def _make_folder(folder: Path, output_dir: str) -> None:
         raise ConfigError(problem("run.output_dir", output_dir, why)) from None
 
 
-def predicted_s(one: Candidate, workload: Workload) -> float:
-    """Predicted seconds of a trial, without its start."""
-    phases, passes = one.cost.phases, workload.passes(one.role)
-    trips = one.cost.parts.get("offload", 0.0)
-    # With offload a trial also times a phase of one update.
-    times = 2 if one.cost.is_trained and trips else 1
-    update_s = phases["update"] / workload.updates(one.role) if one.cost.is_trained else 0.0
-    return (REPEATS + 1) * (phases["forward"] / passes + times * update_s + trips)  # + 1: the first is not counted
-
-
-def _run(search: Search, folder: Path, names: Sequence[str], seconds: float, *, in_job: bool) -> None:
-    """Run the trials. seconds: predicted for them."""
+def _run(search: Search, folder: Path, names: Sequence[str], *, in_job: bool) -> None:
     world, per_node = search.machine.world_size, search.machine.hardware.gpus_per_node
     where = "the nodes of this job" if in_job else "this machine"
-    said = f"{len(names)} trials on {world} ranks of {where}, predicted to take {figures(seconds)} s and the start of the ranks"
-    print(f"{said}; results in {folder}", flush=True)
+    print(f"{len(names)} trials on {world} ranks of {where}; results in {folder}", flush=True)
     code = run_trials(folder, names, ranks_of_job(world, per_node) if in_job else ranks_here(world))
     if code != 0:
         kept = f"what it said is above; what was measured is kept in {folder}"

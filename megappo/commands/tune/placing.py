@@ -18,16 +18,17 @@ from megappo.config.schema import TrainConfig
 from megappo.parallel.layout import placement_of
 from megappo.telemetry.tables import GIB, figures, table
 
-ALONE_SHARE = 0.8  # of the memory, for vLLM without models beside it; the rest is for the reserve and the headroom
+ALONE_SHARE = 0.8  # rollout.memory_share of vLLM without models beside it; the rest is for the reserve and the headroom
 COLOCATED = "colocated"
-UNSURE = 0.15  # of a step: of timed placements one predicted to be 14 % shorter was the longer one (benchmarks/bench_placements.py)
+# Share of the step time: of timed placements one predicted to be 14 % shorter was the longer one (benchmarks/bench_placements.py).
+UNSURE = 0.15
 
 
 class Placing(NamedTuple):
     """Keys of one placement of roles on ranks."""
 
     name: str
-    """Its name for users."""
+    """Name that users read, such as `critic on 4-7`."""
     changes: Mapping[str, str | float | tuple[()]]
     """Key -> value: `critic.ranks` and what follows from it, such as an empty `critic.offload`."""
 

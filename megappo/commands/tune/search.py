@@ -48,7 +48,7 @@ from megappo.models.implementation import Implementation, implementation_of_role
 from megappo.parallel.layout import ParallelLayout, layout_of, placement_of
 from megappo.telemetry.hardware import Hardware
 
-# Of a working set, which is mostly activations. Tests hold the estimate of activations to 10 %.
+# Factor on a working set, which is mostly activations: tests hold the estimate of activations to 10 %.
 MARGIN = 1.1
 MOST_DOUBLINGS = 8  # up to 256 times the GPUs asked for
 
@@ -193,7 +193,7 @@ class Search:
         return True
 
     def _reserve(self, names: Collection[str], needs: Mapping[str, Need], rollout: RolloutCandidate) -> int:
-        # Of a rank on which these live; the plan takes the largest of all ranks.
+        # The reserve of a rank on which these roles live; the plan takes the largest of all ranks.
         of_roles = [(need.layout, self._has_experts(role)) for role, need in needs.items() if role in names]
         return reserve_bytes(of_roles, self.machine.world_size, (rollout.tp or 1) if ROLLOUT in names else 1)
 

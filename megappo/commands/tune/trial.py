@@ -35,7 +35,7 @@ from megappo.trainer.roles import NLL_WEIGHT, Critic, Policy, RewardModel
 
 # Short: ranks are never far apart without generation, scoring and saving, and a hang takes time from the job's other trials.
 TIMEOUTS = TimeoutsConfig(start_s=300.0, pass_s=300.0, meeting_s=300.0)
-TOTAL_UPDATES = 1000  # of the schedule: the learning rate of a step takes no time
+TOTAL_UPDATES = 1000  # length of the learning rate's schedule, which takes no time to compute
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
@@ -133,7 +133,7 @@ class _Passes:
         sampled = tokens_per_sequence(whole["response_mask"], whole.cu_seqlens)
         self._count = max(loss_count(mode, sampled, max_tokens), 1.0)
         mini, texts = self.batch.with_fields({"weight": weights.weight}), text_arithmetic(config, trial.role)
-        if texts.count:  # as stage 6 adds them to each update, all of the longest length
+        if texts.count:  # stage 6 adds them to each update; all have the longest length here
             drawn = _RandomTexts(texts.max_tokens, role.engine.arch.vocab_size)
             mini = with_texts(mini, drawn, range(texts.count), role.engine.shares, dist.get_rank(), self._count)
         self._mini = mini

@@ -32,7 +32,7 @@ class Trial(BaseModel):
     config: TrainConfig
     role: str
     label: str
-    """Its name for users."""
+    """Name that users read: the role with its layout."""
     samples: int
     """Sequences of a pass and of an update."""
     prompt_tokens: int

@@ -27,7 +27,7 @@ class Difference:
     role: str
     quantity: str
     where: str
-    """Its step and entry, metric, or tensor."""
+    """Place of the largest difference: step and index, metric, or tensor."""
     absolute: float
     relative: float
     """|a - b| / max(1, |b|) of the worst number; for gradients and parameters max |a - b| / max |b| of the worst tensor. NaN if

@@ -110,9 +110,9 @@ class RoleMeasures:
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
     """Name -> [updates]. Sums are divided by the loss's denominator."""
     gradients: Gathered | None = None
-    """Of the first mini-batch."""
+    """Gradients of the first mini-batch."""
     parameters: Gathered | None = None
-    """After the last step."""
+    """Parameters after the last step."""
 
     def add(self, quantity: str, numbers: Tensor) -> None:
         self.values.setdefault(quantity, []).append(numbers.double())

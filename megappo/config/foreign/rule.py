@@ -1,4 +1,4 @@
-"""What a key of another trainer becomes in megappo: the rules behind `megappo convert` and the hints for foreign keys.
+"""Translation of other trainers' keys: the rules behind `megappo convert` and the hints for foreign keys.
 
 A table is data. A rule that needs other keys (samples = prompts x responses) names its arithmetic (`by`), which is in
 `megappo/commands/convert/arithmetic.py`. Imports nothing of megappo.
@@ -21,7 +21,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one foreign key."""
+    """The fate of one foreign key."""
 
     outcome: Outcome
     keys: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Trainer:
     commands: tuple[str, ...] = ()
     """Words of a command line that start it: module or script."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Its defaults where megappo's may differ; they hold for keys that the source does not write."""
+    """The trainer's defaults where megappo's may differ; they hold for keys that the source does not write."""
     ignored: tuple[str, ...] = ()
     """Endings of keys that hold no setting, such as `_target_`."""
     sections: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Trainer:
     steps_of_ppo: bool = False
     """True if warm-up and schedule of the learning rate count PPO steps instead of optimizer steps."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Its name of a key today -> the older name under which the arithmetic asks for it."""
+    """Today's name of a key -> the older name under which the arithmetic asks for it."""
     chosen: Mapping[str, str] = field(default_factory=dict)
     """Our key -> name of the arithmetic that chooses a value, with its reason, where the source has none."""
 

@@ -45,7 +45,7 @@ class BackgroundTracker:
         self._tracker, self._abandon = tracker, abandon
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
         self._reason: str | None = None
-        self._limit_s: float | None = None  # of the wait for the end, once that was asked for
+        self._limit_s: float | None = None  # seconds to wait for the end, once `finish` was called
         self._thread = threading.Thread(target=self._serve, daemon=True, name=f"tracker {name}")
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:

@@ -24,9 +24,9 @@ _ENVIRONMENT = {
 }
 # MLflow's names of the ends of a run.
 _ENDS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-_MAX_PARAMS = 100  # of one request
+_MAX_PARAMS = 100  # parameters that MLflow takes in one request
 _MAX_PARAM_CHARS = 6000  # MLflow refuses longer values
-_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")  # of metrics
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")  # characters that MLflow refuses in names of metrics
 
 
 class Mlflow:

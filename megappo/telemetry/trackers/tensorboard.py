@@ -43,7 +43,7 @@ class TensorBoard:
                     min=histogram.edges[0],
                     max=histogram.edges[-1],
                     num=sum(histogram.counts),
-                    # Of the middles: TensorBoard shows neither, and readers take them for a rough mean.
+                    # Sums over the middles of the bins: TensorBoard shows neither, and readers take them for a rough mean.
                     sum=sum(count * middle for count, middle in zip(histogram.counts, middles)),
                     sum_squares=sum(count * middle**2 for count, middle in zip(histogram.counts, middles)),
                     bucket_limits=list(histogram.edges[1:]),

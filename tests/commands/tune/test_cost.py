@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +12,9 @@ from benchmarks.probe import link_gb_s
 from megappo.commands.plan.memory import RolloutMemory, count_parameters
 from megappo.commands.plan.timeline import timeline
 from megappo.commands.tune.candidates import Machine
-from megappo.commands.tune.cost import RoleCost, Workload, pipeline_parts, role_cost, stage_kinds, workload_of
+from megappo.commands.tune.cost import Workload, pipeline_parts, role_cost, stage_kinds, workload_of
 from megappo.commands.tune.generation import push_s, vllm_cost
-from megappo.commands.tune.measure import phases_of, predicted_s
+from megappo.commands.tune.measure import phases_of
 from megappo.commands.tune.search import MOST_DOUBLINGS, larger_worlds
 from megappo.commands.tune.trials import Measured
 from megappo.commands.tune.work import Links, Pass, Span, layer_products, span, stage_pass
@@ -293,13 +292,6 @@ def test_what_was_measured_is_a_step_with_weights_that_come_once():
     found = phases_of(Measured(forward_s=3.0, update_s=5.0, load_s=1.0, trip_s=3.0), "policy", WORK)
     assert found == pytest.approx({"forward": 1 + 4 * 2, "update": 3 + 4 * 5})
     assert phases_of(Measured(forward_s=3.0, update_s=None), "reference", WORK) == pytest.approx({"forward": 4 * 3})
-
-
-def test_a_trial_is_predicted_as_one_mini_batch_of_the_step():
-    """Four passes and updates of 64 of the 256 samples, the first of which is not counted."""
-    one = SimpleNamespace(role="policy", cost=RoleCost({"forward": 8.0, "update": 24.0}, {}, 1))
-    assert predicted_s(one, WORK) == pytest.approx(4 * (8 / 4 + 24 / 4))
-    assert predicted_s(SimpleNamespace(role="policy", cost=RoleCost({"forward": 8.0}, {}, 1)), WORK) == pytest.approx(4 * 8 / 4)
 
 
 def test_a_link_is_not_taken_to_be_faster_than_what_was_seen():

@@ -79,7 +79,7 @@ def test_trials_run_on_the_jobs_nodes_and_are_reused_and_a_killed_rank_costs_its
     ranking = tmp_path / "all.json"
     code, told = tune(capfd, path, "--measure", "2", "--json", str(ranking))
     assert code == 0, told
-    assert "2 trials on 4 ranks of the nodes of this job, predicted to take " in told.out
+    assert "2 trials on 4 ranks of the nodes of this job; results in " in told.out
     names = sorted(file.name.removesuffix(".result.json") for file in folder.glob("*.result.json"))
     measured = next(one for name in names if isinstance(one := read_outcome(folder, name), Measured))
     failed = read_outcome(folder, killed[0])
