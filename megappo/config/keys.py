@@ -156,6 +156,15 @@ def value_at(config: BaseModel, dotted: str) -> Any:
     return value
 
 
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested mappings. An empty mapping is a value."""
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def replaced(section: Any, path: Sequence[str], value: Any) -> Any:
     """Copy a section, or a mapping of sections, with another value at this path of keys."""
     first, *rest = path

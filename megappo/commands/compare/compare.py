@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from megappo.checkpoint.directory import CheckpointDirectory
 from megappo.commands.compare.curves import Curve, Difference, curve_of, difference, find_metrics, steps_to_show, usual_metrics
 from megappo.commands.runs.read import BROKEN, Rows, Run, read_rows, read_run, step_text, value_text
 from megappo.config.errors import ConfigError
+from megappo.config.keys import leaves
 from megappo.config.output_file import check_output_file
 from megappo.config.redaction import redacted_values
 from megappo.config.run_directory import CHECKPOINTS, LAUNCHES
@@ -42,7 +43,7 @@ def settings_of(run_dir: Path) -> Values:
     """Read the resolved configuration, secrets hidden; empty if it cannot be read."""
     try:
         data, _ = parse_yaml((run_dir / CONFIG).read_text(encoding="utf-8"), CONFIG)
-        return dict(_flat(redacted_values(data)))
+        return _texts(redacted_values(data))
     except (ConfigError, *BROKEN):
         return {}
 
@@ -56,7 +57,7 @@ def facts_of(run_dir: Path) -> Values:
                 facts = dict(directory.read(step).facts)
                 facts["code"] = facts.get("reward", {}).get("code")
                 # Paths differ between machines and do not identify the content.
-                return {key: value for key, value in _flat(_part(facts, _FACTS)) if not key.endswith(".path")}
+                return {key: value for key, value in _texts(_part(facts, _FACTS)).items() if not key.endswith(".path")}
             except BROKEN:
                 continue  # damaged, or removed by a live run; an older one says the same
     except BROKEN:
@@ -69,7 +70,7 @@ def launch_of(run_dir: Path) -> Values:
     try:
         newest = max((run_dir / LAUNCHES).glob("*/launch.json"), key=lambda path: path.stat().st_mtime)
         record = json.loads(newest.read_text(encoding="utf-8"))
-        return {key: value for key, value in _flat(_part(record, _LAUNCH)) if not _OF_A_JOB.match(key)}
+        return {key: value for key, value in _texts(_part(record, _LAUNCH)).items() if not _OF_A_JOB.match(key)}
     except BROKEN:  # a ValueError if there is none
         return {}
 
@@ -86,14 +87,10 @@ def _part(data: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     return {key: data[key] for key in keys if key in data}
 
 
-def _flat(data: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, value as text) from nested mappings; a SHA-256 is cut short."""
-    if isinstance(data, Mapping) and data:
-        for key, value in data.items():
-            yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
-        return
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, default=str)
-    yield prefix, text[:12] if _SHA256.fullmatch(text) else text
+def _texts(data: Any) -> dict[str, str]:
+    """Map dotted names to values as texts; a SHA-256 is cut short."""
+    texts = {key: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False, default=str) for key, one in leaves(data)}
+    return {key: text[:12] if _SHA256.fullmatch(text) else text for key, text in texts.items()}
 
 
 LONGEST_VALUE = 44  # characters of a setting in a column

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megappo.config.foreign.openrlhf import LIGHTRFT, OPENRLHF
 from megappo.config.foreign.rule import Trainer
 from megappo.config.foreign.trl import TRL
 from megappo.config.foreign.verl import VERL
+from megappo.config.keys import leaves
 from megappo.config.yaml_reader import MAX_BYTES, parse_yaml, why_no_file
 
 READ = (VERL, NEMO_RL, OPENRLHF, LIGHTRFT, TRL, FLOWMESH)
@@ -181,15 +182,15 @@ def _read_yaml(text: str, path: str) -> Source:
     data, _ = parse_yaml(text, path)
     if not isinstance(data, dict):
         raise _nothing(path, f"YAML whose top is a {type(data).__name__}" if data is not None else "an empty YAML file")
-    leaves = dict(_leaves(data))
-    trainer = FLOWMESH if str(data.get("apiVersion", "")).startswith("flowmesh") else _by_keys(leaves)
-    if "defaults" in leaves and trainer in (NEMO_RL, None):
-        leaves = _with_defaults(leaves, path)
-        trainer = _by_keys(leaves)
+    values = dict(leaves(data))
+    trainer = FLOWMESH if str(data.get("apiVersion", "")).startswith("flowmesh") else _by_keys(values)
+    if "defaults" in values and trainer in (NEMO_RL, None):
+        values = _with_defaults(values, path)
+        trainer = _by_keys(values)
     if trainer is None:
         shown = ", ".join(list(data)[:6])
         raise _nothing(path, f"YAML with the keys {shown}" if shown else "an empty YAML file")
-    return Source(path, trainer, {key: _resolved(value, leaves, key) for key, value in leaves.items()})
+    return Source(path, trainer, {key: _resolved(value, values, key) for key, value in values.items()})
 
 
 def _file_of(config: Any, path: str) -> dict[str, Any] | None:
@@ -200,19 +201,19 @@ def _file_of(config: Any, path: str) -> dict[str, Any] | None:
     return None
 
 
-def _with_defaults(leaves: dict[str, Any], path: str, depth: int = 0) -> dict[str, Any]:
+def _with_defaults(values: dict[str, Any], path: str, depth: int = 0) -> dict[str, Any]:
     """Read the files that NeMo-RL's key `defaults` names, from the file's folder, and set the file's own keys over theirs. A file
     that is not there, or too deep a chain of them, leaves the key."""
-    named = leaves.get("defaults")
+    named = values.get("defaults")
     files = [Path(path).parent / str(one) for one in (named if isinstance(named, list) else [named])]
     if named is None or depth > MOST_FILES or not all(file.is_file() for file in files):
-        return leaves
+        return values
     below: dict[str, Any] = {}
     for file in files:
         data, _ = parse_yaml(_read_text(file), str(file))
-        found = _with_defaults(dict(_leaves(data if isinstance(data, dict) else {})), str(file), depth + 1)
+        found = _with_defaults(dict(leaves(data if isinstance(data, dict) else {})), str(file), depth + 1)
         below = _set_over(below, found)
-    return _set_over(below, {key: value for key, value in leaves.items() if key != "defaults"})
+    return _set_over(below, {key: value for key, value in values.items() if key != "defaults"})
 
 
 def _set_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,17 +227,7 @@ def _set_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
     return {**kept, **above}
 
 
-def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in data.items():
-        key = prefix + name
-        # An empty mapping is a value.
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{key}.")
-        else:
-            yield key, value
-
-
-def _resolved(value: Any, leaves: Mapping[str, Any], key: str) -> Any:
+def _resolved(value: Any, values: Mapping[str, Any], key: str) -> Any:
     """Resolve an interpolation: `${a.b}`, `${.b}` (beside `key`), `${oc.select:a.b,default}`, `${mul:${a.b}, ${c.d}}`."""
     parent = key.rpartition(".")[0]
     for _ in range(8):  # a reference may lead to another
@@ -249,9 +240,9 @@ def _resolved(value: Any, leaves: Mapping[str, Any], key: str) -> Any:
         whole = _REFERENCE.fullmatch(value)
         if whole is not None:
             name = parent + whole[1] if whole[1].startswith(".") else whole[1]
-            value = leaves.get(name, whole[2] if whole[2] is not None else Unread(value))
+            value = values.get(name, whole[2] if whole[2] is not None else Unread(value))
             continue
-        replaced = _REFERENCE.sub(lambda match: str(leaves.get(match[1], match[0])), value)
+        replaced = _REFERENCE.sub(lambda match: str(values.get(match[1], match[0])), value)
         if replaced == value:
             return Unread(value)
         value = replaced

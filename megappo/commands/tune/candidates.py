@@ -1,4 +1,4 @@
-"""Candidates of a search (a role in one layout, vLLM in one size), a choice for every role, and the best one by branch and bound."""
+"""Candidates of a search (a role in one layout, vLLM in one size), a choice of one for every role, and the best one of them."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from megappo.config.keys import leaves
 from megappo.telemetry.trackers.base import TEXT_COLUMNS, Histogram, Status, TrackedRun, texts_of
 
 URI = "MLFLOW_TRACKING_URI"
@@ -95,14 +96,6 @@ class Mlflow:
 
 def _param_batches(config: Mapping[str, Any]) -> Iterator[list]:
     entities: Any = importlib.import_module("mlflow.entities")
-    params = [entities.Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in _leaves(config)]
+    params = [entities.Param(name, str(value)[:_MAX_PARAM_CHARS]) for name, value in leaves(config)]
     for start in range(0, len(params), _MAX_PARAMS):
         yield params[start : start + _MAX_PARAMS]
-
-
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
