@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -141,16 +141,8 @@ def find_best(search: Search) -> Choice:
     raise ConfigError(f"--gpus {machine.world_size}: {what}, and not on {larger_worlds(machine)[-1]} either; {fix}")
 
 
-def as_json(
-    search: Search,
-    choice: Choice,
-    top: int,
-    planned: PlannedRun,
-    measured: Mapping[str, Any] | None = None,
-    placements: Sequence[Mapping[str, Any]] | None = None,
-) -> str:
-    """The content of the tables as JSON, in seconds and bytes, with the remarks of the plan. measured: facts of the trials by role.
-    placements: all that were searched, the fastest first."""
+def facts_of(search: Search, choice: Choice, top: int, planned: PlannedRun) -> dict[str, Any]:
+    """The content of the tables for JSON, in seconds and bytes, with the remarks of the plan."""
     tables: dict[str, Any] = {
         role: [_facts(one) for one in search.beside(choice, role)[:top]] for role in choice.roles if role in search.tuned
     }
@@ -159,7 +151,7 @@ def as_json(
             {"tp": one.tp, "seconds": one.total_s, "bytes": search.choice(choice.roles, one).plan.rollout_bytes()}
             for one in search.rollouts_beside(choice)[:top]
         ]
-    facts = {
+    return {
         "gpus": search.machine.world_size,
         "hardware": search.machine.hardware.name,
         "step_seconds": choice.total_s,
@@ -168,10 +160,7 @@ def as_json(
         "notes": list(planned.notes),
         "warnings": list(planned.plan.warnings),
         "roles": tables,
-        **({"measured": measured} if measured is not None else {}),
-        **({"placements": placements} if placements is not None else {}),
     }
-    return json.dumps(facts, indent=1) + "\n"
 
 
 def _facts(one: Candidate) -> dict[str, Any]:
@@ -197,10 +186,11 @@ def tune(args: argparse.Namespace, config: TrainConfig) -> int:
         ranked = rank_placements(search, neutral_config(search.config, search.tuned)) if args.placements else ()
         search, choice = _first(ranked, search, args)
         print(report(search, choice, args.top), flush=True)
-        measurement = None
+        facts: dict[str, Any] = {"placements": placement_facts(ranked)} if ranked else {}
         if args.measure is not None:
             measurement = measure(search, choice, args.measure, in_job=args.slurm)
             print("\n".join(measured_lines(measurement)))
+            facts["measured"] = measured_facts(measurement)
             choice = best_measured(search, choice, measurement)
         overrides, machine = overrides_of(search, choice), search.machine
         written = load_config(args.config, [*args.overrides, *overrides])  # with the user's names of models; the last key counts
@@ -213,10 +203,8 @@ def tune(args: argparse.Namespace, config: TrainConfig) -> int:
             whole = target.suffix in (".yaml", ".yml")
             target.write_text(dump_yaml(written) if whole else "".join(f"{line}\n" for line in overrides), encoding="utf-8")
         if "--json" in targets:
-            measured = measured_facts(measurement) if measurement is not None else None
-            placements = placement_facts(ranked) if ranked else None
-            facts = as_json(search, choice, args.top, planned, measured, placements)
-            targets["--json"].write_text(facts, encoding="utf-8")
+            facts |= facts_of(search, choice, args.top, planned)
+            targets["--json"].write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
