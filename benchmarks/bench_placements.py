@@ -27,14 +27,14 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness.model import Mistake
 from benchmarks.harness.processor_trials import measure
 from benchmarks.harness.small_model import write_small_model
-from benchmarks.probe import probe
+from benchmarks.probe import dump_hardware, probe
 from megappo.commands.tune.candidates import Choice, Machine
 from megappo.commands.tune.cost import workload_of
 from megappo.commands.tune.measure import phases_of, trial_of
 from megappo.commands.tune.placing import stage_seconds
 from megappo.commands.tune.search import Search
 from megappo.config.loading import load_config
-from megappo.telemetry.hardware import Hardware, dump_hardware
+from megappo.telemetry.hardware import Hardware
 from megappo.telemetry.metrics import Metric
 from megappo.telemetry.tables import figures, table
 from megappo.trainer.prepare.layouts import read_archs

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import torch
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -29,7 +30,7 @@ from megappo.commands.plan.memory import GIB
 from megappo.config.schema import TrainConfig
 from megappo.runtime.libraries import quiet_libraries
 from megappo.telemetry.console import keep_console
-from megappo.telemetry.hardware import PROFILES, Hardware, dump_hardware, hardware_of, load_hardware
+from megappo.telemetry.hardware import PROFILES, Hardware, hardware_of, load_hardware
 
 RANKS = 2  # at once, if there is room: ranks share a machine's memory and cores, and a profile has the rates of one beside another
 # On a busy machine calls are seldom undisturbed: even the fastest of eight may take twice its time.
@@ -79,6 +80,13 @@ def probe() -> Hardware:
     name = "gpu-here" if gpus else "cpu-here"
     facts = {key: value for key, value in asdict(replace(base, name=name)).items() if key != "name"}
     return hardware_of(name, {**facts, **measured}, str(PROFILES))
+
+
+def dump_hardware(hardware: Hardware) -> str:
+    """Write the profile as YAML, to be saved and given to --gpu."""
+    return yaml.safe_dump(
+        {hardware.name: {key: value for key, value in asdict(hardware).items() if key != "name"}}, sort_keys=False
+    )
 
 
 def measure_rates(device: torch.device, folder: str) -> dict[str, float]:

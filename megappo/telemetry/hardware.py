@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -102,13 +100,6 @@ def hardware_of_gpu(device_name: str) -> Hardware | None:
     if "pcie" in words or "nvl" in words:  # other clocks than the SXM boards of the data sheets
         return None
     return next((one for name, one in profiles(PROFILES).items() if one.is_gpu() and name in words), None)
-
-
-def dump_hardware(hardware: Hardware) -> str:
-    """Write the profile as YAML, to be saved and given to --gpu."""
-    return yaml.safe_dump(
-        {hardware.name: {key: value for key, value in asdict(hardware).items() if key != "name"}}, sort_keys=False
-    )
 
 
 def profiles(path: Path) -> dict[str, Hardware]:
