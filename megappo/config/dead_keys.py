@@ -4,7 +4,7 @@ under a fixed controller believes that it acts. The dump of a resolved configura
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -26,6 +26,10 @@ class Dead(NamedTuple):
 
 def _without_megatron(config: TrainConfig | SftConfig) -> bool:
     return all(section_of(config, role).engine != "megatron" for role in roles_in_use(config))
+
+
+def _all_sets_say(key: str, config: TrainConfig) -> bool:
+    return config.data.eval is None and all(getattr(one, key) is not None for one in config.evaluations.values())
 
 
 _IMPL = Dead(
@@ -141,15 +145,13 @@ TRAIN: tuple[Dead, ...] = (
         lambda c: c.data.eval is None,
         "data.eval is not set; remove it, or name the held-out prompts",
     ),
-    Dead(
-        ("trainer.eval_every",),
-        lambda c: c.data.eval is None and all(one.every is not None for one in c.evaluations.values()),
-        "data.eval is not set, and every set of evaluations has its own; remove it, or name the held-out prompts",
-    ),
-    Dead(
-        ("trainer.eval_before",),
-        lambda c: c.data.eval is None and all(one.before is not None for one in c.evaluations.values()),
-        "data.eval is not set, and every set of evaluations has its own; remove it, or name the held-out prompts",
+    *(
+        Dead(
+            (f"trainer.eval_{key}",),
+            partial(_all_sets_say, key),
+            "data.eval is not set, and every set of evaluations has its own; remove it, or name the held-out prompts",
+        )
+        for key in ("every", "before")
     ),
     Dead(
         ("trainer.evaluate_with",),

@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 from megappo.config.run_directory import apply_permissions
 from megappo.config.run_sections import RunConfig
-from megappo.config.schema import DataConfig
+from megappo.config.schema import DataConfig, SftDataConfig
 from megappo.data.cache import Cache
 from megappo.data.prompts import (
     Identities,
@@ -115,6 +115,10 @@ class StoredPrompts(Sequence[Prompt]):
         return Prompt(record_name(*self._rows.place_of(row), None), tuple(row.tokens), text, row.value or "", record, line)
 
 
+def format_of(data: DataConfig | SftDataConfig) -> PromptFormat:
+    return PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix)
+
+
 def open_cache(run: RunConfig) -> Cache:
     """Open the cache of prepared data, with the file permissions of the run."""
     apply_permissions(run.permissions)
@@ -128,7 +132,7 @@ def load_prompts(
     rules = PromptRules(
         data.prompt_key,
         data.answer_key,
-        PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
+        format_of(data),
         data.max_prompt_tokens,
         data.overlong,
         limit,

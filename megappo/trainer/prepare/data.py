@@ -16,8 +16,8 @@ from megappo.config.role_sections import is_critic
 from megappo.config.schema import SftConfig, TrainConfig
 from megappo.data.cache import Cache
 from megappo.data.loader import PassRates, PromptLoader, weights_of
-from megappo.data.prompt_rows import load_prompts, open_cache
-from megappo.data.prompts import PromptFormat, PromptSet
+from megappo.data.prompt_rows import format_of, load_prompts, open_cache
+from megappo.data.prompts import PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.sources import open_sources
 from megappo.data.texts import DemonstrationRules, DemonstrationSet, TextRules, TextSet, demonstrations_of, texts_of
@@ -307,8 +307,7 @@ def load_sft_data(config: SftConfig, policy: ModelArch) -> SftData:
     """Load tokenizer and demonstrations of this configuration. ValueError, one line, as `load_run_data`."""
     data = config.data
     tokenizer, cache = _tokenizer(config, policy), open_cache(config.run)
-    prompt_format = PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix)
-    rules = DemonstrationRules(data.prompt_key, data.response_key, prompt_format, data.max_tokens)
+    rules = DemonstrationRules(data.prompt_key, data.response_key, format_of(data), data.max_tokens)
     demonstrations = demonstrations_of(open_sources(data.train), tokenizer, rules, cache)
     if config.trainer.batch_size > len(demonstrations):
         fix = f"more than the {len(demonstrations):,} demonstrations ({demonstrations.summary()}); lower it or add data"

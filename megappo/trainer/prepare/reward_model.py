@@ -14,7 +14,8 @@ from megappo.config.errors import ConfigError, problem
 from megappo.config.role_sections import RewardModelConfig
 from megappo.config.schema import DataConfig, TrainConfig
 from megappo.data.cache import Cache, hash_of_modules
-from megappo.data.prompts import PromptFormat, PromptSet
+from megappo.data.prompt_rows import format_of
+from megappo.data.prompts import PromptSet
 from megappo.data.reward_text import RewardText
 from megappo.data.tokenizers import Tokenizer, find_tokenizer
 from megappo.models.families.registry import FAMILIES
@@ -129,10 +130,7 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, Da
 
 def prompts_read(data: DataConfig) -> dict[str, Any]:
     """Return the fields of a `RewardText` that depend on a set's prompts; evaluations may have other keys."""
-    return {
-        "prompt_key": data.prompt_key,
-        "prompt_format": PromptFormat(data.chat_template, data.system_prompt, data.prompt_suffix),
-    }
+    return {"prompt_key": data.prompt_key, "prompt_format": format_of(data)}
 
 
 def _longest(text: RewardText, key: str, prompts: PromptSet, cache: Cache) -> int:
