@@ -3,8 +3,9 @@ is refused at once.
 
 Exit codes: 0 done; 1 failed and may work if started again (`doctor` found something missing, a disk is full); 2 the user's mistake,
 one line on stderr before anything was computed; 17 would fail again in the same way (gradients or weights that are not finite,
-replicas that differ, restarts without progress); 75 stopped by a signal after a checkpoint, to be resumed; 130 interrupted by
-Ctrl-C (a training stops with a checkpoint at the first, ends at the second); 143 ended by a second SIGTERM."""
+replicas that differ, restarts without progress); 69 too few samples had a verdict, to be resumed from its checkpoint; 75 stopped
+by a signal after a checkpoint, to be resumed; 130 interrupted by Ctrl-C (a training stops with a checkpoint at the first, ends at
+the second); 143 ended by a second SIGTERM."""
 
 from __future__ import annotations
 
@@ -38,7 +39,17 @@ from megappo.commands import (
 from megappo.commands.parser import Parser, Run
 from megappo.config.errors import ConfigError, ConfigErrors
 from megappo.config.redaction import hide_secrets
-from megappo.runtime.ending import DONE, FAILED, INTERRUPTED, MISTAKE, UNRECOVERABLE, Unrecoverable, is_fault
+from megappo.runtime.ending import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    MISTAKE,
+    UNAVAILABLE,
+    UNRECOVERABLE,
+    Unavailable,
+    Unrecoverable,
+    is_fault,
+)
 from megappo.runtime.failure import is_first_to_say
 from megappo.runtime.libraries import quiet_libraries
 from megappo.runtime.world import is_rank
@@ -137,9 +148,9 @@ def _run(argv: Sequence[str] | None) -> int:
         if is_first_to_say(text):
             print(text, end="", file=sys.stderr)  # one write: other ranks write there too
         return MISTAKE
-    except Unrecoverable as error:
+    except (Unrecoverable, Unavailable) as error:
         sys.excepthook(type(error), error, error.__traceback__)  # prints and records it like an uncaught error
-        return UNRECOVERABLE
+        return UNRECOVERABLE if isinstance(error, Unrecoverable) else UNAVAILABLE
     except KeyboardInterrupt:
         return INTERRUPTED
 

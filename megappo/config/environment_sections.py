@@ -40,7 +40,7 @@ class EnvironmentConfig(Section):
     """Processes on each rank that answer turns while others are generated, each with its own import; 0: the rank calls your
     function for one turn after another, and generates nothing meanwhile."""
     timeout_s: PositiveFloat | None = None
-    """Seconds for one call of your function, after which its process is ended and the trajectory ends, cut. Needs
+    """Seconds for one call of your function, after which its process is ended and the trajectory has no score. Needs
     `workers`."""
     join: Literal["together", "each"] = "together"
     """Answered samples go on together, so that a run repeats itself to the bit, or each at once (docs/environments.md)."""

@@ -15,7 +15,8 @@ class TimeoutsConfig(Section):
 
     start_s: PositiveFloat = 600.0
     """For joining the world, and for an exchange inside a pass until one step has updated every role. Pipeline messages over
-    gloo and vLLM's device exchanges always have it."""
+    gloo and vLLM's device exchanges always have it. While models load, and in a stage's first five runs, also for time in which
+    no rank works: uses its processor, reads, writes or waits for a disk. It must exceed the silence of a remote judge."""
     pass_s: PositiveFloat = 120.0
     """For an exchange inside a forward or backward pass, an optimizer step or a push of weights after that."""
     meeting_s: PositiveFloat = 3600.0
@@ -23,10 +24,8 @@ class TimeoutsConfig(Section):
     exports."""
     heartbeat_s: PositiveFloat = 30.0
     """For the silence of a rank: one that is stopped, dead or blocked ends the run, with a report and the stacks of all
-    ranks."""
-    section_s: PositiveFloat = 60.0
-    """Least limit for a stage of a step, checkpoint or export: `meeting_s` before its first run and between stages, then
-    max(`start_s`, 20 times the longest), from the sixth run on max(this, 5 times the 99th percentile)."""
+    ranks. So does one beyond the limit of a stage, checkpoint or export: `meeting_s` before its first run and between stages,
+    then max(`start_s`, 20 times the longest), from the sixth run on max(2 `heartbeat_s`, 5 times the 99th percentile)."""
 
 
 class RunConfig(Section):

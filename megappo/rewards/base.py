@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+from megappo.runtime.ending import Unavailable
+from megappo.runtime.user_code import NoVerdict
 
 
 @dataclass(frozen=True)
@@ -32,22 +34,8 @@ class RewardInput:
     """Text of each turn of the policy, cut as `response` is; one entry if there is one turn."""
 
 
-_REASON = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-UNDECIDED, UNUSABLE, UNREACHABLE, DIED = "undecided", "unusable", "unreachable", "died"
-"""Reasons of megappo's own: a part ran out of time or returned None; it cannot read the reference answer; its server was down for
-the whole retry budget; its process or sandbox died."""
-
-
-class NoVerdict(Exception):
-    """A part cannot judge a sample, which says nothing about the response. A sample without a verdict on one of its weighted parts
-    has no score: it is trained on by no model and counted in `reward/no_verdict/REASON`. Raise it in a reward of your own."""
-
-    def __init__(self, reason: str = UNDECIDED) -> None:
-        """reason: a word under which such samples are counted. ValueError, one line, for a text that is no name of a metric."""
-        if not isinstance(reason, str) or not _REASON.fullmatch(reason):
-            raise ValueError(f"NoVerdict({reason!r}): its reason names a metric; use letters, digits and . _ - (64 at most)")
-        super().__init__(reason)
-        self.reason = reason
+UNUSABLE, UNREACHABLE = "unusable", "unreachable"
+"""Reasons of parts alone: the reference answer cannot be read; the server was down for the whole retry budget."""
 
 
 class UnusableAnswer(NoVerdict, ValueError):
@@ -60,6 +48,10 @@ class UnusableAnswer(NoVerdict, ValueError):
 
 class RewardError(RuntimeError):
     """A part failed. The message names the part, the sample and the response's start; the trainer stops all ranks."""
+
+
+class TooFewVerdicts(RewardError, Unavailable):
+    """More samples of a step than `reward.max_without_verdict` allows have no score. Raised on all ranks, which save."""
 
 
 Result = float | Mapping[str, Any] | None

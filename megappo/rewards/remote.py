@@ -40,6 +40,8 @@ class RemotePart:
         self._workers: set[asyncio.Task[None]] = set()
         self._is_down = False
         """A request used up its budget and none has been answered since: those that wait are tried once each."""
+        self._unanswered = 0
+        """Requests that used up theirs since nothing waited last."""
         self._retries_before = 0
         """Retries when nothing waited last: the first after that is told, and their number when nothing waits again."""
 
@@ -103,9 +105,9 @@ class RemotePart:
                 future.set_result(result)
 
     def _told_down(self, down: ServerDown) -> None:
-        if not self._is_down:  # once for all that waits
+        if not self._unanswered:  # once for all that waits, also if the server is back in between
             logger.warning("%s; what it does not answer has no verdict", down)
-        self._is_down = True
+        self._is_down, self._unanswered = True, self._unanswered + 1
         self._retries_before = self.num_retries  # the warning says how often
 
     def _next_batch(self, size: int) -> list[tuple[RewardInput, Future[Outcome]]]:
@@ -133,7 +135,9 @@ class RemotePart:
         self._workers.discard(worker)
         self._start_workers()  # samples may have come in after a failure
         if not self._workers:
-            self._is_down = False  # the next samples, of another step, are worth the whole budget
+            if self._unanswered > 1:
+                logger.warning("reward %s: %d requests in all were not answered", self.server.name, self._unanswered)
+            self._is_down, self._unanswered = False, 0  # the next samples, of another step, are worth the whole budget
         if not self._workers and (count := self.num_retries - self._retries_before):
             logger.warning("reward %s: %d requests were sent again, then all was scored", self.server.name, count)
             self._retries_before = self.num_retries

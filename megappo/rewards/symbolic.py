@@ -11,10 +11,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from megappo.rewards.base import DIED, NoVerdict, RewardInput, UnusableAnswer
+from megappo.rewards.base import NoVerdict, RewardInput, UnusableAnswer
 from megappo.rewards.gsm8k import gold_number
 from megappo.rewards.math_forms import final_answer
 from megappo.runtime.helper_process import Answerer, HelperDied, HelperProcess, parent_to_follow
+from megappo.runtime.user_code import DIED
 
 logger = logging.getLogger(__name__)
 

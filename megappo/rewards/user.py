@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megappo.rewards.base import DIED, NoVerdict, RewardError, RewardInput, describe
+from megappo.rewards.base import NoVerdict, RewardError, RewardInput, describe
 from megappo.rewards.inline import InlinePart
-from megappo.runtime.helper_process import FAILED, Answerer, HelperDied, HelperProcess
-from megappo.runtime.user_code import OwnCode, OwnFunction, Use
+from megappo.runtime.helper_process import Answerer, HelperDied, HelperProcess
+from megappo.runtime.user_code import ANSWERED, DIED, NO_VERDICT, OwnCode, OwnFunction, Use, answer_of
 
 GROUP = "megappo.rewards"
-_SCORED, _NO_VERDICT = "scored", "no verdict"
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +62,9 @@ class OwnProcess:
         except HelperDied as died:
             self._warn(f"lost its process, which {died}", sample)
             raise NoVerdict(DIED) from None
-        if word == _NO_VERDICT:
+        if word == NO_VERDICT:
             raise NoVerdict(value)
-        if word != _SCORED:
+        if word != ANSWERED:
             raise RewardError(f"reward rule {self._name} {value}; {describe(sample)}")
         return value
 
@@ -80,13 +79,4 @@ class OwnProcess:
 
 
 def _scoring(name: str, code: OwnCode) -> Answerer:
-    return partial(_answer, load_rule(name, code, batch=False))
-
-
-def _answer(rule: OwnRule, sample: RewardInput) -> tuple[str, Any]:
-    try:
-        return _SCORED, rule.call(sample)
-    except NoVerdict as none:
-        return _NO_VERDICT, none.reason
-    except (Exception, SystemExit) as error:  # the rank names the sample, and stops the run
-        return FAILED, f"raised {type(error).__name__}: {error}{rule.place(error)}"
+    return partial(answer_of, load_rule(name, code, batch=False))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megappo.rewards.base import UNDECIDED, NoVerdict, RewardError, RewardInput, describe
+from megappo.rewards.base import NoVerdict, RewardError, RewardInput, describe
+from megappo.runtime.user_code import NAME, UNDECIDED
 
 # Of fp32, as scores are from here on; more would become infinite, and the batch's advantages NaN.
 LARGEST = (2 - 2.0**-23) * 2.0**127
 PER_TOKEN = "per_token"
-_PART = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _KEYS = {"score", "parts", PER_TOKEN}
 
 
@@ -51,7 +50,7 @@ def verdict_of(result: Any, name: str, sample: RewardInput, seconds: float | Non
     if "score" not in result or set(result) - _KEYS or not isinstance(parts, Mapping):
         wanted = "score (a number), parts (a mapping) and per_token (a list)"
         raise RewardError(f"reward rule {name} returned {_short(result)}, not {wanted}; {describe(sample)}")
-    if odd := [part for part in parts if not isinstance(part, str) or not _PART.fullmatch(part) or part == PER_TOKEN]:
+    if odd := [part for part in parts if not isinstance(part, str) or not NAME.fullmatch(part) or part == PER_TOKEN]:
         fix = "that is the name of the tokens' sum" if odd[0] == PER_TOKEN else "use letters, digits and . _ -"
         raise RewardError(f"reward rule {name} named a part {odd[0]!r}: {fix}; {describe(sample)}")
     score = _number(plain(result["score"]), f"reward rule {name} returned the score", sample)

@@ -31,9 +31,9 @@ def voting_rule(labels: Sequence[str]) -> str | None:
     return next((label for label in labels if label in VOTING), None)
 
 
-def answers_of(rule: str, groups: Sequence[Sequence[str]]) -> list[Answers]:
+def answers_of(rule: str, groups: Sequence[Sequence[str]]) -> list[Answers | None]:
     """Answers of the responses to each prompt, by a rule of VOTING. groups: texts per prompt.
-    If math_verify does not decide on a prompt in time, its responses do not vote, and that is logged."""
+    None for a prompt on which math_verify does not decide in time or its worker dies: it has no majority, and that is logged."""
     if rule != "math_verify":
         extract = EXTRACTORS[rule]
         return [[extract(text) for text in texts] for texts in groups]
@@ -44,9 +44,12 @@ def answers_of(rule: str, groups: Sequence[Sequence[str]]) -> list[Answers]:
         judge.close()
 
 
-def _classes(judge: MathVerify, texts: Sequence[str]) -> Answers:
-    classes = judge.classes(texts)
+def _classes(judge: MathVerify, texts: Sequence[str]) -> Answers | None:
+    try:
+        classes = judge.classes(texts)
+    except RuntimeError as died:
+        logger.warning("%s; a prompt has no majority", died)
+        return None
     if classes is None:
-        logger.warning("math_verify: no decision on the answers of a prompt within %g s, counted as no votes", judge.cpu_limit_s)
-        return [None] * len(texts)
+        logger.warning("math_verify: no decision on the answers of a prompt within %g s; it has no majority", judge.cpu_limit_s)
     return classes

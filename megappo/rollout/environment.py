@@ -17,11 +17,11 @@ from megappo.config.schema import TrainConfig
 from megappo.data.prompts import Prompt
 from megappo.data.token_texts import response_text
 from megappo.data.tokenizers import Message, Tokenizer
-from megappo.rollout.turn import TextTurn, Turn, answer_turn, answering, state_of
+from megappo.rollout.turn import TextTurn, Turn, answering, state_of
 from megappo.rollout.turns import Answer, Asked, Compaction, Left, TurnsRollout
 from megappo.rollout.types import EnvironmentFault, RolloutEngine
 from megappo.runtime.helper_process import FAILED, CannotSend, HelperDied, HelperProcess
-from megappo.runtime.user_code import OwnCode, OwnFunction
+from megappo.runtime.user_code import DIED, NO_VERDICT, UNDECIDED, NoVerdict, OwnCode, OwnFunction, answer_of
 from megappo.runtime.worker_pool import Timed, WorkerPool
 
 _QUESTION: Message = {"role": "user", "content": "?"}
@@ -123,9 +123,10 @@ class InRankEnvironment:
         self._questions = questions
 
     def __call__(self, turn: Turn) -> list[int] | None:
-        """Return the ids of the observation, or None at the end. EnvironmentFault if the function fails."""
+        """Return the ids of the observation, or None at the end. NoVerdict if the function raises it, EnvironmentFault if it
+        fails."""
         question = self._questions.ask(turn)
-        word, value = answer_turn(self._questions.function, question.argument)
+        word, value = answer_of(self._questions.function, question.argument)
         return question.take(word, value)
 
 
@@ -155,15 +156,17 @@ class WorkersEnvironment:
         except TimeoutError:
             assert limit_s is not None, "a process without a limit waits for its answer"
             late = question.named(f"gave no answer within {limit_s:g} s")
-            logger.warning("%s; its trajectory ends, cut (%d so far on this rank)", late, next(self._num_late))
-            return Answer(None, limit_s, is_late=True)
+            logger.warning("%s; its trajectory has no score (%d so far on this rank)", late, next(self._num_late))
+            return Answer(None, limit_s, is_late=True, no_verdict=UNDECIDED)
         except HelperDied as died:
             lost = question.named(f"lost its process, which {died}")
             logger.warning("%s; its trajectory has no score (%d so far on this rank)", lost, next(self._num_died))
-            return Answer(None, has_died=True)
+            return Answer(None, no_verdict=DIED)
         except CannotSend as error:
             raise EnvironmentFault(question.named(f"cannot be asked in a process: {error}")) from error
         word, value = found.result
+        if word == NO_VERDICT:
+            return Answer(None, found.seconds, no_verdict=value)
         if word != FAILED:
             value, state = value
             question.update(state)
@@ -216,9 +219,12 @@ class _Question:
         mine.update(state)
 
     def take(self, word: str, value: Any) -> list[int] | None:
-        """Return the ids of the observation, or None at the end of the trajectory. EnvironmentFault for anything else."""
+        """Return the ids of the observation, or None at the end of the trajectory. NoVerdict if the function raised it,
+        EnvironmentFault for anything else."""
         if word == FAILED:
             raise EnvironmentFault(self.named(value))
+        if word == NO_VERDICT:
+            raise NoVerdict(value)
         if value is None:
             return None
         return self._of_ids(value) if self.questions.settings.interface == "ids" else self._of_text(value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megappo.runtime.helper_process import FAILED, Answerer, CannotSend, packed
-from megappo.runtime.user_code import OwnCode, OwnFunction, Use
+from megappo.runtime.user_code import ANSWERED, OwnCode, OwnFunction, Use, answer_of
 
 if TYPE_CHECKING:
     from megappo.data.prompts import Prompt
@@ -58,20 +58,11 @@ class TextTurn:
 
 
 USE = Use("one turn", "an environment returns its observation")
-_ANSWERED = "answered"
 
 
 def state_of(turn: Turn | TextTurn) -> dict[str, Any]:
     """Return the trajectory's own dictionary, which its next turn finds again."""
     return turn.state if isinstance(turn, TextTurn) else turn.memo
-
-
-def answer_turn(function: OwnFunction, turn: Turn | TextTurn) -> tuple[str, Any]:
-    """Call the function; return (kind, result). Under kind FAILED the result is a line on how it failed."""
-    try:
-        return _ANSWERED, function.call(turn)
-    except (Exception, SystemExit) as error:  # any fault of the user's code: the rank names the turn, and stops the run
-        return FAILED, f"raised {type(error).__name__}: {error}{function.place(error)}"
 
 
 def answering(code: OwnCode) -> Answerer:
@@ -81,8 +72,8 @@ def answering(code: OwnCode) -> Answerer:
 
 
 def _answer_with_state(function: OwnFunction, turn: Turn | TextTurn) -> tuple[str, Any]:
-    word, value = answer_turn(function, turn)
-    if word == FAILED:
+    word, value = answer_of(function, turn)
+    if word != ANSWERED:
         return word, value
     state = state_of(turn)
     for what, sent in ((f"returned {type(value).__name__}", value), ("left a state", state)):

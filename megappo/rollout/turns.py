@@ -30,13 +30,14 @@ from megappo.rollout.types import (
     SamplingParams,
     Segment,
 )
+from megappo.runtime.user_code import NoVerdict
 
 ROUND_S = 1.0
 """Seconds for which an idle rank waits for answers before it tells the others of its replica what it has."""
 
 Environment = Callable[[Turn], Sequence[int] | None]
 """Returns the ids of the observation after a turn, or None to end the trajectory. A trajectory asks on one rank for all its turns.
-An `EnvironmentFault` ends the trajectory and is raised on all ranks after the generation."""
+A `NoVerdict` ends the trajectory without a score; an `EnvironmentFault` is raised on all ranks after the generation."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,13 @@ class Answer:
     """Ids that follow the turn; None ends the trajectory."""
     seconds: float = 0.0
     is_late: bool = False
-    """The answer took too long; the trajectory ends as one that was cut."""
-    has_died: bool = False
-    """The process that should answer died; the trajectory ends, and nothing can be said of it."""
+    """The answer took too long."""
+    no_verdict: str = ""
+    """Why the trajectory ends here without a score (`NoVerdict`); "" if it does not."""
 
 
 class Asked(NamedTuple):
-    """A turn that another process answers. Once `future` is done, `take` reads the answer; it may raise EnvironmentFault."""
+    """A turn that another process answers. Once `future` is done, `take` reads the answer; it may raise as an `Environment`."""
 
     future: Future[Any]
     take: Callable[[], Answer]
@@ -109,7 +110,7 @@ class _Trajectory:
     seconds: list[float] = field(default_factory=list)
     """One per call of the environment; like memo and fault, on the rank that asks it."""
     is_late: bool = False
-    has_died: bool = False
+    no_verdict: str = ""
     fault: str | None = None
 
     @property
@@ -244,6 +245,8 @@ class TurnsRollout:
             # Raised here, it would leave the other ranks in the middle of a generation.
             trajectory.fault = str(fault)
             return Answer(None)
+        except NoVerdict as none:
+            answer = Answer(None, no_verdict=none.reason)
         trajectory.seconds.append(answer.seconds)
         return answer
 
@@ -296,7 +299,7 @@ class TurnsRollout:
             trajectory.observation = None
             return None
         trajectory.turns += 1
-        trajectory.is_late, trajectory.has_died = answer.is_late, answer.has_died
+        trajectory.is_late, trajectory.no_verdict = answer.is_late, answer.no_verdict
         if answer.observation is None:
             return "length" if answer.is_late else response.finish
         observation, compaction = numpy.asarray(answer.observation, numpy.int32), self._compaction
@@ -347,5 +350,5 @@ class TurnsRollout:
             contexts=tuple(trajectory.contexts),
             prompt=trajectory.prompt if trajectory.contexts else None,
             fault=trajectory.fault,
-            played=Played(trajectory.turns, tuple(trajectory.seconds), reached_limit, trajectory.is_late, trajectory.has_died),
+            played=Played(trajectory.turns, tuple(trajectory.seconds), reached_limit, trajectory.is_late, trajectory.no_verdict),
         )

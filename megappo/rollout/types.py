@@ -143,8 +143,8 @@ class Played:
     """The limit on turns ended the trajectory."""
     is_late: bool
     """An answer over the time limit ended the trajectory."""
-    has_died: bool = False
-    """A process of the environment died and ended the trajectory, which therefore has no score."""
+    no_verdict: str = ""
+    """Why the environment ended the trajectory without a score; "" if it did not."""
 
 
 @dataclass(frozen=True, eq=False)

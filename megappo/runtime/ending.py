@@ -52,6 +52,7 @@ DONE = 0
 FAILED = 1  # ran and failed; a restart or a requeue may help
 MISTAKE = 2  # of the user: nothing was computed
 UNRECOVERABLE = 17  # would fail again in the same way (`Unrecoverable`, no progress): never started again
+UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h: too few verdicts; has saved, can be resumed once the reward is mended
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: asked to stop, has saved, can be resumed
 INTERRUPTED = 128 + signal.SIGINT
 KILLED = 128 + signal.SIGKILL
@@ -71,6 +72,11 @@ def as_shell(exit_code: int) -> int:
 class Unrecoverable(RuntimeError):
     """A fault that the same start would meet again, as weights or gradients that are not finite. The command ends with exit code
     17, and launchers and job scripts neither restart nor requeue the run: a person must look at the cause."""
+
+
+class Unavailable(RuntimeError):
+    """What judges the samples, a reward server for example, gives too few verdicts. The run has a checkpoint and can be
+    resumed, though not at once, and no checkpoint is at fault: the command ends with exit code 69, and nothing starts it again."""
 
 
 class ReplicaDrift(Unrecoverable):

@@ -42,6 +42,55 @@ def kill_with_children(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+# What a process at rest stays below: its threads still beat, and ranks that wait for each other meet every second.
+_REST_SHARE, _REST_BYTES_PER_S = 0.1, 32 * 1024
+
+
+class WorkMeter:
+    """Tells if this process, or one that it started, works: it uses the processor, reads or writes files, or waits for a disk or a
+    processor. Ask from one thread, whose own work does not count. every_s: between two looks, each of which costs some 10 ms."""
+
+    def __init__(self, every_s: float, clock: AwakeClock) -> None:
+        self._every_s, self._clock = every_s, clock
+        self._at, self._seconds, self._bytes = clock.now(), 0.0, 0
+
+    def has_worked(self) -> bool:
+        """True if it did since the look before, or the system does not tell; False if not, or if it is too early to look."""
+        passed = self._clock.now() - self._at
+        if passed < self._every_s:
+            return False
+        try:
+            seconds, moved, is_busy = _work_of_processes()
+        except OSError:  # no /proc as Linux has it
+            return True
+        used, new = seconds - self._seconds, moved - self._bytes
+        self._at, self._seconds, self._bytes = self._clock.now(), seconds, moved
+        return is_busy or used > _REST_SHARE * passed or new > _REST_BYTES_PER_S * passed
+
+
+def _work_of_processes() -> tuple[float, int, bool]:
+    """Return processor seconds and bytes read and written so far, without this thread's, and if a process waits for a disk or runs.
+    The seconds of one that waits for a busy processor are few, and the bytes of one that waits until a disk has them are none."""
+    me, seconds, moved, is_busy = psutil.Process(), 0.0, 0, False
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.Error, OSError):  # it has just ended
+            seconds += sum(process.cpu_times()[:4])  # also of the children that it has waited for
+            moved += _bytes_of(Path(f"/proc/{process.pid}/io"))
+            states = {int(task.name): _state(task) for task in Path(f"/proc/{process.pid}/task").iterdir()}
+            # Of threads that run only the first counts: others beat, and on a busy machine wait for it.
+            is_busy = is_busy or states[process.pid] == "R" or "D" in states.values()
+    return seconds - time.thread_time(), moved - _bytes_of(Path("/proc/thread-self/io")), is_busy
+
+
+def _bytes_of(io: Path) -> int:
+    fields = dict(line.split(": ") for line in io.read_text().splitlines())
+    return int(fields["rchar"]) + int(fields["wchar"])
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 LAUNCHER_LISTENS = "MEGAPPO_LAUNCHER_LISTENS"  # set for ranks whose launcher reads their signs of life
 _DONE = b"done"
 

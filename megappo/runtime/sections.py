@@ -164,12 +164,18 @@ class Sections:
             name = self._name()
             return Where(name, self._step, self._clock.now() - self._since, self.limit_s(name))
 
+    def may_stand_still(self) -> bool:
+        """True where only `meeting_s` or `start_s` would end a hang: while loading, and in a section whose limit is not learned."""
+        with self._lock:
+            name = self._name()
+            return name == LOADING or (name != BETWEEN and (name in _UNLEARNED or len(self._seen.get(name, ())) < WARM_UP))
+
     def limit_s(self, name: str) -> float:
         """Return `meeting_s` until a section has occurred; then, up to that, the larger of `start_s` and SLOWER_AT_FIRST times the
-        longest; after WARM_UP times the larger of `section_s` and SLOWER times its 99th percentile."""
+        longest; after WARM_UP times the larger of twice `heartbeat_s` and SLOWER times its 99th percentile."""
         times = sorted(self._seen.get(name, ()))
         if name in _UNLEARNED or not times:
             return self._timeouts.meeting_s
         if len(times) < WARM_UP:
             return min(self._timeouts.meeting_s, max(self._timeouts.start_s, SLOWER_AT_FIRST * times[-1]))
-        return max(self._timeouts.section_s, SLOWER * times[math.ceil(0.99 * len(times)) - 1])
+        return max(2 * self._timeouts.heartbeat_s, SLOWER * times[math.ceil(0.99 * len(times)) - 1])

@@ -19,7 +19,30 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megappo.runtime.helper_process import FAILED
 from megappo.runtime.messages import first_line
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""Of a reason, or of a number inside a result: part of a metric's name."""
+UNDECIDED, DIED = "undecided", "died"
+"""Reasons of megappo's own: what judges ran out of time or returned None; its process or sandbox died."""
+
+
+class NoVerdict(Exception):
+    """What judges a sample, a part of the reward or an environment, cannot do so, which says nothing about the response. Without a
+    verdict of a weighted part the sample has no score: it is trained on by no model and counted in `reward/no_verdict/REASON`.
+    Raise it in code of your own."""
+
+    def __init__(self, reason: str = UNDECIDED) -> None:
+        """reason: a word under which such samples are counted. ValueError, one line, for a text that is no name of a metric."""
+        if not isinstance(reason, str) or not NAME.fullmatch(reason):
+            raise ValueError(f"NoVerdict({reason!r}): its reason names a metric; use letters, digits and . _ - (64 at most)")
+        super().__init__(reason)
+        self.reason = reason
+
+
+ANSWERED, NO_VERDICT = "answered", "no verdict"
+"""Words of `answer_of`, beside `helper_process.FAILED`."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +67,17 @@ class OwnFunction:
     def place(self, error: BaseException) -> str:
         """Return ` (mine.py:12)`, the innermost line of the function's file that the error passed; empty if it passed none."""
         return innermost(error, self.file)
+
+
+def answer_of(function: OwnFunction, argument: Any) -> tuple[str, Any]:
+    """Call the function; return ANSWERED with its result, NO_VERDICT with the reason of the `NoVerdict` that it raised, or FAILED
+    with a line on how it failed."""
+    try:
+        return ANSWERED, function.call(argument)
+    except NoVerdict as none:
+        return NO_VERDICT, none.reason
+    except (Exception, SystemExit) as error:  # any fault of the user's code: the rank names the sample, and stops the run
+        return FAILED, f"raised {type(error).__name__}: {error}{function.place(error)}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ next rank's signs and the store, and ends this process.
 
     stopped or dead rank, interpreter blocked by C code    its signs of life stop for heartbeat_s: noticed by the rank before it
     a section that takes too long                          by the rank itself
+    no rank works in sections that are new (start_s)       by every rank, as each counts those that do in the store
     an exchange that takes too long (pass_s, meeting_s)    by the ranks that give up waiting and raise
     the store's process stopped or dead                    by every rank for itself
     the same of all ranks at once, or of the only one      by the launcher on this machine, if it is ours (`life.py`)
@@ -31,7 +32,7 @@ from types import FrameType, TracebackType
 from typing import Protocol
 
 from megappo.config.run_sections import TimeoutsConfig
-from megappo.runtime.life import DUMP_SIGNAL, SignOfLife, Store, dump_stacks_of, kill_with_children
+from megappo.runtime.life import DUMP_SIGNAL, SignOfLife, Store, WorkMeter, dump_stacks_of, kill_with_children
 from megappo.runtime.messages import first_line
 from megappo.runtime.sections import AwakeClock, SectionFile, Sections, Where
 from megappo.runtime.verdict import VERDICT, Member, Report, Sighting, Verdict, judge, main_thread_place, place_of, record_verdict
@@ -43,12 +44,41 @@ CLAIM_S = 0.5
 REPORT_READ_S = 0.3
 _VERDICT, _REPORTER, _REPORT = "verdict", "reporter", "report"
 _DONE = "done"
+_WORK = "work"  # key of the store: how often a rank was found at work
+LOOKS = 10  # at the work of all ranks, in `start_s`
 
 
 class SharedStore(Store, Protocol):
     """The methods of `torch.distributed.Store` that the watchdog uses. `compare_set` sets a missing key if "" is expected."""
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+
+
+class _Stillness:
+    """Seconds for which no rank was at work. Called from one thread."""
+
+    def __init__(self, limit_s: float, sections: Sections, clock: AwakeClock) -> None:
+        self._limit_s, self._sections, self._clock = limit_s, sections, clock
+        self._meter = WorkMeter(limit_s / LOOKS, clock)
+        self.count, self._since = 0, clock.now()
+
+    def works(self) -> bool:
+        """True if this rank works, or its hang would be found by a limit that it has learned."""
+        is_new = self._sections.now().seconds < self._limit_s / LOOKS  # also a section that goes on, as scoring does
+        return self._meter.has_worked() or is_new or not self._sections.may_stand_still()
+
+    def note(self, count: int) -> None:
+        """Take the number of times that any rank was found at work."""
+        if count != self.count:
+            self.count, self._since = count, self._clock.now()
+
+    def suspicion(self, rank: int) -> Verdict | None:
+        still_s = self._clock.now() - self._since
+        if still_s <= self._limit_s:
+            return None
+        where = self._sections.now().section
+        return Verdict.now(rank, f"no rank works for {still_s:.0f} s in {where} (run.timeouts.start_s = {self._limit_s:g})", rank)
 
 
 class Watchdog:
@@ -71,6 +101,7 @@ class Watchdog:
         self._clock = AwakeClock(self._interval_s)
         self._section_file = SectionFile(folder, rank)
         self.sections = Sections(timeouts, self._clock, self._section_file)
+        self.stillness = _Stillness(timeouts.start_s, self.sections, self._clock)
         self._pulse = None if store is None or len(members) == 1 else _Pulse(self, store)
         self._stop = threading.Event()
         self._raised_at: TracebackType | None = None
@@ -153,7 +184,10 @@ class Watchdog:
         if where.seconds > where.limit_s:
             why = f"{where.section} takes {where.seconds:.0f} s, its limit is {where.limit_s:.0f} s"
             return Verdict.now(self._rank, why, self._rank)
-        return None if self._pulse is None else self._pulse.silence(self._heartbeat_s)
+        if self._pulse is None:
+            self.stillness.note(self.stillness.count + int(self.stillness.works()))
+        silence = None if self._pulse is None else self._pulse.silence(self._heartbeat_s)
+        return silence or self.stillness.suspicion(self._rank)
 
     def _end_alone(self, verdict: Verdict) -> None:
         here = {self._rank: self.dump_and_look()}
@@ -252,6 +286,8 @@ class _Pulse:
         self._answered_at = now
         if verdict:
             self.verdict = Verdict.decode(verdict.decode())
+        else:
+            self._owner.stillness.note(self._store.add(_WORK, int(self._owner.stillness.works())))
 
     def _exchange(self, verdict: Verdict) -> None:
         """Tell the others where this rank is; one of them judges, all print."""

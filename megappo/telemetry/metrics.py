@@ -223,7 +223,7 @@ class Metric(_Named):
         "rollout/turns_limited",
         "share of trajectories that max_turns ended",
     )
-    TURNS_LATE = "rollout/turns_late", "share of trajectories cut, as the environment did not answer within timeout_s"
+    TURNS_LATE = "rollout/turns_late", "share of trajectories without a score, as the environment did not answer within timeout_s"
     PUSH = "rollout/push_*", "figures of the weight push: bytes, seconds, checks"
 
     STEP_SECONDS = "timing/step_s", "wall time of the step, s"

@@ -4,7 +4,7 @@ It does not disturb training: seeds depend only on the run's seed, the set, the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ from megappo.parallel.consensus import on_every_rank
 from megappo.parallel.totals import place_in_world, totals
 from megappo.rewards.compose import Scored
 from megappo.rewards.scorer import Scorer
-from megappo.rewards.votes import answers_of
+from megappo.rewards.votes import Answers, answers_of
 from megappo.rollout.generation import generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Metric
@@ -30,7 +30,7 @@ from megappo.trainer.average import PolicyAverage
 from megappo.trainer.experience.collect import collect, evaluation_requests
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.table import Owners
-from megappo.trainer.left_out import left_out_of
+from megappo.trainer.left_out import LeftOut, left_out_of
 from megappo.trainer.sampler_check import average_version
 from megappo.trainer.scoring import begin_rewards, score_responses
 from megappo.trainer.step_totals import Totals, Turns, moments_of_turns
@@ -46,7 +46,8 @@ _OF_DEFAULT = {
 @dataclass(frozen=True)
 class Evaluation:
     """Result of one set. name: "" for `data.eval`. figures: figure -> value (`config.evaluations`), in the order shown. parts:
-    means of the reward's parts. turns: None without an environment."""
+    means of the reward's parts. turns: None without an environment. is_whole: enough responses have a score to compare the figures
+    with those of another step (`reward.max_without_verdict`)."""
 
     name: str
     num_prompts: int
@@ -54,6 +55,7 @@ class Evaluation:
     figures: Mapping[str, float]
     parts: Mapping[str, float] = field(default_factory=dict)
     turns: Turns | None = None
+    is_whole: bool = True
 
     def all_figures(self) -> dict[str, float]:
         """Return figure -> value, with the reward's parts and the turns."""
@@ -100,6 +102,7 @@ class Evaluator:
     scorer: Scorer
     votes: str | None
     seed: int
+    max_without_verdict: float = 1.0
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Return True if the weights after `step` are evaluated; step 0 is before training."""
@@ -120,19 +123,19 @@ class Evaluator:
         responses = generate(rollout, requests, self.sampling, begin)
         experience = collect(requests, [replace(one, contexts=()) for one in responses])  # scored by its last sequence
         scored = score_responses(experience, prompt_of, tokenizer, self.scorer, self.sampling.stop)
-        table, parts = experience.table, _part_means(scored)
+        table, parts, left_out = experience.table, _part_means(scored), left_out_of(experience, scored, compares_groups=False)
         figures = {
-            **self._scores(experience, scored),
+            **self._scores(experience, scored, left_out),
             names.LENGTH: float(table.sampled.sum()) / table.num_samples,
             names.TRUNCATED: float(table.truncated.sum()) / table.num_samples,
         }
         played = moments_of_turns([one.played for one in responses if one.played is not None])
-        return Evaluation(self.name, len(self.prompts), n, figures, parts, Turns.of(Totals(played)))
+        is_whole = left_out is None or not left_out.exceeds(self.max_without_verdict)
+        return Evaluation(self.name, len(self.prompts), n, figures, parts, Turns.of(Totals(played)), is_whole)
 
-    def _scores(self, experience: Experience, scored: Scored) -> dict[str, float]:
+    def _scores(self, experience: Experience, scored: Scored, left_out: LeftOut | None) -> dict[str, float]:
         """Return the figures over the responses that have a score, NaN if none has, and the counts of the others by reason."""
         scores = experience.column(torch.tensor(scored.total, dtype=torch.float64)).tolist()
-        left_out = left_out_of(experience, scored, compares_groups=False) if any(map(math.isnan, scores)) else None
         counts = {} if left_out is None else left_out.counts
         unscored = {f"{names.NO_VERDICT}/{reason}": float(count) for reason, count in sorted(counts.items())}
         mean = _mean([score for score in scores if not math.isnan(score)])
@@ -169,14 +172,16 @@ def _majorities(
     rule: str, experience: Experience, texts: Sequence[str], scores: Sequence[Sequence[float]], correct_score: float
 ) -> list[float]:
     """Return `majority` of each prompt with a score. scores: per prompt, of its n samples, NaN without one; such a sample has no
-    vote. Collective over the world."""
+    vote. A prompt whose votes cannot be counted has no majority. Collective over the world."""
     n, (rank, world_size) = len(scores[0]), place_in_world()
     # The rule compares all answers of a prompt, so its texts go to one rank, which counts its votes.
     owners = Owners.of_prompts(experience.table, n, world_size)
     groups = _grouped(experience.texts(texts, owners), n)
     mine = (owners.numbers(rank)[::n] // n).tolist()
 
-    def of_prompt(prompt: int, answers: Sequence[Hashable | None]) -> float:
+    def of_prompt(prompt: int, answers: Answers | None) -> float:
+        if answers is None:
+            return math.nan
         scored = [(score, one) for score, one in zip(scores[prompt], answers, strict=True) if not math.isnan(score)]
         return majority([score >= correct_score for score, _ in scored], [one for _, one in scored]) if scored else math.nan
 

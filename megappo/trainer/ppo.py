@@ -91,8 +91,8 @@ class PPO:
         training.end(record)
         evaluated = self.evaluations.after(step, timers)
         self.report(record, timers)
-        is_last = step == self.steps.last
-        self.stopped = self.checkpoints.end_of_step(step, is_last=is_last, evaluated=metrics_of(evaluated), is_pushed=pushes)
+        is_last, whole = step == self.steps.last, [one for one in evaluated if one.is_whole]  # by a few scores none is the best
+        self.stopped = self.checkpoints.end_of_step(step, is_last=is_last, evaluated=metrics_of(whole), is_pushed=pushes)
         return evaluated
 
     def report(self, record: StepRecord, timers: StageTimers) -> None:

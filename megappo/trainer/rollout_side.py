@@ -12,7 +12,7 @@ from functools import partial
 from megappo.config.schema import RolloutConfig
 from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.consensus import warn_once
-from megappo.rewards.base import RewardError
+from megappo.rewards.base import TooFewVerdicts
 from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
 from megappo.rollout.types import RolloutEngine, SamplingParams
@@ -79,10 +79,12 @@ class RolloutSide:
         return drawn
 
     def score(self, asked: Round, drawn: Experience, samples: StepSamples) -> None:
-        """Stage 3: score the responses and add the round to the samples of the step. RewardError on every rank if more of them than
+        """Stage 3: score the responses and add the round to the samples of the step. TooFewVerdicts if more of them than
         `reward.max_without_verdict` have no score; with `above_max: redraw` all places are open again, MAX_REDRAWS times."""
         scored = score_responses(drawn, asked.prompt_of, self._tokenizer, self.scorer, self._sampling.stop)
-        fields = {name: x for name, x in drawn.batch.sequence_fields.items() if name != LOST}  # no field of one round alone
+        fields = {
+            name: x for name, x in drawn.batch.sequence_fields.items() if not name.startswith(LOST)
+        }  # no field of one round alone
         drawn = drawn.with_batch(replace(drawn.batch, sequence_fields=fields))
         for extra in self._extras:
             drawn = extra.after_score(asked, drawn)
@@ -97,7 +99,7 @@ class RolloutSide:
         said = f"step {step}: {left_out.describe()}; reward.max_without_verdict is {self._rules.max_share:g}"
         if self._rules.above == "stop" or samples.times_redrawn == MAX_REDRAWS:
             often = f" at the {samples.times_redrawn + 1}th draw" if samples.times_redrawn else ""
-            raise RewardError(f"{said}{often}")
+            raise TooFewVerdicts(f"{said}{often}")
         warn_once(logger, "%s; the step is drawn again", said)
         samples.draw_again()
 

@@ -199,7 +199,8 @@ class StepSamples:
         if metric is None:
             return total
         part = torch.tensor(scored.parts[metric], dtype=torch.float64)
-        return torch.where(part.isnan(), total, part)
+        # A sample without a score is compared by no part, as it is not trained on either.
+        return torch.where(part.isnan() | total.isnan(), total, part)
 
     def _keep(self, experience: Experience, scored: Scored, chosen: Tensor) -> None:
         """Keep the samples of the chosen places, [places of this round] bool, and note the others as replaced."""

@@ -104,8 +104,8 @@ def evaluators_of_run(
         ends = {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
         return SamplingParams(s.max_response_tokens, s.temperature, s.top_p, s.top_k, **ends)
 
-    seed = config.run.seed
-    return [
-        Evaluator(one.name, one.settings, one.prompts.prompts, sampling_of_set(one.settings), scorer_of_set(one), one.votes, seed)
-        for one in sets
-    ]
+    def evaluator_of(one: EvaluationSet) -> Evaluator:
+        sampled = one.name, one.settings, one.prompts.prompts, sampling_of_set(one.settings)
+        return Evaluator(*sampled, scorer_of_set(one), one.votes, config.run.seed, config.reward.max_without_verdict)
+
+    return [evaluator_of(one) for one in sets]

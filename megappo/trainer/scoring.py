@@ -19,7 +19,7 @@ from megappo.data.token_texts import response_text
 from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.consensus import raised_by_all
 from megappo.parallel.totals import names_of_ranks, place_in_world, total
-from megappo.rewards.base import DIED, RewardError, RewardInput
+from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.compose import Judged, Scored
 from megappo.rewards.scorer import ROUND_S, Found, Scorer
 from megappo.rewards.verdict import Verdict
@@ -88,7 +88,7 @@ def score_responses(
 ) -> Scored:
     """Decode and score the samples of this rank, in the order of its batch. Collective over the world.
     prompt_of: sample number -> prompt. stop: strings that end a response; rules see the text before them, training keeps their
-    tokens. A response that continues in a later step has score 0 and no parts, one whose environment died has no score.
+    tokens. A response that continues in a later step has score 0 and no parts, one without a verdict of its environment no score.
     RewardError on every rank if a part fails on any."""
     ends = experience.table.ends[experience.numbers]
     numbers = experience.numbers[ends].tolist()
@@ -99,8 +99,9 @@ def score_responses(
     scored = raised_as_one(lambda: scorer.composition.compose(judged, by_model))
     # A rule may name numbers of its own; ranks that have no such sample know them too.
     named = scored.with_parts(names_of_ranks(list(scored.parts))).among(ends.tolist())
-    if LOST in experience.batch:
-        named = named.without({i: DIED for i, is_lost in enumerate(experience.batch[LOST].tolist()) if is_lost})
+    fields = experience.batch.sequence_fields
+    lost = {name.removeprefix(LOST): x.nonzero().flatten().tolist() for name, x in fields.items() if name.startswith(LOST)}
+    named = named.without({i: reason for reason, places in lost.items() for i in places})
     return replace(named, early_s=early_s, retries=scorer.take_retries())
 
 

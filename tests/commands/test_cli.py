@@ -11,6 +11,7 @@ import pytest
 
 from megappo.commands import cli, doctor, rank
 from megappo.config.errors import ConfigError
+from megappo.rewards.base import TooFewVerdicts
 from megappo.runtime.ending import Ended, Unrecoverable, input_accepted, record_end
 from megappo.runtime.world import first_host
 from tests.commands.plan.checkpoints import TINY, write_checkpoint, write_run
@@ -234,14 +235,15 @@ def test_verify_accepts_its_input_before_it_measures(tmp_path, monkeypatch, outs
         cli.main(["verify", str(write_run(tmp_path)), "--max-ranks", "2"])
 
 
-def test_a_fault_that_would_come_back_has_a_code_of_its_own(capsys, monkeypatch):
-    def drifted(args):
-        raise Unrecoverable("replicas differ")
+@pytest.mark.parametrize("error, code", [(Unrecoverable("replicas differ"), 17), (TooFewVerdicts("replicas differ"), 69)])
+def test_a_fault_that_would_come_back_has_a_code_of_its_own(capsys, monkeypatch, error, code):
+    def failed(args):
+        raise error
 
-    monkeypatch.setattr(doctor, "main", drifted)
+    monkeypatch.setattr(doctor, "main", failed)
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch wraps it once for each world of earlier tests
-    code, _, err = run(capsys, "doctor")
-    assert code == 17 and "Traceback" in err and err.endswith("Unrecoverable: replicas differ\n")
+    ended, _, err = run(capsys, "doctor")
+    assert ended == code and "Traceback" in err and err.endswith(f"{type(error).__name__}: replicas differ\n")
 
 
 def test_a_broken_pipe_to_a_helper_process_is_a_fault(monkeypatch):

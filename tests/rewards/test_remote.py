@@ -228,7 +228,7 @@ def test_a_server_that_is_down_costs_one_budget_for_all_that_wait(caplog: pytest
     with closing(remote):
         for _ in range(2):
             start = time.monotonic()
-            assert [future.result(60).reason for future in remote.start(SAMPLES)] == ["unreachable"] * len(SAMPLES)
+            assert [getattr(future.result(60), "reason", "") for future in remote.start(SAMPLES)] == ["unreachable"] * len(SAMPLES)
             assert 1.0 <= time.monotonic() - start < 2 * 1.0 < len(SAMPLES) * 1.0, "one after the other they take 5 s"
     said = [record.getMessage() for record in caplog.records if "has no verdict" in record.getMessage()]
     assert len(said) == 2 and re.search(r"after \d+ tries in \d\.\d s: ConnectError: Connection refused; ", said[0])
@@ -242,6 +242,15 @@ def test_samples_that_a_server_cannot_take_cost_the_others_nothing(server: Fault
 
     found = results(server, [sometimes] * 50, retry_budget_s=1.0, batch_size=1, concurrency=1)
     assert [getattr(one, "reason", one) for one in found] == [0.0, "unreachable", 2.0, 3.0, 4.0]
+
+
+def test_a_server_that_fails_now_and_then_is_two_lines_and_not_one_for_each_request(
+    server: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = results(server, [saying("", 500), faulty.fine] * 2, retry_budget_s=0.0, batch_size=1, concurrency=1)
+    assert [getattr(one, "reason", one) for one in found] == ["unreachable", 1.0, "unreachable", 3.0, 4.0]
+    first, last = [record.getMessage() for record in caplog.records]
+    assert "what it does not answer has no verdict" in first and last == "reward rm: 2 requests in all were not answered"
 
 
 def test_no_budget_is_one_try(server: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -267,7 +276,11 @@ def test_one_failure_is_that_of_all_that_wait_and_the_part_can_be_asked_again(se
 
 def test_a_part_closes_with_requests_under_way(server: FaultyServer) -> None:
     free = threading.Event()
-    server.do([lambda handler: free.wait(60)] * 2)
+
+    def hold(handler: Handler) -> None:
+        free.wait(60)
+
+    server.do([hold] * 2)
     remote = part(server, timeout_s=60.0)
     futures = remote.start(SAMPLES)
     start = time.monotonic()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from megappo.rewards import votes
@@ -32,6 +35,7 @@ def test_equal_answers_have_one_class_and_different_ones_different(rule):
     groups, silent = CASES[rule]
     texts = [text for group in groups for text in group] + silent
     (answers,) = answers_of(rule, [texts])
+    assert answers is not None
     classes = iter(answers)
     found = [[next(classes) for _ in group] for group in groups]
     assert all(len(set(one)) == 1 and one[0] is not None for one in found)
@@ -60,8 +64,22 @@ def test_a_class_is_what_the_rule_itself_scores_alike(rule):
 def test_an_answer_that_takes_for_ever_is_no_vote_and_is_said(caplog, monkeypatch):
     monkeypatch.setattr(votes, "MathVerify", lambda: MathVerify(cpu_limit_s=1.0))
     answers = answers_of("math_verify", [[r"\boxed{9^{9^{9^9}}}", r"\boxed{4}"], [r"\boxed{4}", "#### 4"]])
-    assert answers == [[None, None], [0, 0]]
-    assert "no decision on the answers of a prompt within 1 s" in caplog.text
+    assert answers == [None, [0, 0]]
+    assert "no decision on the answers of a prompt within 1 s; it has no majority" in caplog.text
+
+
+def test_a_worker_that_dies_over_a_prompt_leaves_the_others_their_votes(caplog, monkeypatch):
+    plain = MathVerify.classes
+
+    def classes(self, responses):
+        if "die" in responses:
+            plain(self, [r"\boxed{4}"])
+            os.kill(self._worker.pid, signal.SIGKILL)
+        return plain(self, responses)
+
+    monkeypatch.setattr(MathVerify, "classes", classes)
+    assert answers_of("math_verify", [["die", "#### 4"], [r"\boxed{4}", "#### 4"]]) == [None, [0, 0]]
+    assert "the math_verify worker was ended by SIGKILL" in caplog.text and "a prompt has no majority" in caplog.text
 
 
 def test_the_first_part_that_names_answers_counts_the_votes():

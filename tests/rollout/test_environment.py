@@ -197,7 +197,8 @@ def drawn(config, found, tokenizer, text: str) -> tuple[Response, list[Request]]
     engine = Texts(tokenizer, text)
     requests = [Request(0, tokenizer.chat([{"role": "user", "content": "5+6="}]), 5, source=PROMPT)]
     sampling = SamplingParams(max_tokens=config.rollout.max_response_tokens, stop_token_ids=(4,))
-    (response,) = generate(with_environment(engine, found, config, tokenizer), requests, sampling)
+    with closing(with_environment(engine, found, config, tokenizer)) as rollout:
+        (response,) = generate(rollout, requests, sampling)
     return response, engine.asked
 
 
@@ -209,6 +210,26 @@ def test_a_trajectory_is_the_chat_that_the_template_would_write(tmp_path, tokeni
     assert [*asked[0].prompt, *response.tokens.tolist()] == whole[:-1], "but for the line behind the last end"
     assert tokenizer.decode_all(response.tokens[response.sampled].tolist()) == "7<|im_end|>" * 3
     assert response.finish == "stop"
+
+
+@pytest.mark.parametrize("keys", [{}, {"workers": 1}, {"interface": "ids"}, {"interface": "ids", "workers": 1}])
+def test_an_environment_says_that_it_has_no_verdict_and_why(tmp_path, tokenizer, keys):
+    """In the rank and in a process, of text and of ids. A reason that names no metric is a fault of the code, with its line."""
+    code = (
+        "from megappo.rewards.base import NoVerdict\n"
+        "def play(turn):\n"
+        "    if turn.index == 1: raise NoVerdict({!r})\n"
+        "    return [5] if {!r} else 'no'\n"
+    )
+    config, found = prepared(tmp_path, tokenizer, code.format("judge_down", keys.get("interface", "")), max_turns=4, **keys)
+    response, asked = drawn(config, found, tokenizer, "7")
+    played = response.played
+    assert played is not None and played.no_verdict == "judge_down" and response.fault is None and not played.is_late
+    assert len(asked) == played.turns == len(played.seconds) == 2 and response.finish == "stop"
+    config, found = prepared(tmp_path, tokenizer, code.format("judge is down", keys.get("interface", "")), **keys)
+    response, _ = drawn(config, found, tokenizer, "7")
+    assert response.fault is not None and "raised ValueError: NoVerdict('judge is down')" in response.fault
+    assert "(mine.py:3); turn 1 of sample" in response.fault
 
 
 def test_a_fault_ends_its_trajectory_and_travels_with_the_response(tmp_path, tokenizer):
@@ -270,11 +291,12 @@ def test_processes_answer_turns_of_several_samples_at_once_and_one_beyond_its_li
         (3, False, True),
     ]
     assert [one.finish for one in responses] == ["stop", "stop", "length", "stop"] and not any(one.fault for one in responses)
+    assert [one and one.no_verdict for one in played] == ["", "", "undecided", ""]
     assert all(0.2 <= seconds for one in played if one for seconds in one.seconds)
     (line,) = [record.getMessage() for record in caplog.records if "no answer" in record.getMessage()]
     assert line == (
         "environment mine.py: play gave no answer within 3 s; turn 1 of sample sums.jsonl#3 (sample 2), '7'; "
-        "its trajectory ends, cut (1 so far on this rank)"
+        "its trajectory has no score (1 so far on this rank)"
     )
     rollout.close()
     children = {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import numpy
@@ -69,7 +70,7 @@ class Rule:
 
 
 def answers(engine: Rule, environment, count: int = 3, **settings) -> list[Response]:
-    usual = {"max_turns": 3, "turn_tokens": 5, "max_prompt_tokens": 20} | settings
+    usual: dict[str, Any] = {"max_turns": 3, "turn_tokens": 5, "max_prompt_tokens": 20} | settings
     requests = [Request(i, [7] * (i + 1), seed=100 + i, group=i) for i in range(count)]
     return generate(TurnsRollout(engine, environment, **usual), requests, SAMPLING)
 
@@ -301,7 +302,7 @@ def test_a_late_answer_ends_its_trajectory_cut_and_a_fault_travels_with_it():
         def start(self, turn: Turn) -> Asked:
             asked = super().start(turn)
             if turn.number == 0 and turn.index == 1:
-                return asked._replace(take=lambda: Answer(None, 9.0, is_late=True))
+                return asked._replace(take=lambda: Answer(None, 9.0, is_late=True, no_verdict="undecided"))
 
             def fail() -> Answer:
                 raise EnvironmentFault("no tool")

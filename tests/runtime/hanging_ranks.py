@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from tests.worlds import IMPORTED_ONCE
 
-HEARTBEAT_S, SECTION_S = 2.0, 2.0
+HEARTBEAT_S, STILL_S = 2.0, 6.0
 # Hard limit of a world of the tests: ranks that still live are killed, and the test fails.
-OUTER_S = 40.0
+OUTER_S = 60.0
 GRANDCHILD = "import time; time.sleep(300)"
 STEPS_BEFORE = 6
 ALL = -1  # culprits
@@ -39,9 +39,8 @@ def timeouts(fault: str) -> Any:
     """Limits of an exchange (meeting_s, on the host) that come before the watchdog's, or long after."""
     from megappo.config.run_sections import TimeoutsConfig
 
-    first = fault == "sleeping_in_a_pass"
-    meeting_s, section_s = (HEARTBEAT_S, 300.0) if first else (300.0, 15.0 if fault == "healthy" else SECTION_S)
-    return TimeoutsConfig(meeting_s=meeting_s, heartbeat_s=HEARTBEAT_S, section_s=section_s)
+    meeting_s = HEARTBEAT_S if fault == "sleeping_in_a_pass" else 300.0
+    return TimeoutsConfig(start_s=STILL_S, pass_s=STILL_S, meeting_s=meeting_s, heartbeat_s=HEARTBEAT_S)
 
 
 # ------------------------------------------------------------------------------------------------------------------- faults
@@ -75,6 +74,37 @@ def raising(rank: int) -> None:
     raise RuntimeError("the culprit")
 
 
+def sleeping_at_first(rank: int) -> None:
+    """In a stage that has never run: it may last for 300 s."""
+    time.sleep(1000)
+
+
+def slow_at_first(rank: int) -> None:
+    """Twice as long as no rank may be at work, with work of every kind, none of it in this rank's own threads for long."""
+    for kind in ("compute", "child", "write", "advance"):
+        until = time.monotonic() + STILL_S / 2
+        child = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) if kind == "child" else None
+        with open(os.devnull, "wb") as file:
+            while time.monotonic() < until:
+                if kind == "compute":
+                    sum(range(100_000))
+                elif kind == "write":
+                    file.write(bytes(2**20))
+                    time.sleep(0.05)
+                elif kind == "advance":
+                    PROGRESS[0]()
+                    time.sleep(0.2)
+                else:
+                    time.sleep(0.2)
+        if child is not None:
+            child.kill()
+            child.wait()
+
+
+PROGRESS: list[Callable[[], None]] = []
+AT_FIRST = ("sleeping_at_first", "slow_at_first")
+
+
 def healthy(rank: int) -> None:
     """Longer in one place than a rank may be silent, within the limit of the section."""
     time.sleep(HEARTBEAT_S * 1.25)
@@ -82,7 +112,17 @@ def healthy(rank: int) -> None:
 
 FAULTS: dict[str, Callable[[int], None]] = {
     one.__name__: one
-    for one in (stopped, sleeping, holding_the_interpreter, in_another_exchange, sleeping_in_a_pass, raising, healthy)
+    for one in (
+        stopped,
+        sleeping,
+        holding_the_interpreter,
+        in_another_exchange,
+        sleeping_in_a_pass,
+        sleeping_at_first,
+        slow_at_first,
+        raising,
+        healthy,
+    )
 }
 
 
@@ -108,12 +148,14 @@ def rank_main(
     start_distributed(torch.device("cpu"), timeouts(fault))
     child = subprocess.Popen([sys.executable, "-S", "-c", GRANDCHILD]) if hangs and fault != "raising" else None
     with watched(timeouts(fault), Path(folder)) as watchdog:
+        PROGRESS.append(watchdog.sections.advance)
+        begins = 1 if fault in AT_FIRST else STEPS_BEFORE + 1
         for step in range(1, STEPS_BEFORE + 3):
             timers = StageTimers(observer=watchdog.of_step(step))
             with timers.stage("generate"):
                 time.sleep(0.02)
             with timers.stage("score"):
-                if step == STEPS_BEFORE + 1 and hangs:
+                if step == begins and hangs:
                     Path(folder, "fault").write_text(json.dumps([time.time(), child.pid if child else None]))
                     time.sleep(HEARTBEAT_S / 4)  # a sign of life from this section
                     FAULTS[fault](rank)

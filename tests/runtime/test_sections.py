@@ -17,7 +17,7 @@ from megappo.runtime.sections import BETWEEN, LOADING, WARM_UP, AwakeClock, Sect
 from megappo.runtime.verdict import Place, main_thread_place
 from megappo.telemetry.timers import StageTimers
 
-TIMEOUTS = TimeoutsConfig(meeting_s=1000, section_s=20)
+TIMEOUTS = TimeoutsConfig(meeting_s=1000, heartbeat_s=10)
 
 
 class Clock:
@@ -87,6 +87,21 @@ def test_sections_inside_others_and_between_stages(clock: Clock) -> None:
     with pytest.raises(KeyError), timers.stage("score"):
         raise KeyError
     assert marks.raised_in is not None and marks.raised_in.section == "score" and marks.now().section == BETWEEN
+
+
+def test_only_new_work_may_stand_still(clock: Clock) -> None:
+    marks = Sections(TIMEOUTS, AwakeClock(1.0))
+    assert marks.may_stand_still(), "loading"
+    marks.of_step(1)
+    assert not marks.may_stand_still(), "trackers, the log"
+    for _ in range(WARM_UP):
+        with marks.section("score"):
+            assert marks.may_stand_still()
+    with marks.section("score"):
+        assert not marks.may_stand_still(), "its limit is learned"
+    for _ in range(WARM_UP + 1):
+        with marks.section("checkpoint"):
+            assert marks.may_stand_still(), "its limit never is"
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count(clock: Clock) -> None:

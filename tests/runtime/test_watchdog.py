@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megappo.runtime.failure import first_failure
-from tests.runtime.hanging_ranks import HEARTBEAT_S, Ended, run_world
+from tests.runtime.hanging_ranks import AT_FIRST, HEARTBEAT_S, STILL_S, Ended, run_world
 
 pytestmark = pytest.mark.slow  # starts ranks without `spawn_world`
 
@@ -25,6 +25,8 @@ HANGS = {
     "in_another_exchange": (3, 1, "in another exchange than the others"),
     "sleeping_in_a_pass": (2, 1, "in no exchange while the others wait"),
     "sleeping, alone": (1, 0, "score takes"),
+    "sleeping_at_first": (2, 1, "in no exchange while the others wait"),
+    "sleeping_at_first, alone": (1, 0, "no rank works for"),
 }
 
 
@@ -39,7 +41,8 @@ def test_every_process_is_gone_in_time_by_sigkill(hang: tuple[str, Ended]) -> No
     case, ended = hang
     raises = [1 if case == "sleeping_in_a_pass" and rank == 0 else KILLED for rank in range(len(ended.codes))]
     assert ended.codes == raises, ended.logs
-    assert HEARTBEAT_S * 0.5 < ended.seconds < HEARTBEAT_S + END_S
+    limit_s = STILL_S if case.split(",")[0] in AT_FIRST else HEARTBEAT_S
+    assert limit_s * 0.5 < ended.seconds < limit_s + END_S
 
 
 def test_the_report_names_rank_host_section_and_exchange(hang: tuple[str, Ended]) -> None:
@@ -51,10 +54,11 @@ def test_the_report_names_rank_host_section_and_exchange(hang: tuple[str, Ended]
         assert re.search(r"rank 1: all_reduce in .*hanging_ranks.py:\d+ \(rank_main\) \(score, step 7, \d s\)", said), said
         return
     assert said.count("megappo: noticed by rank") == 1, "one rank prints the report"
-    assert re.search(rf"megappo: rank {culprit} on \S+ hangs \((last seen in )?score, step 7, \d+ s\): ", said), said
+    step = 1 if case.split(",")[0] in AT_FIRST else 7
+    assert re.search(rf"megappo: rank {culprit} on \S+ hangs \((last seen in )?score, step {step}, \d+ s\): ", said), said
     others = "ranks 0, 2" if world == 3 else "rank 0"
     if world > 1:
-        assert re.search(rf"  {others}: all_reduce in .*hanging_ranks.py:\d+ \(rank_main\) \(score, step 7", said), said
+        assert re.search(rf"  {others}: all_reduce in .*hanging_ranks.py:\d+ \(rank_main\) \(score, step {step}", said), said
         ends = [rank for rank, log in enumerate(ended.logs) if f"rank {rank} ends: rank {culprit} on" in log]
         # A rank that was stopped may say it too, when it is continued to write its stacks.
         assert set(ends) - {culprit} == set(range(1, world)) - {culprit}
@@ -81,6 +85,14 @@ def test_a_slow_rank_ends_nobody(tmp_path: Path) -> None:
     assert ended.codes == [0, 0], ended.logs
     assert [(tmp_path / f"finished-{rank}").read_text() for rank in range(2)] == ["[]"] * 2
     assert not list(tmp_path.glob("*.stacks")) and not (tmp_path / "verdict.json").exists()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_stage_that_is_slow_the_first_time_ends_nobody_while_it_works(tmp_path: Path, world: int) -> None:
+    """It computes, waits for a process that does, writes, or says that it goes on; the other rank waits for it all the while."""
+    ended = run_world(tmp_path, world, "slow_at_first", world - 1)
+    assert ended.codes == [0] * world, ended.logs
+    assert ended.seconds > 2 * STILL_S and not (tmp_path / "verdict.json").exists()
 
 
 def test_no_rank_outlives_one_that_raises(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,12 +17,14 @@ import torch.distributed as dist
 from megappo.algo.groups import are_equal
 from megappo.algo.summaries import standard_error
 from megappo.config.batch import Part, UpdateSchedule
+from megappo.config.prompt_sections import DynamicSamplingConfig
 from megappo.config.reward_sections import EvaluationConfig
 from megappo.config.schema import AlgorithmConfig
 from megappo.data.loader import PromptLoader
 from megappo.data.packing import PackedBatch, cu_seqlens_of
 from megappo.data.prompts import Prompt
-from megappo.rewards.base import RewardError
+from megappo.data.tokenizers import Tokenizer
+from megappo.rewards.base import TooFewVerdicts
 from megappo.rewards.compose import Scored
 from megappo.rollout.types import Played, Request, SamplingParams
 from megappo.telemetry.trajectories.read import read_run
@@ -31,7 +33,7 @@ from megappo.trainer.evaluation import Evaluation, Evaluator
 from megappo.trainer.experience.collect import collect
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.left_out import LeftOut, left_out_of
-from megappo.trainer.rounds import nothing_to_learn
+from megappo.trainer.rounds import StepSamples, nothing_to_learn
 from megappo.trainer.scoring import score_responses
 from tests.rewards.samples import scorer_with
 from tests.rollout.responses import answered
@@ -70,7 +72,7 @@ def left_of(reasons: dict[int, str], *, compares_groups: bool = False) -> LeftOu
 
 
 def advantages(experience: Experience, scored: Scored, estimator: str, **keys: Any) -> PackedBatch:
-    asked = AlgorithmConfig(estimator={"type": estimator}, kl={"placement": "none"}, **keys)
+    asked = AlgorithmConfig.model_validate({"estimator": {"type": estimator}, "kl": {"placement": "none"}, **keys})
     return add_advantages(experience, torch.tensor(scored.total), 0.0, asked).experience.batch
 
 
@@ -156,15 +158,16 @@ def test_answers_that_cannot_be_read_do_not_end_a_run() -> None:
     assert left is not None and left.share == 6 / 8 and not left.exceeds(0.25) and left.exceeds(0.2)
 
 
-def test_a_trajectory_whose_environment_died_has_no_score(alone: None) -> None:
-    """It keeps its tokens, is scored by no rule, and the others are scored as ever."""
-    played = [Played(2, (), False, False, has_died=died) for died in (False, True)]
+@pytest.mark.parametrize("reason", ["died", "undecided", "judge_down"])
+def test_a_trajectory_that_its_environment_ended_has_no_score(alone: None, reason: str) -> None:
+    """It keeps its tokens, no rule's score counts, and the others are scored as ever."""
+    played = [Played(2, (), False, False, no_verdict=one) for one in ("", reason)]
     responses = [replace(answered((2, 0)), number=number, played=one) for number, one in enumerate(played)]
     requests = [Request(number, (1,), 0) for number in range(2)]
     prompts = [Prompt(f"f#{number}", (1,), "?", "b", {}) for number in range(2)]
-    scorer = scorer_with({"exact_match": 1.0})
-    for lost, reasons in ((responses, ["", "died"]), ([replace(one, played=played[0]) for one in responses], [])):
-        found = score_responses(collect(requests, lost), prompts.__getitem__, LETTERS, scorer)
+    scorer, letters = scorer_with({"exact_match": 1.0}), cast("Tokenizer", LETTERS)
+    for lost, reasons in ((responses, ["", reason]), ([replace(one, played=played[0]) for one in responses], [])):
+        found = score_responses(collect(requests, lost), prompts.__getitem__, letters, scorer)
         assert found.no_verdict == reasons and found.texts == ["b", "b"] and found.total[0] == 1.0
         assert math.isnan(found.total[1]) == bool(reasons) == math.isnan(found.parts["exact_match"][1])
 
@@ -174,11 +177,24 @@ def test_a_group_is_compared_by_its_scores_alone() -> None:
     assert are_equal(reward, torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])).tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("metric", [None, "mine"])
+def test_places_with_fewer_than_two_scores_are_drawn_again(alone: None, metric: str | None) -> None:
+    """Also where the part that is compared has a verdict, and another part none."""
+    chosen = [0, 1, 3, 4, 5, 6]
+    found = replace(scored_of(chosen, {}), total=[1.0, math.nan, 1.0, 0.0, 0.25, 0.75], no_verdict=["", "died", *[""] * 4])
+    experience = experience_of(chosen)
+    pairs = replace(experience.table, group=torch.tensor([0, 0, 1, 1, 2, 2]).int())
+    samples = StepSamples(DynamicSamplingConfig(max_rounds=2, metric=metric), 3, 2)
+    samples.add([7, 8, 9], replace(experience, table=pairs), found)
+    assert samples.open.tolist() == [0], "the two responses of the others have scores that differ"
+
+
 def evaluated(reasons: dict[int, str], name: str = "set") -> dict[str, float]:
     """Figures of four prompts with two responses each."""
     settings = EvaluationConfig(data="d.jsonl", n=2, temperature=1.0, pass_at=(1, 2), correct_score=0.75)
     evaluator = Evaluator(name, settings, [], SamplingParams(4), scorer_with({}), "exact_match", 0)
-    return evaluator._scores(experience_of(list(range(8))), scored_of(list(range(8)), reasons))
+    experience, scored = experience_of(list(range(8))), scored_of(list(range(8)), reasons)
+    return evaluator._scores(experience, scored, left_out_of(experience, scored, compares_groups=False))
 
 
 def test_evaluations_count_the_responses_that_have_a_score(alone: None) -> None:
@@ -213,6 +229,7 @@ def test_mini_batches_are_counted_as_they_are_cut(samples: int, size: int, part:
 
 # Every seventh prompt has no verdict, a third of them none on even samples, and a fifth at most one in a group of four.
 REWARD = """
+import os
 from megappo.rewards.base import NoVerdict
 def score(sample):
     row, number = int(sample.sample_id.split("#")[1].split()[0]), int(sample.sample_id.split("sample ")[1].rstrip(")"))
@@ -222,11 +239,30 @@ def score(sample):
 def nothing(sample):
     raise NoVerdict("down")
 calls = 0
+def play(turn, seen):
+    row, number = int(turn.sample_id.split("#")[1].split()[0]), int(turn.sample_id.split("sample ")[1].rstrip(")"))
+    reason = "no_tool" if row % 4 == 0 else "undecided" if row % 8 == 1 and number % 2 else ""
+    with open(seen, "a") as file: file.write(f"{row} {number} {reason}\\n")
+    if row % 4 == 0: raise NoVerdict("no_tool")
+    while reason: pass
+    return "3" if number % 3 else None
 def warming(sample):
     global calls
     calls += 1
     if calls <= 20: raise NoVerdict("warming")
     return 1.0 / calls
+def judged(sample, seen):
+    if "train" in sample.sample_id: return 0.5
+    with open(seen, "a+") as file:
+        file.write(sample.sample_id + "\\n")
+        file.seek(0)
+        times = file.read().splitlines().count(sample.sample_id)
+    if times == 2 and "#0 " not in sample.sample_id: raise NoVerdict("down")
+    return (0.5, 1.0, 0.75)[times - 1]
+def later(sample, first, mended):
+    row = int(sample.sample_id.split("#")[1].split()[0])
+    if row not in first and not os.path.exists(mended): raise NoVerdict("down")
+    return len(sample.response) / 8
 """
 STEPS = 2
 RUNS: dict[str, dict[str, Any]] = {
@@ -240,6 +276,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "data.curriculum": {"min_chance": 0.25},
     },
     "remax": {"algorithm.estimator": "remax", "policy.parallel": {}},
+    "environment": {
+        "rollout.stop": list("0123456789"),  # or few turns of a random model end
+        "rollout.environment": {"function": "play", "max_turns": 2, "turn_tokens": 2, "workers": 2, "timeout_s": 1.0},
+        "reward": {"parts": [{"name": "exact_match"}], "max_without_verdict": 0.9},
+    },
     "partial": {"rollout.partial_rollout_tokens": 3, "algorithm.kl": {"coef": 0.01}},
 }
 
@@ -256,6 +297,9 @@ def config_of(folder: Path, name: str, function: str = "score", **changes: Any) 
     set_keys(config, {**usual, **changes})
     if changes.get("algorithm.estimator"):
         del config["critic"], config["algorithm"]["bootstrap_truncated"]
+    if "rollout.environment" in changes:
+        ours = {"path": str(folder / "mine.py"), "args": {"seen": str(folder / f"{name}.seen")}}
+        config["rollout"]["environment"] = {**changes["rollout.environment"], **ours}
     if "rollout.partial_rollout_tokens" in changes:
         config["algorithm"].pop("bootstrap_truncated", None)
     return config
@@ -271,12 +315,33 @@ def run_all(rank: int, folder: Path) -> dict[str, str]:
         config["reward"] |= {"max_without_verdict": 0.5, "above_max": above}
         try:
             run_many(rank, [(config, False)])
-        except RewardError as error:
+        except TooFewVerdicts as error:
             found[name] = str(error)
     config = config_of(folder, "redrawn", "warming")
     config["reward"] |= {"max_without_verdict": 0.5, "above_max": "redraw"}
     run_many(rank, [(config, False)])
-    return found
+    run_many(rank, [(best_config(folder), False)])
+    return found | {"later": stopped_and_resumed(rank, folder)}
+
+
+def best_config(folder: Path) -> dict[str, Any]:
+    """A run whose second evaluation has a score on one of 20 responses, the best of all."""
+    config = config_of(folder, "best", "judged", **{"data.eval": str(folder / "data" / "eval.jsonl"), "trainer.eval_every": 1})
+    config["reward"]["parts"][0]["args"] = {"seen": str(folder / "best.seen")}
+    return set_keys(config, {"trainer.keep_best": "eval/score", "checkpoint.asynchronous": False})
+
+
+def stopped_and_resumed(rank: int, folder: Path) -> str:
+    """Error and notes of a run whose reward is down after one step; it is mended, and the run resumed. Another is never stopped."""
+    args = {"first": list(map(int, PromptLoader(60, 16, shuffle=True, seed=1).next_step())), "mended": str(folder / "mended")}
+    part = {"path": str(folder / "mine.py"), "function": "later", "args": args}
+    keys = {"reward": {"parts": [part]}, "checkpoint": {"save_every": "never", "export_at_end": False}}
+    halves, whole = (config_of(folder, name, **keys) for name in ("halves", "whole"))
+    with pytest.raises(TooFewVerdicts) as caught:
+        run_many(rank, [(halves, False)])
+    (folder / "mended").touch()
+    run_many(rank, [(halves, True), (whole, False)])
+    return f"{caught.value}\n{caught.value.__notes__[-1]}"
 
 
 @pytest.fixture(scope="module")
@@ -342,6 +407,21 @@ def test_runs_of_every_kind_learn_from_the_rest(world: tuple[Path, Any], name: s
     assert any(row["reward/without_verdict"] > 0 for row in rows)
 
 
+def test_trajectories_that_the_environment_ended_are_left_out_by_its_reasons(world: tuple[Path, Any]) -> None:
+    """By what the environment wrote down before it raised or ran out of time; the two ranks of the policy ask it once a turn."""
+    folder, _ = world
+    seen = [line.split(" ") for line in (folder / "environment.seen").read_text().splitlines()]
+    ended = {(int(row), int(number)): reason for row, number, reason in seen if reason}
+    records = [one for step in (1, 2) for one in records_of(folder, "environment", step)]
+    assert {(int(one["id"].rpartition("#")[2]), one["sample"]): one["reason"] for one in records if "reason" in one} == ended
+    assert set(ended.values()) == {"no_tool", "undecided"} and len(ended) < len(records) == 32 * STEPS
+    rows = rows_of(folder, "environment")
+    for reason, count in Counter(ended.values()).items():
+        assert sum(row.get(f"reward/no_verdict/{reason}", 0) for row in rows) == count
+    late = sum(reason == "undecided" for reason in ended.values())
+    assert sum(row["rollout/turns_late"] for row in rows) == pytest.approx(late / 32)
+
+
 def test_readers_leave_out_what_has_no_score_and_say_so(world: tuple[Path, Any]) -> None:
     folder, _ = world
     found = read_run(folder / "runs" / "gae")
@@ -351,9 +431,25 @@ def test_readers_leave_out_what_has_no_score_and_say_so(world: tuple[Path, Any])
 
 
 def test_too_many_end_the_run_with_one_line_and_a_checkpoint(world: tuple[Path, Any]) -> None:
-    _, errors = world
+    folder, errors = world
     said = "step 1: 32 of 32 responses have no score: 32 down; reward.max_without_verdict is 0.5"
-    assert errors == {"stop": said, "redraw": f"{said} at the 4th draw"}
+    saved = "emergency checkpoint: the state after step 1 is saved; --resume goes on from there"
+    later = f"{said.replace('step 1', 'step 2')}\n{saved}"
+    assert errors == {"stop": said, "redraw": f"{said} at the 4th draw", "later": later}
+    halves, whole = rows_of(folder, "halves"), rows_of(folder, "whole")
+    learned = [(row["reward/score_mean"], row["policy/loss"], row["policy/grad_norm"], row["critic/loss"]) for row in whole]
+    assert [
+        (row["reward/score_mean"], row["policy/loss"], row["policy/grad_norm"], row["critic/loss"]) for row in halves
+    ] == learned
+
+
+def test_a_checkpoint_is_not_the_best_by_a_few_responses(world: tuple[Path, Any]) -> None:
+    folder, _ = world
+    lines = (folder / "runs" / "best" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "eval/score" in row]
+    assert [row["eval/score"] for row in rows] == [0.5, 1.0, 0.75]
+    assert [row.get("eval/no_verdict/down") for row in rows] == [None, 19.0, None]
+    assert (folder / "runs" / "best" / "checkpoints" / "BEST").read_text() == "step-2\n"
 
 
 def test_a_step_that_is_drawn_again_counts_what_it_drew_in_vain(world: tuple[Path, Any]) -> None:

@@ -27,7 +27,7 @@ from megappo.config.loading import load_config
 from megappo.config.run_directory import apply_permissions, check_run_dir, run_dir_of
 from megappo.config.run_sections import RunConfig
 from megappo.config.schema import TrainConfig
-from megappo.runtime.ending import FAILED, MISTAKE, STOPPED, UNRECOVERABLE, Ended, is_stopped, record_failure
+from megappo.runtime.ending import FAILED, MISTAKE, STOPPED, UNAVAILABLE, UNRECOVERABLE, Ended, is_stopped, record_failure
 from megappo.runtime.failure import KILL_GRACE_S, Failure, first_failure
 from megappo.runtime.lease import Lease, LeaseHeld, refuse_if_held
 from megappo.trainer.prepare.remote_run import fetch, find_copies
@@ -88,12 +88,14 @@ def end(launch_dir: Path, run_dir: Path, attempt: int, *, status: int, max_reque
         # srun's status is the highest code, also of ranks that were killed after the first failure.
         of_rank = status if failure is None or failure.code is None or status == UNRECOVERABLE else failure.code
         record_failure(run_dir, Ended("failed", step, of_rank, message))
-        if of_rank in (MISTAKE, UNRECOVERABLE):
+        if of_rank in (MISTAKE, UNRECOVERABLE, UNAVAILABLE):
             code = of_rank
     if code == MISTAKE:
         why = "a mistake in the configuration"
     elif code == UNRECOVERABLE and not stopped:
         why = "it would fail again in the same way"
+    elif code == UNAVAILABLE:
+        why = f"mend the reward; `megappo launch ... --resume` goes on after step {step}"
     elif step <= started_at:  # no progress: the next attempt would start at the same step
         why = f"no checkpoint was saved since this attempt started at step {started_at}"
     elif attempt >= max_requeues:

@@ -28,7 +28,7 @@ from megappo.commands.launch.restart import (
     set_aside,
 )
 from megappo.config.run_directory import EXPORTED
-from megappo.runtime.ending import DONE, MISTAKE, STOPPED, UNRECOVERABLE, Ended, is_stopped, read_end, record_failure
+from megappo.runtime.ending import DONE, MISTAKE, STOPPED, UNAVAILABLE, UNRECOVERABLE, Ended, is_stopped, read_end, record_failure
 from megappo.runtime.failure import ATTEMPT_DIR
 from megappo.runtime.verdict import VERDICT
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 RANK_MODULE = "megappo.commands.cli"
 # Everything a rank imports before its first step that starts no thread and opens no GPU (a test checks).
+_FINAL = (DONE, MISTAKE, UNRECOVERABLE, UNAVAILABLE)  # codes after which another start is no use
 PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "megappo.commands.rank",
@@ -191,7 +192,7 @@ class _Restarts:
         resumes = resume
         while True:
             end = self._attempt(start, requests, resumes)
-            if end.code in (DONE, MISTAKE, UNRECOVERABLE) or end.ended_by or requests.stop or self._has_ended_since(start):
+            if end.code in _FINAL or end.ended_by or requests.stop or self._has_ended_since(start):
                 say(end)
                 return end
             how = f"megappo: {end.describe()}"

@@ -11,10 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megappo.rewards.base import DIED, NoVerdict, RewardInput, UnusableAnswer
+from megappo.rewards.base import NoVerdict, RewardInput, UnusableAnswer
 from megappo.rewards.code.response import program_of
 from megappo.rewards.code.tests_of_record import CodeTest, read_tests
 from megappo.rewards.sandbox.box import Limits, Sandbox, SandboxError
+from megappo.runtime.user_code import DIED
 from megappo.runtime.worker_pool import Timed
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from torch import Tensor
 from megappo.data.packing import PackedBatch, Ragged, cu_seqlens_of
 from megappo.data.prompts import Prompt
 from megappo.parallel.consensus import raise_together
-from megappo.parallel.totals import place_in_world, total
+from megappo.parallel.totals import names_of_ranks, place_in_world, total
 from megappo.rollout.types import EnvironmentFault, KeptIds, Request, Response
 from megappo.trainer.experience.experience import Experience
 
-LOST = "lost"
-"""Batch field of a round in which an environment's process died."""
+LOST = "no_verdict/"
+"""Start of the names of batch fields of one round, with a reason for which environments ended trajectories without a score."""
 
 
 def sample_seed(run_seed: int, step: int, sample: int) -> int:
@@ -90,16 +90,15 @@ def collect(requests: Sequence[Request], responses: Sequence[Response], *, with_
     """Turn the responses of all ranks into experience spread over all ranks. Collective over the world.
     requests: of the whole batch, the same on every rank. responses: those drawn on this rank, by number. with_top_k_ids: as in
     `pack_experience`. A trajectory's last sequence has the number of its request; the earlier sequences of all trajectories, in
-    order, are numbered from len(requests). EnvironmentFault on all ranks if an environment failed. Field LOST [B] bool marks the
-    trajectories whose environment died, if any did."""
+    order, are numbered from len(requests). EnvironmentFault on all ranks if an environment failed. A field LOST + reason [B]
+    bool marks the trajectories that environments of any rank ended for that reason."""
     asked, responses, previous, num_samples, any_lost = _sequences(requests, responses)
     numbers = [response.number for response in responses]
     # With partial rollouts every request has a limit. Read it there, so ranks that drew nothing have the same fields.
     is_partial = len(requests) > 0 and requests[0].max_tokens is not None
     drawn = pack_experience(asked, responses, with_top_k_ids=with_top_k_ids, is_partial=is_partial)
-    if any_lost:  # of any rank, so that all have the field
-        lost = [one.played is not None and one.played.has_died for one in responses]
-        drawn = drawn.with_fields({}, {LOST: torch.tensor(lost, dtype=torch.bool)})
+    if any_lost:
+        drawn = drawn.with_fields({}, _lost_of([_reason_of(one) for one in responses]))
     oldest, newest = ([getattr(one, name) for one in responses] for name in ("oldest_version", "newest_version"))
     versions = torch.tensor([oldest, newest], dtype=torch.int32)
     groups = torch.tensor([request.group for request in asked], dtype=torch.int32)
@@ -111,12 +110,12 @@ def _sequences(
     requests: Sequence[Request], responses: Sequence[Response]
 ) -> tuple[list[Request], list[Response], Tensor, int, bool]:
     """Return this rank's sequences as requests and responses by number, their predecessors [M] int32, the number of all sequences,
-    and whether an environment of any rank died. Collective over the world."""
+    and whether an environment of any rank ended one without a score. Collective over the world."""
     faults = [response.fault for response in responses if response.fault is not None]
-    counts = torch.zeros(len(requests) + 2, dtype=torch.long)  # the last two of deaths and faults
+    counts = torch.zeros(len(requests) + 2, dtype=torch.long)  # the last two of the lost and of faults
     for response in responses:
         counts[response.number] = len(response.contexts)
-    counts[-2] = sum(one.played is not None and one.played.has_died for one in responses)
+    counts[-2] = sum(bool(_reason_of(one)) for one in responses)
     counts[-1] = len(faults)
     counts = total(counts)
     if int(counts[-1]):
@@ -135,6 +134,16 @@ def _sequences(
     found.sort(key=lambda one: one[1].number)
     previous = torch.tensor([one[2] for one in found], dtype=torch.int32)
     return [one[0] for one in found], [one[1] for one in found], previous, len(requests) + int(counts.sum()), any_lost
+
+
+def _reason_of(response: Response) -> str:
+    return "" if response.played is None else response.played.no_verdict
+
+
+def _lost_of(reasons: Sequence[str]) -> dict[str, Tensor]:
+    """Return the fields of the reasons of all ranks, so that all ranks have the same. Collective over the world."""
+    names = names_of_ranks(sorted({*reasons} - {""}))
+    return {LOST + name: torch.tensor([reason == name for reason in reasons], dtype=torch.bool) for name in names}
 
 
 def pack_experience(

@@ -12,7 +12,7 @@ from megappo.commands.launch.restart import NoProgress
 from megappo.config.errors import ConfigError
 from megappo.config.run_directory import check_run_dir
 from megappo.config.run_sections import RunConfig
-from megappo.runtime.ending import FAILED, MISTAKE, STOPPED, UNRECOVERABLE, Ended, read_end, record_end
+from megappo.runtime.ending import FAILED, MISTAKE, STOPPED, UNAVAILABLE, UNRECOVERABLE, Ended, read_end, record_end
 from megappo.runtime.lease import Lease
 from tests.commands.plan.checkpoints import write_run
 
@@ -118,6 +118,21 @@ def test_a_fault_that_would_come_back_is_not_requeued_and_is_recorded(run_dir: P
     assert code == UNRECOVERABLE and text.endswith("not requeued: it would fail again in the same way")
     end = read_end(run_dir)
     assert end is not None and (end.outcome, end.step, end.code) == ("failed", 5, UNRECOVERABLE)
+
+
+@pytest.mark.parametrize("status, of_rank", [(69, 69), (137, 69)])
+def test_a_run_with_too_few_verdicts_is_not_requeued_and_says_how_it_goes_on(run_dir: Path, status: int, of_rank: int) -> None:
+    """Three starts that the reward server fails would set aside a checkpoint that is not at fault."""
+    started(run_dir, 0)
+    save(run_dir, 5)
+    fail(run_dir, 0, of_rank)
+    (run_dir / "config.yaml").touch()
+    text, code = ended(run_dir, 0, status)
+    assert code == UNAVAILABLE and text.endswith(
+        "not requeued: mend the reward; `megappo launch ... --resume` goes on after step 5"
+    )
+    end = read_end(run_dir)
+    assert end is not None and (end.outcome, end.step, end.code) == ("failed", 5, UNAVAILABLE)
 
 
 def test_a_failure_before_the_run_began_leaves_nothing_in_its_directory(run_dir: Path) -> None:

@@ -195,6 +195,7 @@ RESTARTS = [
     ("exit-0 kill", 5, 17, 3, "not restarted: 3 attempts started at step 0 and none reached another checkpoint"),
     ("exit-2 exit-2", 5, 2, 1, "rank 0 ended first, exit code 2"),
     ("exit-0 exit-17", 5, 17, 1, "rank 1 ended first, exit code 17"),
+    ("exit-0 exit-69", 5, 69, 1, "rank 1 ended first, exit code 69"),
     ("exit-0 exit-0", 5, 0, 1, "imports everything again, as ranks cannot be forked: a test says so"),
 ]
 

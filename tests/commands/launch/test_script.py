@@ -151,7 +151,9 @@ def test_a_script_that_is_submitted_once_more_does_not_end_for_the_failure_of_th
     assert done.returncode == 0 and {path.name for path in attempt.iterdir()} == {"rank-0.log", "plan.txt"}
 
 
-@pytest.mark.parametrize("decision, requeued, code", [("0", False, 0), ("75", True, 0), ("17", False, 17), ("2", False, 2)])
+@pytest.mark.parametrize(
+    "decision, requeued, code", [("0", False, 0), ("75", True, 0), ("17", False, 17), ("69", False, 69), ("2", False, 2)]
+)
 def test_the_job_is_requeued_where_the_end_says_so(tmp_path: Path, decision: str, requeued: bool, code: int) -> None:
     calls, done = run_script(tmp_path / "run", JOBS["cpu"], DECISION=decision)
     assert done.returncode == code
