@@ -166,14 +166,17 @@ def test_a_key_written_as_null_states_no_intent(tmp_path):
 SCENES = [scene for scene, _, _ in DEAD] + [[*scene, alive] for scene, _, alive in DEAD] + [[EVAL, ADAPTIVE], []]
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=[" ".join(scene) or "defaults" for scene in SCENES])
-def test_a_dump_loads_to_an_equal_configuration_that_passes_again(tmp_path, scene):
-    config = train_config(tmp_path, scene)
-    if next(problems(config, explicit_keys(config), 1), None) is not None:
-        pytest.skip("the scene alone is not a valid run, and only valid ones are dumped")
-    again = load_config(write(tmp_path, dump_yaml(config)))
-    assert again == config
-    assert refused(again) == [], "every key of the dump counts as written"
+def test_a_dump_loads_to_an_equal_configuration_that_passes_again(tmp_path):
+    """Of every scene that alone is a valid run: only those are dumped."""
+    dumped = 0
+    for scene in SCENES:
+        config = train_config(tmp_path, scene)
+        if next(problems(config, explicit_keys(config), 1), None) is None:
+            again = load_config(write(tmp_path, dump_yaml(config)))
+            assert again == config, scene
+            assert refused(again) == [], f"{scene}: every key of the dump counts as written"
+            dumped += 1
+    assert dumped > len(SCENES) / 3
 
 
 def test_a_dump_with_dead_keys_would_be_refused(tmp_path):

@@ -82,10 +82,10 @@ def test_plain_addresses_are_taken(url: str, host: str) -> None:
     assert URL.validate_python(url) == url and host_of(url) == host
 
 
-@pytest.mark.parametrize("url", REFUSED)
-def test_everything_else_is_refused(url: str) -> None:
-    with pytest.raises(ValidationError):
-        URL.validate_python(url)
+def test_everything_else_is_refused() -> None:
+    for url in REFUSED:
+        with pytest.raises(ValidationError):
+            pytest.fail(f"{url!r} is taken as {URL.validate_python(url)!r}")
 
 
 @given(st.from_regex(r"https?://[0-9a-zA-Z.:@/\\\[\]#?%_-]{1,40}", fullmatch=True))

@@ -313,12 +313,12 @@ def test_what_has_no_equivalent_says_why(foreign, says):
 
 
 @pytest.mark.parametrize("trainer", READ, ids=lambda trainer: trainer.name)
-@pytest.mark.parametrize("value", ["abc", [1], {"a": 1}, 0, 1e30, Unread("$X")], ids=repr)
-def test_nonsense_in_every_key_is_a_row_and_never_an_error(trainer, value):
-    conversion = converted(dict.fromkeys(trainer.rules, value), trainer)
-    data, _ = parse_yaml(configuration(conversion), "configuration")
-    validated(data, TrainConfig)
-    assert report(conversion).count("\n") > len(trainer.rules)
+def test_nonsense_in_every_key_is_a_row_and_never_an_error(trainer):
+    for value in ("abc", [1], {"a": 1}, 0, 1e30, Unread("$X")):
+        conversion = converted(dict.fromkeys(trainer.rules, value), trainer)
+        data, _ = parse_yaml(configuration(conversion), "configuration")
+        validated(data, TrainConfig)
+        assert report(conversion).count("\n") > len(trainer.rules), value
 
 
 @pytest.mark.parametrize(
