@@ -190,8 +190,12 @@ def config_page() -> str:
     for key, field in SftConfig.model_fields.items():
         if key not in shared and (own := section_class(field)) is not None:
             lines += section_lines(key, own, field.description or "", listed)
-    # The texts name pages as a reader of the code finds them; here they are neighbours.
-    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", "\n".join(lines).rstrip()) + "\n"
+    return linked("\n".join(lines).rstrip()) + "\n"
+
+
+def linked(text: str) -> str:
+    """Link the pages that the text names as a reader of the code finds them; in docs/ they are neighbours."""
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", text)
 
 
 def _is_shared(key: str, field: FieldInfo) -> bool:
