@@ -209,7 +209,8 @@ def test_a_model_that_fits_nowhere_says_what_it_would_need(tmp_path, capsys):
 def test_more_gpus_are_such_that_the_kept_layouts_divide(tmp_path, capsys):
     """The reference's 6 ranks do not divide the 16 of two nodes."""
     settings = ["reference.micro_batch_tokens=1024", "policy.parallel=null"]
-    facts = LLAMA_7B | {"num_attention_heads": 48, "num_key_value_heads": 48, "hidden_size": 12288}
+    heads = {"num_attention_heads": 48, "num_key_value_heads": 48, "hidden_size": 12288}
+    facts = LLAMA_7B | heads | {"num_hidden_layers": 12}  # fewer splits into chunks to search
     path = write_run(tmp_path, facts, "reference: {parallel: {pp: 2, cp: 3}}\n")
     code, told = tune(capsys, path, "--gpus", 6, "--gpu", "h100", "--roles", "policy,critic,rollout", *settings)
     assert code == 2 and "no layout fits on 6 x h100 beside the reference as configured; it needs about" in told.err
@@ -225,7 +226,8 @@ def test_offload_is_no_advice_without_a_gpu_or_where_it_is_on(tmp_path, capsys):
 
 
 def test_what_no_number_of_gpus_helps_says_so(tmp_path, capsys):
-    code, told = tune(capsys, write_run(tmp_path), "--gpus", 1, "--gpu", "h100", "rollout.memory_share=0.98")
+    path = write_run(tmp_path, LLAMA_7B | {"num_hidden_layers": 4})
+    code, told = tune(capsys, path, "--gpus", 1, "--gpu", "h100", "rollout.memory_share=0.98")
     assert code == 2 and "no layout fits on 1 x h100, and not on 256 either; lower rollout.memory_share" in told.err
 
 
