@@ -72,9 +72,14 @@ ALLOWED_MODULES = {
 
 
 @functools.cache  # every rule below walks over the same modules
+def imports_in(source: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+@functools.cache
 def imported_names(source: str) -> frozenset[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in imports_in(source):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -136,7 +141,7 @@ RULES = (collective_faults, room_faults, folder_faults, library_faults, module_f
 
 def strangers_to_all(source: str, modules: set[str]) -> set[str]:
     """Modules of megappo that the source imports and that do not exist: late imports show only when they run."""
-    named = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom) and n.module}
+    named = {n.module for n in imports_in(source) if isinstance(n, ast.ImportFrom) and n.module}
     return {name for name in named if name.split(".")[0] == "megappo" and name not in modules}
 
 
@@ -188,7 +193,7 @@ def import_graph() -> dict[str, set[str]]:
 def modules_of(source: str, known: Collection[str]) -> set[str]:
     """Of the known modules those that a source imports; of `from package import module` the module alone."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in imports_in(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
