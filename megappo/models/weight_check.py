@@ -66,7 +66,7 @@ def check_values(path: str | Path, arch: ModelArch, value_head: ValueHeadSource 
     reader = CheckpointReader(path)
     if value_head == "checkpoint":
         find_head(reader, arch).refuse_bias()
-    if value_head is None and arch.tied_embeddings:
+    if value_head is None and arch.tied_embeddings and reader.unread(hf_tensors(arch)):
         check_tied(reader, arch, *_names_of_embeddings(path, arch))
 
 

@@ -108,8 +108,9 @@ def test_a_job_fetches_at_its_first_start(tmp_path: Path, capsys: pytest.Capture
     copy_checkpoint(save(tmp_path / "there", 10), url_of_run(remote, "far"))
     launch = run_dir / "launch" / "001"
     launch.mkdir(parents=True)
-    keys = [f"checkpoint.remote={remote}", f"run.output_dir={tmp_path / 'runs'}", "run.name=far"]
-    assert attempt(["begin", str(launch), str(write_run(tmp_path)), "--resume", *keys]) == 0
+    config = write_run(tmp_path, f"checkpoint: {{remote: '{remote}'}}\n")
+    config.write_text(config.read_text().replace("run: {", "run: {name: far, "))
+    assert attempt(["begin", str(launch), str(config), "--resume"]) == 0
     said = capsys.readouterr()
     assert said.out == "--resume\n" and "fetched step-10 of" in said.err
     assert verify_checkpoint(run_dir, 10).is_sound
