@@ -103,5 +103,7 @@ printf 'def bad(sample):\n    return 1 / 0\n' >bad.py
 step "a reward that fails" 1 'ZeroDivisionError: .* \(bad.py:2\)' \
   megappo train run.yaml run.name=second 'reward.parts=[{path: bad.py, function: bad}]'
 step "runs: why it failed, in one line" 0 '^  second: .*ZeroDivisionError' megappo runs runs
-step "its name is free again; in bfloat16" 0 '^training score:' megappo train run.yaml run.name=second policy.dtype=bf16 trainer.steps=1
+step "its name: the line that frees it" 2 ' before its first step: rm -r runs/second$' megappo train run.yaml run.name=second
+rm -r runs/second
+step "the same name, in bfloat16" 0 '^training score:' megappo train run.yaml run.name=second policy.dtype=bf16 trainer.steps=2
 exit $failed
