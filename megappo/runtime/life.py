@@ -83,12 +83,12 @@ def _work_of_processes() -> tuple[float, int, bool]:
 
 
 def _bytes_of(io: Path) -> int:
-    fields = dict(line.split(": ") for line in io.read_text().splitlines())
+    fields = dict(line.split(": ") for line in io.read_text(encoding="utf-8").splitlines())
     return int(fields["rchar"]) + int(fields["wchar"])
 
 
 def _state(task: Path) -> str:
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    return (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
 LAUNCHER_LISTENS = "MEGAPPO_LAUNCHER_LISTENS"  # set for ranks whose launcher reads their signs of life
