@@ -77,9 +77,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("url, host", TAKEN)
-def test_plain_addresses_are_taken(url: str, host: str) -> None:
-    assert URL.validate_python(url) == url and host_of(url) == host
+def test_plain_addresses_are_taken() -> None:
+    for url, host in TAKEN:
+        assert URL.validate_python(url) == url and host_of(url) == host
 
 
 def test_everything_else_is_refused() -> None:
