@@ -61,7 +61,7 @@ class WorkMeter:
             return False
         try:
             seconds, moved, is_busy = _work_of_processes()
-        except OSError:  # no /proc as Linux has it
+        except (OSError, ValueError):  # no /proc as Linux has it, or a name that is no text
             return True
         used, new = seconds - self._seconds, moved - self._bytes
         self._at, self._seconds, self._bytes = self._clock.now(), seconds, moved
