@@ -52,7 +52,8 @@ class Stop:
 STOPS = {
     "vLLM's start": Stop("vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model:1", ("train",), 1),
     "generation": Stop("megappo.rollout.vllm_engine:VllmEngine.poll:4", ("launch", "--local", "--resume"), 2),
-    "a save": Stop("megappo.checkpoint.directory:CheckpointDirectory.publish:1", ("train", "--resume"), 4, key=None),
+    "evaluation": Stop("megappo.trainer.evaluation:Evaluator.run:1", ("train", "--resume"), 3),
+    "a save": Stop("megappo.checkpoint.directory:CheckpointDirectory.publish:1", ("train", "--resume"), 5, key=None),
 }
 
 
