@@ -129,7 +129,7 @@ def test_a_rank_that_hangs_inside_a_pass_is_noticed_after_the_short_limit(task: 
         run(task, "hang", hangs=True)
     report = ended_by_the_watchdogs(task, "hang")
     assert "megappo: rank 1 on" in report and "hangs (update_policy, step 2" in report
-    assert "rank 0: the meeting before forward and backward of the policy in engine/megatron.py" in report
+    assert "rank 0: the meeting before forward and backward of the policy in engine/role_engine.py" in report
     assert "(update_policy, step 2" in report
 
 
