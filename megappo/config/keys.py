@@ -182,7 +182,10 @@ def hint(name: str, cls: type[BaseModel]) -> str:
     section = section_class(cls.model_fields[role]) if role in cls.model_fields else None
     if key.partition(".")[0] == "lora" and section is not None and "lora" not in section.model_fields:
         return f"the {role} trains nothing that an adapter could learn; policy and critic have the section"
-    if (valued := _key_of_word(name, cls)) is not None:
+    from megappo.config.foreign.tables import TRAINERS  # hundreds of keys, needed only for messages
+
+    is_foreign = any(name in trainer.rules for trainer in TRAINERS)  # `critic.megatron.…` is verl's
+    if not is_foreign and (valued := _key_of_word(name, cls)) is not None:
         return valued
     key, foreign = _nearest(name, cls)
     if foreign is not None and foreign[1].outcome is not Outcome.TAKEN:
