@@ -91,16 +91,26 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(path: str | Path, model: str | Path | None = None, template_args: Mapping[str, Any] | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path,
+    model: str | Path | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    *,
+    leave_out_unread: bool = False,
+) -> Tokenizer:
     """Open a `.model` file or a tokenizer directory. Raises ValueError with the path and the fix.
     A directory with tokenizer.json or tokenizer_config.json is Hugging Face's; one with only tokenizer.model is SentencePiece's.
     model: directory of the checkpoint that samples, whose ids end a response too, as those that stand beside the tokenizer.
-    template_args: variables of the chat template."""
-    return find_tokenizer(path, model, template_args)()
+    template_args: variables of the chat template. leave_out_unread: those that it does not read are left out, not refused."""
+    return find_tokenizer(path, model, template_args, leave_out_unread=leave_out_unread)()
 
 
 def find_tokenizer(
-    path: str | Path, model: str | Path | None = None, template_args: Mapping[str, Any] | None = None
+    path: str | Path,
+    model: str | Path | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    *,
+    leave_out_unread: bool = False,
 ) -> Callable[[], Tokenizer]:
     """Return a reader of the tokenizer at `path`, after a look at its files' names only. Raises ValueError as `load_tokenizer`."""
     path, model = Path(path), None if model is None else Path(model)
@@ -115,7 +125,7 @@ def find_tokenizer(
             )
         return partial(SentencePieceTokenizer, path, model)
     if (path / "tokenizer.json").exists() or (path / "tokenizer_config.json").exists():
-        return partial(HuggingFaceTokenizer, path, model, template_args)
+        return partial(HuggingFaceTokenizer, path, model, template_args, leave_out_unread=leave_out_unread)
     if (path / "tokenizer.model").exists():
         return partial(SentencePieceTokenizer, path / "tokenizer.model", model)
     raise ValueError(f"{path} holds no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model); set data.tokenizer")
@@ -123,9 +133,17 @@ def find_tokenizer(
 
 class HuggingFaceTokenizer:
     """Tokenizer directory of transformers' AutoTokenizer. template_args: variables of its chat template in every conversation.
-    ValueError if it is unreadable or has its own code (`auto_map`), or if its template does not read one of the variables."""
+    ValueError if it is unreadable or has its own code (`auto_map`), or if its template does not read one of the variables, unless
+    those are left out."""
 
-    def __init__(self, directory: Path, sampled: Path | None = None, template_args: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        sampled: Path | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        *,
+        leave_out_unread: bool = False,
+    ) -> None:
         from transformers import AutoTokenizer  # here: it takes seconds, and SentencePiece models do not need it
 
         config = _read_json(directory / "tokenizer_config.json")
@@ -155,8 +173,12 @@ class HuggingFaceTokenizer:
         template = tokenizer.chat_template  # a text, or several by name
         self.has_chat_template = template is not None
         self._template_args = dict(template_args or {}) if self.has_chat_template else {}
-        for name in self._template_args:
-            _require_variable(name, tokenizer, directory)
+        if self._template_args:
+            reads, given = _variables(tokenizer)
+            if leave_out_unread:
+                self._template_args = {name: value for name, value in self._template_args.items() if name in reads}
+            for name in self._template_args:
+                _require_variable(name, reads, given, directory)
         shown = [template, self._template_args] if self._template_args else template
         self.chat_template_sha256 = hashlib.sha256(repr(shown).encode()).hexdigest() if self.has_chat_template else None
         starts_with = tokenizer("")["input_ids"][:1]
@@ -243,8 +265,8 @@ def _templates(tokenizer: Any) -> Mapping[str, str]:
     return {"default": template} if isinstance(template, str) else template
 
 
-def _require_variable(name: str, tokenizer: Any, directory: Path) -> None:
-    """Raise ValueError unless a chat template reads this variable: Jinja takes no notice of one that it does not."""
+def _variables(tokenizer: Any) -> tuple[set[str], set[str]]:
+    """Names that the chat templates read and nothing sets, and names that the tokenizer or a caller of it sets."""
     from jinja2 import Environment, meta
     from jinja2.ext import loopcontrols
 
@@ -254,11 +276,16 @@ def _require_variable(name: str, tokenizer: Any, directory: Path) -> None:
     found = set().union(*(meta.find_undeclared_variables(environment.parse(one)) for one in plain))
     given = {"messages", "documents", "raise_exception", "strftime_now", *tokenizer.special_tokens_map}
     given |= set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    return found - given, given
+
+
+def _require_variable(name: str, reads: set[str], given: set[str], directory: Path) -> None:
+    """Raise ValueError unless a chat template reads this variable: Jinja takes no notice of one that it does not."""
     if name in given:
         raise ValueError(f"data.template_args: {name} is set by the tokenizer or by megappo; leave it out")
-    if name not in found:
-        reads = ", ".join(sorted(found - given)) or "none"
-        raise ValueError(f"data.template_args: the chat template of {directory} reads no {name}; variables that it reads: {reads}")
+    if name not in reads:
+        known = ", ".join(sorted(reads)) or "none"
+        raise ValueError(f"data.template_args: the chat template of {directory} reads no {name}; variables that it reads: {known}")
 
 
 def _with_defaults(template: str, variables: Mapping[str, Any]) -> str:

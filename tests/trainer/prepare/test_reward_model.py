@@ -155,6 +155,22 @@ def test_a_longest_response_beyond_the_positions_is_a_note(model) -> None:
     assert longer is not None and "the front of a longer text is cut, and counted" in longer.notes[0]
 
 
+def test_its_template_gets_the_variables_that_it_reads(tmp_path) -> None:
+    """The policy's template may read others, and refuses those that it does not."""
+    write_checkpoint(tmp_path / "policy", "llama")
+    model = write_reward_model(tmp_path / "reward", "llama3_tied", template=TEMPLATE + "{{ style }}")
+    plain = config_for(model)
+    config = validated(
+        plain.model_dump() | {"data": plain.data.model_dump() | {"template_args": {"style": "!", "depth": 3}}}, TrainConfig
+    )
+    texts = []
+    for one in (plain, config):
+        text = load_reward_text(one, prompts(one, "1+2"), Cache()).text
+        assert text is not None
+        texts.append(text.tokenizer.decode_all(text.encode(prompts(one, "1+2")["data.train"][0].prompts[0], "3")))
+    assert texts[1] == texts[0] + "!" and "3" in texts[0]
+
+
 def test_the_text_ends_at_the_token_that_transformers_reads(model) -> None:
     """Its rule for sequence_lengths: the last token that is not pad_token_id."""
     from transformers import AutoTokenizer
