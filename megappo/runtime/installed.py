@@ -59,6 +59,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(("alembic",), "alembic", "telemetry.trackers: mlflow, without a server", False, "pip install mlflow"),
     Requirement(("math-verify",), "math_verify", "the math_verify reward", False, "pip install 'megappo[math]'"),
     Requirement(("httpx2",), "httpx2", "rewards of a server (url)", False, "pip install 'megappo[remote]'"),
+    Requirement(("fastapi",), "fastapi", "megappo serve-reward", False, "pip install 'megappo[server]'"),
+    Requirement(("uvicorn",), "uvicorn", "megappo serve-reward", False, "pip install 'megappo[server]'"),
     Requirement(
         ("transformer-engine",), "transformer_engine", "fused layers on GPUs", False, "scripts/install_transformer_engine.sh"
     ),

@@ -25,6 +25,7 @@ from megappo.config.reward_sections import RemoteConfig
 from megappo.rewards.base import RewardError, RewardInput
 from megappo.rewards.remote import RemotePart
 from megappo.rewards.server import Server
+from megappo.runtime import installed
 from tests.data.tokenizer_files import write_hf_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,12 @@ def score(sample, scale=1.0):
 def wrong(sample): return 1 / (len(sample.response) - 3)
 def both(samples): return [len(samples)] * len(samples)
 """
+
+
+def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(installed, "installed_version", lambda one: None if one.name == "uvicorn" else "1")
+    assert cli.main(["serve-reward", "--function", "reward.py:score"]) == 2
+    assert capsys.readouterr().err == "megappo: serve-reward: uvicorn is not installed: pip install 'megappo[server]'\n"
 
 
 def command(*arguments: str | Path) -> list[str]:

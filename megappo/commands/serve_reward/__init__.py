@@ -35,12 +35,12 @@ def add_command(command: AddCommand) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from megappo.config.errors import ConfigError
+    from megappo.runtime.installed import missing_package
     from megappo.runtime.versions import EXTRAS
 
-    try:
-        from megappo.commands.serve_reward.server import serve_until_stopped
-    except ModuleNotFoundError as error:
-        if error.name not in EXTRAS["server"]:
-            raise
-        raise ConfigError(f"serve-reward needs {error.name}: pip install 'megappo[server]'") from None
+    for name in EXTRAS["server"]:
+        if (missing := missing_package(name)) is not None:
+            raise ConfigError(f"serve-reward: {missing}")
+    from megappo.commands.serve_reward.server import serve_until_stopped
+
     return serve_until_stopped(args)

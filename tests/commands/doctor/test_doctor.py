@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,15 @@ def test_every_package_has_its_range_from_the_one_table():
     assert range_of("transformer-engine") == EXTRAS["gpu"]["transformer-engine[pytorch]"] == ">=2.11,<2.21"
     with pytest.raises(KeyError):
         range_of("tensorflow")
+
+
+def test_one_table_has_every_optional_package():
+    page = (Path(__file__).parents[3] / "docs/status.md").read_text(encoding="utf-8")
+    table = page.split("## Optional packages")[1].split("## ")[0]
+    optional = [one for one in REQUIREMENTS if not one.required] + [one for one in REQUIREMENTS if one.name == "vllm"]
+    assert [one.name for one in optional if one.install.split(", or ")[0] not in table] == []
+    in_extras = {key.partition("[")[0] for name, group in EXTRAS.items() if name != "test" for key in group}
+    assert in_extras <= {one.name for one in optional}, "what an extra installs is a requirement of something"
 
 
 def fake(versions):
