@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import numpy
@@ -16,8 +17,10 @@ MIB = 2**20 / GIB
 
 
 def allocate(mib: int) -> numpy.ndarray:
-    """Memory of its own mapping, which is returned to the system when it is freed."""
-    return numpy.ones(mib << 20, dtype=numpy.uint8)
+    """Memory of its own mapping, which is returned to the system when it is freed: malloc may hand out what a test before left."""
+    memory = numpy.frombuffer(mmap.mmap(-1, mib << 20), dtype=numpy.uint8)
+    memory[:] = 1
+    return memory
 
 
 def test_the_peak_of_a_stage_is_its_own() -> None:
