@@ -140,7 +140,7 @@ def _rows_of(folder: Path, kind: str, count: int, modes: Sequence[str]) -> list[
     rows, same = [], None
     for mode in modes:
         command = [sys.executable, __file__, "--child", mode, str(file), str(tokenizer)]
-        found = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+        found = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout)
         same = same or found["same"]
         assert found["same"] == same, f"{mode}: other prompts than {modes[0]}"
         disk = sum(f.stat().st_size for f in (folder / "cache").rglob("*")) / MIB if mode == MODES[1] else 0.0

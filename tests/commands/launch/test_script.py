@@ -43,6 +43,8 @@ def run_script(folder: Path, job: Job, **environment: str) -> tuple[list[list[st
     programs.mkdir(parents=True)
     write_program(programs / "srun", 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"')
     write_program(programs / "apptainer", 'while [ "${1%.sif}" = "$1" ]; do shift; done; shift; CONTAINED=1 exec "$@"')
+    # The watcher's: it outlives the script, and holds what is captured of it open.
+    write_program(programs / "sleep", "exec /bin/sleep 0.02")
     write_program(programs / "scontrol", 'printf "%s\\0" scontrol "$@" END >> "$CALLS"')
     seen = f'echo "${{PYTHONNOUSERSITE:-unset}}" >> {shlex.quote(str(folder / "user_site"))}'
     code = 'case "$*" in *"attempt end"*) echo "${DECISION:-0}" ;; *begin*) echo "$RESUME" ;; esac'
