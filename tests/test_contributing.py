@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.forked_commands import run_code
-from tests.trainer.small_run import small_config, write_small_task
+from tests.trainer.small_run import SIZES, small_config, write_small_task
 
 ROOT = Path(__file__).parent.parent
 SECTIONS = re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.M)[1:]
@@ -84,13 +84,7 @@ def add_family(tree: Path) -> None:
 def write_toy_checkpoint(folder: Path) -> None:
     """Qwen2, which is the recipe's family under other keys, in place of the small task's llama."""
     config = transformers.Qwen2Config(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
+        **SIZES,
         tie_word_embeddings=False,
     )
     transformers.Qwen2ForCausalLM(config).save_pretrained(folder)

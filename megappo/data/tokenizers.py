@@ -91,18 +91,12 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(
-    path: str | Path,
-    model: str | Path | None = None,
-    template_args: Mapping[str, Any] | None = None,
-    *,
-    leave_out_unread: bool = False,
-) -> Tokenizer:
+def load_tokenizer(path: str | Path, model: str | Path | None = None, template_args: Mapping[str, Any] | None = None) -> Tokenizer:
     """Open a `.model` file or a tokenizer directory. Raises ValueError with the path and the fix.
     A directory with tokenizer.json or tokenizer_config.json is Hugging Face's; one with only tokenizer.model is SentencePiece's.
     model: directory of the checkpoint that samples, whose ids end a response too, as those that stand beside the tokenizer.
-    template_args: variables of the chat template. leave_out_unread: those that it does not read are left out, not refused."""
-    return find_tokenizer(path, model, template_args, leave_out_unread=leave_out_unread)()
+    template_args: variables of the chat template."""
+    return find_tokenizer(path, model, template_args)()
 
 
 def find_tokenizer(
@@ -112,7 +106,8 @@ def find_tokenizer(
     *,
     leave_out_unread: bool = False,
 ) -> Callable[[], Tokenizer]:
-    """Return a reader of the tokenizer at `path`, after a look at its files' names only. Raises ValueError as `load_tokenizer`."""
+    """Return a reader of the tokenizer at `path`, after a look at its files' names only. Raises ValueError as `load_tokenizer`.
+    leave_out_unread: variables that the template does not read are left out, not refused."""
     path, model = Path(path), None if model is None else Path(model)
     if not path.exists():
         raise ValueError(

@@ -82,9 +82,8 @@ class RolloutSide:
         """Stage 3: score the responses and add the round to the samples of the step. TooFewVerdicts if more of them than
         `reward.max_without_verdict` have no score; with `above_max: redraw` all places are open again, MAX_REDRAWS times."""
         scored = score_responses(drawn, asked.prompt_of, self._tokenizer, self.scorer, self._sampling.stop)
-        fields = {
-            name: x for name, x in drawn.batch.sequence_fields.items() if not name.startswith(LOST)
-        }  # no field of one round alone
+        # A field of one round alone would not go together with the others.
+        fields = {name: x for name, x in drawn.batch.sequence_fields.items() if not name.startswith(LOST)}
         drawn = drawn.with_batch(replace(drawn.batch, sequence_fields=fields))
         for extra in self._extras:
             drawn = extra.after_score(asked, drawn)

@@ -40,17 +40,22 @@ def check_same_numbers(
         assert {key: one[key] for key in NUMBERS} == pytest.approx({key: other[key] for key in NUMBERS}, rel=rel, abs=absolute)
 
 
+SIZES: dict[str, int] = dict(
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+
+
 def write_small_task(folder: Path) -> None:
     """model/ (random llama and SentencePiece tokenizer) and data/ below `folder`."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
+        **SIZES,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,

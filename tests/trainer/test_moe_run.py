@@ -15,20 +15,14 @@ import pytest
 import torch
 import transformers
 
-from tests.trainer.small_run import run_many, small_config, write_small_task
+from tests.trainer.small_run import SIZES, run_many, small_config, write_small_task
 from tests.worlds import spawn_world
 
 STEPS = 3
 AGREEMENT = 1e-5  # of probabilities, fp32
-_SIZES = dict(
-    vocab_size=32,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
+_CONFIG = dict(
+    **SIZES,
     head_dim=32,
-    max_position_embeddings=64,
     bos_token_id=1,
     eos_token_id=2,
     pad_token_id=0,
@@ -44,8 +38,8 @@ def write_models(folder: Path) -> None:
     write_small_task(folder)
     torch.manual_seed(0)
     models = {
-        "moe": transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_SIZES, **EXPERTS)),
-        "window": transformers.MistralForCausalLM(transformers.MistralConfig(**_SIZES, sliding_window=WINDOW)),
+        "moe": transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_CONFIG, **EXPERTS)),
+        "window": transformers.MistralForCausalLM(transformers.MistralConfig(**_CONFIG, sliding_window=WINDOW)),
     }
     for name, model in models.items():
         model.save_pretrained(folder / name)

@@ -114,7 +114,7 @@ def check_inputs(config: TrainConfig | SftConfig, *, resume: bool = False, shape
         _find("data.train", config.data.train)
     if isinstance(config, TrainConfig):
         if config.reward_model.model is not None:
-            find_reward_tokenizer(config.reward_model)
+            find_reward_tokenizer(config)
         _check_files(config, trains)
 
 

@@ -17,7 +17,7 @@ from megappo.data.cache import Cache, hash_of_modules
 from megappo.data.prompt_rows import format_of
 from megappo.data.prompts import PromptSet
 from megappo.data.reward_text import RewardText
-from megappo.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
+from megappo.data.tokenizers import Tokenizer, find_tokenizer
 from megappo.models.families.registry import FAMILIES
 from megappo.models.hf_config import arch_for, read_config
 from megappo.models.hf_tensors import CheckpointReader
@@ -72,16 +72,17 @@ def pad_id_of(path: str | Path) -> int | None:
 KEY = "reward_model"
 
 
-def find_reward_tokenizer(settings: RewardModelConfig) -> Callable[[], Tokenizer]:
-    """Return the reader of the reward model's tokenizer, as `find_tokenizer`. ConfigError, one line, if there is none."""
-    return _in_words_of_role(settings, lambda: find_tokenizer(tokenizer_of(settings)[1]))
-
-
-def load_reward_tokenizer(settings: RewardModelConfig, template_args: Mapping[str, Any]) -> Tokenizer:
-    """Load the reward model's tokenizer. Its template gets those of the run's `template_args` that it reads: it is another model's,
-    or the policy's own. ConfigError, one line, if there is none or it cannot be read."""
+def find_reward_tokenizer(config: TrainConfig) -> Callable[[], Tokenizer]:
+    """Return the reader of the reward model's tokenizer, as `find_tokenizer`. ConfigError, one line, if there is none. Its template
+    gets those of the run's `template_args` that it reads: it is another model's, or the policy's own."""
+    settings, variables = config.reward_model, config.data.template_args
     path = tokenizer_of(settings)[1]
-    return _in_words_of_role(settings, lambda: load_tokenizer(path, template_args=template_args, leave_out_unread=True))
+    return _in_words_of_role(settings, lambda: find_tokenizer(path, template_args=variables, leave_out_unread=True))
+
+
+def load_reward_tokenizer(config: TrainConfig) -> Tokenizer:
+    """Load the reward model's tokenizer. ConfigError, one line, if there is none or it cannot be read."""
+    return _in_words_of_role(config.reward_model, find_reward_tokenizer(config))
 
 
 def tokenizer_of(settings: RewardModelConfig) -> tuple[str, str]:
@@ -117,7 +118,7 @@ def load_reward_text(config: TrainConfig, sets: Mapping[str, tuple[PromptSet, Da
         return ScoredTexts(None)
     arch = arch_for(settings.model, settings.engine)
     key, path = tokenizer_of(settings)
-    tokenizer = load_reward_tokenizer(settings, config.data.template_args)
+    tokenizer = load_reward_tokenizer(config)
     if tokenizer.vocab_size > arch.vocab_size:
         fix = f"has {tokenizer.vocab_size} ids and {KEY}.model only {arch.vocab_size}; use the tokenizer of the model"
         raise ConfigError(problem(key, path, fix))
