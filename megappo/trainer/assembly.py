@@ -47,6 +47,7 @@ from megappo.trainer.recorded import RecordedPretraining
 from megappo.trainer.refresh import REFERENCE, ReferenceRefresh, refresh_sync
 from megappo.trainer.reward_model import model_scorer
 from megappo.trainer.rollout_side import RolloutSide
+from megappo.trainer.rounds import Sampler
 from megappo.trainer.run import Run
 from megappo.trainer.rundir import RunDir
 from megappo.trainer.sampling import evaluators_of_run, place_of_policy, sampling_params, scorer_of
@@ -162,10 +163,10 @@ def build_ppo(
     score_model = model_scorer(roles.reward_model, roles.shares.get("reward_model"), data.reward_text, config.reward_model)
     scorer = scorer_of(config.reward, data.reward_parts, ScoringProgress(log.note, run.instruments.sections), score_model)
     source = prompt_source_of(config, data.train.prompts, data.loader, run.state)
-    greedy = [GreedyBaseline(rollout, sampling, data.tokenizer, scorer)] if config.algorithm.estimator.type == "remax" else []
-    sampled_by = {"sampling": sampling, "tokenizer": data.tokenizer, "scorer": scorer}
+    sampler = Sampler(rollout, sampling, data.tokenizer, scorer)
+    greedy = [GreedyBaseline(sampler)] if config.algorithm.estimator.type == "remax" else []
     rules = VerdictRules(config.reward.max_without_verdict, config.reward.above_max, config.algorithm.compares_groups)
-    rollout_side = RolloutSide(config.rollout, rollout, roles.policy, source, **sampled_by, extras=greedy, rules=rules)
+    rollout_side = RolloutSide(config.rollout, sampler, roles.policy, source, extras=greedy, rules=rules)
     extras = extras_of_updates(config, models, refresh, run)
     if config.telemetry.trajectories_every:
         extras.append(Trajectories(config, source.samples_per_row, data.tokenizer, log))

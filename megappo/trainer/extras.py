@@ -22,9 +22,7 @@ from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.consensus import gathered_at
 from megappo.parallel.totals import maxima, place_in_world, total, totals
 from megappo.rewards.compose import Scored
-from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
-from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Distribution, Metric, of_critic
 from megappo.telemetry.runlog import RunLog
 from megappo.telemetry.timers import StageTimers
@@ -39,7 +37,7 @@ from megappo.trainer.experience.experience import Experience
 from megappo.trainer.refresh import ReferenceRefresh
 from megappo.trainer.replicas import ReplicaCheck
 from megappo.trainer.report import StepRecord
-from megappo.trainer.rounds import Round
+from megappo.trainer.rounds import Round, Sampler
 from megappo.trainer.run import Steps
 from megappo.trainer.scoring import score_responses
 from megappo.trainer.state import TrainerState
@@ -216,20 +214,20 @@ class GreedyBaseline(Extra):
     """Baseline of the estimator remax (Li et al. 2024, arXiv:2310.10505): the score of one greedy response to each prompt.
     Greedy responses are drawn in stage 2 and scored in stage 3 beside the samples, and not trained on."""
 
-    def __init__(self, rollout: RolloutEngine, sampling: SamplingParams, tokenizer: Tokenizer, scorer: Scorer) -> None:
-        self._rollout, self._tokenizer, self._scorer = rollout, tokenizer, scorer
-        self._sampling = replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, record_top_k_ids=False)
+    def __init__(self, sampler: Sampler) -> None:
+        self._engine, params, self._tokenizer, self._scorer = sampler
+        self._params = replace(params, temperature=0.0, top_p=1.0, top_k=-1, record_top_k_ids=False)
         self._greedy: Experience
 
     def after_generate(self, drawn: Round) -> None:
         """Draw one greedy response per prompt, numbered like the groups of the samples. Collective over the world."""
         assert isinstance(drawn.requests, SampleRequests), "responses that go on have no greedy one"
         once = replace(drawn.requests, samples_per_prompt=1, seed_of=lambda prompt: prompt)  # nothing is drawn: any seed will do
-        self._greedy = collect(once, generate(self._rollout, once, self._sampling))
+        self._greedy = collect(once, generate(self._engine, once, self._params))
 
     def after_score(self, drawn: Round, experience: Experience) -> Experience:
         """Add the field GREEDY, [B] fp64. Collective over the world; errors as `score_responses`."""
-        prompt_of, stop = (lambda group: drawn.prompts[drawn.rows[group]]), self._sampling.stop
+        prompt_of, stop = (lambda group: drawn.prompts[drawn.rows[group]]), self._params.stop
         scored = score_responses(self._greedy, prompt_of, self._tokenizer, self._scorer, stop)
         scores = self._greedy.column(torch.tensor(scored.total, dtype=torch.float64))
         return experience.with_fields({}, {GREEDY: scores[experience.table.group[experience.numbers].long()]})

@@ -10,19 +10,16 @@ from dataclasses import replace
 from functools import partial
 
 from megappo.config.schema import RolloutConfig
-from megappo.data.tokenizers import Tokenizer
 from megappo.parallel.consensus import warn_once
 from megappo.rewards.base import TooFewVerdicts
-from megappo.rewards.scorer import Scorer
 from megappo.rollout.generation import generate
-from megappo.rollout.types import RolloutEngine, SamplingParams
 from megappo.trainer.experience.collect import LOST, collect, prompt_of_sample
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.extras import Extra
 from megappo.trainer.left_out import LeftOut, VerdictRules, left_out_of
 from megappo.trainer.prompt_source import PromptSource
 from megappo.trainer.roles import Policy
-from megappo.trainer.rounds import Rollout, Round, StepSamples, nothing_to_learn
+from megappo.trainer.rounds import Rollout, Round, Sampler, StepSamples, nothing_to_learn
 from megappo.trainer.sampler_check import require_version
 from megappo.trainer.scoring import begin_rewards, score_responses
 
@@ -34,24 +31,21 @@ MAX_REDRAWS = 3
 
 class RolloutSide:
     """Stages 1 to 3 of a run. Methods are collective over the world; all but `push_weights` belong to one step.
-    engine: samples. policy: source of the pushed weights, None on ranks where it does not live. source: of the requests."""
+    policy: source of the pushed weights, None on ranks where it does not live. source: of the requests."""
 
     def __init__(
         self,
         settings: RolloutConfig,
-        engine: RolloutEngine,
+        sampler: Sampler,
         policy: Policy | None,
         source: PromptSource,
         *,
-        sampling: SamplingParams,
-        tokenizer: Tokenizer,
-        scorer: Scorer,
         extras: Sequence[Extra] = (),
         rules: VerdictRules,
     ) -> None:
-        self.engine, self.policy, self.source, self.scorer = engine, policy, source, scorer
-        self._settings, self._sampling, self._tokenizer, self._extras = settings, sampling, tokenizer, extras
-        self._rules = rules
+        self.engine, self._sampling, self._tokenizer, self.scorer = sampler
+        self.policy, self.source = policy, source
+        self._settings, self._extras, self._rules = settings, extras, rules
         self._left_out: LeftOut | None = None  # of the step
 
     def begin(self) -> StepSamples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +13,25 @@ from megappo.algo.groups import are_equal
 from megappo.config.prompt_sections import DynamicSamplingConfig
 from megappo.data.packing import PackedBatch, joined
 from megappo.data.prompts import Prompt
+from megappo.data.tokenizers import Tokenizer
 from megappo.rewards import compose
 from megappo.rewards.compose import Scored
-from megappo.rollout.types import Played, Request
+from megappo.rewards.scorer import Scorer
+from megappo.rollout.types import Played, Request, RolloutEngine, SamplingParams
 from megappo.telemetry.metrics import Metric
 from megappo.trainer.experience.collect import prompt_of_sample
 from megappo.trainer.experience.experience import Experience
 from megappo.trainer.experience.table import Owners, SampleTable
 from megappo.trainer.left_out import LeftOut
+
+
+class Sampler(NamedTuple):
+    """What draws the responses of a run and scores them."""
+
+    engine: RolloutEngine
+    params: SamplingParams
+    tokenizer: Tokenizer
+    scorer: Scorer
 
 
 @dataclass(frozen=True)
