@@ -123,9 +123,7 @@ class _Trajectory:
 
     @property
     def all_kept(self) -> KeptIds | None:
-        if not self.kept:
-            return None
-        return KeptIds(*(numpy.concatenate([getattr(one, name) for one in self.kept]) for name in ("counts", "ids")))
+        return KeptIds.joined(self.kept)
 
     def give(self, ids: Sequence[int] | Ids, version: int) -> None:
         self.segments.append(Segment(numpy.asarray(ids, numpy.int32), None, version))

@@ -106,6 +106,11 @@ class KeptIds:
         """Take the ids of a table [tokens, width] where `kept` [tokens, width] is true."""
         return cls(kept.sum(1, dtype=numpy.int32), table[kept])
 
+    @classmethod
+    def joined(cls, parts: Sequence[KeptIds]) -> KeptIds | None:
+        """Return the ids of all parts' tokens; None for no part."""
+        return cls(_joined([part.counts for part in parts]), _joined([part.ids for part in parts])) if parts else None
+
     def first(self, num_tokens: int) -> KeptIds:
         """Return the ids of the first `num_tokens` tokens."""
         counts = self.counts[:num_tokens]

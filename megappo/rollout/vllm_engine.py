@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from megappo.rollout.vllm_adapter import VllmAdapter
 from megappo.rollout.vllm_limits import check_vllm
 from megappo.rollout.vllm_memory import VllmMemory, require_sleep
 from megappo.rollout.vllm_options import VllmModel, vllm_environment, vllm_options
-from megappo.rollout.vllm_outputs import Detokenize, SampledRows, response_of
+from megappo.rollout.vllm_outputs import Detokenize, Drawing, Drawn, SampledRows, response_of
 from megappo.rollout.vllm_process import (
     EngineState,
     colocated_executor,
@@ -49,8 +49,9 @@ class VllmEngine:
 
     config: layout, sizes and switches; dtype and lengths are the model's. eos_token_ids: end a response and are part of it.
     detokenize: ids -> text, in which stop strings are searched after generation if vLLM has no tokenizer. timeouts: of vLLM's
-    groups and of meetings. subworld: the engine's ranks, from `prepare_rollout_world`; None for all. ValueError if vLLM is missing
-    or for a limit of `vllm_limits`.
+    groups and of meetings. subworld: the engine's ranks, from `prepare_rollout_world`; None for all. cache_after_push: of requests
+    that run at a push, which goes on with them; None refuses such a push. ValueError if vLLM is missing or for a limit of
+    `vllm_limits`.
     """
 
     name = "vllm"
@@ -65,18 +66,22 @@ class VllmEngine:
         detokenize: Detokenize | None = None,
         timeouts: TimeoutsConfig = TimeoutsConfig(),
         subworld: SubWorld | None = None,
+        cache_after_push: Literal["recompute", "keep"] | None = None,
     ) -> None:
         require_vllm()
         self._subworld = subworld
         check_vllm(model.arch, model.max_model_len, device.type)
         self.device, self._model = device, model
         self._tp, self._meeting_s = config.tp, timeouts.meeting_s
+        self._cache_after_push = cache_after_push
         with self.in_world():
             self.replica = _replica_of(config, self._meeting_s)
         self._eos_token_ids = tuple(eos_token_ids)
         self._detokenize = detokenize
-        self._asked: dict[str, tuple[SamplingParams, SampledRows]] = {}
-        self._drawn = 0  # digest of the tokens of this generation, in whatever order they finish
+        self._asked: dict[str, Drawing] = {}  # in the order of submission
+        self._early: list[Response] = []  # ended in a push, for the next poll
+        self._num_early = 0  # of all ranks of the replica
+        self._digest = 0  # of the tokens of this generation, in whatever order they finish
         self._version: int | None = None
         self._sync: WeightSync | AdapterSync | None = None
         self._adapter_shapes = None if model.lora is None else shapes_beside_base(model.arch, model.lora)
@@ -127,9 +132,51 @@ class VllmEngine:
         meet(before, self._meeting_s)
 
     def push_weights(self, version: int) -> dict[str, float]:
-        """Push the weights and compare their checksums. Collective."""
+        """Push the weights and compare their checksums. With `cache_after_push` requests may be running: their segments end here,
+        and they go on with the new weights. Collective."""
         assert self._sync is not None, "connect() comes before the first push"
-        return self._sync.push(version)
+        if self._cache_after_push is None:
+            return self._sync.push(version)
+        with self._running():
+            running = self._cut()
+        metrics = self._sync.push(version)
+        with self._running():
+            for one in running:
+                self._enter(one)
+        return metrics
+
+    def _cut(self) -> list[Drawing]:
+        """Close the segments of all running requests. Return those that must be submitted again, taken out of vLLM: all, or none if
+        their cache is kept."""
+        self._settle()
+        for one in self._asked.values():
+            assert self._version is not None
+            self._count(one)
+            one.close_segment(self._version)
+        self._require_same_tokens()
+        if self._cache_after_push == "keep":
+            return []
+        running = list(self._asked.values())
+        self._llm.llm_engine.abort_request(list(self._asked))
+        self._asked.clear()
+        self._finish_steps()
+        return running
+
+    def _settle(self) -> None:
+        """Take the answers of the steps that vLLM has scheduled ahead: their tokens are of the old weights; an abort loses them."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        core, before = self._llm.llm_engine.engine_core.engine_core, len(self._asked)
+        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        while core.batch_queue:
+            self._early += self._step()
+        core.scheduler.set_pause_state(PauseState.UNPAUSED)
+        self._num_early += before - len(self._asked)
+
+    def drawn(self) -> dict[int, Drawn]:
+        """Return what older weights have drawn for each running request, in the order of submission. Right after a push this is all
+        there is to know of them: given to `submit` of a new engine, they go on to the same bits."""
+        return {one.request.number: one.drawn for one in self._asked.values()}
 
     def in_world(self) -> AbstractContextManager[None]:
         """Make the engine's ranks the world of torch.distributed: its default group, its store, ranks by position in it."""
@@ -147,7 +194,8 @@ class VllmEngine:
 
     def weights_changed(self, version: int) -> None:
         with self._running():
-            if not self._llm.reset_prefix_cache():
+            # A kept cache is that of running requests alone: `_cache_salt`
+            if self._cache_after_push != "keep" and not self._llm.reset_prefix_cache():
                 raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         self._version = version
 
@@ -162,49 +210,68 @@ class VllmEngine:
             raise RuntimeError(f"the vLLM engine holds {len(self._asked)} requests of a generation that failed; make a new engine")
         with self._running():
             self._memory.wake_cache()
-            self._drawn = 0
+            self._digest = 0
             yield
             assert not self._asked, "requests were left unanswered"
             self._require_same_tokens()
             self._finish_steps()
             self._memory.sleep_cache()
 
+    @contextmanager
+    def between_pushes(self) -> Iterator[None]:
+        """Context of `submit` and `poll` for requests that may go on after it, over pushes."""
+        with self._running():
+            yield
+
     @property
     def num_unfinished(self) -> int:
-        return len(self._asked)
+        return len(self._asked) + self._num_early
 
     @property
     def num_running(self) -> int:
         return self.num_unfinished
 
-    def submit(self, requests: Sequence[Request], sampling: SamplingParams) -> None:
-        """Add requests; temperature 0 gives the log-probs of temperature 1. ValueError for one longer than the context or for stop
-        strings without tokenizer."""
+    def submit(self, requests: Sequence[Request], sampling: SamplingParams, drawn: Mapping[int, Drawn] = {}) -> None:
+        """Add requests; temperature 0 gives the log-probs of temperature 1. drawn: what was drawn of some responses in another
+        engine, by number. ValueError for a request longer than the context or for stop strings without tokenizer."""
+        self._check(requests, sampling)
+        for request in requests:
+            assert str(request.number) not in self._asked, f"request {request.number} is answered already"
+            self._enter(Drawing(request, sampling, SampledRows(self._best(sampling)), drawn.get(request.number, Drawn())))
+
+    def _enter(self, one: Drawing) -> None:
         from vllm.inputs import tokens_input
 
-        self._check(requests, sampling)
-        core = self._llm.llm_engine
-        for request in requests:
-            name = str(request.number)
-            assert name not in self._asked, f"request {name} is answered already"
-            inputs = tokens_input(request.tokens.tolist(), cache_salt=self._cache_salt())
-            adapter = None if self._adapter is None else self._adapter.request
-            internal = core.add_request(name, inputs, self._vllm_sampling(sampling, request), lora_request=adapter)
-            rows = SampledRows(self._best(sampling))
-            core.output_processor.request_states[internal].logprobs_processor = rows
-            self._asked[name] = (sampling, rows)
+        core, request = self._llm.llm_engine, one.rest()
+        name = str(request.number)
+        inputs = tokens_input(request.tokens.tolist(), cache_salt=self._cache_salt())
+        adapter = None if self._adapter is None else self._adapter.request
+        internal = core.add_request(name, inputs, self._vllm_sampling(one.sampling, request), lora_request=adapter)
+        core.output_processor.request_states[internal].logprobs_processor = one.rows
+        self._asked[name] = one
 
     def poll(self) -> list[Response]:
+        return self.ended_in_push() + self._step()
+
+    def ended_in_push(self) -> list[Response]:
+        """Return the responses that the last push found finished, once."""
+        early, self._early, self._num_early = self._early, [], 0
+        return early
+
+    def _step(self) -> list[Response]:
         assert self._version is not None
         responses = []
         for output in self._llm.llm_engine.step():  # finished ones only
-            sampling, rows = self._asked.pop(output.request_id)
-            number = int(output.request_id)
-            self._drawn += zlib.crc32(rows.ids_table[:, 0].tobytes(), number)
-            if self.replica.answers(number):
-                stop = sampling.stop if self._model.tokenizer is None else ()
-                responses.append(response_of(number, output.outputs[0], rows, self._version, stop, self._detokenize))
+            one = self._asked.pop(output.request_id)
+            self._count(one)
+            if self.replica.answers(one.request.number):
+                # vLLM looks for stop strings in what it drew itself, not across a cut
+                stop = one.sampling.stop if self._model.tokenizer is None or one.drawn.segments else ()
+                responses.append(response_of(one, output.outputs[0], self._version, stop, self._detokenize))
         return responses
+
+    def _count(self, one: Drawing) -> None:
+        self._digest += zlib.crc32(one.rows.ids_table[:, 0].tobytes(), one.request.number)
 
     def _cache_salt(self) -> str:
         # In the key of cached prefixes: what older weights computed is never found again
@@ -221,7 +288,7 @@ class VllmEngine:
         if group is None:
             return
         of_ranks = torch.zeros(group.size(), dtype=torch.int64)
-        of_ranks[group.rank()] = self._drawn
+        of_ranks[group.rank()] = self._digest
         dist.all_reduce(of_ranks, group=group)
         if len(set(of_ranks.tolist())) > 1:
             ranks = name_ranks(ranks_of_run(group))

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy
 
-from megappo.rollout.types import Ids, KeptIds, Logprobs, Response, Segment
+from megappo.rollout.types import Ids, KeptIds, Logprobs, Request, Response, SamplingParams, Segment
 
 Detokenize = Callable[[Sequence[int]], str]
 _FIRST_ROWS = 64  # doubled when they are full
@@ -54,26 +55,82 @@ class SampledRows:
         """[tokens, 1 + best] float32, -inf for ids that top-k or top-p cut."""
         return self._logprobs[: self._count]
 
+    def clear(self) -> None:
+        self._count = 0
+
+
+class Drawn(NamedTuple):
+    """Closed segments of a response. kept: the ids that their tokens were drawn from, one per segment; () if none are recorded."""
+
+    segments: tuple[Segment, ...] = ()
+    kept: tuple[KeptIds, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments)
+
+    def first(self, num_tokens: int) -> Drawn:
+        """Return the part of the first `num_tokens` tokens."""
+        segments, left = [], num_tokens
+        for tokens, logprobs, version in ((one.tokens, one.logprobs, one.version) for one in self.segments):
+            if left > 0:
+                segments.append(Segment(tokens[:left], None if logprobs is None else logprobs[:left], version))
+            left -= len(tokens)
+        kept = KeptIds.joined(self.kept)
+        return Drawn(tuple(segments), () if kept is None else (kept.first(num_tokens),))
+
+
+@dataclass
+class Drawing:
+    """A request that vLLM answers. rows: of the segment that is open, which present weights draw."""
+
+    request: Request
+    sampling: SamplingParams
+    rows: SampledRows
+    drawn: Drawn
+
+    def close_segment(self, version: int) -> None:
+        """Add what has been drawn since the last call as a segment of these weights."""
+        ids, logprobs = self.rows.ids_table, self.rows.logprobs_table
+        if len(ids):
+            segment = Segment(ids[:, 0].copy(), logprobs[:, 0].copy(), version)
+            kept = (top_k_ids(ids, logprobs),) if ids.shape[1] > 1 else ()
+            self.drawn = Drawn((*self.drawn.segments, segment), (*self.drawn.kept, *kept))
+        self.rows.clear()
+
+    def rest(self) -> Request:
+        """Return the request of the next segment, as if the closed ones were given."""
+        count = self.drawn.num_tokens
+        if not count:
+            return self.request  # with the seed of a run without pushes
+        # vLLM cannot set a generator forward: the same seed would repeat draws. Not the factor of `turns.py`, or segments of one
+        # turn would have the seeds of others.
+        seed = (self.request.seed + 0xBF58476D1CE4E5B9 * count) % 2**63
+        before, limit = (*self.request.before, *self.drawn.segments), self.request.limit(self.sampling)
+        return replace(self.request, before=before, seed=seed, max_tokens=limit - count)
+
 
 def response_of(
-    number: int, output: Any, rows: SampledRows, version: int, stop: Sequence[str] = (), detokenize: Detokenize | None = None
+    drawing: Drawing, output: Any, version: int, stop: Sequence[str] = (), detokenize: Detokenize | None = None
 ) -> Response:
-    """Make a response of a finished `CompletionOutput`. stop: strings that vLLM did not look for; they end it here. RuntimeError if
-    vLLM ended the request for another reason than stop or length."""
-    if output.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended request {number} with {output.finish_reason!r}")
-    ids, logprobs = rows.ids_table, rows.logprobs_table
-    tokens = ids[:, 0].copy()
-    sampled = numpy.fromiter(output.token_ids, numpy.int32, len(output.token_ids))
-    assert numpy.array_equal(tokens, sampled), "vLLM gives the sampled token first"
-    kept = top_k_ids(ids, logprobs) if ids.shape[1] > 1 else None
-    finish, end = output.finish_reason, len(tokens)
+    """Make a response of a finished `CompletionOutput`. stop: strings that vLLM did not look for in all of it; they end it here.
+    RuntimeError if vLLM ended the request for another reason than stop or length."""
+    number, finish = drawing.request.number, output.finish_reason
+    if finish not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended request {number} with {finish!r}")
+    open_tokens = drawing.rows.ids_table[:, 0]
+    # With its cache kept, vLLM's output has the closed segments too
+    sampled = numpy.fromiter(output.token_ids, numpy.int32, len(output.token_ids))[-len(open_tokens) :]
+    assert numpy.array_equal(open_tokens, sampled), "vLLM gives the sampled token first"
+    drawing.close_segment(version)
+    response = Response(number, drawing.drawn.segments, finish, KeptIds.joined(drawing.drawn.kept))
     if stop:
         assert detokenize is not None
-        found = stop_length(tokens, stop, detokenize)
+        found = stop_length(response.tokens, stop, detokenize)
         if found is not None:
-            finish, end, kept = "stop", found, kept and kept.first(found)
-    return Response(number, (Segment(tokens[:end], logprobs[:end, 0].copy(), version),), finish, kept)
+            segments, kept = drawing.drawn.first(found)
+            response = Response(number, segments, "stop", KeptIds.joined(kept))
+    return response
 
 
 def top_k_ids(ids: Ids, logprobs: Logprobs) -> KeptIds:
