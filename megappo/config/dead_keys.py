@@ -126,6 +126,7 @@ TRAIN: tuple[Dead, ...] = (
             "rollout.vllm_args",
             "rollout.adapter",
             "rollout.push_every",
+            "rollout.max_staleness",
         ),
         lambda c: c.rollout.engine == "megatron",
         "rollout.engine is megatron, which generates with the policy's own shards; remove it, or set engine to vllm",

@@ -97,6 +97,51 @@ def _needs_whole_responses(config: TrainConfig) -> Iterator[tuple[str, Any, str]
         yield "rollout.stop", list(config.rollout.stop), "a string may lie across two windows, where no step sees all of it"
 
 
+def staleness_problem(config: TrainConfig) -> str | None:
+    """Refuse generation beside training with settings that need a step's responses before the next prompts, or other weights."""
+    if config.rollout.max_staleness is None:
+        return None
+    for key, value, because in _needs_turns(config):
+        return problem(key, value, f"{because}; change it, or set rollout.max_staleness to null")
+    return None
+
+
+def _needs_turns(config: TrainConfig) -> Iterator[tuple[str, Any, str]]:
+    """Yield (key, value, reason) of settings that exclude generation beside training."""
+    rollout, a = config.rollout, config.algorithm
+    if rollout.push_every > 1:
+        yield "rollout.push_every", rollout.push_every, "with rollout.max_staleness every step pushes, into running requests; use 1"
+    if rollout.partial_rollout_tokens is not None:
+        yield (
+            "rollout.partial_rollout_tokens",
+            rollout.partial_rollout_tokens,
+            "long responses run on beside training anyway; use null",
+        )
+    if rollout.environment is not None:
+        section = rollout.environment.model_dump(mode="json", exclude_unset=True)
+        yield "rollout.environment", section, "a push in the middle of a turn is not carried yet; remove it"
+    if a.dynamic_sampling is not None:
+        section = a.dynamic_sampling.model_dump(exclude_unset=True)
+        yield "algorithm.dynamic_sampling", section, "its rounds choose prompts by scores, after later steps have begun; use null"
+    if config.data.curriculum is not None:
+        section = config.data.curriculum.model_dump(exclude_unset=True)
+        yield "data.curriculum", section, "it chooses prompts by scores, after later steps have begun; use null"
+    if a.estimator.type == "remax":
+        yield "algorithm.estimator.type", "remax", "its greedy responses are drawn after a step's others; use gae"
+    if config.trainer.evaluate_with != "policy":
+        yield (
+            "trainer.evaluate_with",
+            config.trainer.evaluate_with,
+            "the sampler holds the policy while responses run on; use policy",
+        )
+    if config.reward.above_max == "redraw":
+        yield "reward.above_max", "redraw", "a step is not drawn again after later ones have begun; use stop"
+    if rollout.max_staleness and "importance_sampling" not in a.model_fields_set:
+        fix = "responses of older weights ask for a choice: name tis, mis, icepop or none"
+        yield "algorithm.importance_sampling.type", a.importance_sampling.type, fix
+    yield "rollout.max_staleness", rollout.max_staleness, "asynchronous runs are not built yet"
+
+
 def environment_problem(config: TrainConfig) -> str | None:
     """Refuse an environment without code, limits never reached or without room, and settings that compaction rules out."""
     environment, longest = config.rollout.environment, config.rollout.max_response_tokens

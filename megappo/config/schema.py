@@ -25,7 +25,7 @@ from megappo.config.role_sections import (
     further_role,
 )
 from megappo.config.run_sections import CheckpointConfig, RunConfig, TelemetryConfig, TrainerConfig
-from megappo.config.section import Fraction, LossAggregation, NonNegativeFloat, Positive, PositiveFloat, Section
+from megappo.config.section import Fraction, LossAggregation, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 # ---------------------------------------------------------------------------------------------------------------- rollout
 
@@ -84,6 +84,9 @@ class RolloutConfig(Section):
     push_every: Positive = 1
     """Steps between pushes of weights into the sampler; responses are up to `push_every` - 1 steps old (docs/algorithms.md).
     The last step pushes too."""
+    max_staleness: NonNegative | None = None
+    """Generate beside training, on ranks of its own: a step's responses may begin under weights that are up to this many steps
+    old. null: in turns."""
     max_prob_diff: PositiveFloat = 0.01
     """Stop the run if the mean |probability difference| between sampler and trainer exceeds this; steps with responses of
     older weights are not judged."""
@@ -92,6 +95,11 @@ class RolloutConfig(Section):
     def drawn_tokens(self) -> int:
         """Most tokens of a response that one step draws."""
         return min(self.max_response_tokens, self.partial_rollout_tokens or self.max_response_tokens)
+
+    @property
+    def oldest_weights(self) -> int:
+        """Steps before one from which its responses may have weights; 1: those of the step before."""
+        return self.push_every + (self.max_staleness or 0)
 
     @property
     def windows(self) -> int:

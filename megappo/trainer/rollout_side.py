@@ -69,7 +69,7 @@ class RolloutSide:
         self.engine.sleep()
         drawn = collect(requests, responses, with_top_k_ids=self._sampling.top_k_width > 0)
         samples.played += [one.played for one in responses if one.played is not None]
-        require_version(drawn.table, step, settings.push_every, self.engine.name)
+        require_version(drawn.table, step, settings.oldest_weights, self.engine.name)
         return drawn
 
     def score(self, asked: Round, drawn: Experience, samples: StepSamples) -> None:

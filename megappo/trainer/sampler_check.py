@@ -45,10 +45,10 @@ def average_version(step: int) -> int:
     return -1 - step
 
 
-def require_version(table: SampleTable, step: int, push_every: int, engine: str) -> None:
-    """Raise SamplerMismatch on every rank unless all responses of `step` were sampled with weights of the `push_every` steps before
-    it. Other versions are the policy's average, or weights left by a missing push."""
-    newest, oldest = step - 1, max(0, step - push_every)
+def require_version(table: SampleTable, step: int, oldest_weights: int, engine: str) -> None:
+    """Raise SamplerMismatch on every rank unless all responses of `step` were sampled with weights of the `oldest_weights` steps
+    before it. Other versions are the policy's average, or weights left by a missing push."""
+    newest, oldest = step - 1, max(0, step - oldest_weights)
     wrong = [version for version in (int(table.oldest.min()), int(table.newest.max())) if not oldest <= version <= newest]
     if wrong:
         whose = f"the average after step {-1 - wrong[0]}" if wrong[0] < 0 else f"step {wrong[0]}"

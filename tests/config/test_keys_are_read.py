@@ -15,6 +15,7 @@ INSTRUMENTS = ("config/", "trainer/prepare/", "commands/plan/", "commands/verify
 READ_THROUGH = {
     "output_dir": "checks.run_dir_of",
     "allow_hosts": "checks.check_config, which refuses the run: that is all it is for",
+    "max_staleness": "config.schema.RolloutConfig.oldest_weights",
     "checkpoint_role": "prepare.critic_source.critic_source",
     "fit_batch": "prepare.fit.fit_if_asked, whose configuration is the one that is trained",
     "whiten_advantages": "config.schema.AlgorithmConfig.whitens",
