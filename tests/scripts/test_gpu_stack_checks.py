@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from megappo.runtime.installed import findings
-from scripts.gpu_stack import capability, fake_device, library, pip_resolution, te_layers, triton_kernels, vllm_config
+from scripts.gpu_stack import capability, fake_device, library, names, pip_resolution, te_layers, triton_kernels, vllm_config
 from scripts.gpu_stack.main import describe_exit, main, rows_of
 from scripts.gpu_stack.rows import MARK, Row, Skipped, Wrong, outcome, rows_in, table
 from scripts.gpu_stack.sync import LIST, sync
@@ -133,6 +134,28 @@ def test_options_that_vllm_does_not_know_and_other_paths_are_named() -> None:
     assert vllm_config.unknown({"seed": 0, "sleepy": True}, ["seed", "model"]) == "sleepy"
     assert vllm_config.difference({"runner": "v2", "sleep": True}, {"sleep": True}) == ""
     assert vllm_config.difference({"runner": "v2"}, {"runner": "v1"}) == "runner is v2, not v1"
+
+
+def test_names_and_keywords_that_a_version_lacks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In sources of a library, found through imports, tables of lazy imports and base classes; and in the installed ones, whole."""
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("LAZY = {'LLM': '.llm:LLM'}\nfrom vllm.inner import *\nif True:\n    def f(a, *, b): pass\n")
+    (package / "inner.py").write_text("class Base:\n    def sleep(self, level): self.core = 1\ndef g(*args): pass\n")
+    (package / "llm.py").write_text("from .inner import Base\nclass LLM(Base):\n    depth: int\n    def __init__(self, model): pass\n")
+    sources = names.Sources(tmp_path)
+    good = [("vllm.LLM.sleep", 0, ("level",)), ("vllm.LLM.core", 0, ()), ("vllm.f", 1, ("b",)), ("vllm.g", 9, ()), ("vllm.LLM", 1, ())]
+    assert [names._fault(sources, names.Use(name, "", *given)) for name, *given in good] == [""] * len(good)
+    assert names._fault(sources, names.Use("vllm.f", "", 0, ("c",))) == "vllm.f takes a, b; not c"
+    assert names._fault(sources, names.Use("vllm.f", "", 3)) == "vllm.f takes a, b; not 3 by position"
+    assert names._fault(sources, names.Use("vllm.LLM.wake_up", "")) == "vllm.LLM.wake_up is not there"
+    assert names._fault(sources, names.Use("vllm.inner.h", "")) == "vllm.inner.h is not there"
+    found = names.uses()
+    assert {"vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher", "torch.distributed.new_subgroups"} <= {u.name for u in found}
+    for library, module in names.LIBRARIES.items():
+        place = importlib.util.find_spec(module)
+        assert place is not None and place.origin is not None, library
+        assert names.faults(Path(place.origin).parents[module.count(".") + 1], module, found) == []
 
 
 def test_a_default_that_vllm_changes_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

