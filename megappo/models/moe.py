@@ -114,8 +114,8 @@ class SequenceRouter(Router):
     Padding is ignored. The tp and cp ranks of a sequence sum their choices, and each takes the gradient of its own tokens' scores.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, **newer: Any) -> None:
+        super().__init__(config, pg_collection, **newer)  # since Megatron-core 0.17: whether its layer predicts further tokens
         if not config.use_cpu_initialization:
             # Megatron creates this weight on the host and moves it at the first forward: too late for DDP's gradient buffers.
             self.weight.data = self.weight.data.to(torch.cuda.current_device())

@@ -91,7 +91,9 @@ def _uses_of(file: Path) -> Iterator[Use]:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if _is_library(alias.name):
-                    bound[alias.asname or alias.name.partition(".")[0]] = alias.name if alias.asname else alias.name.partition(".")[0]
+                    bound[alias.asname or alias.name.partition(".")[0]] = (
+                        alias.name if alias.asname else alias.name.partition(".")[0]
+                    )
                     yield Use(alias.name, where)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := _dotted(node.func, bound)):

@@ -31,5 +31,7 @@ def test_a_world_that_the_environment_describes_in_part_is_refused_with_the_way_
 
 def test_gpus_of_several_kinds_are_refused_with_the_rank_that_differs() -> None:
     require_one_kind(["NVIDIA H100 80GB HBM3"] * 3)
-    with pytest.raises(ValueError, match="^run.device = cuda: rank 2 has a NVIDIA A100-SXM4-80GB, and rank 0 a .*; take GPUs of one kind"):
+    with pytest.raises(
+        ValueError, match="^run.device = cuda: rank 2 has a NVIDIA A100-SXM4-80GB, and rank 0 a .*; take GPUs of one kind"
+    ):
         require_one_kind(["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"])

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from packaging.specifiers import SpecifierSet
 
 from megappo.runtime.versions import EXACT, PAIRS, cuda_torch, pinned, range_of

@@ -140,21 +140,33 @@ def test_names_and_keywords_that_a_version_lacks_are_named(tmp_path: Path, monke
     """In sources of a library, found through imports, tables of lazy imports and base classes; and in the installed ones, whole."""
     package = tmp_path / "vllm"
     package.mkdir()
-    (package / "__init__.py").write_text("LAZY = {'LLM': '.llm:LLM'}\nfrom vllm.inner import *\nif True:\n    def f(a, *, b): pass\n")
+    (package / "__init__.py").write_text(
+        "LAZY = {'LLM': '.llm:LLM'}\nfrom vllm.inner import *\nif True:\n    def f(a, *, b): pass\n"
+    )
     (package / "inner.py").write_text("class Base:\n    def sleep(self, level): self.core = 1\ndef g(*args): pass\n")
-    (package / "llm.py").write_text("from .inner import Base\nclass LLM(Base):\n    depth: int\n    def __init__(self, model): pass\n")
+    (package / "llm.py").write_text(
+        "from .inner import Base\nclass LLM(Base):\n    depth: int\n    def __init__(self, model): pass\n"
+    )
     sources = names.Sources(tmp_path)
-    good = [("vllm.LLM.sleep", 0, ("level",)), ("vllm.LLM.core", 0, ()), ("vllm.f", 1, ("b",)), ("vllm.g", 9, ()), ("vllm.LLM", 1, ())]
+    good = [
+        ("vllm.LLM.sleep", 0, ("level",)),
+        ("vllm.LLM.core", 0, ()),
+        ("vllm.f", 1, ("b",)),
+        ("vllm.g", 9, ()),
+        ("vllm.LLM", 1, ()),
+    ]
     assert [names._fault(sources, names.Use(name, "", *given)) for name, *given in good] == [""] * len(good)
     assert names._fault(sources, names.Use("vllm.f", "", 0, ("c",))) == "vllm.f takes a, b; not c"
     assert names._fault(sources, names.Use("vllm.f", "", 3)) == "vllm.f takes a, b; not 3 by position"
     assert names._fault(sources, names.Use("vllm.LLM.wake_up", "")) == "vllm.LLM.wake_up is not there"
     assert names._fault(sources, names.Use("vllm.inner.h", "")) == "vllm.inner.h is not there"
     found = names.uses()
-    assert {"vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher", "torch.distributed.new_subgroups"} <= {u.name for u in found}
-    for library, module in names.LIBRARIES.items():
+    assert {"vllm.v1.executor.uniproc_executor.ExecutorWithExternalLauncher", "torch.distributed.new_subgroups"} <= {
+        u.name for u in found
+    }
+    for name, module in names.LIBRARIES.items():
         place = importlib.util.find_spec(module)
-        assert place is not None and place.origin is not None, library
+        assert place is not None and place.origin is not None, name
         assert names.faults(Path(place.origin).parents[module.count(".") + 1], module, found) == []
 
 

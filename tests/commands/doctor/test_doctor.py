@@ -110,7 +110,9 @@ def test_a_missing_package_comes_with_its_installation(monkeypatch):
     assert missing_package("torch") is None
     assert missing_package("vllm") is None
     beside = installed.pair_fault("0.30.1", "2.11.0+cu130")
-    assert beside is not None and re.fullmatch(r"vllm 0.30.1 was not checked beside torch 2.11.0\+cu130: pip install torch==\S+ vllm==\S+ .*", beside)
+    assert beside is not None and re.fullmatch(
+        r"vllm 0.30.1 was not checked beside torch 2.11.0\+cu130: pip install torch==\S+ vllm==\S+ .*", beside
+    )
     monkeypatch.setattr(installed, "installed_version", lambda requirement: "0.30.1")
     monkeypatch.setattr(installed.metadata, "version", lambda name: "2.11.0+cu130")
     assert missing_package("vllm") == beside
