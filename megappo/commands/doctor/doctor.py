@@ -119,9 +119,9 @@ def report() -> tuple[str, int]:
     ]
     differing: list[str] = []
     unfit, stopped = unfit_lines(stack)
-    versions = {f.requirement.name: f.version for f in found if f.state == "ok"}  # one out of range is told of by itself
-    pair = pair_fault(versions["vllm"], versions["torch"]) if versions.get("vllm") and versions.get("torch") else None
-    if pair is not None:
+    versions = {f.requirement.name: f.version for f in found if f.state == "ok" and f.version is not None}
+    # One that is missing or out of range is told of by itself.
+    if {"vllm", "torch"} <= versions.keys() and (pair := pair_fault(versions["vllm"], versions["torch"])) is not None:
         unfit, stopped = [*unfit, pair], True
     if stack.torch is not None:
         available, differing = kernel_lines()
