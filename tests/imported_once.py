@@ -20,6 +20,9 @@ for name in (
     "megappo.trainer.prepare.run",
     "megappo.trainer.ppo",
     "megappo.trainer.main",
+    "megappo.telemetry.trackers.tensorboard",
+    "pandas",  # by pyarrow, for the first array that it makes one of NumPy's of
+    "pyarrow.compute",
     "pytest",  # by the modules whose functions ranks run
 ):
     importlib.import_module(name)
@@ -31,6 +34,10 @@ with vllm_running(EngineState(torch.device("cpu")), {}):
         "vllm.entrypoints.launchers.cli_args",
         "vllm.model_executor.layers.quantization.online.base",
         "vllm.model_executor.models.llama",
+        "vllm.plugins.lora_resolvers.filesystem_resolver",
+        "vllm.plugins.lora_resolvers.hf_hub_resolver",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.v1.core.sched.scheduler",
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
         "megappo.rollout.vllm_engine",
