@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import inspect
 import json
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
@@ -17,6 +15,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Protocol
 
+from megappo.data.template_args import read_by_template, write_defaults
 from megappo.runtime.messages import first_line, parse_object
 
 Message = Mapping[str, str]
@@ -167,13 +166,8 @@ class HuggingFaceTokenizer:
         self.eos_ids = _eos_ids(self.eos_id, directory, sampled)
         template = tokenizer.chat_template  # a text, or several by name
         self.has_chat_template = template is not None
-        self._template_args = dict(template_args or {}) if self.has_chat_template else {}
-        if self._template_args:
-            reads, given = _variables(tokenizer)
-            if leave_out_unread:
-                self._template_args = {name: value for name, value in self._template_args.items() if name in reads}
-            for name in self._template_args:
-                _require_variable(name, reads, given, directory)
+        variables = template_args if self.has_chat_template else None
+        self._template_args = read_by_template(variables or {}, tokenizer, directory, leave_out_unread=leave_out_unread)
         shown = [template, self._template_args] if self._template_args else template
         self.chat_template_sha256 = hashlib.sha256(repr(shown).encode()).hexdigest() if self.has_chat_template else None
         starts_with = tokenizer("")["input_ids"][:1]
@@ -245,57 +239,7 @@ class HuggingFaceTokenizer:
     def save(self, directory: str | Path) -> None:
         _copy(self._files, Path(directory))
         if self._template_args:
-            # In the file that transformers prefers; a second copy without the defaults would be what other programs read.
-            for name, template in _templates(self._tokenizer).items():
-                file = Path(directory) / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
-                file.parent.mkdir(exist_ok=True)
-                file.write_text(_with_defaults(template, self._template_args), encoding="utf-8")
-            file = Path(directory) / "tokenizer_config.json"
-            config = {key: value for key, value in _read_json(file).items() if key != "chat_template"}
-            file.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
-
-
-def _templates(tokenizer: Any) -> Mapping[str, str]:
-    template = tokenizer.chat_template
-    return {"default": template} if isinstance(template, str) else template
-
-
-def _variables(tokenizer: Any) -> tuple[set[str], set[str]]:
-    """Names that the chat templates read and nothing sets, and names that the tokenizer or a caller of it sets."""
-    from jinja2 import Environment, meta
-    from jinja2.ext import loopcontrols
-
-    # transformers' own tag, which marks what an assistant said.
-    plain = [re.sub(r"\{%-?\s*(?:end)?generation\s*-?%\}", "", one) for one in _templates(tokenizer).values()]
-    environment = Environment(extensions=[loopcontrols])
-    found = set().union(*(meta.find_undeclared_variables(environment.parse(one)) for one in plain))
-    given = {"messages", "documents", "raise_exception", "strftime_now", *tokenizer.special_tokens_map}
-    given |= set(inspect.signature(tokenizer.apply_chat_template).parameters)
-    return found - given, given
-
-
-def _require_variable(name: str, reads: set[str], given: set[str], directory: Path) -> None:
-    """Raise ValueError unless a chat template reads this variable: Jinja takes no notice of one that it does not."""
-    if name in given:
-        raise ValueError(f"data.template_args: {name} is set by the tokenizer or by megappo; leave it out")
-    if name not in reads:
-        known = ", ".join(sorted(reads)) or "none"
-        raise ValueError(f"data.template_args: the chat template of {directory} reads no {name}; variables that it reads: {known}")
-
-
-def _with_defaults(template: str, variables: Mapping[str, Any]) -> str:
-    """Template that renders with these variables where none are given. Each line ends without output, and the next one begins as
-    the first line of the template did: transformers drops the newline after a block, and the blanks before one."""
-    lines = [f"{{% set {name} = {name} | default({_jinja(value)}) %}}\n" for name, value in variables.items()]
-    return "".join(lines) + template
-
-
-def _jinja(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_jinja(key)}: {_jinja(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_jinja, value))}]"
-    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+            write_defaults(self._template_args, self._tokenizer, Path(directory))
 
 
 class SentencePieceTokenizer:
