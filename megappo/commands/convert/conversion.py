@@ -71,7 +71,9 @@ def convert(source: Source) -> Conversion:
     older = {old: known[new] for new, old in trainer.renamed.items() if new in known}
     written = frozenset(source.values) | {old for new, old in trainer.renamed.items() if new in source.values}
     removed = {key[1:] for key in source.values if key.startswith("~")}
-    settings = Settings({**trainer.defaults, **older, **known}, written, trainer.steps_of_ppo)
+    # A source that a trainer printed has both names, the older as null.
+    moved = {key: value for key, value in older.items() if known.get(key) is None}
+    settings = Settings({**trainer.defaults, **known, **moved}, written, trainer.steps_of_ppo)
     rows = [
         _first(key, value, trainer, settings)
         for key, value in source.values.items()

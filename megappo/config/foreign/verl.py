@@ -469,8 +469,12 @@ REST = {
             "reward_kwargs": unneeded("path takes them over", "reward.parts"),
         }.items()
     },
-    "reward.num_workers": unneeded("rewards are scored on the ranks", "reward.parts"),
-    "reward.reward_manager.name": missing("scores come from rules", "reward.parts", off=(None, "naive", "dapo")),
+    "reward.num_cpus_per_worker": unneeded("rewards are scored on the ranks", "reward.parts"),
+    "reward.reward_manager.source": missing("scores come from rules", "reward.parts", off=(None, "register")),
+    "reward.reward_manager.module": unneeded("see reward_manager.source", "reward.parts"),
+    "reward.compute_score_kwargs": missing(
+        "rules have no arguments: gsm8k_flexible is one by itself", "reward.parts", off=(None, {})
+    ),
     "trainer.total_epochs": take("trainer.epochs"),
     "trainer.total_training_steps": take("trainer.steps"),
     "trainer.test_freq": take("trainer.eval_every", by="or_zero", note="-1 is 0: never"),
@@ -523,6 +527,21 @@ REST = {
     "hydra": unneeded("the run's directory is named by run.output_dir", "run.output_dir"),
 }
 
+_OVERLONG = "reward_kwargs.overlong_buffer_cfg"
+# verl moved what is about rewards below `reward`.
+_RENAMED = {
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_manager.name": "reward_manager.name",
+    "reward.num_workers": "reward_model.num_workers",
+    **{
+        f"reward.reward_model.{key}": f"reward_model.{key}"
+        for key in ("enable", "enable_resource_pool", "n_gpus_per_node", "nnodes", "rollout")
+    },
+    **{f"{place}sandbox_fusion{key}": f"reward_model.sandbox_fusion{key}" for place in ("", "reward.") for key in ("", ".url")},
+    **{f"reward.{_OVERLONG}.{key}": f"reward_model.{_OVERLONG}.{key}" for key in ("enable", "len", "penalty_factor", "log")},
+    "reward.reward_kwargs.max_resp_len": "reward_model.reward_kwargs.max_resp_len",
+}
+
 VERL = Trainer(
     "verl",
     DATA
@@ -530,7 +549,8 @@ VERL = Trainer(
     | {f"actor_rollout_ref.rollout.{key}": rule for key, rule in ROLLOUT.items()}
     | _log_probs("actor_rollout_ref.rollout")
     | CRITIC
-    | REST,
+    | REST
+    | {new: REST[old] for new, old in _RENAMED.items()},
     commands=("verl.trainer.main_ppo", "main_ppo.py", "verl/trainer/main_ppo"),
     defaults={
         "actor_rollout_ref.model.lora_alpha": 16,
@@ -570,14 +590,16 @@ VERL = Trainer(
     sections=(
         *("algorithm.pf_ppo", "ray_kwargs", "global_profiler", "actor_rollout_ref.profiler", "defaults", "hydra"),
         *("data.apply_chat_template_kwargs", "custom_reward_function.reward_kwargs"),
-        "reward.custom_reward_function.reward_kwargs",
+        *(f"reward.{key}" for key in ("custom_reward_function.reward_kwargs", "compute_score_kwargs", "reward_manager.module")),
         *(f"reward_model.{key}" for key in ("sandbox_fusion", "rollout", "model.fsdp_config", "profiler")),
+        *("reward.reward_model.rollout", "reward.sandbox_fusion", "sandbox_fusion"),
         *(f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref", "rollout")),
         *(f"actor_rollout_ref.rollout.{key}" for key in ("engine_kwargs", "mtp", "multi_turn", "trace", "prometheus")),
         *("actor_rollout_ref.actor.optim.override_optimizer_config", "critic.optim.override_optimizer_config", "critic.profiler"),
         *(f"actor_rollout_ref.model.{key}" for key in ("mtp", "lora", "fused_kernel_options", "override_config")),
     ),
     steps_of_ppo=True,
+    renamed=_RENAMED,
     chosen={
         "policy.parallel.tp": "tp_of_rollout",
         "policy.parallel.sequence_parallel": "sequence_parallel_of_tp",

@@ -269,11 +269,6 @@ ARITHMETIC = [
     ({"trainer.nnodes": 2}, {"run.num_ranks": 16}),
     ({"trainer.logger": ["console", "tensorboard"]}, {"telemetry.trackers": ["tensorboard"]}),
     ({"data.filter_overlong_prompts": False, "data.truncation": "error"}, {"data.overlong": "error"}),
-    (
-        {"reward_model.enable": True, "reward_model.model.path": "judge"},
-        {"reward_model.model": "judge", "reward.parts": [{"model": "reward_model"}]},
-    ),
-    ({"reward_model.enable": False, "reward_model.model.path": "judge"}, {"reward_model.model": None}),
 ]
 
 
@@ -281,6 +276,51 @@ ARITHMETIC = [
 def test_units_change_with_the_other_keys(foreign, wanted):
     values = converted(foreign).values
     assert {key: values.get(key) for key in wanted} == wanted
+
+
+# The keys of verl's section `reward` with its values, as its trainer prints them in November 2026.
+REWARD = {
+    "num_workers": 8,
+    "num_cpus_per_worker": 0.25,
+    "compute_score_kwargs": {},
+    "custom_reward_function.path": None,
+    "custom_reward_function.name": "compute_score",
+    "reward_manager.source": "register",
+    "reward_manager.name": "naive",
+    "reward_manager.module.path": None,
+    "reward_manager.module.name": "custom_reward_manager",
+    "reward_model.enable": False,
+    "reward_model.enable_resource_pool": False,
+    "reward_model.model_path": None,
+    "reward_model.n_gpus_per_node": 8,
+    "reward_model.nnodes": 0,
+    "reward_model.rollout.name": "vllm",
+    "reward_model.rollout.temperature": 1.0,
+    "reward_model.rollout.disaggregation.enabled": False,
+    "sandbox_fusion.url": None,
+    "sandbox_fusion.max_concurrent": 64,
+    "sandbox_fusion.memory_limit_mb": 1024,
+}
+JUDGE = {"reward_model.model": "judge", "reward.parts": [{"model": "reward_model"}]}
+
+
+def test_verl_s_reward_is_read_under_its_older_and_its_newer_names():
+    older = {"reward_model.enable": True, "reward_model.model.path": "judge"}
+    assert JUDGE.items() <= converted(older).values.items()
+    assert "reward_model.model" not in converted(older | {"reward_model.enable": False}).values
+    newer = {f"reward.{key}": value for key, value in REWARD.items()}
+    printed = newer | dict.fromkeys([*older, "reward_model.reward_manager", "sandbox_fusion.url"])
+    used = {"reward.reward_model.enable": True, "reward.reward_model.model_path": "judge"}
+    assert JUDGE.items() <= converted(printed | used).values.items()
+    for off in (printed, printed | used | {"reward.reward_model.enable": False}):
+        conversion = converted(off)
+        assert "reward_model.model" not in conversion.values and not conversion.lost
+        assert not [row for row in conversion.rows if row.outcome in (None, Outcome.MISSING) and not row.is_default]
+    buffer = {"enable": True, "len": 200, "penalty_factor": 0.5}
+    values = converted({f"reward.reward_kwargs.overlong_buffer_cfg.{key}": value for key, value in buffer.items()}).values
+    assert (values["reward.length_penalty.per_token"], values["reward.length_penalty.start"]) == (0.5 / 200, 512 - 200)
+    own = {"reward.reward_manager.source": "importlib", "reward.compute_score_kwargs.method": "flexible"}
+    assert {row.key for row in converted(printed | own).rows if row.outcome is Outcome.MISSING} == own.keys()
 
 
 @pytest.mark.parametrize("strategy, every", {"steps": 25, "epoch": "epoch", "no": "never", False: "never"}.items())
