@@ -172,20 +172,20 @@ def question_field(record: Record, key: str, option: str, name: str) -> str | li
     raise ValueError(f"{option}={key}: {name} holds {_shorten(value)}, not a string or a list of chat messages (role, content)")
 
 
-def answer_field(record: Record, key: str, name: str) -> str:
+def answer_field(record: Record, key: str, option: str, name: str) -> str:
     """Reference answer of a record: a string, or the text of a number or truth value. Raises ValueError otherwise.
     A number of JSON has its text there, and one of parquet its digits: 72 and not 72.0, since a missing value made it a double."""
-    value = record_field(record, key, "data.answer_key", name)
+    value = record_field(record, key, option, name)
     # The text of null would be None, that of a list Python's notation: no response would ever equal it.
     if value is None or isinstance(value, (Mapping, list, bytes)) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"data.answer_key={key}: {name} holds {_shorten(value)}, not a string or a number")
+        raise ValueError(f"{option}={key}: {name} holds {_shorten(value)}, not a string or a number")
     return require_text(_answer_text(value), "the answer", name)
 
 
 def answer_or_none(record: Record, key: str) -> str | None:
     """Reference answer as `answer_field`; None for a record without one."""
     try:
-        return answer_field(record, key, "")
+        return answer_field(record, key, "", "")
     except ValueError:  # an error only where something reads it
         return None
 

@@ -11,7 +11,7 @@ from megappo.data.cache import Cache
 from megappo.data.prompts import PromptFormat, PromptSet
 from megappo.data.texts import DemonstrationRules, demonstrations_of
 from megappo.data.tokenizers import Tokenizer, load_tokenizer
-from megappo.trainer.prepare.reward_parts import require_answer
+from megappo.trainer.prepare.reward_parts import AnswerKey, require_answer
 from scripts.arithmetic import train_tokenizer
 from tests.data.record_lists import Records, prompts_of_records
 from tests.data.tokenizer_files import write_hf_tokenizer
@@ -176,7 +176,8 @@ def test_bad_data_gives_one_line(char: Tokenizer, case: str) -> None:
     records, prompt_format, options, says = BAD[case]
     with pytest.raises(ValueError) as caught:
         prompts = build(records, char, prompt_format, **options)
-        require_answer(prompts[prompts.unanswered[0]], options.get("answer_key", "answer"), "exact_match")  # as `prepare` does
+        key = AnswerKey(options.get("answer_key", "answer"))
+        require_answer(prompts[prompts.unanswered[0]], key, "exact_match")  # as `prepare` does
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -23,7 +23,7 @@ from megappo.data.reward_text import RewardText
 from megappo.data.sources import Record, Source, open_source
 from megappo.data.texts import DemonstrationRules, demonstrations_of
 from megappo.data.tokenizers import load_tokenizer
-from megappo.trainer.prepare.reward_parts import require_answer
+from megappo.trainer.prepare.reward_parts import AnswerKey, require_answer
 from scripts.arithmetic import train_tokenizer
 from tests.data.tokenizer_files import write_hf_tokenizer
 
@@ -322,7 +322,7 @@ def test_an_int_column_with_a_missing_value_gives_integers(tmp_path: Path) -> No
     found = answered(str(tmp_path / "a.parquet"), tmp_path)
     assert [prompt.answer for prompt in found.prompts] == ["72", ""] and list(found.unanswered) == [1]
     with pytest.raises(ValueError, match="a.parquet#1 holds null, not a string or a number"):
-        require_answer(found[1], "answer", "exact_match")
+        require_answer(found[1], AnswerKey("answer"), "exact_match")
     frame = pandas.DataFrame({"prompt": ["1=", "2="], "answer": [72, None]})  # its column of integers is one of doubles now
     frame.dropna().to_parquet(tmp_path / "b.parquet")
     assert answers_of(str(tmp_path / "b.parquet"), tmp_path) == ["72"]

@@ -31,7 +31,7 @@ from megappo.trainer.prepare.evaluations import EvaluationSet, check_evaluations
 from megappo.trainer.prepare.layouts import model_paths
 from megappo.trainer.prepare.reward_model import ScoredTexts, load_reward_text
 from megappo.trainer.prepare.reward_notes import reward_notes
-from megappo.trainer.prepare.reward_parts import check_answers, load_parts, require_answer
+from megappo.trainer.prepare.reward_parts import AnswerKey, check_answers, load_parts, require_answer
 
 
 def sampling_notes(config: TrainConfig, loader: PromptLoader) -> Iterator[str]:
@@ -227,10 +227,13 @@ def _answer_notes(
     environment: PreparedEnvironment | None,
 ) -> Iterator[str]:
     """Yield a note for each set with records without a reference answer. ConfigError if a reward or the environment reads it."""
-    sets = [] if train is None else [("data.train", train, config.reward, parts, config.data.answer_key)]
+    sets = [] if train is None else [("data.train", train, config.reward, parts, AnswerKey(config.data.answer_key))]
     for one in evaluations:
         its_parts = parts if one.reward is None else one.reward_parts
-        sets.append((key_of(one.name), one.prompts, one.reward or config.reward, its_parts, str(one.settings.answer_key)))
+        key = AnswerKey(str(one.settings.answer_key))
+        if one.name in config.evaluations and config.evaluations[one.name].answer_key is not None:
+            key = key._replace(option=f"evaluations.{one.name}.answer_key")
+        sets.append((key_of(one.name), one.prompts, one.reward or config.reward, its_parts, key))
     for name, prompts, reward, its_parts, key in sets:
         if not prompts.unanswered:
             continue
@@ -239,9 +242,10 @@ def _answer_notes(
             if environment is not None and environment.function.reads("answer"):
                 require_answer(prompts[prompts.unanswered[0]], key, environment.function.origin)
         except ConfigError as error:
-            raise ConfigError(f"{name.removesuffix('.data')}: {error}" if name.startswith("evaluations.") else str(error)) from None
+            is_named = not name.startswith("evaluations.") or key.option.startswith("evaluations.")
+            raise ConfigError(str(error) if is_named else f"{name.removesuffix('.data')}: {error}") from None
         count = f"{len(prompts.unanswered):,} of {len(prompts):,} records"
-        yield f"{name}: {count} have no reference answer (data.answer_key={key}), which is an empty text for the reward"
+        yield f"{name}: {count} have no reference answer ({key.option}={key.field}), which is an empty text for the reward"
 
 
 def _notes(

@@ -57,7 +57,8 @@ def _notes_of_rule(name: str, check: Callable[[str], object], sets: Mapping[str,
             continue
         if len(found) == len(prompts):
             fix = f"{found[0][1]} ({found[0][0].place}), and so for all {len(found):,} records of {key}; "
-            raise ConfigError(problem("reward.parts", name, f"{fix}check data.answer_key, or name another rule"))
+            option = f"{key.removesuffix('.data')}.answer_key" if key.startswith("evaluations.") else "data.answer_key"
+            raise ConfigError(problem("reward.parts", name, f"{fix}check {option}, or name another rule"))
         first = places([prompt for prompt, _ in found])
         of = f"{len(found):,} of {len(prompts):,} answers"
         yield f"{key}: {name} cannot read {of} and gives them no score: {first}; {found[0][1]}"

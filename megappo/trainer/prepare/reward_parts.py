@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 from megappo.config.errors import ConfigError, about, problem
 from megappo.config.evaluations import STDERR, TURNS
@@ -128,8 +129,15 @@ LOADERS: Mapping[str, Callable[[RewardPart], PreparedPart]] = {
 """Kind of part -> loader, which raises ValueError, one line without the key, for a part that cannot be used."""
 
 
-def check_answers(reward: RewardConfig, parts: Mapping[str, PreparedPart], key: str, prompts: PromptSet) -> None:
-    """ConfigError, one line, for the first record without a reference answer that a part of its recipe reads. key: its field."""
+class AnswerKey(NamedTuple):
+    """Field of the records with a set's reference answers, and the key of the configuration that names it."""
+
+    field: str
+    option: str = "data.answer_key"
+
+
+def check_answers(reward: RewardConfig, parts: Mapping[str, PreparedPart], key: AnswerKey, prompts: PromptSet) -> None:
+    """ConfigError, one line, for the first record without a reference answer that a part of its recipe reads."""
     readers = {name for name, part in parts.items() if part.reads_answer}
     for prompt in map(prompts.__getitem__, prompts.unanswered if readers else ()):
         recipe = reward.recipes.get(recipe_of(reward, prompt.record), ())
@@ -137,10 +145,10 @@ def check_answers(reward: RewardConfig, parts: Mapping[str, PreparedPart], key: 
             require_answer(prompt, key, f"the reward {reader}")
 
 
-def require_answer(prompt: Prompt, key: str, reader: str) -> None:
+def require_answer(prompt: Prompt, key: AnswerKey, reader: str) -> None:
     """ConfigError, one line with what is wrong, if the record has no reference answer under `key`."""
     try:
-        answer_field(prompt.record, key, prompt.place)
+        answer_field(prompt.record, key.field, key.option, prompt.place)
     except ValueError as error:
         raise ConfigError(f"{error}; {reader} reads it") from None
 

@@ -106,6 +106,16 @@ def test_an_evaluation_has_a_reward_and_a_key_of_its_own(folder: Path, monkeypat
     one = {"data": "without.jsonl", "reward": {"parts": [{"name": "exact_match"}]}}
     data = loaded(folder, monkeypatch, evaluations={"held": {**one, "answer_key": "gold"}})
     assert data.evaluations[0].prompts[0].answer == "3"
+    blind = loaded(folder, monkeypatch, evaluations={"held": {**one, "reward": {"parts": [own("blind")]}, "answer_key": "none"}})
+    assert any("have no reference answer (evaluations.held.answer_key=none)" in note for note in blind.notes)
+    with pytest.raises(ConfigError, match=r"^evaluations\.held\.answer_key=none: .*#0 \(line 1\) has no such key; .* exact_match"):
+        loaded(folder, monkeypatch, evaluations={"held": {**one, "answer_key": "none"}})
+    with pytest.raises(ConfigError, match=r"of evaluations\.held\.data; check evaluations\.held\.answer_key, or name another"):
+        loaded(
+            folder,
+            monkeypatch,
+            evaluations={"held": {**one, "answer_key": "task", "reward": {"parts": [{"name": "gsm8k_flexible"}]}}},
+        )
     says = r"^evaluations\.held: data\.answer_key=answer: .*without\.jsonl#0 \(line 1\) has no such key; .*; the reward exact_match"
     with pytest.raises(ConfigError, match=says):
         loaded(folder, monkeypatch, evaluations={"held": one})
