@@ -33,8 +33,6 @@ class RemoteConfig(Section):
     send: tuple[SampleField, ...] = ("id", "prompt", "response", "answer", "truncated", "num_tokens")
     """Fields of a sample to send: the record of the data, full_response with stop string and special tokens, tokens as ids,
     turns as texts (with `rollout.environment`)."""
-    max_response_mib: PositiveFloat = 1.0
-    """Largest answer; a larger one ends the run. A score takes some 25 bytes."""
     ca_file: FilePath | None = None
     """Certificates (PEM) that verify the server, in place of the system's."""
 

@@ -55,7 +55,7 @@ class Asker:
             tries += 1
             limit_s = min(settings.timeout_s, max(give_up - time.monotonic(), _LAST_TRY_S))
             try:
-                answer = await post(self._client, self._server.url, body, limit_s, int(settings.max_response_mib * MIB))
+                answer = await post(self._client, self._server.url, body, limit_s, _most_bytes(samples))
                 return results_of(answer, len(samples))
             except (Refused, ValueError) as error:
                 one = samples[error.index : error.index + 1] if isinstance(error, BadScore) else samples
@@ -79,6 +79,11 @@ class Asker:
     def _said(self, reason: str, tries: int, began: float, samples: Sequence[RewardInput]) -> str:
         often = f" after {tries} tries in {time.monotonic() - began:.1f} s" if tries > 1 else ""
         return f"reward {self._server.name}: {self._server.url}{often}: {reason}{_described(samples)}"
+
+
+def _most_bytes(samples: Sequence[RewardInput]) -> int:
+    """Return the size of the largest answer that is read: a score of each token takes up to 26 bytes; parts are numbers too."""
+    return MIB + sum(1024 + 32 * one.num_tokens for one in samples)
 
 
 def _described(samples: Sequence[RewardInput]) -> str:

@@ -357,10 +357,15 @@ def test_a_redirect_is_not_followed_even_to_the_same_host(server: FaultyServer) 
     assert len(server.requests) == 1
 
 
-def test_the_cap_is_of_bytes_and_can_be_raised(server: FaultyServer) -> None:
-    large = '{"scores": [' + " " * 2**20 + "1, 2]}"
-    assert "more than 1 MiB" in failure(server, [saying(large)])
-    assert results(server, [saying(large)], SAMPLES[:2], max_response_mib=1.1) == [1.0, 2.0]
+def test_the_cap_is_of_bytes_and_has_room_for_a_score_of_every_token(server: FaultyServer) -> None:
+    large = '{"scores": [' + " " * (2**20 + 4096) + "1, 2]}"
+    assert "more than 1.0" in failure(server, [saying(large)])
+    number = -2.2250738585072014e-308  # of the most digits that JSON writes
+    each = [[number] * 40_000] * 2
+    body = json.dumps({"scores": [1, 2], "per_token": each})
+    assert len(body) > 3 * 2**19
+    found = results(server, [saying(body)], [replace(one, num_tokens=40_000) for one in SAMPLES[:2]])
+    assert [(one["score"], one["per_token"]) for one in found] == [(1.0, each[0]), (2.0, each[1])]
 
 
 # ------------------------------------------------------------------------------------------------- secrets, proxies, TLS
