@@ -23,14 +23,17 @@ from megappo.trainer.prepare.layouts import check_layouts, read_archs
 from tests.commands.plan.checkpoints import LLAMA_7B, SPARSE, write_checkpoint
 
 ROOT = Path(__file__).parents[3]
+# About as many parameters as LLAMA_7B in an eighth of its layers: fewer splits into stages and chunks to search.
+WIDE = LLAMA_7B | {"num_hidden_layers": 4, "hidden_size": 12288, "intermediate_size": 33024}
+WIDE |= {"num_attention_heads": 96, "num_key_value_heads": 96}
 
 
-def write_run(folder, facts=LLAMA_7B, extra=""):
+def write_run(folder, facts=WIDE, extra=""):
     model = write_checkpoint(folder / "model", facts, weights=False, tokenizer=False)
-    path = folder / "run.yaml"
+    path, half = folder / "run.yaml", facts["num_hidden_layers"] // 2
     path.write_text(
         f"run: {{num_ranks: 16, output_dir: {folder / 'runs'}}}\n"
-        f"policy: {{model: {model}, parallel: {{tp: 2, pp: 2, layers_per_stage: [15, 17]}}}}\n"
+        f"policy: {{model: {model}, parallel: {{tp: 2, pp: 2, layers_per_stage: [{half - 1}, {half + 1}]}}}}\n"
         "data: {train: none, max_prompt_tokens: 256, prompts_per_step: 128}\nrollout: {max_response_tokens: 512}\n"
         "algorithm: {mini_batch_size: 64}\n" + extra
     )
@@ -209,8 +212,8 @@ def test_a_model_that_fits_nowhere_says_what_it_would_need(tmp_path, capsys):
 def test_more_gpus_are_such_that_the_kept_layouts_divide(tmp_path, capsys):
     """The reference's 6 ranks do not divide the 16 of two nodes."""
     settings = ["reference.micro_batch_tokens=1024", "policy.parallel=null"]
-    heads = {"num_attention_heads": 48, "num_key_value_heads": 48, "hidden_size": 12288}
-    facts = LLAMA_7B | heads | {"num_hidden_layers": 12}  # fewer splits into chunks to search
+    heads = {"num_attention_heads": 48, "num_key_value_heads": 48, "hidden_size": 24576}
+    facts = LLAMA_7B | heads | {"num_hidden_layers": 4}  # few splits into chunks to search
     path = write_run(tmp_path, facts, "reference: {parallel: {pp: 2, cp: 3}}\n")
     code, told = tune(capsys, path, "--gpus", 6, "--gpu", "h100", "--roles", "policy,critic,rollout", *settings)
     assert code == 2 and "no layout fits on 6 x h100 beside the reference as configured; it needs about" in told.err

@@ -153,7 +153,8 @@ def test_pushes_after_every_third_step_cost_a_third_of_one_in_each(tmp_path):
 
 def test_a_rank_holds_its_own_roles_only(tmp_path):
     """A cache that never sleeps leaves no room for the models, unless it has ranks of its own."""
-    search = search_of(write_run(tmp_path, LLAMA_7B | {"num_hidden_layers": 24}, rollout={"kv_cache_gib": 60.0}))
+    wide = {"num_hidden_layers": 6, "hidden_size": 8192, "intermediate_size": 22016}  # few layers: few splits to search
+    search = search_of(write_run(tmp_path, LLAMA_7B | wide, rollout={"kv_cache_gib": 60.0}))
     assert search.best() is None
     found = ranked(search)
     fitting = [one for one in found if one.choice is not None]
