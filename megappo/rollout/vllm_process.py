@@ -151,13 +151,12 @@ def _install_cpu_placeholders() -> None:
 
 
 def _keep_kernel_overrides() -> None:
-    from vllm import triton_utils
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.triton_utils import dispatcher
 
     # Once per process is enough: vLLM searches all modules for its Triton kernels (0.3 s) and would wrap its C++ replacements
     # again.
-    dispatcher = getattr(triton_utils, "dispatcher", None)  # a module since vLLM 0.31
-    if dispatcher is not None and dispatcher._registry:
+    if dispatcher._registry:
         setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(lambda: None))
 
 

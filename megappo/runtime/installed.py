@@ -32,7 +32,7 @@ class Requirement:
 
     @property
     def versions(self) -> str:
-        """Tested range, like ">=0.28,<0.33"; "" for any."""
+        """Tested range, like ">=0.31,<0.33"; "" for any."""
         return range_of(self.name)
 
 

@@ -37,7 +37,8 @@ REQUIRED = {
 
 # Distributions that `pip install 'megappo[NAME]'` adds.
 EXTRAS = {
-    "vllm": {"vllm": ">=0.28,<0.33"},  # before, its reload of weights names no layers that come last (bridge/vllm_reload.py)
+    # From the oldest whose engine in the caller's process can be kept from shutting down with it (rollout/vllm_engine.py).
+    "vllm": {"vllm": ">=0.31,<0.33"},
     # From the oldest to the newest whose layers were built as models/implementation.py builds them.
     "gpu": {"transformer-engine[pytorch]": ">=2.11,<2.21"},
     "math": {"math-verify": ">=0.9"},
@@ -51,7 +52,7 @@ EXTRAS = {
 EXACT = {"torch": "2.13.0", "megatron-core": "0.16.1", "vllm": "0.32.0", "transformer-engine": "2.11.0"}
 
 # vLLM -> torch beside which it was checked, first the one that it is compiled for. docs/gpu.md says how each pair was checked.
-PAIRS = {"0.28": ("2.13",), "0.29": ("2.13",), "0.30": ("2.13",), "0.31": ("2.13",), "0.32": ("2.13", "2.11")}
+PAIRS = {"0.31": ("2.13",), "0.32": ("2.13", "2.11")}
 
 # Dependencies of those: a CUDA build of torch pins its Triton (2.13.0: 3.7.1), vLLM's CPU build takes any.
 BROUGHT = {"triton": ">=3.6"}

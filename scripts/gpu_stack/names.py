@@ -36,7 +36,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
         "model_executor",
         "output_processor",
     ),
-    "vllm.v1.engine.core_client.InprocClient": ("get_output()", "engine_core"),
+    "vllm.v1.engine.core_client.InprocClient": ("get_output()", "engine_core", "_finalizer"),
     "vllm.v1.engine.core.EngineCore": ("shutdown()", "scheduler", "batch_queue"),
     "vllm.v1.core.sched.scheduler.Scheduler": ("has_requests()",),
     "vllm.v1.engine.output_processor.OutputProcessor": ("request_states",),
@@ -61,8 +61,6 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "megatron.core.optimizer.optimizer.MegatronOptimizer": ("get_parameters()",),
     "megatron.core.distributed.DistributedDataParallel": ("zero_grad_buffer()",),
 }
-# What only some versions have, and what megappo does without it: `rollout.sleep` refuses, and engines on the CPU start slower.
-NOT_IN_ALL = ("vllm.LLM.release_kv_cache_memory", "vllm.triton_utils.dispatcher")
 
 
 @dataclass(frozen=True)
@@ -248,7 +246,7 @@ def faults(folder: Path, module: str, found: Sequence[Use]) -> list[str]:
     if module == "vllm":
         wanted.append(Use("vllm.engine.arg_utils.EngineArgs", "megappo/rollout/vllm_options.py", 0, options()))
     for use in wanted:
-        inside = f"{use.name}.".startswith(f"{module}.") and not use.name.startswith(MADE_AT_IMPORT + NOT_IN_ALL)
+        inside = f"{use.name}.".startswith(f"{module}.") and not use.name.startswith(MADE_AT_IMPORT)
         if inside and not use.name.rpartition(".")[2].startswith("__") and (fault := _fault(sources, use)):
             lines.append(f"{fault} ({use.where})")
     return sorted(set(lines))
