@@ -11,6 +11,7 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,53 +48,74 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def policy_of(model: str, dtype: str, device: Any) -> Any:
+    """Build the policy of a checkpoint on one rank, frozen."""
+    from megappo.config.role_sections import RoleConfig
+    from megappo.engine.build import build_megatron
+    from megappo.engine.factory import EngineSpec
+    from megappo.models.hf_config import read_arch
+    from megappo.parallel.groups import build_groups
+    from megappo.parallel.layout import ParallelLayout
+
+    spec = EngineSpec("policy", model, read_arch(model), RoleConfig(dtype=dtype))
+    return build_megatron(spec, build_groups(ParallelLayout(world_size=1)), device=device)
+
+
+def engine_of(model: str, dtype: str, device: Any, max_model_len: int, config: Any) -> Any:
+    """Start vLLM for a checkpoint, without its weights. config: the section rollout."""
+    from megappo.models.hf_config import read_arch
+    from megappo.parallel.device import DTYPES
+    from megappo.rollout.vllm_engine import VllmEngine
+    from megappo.rollout.vllm_options import VllmModel
+
+    described = VllmModel(model, read_arch(model), DTYPES[dtype], max_model_len)
+    return VllmEngine(described, config, device=device, eos_token_ids=())
+
+
+def distances(
+    engine: Any, policy: Any, tokens: int, count: int, logits: Sequence[str] = LOGITS, highest: int | None = None, **sampling: Any
+) -> dict[str, Any]:
+    """Draw `count` responses to prompts of 4 to 19 random tokens: the trainer's `logits_dtype` -> [sampled tokens] |log-prob of
+    vLLM - log-prob of the trainer|. highest: id of the prompts' tokens. sampling: temperature, top_p, top_k."""
+    from megappo.rollout.generation import generate
+    from megappo.rollout.types import SamplingParams
+    from megappo.trainer.experience.collect import make_requests, pack_experience
+    from megappo.trainer.roles import LanguageModel
+
+    rng = random.Random(0)
+    highest = highest or engine._model.arch.vocab_size - 1
+    prompts = [[rng.randrange(3, highest) for _ in range(rng.randint(4, 19))] for _ in range(count)]
+    requests = list(make_requests(prompts, samples_per_prompt=1, run_seed=0, step=1))
+    drawn = SamplingParams(tokens, record_top_k_ids=True, **sampling)
+    generate(engine, requests[:1], drawn)
+    start = time.perf_counter()
+    responses = generate(engine, requests, drawn)
+    seconds = time.perf_counter() - start
+    batch = pack_experience(requests, responses, with_top_k_ids=drawn.top_k_width > 0)
+    mask = batch["response_mask"]
+    print(f"{int(mask.sum())} tokens, {seconds / int(mask.sum()) * 1e6:.0f} us each")
+    found = {}
+    for dtype in logits:
+        logprob, _ = LanguageModel(policy, drawn.temperature, dtype).logprobs(batch, want_entropy=False)
+        found[dtype] = (logprob - batch["rollout_logprob"])[mask].abs()
+    return found
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """logits_dtype -> [sampled tokens] |log-prob of vLLM - log-prob of the trainer|."""
     import torch.distributed as dist
 
-    from megappo.config.role_sections import RoleConfig
     from megappo.config.schema import RolloutConfig
-    from megappo.engine.build import build_megatron
-    from megappo.engine.factory import EngineSpec
-    from megappo.models.hf_config import read_arch
-    from megappo.parallel.device import DTYPES, select_device, start_alone
-    from megappo.parallel.groups import build_groups
-    from megappo.parallel.layout import ParallelLayout
-    from megappo.rollout.generation import generate
-    from megappo.rollout.types import SamplingParams
-    from megappo.rollout.vllm_engine import VllmEngine
-    from megappo.rollout.vllm_options import VllmModel
-    from megappo.trainer.experience.collect import make_requests, pack_experience
-    from megappo.trainer.roles import LanguageModel
+    from megappo.parallel.device import select_device, start_alone
 
     device = select_device("auto")
     start_alone(device)
-    arch, groups = read_arch(arguments.model), build_groups(ParallelLayout(world_size=1))
-    policy = build_megatron(EngineSpec("policy", arguments.model, arch, RoleConfig(dtype=arguments.dtype)), groups, device=device)
-    engine = VllmEngine(
-        VllmModel(arguments.model, arch, DTYPES[arguments.dtype], max_model_len=20 + arguments.tokens),
-        RolloutConfig(),
-        device=device,
-        eos_token_ids=(),
-    )
+    policy = policy_of(arguments.model, arguments.dtype, device)
+    engine = engine_of(arguments.model, arguments.dtype, device, 20 + arguments.tokens, RolloutConfig())
     engine.connect(policy)
     engine.push_weights(1)
-    rng = random.Random(0)
-    highest = arguments.highest_id or arch.vocab_size - 1
-    prompts = [[rng.randrange(3, highest) for _ in range(rng.randint(4, 19))] for _ in range(arguments.responses)]
-    requests = list(make_requests(prompts, samples_per_prompt=1, run_seed=0, step=1))
-    sampling = SamplingParams(arguments.tokens, arguments.temperature, arguments.top_p, arguments.top_k, record_top_k_ids=True)
-    generate(engine, requests[:1], sampling)
-    start = time.perf_counter()
-    responses = generate(engine, requests, sampling)
-    seconds = time.perf_counter() - start
-    batch = pack_experience(requests, responses, with_top_k_ids=sampling.top_k_width > 0)
-    mask = batch["response_mask"]
-    print(f"{int(mask.sum())} tokens, {seconds / int(mask.sum()) * 1e6:.0f} us each")
-    found = {}
-    for dtype in LOGITS:
-        logprob, _ = LanguageModel(policy, arguments.temperature, dtype).logprobs(batch, want_entropy=False)
-        found[dtype] = (logprob - batch["rollout_logprob"])[mask].abs()
+    sampling = {"temperature": arguments.temperature, "top_p": arguments.top_p, "top_k": arguments.top_k}
+    found = distances(engine, policy, arguments.tokens, arguments.responses, LOGITS, arguments.highest_id, **sampling)
     engine.close()
     dist.destroy_process_group()
     return found

@@ -2,8 +2,8 @@
 
 `pip install --dry-run` prepares megappo's metadata by its build backend and resolves what the line asks for beside what is here;
 nothing is installed. Without pyproject.toml pip 23.2 takes a legacy way that builds in isolation, so the way taken is looked at.
-Once for an environment, lists and pip, it resolves everything anew, as for an empty environment: 3 GB where the index has no
-metadata beside its files.
+One more resolves everything anew, as for an empty environment: 3 GB where the index has no metadata beside its files. Each runs
+once for an environment, lists and pip.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -83,28 +84,38 @@ def resolution_fault(versions: Mapping[str, str]) -> str:
     return "" if versions["torch"] == EXACT["torch"] else f"pip would install torch {versions['torch']}, not {EXACT['torch']}"
 
 
-def anew() -> str:
-    folder = pip_folder("")
-    name = pip_name(folder)
-    lists = [(ROOT / file).read_text() for file in ("setup.py", "megappo/runtime/versions.py", CONSTRAINTS)]
-    mark = Path(sys.prefix, f".megappo-resolved-{hashlib.sha256(''.join([name, *lists]).encode()).hexdigest()[:16]}")
-    if mark.exists():
-        return mark.read_text()
-    flags = ("--dry-run", "--ignore-installed", "--no-build-isolation", "-c", CONSTRAINTS)
-    done = _pip(folder, "install", *flags, "-e", f".[{EXTRAS[0]}]")
-    if done.returncode != 0:
-        raise Wrong(fault(done.returncode, done.stdout, done.stderr))
-    versions = resolved(done.stdout)
-    wrong = resolution_fault(versions)
-    if wrong:
-        raise Wrong(wrong)
-    told = ", ".join(f"{key} {versions[key]}" for key in ("torch", "vllm", "megatron-core", "transformers"))
-    mark.write_text(f"{name}: {len(versions)} distributions, {told}")
+def once(what: str, name: str, resolve: Callable[[], str]) -> str:
+    """Run `resolve` once for this environment, the lists and a pip's `name`; later return what it said. What fails is run again."""
+    files = ("setup.py", "pyproject.toml", "megappo/runtime/versions.py", CONSTRAINTS)
+    installed = sorted(path.name for path in Path(sysconfig.get_path("purelib")).glob("*.dist-info"))
+    facts = "\n".join([what, name, *((ROOT / file).read_text() for file in files), *installed])
+    mark = Path(sys.prefix, f".megappo-resolved-{hashlib.sha256(facts.encode()).hexdigest()[:16]}")
+    if not mark.exists():
+        mark.write_text(resolve())
     return mark.read_text()
 
 
+def anew() -> str:
+    folder = pip_folder("")
+    name = pip_name(folder)
+
+    def resolve() -> str:
+        flags = ("--dry-run", "--ignore-installed", "--no-build-isolation", "-c", CONSTRAINTS)
+        done = _pip(folder, "install", *flags, "-e", f".[{EXTRAS[0]}]")
+        if done.returncode != 0:
+            raise Wrong(fault(done.returncode, done.stdout, done.stderr))
+        versions = resolved(done.stdout)
+        wrong = resolution_fault(versions)
+        if wrong:
+            raise Wrong(wrong)
+        told = ", ".join(f"{key} {versions[key]}" for key in ("torch", "vllm", "megatron-core", "transformers"))
+        return f"{name}: {len(versions)} distributions, {told}"
+
+    return once("anew", name, resolve)
+
+
 def line(version: str, extras: str) -> Callable[[], str]:
-    def check() -> str:
+    def resolve() -> str:
         folder = pip_folder(version)
         # The flags of the README's line; the versions that are tested together are given as the environment was made with them.
         flags = ("--dry-run", "--no-build-isolation", "-c", CONSTRAINTS)
@@ -114,10 +125,9 @@ def line(version: str, extras: str) -> Callable[[], str]:
             raise Wrong(wrong)
         would = re.search(r"Would install (.*)", done.stdout)
         others = [name for name in (would[1].split() if would else []) if not name.startswith("megappo-")]
-        name = pip_name(folder)
-        return f"{name}: " + (f"would add {', '.join(others)}" if others else "nothing is missing")
+        return f"{pip_name(folder)}: " + (f"would add {', '.join(others)}" if others else "nothing is missing")
 
-    return check
+    return lambda: once(extras, f"pip {version}" if version else pip_name(pip_folder("")), resolve)
 
 
 CHECKS: Sequence[Check] = (

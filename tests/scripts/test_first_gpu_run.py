@@ -2,7 +2,9 @@
 them.
 """
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +13,14 @@ import pytest
 
 from megappo.telemetry.jsonl import read_lines
 from scripts.gpu_run import __main__ as first_gpu_run
+from scripts.gpu_run.page import BEGIN, END, into_docs
 from scripts.gpu_run.parts import PARTS, QUICK_SFT_STEPS, Part, Place
 
 ROOT = Path(__file__).parents[2]
 
 
-def part(name: str, script: str, *, limit_s: int = 60, **more) -> Part:
-    return Part(name, f"Part {name}", limit_s, lambda place: ["bash", "-c", script], **more)
+def part(name: str, script: str, *, limit_s: int = 60, short_s: int = 60, **more) -> Part:
+    return Part(name, f"Part {name}", lambda place: ["bash", "-c", script.format(place.folder)], limit_s, short_s, **more)
 
 
 def run(tmp_path: Path, *parts: Part, options: tuple[str, ...] = ()) -> tuple[int, str]:
@@ -44,21 +47,62 @@ def test_each_part_fails_alone_and_the_page_says_how(tmp_path, capsys):
 def test_a_hanging_part_is_killed_with_all_that_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(first_gpu_run, "GRACE_S", 1)
     # Ranks in a hanging collective ignore SIGTERM, and so do these.
-    script = "trap '' TERM; (trap '' TERM; echo $BASHPID > child; while :; do sleep 0.2; done) & wait; sleep 60"
-    code, page = run(tmp_path, part("hang", f"cd {tmp_path}; {script}", limit_s=1), part("next", "echo on"))
+    script = "trap '' TERM; (trap '' TERM; echo $BASHPID > ../child; while :; do sleep 0.2; done) & wait; sleep 60"
+    code, page = run(tmp_path, part("hang", f"cd {{}}; {script}", limit_s=1), part("next", "echo on"))
     assert code == 1 and "FAILED: killed after 1 s" in page and "| Part next | ok" in page
     child = int((tmp_path / "child").read_text())
     assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]
 
 
 def test_the_page_shows_a_parts_own_page_unless_it_failed(tmp_path):
-    write = "echo '| measured |' > {}; echo noise; exit {}"
-    good = Part("a", "A", 60, lambda place: ["bash", "-c", write.format(place.folder / "a.md", 0)], page="a.md")
-    bad = Part("b", "B", 60, lambda place: ["bash", "-c", write.format(place.folder / "b.md", 1)], page="b.md")
-    _, page = run(tmp_path, good, bad)
+    write = "echo '| measured |' > {}/own.md; echo noise; exit "
+    _, page = run(tmp_path, part("a", write + "0", page="own.md"), part("b", write + "1", page="own.md"))
     shown_good, shown_bad = page.split("## ")[1:]
     assert "| measured |" in shown_good.splitlines() and "````" not in shown_good
     assert "| measured |" not in shown_bad.splitlines() and "noise" in shown_bad
+
+
+def test_the_page_is_whole_whenever_the_run_is_stopped(tmp_path, capsys):
+    """While a part runs it names all of them, for a SIGKILL; SIGTERM ends the part and leaves what it wrote."""
+    stop = "cp {0}/report.md {0}/seen.md; echo '| so far |' > {0}/own.md; kill -TERM $PPID; sleep 60"
+    code, page = run(tmp_path, part("good", "echo fine"), part("stop", stop, page="own.md"), part("last", "echo never"))
+    assert code == 1 and "stopped by SIGTERM" in capsys.readouterr().out
+    seen = (tmp_path / "out/seen.md").read_text()
+    for text in (seen, page):
+        table, *shown = text.split("## ")
+        assert re.search(r"\| Part good \| ok, \d+ s \|", table) and "| Part last | not reached |" in table
+        assert "| Part stop | was under way when the run was stopped |" in table and "fine" in shown[0]
+    assert len(seen.split("## ")) == 2 and "| so far |" in page.splitlines() and not list((tmp_path / "out").glob("*.part"))
+    parts = json.loads((tmp_path / "out/report.json").read_text())["parts"]
+    assert [(one["title"], one["failed"]) for one in parts] == [("Part good", False), ("Part stop", False), ("Part last", False)]
+
+
+def test_minutes_are_for_all_parts(tmp_path):
+    late = [part("long", "echo never", short_s=60), part("short", "echo in", short_s=1)]
+    code, page = run(tmp_path, part("slow", "sleep 60", short_s=1), *late, options=("--minutes", "0.03"))
+    assert code == 1 and "| Part slow | FAILED: killed after 1 s |" in page and "| Part short | ok, 0 s |" in page
+    assert re.search(r"\| Part long \| left out: [01] s are left of 0.03 minutes \|", page)
+
+
+def test_the_tables_of_a_run_go_into_the_docs(tmp_path, capsys):
+    table = "| ms | a |\n|---|---:|\n| x | 1.5 MiB/s |"
+    write = part("bench", f"printf '# Title\n\n{table}\n\n    python -m x --out {{0}}\n' > {{0}}/own.md", page="own.md")
+    run(tmp_path, write, part("bad", "echo noise; exit 1", page="own.md"))
+    assert first_gpu_run.main(["--into-docs", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "first_gpu_run: a rehearsal has no figure of a GPU\n"
+    told = json.loads((tmp_path / "out/report.json").read_text())
+    gpu = {"on_gpu": True, "gpu": "NVIDIA H100 80GB HBM3", "num_gpus": 1, "versions": {"torch": "2.11.0"}, "date": "1 May 2026"}
+    outcomes = "| part | outcome |\n| --- | --- |\n| Part bench | ok, 0 s |\n| Part bad | FAILED: exit code 1, 0 s |"
+    machine = "1 May 2026: one H100 (NVIDIA H100 80GB HBM3), torch 2.11.0; `scripts/first_gpu_run.sh`."
+    wanted = f"before\n{BEGIN}\n\n{machine}\n\n{outcomes}\n\n**Part bench**\n\nTitle\n\n{table}\n\n{END}\nafter\n"
+    once = into_docs({**told, **gpu}, f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    assert once == wanted == into_docs({**told, **gpu}, once)
+    with pytest.raises(ValueError, match="no marks"):
+        into_docs({**told, **gpu}, "before")
+    told["parts"][0]["table"] += ["| /home/me/x | 1 |"]
+    with pytest.raises(ValueError, match="a folder of the machine is in a table: . /home/me/x"):
+        into_docs({**told, **gpu}, once)
+    assert BEGIN in (ROOT / first_gpu_run.DOCS).read_text() and "{" not in once
 
 
 def test_a_long_log_is_cut_to_its_end(tmp_path):
@@ -70,7 +114,7 @@ def test_a_long_log_is_cut_to_its_end(tmp_path):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (["--rehearse", "--only", "doctor,bnch"], "--only bnch: there are machine, doctor"),
+        (["--rehearse", "--only", "doctor,bnch"], "--only bnch: there are machine, build, doctor"),
         (["--rehearse", "--out", "{full}"], "it is not empty; name a new folder"),
         (["--frobnicate"], "--frobnicate"),
         ([], "docs/gpu.md, or --rehearse"),
@@ -87,15 +131,20 @@ def test_a_wrong_call_is_one_line_and_exit_code_2(options, said, tmp_path, capsy
     assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
-def test_on_gpus_every_part_is_run_or_says_why_not(tmp_path):
+def test_on_gpus_every_part_is_run_or_says_why_not(tmp_path, monkeypatch):
     one, eight, none = (Place("cuda", 1, False, tmp_path), Place("cuda", 8, False, tmp_path), Place("cpu", 0, True, tmp_path))
-    assert [p.name for p in PARTS if p.left_out(eight)] == ["verify", "bench_step"], "the quickstart did not come so far"
+    monkeypatch.setenv("TE_SITE", "/te")
+    monkeypatch.setattr("megappo.ops.implementations.missing", lambda *_: "not built")
+    quickstart = ["fsdp2", "te", "bench_step", "verify"]
+    assert [p.name for p in PARTS if p.left_out(eight)] == quickstart, "the quickstart did not come so far"
     for ranks in (1, 2):
         (tmp_path / f"quickstart_{ranks}/sft/export").mkdir(parents=True)
         (tmp_path / f"quickstart_{ranks}/model").mkdir()
     assert [p.name for p in PARTS if p.left_out(one)] == ["quickstart_2", "verify"]
     assert not any(p.left_out(eight) for p in PARTS)
-    assert [p.name for p in PARTS if p.left_out(none)] == ["tests", "quickstart_1", "verify", "memory"]
+    assert [p.name for p in PARTS if p.left_out(none)] == ["build", "quickstart_1", "memory", "te", "tests", "verify"]
+    monkeypatch.setattr("megappo.ops.implementations.missing", lambda *_: None)
+    assert [p.left_out(one) for p in PARTS if p.name == "build"] == ["the CUDA kernels are built"]
 
 
 def test_commands_for_gpus_name_files_and_overrides_that_exist(tmp_path):
@@ -103,13 +152,13 @@ def test_commands_for_gpus_name_files_and_overrides_that_exist(tmp_path):
     from megappo.config.loading import load_config
     from megappo.config.schema import TrainConfig
 
-    place = Place("cuda", 2, False, tmp_path)
+    place = Place("cuda", 2, False, tmp_path, (9, 0), 12)
     for p in PARTS:
-        command = p.command(place)
+        command = [word for script in p.command(place) for word in shlex.split(script)]
         for word in command:
             if word.startswith(("scripts/", "tests/", "configs/")):
                 assert (ROOT / word).exists(), command
-        overrides = [word for word in command if word.split("=")[0].replace(".", "").replace("_", "").isalpha() and "=" in word]
+        overrides = [word for word in command if re.match(r"[a-z0-9_]+\.[a-z0-9_.]+=", word)]
         if overrides:
             config = load_config(ROOT / "configs/quickstart.yaml", overrides, TrainConfig)
             assert config.run.device == "cuda", p.name
@@ -128,9 +177,10 @@ def test_the_quickstart_refuses_what_it_does_not_know():
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory):
-    """Folder of a rehearsal without the parts whose commands others run here: doctor, bench and bench_step."""
+    """Folder of a rehearsal without the parts whose commands others run here (doctor, selfcheck, bench, bench_step), or that are
+    like these (fsdp2)."""
     folder = tmp_path_factory.mktemp("rehearsal") / "out"
-    only = "machine,selfcheck,quickstart_2,agreement"
+    only = "machine,rollout,quickstart_2,agreement,step"
     command = [sys.executable, "-m", "scripts.gpu_run", "--rehearse", "--out", str(folder), "--only", only]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + (folder / "report.md").read_text()
@@ -139,13 +189,15 @@ def rehearsal(tmp_path_factory):
 
 def test_a_rehearsal_runs_ppo_and_compares_with_vllm(rehearsal):
     page = (rehearsal / "report.md").read_text()
-    assert page.count("| ok, ") == 4 and "held-out score:" in page
+    assert page.count("| ok, ") == 5 and "held-out score:" in page
     agreement = (rehearsal / "agreement.log").read_text()
     assert "sft/export" in page and agreement.splitlines()[-1].split()[0] == "bf16"
     assert float(agreement.splitlines()[-1].split()[1]) < 0.05
     assert (rehearsal / "quickstart_2/ppo/metrics.jsonl").exists()
-
-
-def test_the_warm_up_of_a_rehearsal_learns(rehearsal):
+    rollout = (rehearsal / "rollout.md").read_text()
+    assert rollout.count("checksums equal") == 4 and rollout.count("difference: mean") == 2 and "| sleep |" in rollout
+    step = (rehearsal / "step.md").read_text()
+    stages = re.findall(r"^\| (\w+) \| [\d.e-]+ \| .* \| [\d.e+-]+ \|$", step, re.MULTILINE)
+    assert set(stages) == {"generate", "logprobs", "update_critic", "update_policy", "push_weights"}, "each is timed and planned"
     losses = [row["sft/loss"] for row in read_lines(rehearsal / "quickstart_2/sft/metrics.jsonl")]
     assert len(losses) == QUICK_SFT_STEPS and losses[-1] < 0.8 * losses[0]
