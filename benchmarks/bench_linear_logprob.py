@@ -30,8 +30,16 @@ from benchmarks.harness.vocab import log_softmax_logprob, logsumexp_logprob, num
 from megappo.ops.linear_logprob import LinearOptions, linear_logprob
 
 FORM = "tokens x hidden x vocabulary like 1024x512x32000, or one shard of it like 8192x4096x151936/8"
-ROW_OPS = ("vocab_stats", "vocab_stats_merge", "vocab_logits_backward", "vocab_logits_backward_")
-USES = ("linear_stats", "linear_backward", *ROW_OPS)
+USES = (
+    "linear_stats",
+    "linear_dlogits",
+    "linear_backward",
+    "vocab_stats",
+    "vocab_stats_merge",
+    "vocab_logits_backward",
+    "vocab_logits_backward_",
+    "vocab_logits_backward_into",
+)
 
 
 def read(text: str) -> tuple[int, int, int]:

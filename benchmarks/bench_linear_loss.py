@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from benchmarks.bench_linear_logprob import FORM, LINEAR_LOGPROB, ROW_OPS, USES, LinearProblem, read
+from benchmarks.bench_linear_logprob import FORM, LINEAR_LOGPROB, USES, LinearProblem, read
 from benchmarks.bench_linear_logprob import problem as linear_problem
 from benchmarks.bench_losses import CLIP, away_from, plain_policy_loss
 from benchmarks.harness.candidates import differentiable, ours, plain_and_compiled
@@ -144,7 +144,7 @@ def candidates(p: LinearLossProblem) -> Sequence[Candidate]:
 
     staged = linear.hidden.dtype if linear.hidden.dtype != torch.float32 else None
     return [
-        *ours((*ROW_OPS, "policy_loss"), device, lambda: calls(fused)),
+        *ours((*USES, "policy_loss"), device, lambda: calls(fused)),
         *ours(
             (*USES, "policy_loss"),
             device,

@@ -24,4 +24,11 @@ void with_type(Dtype dtype, F&& f) {
   }
 }
 
+// The same for a type and that of the result: the same one, or a half type of fp32.
+template <class F>
+void with_types(Dtype dtype, Dtype result, F&& f) {
+  if (dtype == Dtype::f32 && result != Dtype::f32) return with_type(result, [&](auto type) { f(float{}, type); });
+  with_type(dtype, [&](auto type) { f(type, type); });
+}
+
 }  // namespace megappo

@@ -16,13 +16,22 @@ Tensor as_matrix(const Tensor& x) {
   return reinterpret_cast<std::uintptr_t>(dense.data_ptr()) % 16 == 0 ? dense : torch::stable::clone(dense);
 }
 
-}  // namespace
+// The arguments that both ops share. Keeps what it had to copy alive.
+struct Inputs {
+  Tensor hidden, weight, target;
+  OptionalTensor row_inv_temp;
+  LinearArgs args;
 
-// Which calls of linear_stats this one takes is said in megappo/ops/cuda/linear_stats.py. invariant: the bits of a token do not
-// depend on the others.
-Tensor linear_stats_wgmma(Tensor hidden, Tensor weight, Tensor target, int64_t vocab_start, int64_t num_valid, double inv_temp,
-                          OptionalTensor row_inv_temp, int64_t ignore_index, bool want_entropy, bool bf16_logits,
-                          bool invariant) {
+  Inputs(const Tensor& hidden_, const Tensor& weight_, const Tensor& target_, int64_t vocab_start, int64_t num_valid,
+         double inv_temp, const OptionalTensor& row_inv_temp_, int64_t ignore_index, bool bf16_logits);
+  Tensor empty(int64_t columns, bool half) const {
+    return torch::stable::new_empty(hidden, {args.num_tokens, columns}, half ? ScalarType::BFloat16 : ScalarType::Float);
+  }
+};
+
+Inputs::Inputs(const Tensor& hidden_, const Tensor& weight_, const Tensor& target_, int64_t vocab_start, int64_t num_valid,
+               double inv_temp, const OptionalTensor& row_inv_temp_, int64_t ignore_index, bool bf16_logits)
+    : hidden(hidden_), weight(weight_), target(target_), row_inv_temp(row_inv_temp_) {
   STD_TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2, "hidden and weight must be matrices");
   const int64_t num_tokens = hidden.size(0), hidden_size = hidden.size(1);
   check_type(hidden, ScalarType::BFloat16, "hidden", "bf16");
@@ -42,29 +51,66 @@ Tensor linear_stats_wgmma(Tensor hidden, Tensor weight, Tensor target, int64_t v
     row_inv_temp = as_floats(*row_inv_temp);
   }
 
-  const Tensor x = as_matrix(hidden), w = as_matrix(weight), ids = torch::stable::contiguous(target);
-  const CudaContext context(x);
-  const int64_t divided_for = invariant && num_tokens > 0 ? kInvariantTokens : num_tokens;
-  const int splits = cuda::linear_stats_splits(divided_for, num_valid);
-  const Tensor stats = torch::stable::new_empty(x, {num_tokens, 4}, ScalarType::Float);
-  const Tensor partial = splits > 1 ? torch::stable::new_empty(x, {splits, num_tokens, 4}, ScalarType::Float) : stats;
-  cuda::linear_stats_wgmma({x.data_ptr(), w.data_ptr(), data<int64_t>(ids), data<float>(row_inv_temp), out<float>(partial),
-                            out<float>(stats), num_tokens, hidden_size, vocab_start, num_valid, ignore_index,
-                            static_cast<float>(inv_temp), want_entropy, bf16_logits},
-                           splits, context.stream);
-  return stats;
+  hidden = as_matrix(hidden), weight = as_matrix(weight), target = torch::stable::contiguous(target);
+  args = {hidden.data_ptr(), weight.data_ptr(), data<int64_t>(target), data<float>(row_inv_temp), num_tokens, hidden_size,
+          vocab_start, num_valid, ignore_index, static_cast<float>(inv_temp), bf16_logits};
 }
 
-#define MEGAPPO_LINEAR_STATS_SCHEMA                                                                              \
-  "(Tensor hidden, Tensor weight, Tensor target, int vocab_start, int num_valid, float inv_temp, Tensor? row_inv_temp, " \
-  "int ignore_index, bool want_entropy, bool bf16_logits, bool invariant) -> Tensor"
+}  // namespace
+
+// Which calls of linear_stats this one takes is said in megappo/ops/cuda/linear_stats.py. invariant: the bits of a token do not
+// depend on the others. logits: [T, num_valid] if they are kept, else [0, 0].
+std::tuple<Tensor, Tensor> linear_stats_wgmma(Tensor hidden, Tensor weight, Tensor target, int64_t vocab_start, int64_t num_valid,
+                                              double inv_temp, OptionalTensor row_inv_temp, int64_t ignore_index,
+                                              bool want_entropy, bool bf16_logits, bool keep_logits, bool invariant) {
+  const Inputs in(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, bf16_logits);
+  const int64_t num_tokens = in.args.num_tokens;
+  const CudaContext context(in.hidden);
+  const int64_t divided_for = invariant && num_tokens > 0 ? kInvariantTokens : num_tokens;
+  const int splits = cuda::linear_stats_splits(divided_for, num_valid);
+  const Tensor stats = in.empty(4, false), partial = splits > 1 ? in.empty(4 * splits, false) : stats;
+  const ScalarType type = bf16_logits ? ScalarType::BFloat16 : ScalarType::Float;
+  const Tensor logits = keep_logits ? in.empty(num_valid, bf16_logits) : torch::stable::new_empty(in.hidden, {0, 0}, type);
+  void* keep = keep_logits ? logits.data_ptr() : nullptr;
+  cuda::linear_stats_wgmma({in.args, want_entropy, out<float>(partial), out<float>(stats), keep}, splits, context.stream);
+  return {stats, logits};
+}
+
+// Of a whole block: all rows of `weight` are vocabulary.
+Tensor linear_dlogits_wgmma(Tensor hidden, Tensor weight, Tensor target, Tensor lse, Tensor entropy, Tensor g_logprob,
+                            OptionalTensor g_entropy, int64_t vocab_start, double inv_temp, OptionalTensor row_inv_temp,
+                            int64_t ignore_index, bool bf16_logits) {
+  const int64_t num_valid = weight.size(0);
+  const Inputs in(hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, bf16_logits);
+  const auto floats = [&](const Tensor& x, const char* name) {
+    check_vector(x, in.args.num_tokens, name);
+    check_device(x, in.hidden, name);
+    return as_floats(x);
+  };
+  const Tensor l = floats(lse, "lse"), h = floats(entropy, "entropy"), g = floats(g_logprob, "g_logprob");
+  OptionalTensor g_h;
+  if (g_entropy.has_value()) g_h = floats(*g_entropy, "g_entropy");
+  const CudaContext context(in.hidden);
+  const Tensor dlogits = in.empty(num_valid, true);
+  cuda::linear_dlogits_wgmma({in.args, data<float>(l), data<float>(h), data<float>(g), data<float>(g_h), dlogits.data_ptr()},
+                             context.stream);
+  return dlogits;
+}
 
 #ifdef MEGAPPO_CUDA_ON_CPU
-MEGAPPO_OP(linear_stats_wgmma, MEGAPPO_LINEAR_STATS_SCHEMA)
+#define MEGAPPO_WGMMA_OP MEGAPPO_OP
 #else
-STABLE_TORCH_LIBRARY_FRAGMENT(MEGAPPO_NAMESPACE, m) { m.def("linear_stats_wgmma" MEGAPPO_LINEAR_STATS_SCHEMA); }
-MEGAPPO_OP_ON_CUDA(linear_stats_wgmma)
+#define MEGAPPO_WGMMA_OP(name, schema)                                        \
+  STABLE_TORCH_LIBRARY_FRAGMENT(MEGAPPO_NAMESPACE, m) { m.def(#name schema); } \
+  MEGAPPO_OP_ON_CUDA(name)
 #endif
+MEGAPPO_WGMMA_OP(linear_stats_wgmma,
+                 "(Tensor hidden, Tensor weight, Tensor target, int vocab_start, int num_valid, float inv_temp, "
+                 "Tensor? row_inv_temp, int ignore_index, bool want_entropy, bool bf16_logits, bool keep_logits, bool invariant) "
+                 "-> (Tensor, Tensor)")
+MEGAPPO_WGMMA_OP(linear_dlogits_wgmma,
+                 "(Tensor hidden, Tensor weight, Tensor target, Tensor lse, Tensor entropy, Tensor g_logprob, Tensor? g_entropy, "
+                 "int vocab_start, float inv_temp, Tensor? row_inv_temp, int ignore_index, bool bf16_logits) -> Tensor")
 
 }  // namespace megappo
 

@@ -1,5 +1,5 @@
-// linear_stats on Hopper: hidden x weight^T by WGMMA, reduced to (m, s, t, z_y) on the accumulators, so that no logit leaves
-// the registers. For passes without gradient (the policy's old and the reference's log-probs); bf16, fp32 sums.
+// linear_stats and linear_dlogits on Hopper: hidden x weight^T by WGMMA, and on the accumulators the reduction to (m, s, t, z_y) or
+// the logits' gradient, so that a logit leaves the registers only where the caller wants to keep it. bf16, fp32 sums.
 //
 // A cluster of two blocks takes 256 tokens, 128 each, against the same 256 ids at a time; each block copies half of the weight
 // tile to both, which halves the weight's traffic from L2: a lone block would read 48 bytes each clock, near what an SM can get
@@ -12,10 +12,15 @@
 // of tiles. At one time 8 pairs of token tiles share their weight tiles: hidden and weight then stay in L2 with about
 // sqrt(clusters) tiles of each, and HBM is read at a tenth of its rate.
 //
+// Results in memory are written by the thread that has them, two neighbouring columns at once: the four threads of a row fill a
+// sector of 32 bytes of fp32 and half of one of bf16, whose other half follows at once. 4 KiB to 8 KiB for each thousand clocks of
+// products; marked to leave L2 first, where hidden and weight are at home.
+//
 // Checked by compilation (no spills, no serialised products) and, instruction by instruction, in emulation on the CPU
-// (tests/ops/test_linear_stats_cuda.py). Not yet run on hardware: neither the speed reasoned about here nor the result has been
-// seen on a GPU.
+// (tests/ops/test_linear_stats_cuda.py). Statistics have run on an H100 at the speed of its matrix units (docs/kernels.md); kept
+// logits and the gradient have not run on a GPU.
 #include <cmath>
+#include <type_traits>
 
 #include "linear_stats/hopper.cuh"
 #include "linear_stats/linear_stats.h"
@@ -87,25 +92,60 @@ __device__ __forceinline__ RowStats merge(RowStats a, RowStats b) {
   return {m, a.s + b.s, a.t + b.t, hopper::max_nan(a.z, b.z)};
 }
 
-// The columns that this thread holds of its two rows: register 4 j + 2 h + i is row h, column `first` + 8 j + i.
+// The columns that this thread holds of its two rows: register 4 j + 2 h + i is row h, column `first` + 8 j + i. Row 0 is token
+// `token`, row 1 is 8 further.
 struct Rows {
-  RowStats stats[2];
   float inv_temp[2];
   int target[2];  // column of the shard, or -1 where it is not in the shard
-  bool bf16_logits;
+
+  __device__ __forceinline__ Rows(const LinearArgs& a, std::int64_t token) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const std::int64_t row = token + 8 * h;
+      const bool exists = row < a.num_tokens;
+      const std::int64_t id = exists ? a.target[row] : a.ignore_index, local = id - a.vocab_start;
+      target[h] = id != a.ignore_index && local >= 0 && local < a.num_valid ? static_cast<int>(local) : -1;
+      inv_temp[h] = exists && a.row_inv_temp != nullptr ? a.row_inv_temp[row] : a.inv_temp;
+    }
+  }
 };
+
+template <int h>
+__device__ __forceinline__ void round_row(float (&x)[128]) {
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    x[4 * j + 2 * h] = hopper::round_to_bf16(x[4 * j + 2 * h]);
+    x[4 * j + 2 * h + 1] = hopper::round_to_bf16(x[4 * j + 2 * h + 1]);
+  }
+}
+
+__device__ __forceinline__ void store_pair(float* at, float x, float y) {
+  __stcs(reinterpret_cast<float2*>(at), make_float2(x, y));
+}
+__device__ __forceinline__ void store_pair(bf16* at, float x, float y) {
+  __stcs(reinterpret_cast<unsigned*>(at), hopper::pack_bf16(x, y));
+}
+
+// Writes row h of a tile to the row `to` of `num_valid` columns.
+template <int h, class T>
+__device__ __forceinline__ void store_row(const float (&x)[128], T* to, int first, int num_valid) {
+  if (num_valid % 2 == 0) {  // pairs are whole, and whole words
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+      if (first + 8 * j < num_valid) store_pair(to + first + 8 * j, x[4 * j + 2 * h], x[4 * j + 2 * h + 1]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 32; ++j) {
+    if (first + 8 * j < num_valid) to[first + 8 * j] = from_float<T>(x[4 * j + 2 * h]);
+    if (first + 8 * j + 1 < num_valid) to[first + 8 * j + 1] = from_float<T>(x[4 * j + 2 * h + 1]);
+  }
+}
 
 // Adds the row h of a tile of logits. Four chains each for the maximum and the sums: one would wait for its own latency.
 template <bool kEntropy, int h>
-__device__ __forceinline__ void add_row(Rows& rows, float (&x)[128], int first, int num_valid) {
-  RowStats& row = rows.stats[h];
-  if (rows.bf16_logits) {
-#pragma unroll
-    for (int j = 0; j < 32; ++j) {
-      x[4 * j + 2 * h] = hopper::round_to_bf16(x[4 * j + 2 * h]);
-      x[4 * j + 2 * h + 1] = hopper::round_to_bf16(x[4 * j + 2 * h + 1]);
-    }
-  }
+__device__ __forceinline__ void add_row(RowStats& row, const Rows& rows, float (&x)[128], int first, int num_valid) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     x[4 * j + 2 * h] *= rows.inv_temp[h];
@@ -148,6 +188,112 @@ __device__ __forceinline__ void add_row(Rows& rows, float (&x)[128], int first, 
   row.s += (s[0] + s[1]) + (s[2] + s[3]);
   if (kEntropy) row.t += (t[0] + t[1]) + (t[2] + t[3]);
 }
+
+// What becomes of the tiles of logits of two rows: their statistics, and with kKeep the logits themselves in memory.
+template <bool kEntropy, bool kKeep>
+struct Statistics {
+  using Args = LinearStatsArgs;
+  Rows rows;
+  RowStats stats[2];
+
+  __device__ __forceinline__ Statistics(const Args& a, std::int64_t token) : rows(a, token) {}
+
+  template <int h>
+  __device__ __forceinline__ void take(const Args& a, std::int64_t token, float (&x)[128], int first) {
+    const int num_valid = static_cast<int>(a.num_valid);
+    if (a.bf16_logits) round_row<h>(x);
+    if (kKeep && token < a.num_tokens) {
+      if (a.bf16_logits) {
+        store_row<h>(x, static_cast<bf16*>(a.logits) + token * a.num_valid, first, num_valid);
+      } else {
+        store_row<h>(x, static_cast<float*>(a.logits) + token * a.num_valid, first, num_valid);
+      }
+    }
+    add_row<kEntropy, h>(stats[h], rows, x, first, num_valid);
+  }
+
+  // By the four threads of a row.
+  template <int h>
+  __device__ __forceinline__ void finish(const Args& a, std::int64_t token, int split) {
+    RowStats row = stats[h];
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) {
+      row = merge<kEntropy>(row, {__shfl_xor_sync(kAllLanes, row.m, offset), __shfl_xor_sync(kAllLanes, row.s, offset),
+                                  __shfl_xor_sync(kAllLanes, row.t, offset), __shfl_xor_sync(kAllLanes, row.z, offset)});
+    }
+    if (threadIdx.x % 4 == 0 && token < a.num_tokens) {
+      if (a.target[token] == a.ignore_index) row = RowStats{};  // what vocab_stats has for it: an empty shard
+      reinterpret_cast<float4*>(a.partial)[split * a.num_tokens + token] = make_float4(row.m, row.s, row.t, row.z);
+    }
+  }
+};
+
+// Or their gradient in memory, inv_temp [g (1[v=y] - p) - g_h p (log p + H)].
+template <bool kEntropy>
+struct Gradient {
+  using Args = LinearGradientArgs;
+  Rows rows;
+  float lse[2], entropy[2], g[2], g_h[2];
+  bool counts[2];
+
+  __device__ __forceinline__ Gradient(const Args& a, std::int64_t first_token) : rows(a, first_token) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const std::int64_t token = first_token + 8 * h;
+      const bool exists = token < a.num_tokens;
+      lse[h] = exists ? a.lse[token] : 0.0f;
+      entropy[h] = kEntropy && exists ? a.entropy[token] : 0.0f;
+      g[h] = exists ? a.g_logprob[token] : 0.0f;
+      g_h[h] = kEntropy && exists ? a.g_entropy[token] : 0.0f;
+      counts[h] = exists && a.target[token] != a.ignore_index && (g[h] != 0.0f || g_h[h] != 0.0f);
+      g[h] *= rows.inv_temp[h], g_h[h] *= rows.inv_temp[h];
+    }
+  }
+
+  template <int h>
+  __device__ __forceinline__ float elsewhere(float x) const {
+    const float d = __fmul_rn(x, rows.inv_temp[h]) - lse[h], p = exponential(d);
+    return kEntropy ? -p * (g[h] + g_h[h] * hopper::max_nan(d + entropy[h], kExponentFloor)) : -p * g[h];
+  }
+  template <int h>
+  __device__ __forceinline__ float at_target(float x) const {
+    const float d = __fmul_rn(x, rows.inv_temp[h]) - lse[h], grad = -g[h] * expm1f(d);
+    return kEntropy ? grad - g_h[h] * expf(d) * hopper::max_nan(d + entropy[h], kExponentFloor) : grad;
+  }
+
+  template <int h>
+  __device__ __forceinline__ void take(const Args& a, std::int64_t token, float (&x)[128], int first) {
+    if (a.bf16_logits) round_row<h>(x);
+    const int wanted = rows.target[h] - first;
+    const bool here = wanted >= 0 && wanted < kVocabTile;
+    float target = 0.0f;
+    if (here) {
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        if (wanted == 8 * j) target = x[4 * j + 2 * h];
+        if (wanted == 8 * j + 1) target = x[4 * j + 2 * h + 1];
+      }
+      target = at_target<h>(target);
+    }
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {  // a row that does not count is 0 even if it is NaN
+      x[4 * j + 2 * h] = counts[h] ? elsewhere<h>(x[4 * j + 2 * h]) : 0.0f;
+      x[4 * j + 2 * h + 1] = counts[h] ? elsewhere<h>(x[4 * j + 2 * h + 1]) : 0.0f;
+    }
+    if (here && counts[h]) {
+#pragma unroll
+      for (int j = 0; j < 32; ++j) {
+        if (wanted == 8 * j) x[4 * j + 2 * h] = target;
+        if (wanted == 8 * j + 1) x[4 * j + 2 * h + 1] = target;
+      }
+    }
+    if (token >= a.num_tokens) return;
+    store_row<h>(x, static_cast<bf16*>(a.out) + token * a.num_valid, first, static_cast<int>(a.num_valid));
+  }
+
+  template <int h>
+  __device__ __forceinline__ void finish(const Args&, std::int64_t, int) {}
+};
 
 // Stages of the ring in the order in which all roles use them.
 struct Ring {
@@ -219,11 +365,11 @@ __device__ __forceinline__ void multiply(float (&x)[128], Ring& ring, int consum
   release(done);
 }
 
-template <bool kEntropy>
-__device__ __forceinline__ void consume(Ring ring, const LinearStatsArgs& a, const Schedule& schedule, int column_tiles,
+template <class Epilogue>
+__device__ __forceinline__ void consume(Ring ring, const typename Epilogue::Args& a, const Schedule& schedule, int column_tiles,
                                         int rank) {
   const int consumer = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / kWarp, lane = threadIdx.x % kWarp;
-  const int num_valid = static_cast<int>(a.num_valid), column = 2 * (lane % 4);
+  const int column = 2 * (lane % 4);
   bool leads = consumer == 0;
   if (!leads) hopper::named_sync(1, kConsumers * kWarpgroup);
   for (int item = blockIdx.x / kCluster; item < schedule.items(); item += gridDim.x / kCluster) {
@@ -231,46 +377,28 @@ __device__ __forceinline__ void consume(Ring ring, const LinearStatsArgs& a, con
     schedule.locate(item, pair, split);
     const std::int64_t block_token = static_cast<std::int64_t>(pair) * kPairTokens + rank * kTokenTile;
     const std::int64_t token = block_token + consumer * 64 + warp * 16 + lane / 4;  // of row 0; row 1 is 8 further
-    Rows rows;
-    rows.bf16_logits = a.bf16_logits;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const std::int64_t row = token + 8 * h;
-      const bool exists = row < a.num_tokens;
-      const std::int64_t id = exists ? a.target[row] : a.ignore_index, local = id - a.vocab_start;
-      rows.target[h] = id != a.ignore_index && local >= 0 && local < a.num_valid ? static_cast<int>(local) : -1;
-      rows.inv_temp[h] = exists && a.row_inv_temp != nullptr ? a.row_inv_temp[row] : a.inv_temp;
-    }
+    Epilogue epilogue(a, token);
     for (int tile = schedule.first_tile(split); tile < schedule.first_tile(split + 1); ++tile) {
       float x[128];
       multiply(x, ring, consumer, column_tiles, leads);
       leads = false;
-      add_row<kEntropy, 0>(rows, x, tile * kVocabTile + column, num_valid);
-      add_row<kEntropy, 1>(rows, x, tile * kVocabTile + column, num_valid);
+      epilogue.template take<0>(a, token, x, tile * kVocabTile + column);
+      epilogue.template take<1>(a, token + 8, x, tile * kVocabTile + column);
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {  // the four threads of a row
-      RowStats row = rows.stats[h];
-#pragma unroll
-      for (int offset = 1; offset < 4; offset *= 2) {
-        row = merge<kEntropy>(row, {__shfl_xor_sync(kAllLanes, row.m, offset), __shfl_xor_sync(kAllLanes, row.s, offset),
-                                    __shfl_xor_sync(kAllLanes, row.t, offset), __shfl_xor_sync(kAllLanes, row.z, offset)});
-      }
-      if (lane % 4 == 0 && token + 8 * h < a.num_tokens) {
-        if (a.target[token + 8 * h] == a.ignore_index) row = RowStats{};  // what vocab_stats has for it: an empty shard
-        reinterpret_cast<float4*>(a.partial)[split * a.num_tokens + token + 8 * h] = make_float4(row.m, row.s, row.t, row.z);
-      }
-    }
+    epilogue.template finish<0>(a, token, split);
+    epilogue.template finish<1>(a, token + 8, split);
   }
 }
 
 #endif  // MEGAPPO_HOPPER_CODE
 
-template <bool kEntropy>
+// Statistics or the gradient, as the arguments say.
+template <class Args, bool kEntropy, bool kKeep>
 __global__ void __launch_bounds__(kThreads, 1)
-    linear_stats_kernel(const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight, LinearStatsArgs a,
-                        Schedule schedule) {
+    linear_kernel(const __grid_constant__ TensorMap hidden, const __grid_constant__ TensorMap weight, Args a, Schedule schedule) {
 #ifdef MEGAPPO_HOPPER_CODE
+  using Epilogue =
+      std::conditional_t<std::is_same_v<Args, LinearStatsArgs>, Statistics<kEntropy, kKeep>, Gradient<kEntropy>>;
   MEGAPPO_DYNAMIC_SHARED(unsigned char, shared);
   Ring ring{(hopper::shared_address(shared) + 1023u) & ~1023u, 0};
   ring.barriers = ring.stages + kStages * kStageBytes;
@@ -292,7 +420,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == kConsumers * kWarpgroup) produce(ring, hidden, weight, schedule, column_tiles, rank);
   } else {
     hopper::registers_up<kConsumerRegisters>();
-    consume<kEntropy>(ring, a, schedule, column_tiles, rank);
+    consume<Epilogue>(ring, a, schedule, column_tiles, rank);
   }
   // A block must not end while the other one may still copy into its shared memory or arrive at its barriers.
   hopper::cluster_sync();
@@ -321,18 +449,22 @@ __global__ void __launch_bounds__(kMergeThreads) linear_stats_merge(LinearStatsA
 
 inline int ceil_div(std::int64_t a, std::int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
+template <bool kEntropy, bool kKeep, class Args>
+void run(const char* name, const Args& a, int splits, Stream stream) {
+  const Schedule schedule{ceil_div(a.num_tokens, kPairTokens), ceil_div(a.num_valid, kVocabTile), splits};
+  const TensorMap hidden = hopper::tensor_map(a.hidden, a.num_tokens, a.hidden_size, kTokenTile);
+  const TensorMap weight = hopper::tensor_map(a.weight, a.num_valid, a.hidden_size, kVocabTile / kCluster);
+  const int clusters = hopper::multiprocessors() / kCluster;
+  const unsigned blocks = kCluster * (schedule.items() < clusters ? schedule.items() : clusters);
+  hopper::launch_clusters(name, linear_kernel<Args, kEntropy, kKeep>, blocks, kCluster, kThreads, kSharedBytes, stream, hidden,
+                          weight, a, schedule);
+}
+
 template <bool kEntropy>
-void run(LinearStatsArgs a, int splits, Stream stream) {
+void run_stats(LinearStatsArgs a, int splits, Stream stream) {
   if (splits == 1) a.partial = a.stats;
-  if (splits > 0) {
-    const Schedule schedule{ceil_div(a.num_tokens, kPairTokens), ceil_div(a.num_valid, kVocabTile), splits};
-    const TensorMap hidden = hopper::tensor_map(a.hidden, a.num_tokens, a.hidden_size, kTokenTile);
-    const TensorMap weight = hopper::tensor_map(a.weight, a.num_valid, a.hidden_size, kVocabTile / kCluster);
-    const int clusters = hopper::multiprocessors() / kCluster;
-    const unsigned blocks = kCluster * (schedule.items() < clusters ? schedule.items() : clusters);
-    hopper::launch_clusters("linear_stats", linear_stats_kernel<kEntropy>, blocks, kCluster, kThreads, kSharedBytes, stream,
-                            hidden, weight, a, schedule);
-  }
+  const auto tiles = a.logits != nullptr ? run<kEntropy, true, LinearStatsArgs> : run<kEntropy, false, LinearStatsArgs>;
+  if (splits > 0) tiles("linear_stats", a, splits, stream);
   if (splits != 1) {
     const dim3 blocks(static_cast<unsigned>(ceil_div(a.num_tokens, kMergeThreads)));
     launch("linear_stats_merge", linear_stats_merge<kEntropy>, blocks, kMergeThreads, 0, stream, a, splits);
@@ -362,7 +494,15 @@ int linear_stats_splits(std::int64_t num_tokens, std::int64_t num_valid) {
 void linear_stats_wgmma(const LinearStatsArgs& args, int splits, Stream stream) {
   if (args.num_tokens == 0) return;
   using namespace wgmma_stats;
-  args.want_entropy ? run<true>(args, splits, stream) : run<false>(args, splits, stream);
+  args.want_entropy ? run_stats<true>(args, splits, stream) : run_stats<false>(args, splits, stream);
+}
+
+void linear_dlogits_wgmma(const LinearGradientArgs& args, Stream stream) {
+  const int splits = linear_stats_splits(args.num_tokens, args.num_valid);
+  if (splits == 0) return;
+  using namespace wgmma_stats;
+  const auto tiles = args.g_entropy != nullptr ? run<true, false, LinearGradientArgs> : run<false, false, LinearGradientArgs>;
+  tiles("linear_dlogits", args, splits, stream);
 }
 
 }  // namespace megappo::cuda

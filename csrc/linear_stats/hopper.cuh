@@ -253,6 +253,13 @@ __device__ __forceinline__ float round_to_bf16(float x) {
   return rounded;
 }
 
+// The nearest bf16 of two neighbours, the first in the low half.
+__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
+  unsigned word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+
 // 2^x within 2 units in the last place; results below the normal numbers are 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float e;

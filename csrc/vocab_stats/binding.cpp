@@ -79,7 +79,7 @@ void backward_into(const Tensor& out, const Rows& rows, const Tensor& lse, const
   if (g_entropy.has_value()) g_h = per_token(*g_entropy, num_tokens, like, "g_entropy");
   const Segments cuts = cut(out.size(1), like);
   const VocabBackwardArgs args{rows.args, data<float>(l), data<float>(h), data<float>(g), data<float>(g_h), out.data_ptr(),
-                               out.stride(0), out.size(1), cuts.count, cuts.columns};
+                               dtype_of(out, "out"), out.stride(0), out.size(1), cuts.count, cuts.columns};
   on_device_of(
       like,
       [&] {
@@ -157,6 +157,19 @@ Tensor vocab_logits_backward(Tensor logits, Tensor target, Tensor lse, Tensor en
   return grad;
 }
 
+void vocab_logits_backward_into(Tensor logits, Tensor target, Tensor lse, Tensor entropy, Tensor g_logprob,
+                                OptionalTensor g_entropy, int64_t vocab_start, int64_t num_valid, double inv_temp,
+                                OptionalTensor row_inv_temp, int64_t ignore_index, Tensor out) {
+  const Rows rows(logits, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index);
+  check_device(out, logits, "out");
+  STD_TORCH_CHECK(out.dim() == 2 && out.size(0) == logits.size(0) && out.size(1) == logits.size(1),
+                  "out must have the logits' shape");
+  STD_TORCH_CHECK(rows.args.dtype == Dtype::f32 || out.scalar_type() == logits.scalar_type(), "out must have the logits' type");
+  STD_TORCH_CHECK((out.stride(1) == 1 || out.size(1) <= 1) && (out.stride(0) >= out.size(1) || out.size(0) <= 1),
+                  "out that is overwritten needs adjacent columns and rows that do not overlap");
+  backward_into(out, rows, lse, entropy, g_logprob, g_entropy);
+}
+
 void vocab_logits_backward_(Tensor logits, Tensor target, Tensor lse, Tensor entropy, Tensor g_logprob, OptionalTensor g_entropy,
                             int64_t vocab_start, int64_t num_valid, double inv_temp, OptionalTensor row_inv_temp,
                             int64_t ignore_index) {
@@ -174,6 +187,9 @@ MEGAPPO_OP(vocab_stats_merge, "(Tensor gathered, Tensor target, int ignore_index
 MEGAPPO_OP(vocab_logits_backward,
            "(Tensor logits, Tensor target, Tensor lse, Tensor entropy, Tensor g_logprob, Tensor? g_entropy, int vocab_start, "
            "int num_valid, float inv_temp, Tensor? row_inv_temp, int ignore_index) -> Tensor")
+MEGAPPO_OP(vocab_logits_backward_into,
+           "(Tensor logits, Tensor target, Tensor lse, Tensor entropy, Tensor g_logprob, Tensor? g_entropy, int vocab_start, "
+           "int num_valid, float inv_temp, Tensor? row_inv_temp, int ignore_index, Tensor(a!) out) -> ()")
 MEGAPPO_OP(vocab_logits_backward_,
            "(Tensor(a!) logits, Tensor target, Tensor lse, Tensor entropy, Tensor g_logprob, Tensor? g_entropy, int vocab_start, "
            "int num_valid, float inv_temp, Tensor? row_inv_temp, int ignore_index) -> ()")

@@ -83,8 +83,8 @@ struct RowGradient {
   float inv_temp, lse, entropy, g, g_h;
 };
 
-template <bool kEntropy, class T>
-void segment_gradient(const T* x, T* out, std::int64_t count, RowGradient r) {
+template <bool kEntropy, class T, class Out>
+void segment_gradient(const T* x, Out* out, std::int64_t count, RowGradient r) {
   const Floats scale = splat(r.inv_temp), lse = splat(r.lse), h = splat(r.entropy), g = splat(-r.g), g_h = splat(-r.g_h);
   const Floats lowest = splat(kExpLowest), highest = splat(kExpHighest), zero = splat(0.0f);
   const auto gradient = [&](Floats v) MEGAPPO_INLINE_LAMBDA {
@@ -157,16 +157,17 @@ void vocab_merge(const VocabMergeArgs& a, std::int64_t begin, std::int64_t end) 
 }
 
 void vocab_backward(const VocabBackwardArgs& a, std::int64_t begin, std::int64_t end) {
-  with_type(a.rows.dtype, [&](auto type) {
+  with_types(a.rows.dtype, a.out_dtype, [&](auto type, auto out_type) {
     using T = decltype(type);
+    using Out = decltype(out_type);
     for (std::int64_t unit = begin; unit < end; ++unit) {
       const std::int64_t row = unit / a.num_segments, first = unit % a.num_segments * a.segment_columns;
       const std::int64_t left = a.num_columns - first, columns = left < a.segment_columns ? left : a.segment_columns;
-      T* out = static_cast<T*>(a.out) + row * a.out_stride + first;
+      Out* out = static_cast<Out*>(a.out) + row * a.out_stride + first;
       const float inv_temp = inverse_temperature(a.rows, row);
       const float g_logprob = a.g_logprob[row], g_entropy = a.g_entropy != nullptr ? a.g_entropy[row] : 0.0f;
       if (a.rows.target[row] == a.rows.ignore_index || (g_logprob == 0.0f && g_entropy == 0.0f)) {
-        std::memset(out, 0, static_cast<size_t>(columns) * sizeof(T));
+        std::memset(out, 0, static_cast<size_t>(columns) * sizeof(Out));
         continue;
       }
       const RowGradient r{inv_temp, a.lse[row], a.entropy[row], g_logprob * inv_temp, g_entropy * inv_temp};
@@ -182,7 +183,7 @@ void vocab_backward(const VocabBackwardArgs& a, std::int64_t begin, std::int64_t
         segment_gradient<false>(x, out, valid, r);
       }
       if (owned) store_first(out + column, 1, splat(target_gradient));
-      std::memset(out + valid, 0, static_cast<size_t>(columns - valid) * sizeof(T));
+      std::memset(out + valid, 0, static_cast<size_t>(columns - valid) * sizeof(Out));
     }
   });
 }

@@ -7,6 +7,7 @@
 // at any multiple of two bytes, and a row must have the same bits wherever it lies. A row that is not aligned is read as the two
 // aligned neighbours of each 16 bytes; the second comes from the L1 cache.
 #include <cmath>
+#include <utility>
 
 #include "common/cuda.cuh"
 #include "vocab_stats/vocab_stats.h"
@@ -53,8 +54,13 @@ __device__ inline unsigned bits_as_word(Pair x) {
 __device__ inline unsigned pack_two(float low, float high, bf16) { return bits_as_word(__floats2bfloat162_rn(low, high)); }
 __device__ inline unsigned pack_two(float low, float high, f16) { return bits_as_word(__floats2half2_rn(low, high)); }
 
+// One group of results as it is stored: 16 bytes, or 8 where fp32 becomes a half type.
 __device__ inline uint4 pack(const float (&x)[4], float) {
   return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+}
+template <class T>
+__device__ inline uint2 pack(const float (&x)[4], T type) {
+  return make_uint2(pack_two(x[0], x[1], type), pack_two(x[2], x[3], type));
 }
 template <class T>
 __device__ inline uint4 pack(const float (&x)[8], T type) {
@@ -62,8 +68,8 @@ __device__ inline uint4 pack(const float (&x)[8], T type) {
                     pack_two(x[6], x[7], type));
 }
 
-__device__ inline unsigned misalignment(const void* at) {
-  return static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(at) & 15u);
+__device__ inline unsigned misalignment(const void* at, unsigned bytes = 16) {
+  return static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(at) & (bytes - 1));
 }
 
 // The 16 bytes from `bytes` (1 to 15) on of two neighbours.
@@ -265,24 +271,27 @@ struct RowGradient {
   }
 };
 
-// Threads share the columns in 16-byte groups of `out`: nothing is summed here, so they may follow the address. `out` may be the
-// logits: a thread reads what it then overwrites, and the one that has read the target writes its term last.
-template <class T, bool kEntropy>
+// Threads share the columns in groups, 16 bytes of logits, that are aligned in `out`: nothing is summed here, so they may follow
+// the address. `out` may be the logits: a thread reads what it then overwrites, and the one that has read the target writes its
+// term last.
+template <class T, class Out, bool kEntropy>
 __global__ void __launch_bounds__(kMaxThreads, 4) backward_kernel(VocabBackwardArgs a) {
+  using Group = decltype(pack(std::declval<const float (&)[kVector<T>]>(), Out{}));
   const std::int64_t unit = blockIdx.x, row = unit / a.num_segments, start = unit % a.num_segments * a.segment_columns;
   const int count = static_cast<int>(min(a.segment_columns, a.num_columns - start)), threads = blockDim.x, me = threadIdx.x;
-  T* out = static_cast<T*>(a.out) + row * a.out_stride + start;
-  const int ahead = static_cast<int>((16 - misalignment(out)) % 16 / sizeof(T)), head = ahead < count ? ahead : count;
+  Out* out = static_cast<Out*>(a.out) + row * a.out_stride + start;
+  const int ahead = static_cast<int>((sizeof(Group) - misalignment(out, sizeof(Group))) % sizeof(Group) / sizeof(Out));
+  const int head = ahead < count ? ahead : count;
   const int groups = (count - head) / kVector<T>, behind = head + groups * kVector<T>;
-  uint4* out_groups = reinterpret_cast<uint4*>(out + head);
+  Group* out_groups = reinterpret_cast<Group*>(out + head);
   // the columns outside of the groups: thread i has one of the head or one of the rest
   const int single = me < head ? me : behind + me - head;
 
   const std::int64_t target = a.rows.target[row];
   const float g_logprob = a.g_logprob[row], g_entropy = kEntropy ? a.g_entropy[row] : 0.0f;
   if (target == a.rows.ignore_index || (g_logprob == 0.0f && g_entropy == 0.0f)) {
-    for (int group = me; group < groups; group += threads) __stcs(out_groups + group, make_uint4(0, 0, 0, 0));
-    if (single < count) out[single] = from_float<T>(0.0f);
+    for (int group = me; group < groups; group += threads) __stcs(out_groups + group, Group{});
+    if (single < count) out[single] = from_float<Out>(0.0f);
     return;
   }
   const float inv_temp = inverse_temperature(a.rows, row);
@@ -314,16 +323,16 @@ __global__ void __launch_bounds__(kMaxThreads, 4) backward_kernel(VocabBackwardA
 #pragma unroll
         for (int i = 0; i < kVector<T>; ++i) v[i] = column + i < valid ? v[i] : 0.0f;
       }
-      __stcs(out_groups + group, pack(v, T{}));
+      __stcs(out_groups + group, pack(v, Out{}));
     }
   }
   if (single < count) {
     const float v = to_float(x[single]);
     have_target |= single == mine;
     x_target = single == mine ? v : x_target;
-    out[single] = from_float<T>(single < valid ? gradient.elsewhere<kEntropy>(v) : 0.0f);
+    out[single] = from_float<Out>(single < valid ? gradient.elsewhere<kEntropy>(v) : 0.0f);
   }
-  if (have_target) out[mine] = from_float<T>(gradient.at_target<kEntropy>(x_target));
+  if (have_target) out[mine] = from_float<Out>(gradient.at_target<kEntropy>(x_target));
 }
 
 // Threads for a segment: no more warps than it has groups for.
@@ -360,9 +369,10 @@ void vocab_merge(const VocabMergeArgs& a, Stream stream) {
 }
 
 void vocab_backward(const VocabBackwardArgs& a, Stream stream) {
-  with_type(a.rows.dtype, [&](auto type) {
+  with_types(a.rows.dtype, a.out_dtype, [&](auto type, auto out_type) {
     using T = decltype(type);
-    const auto kernel = a.g_entropy != nullptr ? backward_kernel<T, true> : backward_kernel<T, false>;
+    using Out = decltype(out_type);
+    const auto kernel = a.g_entropy != nullptr ? backward_kernel<T, Out, true> : backward_kernel<T, Out, false>;
     const std::int64_t columns = a.segment_columns < a.num_columns ? a.segment_columns : a.num_columns;
     const dim3 blocks = one_block_each(a.rows.num_tokens * a.num_segments);
     launch("vocab_logits_backward", kernel, blocks, threads_for<T>(columns), 0, stream, a);

@@ -51,7 +51,8 @@ struct VocabMergeArgs {
 struct VocabBackwardArgs {
   VocabRows rows;
   const float *lse, *entropy, *g_logprob, *g_entropy;  // [num_tokens]; g_entropy may be null
-  void* out;                                           // of the type of the logits; may be the logits
+  void* out;                                           // may be the logits
+  Dtype out_dtype;                                     // of the logits, or a half type where they are fp32
   std::int64_t out_stride, num_columns;                // columns from num_valid on become 0
   std::int64_t num_segments, segment_columns;
 };

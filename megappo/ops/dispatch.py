@@ -63,12 +63,12 @@ def _register(reference: Callable[..., Any], mutates_args: tuple[str, ...], file
     return torch.library.custom_op(f"megappo::{name}", run, mutates_args=mutates_args, schema=schema)
 
 
-def op_around(row_op: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
-    """Like `op`, for a reference of matrix products around the op `row_op`: it runs if this op has no kernel but `row_op` has."""
+def op_around(row_op: str, *mutates_args: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
+    """Like `op`, for a reference of torch's own code around the op `row_op`: it runs if this op has no kernel but `row_op` has."""
 
     def decorate(reference: Callable[..., Any]) -> CustomOpDef:
         _row_ops[reference.__name__] = row_op
-        return op(reference)
+        return _register(reference, mutates_args)
 
     return decorate
 

@@ -5,7 +5,7 @@ does; the gradient passes straight through the rounding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from megappo.ops.vocab_stats import Upstream, compute_dtype
 # Logits of a block. CPU: 8 MB of fp32 stay near the cores between the product and the row operation (products of [1024 x 512 x
 # 2000] also run faster than of [1024 x 512 x 32000]). GPU: 256 MB, products large enough for full speed.
 BLOCK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}
-BLOCK_TOKENS = {"cpu": 1024, "cuda": 4096}
+# GPU: the weight's gradient over one block of tokens is one product; a second one would add to 4 bytes a weight in memory.
+BLOCK_TOKENS = {"cpu": 1024, "cuda": 8192}
 # Weights of a block on the CPU, where half types are widened for the product: 16 MB of fp32.
 BLOCK_WEIGHTS = 1 << 22
 # Rows of every product in invariant mode; fewer tokens are padded with zeros.
@@ -60,6 +61,11 @@ class LinearLogits:
     kept: Tensor | None
     bf16_logits: bool
     invariant: bool = False
+
+    def at(self, tokens: slice) -> LinearLogits:
+        """The same of these tokens alone."""
+        rows = {"hidden": self.hidden[tokens], "target": self.target[tokens], "kept": _rows(self.kept, tokens)}
+        return replace(self, **rows, row_inv_temp=_rows(self.row_inv_temp, tokens))
 
     @property
     def num_tokens(self) -> int:
@@ -117,8 +123,11 @@ class LinearLogits:
             want_entropy,
         )
 
-    def dlogits(self, logits: Tensor, tokens: slice, columns: slice, upstream: Upstream, *, own: bool) -> Tensor:
-        """Gradient [t, c] of a block's logits in the weight's dtype. upstream: [t], of the block. own: may overwrite `logits`."""
+    def dlogits(
+        self, logits: Tensor, tokens: slice, columns: slice, upstream: Upstream, *, own: bool, out: Tensor | None = None
+    ) -> Tensor:
+        """Gradient [t, c] of a block's logits in the weight's dtype, in `out` if given. upstream: [t], of the block. own: may
+        overwrite `logits`."""
         arguments = (
             logits,
             self.target[tokens],
@@ -129,10 +138,13 @@ class LinearLogits:
             _rows(self.row_inv_temp, tokens),
             self.ignore_index,
         )
-        if own:
+        # The CPU widens and rounds in its caches; a GPU would pass the gradient in fp32 through memory three times.
+        if own and out is None and (logits.dtype == self.weight.dtype or not logits.is_cuda):
             torch.ops.megappo.vocab_logits_backward_(*arguments)
             return logits.to(self.weight.dtype)
-        return torch.ops.megappo.vocab_logits_backward(*arguments).to(self.weight.dtype)
+        out = logits.new_empty(logits.shape, dtype=self.weight.dtype) if out is None else out
+        torch.ops.megappo.vocab_logits_backward_into(*arguments, out)
+        return out
 
 
 def merge_blocks(stats: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Loss of token log-probs from hidden states with three matrix products: logits, dhidden, dweight.
 
-The loss of a chunk of tokens is differentiated while its logits exist, and their gradient is written over them: nothing is
-recomputed, nothing of size [T, Vl] is kept. This saves the fourth product of `linear_logprob`'s backward and costs a dweight in
-fp32 between forward and backward. Where a token's loss needs log-probs of other ranks' tokens (context parallel), use
-`linear_logprob`.
+The loss of a chunk of tokens is differentiated while its logits exist: nothing is recomputed, no logits are kept. This saves the
+fourth product of `linear_logprob`'s backward and costs a dweight between forward and backward. Where a token's loss needs log-probs
+of other ranks' tokens (context parallel), use `linear_logprob`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ def linear_token_loss(
     token_loss: TokenLoss,
 ) -> LinearLoss:
     """Sum token_loss over chunks of `linear_logprob`'s results, with its gradients. Arguments and ValueError as there.
-    Logits of one chunk exist at a time: [4096, Vl] fp32 on a GPU. Collective over the group: it gathers statistics once per
+    Logits of one chunk exist at a time: [4096, Vl] fp32 on a GPU, and beside them the gradient of up to 8192 tokens' in the
+    weight's type, or dweight in fp32. Collective over the group: it gathers statistics once per
     chunk and reduces dhidden once, all in the forward."""
     assert options.mode == "fast" and not options.keep_logits, "options of linear_logprob"
     call = linear_call(hidden, weight, target, group, options)
@@ -81,16 +81,34 @@ class _Chunks:
         hidden, weight = problem.hidden, problem.weight
         # Without gradients the inputs stand in: nothing of a model's size is allocated for them.
         self.dhidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if gradients else hidden
-        dtype = compute_dtype(weight.dtype)
         # None: the weight is frozen, and its gradient is no work.
-        trains = gradients and weight.requires_grad
-        self.dweight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if trains else None
+        self.dweight = self.dlogits = None
+        if gradients and weight.requires_grad:
+            once = self.waits_for_all()
+            # One product needs no sum in fp32, unless it is added to one.
+            dtype = weight.dtype if once and not call.into_main_grad else compute_dtype(weight.dtype)
+            self.dweight = weight.new_empty(weight.shape, dtype=dtype)
+            self.dweight[problem.num_valid :] = 0  # no product reaches the rows of padding
+            if once:
+                self.dlogits = weight.new_empty(problem.num_tokens, problem.num_valid)
+
+    @property
+    def step(self) -> int:
+        return self.call.chunk_tokens or CHUNK_TOKENS[self.problem.hidden.device.type]
+
+    def waits_for_all(self) -> bool:
+        """True if dweight is one product over all tokens, whose dlogits then wait for it: on a GPU, where they are no larger than
+        the sum in fp32 that every chunk would read and write, and than those of two chunks."""
+        hidden = self.problem.hidden
+        sum_as_tokens = hidden.shape[1] * compute_dtype(hidden.dtype).itemsize // hidden.dtype.itemsize
+        return hidden.is_cuda and hidden.shape[0] <= min(sum_as_tokens, 2 * self.step)
 
     def run(self) -> LinearLoss:
-        num_tokens = self.problem.num_tokens
-        step = self.call.chunk_tokens or CHUNK_TOKENS[self.problem.hidden.device.type]
+        problem = self.problem
         # Without tokens one empty chunk still runs: the loss names its metrics, and every rank makes the same collectives.
-        results = [self.chunk(tokens) for tokens in cut(num_tokens, step) or [slice(0, 0)]]
+        results = [self.chunk(tokens) for tokens in cut(problem.num_tokens, self.step) or [slice(0, 0)]]
+        if self.dlogits is not None and self.dweight is not None:
+            add_mm_(self.dweight[: problem.num_valid], self.dlogits.t(), problem.hidden, first=True)
         losses, logprobs, entropies, metrics = zip(*results)
         return LinearLoss(
             torch.stack(losses).sum(),
@@ -100,31 +118,36 @@ class _Chunks:
         )
 
     def chunk(self, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Tensor]]:
-        problem, shard = self.problem, self.call.shard
-        columns = slice(0, problem.num_valid)
-        logits = self.logits(tokens)
-        stats = problem.stats(logits, tokens, columns, self.want_entropy)
-        logprob, entropy, lse = merge_shards(stats, problem.target[tokens], shard)
+        problem, shard = self.problem.at(tokens), self.call.shard
+        stats, logits = torch.ops.megappo.linear_stats(
+            problem.hidden,
+            problem.weight,
+            problem.target,
+            problem.vocab_start,
+            problem.num_valid,
+            problem.inv_temp,
+            problem.row_inv_temp,
+            problem.ignore_index,
+            self.want_entropy,
+            problem.kept,
+            problem.bf16_logits,
+            True,  # keep_logits
+            problem.num_tokens,  # one block of tokens, so that the weights of a block of columns are widened once
+            False,  # invariant
+        )
+        logprob, entropy, lse = merge_shards(stats, problem.target, shard)
         loss, g_logprob, g_entropy, metrics = self.differentiate(tokens, logprob, entropy if self.want_entropy else None)
         if self.gradients:
-            dlogits = problem.dlogits(logits, tokens, columns, Upstream(lse, entropy, g_logprob, g_entropy), own=True)
-            self.dhidden[tokens] = dlogits @ problem.weight[columns]
+            whole, upstream = (slice(None), slice(0, problem.num_valid)), Upstream(lse, entropy, g_logprob, g_entropy)
+            out = None if self.dlogits is None else self.dlogits[tokens]
+            dlogits = problem.dlogits(logits, *whole, upstream, own=True, out=out)
+            self.dhidden[tokens] = dlogits @ problem.weight[: problem.num_valid]
             # a dweight that autograd rounds to the weight's type may round each term to it; main_grad stays fp32
             exact, dweight = self.call.into_main_grad, self.dweight
-            if dweight is not None:
+            if dweight is not None and out is None:
                 for block in problem.blocks(dlogits.shape[0])[1]:
-                    add_mm_(dweight[block], dlogits[:, block].t(), problem.hidden[tokens], first=tokens.start == 0, exact=exact)
+                    add_mm_(dweight[block], dlogits[:, block].t(), problem.hidden, first=tokens.start == 0, exact=exact)
         return loss, logprob, entropy if self.want_entropy else None, metrics
-
-    def logits(self, tokens: slice) -> Tensor:
-        """Logits [t, num_valid] of a chunk."""
-        problem = self.problem
-        # In blocks of columns: on the CPU the weights of one block at a time are widened to fp32.
-        h = problem.operand(problem.hidden[tokens])
-        logits = h.new_empty(h.shape[0], problem.num_valid, dtype=problem.dtype)
-        for columns in problem.blocks(h.shape[0])[1]:
-            logits[:, columns] = problem.logits(h, problem.operand(problem.weight[columns]), tokens, columns)
-        return logits
 
     def differentiate(
         self, tokens: slice, logprob: Tensor, entropy: Tensor | None
@@ -167,5 +190,6 @@ class _WithGradients(torch.autograd.Function):
             main_grad_of(weight).addcmul_(dweight, g)  # g stays on the device: its value is never read on the host
             weight_grad = handed_over(weight)
         else:
-            weight_grad = None if dweight is None else (dweight * g).to(weight.dtype)
+            # In one pass; [1, 1] because a factor without dimensions would be rounded to the weight's type first.
+            weight_grad = None if dweight is None else torch.mul(dweight, g.view(1, 1), out=torch.empty_like(weight))
         return dhidden * g, weight_grad, None, None, None, None

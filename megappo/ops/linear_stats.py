@@ -1,11 +1,12 @@
 """Statistics of `vocab_stats` and their gradients from hidden states and the output weight, block by block (`linear_blocks.py`).
 
     torch.ops.megappo.linear_stats     hidden[T, H], weight[Vl, H] -> stats[T, 4], logits[T, num_valid] | empty
+    torch.ops.megappo.linear_dlogits   ...                         -> dlogits[T, Vl] of a block, from recomputed logits
     torch.ops.megappo.linear_backward  ...                         -> dhidden[T, H] of this shard, dweight[Vl, H]
 
-The backward recomputes the logits (4 products in all) or takes those that the forward kept (3). Fused forwards replace
-`linear_stats` under the same schema: `triton/linear_stats.py`, and `cuda/linear_stats.py` on Hopper. Both call `stats_in_blocks`
-for cases they do not cover.
+The backward recomputes the logits (4 products in all) or takes those that the forward kept (3). Fused kernels replace the first
+two under the same schema: `triton/linear_stats.py`, and `cuda/linear_stats.py` on Hopper. They call the references for cases that
+they do not cover.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megappo.ops.vocab_stats import Upstream, compute_dtype
 
 
 def stats_in_blocks(problem: LinearLogits, want_entropy: bool, keep_logits: bool, chunk_tokens: int) -> tuple[Tensor, Tensor]:
-    """Compute `linear_stats` by matrix products and `vocab_stats`."""
+    """Compute `linear_stats` by matrix products and `vocab_stats`: of each block, or of whole rows where the logits are kept."""
     hidden, weight = problem.hidden, problem.weight
     blocks_of_tokens, blocks_of_columns = problem.blocks(chunk_tokens)
     kept_logits = hidden.new_empty(_kept_shape(hidden, problem.num_valid, keep_logits), dtype=problem.dtype)
@@ -35,9 +36,12 @@ def stats_in_blocks(problem: LinearLogits, want_entropy: bool, keep_logits: bool
         w = problem.operand(weight[columns])
         for tokens in blocks_of_tokens:
             logits = problem.logits(h[tokens], w, tokens, columns)
-            stats[b, tokens] = problem.stats(logits, tokens, columns, want_entropy)
             if keep_logits:
                 kept_logits[tokens, columns] = logits
+            else:
+                stats[b, tokens] = problem.stats(logits, tokens, columns, want_entropy)
+    if keep_logits:
+        return problem.stats(kept_logits, slice(None), slice(0, problem.num_valid), want_entropy), kept_logits
     return merge_blocks(stats), kept_logits
 
 
@@ -82,6 +86,41 @@ def _(hidden: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return stats, hidden.new_empty(_kept_shape(hidden, num_valid, keep_logits), dtype=logits_dtype_of(weight, bf16_logits))
 
 
+def dlogits_in_steps(problem: LinearLogits, upstream: Upstream) -> Tensor:
+    """Compute `linear_dlogits` by a matrix product and `vocab_logits_backward`."""
+    whole = slice(0, problem.num_tokens), slice(0, problem.num_valid)
+    logits = problem.logits(problem.operand(problem.hidden), problem.operand(problem.weight), *whole)
+    return problem.dlogits(logits, *whole, upstream, own=True)
+
+
+@op_around("vocab_logits_backward")
+def linear_dlogits(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Tensor | None,
+    vocab_start: int,
+    inv_temp: float,
+    row_inv_temp: Tensor | None,
+    ignore_index: int,
+    kept: Tensor | None,
+    bf16_logits: bool,
+    invariant: bool,
+) -> Tensor:
+    """Compute the gradient [T, Vl] of the logits hidden @ weight.T, in the inputs' dtype. weight: [Vl, H], all of it vocabulary;
+    vocab_start: the id of its first row. Other arguments as in `linear_backward`."""
+    rest = vocab_start, weight.shape[0], inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
+    return dlogits_in_steps(LinearLogits(hidden, weight, target, *rest), Upstream(lse, entropy, g_logprob, g_entropy))
+
+
+@linear_dlogits.register_fake
+def _(hidden: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    return hidden.new_empty((hidden.shape[0], weight.shape[0]))
+
+
 @op_around("vocab_logits_backward")
 def linear_backward(
     hidden: Tensor,
@@ -108,8 +147,8 @@ def linear_backward(
     problem = LinearLogits(
         hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
     )
-    # Zeros: no block reaches the rows of padding.
-    dweight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    dweight = weight.new_empty(weight.shape)
+    dweight[num_valid if hidden.shape[0] else 0 :] = 0  # what no block reaches
     upstream = Upstream(lse, entropy, g_logprob, g_entropy)
     return backward_in_blocks(problem, upstream, logits, chunk_tokens, dweight, add=False), dweight
 
@@ -145,12 +184,36 @@ def backward_in_blocks(
         if dweight is not None:
             total = dweight[columns] if direct else torch.zeros(w.shape, dtype=dtype, device=w.device)
         for i, tokens in enumerate(blocks_of_tokens):
-            x = problem.logits(h[tokens], w, tokens, columns) if logits is None else logits[tokens, columns]
             # Kept logits may be read by a second backward.
-            dlogits = problem.dlogits(x, tokens, columns, upstream.at(tokens), own=logits is None)
+            kept = None if logits is None else logits[tokens, columns]
+            dlogits = _dlogits(problem, kept, h[tokens], w, tokens, columns, upstream.at(tokens))
             add_mm_(dhidden[tokens], dlogits, weight[columns], first=b == 0, exact=False)
             if total is not None:
                 add_mm_(total, dlogits.t(), hidden[tokens], first=i == 0 and not add)
         if dweight is not None and total is not None and not direct:
             dweight[columns] = total
     return dhidden.to(hidden.dtype)
+
+
+def _dlogits(
+    problem: LinearLogits, kept: Tensor | None, hidden: Tensor, weight: Tensor, tokens: slice, columns: slice, upstream: Upstream
+) -> Tensor:
+    """dlogits [t, c] of a block, of its kept logits or of those of its operands."""
+    if kept is not None:
+        return problem.dlogits(kept, tokens, columns, upstream, own=False)
+    if not hidden.is_cuda:  # the operands are widened once for all blocks, which the op could not do
+        return problem.dlogits(problem.logits(hidden, weight, tokens, columns), tokens, columns, upstream, own=True)
+    part = problem.at(tokens)
+    return torch.ops.megappo.linear_dlogits(
+        hidden,
+        weight,
+        part.target,
+        *upstream,
+        part.vocab_start + columns.start,
+        part.inv_temp,
+        part.row_inv_temp,
+        part.ignore_index,
+        part.kept,
+        part.bf16_logits,
+        part.invariant,
+    )

@@ -132,6 +132,10 @@ def _from_hidden(numbers: Numbers, dtype: torch.dtype, keep_logits: bool) -> Res
     dhidden, dweight = torch.autograd.grad([logprob, entropy], [hidden, weight], upstream)
     yield "gradient of hidden", dhidden
     yield "gradient of weight", dweight
+    rows = 4.0 + numbers.uniform(NUM_ROWS), numbers.uniform(NUM_ROWS), *upstream  # any lse and entropy
+    operands = hidden.detach(), weight.detach()[:num_valid]
+    rest = 0, 1 / 0.7, None, IGNORE_INDEX, None, False, False
+    yield "gradient of logits", torch.ops.megappo.linear_dlogits(*operands, target, *rows, *rest)
 
 
 def _without_gradient(numbers: Numbers, num_tokens: int, num_columns: int) -> Results:

@@ -4,6 +4,7 @@
     torch.ops.megappo.vocab_stats_merge      gathered[R, T, 4] -> logprob[T], entropy[T], lse[T]
     torch.ops.megappo.vocab_logits_backward  ...              -> dlogits[T, Vl]
     torch.ops.megappo.vocab_logits_backward_ ...              the same, written over the logits
+    torch.ops.megappo.vocab_logits_backward_into ...          the same, written to a tensor of the logits' or of a half type
 
 With x = logits * inv_temp of one shard: m = max x, s = sum e^(x-m), t = sum e^(x-m) (x-m), z_y = x at the target (-inf where
 another shard owns it). entropy = log s - t/s, which unlike log s + m - sum(e^x x)/s stays precise under a common offset of the
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megappo.ops.dispatch import mutating_op, op
+from megappo.ops.dispatch import mutating_op, op, op_around
 
 # e^-120 is 0 in fp32, so the bound changes no sum; it turns e^d * d of a -inf column into 0 * -120 instead of 0 * -inf
 EXPONENT_FLOOR = -120.0
@@ -67,10 +68,17 @@ def check_gathered(gathered: Tensor, target: Tensor) -> None:
 
 
 def check_overwritable(logits: Tensor) -> None:
-    """Raise ValueError for logits whose elements share memory or whose columns are not adjacent."""
+    """Raise ValueError for a matrix whose elements share memory or whose columns are not adjacent."""
     num_tokens, num_columns = logits.shape
     if (num_columns > 1 and logits.stride(1) != 1) or (num_tokens > 1 and logits.stride(0) < num_columns):
         raise ValueError(f"logits with strides {logits.stride()} cannot be overwritten: pass logits.contiguous()")
+
+
+def check_out(logits: Tensor, out: Tensor) -> None:
+    """Raise ValueError for an `out` that `vocab_logits_backward_into` cannot write for these logits."""
+    if out.shape != logits.shape or (out.dtype != logits.dtype and (logits.dtype != torch.float32 or out.dtype.itemsize != 2)):
+        raise ValueError(f"out is {tuple(out.shape)} {out.dtype} and logits are {tuple(logits.shape)} {logits.dtype}")
+    check_overwritable(out)
 
 
 def _scaled(logits: Tensor, num_valid: int, inv_temp: float, row_inv_temp: Tensor | None) -> Tensor:
@@ -239,5 +247,34 @@ def vocab_logits_backward_(
 
 
 @vocab_logits_backward_.register_fake
+def _(*_):
+    return None
+
+
+@op_around("vocab_logits_backward", "out")
+def vocab_logits_backward_into(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Tensor | None,
+    vocab_start: int,
+    num_valid: int,
+    inv_temp: float,
+    row_inv_temp: Tensor | None,
+    ignore_index: int,
+    out: Tensor,
+) -> None:
+    """Compute `vocab_logits_backward` into `out` [T, Vl], rounded to its type: that of the logits or, where they are fp32, a half
+    type, so that the gradient in fp32 never goes through memory. ValueError for an `out` of another shape, type or with columns
+    that are not adjacent."""
+    check_out(logits, out)
+    upstream = lse, entropy, g_logprob, g_entropy
+    rest = vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index
+    out.copy_(torch.ops.megappo.vocab_logits_backward(logits, target, *upstream, *rest))
+
+
+@vocab_logits_backward_into.register_fake
 def _(*_):
     return None

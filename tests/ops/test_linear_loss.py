@@ -5,6 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo.algo.losses import entropy_loss
+from megappo.ops import linear_loss
 from megappo.ops.losses import policy_loss
 from tests.ops.linear_calls import linear_logprob, linear_token_loss
 from tests.ops.test_linear_logprob import LargestTensor, problem
@@ -47,7 +48,7 @@ def two_steps(h, w, target, old, advantage, weight, entropy_coef, **where):
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
 @pytest.mark.parametrize("chunk_tokens", [1, 10, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_metrics_and_gradients_are_those_of_two_steps(dtype, chunk_tokens, entropy_coef):
+def test_loss_metrics_and_gradients_are_those_of_two_steps(monkeypatch, dtype, chunk_tokens, entropy_coef):
     h, w, target, _, _ = problem(dtype=dtype)
     old, advantage, weight = fields(target)
     where = {**WHERE, "temperature": 0.8, "chunk_tokens": chunk_tokens}
@@ -66,6 +67,18 @@ def test_loss_metrics_and_gradients_are_those_of_two_steps(dtype, chunk_tokens, 
     unit = 4 * 2**-8 if dtype == torch.bfloat16 else 1e-5
     for a, b in zip(grads, want):
         assert a.dtype == dtype and (a - b).abs().max() <= unit * b.abs().max()
+
+    # on a GPU the weight's gradient is one product over all chunks
+    monkeypatch.setattr(linear_loss._Chunks, "waits_for_all", lambda self: True)
+    for into_main_grad in (False, True):
+        w.main_grad = torch.ones(w.shape)
+        got = clipped_linear_loss(
+            h, w, target, old, advantage, weight, None, entropy_coef=entropy_coef, into_main_grad=into_main_grad, **where
+        )
+        dh, dw = torch.autograd.grad(got.loss / 7.0, (h, w))
+        dw = w.main_grad - 1.0 if into_main_grad else dw
+        assert torch.equal(dh, grads[0]) and dw.dtype == (torch.float32 if into_main_grad else dtype)
+        assert (dw - want[1]).abs().max() <= unit * want[1].abs().max()
 
 
 def test_the_comparison_sees_a_wrong_clip():

@@ -313,5 +313,6 @@ def test_ops_are_functional_and_have_fake_kernels():
     tail = (0, 50, 1.0, None, IGNORE)
     for keep_logits, ids in ((False, None), (True, kept)):
         opcheck(OPS.linear_stats, (h, w, target, *tail, True, ids, False, keep_logits, 4, False))
+    opcheck(OPS.linear_dlogits, (h, w[:50], target, lse, lse, g_lp, g_h, 0, *tail[2:], kept, False, False))
     opcheck(OPS.linear_backward, (h, w, target, lse, lse, g_lp, g_h, *tail, kept, None, False, 4, False))
     opcheck(OPS.linear_backward, (h, w, target, lse, lse, g_lp, None, *tail, None, h @ w[:50].t(), False, 0, True))

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -24,17 +25,25 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Kernel:
-    op: Callable[..., Tensor]
+    native: Any
     device: torch.device
+
+    @property
+    def op(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return self.native.linear_stats_wgmma
+
+    @property
+    def dlogits(self) -> Callable[..., Tensor]:
+        return self.native.linear_dlogits_wgmma
 
 
 @pytest.fixture(params=["cuda_on_cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def kernel(request: pytest.FixtureRequest) -> Kernel:
     if request.param == "gpu":
         dispatch.implementation("vocab_stats", (torch.empty(1, 1, device="cuda"),))  # loads the library
-        return Kernel(torch.ops.megappo_native.linear_stats_wgmma, torch.device("cuda"))
+        return Kernel(torch.ops.megappo_native, torch.device("cuda"))
     namespace = getattr(torch.ops, request.getfixturevalue("cuda_on_cpu"))
-    return Kernel(namespace.linear_stats_wgmma, torch.device("cpu"))
+    return Kernel(namespace, torch.device("cpu"))
 
 
 @dataclass
@@ -49,10 +58,23 @@ class Problem:
     bf16_logits: bool = False
 
     def run(self, kernel: Kernel, want_entropy: bool = True, invariant: bool = False) -> Tensor:
+        return self.run_keeping(kernel, False, want_entropy, invariant)[0]
+
+    def run_keeping(
+        self, kernel: Kernel, keep_logits: bool = True, want_entropy: bool = True, invariant: bool = False
+    ) -> tuple[Tensor, Tensor]:
         tensors = [x.to(kernel.device) for x in (self.hidden, self.weight, self.target)]
         rows = None if self.row_inv_temp is None else self.row_inv_temp.to(kernel.device)
         scale = self.vocab_start, self.num_valid, self.inv_temp, rows
-        return kernel.op(*tensors, *scale, IGNORE, want_entropy, self.bf16_logits, invariant).cpu()
+        stats, logits = kernel.op(*tensors, *scale, IGNORE, want_entropy, self.bf16_logits, keep_logits, invariant)
+        return stats.cpu(), logits.cpu()
+
+    def gradient(self, kernel: Kernel, *upstream: Tensor | None) -> Tensor:
+        """dlogits [T, num_valid]. upstream: lse, entropy, g_logprob, g_entropy."""
+        tensors = [self.hidden, self.weight[: self.num_valid], self.target, *upstream]
+        inputs = [None if x is None else x.to(kernel.device) for x in tensors]
+        rows = None if self.row_inv_temp is None else self.row_inv_temp.to(kernel.device)
+        return kernel.dlogits(*inputs, self.vocab_start, self.inv_temp, rows, IGNORE, self.bf16_logits).cpu()
 
     def scaled_logits(self) -> Tensor:
         x = self.hidden.double() @ self.weight[: self.num_valid].double().t()
@@ -101,6 +123,34 @@ def assert_matches(stats: Tensor, p: Problem) -> None:
     torch.testing.assert_close(got[:, 2], want[:, 2], rtol=0, atol=atol, equal_nan=True)
 
 
+def assert_keeps_and_differentiates(kernel: Kernel, p: Problem) -> None:
+    """The logits in memory are those whose statistics were taken, and change none of their bits; the gradient is fp64's, rounded to
+    bf16 once, but for the logits' own errors times its slope."""
+    stats, logits = p.run_keeping(kernel)
+    assert torch.equal(stats, p.run(kernel))
+    scale = p.inv_temp if p.row_inv_temp is None else p.row_inv_temp.double()[:, None]
+    x = p.scaled_logits()
+    error = 4 * math.sqrt(p.hidden.shape[1]) * 2**-24 * max(1.0, float(x.abs().amax()))
+    assert logits.dtype == (BF16 if p.bf16_logits else torch.float32)
+    torch.testing.assert_close(logits.double() * scale, x, rtol=0, atol=error)
+
+    g = torch.randn(2, p.hidden.shape[0], generator=torch.Generator().manual_seed(20))
+    g[:, 3::5] = 0.0
+    log_p = x.log_softmax(1)
+    lse, entropy = x.logsumexp(1), -(log_p.exp() * log_p).sum(1)
+    local = p.target - p.vocab_start
+    mine = (local[:, None] == torch.arange(p.num_valid)) & (p.target != IGNORE)[:, None]
+    counts = ((p.target != IGNORE) & (g[0] != 0))[:, None]
+    for g_h in (None, g[1]):
+        bonus = torch.zeros_like(g[0]) if g_h is None else g_h
+        of_lp, of_h = g[0].double()[:, None], bonus.double()[:, None]
+        want = scale * (of_lp * (mine.double() - log_p.exp()) - of_h * log_p.exp() * (log_p + entropy[:, None])) * counts
+        slope = scale * log_p.exp() * (of_lp.abs() + of_h.abs() * (log_p.abs() + entropy[:, None] + 1))
+        got = p.gradient(kernel, lse.float(), entropy.float(), g[0], g_h)
+        assert got.dtype == BF16 and got.shape == want.shape and not got[~counts[:, 0]].any()
+        assert ((got.double() - want).abs() <= 2**-8 * want.abs() + (2 * error + 2**-20) * slope + 1e-37).all()
+
+
 SHAPES = {  # tokens, hidden, rows of the weight, of which valid
     "one token": (1, 64, 256, 256),
     "less than a tile": (5, 72, 300, 290),
@@ -117,6 +167,7 @@ SHAPES = {  # tokens, hidden, rows of the weight, of which valid
 def test_statistics_are_those_of_fp64_logits(kernel, shape):
     p = problem(*shape, vocab_start=1000)
     assert_matches(p.run(kernel), p)
+    assert_keeps_and_differentiates(kernel, p)
 
 
 @pytest.mark.parametrize("inv_temp,rows", [(1.7, False), (0.0, False), (1.0, True)])
@@ -125,6 +176,7 @@ def test_temperature_scales_logits(kernel, inv_temp, rows):
     p.inv_temp = inv_temp
     p.row_inv_temp = torch.linspace(0.3, 2.5, 140) if rows else None
     assert_matches(p.run(kernel), p)
+    assert_keeps_and_differentiates(kernel, p)
 
 
 def test_logits_can_be_rounded_to_bf16_before_the_temperature(kernel):
@@ -137,6 +189,7 @@ def test_logits_can_be_rounded_to_bf16_before_the_temperature(kernel):
     rounded = p.run(kernel)
     assert_matches(rounded, p)
     assert (rounded[:, 3] != plain[:, 3]).any()
+    assert_keeps_and_differentiates(kernel, p)
 
 
 def test_invariant_bits_do_not_depend_on_the_other_tokens(kernel):
@@ -147,6 +200,8 @@ def test_invariant_bits_do_not_depend_on_the_other_tokens(kernel):
     assert torch.equal(q.run(kernel, invariant=True), whole[order])
     few = Problem(p.hidden[77:90], p.weight, p.target[77:90], 0, 1290)
     assert torch.equal(few.run(kernel, invariant=True), whole[77:90])
+    upstream = torch.randn(4, 300, generator=torch.Generator().manual_seed(14))
+    assert torch.equal(few.gradient(kernel, *upstream[:, 77:90]), p.gradient(kernel, *upstream)[77:90])
     if kernel.device.type == "cpu":  # 132 multiprocessors divide as little as this alike
         assert not torch.equal(few.run(kernel), p.run(kernel)[77:90]), "the division of the work makes no difference here"
 
@@ -200,6 +255,11 @@ def test_minus_infinity_contributes_nothing_and_nan_stays_in_its_row(kernel):
     stats = p.run(kernel)
     others = torch.arange(150) != 17
     assert stats[17, :3].isnan().all() and not stats[others].isnan().any()
+    ones = torch.ones(150)
+    gradient = p.gradient(kernel, stats[:, 0], ones, ones, ones)
+    assert gradient[17].isnan().all() and not gradient[others].isnan().any()
+    assert not gradient[others][:, 1::2][p.target[others] % 2 == 0].any(), "a column of -inf has no gradient"
+    assert not p.gradient(kernel, stats[:, 0], ones, others.float(), others.float())[17].any(), "a row without upstream is 0"
     p.hidden[17, 5] = 0.0
     assert_matches(torch.cat((stats[:17], p.run(kernel)[17:18], stats[18:])), p)
     p.weight[:, 0] = -torch.inf
@@ -240,6 +300,8 @@ def test_equal_calls_give_equal_bits_and_inputs_stay(kernel):
     p = problem(300, 128, 700, 690, seed=7)
     before = p.hidden.clone(), p.weight.clone().nan_to_num(), p.target.clone()
     assert torch.equal(p.run(kernel), p.run(kernel))
+    upstream = torch.randn(4, 300, generator=torch.Generator().manual_seed(15))
+    assert torch.equal(p.gradient(kernel, *upstream), p.gradient(kernel, *upstream))
     assert all(torch.equal(a, b) for a, b in zip(before, (p.hidden, p.weight.nan_to_num(), p.target)))
 
 
@@ -251,7 +313,8 @@ def test_strided_and_misaligned_inputs(kernel):
     strided = torch.empty(300, 128, dtype=BF16, device=kernel.device)[:, ::2]
     strided.copy_(p.weight)
     target = torch.stack((p.target, p.target), 1).to(kernel.device)[:, 0]
-    assert torch.equal(kernel.op(shifted, strided, target, 0, 290, 1.0, None, IGNORE, True, False, False).cpu(), dense)
+    rest = (IGNORE, True, False, False, False)
+    assert torch.equal(kernel.op(shifted, strided, target, 0, 290, 1.0, None, *rest)[0].cpu(), dense)
 
 
 def test_nothing_to_do(kernel):
@@ -259,7 +322,8 @@ def test_nothing_to_do(kernel):
     assert torch.equal(p.run(kernel), torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]] * 3))
     p = problem(3, 64, 40, 40)
     p.hidden, p.target = p.hidden[:0], p.target[:0]
-    assert p.run(kernel).shape == (0, 4)
+    none = torch.zeros(0)
+    assert p.run(kernel).shape == (0, 4) and p.gradient(kernel, none, none, none, none).shape == (0, 40)
 
 
 BAD = {
@@ -280,6 +344,10 @@ def test_what_the_kernel_does_not_take_is_refused(kernel, text):
     BAD[text](p)
     with pytest.raises(RuntimeError, match=text):
         p.run(kernel)
+    if "num_valid" not in text:
+        ones = torch.ones(4)
+        with pytest.raises(RuntimeError, match=text):
+            p.gradient(kernel, ones, ones, ones, ones)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +375,7 @@ CALLS = {  # changes to a call of the op; whether the kernel takes it
     "invariant": ({"invariant": True}, True),
     "without entropy": ({"want_entropy": False}, True),
     "temperature of each row": ({"row_inv_temp": torch.linspace(0.5, 2.0, 40)}, True),
-    "logits wanted": ({"keep_logits": True}, False),
+    "logits wanted": ({"keep_logits": True}, True),
     "restricted": ({"kept": torch.arange(0, 296, 2).expand(40, -1).contiguous()}, False),
     "fp32": ({"hidden": torch.float32, "weight": torch.float32}, False),
     "rows of 14 bytes": ({"columns": 7}, False),
@@ -342,8 +410,8 @@ def test_the_op_takes_the_kernel_where_it_applies_and_blocks_elsewhere(cuda_on_c
     with dispatch.using("reference"):
         want = torch.ops.megappo.linear_stats(*arguments.values())
     calls = []
-    kernel = getattr(torch.ops, cuda_on_cpu).linear_stats_wgmma
-    monkeypatch.setattr(cuda_linear_stats, "native_op", lambda name: lambda *a: calls.append(name) or kernel(*a))
+    native = getattr(torch.ops, cuda_on_cpu)
+    monkeypatch.setattr(cuda_linear_stats, "native_op", lambda name: lambda *a: calls.append(name) or getattr(native, name)(*a))
     with dispatch.using("reference"):
         got = cuda_linear_stats.linear_stats(*arguments.values())
     assert calls == ["linear_stats_wgmma"] * taken
@@ -351,23 +419,35 @@ def test_the_op_takes_the_kernel_where_it_applies_and_blocks_elsewhere(cuda_on_c
     # bf16 rounds a logit of 16 by up to 2^-5 when the two sums that are rounded differ in their last bit
     rtol, atol = (0.05, 0.04) if arguments["bf16_logits"] else (1e-5, 1e-4)
     torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=atol)
+    torch.testing.assert_close(got[1], want[1], rtol=rtol, atol=atol)
+
+    lse, g = want[0][:, 0] + want[0][:, 1].log(), torch.randn(3, 40, generator=torch.Generator().manual_seed(16))
+    named = ("inv_temp", "row_inv_temp", "ignore_index", "kept", "bf16_logits", "invariant")
+    rows = (arguments["hidden"], arguments["weight"][:290], p.target, lse.clamp(min=0), *g)
+    arguments = (*rows, 5, *(arguments[name] for name in named))
+    calls.clear()
+    with dispatch.using("reference"):
+        want, got = torch.ops.megappo.linear_dlogits(*arguments), cuda_linear_stats.linear_dlogits(*arguments)
+    assert calls == ["linear_dlogits_wgmma"] * taken and got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=2**-7 + rtol, atol=1e-4 + atol)
 
 
 @pytest.mark.parametrize("fault", ["no_swizzle", "no_wait", "rows_swapped", "half_weight"])
 def test_a_machine_that_differs_is_noticed(cuda_on_cpu, monkeypatch, fault):
     """hopper.h with one fault: a kernel that disagrees with the machine about layout or order does not pass the tests above."""
     p = problem(140, 64, 300, 290, seed=9)
-    kernel = Kernel(getattr(torch.ops, cuda_on_cpu).linear_stats_wgmma, torch.device("cpu"))
+    kernel = Kernel(getattr(torch.ops, cuda_on_cpu), torch.device("cpu"))
     assert_matches(p.run(kernel), p)
     monkeypatch.setenv("MEGAPPO_ON_CPU_FAULT", fault)
-    with pytest.raises(AssertionError):
-        assert_matches(p.run(kernel), p)
+    for check in (lambda: assert_matches(p.run(kernel), p), lambda: assert_keeps_and_differentiates(kernel, p)):
+        with pytest.raises(AssertionError):
+            check()
 
 
 @pytest.mark.gpu
 def test_at_full_size_it_is_as_exact_as_an_fp32_product():
     p = problem(512, 4096, 151936, 151700, seed=10)
-    kernel = Kernel(torch.ops.megappo_native.linear_stats_wgmma, torch.device("cuda"))
+    kernel = Kernel(torch.ops.megappo_native, torch.device("cuda"))
     want, got = oracle(p), p.run(kernel).double()
     plain = torch.mm(p.hidden.cuda(), p.weight[: p.num_valid].cuda().t(), out_dtype=torch.float32).cpu().double()
     counts = p.target != IGNORE  # the others have statistics of no column

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.library import opcheck
 
 from megappo.ops import dispatch
+from megappo.ops.implementations import interpreted
 from tests.ops.vocab_oracle import IGNORE, Answer, assert_matches, bits, cut, oracle, run_shards
 
 OPS = torch.ops.megappo
@@ -232,6 +233,19 @@ def test_the_gradient_written_over_the_logits_has_the_same_bits(kernels, dtype):
         OPS.vocab_logits_backward_(logits.t().contiguous().t(), *rest)
     with pytest.raises((ValueError, RuntimeError), match="overwritten"):
         OPS.vocab_logits_backward_(logits[:1].expand(6, -1), *rest)
+    for kind in DTYPES if dtype == torch.float32 else [dtype]:  # into another tensor, rounded once
+        buffer = torch.full((6, 1100), 5.0, dtype=kind, device=kernels)
+        out = buffer[:, 3:1030]
+        assert OPS.vocab_logits_backward_into(logits, *rest, out) is None
+        if kind == torch.bfloat16 and interpreted():  # Triton's interpreter cuts bits off, its compiler rounds
+            torch.testing.assert_close(out, want.to(kind), rtol=2**-7, atol=0)
+        else:
+            assert_same_bits([out], [want.to(kind)])
+        assert (buffer[:, :3] == 5).all() and (buffer[:, 1030:] == 5).all()
+    wrong = [out[:, 1:], out.t().contiguous().t(), logits.new_empty(logits.shape, dtype=torch.float64)]
+    for bad in [*wrong, *([logits.float()] if dtype != torch.float32 else [])]:
+        with pytest.raises((ValueError, RuntimeError), match="out |overwritten"):
+            OPS.vocab_logits_backward_into(logits, *rest, bad)
 
 
 def test_offsets_beyond_two_to_the_31(kernels):
@@ -367,6 +381,7 @@ def test_ops_state_their_effects_and_have_fake_kernels(dtype):
     rest = (target, lse, entropy, g_lp, g_h, 0, 10, 0.5, None, IGNORE)
     opcheck(OPS.vocab_logits_backward, (logits, *rest))
     opcheck(OPS.vocab_logits_backward_, (logits, *rest))
+    opcheck(OPS.vocab_logits_backward_into, (logits, *rest, torch.empty(6, 12, dtype=torch.bfloat16)))
 
 
 def test_wrong_arguments_of_the_ops_themselves_never_reach_a_kernel(kernels):

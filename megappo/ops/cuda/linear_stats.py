@@ -1,6 +1,6 @@
-"""WGMMA kernel of csrc/linear_stats for `linear_stats`, which keeps the logits in registers.
-It takes bf16 hidden states and weights with rows of whole 16 bytes on Hopper GPUs, unless the logits are kept or restricted to
-ids. Every other call runs in blocks, as on other GPUs."""
+"""WGMMA kernel of csrc/linear_stats for `linear_stats` and `linear_dlogits`, which works on the logits in registers.
+It takes bf16 hidden states and weights with rows of whole 16 bytes on Hopper GPUs, unless the logits are restricted to ids. Every
+other call runs in blocks, as on other GPUs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megappo.ops.dispatch import native_op
 from megappo.ops.implementations import library_facts
-from megappo.ops.linear_blocks import LinearLogits, logits_dtype_of
-from megappo.ops.linear_stats import stats_in_blocks
+from megappo.ops.linear_blocks import LinearLogits
+from megappo.ops.linear_stats import dlogits_in_steps, stats_in_blocks
+from megappo.ops.vocab_stats import Upstream
 
 
 def usable() -> bool:
@@ -20,7 +21,7 @@ def usable() -> bool:
     return "9.0a" in archs and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-def takes(hidden: Tensor, weight: Tensor, kept: Tensor | None, keep_logits: bool) -> bool:
+def takes(hidden: Tensor, weight: Tensor, kept: Tensor | None) -> bool:
     """True if the kernel computes this call."""
     hidden_size = hidden.shape[1]
     return (
@@ -28,7 +29,6 @@ def takes(hidden: Tensor, weight: Tensor, kept: Tensor | None, keep_logits: bool
         and hidden_size > 0
         and hidden_size % 8 == 0  # tensor maps want rows of a multiple of 16 bytes
         and kept is None
-        and not keep_logits
     )
 
 
@@ -49,12 +49,12 @@ def linear_stats(
     invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Compute the op of this name (`ops/linear_stats.py`), in the kernel or in blocks."""
-    if takes(hidden, weight, kept, keep_logits):
-        # No chunks: beside its result the kernel holds 16 bytes for each token and split of the vocabulary (at most 264 splits on
+    if takes(hidden, weight, kept):
+        # No chunks: beside its results the kernel holds 16 bytes for each token and split of the vocabulary (at most 264 splits on
         # an H200, usually 33).
         kernel = native_op("linear_stats_wgmma")
         assert kernel is not None, "usable() asks for a build that has it"
-        stats = kernel(
+        return kernel(
             hidden,
             weight,
             target,
@@ -65,10 +65,37 @@ def linear_stats(
             ignore_index,
             want_entropy,
             bf16_logits,
+            keep_logits,
             invariant,
         )
-        return stats, hidden.new_empty((0, 0), dtype=logits_dtype_of(weight, bf16_logits))
     problem = LinearLogits(
         hidden, weight, target, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
     )
     return stats_in_blocks(problem, want_entropy, keep_logits, chunk_tokens)
+
+
+def linear_dlogits(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Tensor | None,
+    vocab_start: int,
+    inv_temp: float,
+    row_inv_temp: Tensor | None,
+    ignore_index: int,
+    kept: Tensor | None,
+    bf16_logits: bool,
+    invariant: bool,
+) -> Tensor:
+    """Compute the op of this name (`ops/linear_stats.py`), in the kernel or in two steps."""
+    upstream = Upstream(lse, entropy, g_logprob, g_entropy)
+    if takes(hidden, weight, kept):
+        kernel = native_op("linear_dlogits_wgmma")
+        assert kernel is not None, "usable() asks for a build that has it"
+        # A token's bits never depend on the others.
+        return kernel(hidden, weight, target, *upstream, vocab_start, inv_temp, row_inv_temp, ignore_index, bf16_logits)
+    rest = vocab_start, weight.shape[0], inv_temp, row_inv_temp, ignore_index, kept, bf16_logits, invariant
+    return dlogits_in_steps(LinearLogits(hidden, weight, target, *rest), upstream)

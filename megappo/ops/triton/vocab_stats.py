@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megappo.ops.vocab_stats import EXPONENT_FLOOR, Upstream, check_arguments, check_gathered, check_overwritable
+from megappo.ops.vocab_stats import EXPONENT_FLOOR, Upstream, check_arguments, check_gathered, check_out, check_overwritable
 
 SEGMENT = 32768  # columns
 LANES, ROWS = 1024, 4  # tile of a program
@@ -340,3 +340,23 @@ def vocab_logits_backward_(
     check_overwritable(logits)
     upstream = Upstream(lse, entropy, g_logprob, g_entropy)
     _backward_into(logits, logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)
+
+
+def vocab_logits_backward_into(
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    g_logprob: Tensor,
+    g_entropy: Tensor | None,
+    vocab_start: int,
+    num_valid: int,
+    inv_temp: float,
+    row_inv_temp: Tensor | None,
+    ignore_index: int,
+    out: Tensor,
+) -> None:
+    """See `megappo.ops.vocab_stats.vocab_logits_backward_into`."""
+    check_out(logits, out)
+    upstream = Upstream(lse, entropy, g_logprob, g_entropy)
+    _backward_into(out, logits, target, upstream, vocab_start, num_valid, inv_temp, row_inv_temp, ignore_index)

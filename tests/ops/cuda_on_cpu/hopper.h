@@ -242,6 +242,9 @@ inline void cluster_sync() { cuda_on_cpu::wait(*block->cluster_barrier); }
 
 inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
 inline float round_to_bf16(float x) { return __uint_as_float(static_cast<unsigned>(__float2bfloat16_rn(x).bits) << 16); }
+inline unsigned pack_bf16(float low, float high) {
+  return __float2bfloat16_rn(low).bits | static_cast<unsigned>(__float2bfloat16_rn(high).bits) << 16;
+}
 inline float exp2_fast(float x) {
   const float e = std::exp2(x);
   return e < 1.17549435e-38f ? 0.0f : e;
