@@ -1,7 +1,8 @@
 """Weights that turn token losses into one number: sum over all ranks and micro-batches of weight * token loss, over the total
 count. The weights depend on the sequence alone and the counts add, so neither the split into micro-batches nor the layout changes
-the loss. Arithmetic on tokens is in chunks, whose temporaries stay in the cache of a core: memory that a process touches for the
-first time costs more than the arithmetic on it, 2 ns for a number of 4 bytes."""
+the loss. Arithmetic on tokens on the host is in chunks, whose temporaries stay in the cache of a core: memory that a process
+touches for the first time costs more than the arithmetic on it, 2 ns for a number of 4 bytes. A device has no such cache, and every
+chunk would be a launch."""
 
 from __future__ import annotations
 
@@ -16,14 +17,17 @@ TOKENS = 1 << 15
 
 
 def true_positions(mask: Tensor) -> Tensor:
-    """Ascending positions of the true entries of mask [T], bool on the host; [n] int64."""
-    # A quarter of the time of torch's `nonzero`.
-    return torch.from_numpy(numpy.flatnonzero(mask.numpy()))
+    """Ascending positions of the true entries of mask [T], bool; [n] int64. On a device the host waits for their number."""
+    if mask.device.type != "cpu":
+        return mask.nonzero().flatten()
+    return torch.from_numpy(numpy.flatnonzero(mask.numpy()))  # a quarter of the time of torch's `nonzero`
 
 
 def in_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of consecutive tokens of all tensors [T, ...]; one empty view of each if there are no tokens."""
-    yield from zip(*(x.split(TOKENS) for x in tensors), strict=True)
+    """Views of consecutive tokens of all tensors [T, ...]; one empty view of each if there are no tokens, and one of all tokens on
+    a device."""
+    size = TOKENS if tensors[0].device.type == "cpu" else max(1, len(tensors[0]))
+    yield from zip(*(x.split(size) for x in tensors), strict=True)
 
 
 LONG = 2048  # mean tokens of a sequence from which on a sum of each takes less than a running sum of all
@@ -46,6 +50,8 @@ def tokens_per_sequence(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def sums_per_sequence(values: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums of values [T] over each sequence, [B] in `dtype`."""
+    if values.device.type != "cpu":  # no border is read on the host
+        return torch.nn.functional.pad(values.to(dtype).cumsum(0), (1, 0))[cu_seqlens.long()].diff()
     if len(values) > LONG * (len(cu_seqlens) - 1):
         return torch.stack([part.sum(dtype=dtype) for part in values.split(cu_seqlens.diff().tolist())])
     # Short sequences: differences of a running sum.
@@ -82,7 +88,7 @@ def weight_of_tokens(mode: str, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     weight = mask.float()
     if mode == "seq-mean-token-mean":
         per_sequence = tokens_per_sequence(mask, cu_seqlens).clamp(min=1).float().reciprocal()
-        spans = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+        spans = cu_seqlens.diff().long()
         weight = weight * torch.repeat_interleave(per_sequence, spans, output_size=mask.numel())
     return weight
 

@@ -16,20 +16,17 @@ def turn_starts(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     turn as one action: its state is all tokens before it, its reward the sum of its tokens' rewards (Li et al. 2025,
     arXiv:2512.17008).
     """
-    follows = torch.zeros_like(response_mask)
-    follows[1:] = response_mask[:-1]
-    first = cu_seqlens[:-1].long()
-    # An empty sequence at the end starts behind the last token.
-    follows[first[first < response_mask.numel()]] = False
-    return response_mask & ~follows
+    # One entry more: an empty sequence at the end starts behind the last token.
+    follows = torch.nn.functional.pad(response_mask, (1, 0))
+    follows.index_fill_(0, cu_seqlens[:-1].long(), False)
+    return response_mask & ~follows[:-1]
 
 
 def over_turns(values: Tensor, response_mask: Tensor, starts: Tensor) -> Tensor:
     """Spread values [T] from the first token of each turn to all its sampled tokens, [T]; 0 elsewhere."""
-    turn = starts[response_mask].long().cumsum(0) - 1  # number, in the order of the batch, of every sampled token's turn
-    spread = torch.zeros_like(values)
-    spread[response_mask] = values[starts][turn]
-    return spread
+    # Not by masks, whose number of true entries the host would wait for on a device.
+    start = torch.where(starts, torch.arange(len(starts), device=starts.device), 0).cummax(0).values
+    return torch.where(response_mask, values[start], 0.0)
 
 
 def last_of_chains(previous: Tensor) -> Tensor:

@@ -222,10 +222,10 @@ def vtrace_weights(
     # What follows a token reaches it as gamma V_next + gamma lambda k_t (v_next - V_next): k_t is the trace of the *next* token.
     # k of a ratio of 0 has no effect, as rho_t is 0 there.
     k = torch.where(weight > 0, ratio.clamp(max=c_bar) / weight, 1.0)
-    trace = torch.ones_like(weight)
-    inner = response_mask & (following < following.numel())
-    trace[following[inner]] = k[inner]
-    return weight, trace
+    # One entry more, for tokens that hand nothing on.
+    trace = weight.new_ones(len(weight) + 1)
+    trace.scatter_(0, torch.where(response_mask, following, len(weight)), k)
+    return weight, trace[:-1]
 
 
 def vtrace_advantages(

@@ -24,7 +24,7 @@ def kth_largest(values: Tensor, k: int, add: Callable[[Tensor], Tensor]) -> floa
     found, left = 0, k
     for shift, width in DIGITS:
         here = bits[bits >> (shift + width) == found]
-        counts = add(torch.bincount(here >> shift & (1 << width) - 1, minlength=1 << width))
+        counts = add(torch.bincount(here >> shift & (1 << width) - 1, minlength=1 << width).cpu())
         from_largest = counts.flip(0).cumsum(0)
         place = int((from_largest < left).sum())  # digits, from the largest, that do not reach the k-th
         if place == len(counts):

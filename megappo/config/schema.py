@@ -513,7 +513,7 @@ class TrainConfig(Section):
     """Build of the layers of all roles."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
     """Implementation of the ops (docs/kernels.md): auto tries cuda, triton, reference on a GPU and cpp, reference on the CPU;
-    a named one that is missing or fails its check is an error. Advantages are computed on the host."""
+    a named one that is missing or fails its check is an error."""
     policy: PolicyConfig
     """The model that is trained to act."""
     critic: CriticConfig = CriticConfig()
@@ -588,7 +588,7 @@ class SftConfig(Section):
     """Build of the layers of all roles."""
     kernels: Literal["auto", "cpp", "triton", "cuda", "reference"] = "auto"
     """Implementation of the ops (docs/kernels.md): auto tries cuda, triton, reference on a GPU and cpp, reference on the CPU;
-    a named one that is missing or fails its check is an error. Advantages are computed on the host."""
+    a named one that is missing or fails its check is an error."""
     policy: PolicyConfig
     """The model that is fine-tuned."""
     data: SftDataConfig

@@ -151,7 +151,7 @@ class Fsdp2Engine(RoleEngine[ShardedOptimizer]):
     def _run_one(self, micro: MicroBatch, loss_fn: LossFunction, denominator: float, *, forward_only: bool) -> LossOutput:
         """Run one micro-batch, forward and, unless `forward_only`, backward. Collective over the role's ranks."""
         with torch.set_grad_enabled(not forward_only):
-            raw = self._model(micro.batch.tokens, micro.cu_seqlens, micro.context)
+            raw = self._model(micro.batch.tokens, micro.batch.host_offsets, micro.context)
             output = self._loss_of(loss_fn, micro, raw)
             if not forward_only:
                 # 0 * raw: a loss that reads no output still runs the backward, which its peers wait for.

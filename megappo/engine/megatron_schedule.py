@@ -75,7 +75,7 @@ def run_schedule(
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable]:
         micro = next(iterator)
-        return model(micro.batch.tokens, micro.cu_seqlens, micro.context, micro.real), partial(compute_loss, micro)
+        return model(micro.batch.tokens, micro.batch.host_offsets, micro.context, micro.real), partial(compute_loss, micro)
 
     common: dict[str, Any] = dict(
         forward_step_func=forward_step,

@@ -1,4 +1,4 @@
-"""Micro-batches of one pass: padded for a layout, copied to the device one ahead of the model, and their results combined over
+"""Micro-batches of one pass: cut and padded for a layout, on the device one ahead of the model, and their results combined over
 micro-batches and ranks."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def in_order(
     ordered = torch.zeros(len(names), share.num_tokens, dtype=torch.float32, device=device)
     if reports:
         for sequences, output in zip(micro_batches, outputs):
-            index = share.token_index(list(sequences)).to(device)
+            index = moved(share.token_index(list(sequences)), device)
             for row, name in enumerate(names):
                 ordered[row, index] = output.tokens[name].float()
     return dict(zip(names, ordered.to(share.tokens.device)))
@@ -68,7 +68,8 @@ def combined_metrics(
         dist.all_reduce(sums, group=group)
     if maximum_names:
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    return dict(zip(sum_names, sums.tolist())), dict(zip(maximum_names, maxima.tolist()))
+    found = torch.cat((sums, maxima)).tolist()  # at once: the host waits once for the pass
+    return dict(zip(sum_names, found)), dict(zip(maximum_names, found[len(sum_names) :]))
 
 
 def names_of(output: LossOutput) -> dict[str, list[str]]:
@@ -81,7 +82,6 @@ class MicroBatch:
     """One micro-batch of a data-parallel replica."""
 
     batch: PackedBatch  # padded as the layout needs
-    cu_seqlens: Tensor  # offsets of `batch` on the host, for the model to plan with
     real: Tensor  # [tokens of its sequences] int64, their positions in `batch`
     context: ContextShard | None  # this rank's tokens under context parallel
 
@@ -89,10 +89,10 @@ class MicroBatch:
     def of(cls, sequences: PackedBatch, groups: ProcessGroups) -> MicroBatch:
         """Pad these sequences. Without any the result is padding alone, so the rank still takes part in every collective."""
         padded, real = sequences.padded(*padding_multiples(groups.layout))
-        return cls(padded, padded.cu_seqlens, real, context_shard(padded.cu_seqlens, groups.cp, padded.tokens.device))
+        return cls(padded, real, context_shard(padded.host_offsets, groups.cp, torch.device("cpu")))
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Copy all but `cu_seqlens` to the device; the copies are queued."""
+        """Copy what is on the host to the device; the copies are queued."""
         context = self.context
         if context is not None:
             context = replace(
@@ -101,7 +101,7 @@ class MicroBatch:
                 order=moved(context.order, device),
                 ranked=moved(context.ranked, device),
             )
-        return MicroBatch(self.batch.to(device), self.cu_seqlens, moved(self.real, device), context)
+        return MicroBatch(self.batch.to(device), moved(self.real, device), context)
 
 
 class MicroBatches:

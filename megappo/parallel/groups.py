@@ -43,7 +43,8 @@ class ProcessGroups:
     coordinates: Coordinates
     collection: ProcessGroupCollection
     host: dist.ProcessGroup
-    """All ranks of the role, for exchanges on the host with the limit `meeting_s`; the world if the role is on all of it."""
+    """All ranks of the role, for exchanges on the host with the limit `meeting_s`, and of experience; the world if the role is on
+    all of it."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
 
     @property
@@ -131,6 +132,7 @@ def settle(roles: Iterable[ProcessGroups], timeouts: TimeoutsConfig) -> None:
     """Set the timeout of exchanges on the device and within roles to `pass_s`, once every kind of pass has run."""
     for groups in roles:
         groups.limit(timeouts.pass_s)
+        set_limit(groups.host, timeouts.pass_s, device_only=True)
     set_limit(world_group(), timeouts.pass_s, device_only=True)
 
 
@@ -195,11 +197,11 @@ def destroy_groups(groups: ProcessGroups) -> None:
 
 
 def _host_group(placement: Placement, timeouts: TimeoutsConfig) -> dist.ProcessGroup | None:
-    """Make the group of all ranks of a role for exchanges on the host, with the world's limit; None on other ranks."""
+    """Make the group of all ranks of a role with the world's limit and backends; None on other ranks."""
     if placement.is_whole:
         return world_group()
     limit = timedelta(seconds=timeouts.meeting_s)
-    group = dist.new_group(list(placement.ranks), timeout=limit, backend="gloo", group_desc="host")
+    group = dist.new_group(list(placement.ranks), timeout=limit, group_desc="host")
     return group if isinstance(group, dist.ProcessGroup) else None
 
 

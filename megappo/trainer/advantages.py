@@ -14,7 +14,7 @@ from megappo.algo.groups import COMPARISONS, equal_groups
 from megappo.algo.importance_sampling import behaviour_ratio, importance_weights
 from megappo.algo.whitening import whiten_apply, whitening_moments
 from megappo.config.schema import AlgorithmConfig
-from megappo.data.packing import PackedBatch
+from megappo.data.packing import PackedBatch, moved
 from megappo.ops.advantages import Discount
 from megappo.parallel.totals import total
 from megappo.telemetry.metrics import Metric
@@ -37,9 +37,6 @@ from megappo.trainer.token_scans import (
 GREEDY = "greedy"
 """Batch field of the estimator remax: [B] fp64, score of the greedy response to each sample's prompt."""
 
-# Ops of stage 5, which run where the experience is: on the host.
-HOST_OPS = ("token_advantages",)
-
 
 class Shaped(NamedTuple):
     """Experience with the fields of stage 5, and the estimator's metrics, which are the same on every rank."""
@@ -56,7 +53,8 @@ def add_advantages(
     per_token: PerToken | None = None,
 ) -> Shaped:
     """Add the fields of `advantages_of` with the estimator of `algorithm`; an estimator without a critic adds no returns.
-    remax reads the field GREEDY. ValueError for trajectories of several sequences without a critic. Collective over the world."""
+    score: [B] on the host, in the order of the batch. remax reads the field GREEDY. ValueError for trajectories of several
+    sequences without a critic. Collective over the world."""
     if algorithm.has_critic:
         batch, figures = _in_chains(experience, score, kl_coef, algorithm, per_token)
         batch, of_disagreement = with_disagreement(batch)
@@ -87,8 +85,8 @@ def advantages_of(
     lambda uses the length so far. Collective over the world: whitening uses the moments of all ranks.
 
     batch: this rank's samples with logprob, response_mask, truncated, and value and bootstrap of every critic; also ref_logprob if
-    the KL is in the reward, rollout_logprob for V-trace. score: [B]. kl_coef: the controller's current coefficient. per_token: [B]
-    rewards of each sampled token, or None for a sample without; they are added to KL and score.
+    the KL is in the reward, rollout_logprob for V-trace. score: [B] on the host. kl_coef: the controller's current coefficient.
+    per_token: [B] rewards of each sampled token, or None for a sample without; they are added to KL and score.
     """
     return _with_critic(batch, score, kl_coef, algorithm, per_token)[0]
 
@@ -138,7 +136,7 @@ def _with_critic(
     if by_turns:
         fields["value_mask"] = steps
     elif is_partial:  # returns of a response that goes on are not known yet
-        fields["value_mask"] = whole & ~batch["unfinished"].repeat_interleave(batch.lengths, output_size=batch.num_tokens)
+        fields["value_mask"] = whole & ~batch.of_tokens(batch["unfinished"])
     return batch.with_fields(fields), metrics
 
 
@@ -184,4 +182,4 @@ def _of_responses(returns: Tensor, score: Tensor, batch: PackedBatch) -> Tensor:
     counts = tokens_per_sequence(batch["response_mask"], batch.cu_seqlens)
     # Index of each sequence's first sampled token; the extra zero at the end serves sequences without one.
     sampled = torch.cat((returns[batch["response_mask"]], returns.new_zeros(1)))
-    return torch.where(counts > 0, sampled[counts.cumsum(0) - counts], score.float())
+    return torch.where(counts > 0, sampled[counts.cumsum(0) - counts], moved(score.float(), batch.device))

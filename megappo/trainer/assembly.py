@@ -172,7 +172,8 @@ def build_ppo(
         extras.append(Trajectories(config, source.samples_per_row, data.tokenizer, log))
     if config.telemetry.histogram_interval:
         extras.append(Histograms(roles, run.steps, config.telemetry.histogram_interval, log))
-    training_side = TrainingSide(config, run, roles, kl_controller, sampling=sampling, texts=data.ptx, extras=extras)
+    learned_by = {"sampling": sampling, "texts": data.ptx, "extras": extras}
+    training_side = TrainingSide(config, run, roles, kl_controller, models.device, **learned_by)
     with_average = config.trainer.evaluate_with != "policy"
     weights = partial(average_in_sampler, models.average, rollout_side.push_weights) if with_average else nullcontext
     evaluators = evaluators_of_run(config, data.evaluations, sampling, scorer, score_model)
@@ -197,4 +198,4 @@ def extras_of_updates(config: TrainConfig, models: Models, refresh: ReferenceRef
 
 def build_pretraining(config: TrainConfig, data: RecordedData, models: Models, run: Run) -> RecordedPretraining:
     replicas = ReplicaChecks(models.roles, run.steps, config.run.replica_check_every)
-    return RecordedPretraining(config, run, models.roles, data.samples, data.loader, replicas)
+    return RecordedPretraining(config, run, models.roles, models.device, data.samples, data.loader, replicas)

@@ -65,5 +65,5 @@ def with_disagreement(batch: PackedBatch) -> tuple[PackedBatch, dict[str, float]
     deviation = torch.where(mask, deviation, 0.0)
     targets = batch["value_mask"] if "value_mask" in batch else mask
     sums = deviation[targets].sum(dtype=torch.float64), targets.sum(dtype=torch.float64)
-    added, count = total(torch.stack(sums)).tolist()
+    added, count = total(torch.stack(sums).cpu()).tolist()
     return batch.with_fields({DISAGREEMENT: deviation}), {Metric.DISAGREEMENT.value: added / max(count, 1.0)}

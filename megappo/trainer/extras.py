@@ -93,9 +93,8 @@ def _places_of(record: StepRecord) -> dict[int, _Place]:
 def _row(record: StepRecord, place: _Place, prompt: Prompt, number: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the record of a sample."""
     experience, scored, index, reason = place
-    batch, table, row = experience.batch, experience.table, int(experience.numbers[index])
-    begin, end = batch.cu_seqlens[index].item(), batch.cu_seqlens[index + 1].item()
-    tokens, mask = batch.tokens[begin:end].tolist(), batch["response_mask"][begin:end]
+    batch, table, row = experience.batch.select([index]).to("cpu"), experience.table, int(experience.numbers[index])
+    tokens, mask = batch.tokens.tolist(), batch["response_mask"]
     start, goes_on = int(table.prompt[row] - table.earlier[row]), bool(table.unfinished[row])
     texts = token_texts(tokens, tokenizer)
     return {
@@ -110,7 +109,7 @@ def _row(record: StepRecord, place: _Place, prompt: Prompt, number: int, tokeniz
         # NaN: another recipe's part, or one without a verdict, or a response that goes on
         "parts": {name: values[index] for name, values in scored.parts.items() if not math.isnan(values[index])},
         "recipe": scored.labels[index] if scored.labels else "",
-        "finish": "window" if goes_on else "length" if batch["truncated"][index] else "stop",
+        "finish": "window" if goes_on else "length" if batch["truncated"][0] else "stop",
         "version": int(table.oldest[row]),
         "kl_coef": record.kl_coef,
         "prompt_tokens": tokens[:start],
@@ -119,11 +118,7 @@ def _row(record: StepRecord, place: _Place, prompt: Prompt, number: int, tokeniz
         "response_texts": texts[start:],
         "special_tokens": special_ids(tokens, tokenizer),
         "response_mask": mask[start:].int().tolist(),
-        **{
-            name: rounded(torch.where(mask, batch[name][begin:end], torch.nan)[start:].tolist())
-            for name in TOKEN_FIELDS
-            if name in batch
-        },
+        **{name: rounded(torch.where(mask, batch[name], torch.nan)[start:].tolist()) for name in TOKEN_FIELDS if name in batch},
     }
 
 
@@ -254,8 +249,8 @@ class EntropyTarget(Extra):
         bonus = self._bonus
         before = bonus.coef if self._state.entropy_coef is None else self._state.entropy_coef
         mask = experience.batch["response_mask"]
-        sums = total(torch.stack((experience.batch["entropy"][mask].sum(dtype=torch.float64), mask.sum(dtype=torch.float64))))
-        entropy, tokens = sums.tolist()
+        own = torch.stack((experience.batch["entropy"][mask].sum(dtype=torch.float64), mask.sum(dtype=torch.float64)))
+        entropy, tokens = total(own.cpu()).tolist()
         acting, self._state.entropy_coef = steered(before, entropy / max(1.0, tokens), bonus.target, ENTROPY_STEP)
         return acting
 

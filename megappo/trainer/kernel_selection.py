@@ -14,11 +14,11 @@ from megappo.parallel.consensus import on_every_rank, raised_by_all
 from megappo.telemetry.runlog import RunLog
 
 
-def select_kernels(kernels: Kernels, device: torch.device, log: RunLog, host_ops: Sequence[str] = ()) -> None:
-    """Select the kernels and log the choice for each op, with reasons for those left out. Collective over the world.
-    host_ops: ops that the run calls on host tensors on any device. Errors as `choose_kernels`."""
+def select_kernels(kernels: Kernels, device: torch.device, log: RunLog) -> None:
+    """Select the kernels and log the choice for each op, with reasons for those left out. Collective over the world. Errors as
+    `choose_kernels`."""
     choose_kernels(kernels, device)
-    for line in described(device, host_ops):
+    for line in described(device):
         log.note(line)
 
 
@@ -49,20 +49,10 @@ def require_same(choices: Sequence[Mapping[str, str]]) -> None:
                 )
 
 
-def described(device: torch.device, host_ops: Sequence[str]) -> list[str]:
+def described(device: torch.device) -> list[str]:
     """Return the log lines: `kernels on cuda: triton: policy_loss, ...`, then reasons why `auto` left out better ones."""
-    on_host = set(host_ops) if device.type != "cpu" else set()
-    lines = [_line(device.type, [op for op in dispatch.selected(device.type) if op not in on_host])]
-    if on_host:
-        lines.append(_line("cpu", sorted(on_host)))
-    kinds = [device.type, "cpu"] if on_host else [device.type]
-    reasons = dict.fromkeys(reason for kind in kinds for reason in dispatch.unavailable(kind))
-    return lines + [f"kernels left out: {reason}" for reason in reasons]
-
-
-def _line(device_type: str, ops: Sequence[str]) -> str:
     by_implementation: dict[str, list[str]] = {}
-    selected = dispatch.selected(device_type)
-    for op in ops:
-        by_implementation.setdefault(selected[op], []).append(op)
-    return f"kernels on {device_type}: " + "; ".join(f"{chosen}: {', '.join(of)}" for chosen, of in by_implementation.items())
+    for op, chosen in dispatch.selected(device.type).items():
+        by_implementation.setdefault(chosen, []).append(op)
+    line = "; ".join(f"{chosen}: {', '.join(ops)}" for chosen, ops in by_implementation.items())
+    return [f"kernels on {device.type}: {line}", *(f"kernels left out: {one}" for one in dispatch.unavailable(device.type))]

@@ -31,7 +31,6 @@ from megappo.runtime.world import steps_to_skip
 from megappo.telemetry.console import configure_logging
 from megappo.telemetry.runlog import RunLog, columns_without_critic
 from megappo.telemetry.trackers.group import make_trackers
-from megappo.trainer.advantages import HOST_OPS
 from megappo.trainer.assembly import Claimed, Models, build_models, build_ppo, build_pretraining, checkpoints_of, kl_controller
 from megappo.trainer.build_roles import load_critics
 from megappo.trainer.instruments import Instruments
@@ -101,7 +100,7 @@ def _train(
 
     factory = engines(config.model, config.run.timeouts, device)
     _note_layers(config, factory, log, recorded=isinstance(data, RecordedData))
-    select_kernels(config.kernels, device, log, host_ops=HOST_OPS)
+    select_kernels(config.kernels, device, log)
     models = build_models(config, factory, data.total_steps, device)
     rollout = None if isinstance(data, RecordedData) else rollout_of(config, data, models.roles.engines.get("policy"), device)
     if rollout is not None and wrap_rollout is not None:

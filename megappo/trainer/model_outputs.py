@@ -116,23 +116,32 @@ def require_finite_outputs(experience: Experience, shares: Mapping[str, Shares],
         )
 
 
-def num_not_finite(experience: Experience) -> int:
-    """Count the non-finite values in this rank's samples; `require_finite_outputs` names them."""
-    return sum(map(len, _bad_samples(experience).values()))
+def num_not_finite(experience: Experience) -> Tensor:
+    """Count the non-finite values in this rank's samples, [] int64 where they are; `require_finite_outputs` names them."""
+    batch, sampled = experience.batch, whole_responses(experience.batch)["response_mask"]
+    found = [_num_bad(batch[name], sampled) for name in _tokens(batch) if name in batch]
+    found += [_num_bad(batch[name], batch["truncated"]) for name in _ends(batch) if name in batch]
+    return torch.stack(found).sum()
+
+
+def _num_bad(values: Tensor, counts: Tensor) -> Tensor:
+    # On a device the host would wait for the sum that `_bad` reads.
+    bad = _bad(values, counts) if values.device.type == "cpu" else None
+    return (counts & ~values.isfinite()).sum() if bad is None else torch.tensor(len(bad))
 
 
 def _bad_samples(experience: Experience) -> dict[str, Tensor]:
     """Return field -> sample number of each non-finite value, for this rank's samples."""
     batch, numbers = experience.batch, experience.numbers
     sampled = whole_responses(batch)["response_mask"]
-    ends = batch.cu_seqlens[1:].long()
+    ends = batch.host_offsets[1:].long()
     of_tokens = {
         # The sample of a token is the first that ends behind it.
-        name: numbers[torch.searchsorted(ends, _bad(batch[name], sampled), right=True)]
+        name: numbers[torch.searchsorted(ends, _bad(batch[name], sampled).cpu(), right=True)]
         for name in _tokens(batch)
         if name in batch
     }
-    return of_tokens | {name: numbers[_bad(batch[name], batch["truncated"])] for name in _ends(batch) if name in batch}
+    return of_tokens | {name: numbers[_bad(batch[name], batch["truncated"]).cpu()] for name in _ends(batch) if name in batch}
 
 
 def _bad(values: Tensor, counts: Tensor) -> Tensor:

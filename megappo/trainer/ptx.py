@@ -43,13 +43,12 @@ def with_texts(
     The field PTX_WEIGHT makes the loss, a sum divided by `denominator`, the mean over all text tokens that have a prefix."""
     lengths, index = texts.lengths(numbers), shares.index_of(rank)
     own = (balanced(lengths, shares.count) == index).nonzero().flatten().tolist()
-    added = texts.packed([numbers[i] for i in own])
+    added = texts.packed([numbers[i] for i in own]).to(share.device)
     if "weight" not in share:  # of a rank that holds no fields
         return joined([share, added])
-    has_prefix = torch.ones(added.num_tokens)
-    has_prefix[added.cu_seqlens[:-1].long()] = 0.0
+    has_prefix = torch.ones(added.num_tokens, device=share.device).index_fill_(0, added.cu_seqlens[:-1].long(), 0.0)
     weight = has_prefix * (denominator / (int(lengths.sum()) - len(numbers)))
-    share = share.with_fields({PTX_WEIGHT: torch.zeros(share.num_tokens)})
+    share = share.with_fields({PTX_WEIGHT: torch.zeros(share.num_tokens, device=share.device)})
     return joined([share, _without_fields_of_ppo(added, share).with_fields({PTX_WEIGHT: weight})])
 
 

@@ -42,13 +42,20 @@ COLUMNS = (
 
 
 class RecordedPretraining:
-    """The pretraining loop, built by `assembly.py`. loader: order of the trajectories. replicas: compares the copies of weights.
-    stopped: as in `ppo.PPO`."""
+    """The pretraining loop, built by `assembly.py`. device: of this rank, as in `TrainingSide`. loader: order of the trajectories.
+    replicas: compares the copies of weights. stopped: as in `ppo.PPO`."""
 
     def __init__(
-        self, config: TrainConfig, run: Run, roles: Roles, samples: RecordedSamples, loader: PromptLoader, replicas: Extra
+        self,
+        config: TrainConfig,
+        run: Run,
+        roles: Roles,
+        device: torch.device,
+        samples: RecordedSamples,
+        loader: PromptLoader,
+        replicas: Extra,
     ) -> None:
-        self.config, self.roles, self.samples, self.loader = config, roles, samples, loader
+        self.config, self.roles, self.device, self.samples, self.loader = config, roles, device, samples, loader
         self.steps, self.state, self.log, self.settle = run.steps, run.state, run.log, run.settle
         self.checkpoints, self.instruments, self.replicas, self.stopped = run.checkpoints, run.instruments, replicas, False
 
@@ -70,7 +77,7 @@ class RecordedPretraining:
             experience = Experience.of_whole(self.samples.batch.select(self.loader.next_step()))
 
         with timers.stage("logprobs"):  # 4, of values alone
-            experience = add_model_outputs(experience, self.roles)
+            experience = add_model_outputs(experience.to(self.device), self.roles)
 
         with timers.stage("advantages"):  # 5
             experience = experience.with_batch(with_returns(experience.batch, self.algorithm(step)))
@@ -103,8 +110,9 @@ class RecordedPretraining:
 def with_returns(batch: PackedBatch, algorithm: AlgorithmConfig) -> PackedBatch:
     """Add the fields of `advantages.advantages_of` from the recorded token rewards. Collective over the world.
     batch: with token_reward, response_mask, truncated, and value and bootstrap of every critic."""
-    counts = tokens_per_sequence(batch["response_mask"], batch.cu_seqlens).tolist()
-    per_token: PerToken = [one.tolist() for one in batch["token_reward"][batch["response_mask"]].split(counts)]
+    mask, rewards = batch["response_mask"].cpu(), batch["token_reward"].cpu()
+    counts = tokens_per_sequence(mask, batch.host_offsets).tolist()
+    per_token: PerToken = [one.tolist() for one in rewards[mask].split(counts)]
     # Log-probs are only used in the KL, which the rewards already contain.
     batch = batch.with_fields({"logprob": torch.zeros_like(batch["token_reward"])})
     return advantages_of(batch, torch.zeros(batch.num_sequences), 0.0, algorithm, per_token)

@@ -90,7 +90,8 @@ class StepRecord:
         scored, ends = self.scored, self.experience.table.ends[self.experience.numbers]
         if scored.no_verdict:  # a step with no score at all, of which nothing is left out
             ends = ends & torch.tensor([not reason for reason in scored.no_verdict])
-        values = {"score": self.score, "shaped": sums_per_sequence(self.batch["reward"], self.batch.cu_seqlens, torch.float64)}
+        shaped = sums_per_sequence(self.batch["reward"], self.batch.cu_seqlens, torch.float64).cpu()
+        values = {"score": self.score, "shaped": shaped}
         if scored.model_total is not None:
             values["models"] = torch.tensor(scored.model_total, dtype=torch.float32)
             values["rules"] = self.score - values["models"]

@@ -45,8 +45,7 @@ def reweight(experience: Experience, algorithm: AlgorithmConfig) -> tuple[Experi
 
 def on_sampled(values: Tensor, batch: PackedBatch) -> Tensor:
     """Spread values [B] over the sampled tokens of each sequence: [T] fp32, 0 elsewhere."""
-    spread = values.float().repeat_interleave(batch.lengths, output_size=batch.num_tokens)
-    return torch.where(batch["response_mask"], spread, 0.0)
+    return torch.where(batch["response_mask"], batch.of_tokens(values.float()), 0.0)
 
 
 def _means_of_sequences(batch: PackedBatch) -> Tensor:
@@ -72,8 +71,10 @@ def _corrected(
 
 def importance_figures(ratio: Tensor, found: Correction, mask: Tensor) -> dict[str, float]:
     """Return the metrics of a correction's weights [T] over the sampled tokens of all ranks. Collective over the world."""
-    count, weights, cut = total(torch.stack([x.sum(dtype=torch.float64) for x in (mask, found.weight, found.cut)])).tolist()
-    most = float(largest(torch.cat((ratio, ratio.new_zeros(1))).amax()))
+    sums = [x.sum(dtype=torch.float64) for x in (mask, found.weight, found.cut)]
+    own = torch.stack([*sums, torch.cat((ratio, ratio.new_zeros(1))).amax()]).cpu()
+    count, weights, cut = total(own[:3]).tolist()
+    most = float(largest(own[3]))
     return {
         Metric.CORRECTION_MEAN.value: weights / max(count, 1.0),
         Metric.CORRECTION_CUT.value: cut / max(count, 1.0),
@@ -117,4 +118,4 @@ def _num_sampled(experience: Experience) -> int:
 
 def _share_without(kept: Tensor, sampled: int) -> float:
     """Return the share of all ranks' sampled tokens that are not in `kept`, this rank's mask."""
-    return 1.0 - int(total(kept.sum())) / max(sampled, 1) if sampled else 0.0
+    return 1.0 - int(total(kept.sum().cpu())) / max(sampled, 1) if sampled else 0.0

@@ -56,22 +56,25 @@ def require_version(table: SampleTable, step: int, oldest_weights: int, engine: 
 
 
 @torch.inference_mode()
-def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: int = 0) -> Agreement:
+def compare_with_sampler(batch: PackedBatch, sampling: SamplingParams, num_bad: Tensor | int = 0) -> Agreement:
     """Compare logprob (trainer) and rollout_logprob (sampler), [T] each, over all ranks' samples. Collective over the world.
-    With `kept` the trainer's are of the truncated distribution. num_bad: a number of this rank, summed in the same exchange."""
+    With `kept` the trainer's are of the truncated distribution. num_bad: a number of this rank, summed in the same exchange. On a
+    device the host waits for the number of sampled tokens and for the sums."""
     mask, is_kept = batch["response_mask"], "kept" in batch
     # With top-p or top-k the sampler renormalises over fewer tokens. Without `kept` the trainer does not, so larger probabilities
     # of the sampler are right and only smaller ones count.
     one_sided = sampling.truncates and not is_kept
     columns = in_chunks(mask, batch["logprob"], batch["rollout_logprob"])
     parts = [_of_chunk(where, logprob, drawn, one_sided) for where, logprob, drawn in columns]
-    count, difference = torch.stack([sums for sums, _ in parts]).sum(0)
+    of_tokens = torch.stack([sums for sums, _ in parts]).sum(0)
     most = torch.stack([largest_of_chunk for _, largest_of_chunk in parts]).amax()
+    num_bad = torch.as_tensor(num_bad, dtype=torch.float64, device=most.device)
+    count, difference, most, num_bad = torch.cat([of_tokens, most[None], num_bad[None]]).cpu()
     # Only tokens that were sampled have ids.
     counts = batch.ragged("kept").counts if is_kept else torch.zeros(0, dtype=torch.int32)
     overflow = (counts >= sampling.top_k_width).sum()
     # A maximum over ranks may lose NaN; the sum keeps it.
-    own = torch.stack([count, difference, counts.sum(), overflow, count.new_tensor(num_bad)])
+    own = torch.stack([count, difference, counts.sum(), overflow, num_bad])
     sums, highest = total_and_largest(own, most[None])
     count, differences, kept, overflows, bad = sums.tolist()
     if count == 0:
@@ -87,7 +90,7 @@ def _of_chunk(mask: Tensor, logprob: Tensor, drawn: Tensor, one_sided: bool) -> 
     difference.sub_(theirs)
     difference = difference.clamp_(min=0) if one_sided else difference.abs_()
     most = difference.amax() if len(sampled) else difference.new_zeros(())
-    return torch.stack([difference.new_tensor(len(sampled)), difference.sum()]), most
+    return torch.stack([difference.new_full((), len(sampled)), difference.sum()]), most
 
 
 def require_agreement(agreement: Agreement, limit: float, step: int, engine: str, age: int = 0) -> None:

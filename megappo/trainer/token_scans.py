@@ -15,7 +15,7 @@ from megappo.algo.chains import order_of_chains, over_turns
 from megappo.algo.gae import vtrace_advantages, vtrace_weights
 from megappo.algo.whitening import whitening_moments
 from megappo.config.schema import AlgorithmConfig, VTraceConfig
-from megappo.data.packing import PackedBatch
+from megappo.data.packing import PackedBatch, moved
 from megappo.ops.advantages import Discount, Rewards, TimeSteps, token_advantages
 from megappo.trainer.experience.experience import Experience
 
@@ -35,10 +35,11 @@ class Scanned(NamedTuple):
 def rewards_of(
     batch: PackedBatch, score: Tensor, kl_coef: float, algorithm: AlgorithmConfig, per_token: PerToken | None
 ) -> Rewards:
-    """Build the rewards of the arguments of `advantages.advantages_of`."""
+    """Build the rewards of the arguments of `advantages.advantages_of`, where the batch is. score: [B] on the host."""
     of_tokens = None if per_token is None else _rewards_of_tokens(per_token, batch)
     in_reward = algorithm.kl.placement == "reward"
     reference = batch["ref_logprob"] if in_reward else None
+    score = moved(score, batch.device)
     return Rewards(batch["logprob"], reference, score, of_tokens, algorithm.kl.estimator, kl_coef if in_reward else 0.0)
 
 
@@ -103,14 +104,14 @@ def value_after(batch: PackedBatch, steps: Tensor, kind: bool | str) -> Tensor |
 
 def _of_last(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return [B], the entry of values [T] at the last true position of mask [T] in each sequence, 0 if there is none."""
-    counts = tokens_per_sequence(mask, cu_seqlens)
-    # Index of each sequence's last true position, from 1; index 0 stands for none.
-    kept = torch.cat((values.new_zeros(1), values[mask]))
-    return kept[torch.where(counts > 0, counts.cumsum(0), 0)]
+    # Last true position up to each border, from 1; 0 stands for none.
+    place = torch.where(mask, torch.arange(1, len(mask) + 1, device=mask.device), 0).cummax(0).values
+    starts, last = cu_seqlens[:-1].long(), torch.nn.functional.pad(place, (1, 0))[cu_seqlens[1:].long()]
+    return torch.nn.functional.pad(values, (1, 0))[torch.where(last > starts, last, 0)]
 
 
 def _rewards_of_tokens(per_token: PerToken, batch: PackedBatch) -> Tensor | None:
-    """Return [T] fp32, 0 outside the mask; None if all are 0."""
+    """Return [T] fp32, 0 outside the mask; None if all are 0. On a device the host waits for the numbers of sampled tokens."""
     mask, rewards = batch["response_mask"], list[float]()
     for one, count in zip(per_token, tokens_per_sequence(mask, batch.cu_seqlens).tolist(), strict=True):
         values = [0.0] * int(count) if one is None else one
@@ -118,15 +119,13 @@ def _rewards_of_tokens(per_token: PerToken, batch: PackedBatch) -> Tensor | None
         rewards += values
     if not any(rewards):
         return None
-    spread = torch.zeros(mask.shape)
-    spread[mask] = torch.tensor(rewards)
-    return spread
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter_(mask, moved(torch.tensor(rewards), mask.device))
 
 
 @dataclass(frozen=True)
 class Chains:
-    """Sequences of this rank joined into trajectories. order: [B] int64, samples by chain. counts: [C] int64, sequences per
-    chain."""
+    """Sequences of this rank joined into trajectories. order: [B] int64 on the host, samples by chain. counts: [C] int64 there,
+    sequences per chain."""
 
     order: Tensor
     counts: Tensor
@@ -149,9 +148,9 @@ class Chains:
     def merged(self, batch: PackedBatch) -> PackedBatch:
         """Join each chain into one sequence, with the sequence fields of its last one."""
         ordered = batch.select(self.order)
-        bounds = torch.cat((torch.zeros(1, dtype=torch.long), self.counts.cumsum(0)))
-        last = {name: values[self._last] for name, values in ordered.sequence_fields.items()}
-        return replace(ordered, cu_seqlens=ordered.cu_seqlens[bounds], sequence_fields=last)
+        bounds, of_last = torch.cat((torch.zeros(1, dtype=torch.long), self.counts.cumsum(0))), moved(self._last, batch.device)
+        last = {name: values[of_last] for name, values in ordered.sequence_fields.items()}
+        return replace(ordered, sequence_fields=last).with_lengths(ordered.host_offsets[bounds].diff().long())
 
     def scores(self, score: Tensor) -> Tensor:
         """Return [C] scores from [B]: a trajectory's score is that of its last sequence."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from megappo.algo.kl import KLController
 from megappo.config.batch import update_schedule
 from megappo.config.schema import TrainConfig
@@ -26,7 +28,8 @@ from megappo.trainer.updates import Updates, positive_samples
 
 class TrainingSide:
     """Stages 4 to 6 of a run. Methods belong to one step and are collective over the world.
-    sampling: of the rollout side. texts: of `algorithm.ptx`. first_update: stage of the first updates."""
+    device: of this rank, where tokens and fields are from stage 4 on; scores, texts and lengths stay on the host. sampling: of the
+    rollout side. texts: of `algorithm.ptx`. first_update: stage of the first updates."""
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class TrainingSide:
         run: Run,
         roles: Roles,
         kl_controller: KLController,
+        device: torch.device,
         *,
         sampling: SamplingParams,
         texts: TextData | None = None,
@@ -42,7 +46,7 @@ class TrainingSide:
         self.roles, self.first_update = roles, "update_critic" if roles.critics else "update_policy"
         self._config, self._algorithm, self._sampling = config, config.algorithm, sampling
         self._steps, self._state, self._log = run.steps, run.state, run.log
-        self._kl_controller, self._texts, self._extras = kl_controller, texts, extras
+        self._kl_controller, self._device, self._texts, self._extras = kl_controller, device, texts, extras
 
     def begin(self, rollout: Rollout) -> StepRecord:
         """Start the record of a step."""
@@ -56,7 +60,7 @@ class TrainingSide:
         """Stage 4: compute log-probs of policy and reference, and values of the critics. NonFiniteOutput or SamplerMismatch on
         every rank for samples that must not be learned from."""
         step, sampler = record.step, record.rollout.sampler
-        experience = record.experience = add_model_outputs(record.experience, self.roles)
+        experience = record.experience = add_model_outputs(record.experience.to(self._device), self.roles)
         record.agreement = compare_with_sampler(experience.batch, self._sampling, num_not_finite(experience))
         if record.agreement.num_bad:
             require_finite_outputs(experience, self.roles.shares, sampler, step)

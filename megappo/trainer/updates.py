@@ -119,12 +119,12 @@ def mini_batches(
             if field in share:
                 mask = share[field]
                 if left_out is not None:
-                    mask = mask & ~left_out[own].repeat_interleave(share.lengths, output_size=mask.numel())
+                    mask = mask & ~share.of_tokens(left_out[own])
                 if rejected is not None:
                     mask = mask & ~share[REJECTED]
                 weights = {"weight": weight_of_tokens(mode, mask, share.cu_seqlens)}
                 if positive is not None:
-                    correct = mask & positive[own].repeat_interleave(share.lengths, output_size=mask.numel())
+                    correct = mask & share.of_tokens(positive[own])
                     # The loss is divided by `denominator`, their mean by their own number.
                     number = float(counted[chosen][positive[chosen]].sum())
                     weights[NLL_WEIGHT] = correct.float() * (denominator / max(number, 1.0))

@@ -119,7 +119,7 @@ def outputs(model: str, dtype: torch.dtype, value_head: bool) -> dict[str, Tenso
             raise Wrong(f"parameters lie on {', '.join(map(str, places))}, not {device}")
         engine = MegatronEngine("role", chunks, groups, EngineSettings(device, NUM_TOKENS))
         micro = MicroBatch.of(host_batch(), groups).to(device)
-        raw = chunks[0](micro.batch.tokens, micro.cu_seqlens, micro.context, micro.real)
+        raw = chunks[0](micro.batch.tokens, micro.batch.host_offsets, micro.context, micro.real)
         if value_head:
             return dict(Critic(engine)._report(raw, micro.batch).tokens)
         output = engine._language_output(raw.squeeze(1), micro.context)
@@ -146,7 +146,7 @@ def stage_4(model: str, dtype: torch.dtype, value_head: bool) -> Callable[[], st
 
 
 def stage_5(kernels: Any) -> Callable[[], str]:
-    """Check of stage 5, whose experience is on the host for any choice of the GPU's kernels."""
+    """Check of stage 5, whose kernel is where the experience is."""
 
     def check() -> str:
         from megappo.config.schema import AlgorithmConfig
@@ -155,8 +155,8 @@ def stage_5(kernels: Any) -> Callable[[], str]:
 
         algorithm = AlgorithmConfig(gamma=0.99, lam=0.95, lam_value=1.0, bootstrap_truncated=True)
         dispatch.select(kernels, "cuda")
-        shaped = advantages_of(host_batch(), torch.ones(len(LENGTHS)), 0.05, algorithm)
-        return _described({name: shaped[name] for name in ("reward", "advantage", "raw_advantage", "returns")}, "cpu")
+        shaped = advantages_of(host_batch().to("cuda"), torch.ones(len(LENGTHS)), 0.05, algorithm)
+        return _described({name: shaped[name] for name in ("reward", "advantage", "raw_advantage", "returns")}, "cuda")
 
     return check
 

@@ -49,7 +49,7 @@ def test_rows_move_apart(rows: list[list[int]], data: st.DataObject) -> None:
     assert [found[i] for i in index] == rows and sum(map(len, found)) == sum(map(len, rows))
 
 
-def test_the_width_is_known_before_a_device_has_the_rows() -> None:
+def test_the_sizes_of_rows_stay_on_the_host() -> None:
     """Reading it there would wait for the device."""
     there = ragged([[1], [2, 3, 4], []]).to("meta")
-    assert there.width == 3 and there.counts.device.type == "meta"
+    assert there.width == 3 and there.ids.device.type == "meta" and there.counts.device.type == "cpu"

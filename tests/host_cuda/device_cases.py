@@ -102,7 +102,9 @@ def freed_too_early(rank: int) -> dict[str, tuple[str, float]]:
 
 
 def pageable_and_queries(rank: int) -> dict[str, Any]:
-    """Copies from pageable memory are over at once; an event becomes ready for those who only ask."""
+    """Copies from pageable memory are over at once; an event becomes ready for those who only ask; the host's waits are counted."""
+    from host_cuda import runtime
+
     source = torch.ones(SIZE)
     target = source.to("cuda", non_blocking=True)
     source.zero_()
@@ -113,7 +115,22 @@ def pageable_and_queries(rank: int) -> dict[str, Any]:
     asked = 1
     while not event.query():
         asked += 1
-    return {"pageable": float(target.sum()), "asked": asked, "after the query": float(other.sum())}
+    found = {"pageable": float(target.sum()), "asked": asked, "after the query": float(other.sum())}
+    work: dict[str, Callable[[], Any]] = {
+        "a copy from pinned memory": lambda: pinned.to("cuda", non_blocking=True),
+        "a sum": other.sum,
+        "a number": lambda: float(other[0]),
+        "a list": lambda: other[:4].tolist(),
+        "a copy to the host": other.cpu,
+        "a mask": lambda: other[other > 0],
+    }
+    noticed: list[str] = []
+    for name, run in work.items():
+        before = runtime.counters(rank)["waits"]
+        with runtime.waits_noticed(lambda name=name: noticed.append(name)):
+            run()
+        assert runtime.counters(rank)["waits"] - before == noticed.count(name), name
+    return {**found, "waits": noticed}
 
 
 def memory(rank: int) -> dict[str, Any]:

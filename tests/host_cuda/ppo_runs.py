@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -135,6 +137,62 @@ def train_by_phases(rank: int, config: dict[str, Any]) -> dict[str, tuple[int, i
     return {phase: (peak, *planned[phase]) for phase, peak in peaks.items()}
 
 
+STAGES = {"add_logprobs": 4, "add_advantages": 5, "begin_updates": 6, "update_critics": 6, "update_policy": 6}
+
+
+def train_and_count_waits(rank: int, config: dict[str, Any]) -> tuple[dict[int, dict[str, int]], dict[str, str], list[str]]:
+    """(stage of the last step -> what makes the host wait for the device -> how often, and the copies between both; op of stage 5
+    -> implementation that ran; lines of the log)."""
+    from host_cuda import runtime
+
+    from megappo.ops import dispatch
+    from megappo.telemetry.runlog import RunLog
+    from megappo.trainer.ppo import PPO
+
+    found: dict[int, Counter[str]] = {}
+    ran: dict[str, str] = {}
+    notes: list[str] = []
+
+    def watch(op: str, implementation: str, call: Callable[[], Any]) -> Any:
+        ran[op] = implementation
+        return call()
+
+    def in_stage(stage: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, waits = runtime.counters(rank), found.setdefault(stage, Counter())
+            with runtime.waits_noticed(lambda: waits.update([_place()])), dispatch.watched(watch) if stage == 5 else nullcontext():
+                result = call(*args, **kwargs)
+            waits.update({name: runtime.counters(rank)[name] - before[name] for name in ("copies", "copied_bytes")})
+            return result
+
+        return run
+
+    class WatchedPPO(PPO):
+        def step(self) -> Any:
+            found.clear()
+            return super().step()
+
+        def run(self) -> Any:
+            for name, stage in STAGES.items():
+                setattr(self.training, name, in_stage(stage, getattr(self.training, name)))
+            return super().run()
+
+    with mock.patch.object(RunLog, "note", lambda log, text: notes.append(text)):
+        _train(rank, config, WatchedPPO)
+    return {stage: dict(waits) for stage, waits in found.items()}, ran, notes
+
+
+def _place() -> str:
+    """The innermost function of megappo that runs in this thread."""
+    frame = sys._getframe()
+    while frame is not None:
+        folder, _, path = frame.f_code.co_filename.partition("/megappo/")
+        if path and not folder.endswith("site-packages"):
+            return f"{path} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
+
+
 def _train(rank: int, config: dict[str, Any], loop: type, resume: bool = False) -> Any:
     """With `loop` in place of megappo's PPO; the run's plan."""
     import torch.distributed as dist
@@ -194,6 +252,20 @@ def _host_counts_as_current() -> Iterator[None]:
 
 
 @contextmanager
+def _copies_of_experience_are_late() -> Iterator[None]:
+    from megappo.data.packing import PackedBatch
+
+    to = PackedBatch.to
+
+    def on_a_stream_of_its_own(batch: PackedBatch, device: torch.device) -> PackedBatch:
+        with torch.cuda.stream(torch.cuda.Stream()):  # which nothing waits for
+            return to(batch, device)
+
+    with mock.patch.object(PackedBatch, "to", on_a_stream_of_its_own):
+        yield
+
+
+@contextmanager
 def _no_bias_correction() -> Iterator[None]:
     from host_cuda import fused_optimizers
 
@@ -213,4 +285,5 @@ FAULTS: Mapping[str, Callable[[], AbstractContextManager]] = {
     "no all-reduce of the gradient of hidden states": _no_sum_over_shards,
     "offload takes its host copy for current": _host_counts_as_current,
     "Adam without bias correction": _no_bias_correction,
+    "nothing waits for the copies of experience": _copies_of_experience_are_late,
 }

@@ -79,6 +79,7 @@ def test_memory_of_another_stream_needs_record_stream(alone) -> None:
 def test_pageable_copies_do_not_wait_and_queries_end(alone) -> None:
     found = result_of(alone["pageable_and_queries"])
     assert found["pageable"] == SIZE and found["after the query"] == 5.0 * SIZE and found["asked"] > 1
+    assert found["waits"] == ["a number", "a list", "a copy to the host", "a mask"]
 
 
 def test_memory_is_counted_and_limited(alone) -> None:

@@ -35,10 +35,23 @@ RUNS: dict[str, tuple[int, dict[str, Any], str]] = {
     "halves": (HALF, {}, ""),
     "offload": (STEPS, {**offloading(), **SAVED}, ""),
     **{kernels: (1, {"kernels": kernels}, "") for kernels in KERNELS},
+    "cuda": (HALF, {"kernels": "cuda"}, ""),
     "leak": (STEPS, {}, "outputs of passes are kept"),
     "not-summed": (1, {}, "no all-reduce of the gradient of hidden states"),
     "stale": (HALF, offloading(), "offload takes its host copy for current"),
     "biased": (1, {}, "Adam without bias correction"),
+    "late": (1, {}, "nothing waits for the copies of experience"),
+}
+COPIES = ("copies", "copied_bytes")
+WAITS = {
+    4: {"algo/aggregation.py true_positions": 1, "trainer/sampler_check.py compare_with_sampler": 1},  # before it is learned from
+    5: {},
+    # Of each of two updates of both roles: its figures, and the norm of its gradients. ratio_counts: of the histograms.
+    6: {
+        "engine/micro_batches.py combined_metrics": 4,
+        "engine/megatron_optimizer.py step": 4,
+        "algo/summaries.py ratio_counts": 2,
+    },
 }
 WRONG_NUMBERS = ("not-summed", "stale", "biased")
 
@@ -86,7 +99,9 @@ def on_device(cuda_python, folder: Path, quickstart: Path) -> dict[str, list]:
     scenarios += [
         Scenario(name, f"{runs}:train_once", (config_of(folder, name, steps, "cuda", **changes), False, fault))
         for name, (steps, changes, fault) in RUNS.items()
+        if name != "cuda"
     ]
+    scenarios.append(Scenario("cuda", f"{runs}:train_and_count_waits", (config_of(folder, "cuda", HALF, "cuda", kernels="cuda"),)))
     scenarios.append(Scenario("resumed", f"{runs}:train_once", (config_of(folder, "halves", STEPS, "cuda"), True)))
     return run_world(cuda_python, scenarios, 2, timeout_s=550, environment=environment, fused_optimizers="1")
 
@@ -157,6 +172,18 @@ def test_outputs_that_megappo_keeps_are_noticed(on_device) -> None:
     """On the ranks whose stages have them: the policy's are on both."""
     for held in found(on_device, "leak"):
         assert leaves_memory_behind(held), held
+
+
+def test_the_host_waits_in_stages_4_to_6_only_where_it_reads_a_number(on_device) -> None:
+    for waits, ran, notes in found(on_device, "cuda"):
+        assert {stage: {place: n for place, n in of.items() if place not in COPIES} for stage, of in waits.items()} == WAITS
+        assert ran["token_advantages"] == "cuda"
+    assert any(line.startswith("kernels on cuda: ") and "token_advantages" in line for line in notes)
+
+
+def test_copies_of_experience_that_nothing_waits_for_are_refused(on_device) -> None:
+    for finding in on_device["late"]:
+        assert "race: " in str(finding.error)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -51,31 +51,6 @@ def test_a_run_on_the_cpu_alone_refuses_names_of_the_gpu_in_its_plan(monkeypatch
         check_kernels(name, "cpu")
 
 
-def test_the_advantages_of_a_run_on_a_gpu_are_computed_on_the_host(monkeypatch):
-    """Stage 5 as the trainer calls it, under the selection of a run on a GPU; `kernels: triton` stopped there."""
-    from megappo.config.schema import AlgorithmConfig
-    from megappo.data.packing import PackedBatch, cu_seqlens_of
-    from megappo.trainer.advantages import HOST_OPS, advantages_of
-
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    token_fields = {name: torch.rand(7) for name in ("logprob", "ref_logprob", "value")}
-    token_fields["response_mask"] = torch.tensor([0, 1, 1, 0, 0, 1, 1], dtype=torch.bool)
-    sequence_fields = {"bootstrap": torch.zeros(2), "truncated": torch.zeros(2, dtype=torch.bool)}
-    batch = PackedBatch(torch.arange(7), cu_seqlens_of([3, 4]), token_fields, sequence_fields)
-    ran = {}
-
-    def watch(op, implementation, call):
-        ran[op] = implementation
-        return call()
-
-    with dispatch.using("auto"), dispatch.watched(watch):
-        for name in ("triton", "cuda"):
-            dispatch.select(name, "cuda")
-            for per_token in (None, [[1.0, 0.0], None]):
-                advantages_of(batch, torch.ones(2), 0.1, AlgorithmConfig(), per_token)
-    assert ran == dict.fromkeys(HOST_OPS, "cpp")
-
-
 # ------------------------------------------------------------------------------------------------------- broken libraries
 
 

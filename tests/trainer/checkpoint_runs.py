@@ -108,7 +108,7 @@ def nan_once(role: type, result: str) -> Iterator[None]:
         calls.append(None)
         if len(calls) == 2:
             # The value of a token is the model's output at the token before it.
-            found.tokens[result][micro.cu_seqlens[-1] - (2 if result == "raw_value" else 1)] = torch.nan
+            found.tokens[result][micro.host_offsets[-1] - (2 if result == "raw_value" else 1)] = torch.nan
         return found
 
     with mock.patch.object(role, "_report", report):

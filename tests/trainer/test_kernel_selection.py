@@ -8,7 +8,6 @@ import torch
 
 from megappo.ops import dispatch, selfcheck
 from megappo.trainer import kernel_selection
-from megappo.trainer.advantages import HOST_OPS
 from tests.worlds import spawn_world
 
 
@@ -34,7 +33,7 @@ def checked(monkeypatch):
 
 
 def select(name, kind, notes):
-    kernel_selection.select_kernels(name, torch.device(kind), SimpleNamespace(note=notes.append), HOST_OPS)
+    kernel_selection.select_kernels(name, torch.device(kind), SimpleNamespace(note=notes.append))
 
 
 @pytest.mark.parametrize("name, kind, wanted", [("auto", "cpu", False), ("triton", "cuda", True), ("reference", "cuda", False)])
@@ -43,12 +42,10 @@ def test_a_run_checks_the_kernels_of_a_gpu(notes, checked, name, kind, wanted):
     assert checked == ([torch.device(kind)] if wanted else [])
 
 
-def test_a_run_on_a_gpu_says_what_runs_there_and_what_on_the_host(notes, checked):
+def test_a_run_on_a_gpu_says_what_runs_there(notes, checked):
     select("triton", "cuda", notes)
-    on_gpu, on_host = notes
-    assert on_gpu.startswith("kernels on cuda: gemm + triton: linear_backward; triton: linear_stats, policy_loss, ")
-    assert not any(op in on_gpu for op in HOST_OPS)
-    assert on_host == "kernels on cpu: cpp: token_advantages"
+    (line,) = notes
+    assert line.startswith("kernels on cuda: gemm + triton: linear_backward; triton: linear_stats, policy_loss, token_advantages, ")
 
 
 def test_a_run_on_the_cpu_says_it_in_one_line(notes):
@@ -62,7 +59,7 @@ def test_auto_says_why_it_does_not_take_the_best(monkeypatch, notes, checked):
     monkeypatch.setattr(dispatch, "missing", lambda name, kind: "there is no nvcc" if name == "cuda" else None)
     select("auto", "cuda", notes)
     assert "triton: linear_stats, policy_loss, " in notes[0]
-    assert notes[2] == "kernels left out: there is no nvcc"
+    assert notes[1] == "kernels left out: there is no nvcc"
 
 
 def test_a_kernel_that_fails_its_check_ends_the_run_after_a_line_that_names_the_way_out(monkeypatch, notes, caplog):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megappo.algo.aggregation import in_chunks, tokens_per_sequence, true_positions
-from megappo.data.packing import PackedBatch, cu_seqlens_of
+from megappo.data.packing import PackedBatch
 from megappo.parallel.shares import Shares
 from megappo.parallel.totals import place_in_world, total
 from megappo.trainer.experience.route import Route, Wire, world_wire
@@ -19,7 +19,7 @@ from megappo.trainer.experience.table import Owners, SampleTable
 
 @dataclass(frozen=True)
 class Experience:
-    """Table of all samples, their owners, and the samples of this rank by ascending number.
+    """Table of all samples and their owners, on the host, and the samples of this rank by ascending number, there or on a device.
     rank: of this process in the world. wire: moves samples, by default between all ranks of the world. absent: a batch of no
     sequences with the holders' fields, on a rank that holds none and takes part in their exchanges."""
 
@@ -41,6 +41,10 @@ class Experience:
     def with_batch(self, batch: PackedBatch) -> Experience:
         return replace(self, batch=batch)
 
+    def to(self, device: torch.device) -> Experience:
+        """Copy the samples to the device, where later exchanges and results are too; the copies are queued."""
+        return replace(self, batch=self.batch.to(device), absent=None if self.absent is None else self.absent.to(device))
+
     def redistribute(self, owners: Owners, fields: Collection[str] | None = None, wire: Wire | None = None) -> Experience:
         """Move the samples to other owners with these fields (None: all). Collective over the wire.
         All ranks must have and name the same fields. Other fields are dropped: reading them raises KeyError."""
@@ -54,11 +58,11 @@ class Experience:
         moved = replace(
             batch,
             tokens=tokens,
-            cu_seqlens=cu_seqlens_of(route.lengths),
             token_fields=token_fields,
             sequence_fields=sequence_fields,
             ragged_fields=route.ragged_fields(given.ragged_fields),
         )
+        moved = moved.with_lengths(route.lengths)
         return replace(self, owners=owners, batch=moved, absent=None if route.is_holder else given.select([]))
 
     def only(self, fields: Collection[str]) -> Experience:
@@ -76,7 +80,7 @@ class Experience:
         """Add fp32 results of a role, sent by its reporters to the owners of the samples. Collective over the world.
         results: [T] and [B] of the samples of `share`; only reporters need to have them."""
         route = Route.between(self.table.length, share.owners, self.owners, self.rank, self.wire)
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device=self.batch.device)
         of_tokens, of_samples = ({name: results.get(name, nothing) for name in names} for names in (token_names, sequence_names))
         return self.with_fields(*route.moved(None, of_tokens, of_samples)[1:])
 
@@ -94,9 +98,10 @@ class Experience:
         return [bytes(part.numpy()).decode("utf-8", "surrogatepass") for part in found]
 
     def column(self, values: Tensor) -> Tensor:
-        """Gather one number per sample: [N] fp64 from this rank's [B]. Collective over the world."""
+        """Gather one number per sample: [N] fp64 on the host from this rank's [B], which the host waits for on a device. Collective
+        over the world."""
         column = torch.zeros(self.table.num_samples, dtype=torch.float64)
-        column[self.numbers] = values.double()
+        column[self.numbers] = values.double().cpu()
         return total(column)
 
     @classmethod

@@ -1,5 +1,6 @@
-"""Moves samples between owners with an all-to-all of one byte buffer, field after field for each peer. Routes follow from the table
-and the owners on both sides, so ranks exchange no sizes and no objects. Samples travel in order of their numbers."""
+"""Moves samples between owners with an all-to-all of one byte buffer, field after field for each peer, where the fields are: over
+gloo on the host, over NCCL on a GPU. Routes follow from the table and the owners on both sides, so ranks exchange no sizes and no
+objects, and wait for no device. Samples travel in order of their numbers."""
 
 from __future__ import annotations
 
@@ -38,12 +39,18 @@ class Wire:
         self.places = places_of(self.ranks)
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_counts: Sequence[int], sent_counts: Sequence[int]) -> None:
-        """Fill `received` [R] with the data from the other ranks, in exchange for `sent` [S]. Counts are elements per rank.
-        Collective over the group."""
+        """Fill `received` [R] with the data from the other ranks, in exchange for `sent` [S] on the same device. Counts are
+        elements per rank. Collective over the group."""
         if self._group is None:
             received.copy_(sent)
         else:
             dist.all_to_all_single(received, sent, list(received_counts), list(sent_counts), group=self._group)
+
+    def meet(self, device: torch.device) -> None:
+        """Wait for all ranks, on the host, before exchanges on a device: these have a short limit, and a rank may have had a longer
+        pass than others. Collective over the group."""
+        if self._group is not None and device.type != "cpu":
+            dist.all_reduce(torch.zeros(1), group=self._group)
 
 
 def world_wire() -> Wire:
@@ -178,12 +185,14 @@ class Route:
         [T] and [B], with the same names and dtypes on every rank; values are read on ranks that send."""
         if self.is_still:
             return tokens, dict(token_fields), dict(sequence_fields)
+        device = next(x.device for x in (tokens, *token_fields.values(), *sequence_fields.values()) if x is not None)
+        self.wire.meet(device)
         # Sorted, so all ranks exchange them in the same order. int32 holds every token id in half the bytes.
         parts = [] if tokens is None else [_Part(tokens.int(), self.sent_tokens, self.received_tokens)]
         parts += [_Part(values, self.sent, self.received) for _, values in sorted(token_fields.items())]
         ends = self.sent.of_samples(), self.received.of_samples()
         parts += [_Part(values, *ends) for _, values in sorted(sequence_fields.items())]
-        found = [values for group in self._groups(parts) for values in self._exchanged(group)]
+        found = [values for group in self._groups(parts) for values in self._exchanged(group, device)]
         if tokens is not None:
             arrived = found.pop(0)
             tokens = arrived.long() if len(self.received_tokens.rows) else tokens.new_zeros(int(self.lengths.sum()))
@@ -222,13 +231,13 @@ class Route:
             room -= size
         return groups
 
-    def _exchanged(self, parts: Sequence[_Part]) -> list[Tensor]:
+    def _exchanged(self, parts: Sequence[_Part], device: torch.device) -> list[Tensor]:
         """Exchange the bytes of all parts at once, peer by peer and then part by part, and return the values that arrived."""
         pieces = [part.pieces() for part in parts]
         sent = torch.stack([part.bytes_of(part.sent) for part in parts]).sum(0).tolist()
         sizes = torch.stack([part.bytes_of(part.received) for part in parts], 1)  # [peers, parts]
         received = sizes.sum(1)
-        arrived = torch.empty(int(received.sum()), dtype=torch.uint8)
+        arrived = torch.empty(int(received.sum()), dtype=torch.uint8, device=device)
         receivers = sorted(set().union(*pieces))
         buffer = torch.cat([arrived[:0], *(piece for peer in receivers for part in pieces for piece in part.get(peer, ()))])
         self.wire.all_to_all(arrived, buffer, received.tolist(), sent)

@@ -81,7 +81,7 @@ struct Block {
 const Block* block_of(const void* pointer, uintptr_t* start = nullptr);
 
 // --- Counters, as host_cuda_counter reads them.
-enum Counter { allocated, peak, allocations, pinned, pinned_peak, copies, copied, async_copies, async_copied, refused, counters };
+enum Counter { allocated, peak, allocations, pinned, pinned_peak, copies, copied, async_copies, async_copied, refused, waits, counters };
 extern int64_t counted[max_devices][counters];
 
 }  // namespace host_cuda

@@ -73,6 +73,33 @@ void finish_device(int device) {
     }
 }
 
+static void (*watcher)() = nullptr;
+
+// A wait of the host. Before the mutex is taken: the watcher takes Python's lock.
+static void notice_wait(int device) {
+  {
+    Guard guard(mutex);
+    ++counted[device][waits];
+  }
+  if (watcher) watcher();
+}
+
+static cudaError_t synchronize(Stream& stream) {
+  Guard guard(mutex);
+  wait_for_default(stream);
+  finish(stream);
+  host_waited_for(stream.clock);
+  return cudaSuccess;
+}
+
+static cudaError_t synchronize(const Event& event) {
+  Guard guard(mutex);
+  if (!event.stream) return cudaSuccess;
+  finish(*event.stream, event.position);
+  host_waited_for(event.clock);
+  return cudaSuccess;
+}
+
 static cudaError_t copy(void* to, const void* from, size_t bytes, Stream& stream, bool may_wait) {
   if (!bytes) return cudaSuccess;
   Guard guard(mutex);
@@ -130,12 +157,9 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
   return refuse(cudaErrorNotSupported, "CUDA graphs do not exist on this device");
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
-  Guard guard(mutex);
   Stream& stream = stream_of(handle);
-  wait_for_default(stream);
-  finish(stream);
-  host_waited_for(stream.clock);
-  return cudaSuccess;
+  notice_wait(stream.device);
+  return synchronize(stream);
 }
 cudaError_t cudaStreamQuery(cudaStream_t handle) {
   static std::unordered_map<Stream*, int> asked;
@@ -143,7 +167,7 @@ cudaError_t cudaStreamQuery(cudaStream_t handle) {
   Stream& stream = stream_of(handle);
   if (stream.done < stream.issued && ++asked[&stream] < patience) return cudaErrorNotReady;
   asked.erase(&stream);
-  return cudaStreamSynchronize(handle);
+  return synchronize(stream);
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned) {
   Guard guard(mutex);
@@ -158,6 +182,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, unsigned
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
+  notice_wait(current_device());
   finish_device(current_device());
   return cudaSuccess;
 }
@@ -191,18 +216,15 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t handle, uns
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t handle) { return cudaEventRecordWithFlags(event, handle, 0); }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  Guard guard(mutex);
   const auto* awaited = reinterpret_cast<Event*>(event);
-  if (!awaited->stream) return cudaSuccess;
-  finish(*awaited->stream, awaited->position);
-  host_waited_for(awaited->clock);
-  return cudaSuccess;
+  if (awaited->stream) notice_wait(awaited->stream->device);
+  return synchronize(*awaited);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   Guard guard(mutex);
   auto* asked = reinterpret_cast<Event*>(event);
   if (asked->stream && asked->stream->done < asked->position && ++asked->queries < patience) return cudaErrorNotReady;
-  return cudaEventSynchronize(event);
+  return synchronize(*asked);
 }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
   const auto *first = reinterpret_cast<Event*>(from), *last = reinterpret_cast<Event*>(to);
@@ -212,8 +234,9 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
 }
 
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-  Guard guard(mutex);
   Stream& stream = stream_of(nullptr);
+  notice_wait(stream.device);
+  Guard guard(mutex);
   const cudaError_t result = copy(to, from, bytes, stream, false);
   host_waited_for(stream.clock);
   return result;
@@ -269,11 +292,14 @@ int host_cuda_queue_copy(int device, void* handle, void* to, const void* from, u
 }
 // The host waits for a stream: what a kernel does whose result the host reads.
 void host_cuda_wait(int device, void* handle) {
+  notice_wait(device);
   Guard guard(mutex);
   Stream& stream = stream_of(device, static_cast<cudaStream_t>(handle));
   finish(stream);
   host_waited_for(stream.clock);
 }
+// `run` is called before each wait of the host, null: no more.
+void host_cuda_watch_waits(void (*run)()) { watcher = run; }
 const char* host_cuda_reason() { return last_refusal().c_str(); }
 
 }  // extern "C"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -26,7 +26,9 @@ COUNTERS = (
     "async_copies",
     "async_copied_bytes",
     "refused_launches",
+    "waits",
 )
+_Watcher = ctypes.CFUNCTYPE(None)
 
 
 class RaceError(RuntimeError):
@@ -64,6 +66,17 @@ def races_let_through() -> Iterator[None]:
         yield
     finally:
         _library.host_cuda_watch_races(before)
+
+
+@contextmanager
+def waits_noticed(notice: Callable[[], None]) -> Iterator[None]:
+    """Inside, `notice` is called at each wait of the host for a device, by the thread that waits."""
+    watcher = _Watcher(notice)
+    _library.host_cuda_watch_waits(watcher)
+    try:
+        yield
+    finally:
+        _library.host_cuda_watch_waits(None)
 
 
 def counters(device: int = 0) -> dict[str, int]:
