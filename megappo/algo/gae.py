@@ -241,7 +241,9 @@ def vtrace_advantages(
     correction: [T], v_t - V_t under `lam`, a number or [B]; under equal bounds k is 1 and A_t is the correction. weight, trace:
     of `vtrace_weights`."""
     links = Links.of(response_mask, cu_seqlens)
-    of_sequences = torch.as_tensor(lam, dtype=torch.float64, device=cu_seqlens.device).expand(cu_seqlens.numel() - 1)
+    # A number is filled in, as a copy of it to a device would be waited for.
+    each = lam.double() if isinstance(lam, Tensor) else links.sequence.new_full((), lam, dtype=torch.float64)
+    of_sequences = each.expand(cu_seqlens.numel() - 1)
     k, following = pad(trace, (0, 1), value=1.0)[links.following], pad(correction.double(), (0, 1))[links.following]
     advantage = correction + weight * (1.0 - k) * gamma * of_sequences[links.sequence] * following
     return torch.where(response_mask, advantage, 0.0).float()
