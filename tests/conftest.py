@@ -6,6 +6,7 @@ before this. With a GPU they stay compiled, and the interpreter's tests are for 
 not inherit the variable.
 """
 
+import atexit
 import gc
 import importlib
 import importlib.util
@@ -105,7 +106,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries that look for leaks at the end (nanobind's) take the frozen objects for some
+    # Or libraries that look for leaks at the end (nanobind's) take the frozen objects for some. Not before: pytest collects garbage
+    # several times when it ends, which takes seconds with these objects.
+    atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

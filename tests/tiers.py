@@ -6,6 +6,7 @@ browser, kernels that are interpreted or compiled, and the places below.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ class SlowTest(BaseException):
     """A test that is not marked does what only slow ones may. No Exception: code under test may catch those."""
 
 
+@functools.cache  # asked of every test; pathlib's comparisons took a sixth of the collection
 def is_slow_place(path: Path) -> bool:
     return any(path.is_relative_to(TESTS / place) for place in SLOW_PLACES)
 
@@ -66,6 +68,7 @@ def is_slow(item: pytest.Item) -> bool:
     return not SLOW_FIXTURES.isdisjoint(item.fixturenames) or any(starts_worlds(sys.modules[home]) for home in homes)
 
 
+@functools.cache
 def starts_worlds(module: ModuleType) -> bool:
     """True if the module, or a module of the tests that one of its names is from, has `spawn_world`."""
     homes = {home for value in vars(module).values() if (home := getattr(value, "__module__", None)) and home.startswith("tests.")}
