@@ -300,6 +300,11 @@ def test_gpu_targets_are_about_the_named_implementation():
     assert found[f"linear_logprob {shape} forward, megappo triton"] == MET
     assert found["gae 4Mi forward"] == NOT_MEASURED
 
+    for ours_s, want in ((0.057, MET), (0.061, NOT_MET)):  # 1.15 of 0.052 s
+        times = {"megappo cuda": ours_s, "torch.compile, logsumexp": 0.052}
+        report = report_of("linear_logprob", shape, "bfloat16", times, {"both": 0.042}, ["ours", "compile"])
+        assert {bar.name: bar.verdict for bar in bars([report], "cuda")}[f"linear_logprob {shape} both"] == want
+
 
 def test_best_is_shown_where_asked_for():
     seconds = [3.0, 1.0, 2.0, 9.0, 2.0]
