@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -95,21 +95,20 @@ def _first_failure(folder: str, world_size: int) -> str:
 
 
 def spawn_world(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0, method: str = "forkserver"
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 240.0, method: Sequence[str] = ()
 ) -> list[Any]:
     """Run `fn(rank, *args)` on every rank of a new gloo world; returns the ranks' results, which must be picklable.
 
-    `fn` is a module-level function. method: "spawn" for ranks that have imported nothing. Raises WorldError with the first
-    traceback, or after `timeout_s` seconds.
+    `fn` is a module-level function. method: of each rank, by default "forkserver"; "spawn" for one that has imported nothing.
+    Raises WorldError with the first traceback, or after `timeout_s` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="world") as folder:
-        context: Any = mp.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload(IMPORTED_ONCE)
+        contexts: list[Any] = [mp.get_context(name) for name in method or ["forkserver"] * world_size]
+        mp.get_context("forkserver").set_forkserver_preload(IMPORTED_ONCE)
         # A store in memory: through a file, which every rank polls, groups take three to eight times as long to build.
         store = loopback_store()
         common = (fn, world_size, folder, store.port, timeout_s, dict(os.environ), args)
-        processes = [context.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank in range(world_size)]
+        processes = [one.Process(target=_rank_main, args=(rank, *common), daemon=True) for rank, one in enumerate(contexts)]
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout_s
