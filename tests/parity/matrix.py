@@ -26,31 +26,25 @@ Sizes = Mapping[str, Any]
 Case = Sizes | tuple[Sizes, Sizes]
 
 SP = {"tp": 2, "sequence_parallel": True}
+# Pairs, not products: every two of tp, sp, pp, vpp, uneven stages, cp, ep, etp and dp > 1 meet in some row, each with policy and
+# critic. A row whose pairs are all in others is left out: `tp4` (in `tp4 sp`), `cp2 pp2` (in `cp2 pp2 vpp2`), `ep2 pp2`, ...
 DENSE: dict[int, list[Case]] = {
     2: [
         {},
-        {"tp": 2},
         SP,
-        {"pp": 2},
         {"pp": 2, "vpp": 2},
         {"pp": 2, "layers_per_stage": (3, 1)},
         {"cp": 2},
         ({"tp": 2}, {"pp": 2}),
     ],
     4: [
-        {"tp": 4},
         {**SP, "tp": 4},
         {"pp": 4},
         {"cp": 4},
         {"tp": 2},
-        {"pp": 2},
         {"cp": 2},
         {"tp": 2, "pp": 2},
-        {**SP, "pp": 2},
-        {"tp": 2, "cp": 2},
         {**SP, "cp": 2},
-        {"cp": 2, "pp": 2},
-        {"pp": 2, "vpp": 2},
         {**SP, "pp": 2, "vpp": 2},
         {"cp": 2, "pp": 2, "vpp": 2},
         {"pp": 2, "vpp": 2, "layers_per_stage": (1, 1, 1, 1)},
@@ -60,41 +54,33 @@ DENSE: dict[int, list[Case]] = {
 EXPERTS: dict[int, list[Case]] = {
     2: [
         {},
-        {"ep": 2},
-        SP,
         {**SP, "ep": 2},
         {**SP, "etp": 2},
-        {"pp": 2},
-        {"cp": 2},
         {"cp": 2, "ep": 2},
         {"pp": 2, "vpp": 2},
         ({"ep": 2}, {"pp": 2}),
     ],
     4: [
-        {"ep": 2},
         {"ep": 4},
-        {"ep": 2, "pp": 2},
         {"ep": 2, "etp": 2},
         {**SP, "ep": 2},
         {**SP, "ep": 4},
-        {**SP, "ep": 2, "etp": 2},
         {**SP, "ep": 2, "pp": 2},
         {"cp": 2, "ep": 4},
-        {"cp": 2, "ep": 2, "pp": 2},
         {"ep": 2, "pp": 2, "vpp": 2},
         ({**SP, "ep": 2, "etp": 2}, {"cp": 2, "ep": 2, "pp": 2}),
     ],
 }
 # Tied embeddings live on both ends of a pipeline, and the critic's are not tied.
-TIED: dict[int, list[Case]] = {2: [{"pp": 2}, {"pp": 2, "vpp": 2}, SP], 4: [{**SP, "pp": 2}]}
-WINDOW: dict[int, list[Case]] = {2: [{"cp": 2}, {"tp": 2}], 4: [{"cp": 2, "pp": 2}]}
+TIED: dict[int, list[Case]] = {2: [{"pp": 2, "vpp": 2}], 4: [{**SP, "pp": 2}]}
+WINDOW: dict[int, list[Case]] = {2: [{"cp": 2}, {"tp": 2}]}
 MODELS: dict[str, dict[int, list[Case]]] = {
     "llama": DENSE,
     "qwen3_moe": EXPERTS,
     "llama3_tied": TIED,
     "mistral_window": WINDOW,
 }
-# Layouts by world size in which VARIANTS are run too.
+# Layouts by world size in which RUN_TOGETHER are run too.
 VARIED: dict[str, dict[int, list[Case]]] = {
     "llama": {1: [{}], 2: [{}, {"cp": 2}, {"pp": 2, "vpp": 2}], 4: []},
     "qwen3_moe": {1: [{}], 2: [{**SP, "ep": 2}], 4: []},
@@ -110,6 +96,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recompute full": {"policy__recompute": "full", "critic__recompute": "full"},
     "bf16": {f"{role}__dtype": "bf16" for role in ("policy", "critic", "reference")},
     "offload": {f"{role}__offload": ["parameters", "gradients", "optimizer"] for role in ("policy", "critic")},
+}
+# Several of them in one run: each alters another part of a pass, and every layout of VARIED meets every one.
+TOGETHER = (("one sequence", "recompute full", "offload"), ("whole batch", "recompute selective"), ("bf16",))
+RUN_TOGETHER: dict[str, dict[str, Any]] = {
+    ", ".join(names): {key: value for name in names for key, value in VARIANTS[name].items()} for names in TOGETHER
 }
 
 
@@ -206,14 +197,13 @@ LOSSES: dict[str, dict[int, list[tuple[Case, Sequence[str]]]]] = {
 FSDP2_LOSSES = [PLACED_LOSSES, TWO_CRITICS, FIXED_LENGTH, FROZEN]
 
 
-FSDP2_VARIANTS = ("one sequence", "recompute selective", "recompute full", "offload", "bf16")
 _FSDP2 = {f"{role}__engine": "fsdp2" for role in ("policy", "critic", "reference")}
 _FSDP2_B = {"critics__b__engine": "fsdp2"}
 _RECOMPUTE = {"policy__recompute": "full", "critic__recompute": "selective", **VARIANTS["whole batch"]}
 # Changes of the configuration that run roles under FSDP2, by layout: they give the numbers of one Megatron rank.
 FSDP2_DP: dict[str, dict[str, Any]] = {
     "fsdp2": _FSDP2,
-    **{f"fsdp2, {name}": {**_FSDP2, **VARIANTS[name]} for name in FSDP2_VARIANTS},
+    **{f"fsdp2, {name}": {**_FSDP2, **changes} for name, changes in RUN_TOGETHER.items()},
 }
 FSDP2_CASES: dict[str, Case] = {
     "fsdp2 tp2": {"tp": 2},
@@ -315,7 +305,7 @@ def run_world(rank: int, folders: Mapping[str, str], losses: bool = True) -> dic
         for case in cases:
             with roles_of(case) as roles:
                 measured[model][title(case, size)] = measure_case(folder, roles)
-                for name, changes in VARIANTS.items() if case in VARIED.get(model, {}).get(size, []) else ():
+                for name, changes in RUN_TOGETHER.items() if case in VARIED.get(model, {}).get(size, []) else ():
                     measured[model][f"{title(case, size)}, {name}"] = measure_case(folder, roles, changes)
         for case, names in LOSSES.get(model, {}).get(size, []) if losses else ():
             with roles_of(case) as roles:

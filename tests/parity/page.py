@@ -127,12 +127,12 @@ def matrix_rows(measured: Any) -> Iterator[tuple[tuple[str, str], Row]]:
 
 
 def variant_rows(measured: Any) -> Iterator[tuple[tuple[str, str, str], Row]]:
-    from tests.parity.matrix import VARIANTS, VARIED, title
+    from tests.parity.matrix import RUN_TOGETHER, VARIED, title
 
     for model, sizes in VARIED.items():
         for size, cases in sizes.items():
             for case in cases:
-                for variant in VARIANTS:
+                for variant in RUN_TOGETHER:
                     name = title(case, size)
                     found = largest(measured[size][model][f"{name}, {variant}"], measured[1][model]["tp1 pp1 dp1"])
                     yield (model, short(name), variant), found

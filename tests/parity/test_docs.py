@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.parity.faults import FAULTS
-from tests.parity.matrix import MODELS, VARIANTS, VARIED, title
+from tests.parity.matrix import MODELS, RUN_TOGETHER, VARIED, title
 from tests.parity.page import COLUMNS, short
 from tests.parity.replay import REPLAYED
 
@@ -45,7 +45,7 @@ def test_the_page_shows_every_layout_of_the_matrix() -> None:
 
 def test_the_page_shows_every_variant_replay_and_mistake() -> None:
     (head, *rows), (head_of_bf16, *rows_of_bf16) = tables(section("Micro-batches, recompute, offload, bf16"))
-    assert {*head[2:], "bf16"} == set(VARIANTS) and tuple(head_of_bf16[2:]) == COLUMNS
+    assert {*head[2:], "bf16"} == set(RUN_TOGETHER) and tuple(head_of_bf16[2:]) == COLUMNS
     assert keys(rows, 2) == keys(rows_of_bf16, 2) == of(VARIED)
     assert all(len(row) == len(head) and all(row) for row in rows)
     assert keys(tables(section("Twenty steps"))[0][1:], 2) == of(REPLAYED, smallest=2)

@@ -14,10 +14,10 @@ from tests.parity.matrix import (
     MODELS,
     PLACED_LOSSES,
     PTX_TEXTS,
+    RUN_TOGETHER,
     SEQUENCES,
     SHARDED,
     TWO_CRITICS,
-    VARIANTS,
     VARIED,
     VOCABULARY,
     title,
@@ -37,7 +37,7 @@ VARIED_LAYOUTS = [
     for model, sizes in VARIED.items()
     for size, cases in sizes.items()
     for case in cases
-    for variant in VARIANTS
+    for variant in RUN_TOGETHER
     if variant != "bf16"
 ]
 OTHER_LOSSES = [
