@@ -76,8 +76,9 @@ CASES: dict[str, tuple[str, dict, int, tuple[dict, ...]]] = {
     ),
 }
 FAULTY = "experts to tp1 x 2"
-# Cases that also sample with top-k and top-p; the last layout of TIED has the whole output layer on every rank.
-TRUNCATED = ("dense to tp1 x 2", "dense to tp2")
+# Cases and layouts that also sample with top-k and top-p: what cuts the vocabulary, the tokens and the layers. The last layout of
+# TIED has the whole output layer on every rank.
+TRUNCATED = {"dense to tp1 x 2": ("cp2",), "dense to tp2": ("tp2", "vpp2")}
 TIED = "dense to tp1 x 2"
 
 
@@ -121,7 +122,7 @@ def run_case(rank: int, path: str, name: str) -> dict[str, Any]:
             trained = push_and_draw(engine, policy, 2)
             del trained["responses"]
             results["push"][str(policy.engine.groups.layout)] = [loaded, trained, stale]
-            if name in TRUNCATED:
+            if samples_truncated(name, str(policy.engine.groups.layout)):
                 found = truncated.measure(engine, policy, requests())
                 results.setdefault("truncated", {})[str(policy.engine.groups.layout)] = found
         if name == TIED:
@@ -129,6 +130,10 @@ def run_case(rank: int, path: str, name: str) -> dict[str, Any]:
         if name == FAULTY:
             results["faults"] = run_faults(engine, path)
     return results
+
+
+def samples_truncated(name: str, layout: str) -> bool:
+    return any(word in layout.split() for word in TRUNCATED.get(name, ()))
 
 
 def run_faults(engine: VllmEngine, path: str) -> dict[str, Any]:
@@ -292,7 +297,7 @@ def test_kernels_of_experts_must_be_renewed(faults):
 
 # ----------------------------------------------------------------------------------------------------- top-k and top-p
 
-TRUNCATED_PUSHES = [param for param in PUSHES if param.values[0] in TRUNCATED]
+TRUNCATED_PUSHES = [param for param in PUSHES if samples_truncated(*param.values)]
 
 
 @pytest.mark.parametrize("name, layout", TRUNCATED_PUSHES)
