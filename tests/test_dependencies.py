@@ -183,6 +183,7 @@ def test_a_forbidden_import_is_detected() -> None:
     assert not module_faults("trainer/main.py", "from megappo.engine.build import RoleEngines")
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Module -> modules of megappo that it imports, inside functions too."""
     names = {p: ".".join(("megappo", *p.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__") for p in MODULES}

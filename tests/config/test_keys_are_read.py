@@ -54,5 +54,5 @@ def test_every_key_is_read_outside_checks_plans_and_measurements():
 
 def test_a_key_that_nobody_reads_would_be_seen():
     """Negative control."""
-    assert "a_key_that_nobody_reads" not in attributes_read(())
+    assert "a_key_that_nobody_reads" not in attributes_read(INSTRUMENTS)
     assert "lam_length_alpha" in attributes_read(INSTRUMENTS)

@@ -1,6 +1,7 @@
 """The catalogue is complete and has nothing too much: what the trainer logs is in it, and what is in it is logged."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.telemetry.catalogue import metric_of
 NAME = re.compile(rf"^({'|'.join(GROUPS)})/[a-z0-9_]*$")
 
 
+@functools.cache  # the tests below ask for the same modules
 def logged_names(source: str) -> set[str]:
     """Literals that look like metric names; an f-string counts by its literal beginning, marked with a trailing *."""
     names = set()
@@ -45,7 +47,7 @@ def sources() -> list[str]:
 def never_logged(texts: list[str]) -> set[str]:
     """Entries that no source names: `Metric.X`, the literal, or the beginning of its family."""
     literals = set().union(*map(logged_names, texts))
-    used = {m.name for m in Metric if any(re.search(rf"\bMetric\.{m.name}\b", text) for text in texts)}
+    used = {name for text in texts for name in re.findall(r"\bMetric\.(\w+)", text)}
     beginnings = {name.rstrip("*_") for name in literals}
     return {m.value for m in Metric if m.name not in used and not {m.value.rstrip("*_"), family_of(m.value)} & beginnings}
 
