@@ -31,7 +31,14 @@ from megappo.config.batch import StepArithmetic, micro_batches_bound, step_arith
 from megappo.config.checks import Device
 from megappo.config.errors import ConfigError, problem
 from megappo.config.evaluations import evaluation_sets
-from megappo.config.layout_checks import placements_in_use, scores_with_model, trained_sections, value_head_of
+from megappo.config.layout_checks import (
+    placements_in_use,
+    reference_is_base,
+    roles_in_use,
+    scores_with_model,
+    trained_sections,
+    value_head_of,
+)
 from megappo.config.role_sections import TrainableConfig, key_of_role, section_of
 from megappo.config.schema import TrainConfig
 from megappo.models.arch import ModelArch
@@ -115,6 +122,17 @@ class Plan:
         """Bytes of one rank without vLLM while no role works, as when vLLM starts."""
         return self.reserve + sum(self.stage(role, rank).resident for role in self.roles_on(rank))
 
+    def experience(self, rank: int) -> int:
+        """Bytes on a GPU of one rank for the step's tokens and fields, at their longest: its own samples, and from stage 6 on what
+        its trained roles read of theirs. On a CPU they take no memory of a device."""
+        if self.device != "cuda":
+            return 0
+        held = _each(self.step.samples, self.world_size) * token_bytes(_num_fields(self.config))
+        for role in set(self.roles_on(rank)) & set(trained_sections(self.config)):
+            of_replica = _each(self.step.samples, self.layouts[role].dp)
+            held += of_replica * token_bytes(values_read(self.config, role)[1])
+        return held * self.step.max_sequence_tokens
+
     def certain(self, rank: int) -> int:
         """Bytes of one rank in its fullest moment, without activations."""
         pushed = [self.stage(role, rank).saving for role in self._beside_sampler(rank)]
@@ -135,7 +153,8 @@ class Plan:
     def _fullest(self, rank: int, training: Sequence[int], pushed: Sequence[int]) -> int:
         """training, pushed: bytes that each role adds to what rests, at its peak in stages 3 to 6 and after a push."""
         work = max(training, default=0), max(pushed, default=0)
-        rollout = self.rollout if self.generates(rank) else None
+        rollout, held = self.rollout if self.generates(rank) else None, self.experience(rank)
+        work = work[0] + held, work[1] + held
         return fullest_moment(self.trainer_at_rest(rank), *work, rollout, self.config.rollout.sleep)
 
     def host_memory(self, rank: int) -> int:
@@ -174,6 +193,9 @@ class Plan:
 
     def fullest_rank(self) -> int:
         return max(self.distinct_ranks(), key=lambda rank: (self.peak(rank), -rank))  # of equal ranks the first
+
+
+LARGE_SHARE = 0.05  # of a rank's memory: to lower a smaller one would help little
 
 
 def roles_beside_sampler(config: TrainConfig) -> list[str]:
@@ -238,14 +260,25 @@ def samples_of_pass(config: TrainConfig, role: str, step: StepArithmetic) -> int
     return update_schedule(config, role).mini_batch_size if role in trained_sections(config) else step.samples
 
 
-def _each(samples: int, layout: ParallelLayout) -> int:
-    return -(-samples // layout.dp)
+def _each(samples: int, count: int) -> int:
+    return -(-samples // count)
+
+
+def token_bytes(num_fields: int) -> int:
+    """Bytes of a token of experience: id, response_mask and fp32 fields."""
+    return 8 + 1 + 4 * num_fields
+
+
+def _num_fields(config: TrainConfig) -> int:
+    """Fields of a token at the end of stage 5: log-probs of sampler, policy and reference, entropy, reward, both advantages, and
+    value and returns of each critic."""
+    return 6 + ("reference" in roles_in_use(config) or reference_is_base(config)) + 2 * len(config.critics_in_use)
 
 
 def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:
     """Most micro-batches of one pass: when every sequence and every text is at its longest."""
     texts = text_arithmetic(config, role)
-    sequences = _each(samples_of_pass(config, role, step), layout) + _each(texts.count, layout)
+    sequences = _each(samples_of_pass(config, role, step), layout.dp) + _each(texts.count, layout.dp)
     return micro_batches_bound(sequences, _longest(config, role), section_of(config, role).micro_batch_tokens)
 
 
@@ -279,14 +312,14 @@ def _work(config: TrainConfig, role: str, layout: ParallelLayout, device: Device
     step, settings, texts = step_arithmetic(config), section_of(config, role), text_arithmetic(config, role)
 
     def full(samples: int, longest: int, texts_tokens: int = 0) -> int:
-        total = _each(samples, layout) * step.max_sequence_tokens + texts_tokens
+        total = _each(samples, layout.dp) * step.max_sequence_tokens + texts_tokens
         return _full_micro_batch(settings.micro_batch_tokens, total, longest, layout)
 
     work = RoleWork(
         dtype=settings.dtype,
         trained=False,
         micro_batch_tokens=full(
-            samples_of_pass(config, role, step), _longest(config, role), _each(texts.count, layout) * texts.max_tokens
+            samples_of_pass(config, role, step), _longest(config, role), _each(texts.count, layout.dp) * texts.max_tokens
         ),
         # Log-probs and values are computed for the whole step at once, and not for texts.
         forward_tokens=full(step.samples, step.max_sequence_tokens),
@@ -445,8 +478,8 @@ def _check_fit(plan: Plan) -> Plan:
     certain, peak, have = plan.certain(rank), plan.peak(rank), plan.device_memory
     if certain > have:
         raise ConfigError(
-            f"rank {rank} needs {gib(certain)} GiB for weights, gradients, optimizer, rollout and reserve and has {gib(have)} GiB; "
-            + ", or ".join(_ways_to_fit(plan, rank))
+            f"rank {rank} needs {gib(certain)} GiB for weights, gradients, optimizer, experience, rollout and reserve and has "
+            f"{gib(have)} GiB; " + ", or ".join(_ways_to_fit(plan, rank))
         )
     if peak <= have:
         return plan
@@ -469,6 +502,8 @@ def _ways_to_fit(plan: Plan, rank: int) -> Iterator[str]:
     kept = [what for what in section.may_offload if what not in section.offload]
     if kept and plan.device == "cuda" and (len(here) > 1 or plan.generates(rank)):
         yield f"set {key_of_role(resting)}.offload=[{','.join((*section.offload, kept[-1]))}]"
+    if plan.experience(rank) > LARGE_SHARE * plan.certain(rank):
+        yield "lower data.prompts_per_step or rollout.max_response_tokens"
     if plan.generates(rank):
         yield "lower " + ("rollout.memory_share" if plan.config.rollout.kv_cache_gib is None else "rollout.kv_cache_gib")
 

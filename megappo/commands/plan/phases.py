@@ -26,7 +26,7 @@ class Phase:
     role: str
     """The role at work; `rollout` is vLLM."""
     rest: int
-    """Resident state of all roles, the reserve, and the part of vLLM that does not sleep."""
+    """Resident state of all roles, the step's experience, the reserve, and the part of vLLM that does not sleep."""
     work: int
     """Bytes that exist only in this phase."""
 
@@ -37,13 +37,14 @@ class Phase:
 
 def phases(plan: Plan, rank: int) -> list[Phase]:
     """Phases of one rank in the order of a step: stages 2, 3, 4, 6, 7 and 8 of trainer/ppo.py."""
-    # The other stages hold a few bytes per token. The buffers of a push to vLLM are not counted.
-    at_rest = plan.trainer_at_rest(rank)
+    # The buffers of a push to vLLM are not counted.
+    at_rest, experience = plan.trainer_at_rest(rank), plan.experience(rank)
     found: list[Phase] = []
 
     def add(name: str, role: str, work: int, moment: Moment = "train") -> None:
         beside = plan.rollout_bytes(moment) if plan.generates(rank) else 0
-        found.append(Phase(name, role, beside + at_rest, work))
+        held = experience if moment != "generate" and role != "reward_model" else 0  # from stage 4 to the end of the step
+        found.append(Phase(name, role, beside + at_rest + held, work))
 
     def memory(role: str) -> RoleMemory:
         return plan.stage(role, rank)

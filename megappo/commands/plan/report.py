@@ -195,6 +195,8 @@ def _memory_lines(plan: Plan) -> list[str]:
     if plan.rollout is not None:
         cache = size(plan.rollout.kv_cache) if plan.rollout.kv_cache is not None else "?"
         rows.append(["rollout", "-", "", size(plan.rollout.weights), "", "", f"KV {cache}", size(plan.rollout_bytes())])
+    if held := plan.experience(rank):
+        rows.append(["experience", "-", "", "", "", "", "", size(held)])
     if plan.reserve:
         rows.append(["reserve", "-", "", "", "", "", "", size(plan.reserve)])
     have = f" of {size(plan.device_memory)}" if plan.device_memory is not None else ""
@@ -204,6 +206,7 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"  fullest rank: {rank}, about {size(plan.peak(rank))}{have} at its peak, "
         f"{size(plan.certain(rank))} of it without activations",
         "  activations are an estimate of one role at work; offloaded parts count while their role works",
+        *(["  experience: tokens and fields of a step whose responses are all at their longest"] if plan.experience(rank) else []),
         *_shared_lines(plan, size),
         *(["  reserve: an estimate of what the CUDA context and NCCL's communicators take"] if plan.reserve else []),
         *_host_lines(plan, size, name),

@@ -140,7 +140,8 @@ def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path):
     path = run_7b(tmp_path)
     # one H100: policy and critic alone are 2 * 6.7e9 * 18 bytes
     with pytest.raises(
-        ConfigError, match=r"rank 0 needs \d+ GiB for weights, gradients, optimizer, rollout and reserve and has 80.0 GiB"
+        ConfigError,
+        match=r"rank 0 needs \d+ GiB for weights, gradients, optimizer, experience, rollout and reserve and has 80.0 GiB",
     ):
         plan_of(path, [*BF16, "policy.parallel.tp=1"], 1, "cuda", 80 * GIB)
     offloaded = [f"{role}.offload=[parameters,gradients,optimizer]" for role in ("policy", "critic")]
@@ -154,6 +155,10 @@ def test_what_cannot_fit_is_refused_with_the_numbers(tmp_path):
     fits = [*BF16, "critic.parallel.tp=8", "reference.parallel.tp=8", "rollout.tp=8"]
     plan = plan_of(path, fits, 64, "cuda", 80 * GIB)
     assert not plan.warnings and plan.replicas == 8
+    # 64 samples of 24 tokens, one a rank: an id, a mask and nine fields; of 8 samples a replica three fields of each role's loss
+    assert plan.experience(0) == 24 * (1 * (8 + 1 + 9 * 4) + 2 * 8 * (8 + 1 + 3 * 4)) and plan_of(path, [], 2).experience(0) == 0
+    with pytest.raises(ConfigError, match="experience.*lower data.prompts_per_step or rollout.max_response_tokens"):
+        plan_of(path, [*fits, "data.prompts_per_step=160000000"], 64, "cuda", 80 * GIB)
     assert plan_of(path, fits, 64, "cuda").rollout.kv_cache is None, "a GPU of unknown size refuses nothing"
 
 
