@@ -253,15 +253,15 @@ def _host_counts_as_current() -> Iterator[None]:
 
 @contextmanager
 def _copies_of_experience_are_late() -> Iterator[None]:
-    from megappo.data.packing import PackedBatch
+    from megappo.trainer.experience.experience import Experience
 
-    to = PackedBatch.to
+    to = Experience.to
 
-    def on_a_stream_of_its_own(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    def on_a_stream_of_its_own(experience: Experience, device: torch.device) -> Experience:
         with torch.cuda.stream(torch.cuda.Stream()):  # which nothing waits for
-            return to(batch, device)
+            return to(experience, device)
 
-    with mock.patch.object(PackedBatch, "to", on_a_stream_of_its_own):
+    with mock.patch.object(Experience, "to", on_a_stream_of_its_own):
         yield
 
 
