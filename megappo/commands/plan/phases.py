@@ -43,7 +43,7 @@ def phases(plan: Plan, rank: int) -> list[Phase]:
 
     def add(name: str, role: str, work: int, moment: Moment = "train") -> None:
         beside = plan.rollout_bytes(moment) if plan.generates(rank) else 0
-        held = experience if moment != "generate" and role != "reward_model" else 0  # from stage 4 to the end of the step
+        held = experience if moment != "generate" else 0  # from stage 4 to the end of the step
         found.append(Phase(name, role, beside + at_rest + held, work))
 
     def memory(role: str) -> RoleMemory:
