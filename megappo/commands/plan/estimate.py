@@ -123,15 +123,9 @@ class Plan:
         return self.reserve + sum(self.stage(role, rank).resident for role in self.roles_on(rank))
 
     def experience(self, rank: int) -> int:
-        """Bytes on a GPU of one rank for the step's tokens and fields, at their longest: its own samples, and from stage 6 on what
-        its trained roles read of theirs. On a CPU they take no memory of a device."""
-        if self.device != "cuda":
-            return 0
-        held = _each(self.step.samples, self.world_size) * token_bytes(_num_fields(self.config))
-        for role in set(self.roles_on(rank)) & set(trained_sections(self.config)):
-            of_replica = _each(self.step.samples, self.layouts[role].dp)
-            held += of_replica * token_bytes(values_read(self.config, role)[1])
-        return held * self.step.max_sequence_tokens
+        """`experience_bytes` of one rank; 0 on a CPU, where they take no memory of a device."""
+        replicas = {role: self.layouts[role].dp for role in self.roles_on(rank)}
+        return experience_bytes(self.config, self.world_size, replicas) if self.device == "cuda" else 0
 
     def certain(self, rank: int) -> int:
         """Bytes of one rank in its fullest moment, without activations."""
@@ -264,15 +258,19 @@ def _each(samples: int, count: int) -> int:
     return -(-samples // count)
 
 
-def token_bytes(num_fields: int) -> int:
-    """Bytes of a token of experience: id, response_mask and fp32 fields."""
-    return 8 + 1 + 4 * num_fields
+def experience_bytes(config: TrainConfig, world_size: int, replicas: Mapping[str, int]) -> int:
+    """Bytes of a step's tokens and fields on one rank if all are at their longest: its own samples at the end of stage 5, and what
+    its trained roles read of theirs in stage 6. replicas: role on the rank -> its model replicas."""
+    step, has_reference = step_arithmetic(config), "reference" in roles_in_use(config) or reference_is_base(config)
+    # Log-probs of sampler, policy and reference, entropy, reward, both advantages; value and returns of each critic.
+    held = _each(step.samples, world_size) * _token_bytes(6 + has_reference + 2 * len(config.critics_in_use))
+    for role in set(replicas) & set(trained_sections(config)):
+        held += _each(step.samples, replicas[role]) * _token_bytes(values_read(config, role)[1])
+    return held * step.max_sequence_tokens
 
 
-def _num_fields(config: TrainConfig) -> int:
-    """Fields of a token at the end of stage 5: log-probs of sampler, policy and reference, entropy, reward, both advantages, and
-    value and returns of each critic."""
-    return 6 + ("reference" in roles_in_use(config) or reference_is_base(config)) + 2 * len(config.critics_in_use)
+def _token_bytes(num_fields: int) -> int:
+    return 8 + 1 + 4 * num_fields  # id, response_mask, fp32 fields
 
 
 def _micro_batches(config: TrainConfig, role: str, layout: ParallelLayout, step: StepArithmetic) -> int:

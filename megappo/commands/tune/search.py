@@ -13,6 +13,7 @@ from typing import Any
 
 from megappo.commands.plan.estimate import (
     beside_sampler,
+    experience_bytes,
     memory_of_rollout,
     memory_of_stage,
     roles_beside_sampler,
@@ -73,6 +74,7 @@ class Search:
         near = {name: ranks_together(placement, machine.hardware.gpus_per_node) for name, placement in self.placements.items()}
         self._hardware = {name: replace(machine.hardware, gpus_per_node=count) for name, count in near.items()}
         self._counts: dict[tuple[object, ...], ParameterCount] = {}
+        self._experience: dict[tuple[tuple[str, int], ...], int] = {}
         # Keys: role, number of its ranks, neighbouring ranks on a node, and settings. Values hold in every placement.
         self._memory: dict[tuple[object, ...], dict[int, RoleMemory]] = {}
         self._costs: dict[tuple[object, ...], tuple[RoleCost, float]] = {}
@@ -184,13 +186,23 @@ class Search:
             # A role's fullest stage stands for all its ranks: too much where the fullest stages of two roles lie on different
             # ranks.
             here = [need for role, need in needs.items() if role in names]
-            training = int(MARGIN * max((need.training for need in here), default=0))
-            pushed = max((need.pushed for need in here), default=0)
+            held = self._experience_of(names, needs)
+            training = int(MARGIN * max((need.training for need in here), default=0)) + held
+            pushed = max((need.pushed for need in here), default=0) + held
             at_rest = reserve + sum(need.resident for need in here)
             sampler = rollout.memory if ROLLOUT in names else None
             if fullest_moment(at_rest, training, pushed, sampler, self.config.rollout.sleep) > self.machine.hardware.usable_bytes:
                 return False
         return True
+
+    def _experience_of(self, names: Collection[str], needs: Mapping[str, Need]) -> int:
+        if self.machine.device != "cuda":
+            return 0
+        replicas = {role: need.layout.dp for role, need in needs.items() if role in names}
+        key = tuple(sorted(replicas.items()))
+        if key not in self._experience:
+            self._experience[key] = experience_bytes(self.config, self.machine.world_size, replicas)
+        return self._experience[key]
 
     def _reserve(self, names: Collection[str], needs: Mapping[str, Need], rollout: RolloutCandidate) -> int:
         # The reserve of a rank on which these roles live; the plan takes the largest of all ranks.

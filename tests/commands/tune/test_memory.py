@@ -138,7 +138,12 @@ def test_what_fits_fills_no_rank_beyond_what_may_be_used(tmp_path_factory, sleep
         return search_of(path, tight).fits(needs, choice.rollout)
 
     assert not fits_into(choice.peak - 1)
-    together = choice.plan.reserve + choice.plan.rollout_bytes() + sum(need.resident for need in needs.values())
+    together = (
+        choice.plan.reserve
+        + choice.plan.experience(0)
+        + choice.plan.rollout_bytes()
+        + sum(need.resident for need in needs.values())
+    )
     assert fits_into(together + 2 * max(max(need.training, need.pushed) for need in needs.values()))
 
 
@@ -149,7 +154,8 @@ def test_a_sum_that_knows_neither_sleep_nor_reserve_is_not_the_peak(tmp_path):
         choice = choice_of(search_of(path), [ParallelConfig()] * 3, 1, micro_batch_tokens=4096)
         every = [stage for (stage,) in choice.plan.memory.values()]
         once = choice.plan.rollout_bytes() + sum(one.resident for one in every) + max(one.active for one in every)
-        assert (choice.peak == once + choice.plan.reserve) == (sleep == "none") and choice.peak != once
+        held = choice.plan.reserve + choice.plan.experience(0)
+        assert (choice.peak == once + held) == (sleep == "none") and choice.peak != once
 
 
 def test_a_sleeping_cache_makes_room_for_the_models(tmp_path):
