@@ -160,7 +160,9 @@ def run_part(part: Part, place: Place, left_s: float | None = None) -> Outcome:
     with log.open("w", encoding="utf-8") as out:
         # The parts' `python` is this one. Without a GPU the quickstart takes its environment by name only.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        environment = {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
+        # This checkout's megappo, also where it is not installed.
+        packages = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PATH": path, "PYTHONPATH": packages, "PYTHONUNBUFFERED": "1"}
         if not place.on_gpu:
             environment["MEGAPPO_VENV"] = sys.prefix
         child = subprocess.Popen(

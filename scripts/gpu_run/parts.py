@@ -22,16 +22,25 @@ QUICK_PPO = [
 ]
 # Of the supervised warm-up before, whose learning rate rises for 20.
 QUICK_SFT_STEPS = 30
-# Of a response, so that it fits the quickstart's model, which has 64 positions, behind the prompts of measure_agreement.py.
-AGREEMENT_TOKENS = 40
 BF16 = [f"{role}.dtype=bf16" for role in ("policy", "critic", "reference")]
 FSDP2 = [f"{role}.engine=fsdp2" for role in ("policy", "critic", "reference")]
 _ON_CPU = ["run.num_ranks=1", "policy.parallel.tp=1", "critic.parallel.pp=1"]
-# Overrides of configs/quickstart.yaml for scripts/gpu_run/step.py: 64 responses of 512 tokens, which a random model does not end.
+# For scripts/gpu_run/step.py: nothing but steps, on a GPU with 64 responses of 512 tokens, which a random model does not end.
+STEP = [
+    *QUICK_PPO,
+    *("trainer.steps=3", "trainer.eval_every=null", "data.eval=null"),
+    *("checkpoint.save_every=never", "checkpoint.export_at_end=false"),
+]
 STEP_SIZES = {
     "cuda": [
         *BF16,
-        *("data.prompts_per_step=16", "algorithm.mini_batch_size=32", "rollout.max_response_tokens=512", "rollout.sleep=all"),
+        *(
+            "data.prompts_per_step=16",
+            "algorithm.mini_batch_size=32",
+            "rollout.max_response_tokens=512",
+            "rollout.sleep=all",
+            "rollout.memory_share=0.3",
+        ),
         *("critic.micro_batch_tokens=8192", "policy.micro_batch_tokens=8192", "rollout.max_prob_diff=0.05"),
     ],
     "cpu": [*BF16, "data.prompts_per_step=2", "algorithm.mini_batch_size=4", "rollout.max_prob_diff=0.05"],
@@ -126,19 +135,11 @@ def _needs_policy(place: Place) -> str | None:
 
 
 def _agreement(place: Place) -> Command:
-    def measure(model: Path) -> Command:
-        return _python(
-            "benchmarks/measure_agreement.py", str(model), "--dtype", "bf16", "--top-p", "0.9", "--tokens", str(AGREEMENT_TOKENS)
-        )
-
     trained = [place.quickstart(ranks) / "sft/export" for ranks in (1, 2)]
     model = next((path for path in trained if path.exists()), None)
-    if model is not None:
-        return measure(model)
-    # The quickstart failed: a random model agrees as well or as badly, only its distribution is flat.
-    made = place.folder / "random_model"
-    write = _python("scripts/quickstart_model.py", str(made))
-    return ["bash", "-c", f"{shlex.join(write)} && {shlex.join(measure(made / 'model'))}"]
+    if model is None:  # the quickstart failed: a random model agrees as well or as badly, only its distribution is flat
+        return _with_random_model("rollout", "agreement")(place)
+    return _python("-m", "scripts.gpu_run.rollout", str(model), str(place.folder / "agreement.md"))
 
 
 def _bench(place: Place) -> Command:
@@ -212,15 +213,15 @@ def _build(place: Place) -> Command:
     return ["bash", "-c", f"MEGAPPO_CUDA=1 {archs} {command} && {shlex.join(_python('-m', 'megappo.ops.implementations'))}"]
 
 
-def _with_random_model(module: str) -> Callable[[Place], Command]:
-    """Run a module of this package on the folder of a random model, which the first part that needs it writes."""
+def _with_random_model(module: str, name: str) -> Callable[[Place], Command]:
+    """Run a module of this package, which writes NAME.md, with a random model; the first part that needs that one makes it."""
 
     def command(place: Place) -> Command:
         folder = place.folder / "random"
         write = _python("-m", "scripts.gpu_run.random_model", "1b" if place.on_gpu else "tiny", str(folder))
         model = folder if module == "step" else folder / "model"
-        measure = _python("-m", f"scripts.gpu_run.{module}", str(model), str(place.folder / f"{module}.md"))
-        sizes = [*STEP_SIZES[place.device], *QUICK_PPO, *(_layout(1) if place.on_gpu else _ON_CPU)] if module == "step" else []
+        measure = _python("-m", f"scripts.gpu_run.{module}", str(model), str(place.folder / f"{name}.md"))
+        sizes = [*STEP, *STEP_SIZES[place.device], *(_layout(1) if place.on_gpu else _ON_CPU)] if module == "step" else []
         return [
             "bash",
             "-c",
@@ -258,10 +259,18 @@ PARTS = (
     Part("build", "The CUDA kernels, compiled", _build, 30 * MINUTE, 150, _needs_build),
     Part("doctor", "megappo doctor", lambda place: _python("-m", "megappo", "doctor"), 20 * MINUTE, 90),
     Part("quickstart_1", "Quickstart on one GPU, with vLLM", _quickstart(1), 20 * MINUTE, 220, _needs_gpu),
-    Part("rollout", "vLLM beside the trainer: push, sleep", _with_random_model("rollout"), 20 * MINUTE, 150, page="rollout.md"),
-    Part("agreement", "Log-probs of vLLM and of the trainer", _agreement, 20 * MINUTE, 90),
+    Part(
+        "rollout",
+        "vLLM beside the trainer: push, sleep",
+        _with_random_model("rollout", "rollout"),
+        20 * MINUTE,
+        150,
+        _needs_gpu,
+        "rollout.md",
+    ),
+    Part("agreement", "Log-probs of vLLM and of the trainer", _agreement, 20 * MINUTE, 90, page="agreement.md"),
     Part("selfcheck", "Every kernel against its reference", _selfcheck, 30 * MINUTE, 150),
-    Part("step", "A step of a random model by stage", _with_random_model("step"), 20 * MINUTE, 150, page="step.md"),
+    Part("step", "A step of a random model by stage", _with_random_model("step", "step"), 20 * MINUTE, 150, page="step.md"),
     Part("memory", "Peak memory against the plan", _memory, 20 * MINUTE, 90, _needs_gpu),
     Part("fsdp2", "PPO on engine fsdp2", _ppo("fsdp2", *FSDP2), 20 * MINUTE, 90, _needs_policy),
     Part("te", "TransformerEngine's layers", _te, 20 * MINUTE, 120, _needs_transformer_engine),

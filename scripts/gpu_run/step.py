@@ -53,7 +53,6 @@ def main(folder: Path, target: Path, overrides: Sequence[str]) -> int:
     files = [
         f"policy.model={folder / 'model'}",
         f"data.train={folder / 'data/train.jsonl'}",
-        f"data.eval={folder / 'data/eval.jsonl'}",
         f"data.tokenizer={folder / 'model/tokenizer.model'}",
         f"run.output_dir={folder / 'runs'}",
     ]

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from megappo.commands.cli import main
 from megappo.telemetry.jsonl import read_lines
 from scripts.gpu_run import __main__ as first_gpu_run
 from scripts.gpu_run.page import BEGIN, END, into_docs
-from scripts.gpu_run.parts import PARTS, QUICK_SFT_STEPS, Part, Place
+from scripts.gpu_run.parts import _ON_CPU, PARTS, QUICK_SFT_STEPS, STEP, Part, Place
+from scripts.gpu_run.step import STAGES, planned
+from scripts.gpu_run.step import page as step_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +34,7 @@ def run(tmp_path: Path, *parts: Part, options: tuple[str, ...] = ()) -> tuple[in
 def test_each_part_fails_alone_and_the_page_says_how(tmp_path, capsys):
     code, page = run(
         tmp_path,
-        part("good", "echo fine"),
+        part("good", "echo fine $PYTHONPATH"),
         part("bad", "echo '```'; echo why >&2; exit 3"),
         part("absent", "exit 1", left_out=lambda place: "needs 8 GPUs"),
         part("last", "echo after"),
@@ -40,7 +43,7 @@ def test_each_part_fails_alone_and_the_page_says_how(tmp_path, capsys):
     table, good, bad, last = page.split("## ")
     assert re.search(r"\| Part good \| ok, \d+ s \|", table) and "| Part absent | left out: needs 8 GPUs |" in table
     assert re.search(r"\| Part bad \| FAILED: exit code 3, \d+ s \|", table) and "rehearsal" in table
-    assert "fine" in good and "why" in bad and "after" in last
+    assert f"fine {ROOT}" in good and "why" in bad and "after" in last
     assert "needs 8 GPUs" not in bad + last
 
 
@@ -142,7 +145,7 @@ def test_on_gpus_every_part_is_run_or_says_why_not(tmp_path, monkeypatch):
         (tmp_path / f"quickstart_{ranks}/model").mkdir()
     assert [p.name for p in PARTS if p.left_out(one)] == ["quickstart_2", "verify"]
     assert not any(p.left_out(eight) for p in PARTS)
-    assert [p.name for p in PARTS if p.left_out(none)] == ["build", "quickstart_1", "memory", "te", "tests", "verify"]
+    assert [p.name for p in PARTS if p.left_out(none)] == ["build", "quickstart_1", "rollout", "memory", "te", "tests", "verify"]
     monkeypatch.setattr("megappo.ops.implementations.missing", lambda *_: None)
     assert [p.left_out(one) for p in PARTS if p.name == "build"] == ["the CUDA kernels are built"]
 
@@ -177,10 +180,9 @@ def test_the_quickstart_refuses_what_it_does_not_know():
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory):
-    """Folder of a rehearsal without the parts whose commands others run here (doctor, selfcheck, bench, bench_step), or that are
-    like these (fsdp2)."""
+    """Folder of a rehearsal without the parts whose commands others run here: doctor, selfcheck, step, fsdp2, bench, bench_step."""
     folder = tmp_path_factory.mktemp("rehearsal") / "out"
-    only = "machine,rollout,quickstart_2,agreement,step"
+    only = "machine,quickstart_2,agreement"
     command = [sys.executable, "-m", "scripts.gpu_run", "--rehearse", "--out", str(folder), "--only", only]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + (folder / "report.md").read_text()
@@ -189,15 +191,22 @@ def rehearsal(tmp_path_factory):
 
 def test_a_rehearsal_runs_ppo_and_compares_with_vllm(rehearsal):
     page = (rehearsal / "report.md").read_text()
-    assert page.count("| ok, ") == 5 and "held-out score:" in page
-    agreement = (rehearsal / "agreement.log").read_text()
-    assert "sft/export" in page and agreement.splitlines()[-1].split()[0] == "bf16"
-    assert float(agreement.splitlines()[-1].split()[1]) < 0.05
-    assert (rehearsal / "quickstart_2/ppo/metrics.jsonl").exists()
-    rollout = (rehearsal / "rollout.md").read_text()
-    assert rollout.count("checksums equal") == 4 and rollout.count("difference: mean") == 2 and "| sleep |" in rollout
-    step = (rehearsal / "step.md").read_text()
-    stages = re.findall(r"^\| (\w+) \| [\d.e-]+ \| .* \| [\d.e+-]+ \|$", step, re.MULTILINE)
-    assert set(stages) == {"generate", "logprobs", "update_critic", "update_policy", "push_weights"}, "each is timed and planned"
+    assert page.count("| ok, ") == 3 and "held-out score:" in page and "sft/export" in page
+    agreement = (rehearsal / "agreement.md").read_text()
+    assert all(line in page for line in agreement.splitlines()) and agreement.count("checksums equal") == 4
+    means = [float(mean) for mean in re.findall(r"\| log-probs.* difference: mean (\S+),", agreement)]
+    assert len(means) == 4 and all(0 < mean < 0.05 for mean in means), "whole and cut distributions, before and after sleep"
     losses = [row["sft/loss"] for row in read_lines(rehearsal / "quickstart_2/sft/metrics.jsonl")]
     assert len(losses) == QUICK_SFT_STEPS and losses[-1] < 0.8 * losses[0]
+
+
+def test_the_stages_of_a_step_stand_beside_the_plan(rehearsal, capsys):
+    folder = rehearsal / "quickstart_2"
+    files = [f"policy.model={folder / 'model'}", f"data.train={folder / 'data/train.jsonl'}"]
+    files += [f"data.tokenizer={folder / 'model/tokenizer.model'}"]
+    assert main(["plan", "configs/quickstart.yaml", "--gpu-memory-gib", "80", *STEP, *_ON_CPU, *files]) == 0
+    plan = planned(capsys.readouterr().out)
+    assert {phase for phases in STAGES.values() for phase in phases} <= plan.keys() and 30 < min(plan.values()) < 80
+    page = step_page(read_lines(folder / "ppo/metrics.jsonl")[-1], plan)
+    stages = re.findall(r"^\| (\w+) \| [\d.e-]+ \| .* \| [\d.e+-]+ \|$", page, re.MULTILINE)
+    assert set(stages) == STAGES.keys() - {"advantages"}, "each is timed and planned"
